@@ -23,7 +23,7 @@ BATCH_KEYS = {"kang_ifnb": "condition"}
 """Batches of data sets whose cards name none."""
 DONOR_SHARES = (0.5, 0.25, 0.17, 0.08)
 """Cells of the made donors of the scenario ``donors``, about."""
-FEWEST = 20
+MIN = 20
 """Cells that a batch has to keep, or no label is taken from it."""
 NEIGHBORS, FOLDS, RAREST = 15, 5, 3
 SCORING = 1
@@ -141,7 +141,7 @@ def _shifted(obs: pd.DataFrame, labels_key: str, batch_key: str) -> tuple[np.nda
     taken, spared = [], []
     for batch in names[: len(names) // 2]:
         gone = (batches == batch) & (labels == commonest)
-        if ((batches == batch) & ~gone).sum() < FEWEST:
+        if ((batches == batch) & ~gone).sum() < MIN:
             spared.append(batch)
         else:
             kept &= ~gone
@@ -149,7 +149,7 @@ def _shifted(obs: pd.DataFrame, labels_key: str, batch_key: str) -> tuple[np.nda
     note = f"{(~kept).sum():,} cells of {commonest!r} were taken from {len(taken)} of {len(names)} batches"
     note += f" ({', '.join(taken)})." if taken else "."
     if spared:
-        note += f" Left alone, for they would keep fewer than {FEWEST} cells: {', '.join(spared)}."
+        note += f" Left alone, for they would keep fewer than {MIN} cells: {', '.join(spared)}."
     return np.flatnonzero(kept), note
 
 
@@ -204,7 +204,7 @@ class Scorer:
 
 
 def _purity(embedding: np.ndarray, labels: np.ndarray, batches: np.ndarray) -> np.ndarray:
-    """Return the share of a cell's nearest neighbours in other batches that have its label, float64, shape (N,).
+    """Return the share of a cell's nearest neighbors in other batches that have its label, float64, shape (N,).
 
     NaN for a cell whose label no other batch has.
     """

@@ -68,12 +68,12 @@ METHODS = {
     "joint embedding per batch, 20 clusters": Method(
         {"objective": {"name": "joint_embedding", "per_batch": True, "batch_key": BATCH, "clusters": 20}}
     ),
-    "no neighbours": Method({"objective": {"name": "neighbor_denoising", "agreement": 0.0, "translation": 0.0}}),
-    # Beside "neighbours drawn alike": in components those of other batches lie far off, and would rarely be drawn.
-    "neighbours in components": Method(
+    "no neighbors": Method({"objective": {"name": "neighbor_denoising", "agreement": 0.0, "translation": 0.0}}),
+    # Beside "neighbors drawn alike": in components those of other batches lie far off, and would rarely be drawn.
+    "neighbors in components": Method(
         {"objective": {"name": "neighbor_denoising", "space": "components", "temperature": None}}
     ),
-    "neighbours drawn alike": Method({"objective": {"name": "neighbor_denoising", "temperature": None}}),
+    "neighbors drawn alike": Method({"objective": {"name": "neighbor_denoising", "temperature": None}}),
     "agreement .03": Method({"objective": {"name": "neighbor_denoising", "agreement": 0.03}}),
     "beta 1": Method({"objective": {"name": "neighbor_denoising", "beta": 1.0}}),
     "mlp": Method({"architecture": "mlp"}),

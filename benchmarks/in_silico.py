@@ -39,7 +39,7 @@ def cosines(vectors: np.ndarray) -> np.ndarray:
 
 
 def shares(similarity: np.ndarray, names: list[str]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return for each pair of `GENES` the rank of the second among the neighbours of the first, and of how many."""
+    """Return for each pair of `GENES` the rank of the second among the neighbors of the first, and of how many."""
     found = {}
     for first, second in permutations(GENES, 2):
         if first not in names or second not in names:
@@ -75,7 +75,7 @@ def main() -> None:
     adata = adata[np.asarray(adata.obs["grna_frac"] >= 0.8)].copy()
     controls = adata[np.asarray(adata.obs["perturbation"] == "control")].copy()
     pairs = [f"{second} of {first}" for first, second in permutations(GENES, 2)]
-    print(f"| neighbours by | genes | {' | '.join(pairs)} | share nearer | s |")
+    print(f"| neighbors by | genes | {' | '.join(pairs)} | share nearer | s |")
     print(f"|{'---|' * (len(pairs) + 4)}")
     for name, is_trained in {"moves in silico": True, "the same, not trained": False}.items():
         found, start = [], time.perf_counter()

@@ -1,4 +1,4 @@
-"""How fast do shuffled, tokenised batches come from disk, and how much memory does that take?
+"""How fast do shuffled, tokenized batches come from disk, and how much memory does that take?
 
 Makes a corpus of counts drawn gene by gene (log-normal popularity, about 1,200 genes a cell), converts it into a store
 with ``scforge.data.convert``, and reads an epoch of it: with annbatch alone (CSR batches, its random sampler), and as

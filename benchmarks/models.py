@@ -1,7 +1,7 @@
 """What does a training step of each architecture cost, beside the way it is usually written?
 
 The usual way is ``nn.TransformerEncoder`` on padded batches with the vocabulary head at every position. All rows have
-the same sizes and tokens, and each runs in a process of its own, so that its peak of memory is its own. Utilisation is
+the same sizes and tokens, and each runs in a process of its own, so that its peak of memory is its own. Utilization is
 the arithmetic that the row needs (matrix products of tokens that are no padding; three times the forward pass) over
 that of large matrix products of the same dtype in the same seconds: CPU seconds on a CPU, wall seconds on CUDA.
 """
@@ -184,7 +184,7 @@ def measure(row: Row, args: argparse.Namespace) -> dict[str, float]:
         "wall": wall,
         "tokens": float(batch["attention_mask"].sum()),
         "memory": memory / 1e9,
-        "utilisation": needed / busy / ceiling(args.device, dtype),
+        "utilization": needed / busy / ceiling(args.device, dtype),
         "gflop": needed / 1e9,
         "parameters": sum(p.numel() for p in module.parameters()) / 1e6,
     }
@@ -206,7 +206,7 @@ def main() -> None:
     where = torch.cuda.get_device_name() if args.device == "cuda" else f"{torch.get_num_threads()} threads"
     print(f"{', '.join(f'{name} {getattr(args, name)}' for name in sizes)}; {where}, torch {torch.__version__}\n")
     memory = "peak GB of device" if args.device == "cuda" else "peak RSS, GB"
-    print(f"| training step | CPU s | wall s | tokens/s | {memory} | GFLOP | utilisation | plain / this |")
+    print(f"| training step | CPU s | wall s | tokens/s | {memory} | GFLOP | utilization | plain / this |")
     print("|---|---|---|---|---|---|---|---|")
     plain: dict[bool, float] = {}
     key = "wall" if args.device == "cuda" else "cpu"
@@ -229,7 +229,7 @@ def main() -> None:
         ratio = f"{plain[row.ragged] / best[key]:.1f}" if row.ragged in plain else ""
         print(
             f"| {row.name} | {best['cpu']:.2f} | {best['wall']:.2f} | {best['tokens'] / best['wall']:.0f} "
-            f"| {best['memory']:.2f} | {best['gflop']:.0f} | {100 * best['utilisation']:.0f} % | {ratio} |",
+            f"| {best['memory']:.2f} | {best['gflop']:.0f} | {100 * best['utilization']:.0f} % | {ratio} |",
             flush=True,
         )
 

@@ -1,7 +1,7 @@
 """Do ScDiVa's two modes embed cells as well as PCA and scVI, and is the latent in use?
 
 Rows are means over trainings with different seeds, without labels; figures are those of scib-metrics and of a probe
-(logistic regression and nearest neighbours, 5 folds) over the same cells, drawn once. PCA and scVI are fitted on all
+(logistic regression and nearest neighbors, 5 folds) over the same cells, drawn once. PCA and scVI are fitted on all
 cells. A dimension of the latent is active if its mean varies by more than 0.01 over cells (Burda et al. 2016)::
 
     python benchmarks/scdiva.py --data FOLDER
@@ -77,8 +77,8 @@ def report_on(name: str, args: argparse.Namespace) -> None:
             said.append(
                 f"| {key} | {active} of {mean.shape[1]} | {variance.mean():.3f} | {model.n_epochs_} | {spent:.0f} |"
             )
-    labelled = np.flatnonzero(adata.obs[card.labels_key].notna())
-    scored = np.sort(np.random.default_rng(0).permutation(labelled)[: args.cells])
+    labeled = np.flatnonzero(adata.obs[card.labels_key].notna())
+    scored = np.sort(np.random.default_rng(0).permutation(labeled)[: args.cells])
     report = evaluate(
         adata,
         [Scib(card.labels_key, getattr(card, "batch_key", None)), CellTypeProbe(card.labels_key)],

@@ -37,7 +37,7 @@ from scipy.stats import spearmanr
 import scforge
 from scforge.eval.rank_reconstruction import evaluate_reconstruction
 from scforge.models import ScDiVa
-from scforge.tokenizers import serialisation_weights
+from scforge.tokenizers import serialization_weights
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def report_on(train: AnnData, test: AnnData, mode: str, seed: int, args: argpars
     model = ScDiVa(train, objective=args.objective, n_top_genes=args.genes, seed=seed, mode=mode, **args.options)
     model.train(args.epochs, progress_bar=False, accelerator="cpu")
     spent = time.perf_counter() - start
-    weights = serialisation_weights(model.vocab)
+    weights = serialization_weights(model.vocab)
     known, true = expression(model, train), expression(model, test)
     mean = np.broadcast_to(known.mean(axis=0), true.shape)
     given = true > 0

@@ -67,7 +67,7 @@ def thinned(counts: torch.Tensor) -> torch.Tensor:
     return torch.log1p(torch.binomial(counts, torch.full_like(counts, 0.5)))
 
 
-def train(regulariser: Callable | None, seed: int, *, norm: bool, steps: int) -> tuple[float, float, float]:
+def train(regularizer: Callable | None, seed: int, *, norm: bool, steps: int) -> tuple[float, float, float]:
     """Return mean cosine, mean standard deviation, and accuracy of the nearest other cell's type."""
     torch.manual_seed(seed)
     counts, types = cells(seed)
@@ -78,8 +78,8 @@ def train(regulariser: Callable | None, seed: int, *, norm: bool, steps: int) ->
     for _ in range(steps):
         views = torch.stack([model(thinned(counts)) for _ in range(2)])
         loss = (views - views.mean(dim=0)).square().mean()
-        if regulariser is not None:
-            loss = loss + WEIGHT * regulariser(views)
+        if regularizer is not None:
+            loss = loss + WEIGHT * regularizer(views)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -94,7 +94,7 @@ def train(regulariser: Callable | None, seed: int, *, norm: bool, steps: int) ->
 
 def print_trainings(seeds: int, steps: int) -> None:
     per_token = PerToken(SIGRegConfig(coefficient=1.0))
-    regularisers = {
+    regularizers = {
         "agreement alone": None,
         "with soma's, per token": per_token,
         "with that over samples": OverSamples(256),
@@ -103,9 +103,9 @@ def print_trainings(seeds: int, steps: int) -> None:
         "\n| training | layer norm at the end | mean cosine of cells | standard deviation | nearest cell of its type |"
     )
     print("|---|---|---:|---:|---:|")
-    for name, regulariser in regularisers.items():
+    for name, regularizer in regularizers.items():
         for norm in (False, True):
-            runs = torch.tensor([train(regulariser, seed, norm=norm, steps=steps) for seed in range(seeds)])
+            runs = torch.tensor([train(regularizer, seed, norm=norm, steps=steps) for seed in range(seeds)])
             cosine, spread, right = runs.mean(dim=0).tolist()
             print(f"| {name} | {'yes' if norm else 'no'} | {cosine:.2f} | {spread:.3f} | {right:.2f} |", flush=True)
 

@@ -66,7 +66,7 @@ def run(job: Job, package: str, args: argparse.Namespace) -> dict[str, float]:
     torch.manual_seed(0)
     options = {"gradient_checkpointing": True} if job.checkpointing and package == OURS else {}
     model = soma.Model(soma.ModelConfig(dropout_rate=job.dropout, **sizes), **options).to(args.device)
-    regulariser = soma.SIGReg(soma.SIGRegConfig()).to(args.device)
+    regularizer = soma.SIGReg(soma.SIGRegConfig()).to(args.device)
     # The package draws attention dropout by its attribute and not by F's default; both follow train() and eval().
     model.train(job.training)
     tokens = torch.randint(0, 256, (args.batch, args.length + 1), device=args.device)
@@ -82,7 +82,7 @@ def run(job: Job, package: str, args: argparse.Namespace) -> dict[str, float]:
                 with torch.no_grad():
                     losses.append(float(model.encode(inputs, positions).square().mean()))
                 return
-            loss, _ = soma.compute_loss(model, regulariser, inputs, targets)
+            loss, _ = soma.compute_loss(model, regularizer, inputs, targets)
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()

@@ -1,7 +1,7 @@
-"""What does tokenising a cell cost, beside the way it is usually written?
+"""What does tokenizing a cell cost, beside the way it is usually written?
 
 Each strategy of scforge on blocks of cells, the tokens alone and as a padded batch with CLS, against the
-same algorithm in NumPy, cell by cell and vectorised over the block. The references do no padding. Everything runs in
+same algorithm in NumPy, cell by cell and vectorized over the block. The references do no padding. Everything runs in
 one thread. The results of the references are compared with those of scforge before anything is timed.
 """
 
@@ -43,7 +43,7 @@ def rank_per_cell(block: CellBlock, tokenizer: Tokenizer) -> Tokens:
     return np.concatenate(ids), np.concatenate(values)
 
 
-def rank_vectorised(block: CellBlock, tokenizer: Tokenizer) -> Tokens:
+def rank_vectorized(block: CellBlock, tokenizer: Tokenizer) -> Tokens:
     """Return ids and values, with one sort over the block."""
     lengths = np.diff(block.indptr)
     cells = np.repeat(np.arange(len(block)), lengths)
@@ -63,7 +63,7 @@ def bins_per_cell(block: CellBlock, tokenizer: Tokenizer) -> Tokens:
     return block.genes + tokenizer.vocab.n_special, np.concatenate(bins)
 
 
-def bins_vectorised(block: CellBlock, tokenizer: Tokenizer) -> Tokens:
+def bins_vectorized(block: CellBlock, tokenizer: Tokenizer) -> Tokens:
     """Return ids and bins, with one sort and one search over the block."""
     lengths = np.diff(block.indptr)
     cells = np.repeat(np.arange(len(block)), lengths)
@@ -90,19 +90,19 @@ def values_per_cell(block: CellBlock, tokenizer: Tokenizer) -> Tokens:
     return block.genes + tokenizer.vocab.n_special, np.concatenate(values)
 
 
-def values_vectorised(block: CellBlock, tokenizer: Tokenizer) -> Tokens:
+def values_vectorized(block: CellBlock, tokenizer: Tokenizer) -> Tokens:
     """Return ids and log1p CP10K of the block."""
     scale = np.repeat(1e4 / block.totals, np.diff(block.indptr))
     return block.genes + tokenizer.vocab.n_special, np.log1p(block.counts * scale)
 
 
 STRATEGIES: list[tuple[str, str, dict[str, Any], tuple[Reference, Reference] | None]] = [
-    ("rank_value", "rank_value", {}, (rank_per_cell, rank_vectorised)),
-    ("rank_value, 512 tokens", "rank_value", {"max_len": 512}, (rank_per_cell, rank_vectorised)),
-    ("binned, side one", "binned_expression", {"side": "one", "max_len": 8192}, (bins_per_cell, bins_vectorised)),
+    ("rank_value", "rank_value", {}, (rank_per_cell, rank_vectorized)),
+    ("rank_value, 512 tokens", "rank_value", {"max_len": 512}, (rank_per_cell, rank_vectorized)),
+    ("binned, side one", "binned_expression", {"side": "one", "max_len": 8192}, (bins_per_cell, bins_vectorized)),
     ("binned, side both", "binned_expression", {"side": "both", "max_len": 8192}, None),
     ("binned, 512 drawn tokens", "binned_expression", {"side": "one", "max_len": 512}, None),
-    ("continuous_projection", "continuous_projection", {}, (values_per_cell, values_vectorised)),
+    ("continuous_projection", "continuous_projection", {}, (values_per_cell, values_vectorized)),
     ("continuous, TranscriptFormer", "continuous_projection",
      {"transform": "counts", "clip": 30.0, "order": "random", "attention_bias": True, "max_len": 2048}, None),
 ]  # fmt: skip
@@ -163,7 +163,7 @@ def compare(title: str, cells: CellSource, size: int, repeats: int) -> None:
         f"\n{title}: {len(cells):,} cells, {cells.n_expressed.mean():,.0f} nonzeros a cell, blocks of {size:,} cells\n"
     )
     print("| strategy | tokens, CPU-us a cell | k cells / CPU-s | wall-us | padded batch with CLS, CPU-us "
-          "| NumPy a cell, ratio | NumPy vectorised, ratio |")  # fmt: skip
+          "| NumPy a cell, ratio | NumPy vectorized, ratio |")  # fmt: skip
     print("|---|---|---|---|---|---|---|")
     for label, name, options, references in STRATEGIES:
         tokenizer = get_tokenizer(name, vocab, **options)

@@ -1,4 +1,4 @@
-"""What does a training cost, all of it: reading a store, tokenising, the steps, validation, and keeping its state?
+"""What does a training cost, all of it: reading a store, tokenizing, the steps, validation, and keeping its state?
 
 Makes a corpus of 20 planted cell types (about 1,200 genes a cell), converts it into a store, and trains the same
 transformer on the same masked cells in the same order:
@@ -112,7 +112,7 @@ def usual(args: argparse.Namespace) -> dict[str, float]:
     torch.manual_seed(0)
     module = Usual(len(model.vocab), args.hidden, args.layers, args.heads, args.length)
     module.apply(init_weights)
-    objective.initialise(module, data.bound.sample(10_000, rows=data.train_rows, seed=0), model.tokenizer)
+    objective.initialize(module, data.bound.sample(10_000, rows=data.train_rows, seed=0), model.tokenizer)
     decayed = [p for p in module.parameters() if p.ndim > 1]
     rest = [p for p in module.parameters() if p.ndim < 2]
     groups = [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}]

@@ -173,7 +173,7 @@ def tiny_config() -> ModelConfig:
 
 @pytest.fixture
 def dummy_batch() -> dict[str, torch.Tensor]:
-    """Four cells of 16 tokens, the last two padded; three labelled positions in each."""
+    """Four cells of 16 tokens, the last two padded; three labeled positions in each."""
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(4, 100, (4, 16), generator=generator)
     attention_mask = torch.ones(4, 16, dtype=torch.long)

@@ -118,7 +118,7 @@ COMPATIBLE = re.compile(
 )
 COPYLEFT = re.compile(r"(?<!L)A?GPL|(?<!Lesser )General Public|Affero")
 UNSTATED = {"cuda-toolkit": "NVIDIA", "python-dateutil": "Apache-2.0", "sparsecca": "BSD-3-Clause"}
-"""Licences of packages whose metadata name none."""
+"""Licenses of packages whose metadata name none."""
 UNAVOIDABLE = {"igraph": "scib-metrics"}
 """GPL packages that a package of ours requires; scforge itself must not import them."""
 
@@ -143,8 +143,8 @@ def required_packages() -> dict[str, set[str]]:
     return found
 
 
-def licence_of(name: str) -> str:
-    """Return the licence that a package states: an expression, or classifiers and the first line of the text."""
+def license_of(name: str) -> str:
+    """Return the license that a package states: an expression, or classifiers and the first line of the text."""
     meta = distribution(name).metadata
     if "License-Expression" in meta:
         return meta["License-Expression"]
@@ -154,16 +154,16 @@ def licence_of(name: str) -> str:
     return "; ".join(stated)
 
 
-def test_licences_of_what_is_required_are_compatible():
+def test_licenses_of_what_is_required_are_compatible():
     required = required_packages()
     assert {"torch", "scanpy", "numpy"} <= set(required)
-    licences = {name: UNSTATED.get(name) or licence_of(name) for name in required}
+    licenses = {name: UNSTATED.get(name) or license_of(name) for name in required}
     odd = {
-        f"{name} ({licence}), required by {', '.join(sorted(required[name]))}"
-        for name, licence in licences.items()
-        if name not in UNAVOIDABLE and (COPYLEFT.search(licence) or not COMPATIBLE.search(licence))
+        f"{name} ({license}), required by {', '.join(sorted(required[name]))}"
+        for name, license in licenses.items()
+        if name not in UNAVOIDABLE and (COPYLEFT.search(license) or not COMPATIBLE.search(license))
     }
     assert not odd
     # The exceptions are in use, and not ours.
     assert {name: required[name] for name in UNAVOIDABLE} == {name: {by} for name, by in UNAVOIDABLE.items()}
-    assert all(COPYLEFT.search(licences[name]) for name in UNAVOIDABLE)
+    assert all(COPYLEFT.search(licenses[name]) for name in UNAVOIDABLE)

@@ -26,7 +26,7 @@ ABOUT = {
     "name": "pbmc3k",
     "title": "3k PBMCs from a Healthy Donor",
     "source": "https://www.10xgenomics.com/datasets/3-k-pbm-cs-from-a-healthy-donor-1-standard-1-1-0",
-    "licence": "CC BY 4.0 (https://creativecommons.org/licenses/by/4.0/), 10x Genomics",
+    "license": "CC BY 4.0 (https://creativecommons.org/licenses/by/4.0/), 10x Genomics",
     "citation": (
         "3k PBMCs from a Healthy Donor, Universal 3' Gene Expression dataset analyzed using Cell Ranger 1.1.0, "
         "10x Genomics (2016)"

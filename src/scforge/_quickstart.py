@@ -107,7 +107,7 @@ def _report(adata: AnnData, transformer: Encoder, entropy: float, seconds: dict[
     report = evaluate(adata, benchmark, keys, seconds=seconds, title="scforge quickstart")
     loss = transformer.history["validation_loss"]["validation_loss"]
     report.facts = {
-        "data": f"PBMC 3k, {adata.n_obs} cells, {int(adata.obs[_LABELS].notna().sum())} of them labelled",
+        "data": f"PBMC 3k, {adata.n_obs} cells, {int(adata.obs[_LABELS].notna().sum())} of them labeled",
         "task": f"{benchmark.n_folds}-fold prediction of {adata.obs[_LABELS].nunique()} cell types, same folds for all",
         "masked-gene loss of the transformer": f"{loss.min():.2f} on held-out cells (epoch {loss.argmin() + 1})",
         "entropy of the token frequencies": f"{entropy:.2f} (the loss of a model that knows nothing of the cell)",

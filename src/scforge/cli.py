@@ -23,7 +23,7 @@ def add_convert_checkpoint(command: argparse.ArgumentParser) -> None:
     """Add the flags of ``scforge convert-checkpoint``."""
     command.add_argument("source", metavar="SOURCE", help="folder or file of the checkpoint")
     command.add_argument("-o", "--output", required=True, metavar="DIR", help="folder of the model to make")
-    command.add_argument("--family", metavar="NAME", help="geneformer, scgpt, ... (default: what recognises it)")
+    command.add_argument("--family", metavar="NAME", help="geneformer, scgpt, ... (default: what recognizes it)")
     command.add_argument("--version", metavar="NAME", help="Geneformer: V1 or V2 (default: by its positions)")
     command.add_argument(
         "--tokens-medians", metavar="PLACE", help="Geneformer: folder or table of its dictionaries (default: SOURCE)"

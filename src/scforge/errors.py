@@ -121,7 +121,7 @@ class DataError(ScforgeError, ValueError):
 
     Cause
     -----
-    Counts are negative, not finite or already normalised; a column or a layer is missing; names stand twice; there are
+    Counts are negative, not finite or already normalized; a column or a layer is missing; names stand twice; there are
     too few cells, or labels, for what is asked; or a file of cells, or a store, is damaged.
 
     Fix

@@ -105,7 +105,7 @@ def test_the_loss_reaches_head_and_encoder(tuned: Encoder, batch: dict[str, torc
         own = [name for name, p in module.named_parameters() if name.startswith(part) and p.requires_grad]
         assert not own or any(gradients[name].any() for name in own if name in gradients), part
     means = {"loss": np.asarray(loss.item()), **{name: value.detach().numpy() for name, value in figures.items()}}
-    assert {"loss", task.monitor} <= set(task.summarise(means))
+    assert {"loss", task.monitor} <= set(task.summarize(means))
     module.zero_grad()
     module.eval()
 

@@ -51,7 +51,7 @@ def test_where_the_counts_are_is_told(tiny_adata):
     del tiny_adata.layers["flag"]
     plain = tiny_adata.copy()
     tiny_adata.X = counts.log1p()
-    told("undo the normalisation")
+    told("undo the normalization")
     tiny_adata.raw = plain
     told("adata.raw holds counts")
     tiny_adata.layers["raw_counts"] = counts
@@ -62,7 +62,7 @@ def test_where_the_counts_are_is_told(tiny_adata):
     told("adata.X is None; layer='raw_counts' holds counts")
 
 
-def test_missing_values_of_an_outer_join_are_no_normalisation(tiny_adata):
+def test_missing_values_of_an_outer_join_are_no_normalization(tiny_adata):
     tiny_adata.X = tiny_adata.X.toarray()
     joined = ad.concat([tiny_adata[:, :50], tiny_adata[:, 30:]], join="outer", fill_value=np.nan, index_unique="-")
     with pytest.raises(DataError, match=r"missing or infinite values, .*anndata\.concat\(\.\.\., join='inner'\)"):

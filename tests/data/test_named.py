@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from scforge.data import GeneVocab, convert_gene_ids, list_vocabs
-from scforge.data.vocab import NAMED_VOCABS, OTHER_NAMES, gene_table, open_vocab, recognise_ids, strip_version
+from scforge.data.vocab import NAMED_VOCABS, OTHER_NAMES, gene_table, open_vocab, recognize_ids, strip_version
 from scforge.errors import OptionError, ScforgeWarning
 
 
@@ -157,6 +157,6 @@ HUMAN, MOUSE = GeneVocab.named("human_protein_coding"), GeneVocab.named("mouse_p
     ],
 )
 def test_kinds(names, kind):
-    assert recognise_ids(list(names)) == kind
-    assert recognise_ids(np.array(names, dtype=str)) == kind
-    assert recognise_ids(pd.Index(names, dtype=str)) == kind
+    assert recognize_ids(list(names)) == kind
+    assert recognize_ids(np.array(names, dtype=str)) == kind
+    assert recognize_ids(pd.Index(names, dtype=str)) == kind

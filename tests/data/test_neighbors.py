@@ -8,7 +8,7 @@ from sklearn.neighbors import NearestNeighbors
 import scforge
 from scforge.data import open_cells
 from scforge.data.cells import CellSource
-from scforge.data.neighbors import harmonised, mutual_neighbors, neighbor_weights, principal_components
+from scforge.data.neighbors import harmonized, mutual_neighbors, neighbor_weights, principal_components
 from scforge.errors import DataError
 
 PER_GROUP = 30
@@ -26,7 +26,7 @@ def two_batches(*, missing: bool = False):
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_neighbours_are_of_the_same_group(missing):
+def test_neighbors_are_of_the_same_group(missing):
     coordinates, batches, groups = two_batches(missing=missing)
     found = mutual_neighbors(coordinates, batches, within=0)
     rows, columns = found.nonzero()
@@ -52,14 +52,14 @@ def test_neighbours_are_of_the_same_group(missing):
 
 def test_harmony_brings_batches_together_and_leaves_groups_apart():
     coordinates, batches, groups = two_batches()
-    found = harmonised(coordinates, batches)
+    found = harmonized(coordinates, batches)
 
     def gap(values, of, a, b):
         return np.linalg.norm(values[of == a].mean(axis=0) - values[of == b].mean(axis=0))
 
     assert gap(found, batches, 0, 1) < gap(coordinates, batches, 0, 1) / 3
     assert gap(found, groups, 0, 1) > gap(coordinates, groups, 0, 1) / 2
-    np.testing.assert_array_equal(found, harmonised(coordinates, np.where(batches, "b", "a")))
+    np.testing.assert_array_equal(found, harmonized(coordinates, np.where(batches, "b", "a")))
 
 
 @pytest.mark.slow
@@ -72,14 +72,14 @@ def test_harmony_agrees_with_its_authors_package():
     for batch in range(3):
         counts[np.ix_(batches == batch, often[batch::3])] *= 4
     components = principal_components(open_cells(AnnData(sparse.csr_matrix(counts), var=adata.var)))
-    found = harmonised(components, batches)
+    found = harmonized(components, batches)
     obs = pd.DataFrame({"batch": batches.astype(str)})
     other = np.asarray(harmonypy.run_harmony(components.astype(float), obs, ["batch"], verbose=False, ncores=1).Z_corr)
 
     def agreement(first, second):
         return [np.corrcoef(first[:, i], second[:, i])[0, 1] for i in range(20)]
 
-    def mixing(values):  # share of neighbours of the same batch; a third if batches are mixed
+    def mixing(values):  # share of neighbors of the same batch; a third if batches are mixed
         found = NearestNeighbors(n_neighbors=16).fit(values).kneighbors(values, return_distance=False)[:, 1:]
         return float((batches[found] == batches[:, None]).mean())
 
@@ -92,18 +92,18 @@ def test_harmony_agrees_with_its_authors_package():
 @pytest.mark.parametrize("n_cells", [1, 9, 10, 70])
 def test_harmony_of_what_leaves_little_to_correct(n_cells):
     coordinates = np.random.default_rng(0).normal(size=(n_cells, 5)).astype(np.float32)
-    found = harmonised(coordinates, np.arange(n_cells) % 2)
+    found = harmonized(coordinates, np.arange(n_cells) % 2)
     assert found.shape == (n_cells, 5)
     assert np.isfinite(found).all()
     assert np.array_equal(found, coordinates) == (n_cells < 10)
-    np.testing.assert_array_equal(harmonised(coordinates, np.zeros(n_cells)), coordinates)
-    assert np.isfinite(harmonised(np.zeros((n_cells, 3)), np.arange(n_cells) % 2)).all()
+    np.testing.assert_array_equal(harmonized(coordinates, np.zeros(n_cells)), coordinates)
+    assert np.isfinite(harmonized(np.zeros((n_cells, 3)), np.arange(n_cells) % 2)).all()
     # Batches without any cell type in common.
     coordinates, _, groups = two_batches()
-    np.testing.assert_allclose(harmonised(coordinates, groups), coordinates, atol=1)
+    np.testing.assert_allclose(harmonized(coordinates, groups), coordinates, atol=1)
 
 
-def test_mutual_neighbours_by_hand():
+def test_mutual_neighbors_by_hand():
     generator = np.random.default_rng(1)
     coordinates, batches = generator.normal(size=(60, 4)), np.repeat([0, 1], 30)
     found = mutual_neighbors(coordinates, batches, across=2, within=0).toarray()
@@ -125,7 +125,7 @@ def test_of_many_batches_each_is_compared_with_ten_others():
 
 
 @pytest.mark.parametrize("at_once", [7, 100_000])
-def test_weights_of_neighbours_by_hand(monkeypatch, at_once):
+def test_weights_of_neighbors_by_hand(monkeypatch, at_once):
     monkeypatch.setattr("scforge.data.neighbors._PAIRS_AT_ONCE", at_once)
     coordinates, batches, _ = two_batches()
     coordinates *= np.random.default_rng(1).uniform(0.5, 2, (len(coordinates), 1))  # lengths do not count
@@ -144,7 +144,7 @@ def test_weights_of_neighbours_by_hand(monkeypatch, at_once):
     assert neighbor_weights(np.zeros((4, 2)), sparse.csr_matrix((4, 4), dtype=bool), temperature=0.1).shape == (0,)
 
 
-def test_principal_components_are_those_of_log_normalised_values():
+def test_principal_components_are_those_of_log_normalized_values():
     counts = np.random.default_rng(0).poisson(2.0, (40, 12)).astype(np.float32)
     totals = counts.sum(axis=1).astype(float) + 5
     found = principal_components(CellSource(sparse.csr_matrix(counts), totals), n_comps=3)
@@ -152,5 +152,5 @@ def test_principal_components_are_those_of_log_normalised_values():
     values -= values.mean(axis=0)
     u, s, _ = np.linalg.svd(values, full_matrices=False)
     np.testing.assert_allclose(np.abs(found), np.abs(u[:, :3] * s[:3]), rtol=1e-3, atol=1e-3)
-    with pytest.raises(DataError, match="40 cells of 1 genes have no neighbours"):
+    with pytest.raises(DataError, match="40 cells of 1 genes have no neighbors"):
         principal_components(CellSource(sparse.csr_matrix(counts[:, :1]), totals))

@@ -51,7 +51,7 @@ def test_a_gene_that_is_alone_among_the_most_expressed_is_chosen(hormones, batch
         with pytest.warns(ScforgeWarning, match="batch_key names 'one' for one cell each"):
             assert {"GCG", "INS"} <= set(select_genes(hormones, n_top_genes=25, batch_key=batch_key).genes)
         return
-    # scanpy gives a gene that is alone in its bin the normalised dispersion 1.
+    # scanpy gives a gene that is alone in its bin the normalized dispersion 1.
     work = hormones.copy()
     sc.pp.normalize_total(work, target_sum=1e4)
     sc.pp.log1p(work)

@@ -41,9 +41,9 @@ def test_markers_are_where_biology_puts_them(pbmc: ad.AnnData) -> None:
 
 def test_provenance_is_flat_text(pbmc: ad.AnnData) -> None:
     about = pbmc.uns["scforge_dataset"]
-    assert {"name", "source", "licence", "citation", "annotation"} <= set(about)
+    assert {"name", "source", "license", "citation", "annotation"} <= set(about)
     assert all(isinstance(text, str) and text for text in about.values())
-    assert "CC BY 4.0" in about["licence"]
+    assert "CC BY 4.0" in about["license"]
 
 
 def test_each_call_returns_a_fresh_object_within_a_second() -> None:

@@ -70,7 +70,7 @@ def test_no_counts(tiny_adata: ad.AnnData, model: Encoder, change, part: str) ->
 def test_where_counts_are_is_told(tiny_adata: ad.AnnData) -> None:
     counts, setup = tiny_adata.copy(), partial(Encoder.setup_anndata, tiny_adata)
     tiny_adata.X = tiny_adata.X * 0.5
-    fails(setup, DataError, "undo the normalisation")
+    fails(setup, DataError, "undo the normalization")
     tiny_adata.raw = counts
     fails(setup, DataError, "adata.raw holds counts, pass adata.raw.to_adata()")
     tiny_adata.layers["counts"] = counts.X

@@ -60,7 +60,7 @@ def integrated(reference: Encoder) -> Encoder:
 
 @pytest.fixture
 def query() -> ad.AnnData:
-    """Cells of a batch and of a type that the reference does not have; nobody has labelled them."""
+    """Cells of a batch and of a type that the reference does not have; nobody has labeled them."""
     return cells(["b1", "b2"], ["t0", "t1", "t3"], seed=1)
 
 
@@ -288,7 +288,7 @@ def test_real_queries_mix_with_the_stored_embedding_of_the_reference(file, key, 
     stored = model.get_latent_representation()
 
     def mixing() -> float:
-        """Return the share of reference cells among the 30 nearest neighbours of query cells."""
+        """Return the share of reference cells among the 30 nearest neighbors of query cells."""
         embedded = mapped.get_latent_representation(key_added=None)
         found = NearestNeighbors(n_neighbors=31).fit(np.concatenate([stored, embedded])).kneighbors(embedded)[1]
         others = found != len(stored) + np.arange(len(embedded))[:, None]

@@ -85,7 +85,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 
 def without_speed(rows: list[dict[str, str]]) -> list[dict[str, str]]:
-    speed = ("seconds", "cells_per_second", "tokens_per_second", "waiting", "utilisation", "seconds_left")
+    speed = ("seconds", "cells_per_second", "tokens_per_second", "waiting", "utilization", "seconds_left")
     return [{name: value for name, value in row.items() if name not in speed} for row in rows]
 
 

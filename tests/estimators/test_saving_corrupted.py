@@ -16,7 +16,7 @@ from scforge.errors import MissingFileError, ModelFileError
 from scforge.estimators import Encoder
 from scforge.estimators.serialize import read_description, sealed
 
-MOST_MEMORY = 100 * 2**20
+MAX_MEMORY = 100 * 2**20
 FILES = {
     "model": ["config.json", "model.safetensors", "vocab.json"],
     "adapter": ["adapter.json", "adapter.safetensors", "split.safetensors"],
@@ -305,7 +305,7 @@ def test_a_spoiled_folder(kind: str, name: str, base: Encoder, sound: Path, tmp_
     before = memory("VmRSS")
     with pytest.raises((ModelFileError, MissingFileError)) as caught:
         Encoder.load(tmp_path / kind) if kind == "model" else Encoder.load(tmp_path / kind, base=base)
-    assert memory("VmHWM") - before < MOST_MEMORY
+    assert memory("VmHWM") - before < MAX_MEMORY
     message = str(caught.value)
     assert "\n" not in message
     assert message.endswith(".")

@@ -12,7 +12,7 @@ from scforge.config import load_config, recipe_path
 from scforge.errors import GeneMismatchError, ModelFileError, NotTrainedWarning, OptionError
 from scforge.estimators import Encoder, ScDiVa
 from scforge.estimators.evaluate import knows_labels
-from scforge.tokenizers import serialisation_weights
+from scforge.tokenizers import serialization_weights
 from scforge.workflows import train_from_config
 
 SMALL = {"n_top_genes": 40, "hidden_dim": 16, "num_layers": 1, "num_heads": 2, "latent_dim": 4, "max_tokens": 16}
@@ -49,7 +49,7 @@ def test_what_it_takes_where_nothing_is_said(tiny_adata: ad.AnnData) -> None:
     ScDiVa.setup_anndata(tiny_adata)
     for weighting in ("complement", "inverse"):
         model = ScDiVa(tiny_adata, tokenizer={"name": "entropy_ranked", "weighting": weighting}, **SMALL)
-        expected = torch.from_numpy(serialisation_weights(model.vocab, weighting))
+        expected = torch.from_numpy(serialization_weights(model.vocab, weighting))
         torch.testing.assert_close(model.module.gene_weights, expected)
 
 
@@ -209,5 +209,5 @@ def test_the_recipe_and_the_command_line(folder: Path, tiny_adata: ad.AnnData) -
     tune = "finetune --data cells.h5ad --task annotation --labels-key group --max-epochs 1 --output tuned --quiet"
     assert main([*tune.split(), "--base-model", final]) == 0
     assert json.loads(Path("tuned/final/config.json").read_text())["class"] == "ScDiVa"
-    assert main(["predict", "cells.h5ad", "--model", "tuned/final", "-o", "labelled.h5ad"]) == 0
-    assert "scforge_group" in ad.read_h5ad("labelled.h5ad").obs
+    assert main(["predict", "cells.h5ad", "--model", "tuned/final", "-o", "labeled.h5ad"]) == 0
+    assert "scforge_group" in ad.read_h5ad("labeled.h5ad").obs

@@ -7,7 +7,7 @@ from scipy import stats
 
 from scforge.errors import DataError, MissingFileError, OptionError
 from scforge.eval import PerturbationPrediction
-from scforge.eval.expression import log_normalised
+from scforge.eval.expression import log_normalized
 from scforge.eval.perturbation_metrics import cell_eval_scores, distances, energy_distance, mean_distance
 
 KEYS = {"perturbation_key": "target", "control": "control"}
@@ -21,7 +21,7 @@ def cells(perturbed):
     made.obs["target"] = made.obs["target"].replace({"g2": "g3", "g3": "g2"})
     for adata in (made, real):
         adata.X = adata.X.astype(np.float64)
-        adata.X = log_normalised(adata)
+        adata.X = log_normalized(adata)
     return made, real
 
 

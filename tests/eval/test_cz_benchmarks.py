@@ -70,7 +70,7 @@ def direct(name: str, cells: ad.AnnData) -> list[tuple]:
             {"labels": halved, "organisms": organisms, "aggregation_method": "none", "n_folds": 2},
         ),
     }[name]
-    np.random.seed(42)  # one figure is scaled by one of random neighbours, drawn from the global generator
+    np.random.seed(42)  # one figure is scaled by one of random neighbors, drawn from the global generator
     results = getattr(tasks, task)().run(given, getattr(tasks, f"{task}Input")(**options))
     return [(one.metric_type.value, float(one.value), one.params or {}) for one in results]
 
@@ -191,9 +191,9 @@ def test_a_registered_task_gives_the_scores_of_the_package(name: str, cells: ad.
         ("clustering", {"labels_key": "cell_typ"}, DataError, "labels_key='cell_typ' is not a column of obs; did you"),
         (
             "clustering",
-            {**LABELS, "flavour": "igraph"},
+            {**LABELS, "flavor": "igraph"},
             OptionError,
-            "option 'flavour' is unknown to 'clustering'; did you mean 'flavor'",
+            "option 'flavor' is unknown to 'clustering'; did you mean 'flavor'",
         ),
         ("clustering", {**LABELS, "n_iterations": -1}, OptionError, "n_iterations=-1 is refused by 'clustering'"),
         ("embedding", {"labels_key": "some"}, DataError, "labels_key='some' is missing for 3 cells"),

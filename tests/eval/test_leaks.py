@@ -7,7 +7,7 @@ from scipy import sparse
 from scforge.data.perturbation import PerturbationKeys
 from scforge.errors import DataError, ScforgeWarning
 from scforge.eval import check_disjoint
-from scforge.eval.expression import log_normalised
+from scforge.eval.expression import log_normalized
 from scforge.eval.generation import SAME_CELL, check_copies, check_features, copied_rows
 
 KEYS = PerturbationKeys("target", control="control")
@@ -58,7 +58,7 @@ def test_leaked_cells_are_found_where_one_side_is_counts_and_the_other_logs(pert
     logs.X = logs.X.astype(np.float64)
     sc.pp.normalize_total(logs, target_sum=1e4)
     sc.pp.log1p(logs)
-    one, other = log_normalised(counts), log_normalised(logs)
+    one, other = log_normalized(counts), log_normalized(logs)
     assert not np.array_equal(one.toarray(), other.toarray())
     with pytest.raises(DataError, match="220 of 220 test cells have the same expression"):
         check_copies(copied_rows(other, one), f"test cells {SAME_CELL}")
@@ -77,21 +77,21 @@ def test_copies_of_held_out_cells_are_found() -> None:
 
 
 @pytest.mark.parametrize("where", ["X", "layer", "obsm"])
-@pytest.mark.parametrize("how", ["mean", "scaled", "delta", "standardised"])
+@pytest.mark.parametrize("how", ["mean", "scaled", "delta", "standardized"])
 def test_features_made_of_the_held_out_cells_are_found(six, where: str, how: str) -> None:
     means = means_of({"X": six.X, "layer": six.layers["logs"], "obsm": six.obsm["X_model"]}[where], six)
     features = {
         "mean": means,
         "scaled": means * 3.0,
         "delta": means.drop(index="control") - means.loc["control"],
-        "standardised": (means - means.mean()) / means.std(),
+        "standardized": (means - means.mean()) / means.std(),
     }[how]
     with pytest.raises(DataError, match="gene_features has for 'g0' the mean of .* held-out cells under 'g0'"):
         check_features(features, six, KEYS)
 
 
 def test_features_of_the_logs_or_of_single_genes_are_found_and_others_pass(six, perturbed) -> None:
-    logs = means_of(log_normalised(six), six)
+    logs = means_of(log_normalized(six), six)
     honest = pd.DataFrame(np.random.default_rng(1).normal(size=(7, 8)), index=logs.index)
     honest["known"] = (np.arange(7) == 2).astype(float)
     # Means of training cells are known of training perturbations.

@@ -131,6 +131,6 @@ def test_predicted_effects() -> None:
     ],
 )
 def test_mistakes(vectors: pd.DataFrame, monkeypatch, call, error: type[Exception], message: str) -> None:
-    monkeypatch.setattr("scforge.eval.networks._MOST_PAIRS", 20)
+    monkeypatch.setattr("scforge.eval.networks._MAX_PAIRS", 20)
     with pytest.raises(error, match=message):
         call(vectors)

@@ -8,7 +8,7 @@ from scipy import stats
 
 from scforge.errors import DataError, OptionError
 from scforge.eval import PerturbationPrediction
-from scforge.eval.expression import log_normalised
+from scforge.eval.expression import log_normalized
 from scforge.eval.perturbation import TECHNICAL_DUPLICATE
 from scforge.eval.perturbation_metrics import energy_distance, score_deltas, technical_duplicate
 from scforge.eval.report import interval
@@ -92,7 +92,7 @@ def test_energy_distance_is_in_components_of_the_training(real, train) -> None:
     made = made_of(benchmark, real, 0.5)
     reference = benchmark._reference(real)
     space, cells = reference.space, reference.cells
-    of_train = space.cells(log_normalised(train[train.obs["target"] == "control"]))
+    of_train = space.cells(log_normalized(train[train.obs["target"] == "control"]))
     target = space.cells(cells.expression[cells.groups == 2])
     shift = space.shift(made.loc[["g2"]].to_numpy())
     assert shift.shape == (1, 5)

@@ -5,7 +5,7 @@ import pytest
 
 from scforge.errors import DataError, OptionError
 from scforge.eval import evaluate_perturbations
-from scforge.eval.expression import log_normalised
+from scforge.eval.expression import log_normalized
 from scforge.eval.perturbation import KnownEffects, WantedEffects, baseline_effects, perturbation_baselines
 from scforge.eval.perturbation_metrics import EffectKeys, PerturbedCells
 
@@ -32,7 +32,7 @@ def made(perturbed) -> ad.AnnData:
 
 def logs(adata: ad.AnnData) -> ad.AnnData:
     adata = adata.copy()
-    adata.X = log_normalised(adata)
+    adata.X = log_normalized(adata)
     return adata
 
 

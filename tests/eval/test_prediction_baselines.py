@@ -110,5 +110,5 @@ def test_expression_and_components_are_those_of_scanpy(many_adata, tiny_vocab):
     fitted = ExpressionSpace.fit(expression[:300], n_top_genes=30, n_comps=4)
     np.testing.assert_allclose(fitted.components(expression[:300]).mean(axis=0), 0, atol=1e-5)
     expression.data *= 1e4  # high values are cut
-    centred = space.scaled(expression).toarray() - space.mean / space.scale
-    assert centred.max() == pytest.approx(10, abs=1e-3)
+    centered = space.scaled(expression).toarray() - space.mean / space.scale
+    assert centered.max() == pytest.approx(10, abs=1e-3)

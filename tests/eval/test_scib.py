@@ -69,7 +69,7 @@ def exact(cells: np.ndarray, k: int):
     ],
 )
 def test_the_figures_are_those_of_its_own_benchmark(obs, neighbors, all_figures) -> None:
-    """To the last digit, with exact neighbours and with its default ones; so are the means, and the scaled table."""
+    """To the last digit, with exact neighbors and with its default ones; so are the means, and the scaled table."""
     embeddings = {"good": embedding_of(obs, labels=2.0, batches=0.5), "bad": embedding_of(obs, labels=0.5, batches=2.0)}
     before = pd.DataFrame(embedding_of(obs, labels=1.0, batches=3.0, seed=9), index=obs.index)
     options = {"leiden": all_figures, "kbet": all_figures, "neighbors": neighbors}

@@ -3,14 +3,14 @@ import pytest
 import torch
 
 from scforge.finetuning import FineTunedModule, PredictionHead
-from scforge.finetuning.heads import CalibratedHead, Standardise, fit_temperature, normalised_entropy, probabilities_of
+from scforge.finetuning.heads import CalibratedHead, Standardize, fit_temperature, normalized_entropy, probabilities_of
 from scforge.models import GenePoolingModel
 
 
-def test_standardise() -> None:
+def test_standardize() -> None:
     values = np.random.default_rng(0).normal(5.0, 3.0, size=(500, 4)).astype(np.float32)
     values[:, 3] = 7.0
-    part = Standardise(4)
+    part = Standardize(4)
     torch.testing.assert_close(part(torch.from_numpy(values)), torch.from_numpy(values))
     part.set_from(values)
     out = part(torch.from_numpy(values))
@@ -70,7 +70,7 @@ def test_few_cells_that_are_all_right_are_no_certainty() -> None:
     np.testing.assert_allclose(confidence, 0.8, atol=1e-3)
     assert fit_temperature(np.zeros((0, 2)), np.zeros(0, dtype=np.int64)) == 1.0
     probabilities = np.array([[1.0, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3], [0.5, 0.5, 0.0]])
-    np.testing.assert_allclose(normalised_entropy(probabilities), [0.0, 1.0, np.log(2) / np.log(3)], atol=1e-12)
+    np.testing.assert_allclose(normalized_entropy(probabilities), [0.0, 1.0, np.log(2) / np.log(3)], atol=1e-12)
     # The temperature is saved, and does not change outputs.
     head, other, values = CalibratedHead(3, 2).eval(), CalibratedHead(3, 2).eval(), torch.randn(5, 3)
     plain = head(values)

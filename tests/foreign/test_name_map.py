@@ -42,7 +42,7 @@ def test_parts_there_and_back() -> None:
 NAMES = NameMap(
     "Tiny",
     (Rule("layer.{i}.{p}", "layers.{i}.{p}"), Rule(("a", "b"), "ab", Stacked(2))),
-    (LeftOut("old.*", "an optimiser's"),),
+    (LeftOut("old.*", "an optimizer's"),),
 )
 
 
@@ -93,7 +93,7 @@ def test_a_family_of_somebody_else(tiny_adata: ad.AnnData, tmp_path: Path) -> No
 
     @register_family("mine")
     class Mine:
-        def recognises(self, source: Path) -> bool:
+        def recognizes(self, source: Path) -> bool:
             return source.suffix == ".bin"
 
         def read(self, source: Path, *, pooling: str = "mean") -> Foreign:

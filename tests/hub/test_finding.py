@@ -140,7 +140,7 @@ def test_what_cannot_be_had(hub, repo: str, folder: Path, name, options: dict, e
     [
         ("https://hub.org/org/light/tree/v1?x=1", {}, MissingFileError, "is a URL; write hf://org/light@v1"),
         ("nothing", {}, MissingFileError, "name='nothing' does not exist; give the folder of a model, a repository"),
-        ("hf://org/--bad..name", {}, OptionError, "is no name of a repository .*'organisation/name'"),
+        ("hf://org/--bad..name", {}, OptionError, "is no name of a repository .*'organization/name'"),
         ("hf://org/light@v1", {"revision": "v2"}, OptionError, "revision='v2' is another one; give one of them"),
         (None, {}, OptionError, "name=None names no model"),
         ("org/light", {"revision": 1}, OptionError, "revision=1 is no text"),

@@ -129,7 +129,7 @@ def test_nothing_is_sent_where_everybody_would_see_it(hub, model: Path) -> None:
     [
         ("org/light", {"token": "hf_wrong"}, "does not know the token"),
         ("org/light", {"token": "hf_reader"}, r"forbids it \(403.*\); pass a token that may write to 'org/light'"),
-        ("light", {}, "is no name of a repository; give it as 'organisation/name'"),
+        ("light", {}, "is no name of a repository; give it as 'organization/name'"),
         *((name, {}, "is no name of a repository") for name in ("org/light?", 3)),
         ("org/light", {"revision": "v1", "create_pr": True}, "pull requests go to the main branch"),
         ("org/light", {"token": True}, "token=True, but there is none here; log in with hf auth login"),

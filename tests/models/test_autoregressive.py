@@ -182,9 +182,9 @@ def test_aligned_two_term_loss():
     options = {"gene_loss_weight": 0.7, "expression_loss_weight": 0.3}
     model, tokens = make(shift_labels=False, causal_encode=False, **options), batch()
     output = model(**tokens)
-    logits, bins, labelled = output.logits, output.expression, tokens["labels"] != -100
-    expected = 0.7 * F.cross_entropy(logits[labelled], tokens["labels"][labelled])
-    expected = expected + 0.3 * F.cross_entropy(bins[labelled], tokens["bin_ids"][labelled])
+    logits, bins, labeled = output.logits, output.expression, tokens["labels"] != -100
+    expected = 0.7 * F.cross_entropy(logits[labeled], tokens["labels"][labeled])
+    expected = expected + 0.3 * F.cross_entropy(bins[labeled], tokens["bin_ids"][labeled])
     torch.testing.assert_close(output.loss, expected)
     assert model.readout is None
     with pytest.raises(OptionError, match="shift_labels=False predicts each token itself"):

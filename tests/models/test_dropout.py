@@ -17,7 +17,7 @@ def test_share_and_scale(p, dtype):
     assert float(y.detach().max()) == pytest.approx(1 / (1 - p), rel=1e-2)
     y.sum().backward()
     assert torch.equal(x.grad, y.detach())
-    # Neighbours are drawn from the same 64 bits.
+    # Neighbors are drawn from the same 64 bits.
     rate = dropped.float()
     both = (rate[:, :-1] * rate[:, 1:]).mean()
     assert float(both) == pytest.approx(p * p, abs=4e-3)

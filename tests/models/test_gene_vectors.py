@@ -35,8 +35,8 @@ def batch(n_cells: int = 3, n_tokens: int = 6) -> torch.Tensor:
 
 def test_the_formula():
     part, given = make(), vectors()[GIVEN]
-    centred = given - given.mean(dim=0)
-    scaled = centred / centred.square().sum(dim=1).mean().sqrt()
+    centered = given - given.mean(dim=0)
+    scaled = centered / centered.square().sum(dim=1).mean().sqrt()
     out = part(torch.arange(V)[None])[0]
     torch.testing.assert_close(out[GIVEN], scaled @ part.projection.weight.T)
     torch.testing.assert_close(out[~GIVEN], part.learned.weight)

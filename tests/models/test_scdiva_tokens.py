@@ -6,7 +6,7 @@ from scipy.sparse import csr_matrix
 from scforge.data import GeneVocab
 from scforge.errors import OptionError
 from scforge.tokenizers import get_tokenizer
-from scforge.tokenizers.entropy_ranked import serialisation_weights
+from scforge.tokenizers.entropy_ranked import serialization_weights
 
 VOCAB, GENES = 60, 56
 
@@ -28,13 +28,13 @@ def test_weights_of_genes_put_profiles_in_order(made, profiles):
     model = made(max_tokens=3)
     weights = torch.zeros(GENES)
     weights[10:20] = 1.0
-    plain = model.serialise(profiles).ids
+    plain = model.serialize(profiles).ids
     model.init_gene_weights(weights)
-    ids = model.serialise(profiles).ids
+    ids = model.serialize(profiles).ids
     n_known = (profiles[:, 10:20] > 0).sum(dim=1).clamp(max=3)
     assert [int(((row >= 14) & (row < 24)).sum()) for row in ids] == n_known.tolist()
     assert not torch.equal(plain, ids)
-    ties = model.serialise(torch.ones(1, GENES)).ids
+    ties = model.serialize(torch.ones(1, GENES)).ids
     assert ties.tolist() == [[14, 15, 16]]
     with pytest.raises(OptionError, match="weights has the shape"):
         model.init_gene_weights(weights[1:])
@@ -147,8 +147,8 @@ def test_profiles_become_the_tokens_of_the_tokenizer(made, weighting):
         x[row, genes] = batch["values"][row][batch["attention_mask"][row]]
     torch.testing.assert_close(x, torch.from_numpy(np.log1p(counts / counts.sum(axis=1, keepdims=True) * 1e4)))
     model = made(max_tokens=15)
-    model.init_gene_weights(torch.from_numpy(serialisation_weights(vocab, weighting)))
-    part = model.serialise(x)
+    model.init_gene_weights(torch.from_numpy(serialization_weights(vocab, weighting)))
+    part = model.serialize(x)
     width = part.ids.shape[1]
     assert torch.equal(part.ids, batch["input_ids"][:, :width])
     assert torch.equal(part.values, batch["values"][:, :width])

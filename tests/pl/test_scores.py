@@ -44,10 +44,10 @@ def test_a_dot_for_each_figure_with_its_interval_and_the_best_on_top(texts) -> N
         drawn = dots(ax)
         assert set(drawn) == set(expected.index)
         ends = {tuple(np.round(line.get_xdata(), 6)) for line in ax.lines if len(line.get_xdata()) == 2}
-        for method, (value, place, colour) in drawn.items():
+        for method, (value, place, color) in drawn.items():
             assert value == expected["value"][method]
             assert ORDER[int(place)] == method
-            assert colour == KINDS[KIND[method]]
+            assert color == KINDS[KIND[method]]
             assert (round(value - 0.05, 6), round(value + 0.05, 6)) in ends
     assert (texts(axes[0].texts), texts(axes[1].texts)) == ([], ["not defined"])
     assert texts(axes[1].get_legend().get_texts()) == [kind for kind in KINDS if kind in KIND.values()]

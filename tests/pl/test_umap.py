@@ -28,15 +28,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sc.tl, "umap", lambda work, **_: work.obsm.update(X_umap=places))
 
 
-def test_each_group_has_a_colour_and_cells_without_a_label_are_grey(embedded: ad.AnnData, quick, texts) -> None:
+def test_each_group_has_a_color_and_cells_without_a_label_are_gray(embedded: ad.AnnData, quick, texts) -> None:
     embedded.obs.loc[["cell0", "cell1"], "group"] = np.nan
     axes = embeddings(embedded, {"X_one": "the first", "X_two": "the second"}, color="group")
     assert [ax.get_title() for ax in axes] == ["the first", "the second"]
     for ax, key in zip(axes, ("X_one", "X_two"), strict=True):
         drawn = [points for points in ax.collections if len(points.get_offsets())]
         places = np.concatenate([points.get_offsets() for points in drawn])
-        colours = np.concatenate([points.get_facecolor() for points in drawn])
-        of_place = {tuple(place): tuple(colour) for place, colour in zip(places.round(6), colours, strict=True)}
+        colors = np.concatenate([points.get_facecolor() for points in drawn])
+        of_place = {tuple(place): tuple(color) for place, color in zip(places.round(6), colors, strict=True)}
         found = pd.Series([of_place[tuple(place)] for place in embedded.obsm[f"{key}_umap"].round(6)])
         groups = found.groupby(embedded.obs["group"].astype(object).fillna("no label").to_numpy())
         assert groups.nunique().tolist() == [1, 1, 1]
@@ -49,13 +49,13 @@ def test_each_group_has_a_colour_and_cells_without_a_label_are_grey(embedded: ad
 
 
 @pytest.mark.slow
-def test_a_umap_is_of_the_embedding_as_it_is_and_neighbours_stay(embedded: ad.AnnData) -> None:
+def test_a_umap_is_of_the_embedding_as_it_is_and_neighbors_stay(embedded: ad.AnnData) -> None:
     embedded.obsm["X_one"][:30] += 20
     embeddings(embedded, ["X_one"], color="group", n_neighbors=5)
     computed = embedded.obsm["X_one_umap"]
     assert computed.shape == (60, 2)
-    centres = computed[:30].mean(axis=0), computed[30:].mean(axis=0)
-    assert np.linalg.norm(centres[0] - centres[1]) > 2 * computed[:30].std()
+    centers = computed[:30].mean(axis=0), computed[30:].mean(axis=0)
+    assert np.linalg.norm(centers[0] - centers[1]) > 2 * computed[:30].std()
     assert "neighbors" not in embedded.uns
     assert "connectivities" not in embedded.obsp
     embedded.obsm["X_one"] = embedded.obsm["X_one"][::-1].copy()

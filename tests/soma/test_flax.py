@@ -128,16 +128,16 @@ def test_loss_embedding_and_gradients_are_the_published_ones():
     targets = np.where(np.arange(11) < 8, np.roll(ids, -1, axis=1), 256)
     found = []
     for model, package in ((ours, half), (published, oracle)):
-        regulariser = package.SIGReg(SIGRegConfig(slices=32), nnx.Rngs(noise=1))
+        regularizer = package.SIGReg(SIGRegConfig(slices=32), nnx.Rngs(noise=1))
         step = nnx.jit(nnx.value_and_grad(package.compute_loss, has_aux=True))
-        (loss, embedding), gradients = step(model, regulariser, ids, targets)
+        (loss, embedding), gradients = step(model, regularizer, ids, targets)
         found.append((loss, embedding, gradients["predictor"]["kernel"][...], gradients["embedding"]["embedding"][...]))
     for mine, theirs in zip(*found, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_padding_has_no_loss_and_directions_change(ours):
-    step = nnx.jit(lambda model, regulariser, ids, targets: compute_loss(model, regulariser, ids, targets)[0])
+    step = nnx.jit(lambda model, regularizer, ids, targets: compute_loss(model, regularizer, ids, targets)[0])
     ids, _ = batch()
     targets = np.where(np.arange(11) < 5, ids % 256, 256)
     none = SIGReg(SIGRegConfig(slices=8, coefficient=0.0), nnx.Rngs(0))

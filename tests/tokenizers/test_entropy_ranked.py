@@ -6,7 +6,7 @@ from scforge.data import GeneVocab, open_cells
 from scforge.data.statistics import measure_entropies
 from scforge.errors import OptionError
 from scforge.models import Encoder
-from scforge.tokenizers import get_tokenizer, serialisation_weights
+from scforge.tokenizers import get_tokenizer, serialization_weights
 from scforge.training import CellDataModule
 
 
@@ -31,7 +31,7 @@ def test_equals_numpy(tiny_adata, vocab, weighting, most):
     cells = open_cells(tiny_adata, vocab)
     tokenizer = get_tokenizer("entropy_ranked", vocab, weighting=weighting, max_len=most)
     batch = tokenizer(cells.block(np.arange(60)))
-    weights = serialisation_weights(vocab, weighting)
+    weights = serialization_weights(vocab, weighting)
     expected = ranked(cells.counts.toarray(), cells.totals, weights, most)
     for ids, mask, genes in zip(batch["input_ids"], batch["attention_mask"], expected, strict=True):
         assert (ids[mask] - vocab.n_special).tolist() == genes
@@ -42,8 +42,8 @@ def test_equals_numpy(tiny_adata, vocab, weighting, most):
 
 def test_weights_and_defaults():
     vocab = GeneVocab.from_genes(["A", "B", "C"]).with_entropies(np.array([0.0, 0.25, 1.0]))
-    assert serialisation_weights(vocab).tolist() == [1.0, 0.75, 0.0]
-    np.testing.assert_allclose(serialisation_weights(vocab, "inverse"), [100, 4, 1])
+    assert serialization_weights(vocab).tolist() == [1.0, 0.75, 0.0]
+    np.testing.assert_allclose(serialization_weights(vocab, "inverse"), [100, 4, 1])
     with pytest.raises(OptionError, match="weighting='entropy' is not known; choose 'complement' or 'inverse'"):
         get_tokenizer("entropy_ranked", vocab, weighting="entropy")
     with pytest.raises(OptionError, match="the vocabulary has no entropies of its genes"):

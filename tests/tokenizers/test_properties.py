@@ -42,7 +42,7 @@ every_tokenizer = pytest.mark.parametrize(
         for options in [{}, *OPTIONS.get(name, [])]
     ],
 )
-# Many equal ones, large ones, neighbours of large ones: all are float32 numbers.
+# Many equal ones, large ones, neighbors of large ones: all are float32 numbers.
 COUNTS = st.one_of(
     st.sampled_from([1, 1, 1, 2, 3]),
     st.integers(1, 40),

@@ -31,7 +31,7 @@ def reference(counts, total, medians):
 @pytest.mark.parametrize("kind", list(MEDIANS))
 @pytest.mark.parametrize(("largest", "most"), [(1, 2**16), (1000, 2**16), (1000, 0), (2**31, 2**16)])
 def test_order(kind, largest, most, monkeypatch):
-    monkeypatch.setattr(_ranking, "_MOST", most)  # 0: gene and count do not travel with the key
+    monkeypatch.setattr(_ranking, "_MAX", most)  # 0: gene and count do not travel with the key
     medians = MEDIANS[kind]
     counts = np.floor(np.exp(rng.random((40, N_GENES)) * np.log(largest + 1))) * (rng.random((40, N_GENES)) < 0.6)
     counts = counts.astype(np.float32)

@@ -82,7 +82,7 @@ def train_on() -> Callable[..., dict[str, list[float]]]:
 
     def train_on(cells, tokenizer, module, objective, *, epochs, n_held_out, lr=1e-2, batch_size=50):
         torch.manual_seed(0)
-        objective.initialise(module, cells, tokenizer)
+        objective.initialize(module, cells, tokenizer)
         rows = np.arange(len(cells))
         split = {"train_rows": rows[:-n_held_out], "validation_rows": rows[-n_held_out:]}
         data = CellDataModule(cells, tokenizer, objective, batch_size=batch_size, **split)

@@ -36,7 +36,7 @@ def test_groups_of_a_transformer(transformer) -> None:
     assert "head.out.weight" in groups[-1]
 
 
-def test_freezing_and_learning_rates_that_fall_towards_the_input(transformer) -> None:
+def test_freezing_and_learning_rates_that_fall_toward_the_input(transformer) -> None:
     factors = learning_rate_factors(transformer, 0.5)
     freeze_layers(transformer, 2)
     for number, group in enumerate(layer_groups(transformer)):

@@ -31,11 +31,11 @@ def loader(store: str | Path, options: dict, prepare=None, *, num_threads: int =
     if options.get("balance"):
         options["balance"] = ClassBalance(np.asarray(cells.column("kind").cat.codes), warmup_epochs=3)
 
-    def tokenise(block):
+    def tokenize(block):
         return {**tokenizer(block), "rows": torch.from_numpy(block.rows), "draw": torch.tensor(block.draw)}
 
     order = CellOrder(np.arange(len(cells)), **options)
-    return BatchLoader(cells, order, prepare or tokenise, num_threads=num_threads)
+    return BatchLoader(cells, order, prepare or tokenize, num_threads=num_threads)
 
 
 def mark(batch: dict) -> str:

@@ -157,7 +157,7 @@ def test_loss_is_the_sum_of_its_parts(cells, tokenizer):
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
     of_cells = losses.sum(dim=1) / batch["masked_positions"].sum(dim=1).clamp(min=1)
     torch.testing.assert_close(parts["identity"], (batch["loss_weights"] * of_cells).mean(), rtol=1e-4, atol=1e-4)
-    summary = objective.summarise({name: part.numpy() for name, part in parts.items()})
+    summary = objective.summarize({name: part.numpy() for name, part in parts.items()})
     assert set(summary) == {"identity", "value", "reconstruction", "kl", "active_units"}
     plain = MaskedDiffusion(reconstruction_weight=0.0)
     batch = plain.prepare(cells.block(np.arange(60)), tokenizer, epoch=0, seed=0)
@@ -170,7 +170,7 @@ def test_a_model_starts_at_what_is_known_of_the_cells_and_tells_of_cut_ones(cell
     objective = MaskedDiffusion()
     objective.learn_from(module)
     with pytest.warns(ScforgeWarning, match=r"max_tokens=20 cuts \d+% of the cells .* learns the first 20 "):
-        objective.initialise(module, cells, tokenizer)
+        objective.initialize(module, cells, tokenizer)
     tokens = tokenizer(cells.block(np.arange(60)))
     lengths = tokens["attention_mask"].sum(dim=1).clamp(max=20).float()
     assert module.length_quantiles[[0, 50, 100]].tolist() == lengths.quantile(torch.tensor([0, 0.5, 1])).tolist()
@@ -181,9 +181,9 @@ def test_a_model_starts_at_what_is_known_of_the_cells_and_tells_of_cut_ones(cell
     # Where nothing is cut, nothing is said.
     longest = int(tokens["attention_mask"].sum(dim=1).max())
     module = ScDiVaModel(84, 8, **SMALL, max_tokens=80, denoising=True)
-    MaskedDiffusion(max_genes=longest).initialise(module, cells, tokenizer)
+    MaskedDiffusion(max_genes=longest).initialize(module, cells, tokenizer)
     with pytest.warns(ScforgeWarning, match=f"max_genes={longest - 1} cuts .* raise max_genes for whole cells"):
-        MaskedDiffusion(max_genes=longest - 1).initialise(module, cells, tokenizer)
+        MaskedDiffusion(max_genes=longest - 1).initialize(module, cells, tokenizer)
 
 
 def test_the_decoder_is_told_the_batch(cells, tokenizer):

@@ -160,7 +160,7 @@ def test_place_and_number_do_not_tell_which_hidden_genes_are_zero(random_cells):
 def test_training_starts_at_the_mean(random_cells):
     tokenizer, objective = get_tokenizer("continuous_projection", VOCAB), MaskedValuePrediction()
     module = autoencoder().eval()
-    objective.initialise(module, random_cells, tokenizer)
+    objective.initialize(module, random_cells, tokenizer)
     torch.nn.init.zeros_(module.head.decoder.weight)
     batch = objective.prepare(random_cells.block(np.arange(400)), tokenizer, epoch=0, seed=0)
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_training_starts_at_the_mean(random_cells):
     targets = batch["value_labels"][batch["masked_positions"]]
     torch.testing.assert_close(loss, targets.var(), rtol=0.01, atol=0.0)
     with pytest.raises(OptionError, match="value_loss='poisson' needs whole counts"):
-        objective.initialise(autoencoder(value_loss="poisson"), random_cells, tokenizer)
+        objective.initialize(autoencoder(value_loss="poisson"), random_cells, tokenizer)
 
 
 def test_what_cannot_predict_values(random_cells):

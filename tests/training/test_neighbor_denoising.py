@@ -6,7 +6,7 @@ from anndata import AnnData
 from scipy import sparse
 
 from scforge.data import GeneVocab, open_cells
-from scforge.data.neighbors import harmonised, mutual_neighbors, principal_components
+from scforge.data.neighbors import harmonized, mutual_neighbors, principal_components
 from scforge.errors import OptionError, ScforgeWarning
 from scforge.models import Encoder, GenePoolingModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
@@ -82,17 +82,17 @@ def test_loss_by_hand(adata):
     assert 3.0 * distance > 0.02
     by_hand = 0.5 * torch.log(errors[0].mean()) + 0.3 * translated + 3.0 * distance + 0.7 * kl / GENES
     torch.testing.assert_close(loss, by_hand, rtol=1e-3, atol=1e-3)
-    # In validation neighbours do not count.
+    # In validation neighbors do not count.
     held_out, found = objective.loss(module.eval(), batch)
     torch.testing.assert_close(held_out, 0.5 * torch.log(errors[0].mean()) + 0.7 * kl / GENES, rtol=1e-4, atol=1e-4)
     assert "has_neighbor" not in found
-    # Every other cell is a training cell, and may have neighbours; others have none.
+    # Every other cell is a training cell, and may have neighbors; others have none.
     assert not has[1::2].any()
     assert has[::2].mean() > 0.5
     torch.testing.assert_close(figures["has_neighbor"], has.mean())
 
 
-def test_neighbours_in_a_batch_are_training_cells_near_the_cell(adata):
+def test_neighbors_in_a_batch_are_training_cells_near_the_cell(adata):
     objective, cells, tokenizer = bound(adata, across=10, within=0, keep_min=1.0, gene_dropout=0.0, **KNOWN)
     rows = np.arange(0, 20, 2)
     batch = objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0)
@@ -109,16 +109,16 @@ def test_neighbours_in_a_batch_are_training_cells_near_the_cell(adata):
     assert np.mean(same) > 0.7
 
 
-def test_choice_of_neighbours_depends_on_epoch_seed_and_cell_alone(adata):
+def test_choice_of_neighbors_depends_on_epoch_seed_and_cell_alone(adata):
     objective, cells, tokenizer = bound(adata, **KNOWN)
 
-    def neighbours(rows, epoch):
+    def neighbors(rows, epoch):
         batch = objective.prepare(cells.block(np.asarray(rows)), tokenizer, epoch=epoch, seed=0)
         return dense_values(batch)[len(rows) :]
 
-    both = neighbours([0, 8], 3)
-    torch.testing.assert_close(both[1], neighbours([8], 3)[0])
-    assert not torch.equal(both, neighbours([0, 8], 4))
+    both = neighbors([0, 8], 3)
+    torch.testing.assert_close(both[1], neighbors([8], 3)[0])
+    assert not torch.equal(both, neighbors([0, 8], 4))
     for options in ({"translation": 0, "agreement": 0}, {"across": 0, "within": 0}):
         without, cells, tokenizer = bound(adata, **options)
         batch = without.prepare(cells.block(np.arange(6)), tokenizer, epoch=0, seed=0)
@@ -128,7 +128,7 @@ def test_choice_of_neighbours_depends_on_epoch_seed_and_cell_alone(adata):
         assert "distance" not in figures
 
 
-def test_cells_without_neighbours_are_computed_alike_and_count_nothing(adata, monkeypatch):
+def test_cells_without_neighbors_are_computed_alike_and_count_nothing(adata, monkeypatch):
     objective, cells, tokenizer = bound(adata, **KNOWN)
     module, decoded = module_for(objective).train(), []
     decode = module.decode
@@ -136,26 +136,26 @@ def test_cells_without_neighbours_are_computed_alike_and_count_nothing(adata, mo
     for rows in (np.arange(0, 20, 2), np.arange(1, 21, 2)):  # training cells; held-out ones
         loss, figures = objective.loss(module, objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0))
         loss.backward()
-    # Another process may have neighbours in this step; where weights are sharded, all have to decode as often.
+    # Another process may have neighbors in this step; where weights are sharded, all have to decode as often.
     assert decoded == [10] * 4
     assert torch.isfinite(loss)
     assert all(figures[name] == 0 for name in ("has_neighbor", "distance", "translated_error"))
 
 
-def test_neighbours_are_looked_for_in_the_space_that_is_asked_for(adata):
+def test_neighbors_are_looked_for_in_the_space_that_is_asked_for(adata):
     pools = {}
     for space in ("harmony", "components"):
         objective, _, _ = bound(adata, across=10, within=0, space=space, **KNOWN)
         pools[space] = objective._pool
         coordinates, batches = principal_components(pools[space].cells), objective._batches[pools[space].rows]
         if space == "harmony":
-            coordinates = harmonised(coordinates, batches)
+            coordinates = harmonized(coordinates, batches)
         assert (mutual_neighbors(coordinates, batches, across=10, within=0) != pools[space].pairs).nnz == 0
     assert (pools["components"].pairs != pools["harmony"].pairs).nnz > 0
 
 
 @pytest.mark.parametrize("temperature", [0.05, None])
-def test_neighbours_are_drawn_as_often_as_they_weigh(adata, temperature, monkeypatch):
+def test_neighbors_are_drawn_as_often_as_they_weigh(adata, temperature, monkeypatch):
     objective, cells, _ = bound(adata, across=10, temperature=temperature, **KNOWN)
     pool = objective._pool
     place = int(np.argmax(np.diff(pool.pairs.indptr)))
@@ -166,14 +166,14 @@ def test_neighbours_are_drawn_as_often_as_they_weigh(adata, temperature, monkeyp
         found, has = pool.neighbors(cells.block(pool.rows[[place]]), epoch=epoch, seed=0)
         assert has.all()
         drawn[which[tuple(found.counts)]] += 1 / 2_000
-    unit = harmonised(principal_components(pool.cells), objective._batches[pool.rows])
+    unit = harmonized(principal_components(pool.cells), objective._batches[pool.rows])
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
     weights = np.ones(len(theirs)) if temperature is None else np.exp(unit[theirs] @ unit[place] / temperature)
     expected = np.zeros(len(drawn))
     expected[theirs] = weights / weights.sum()
     assert np.ptp(expected[theirs]) > 0.05 or temperature is None
     np.testing.assert_allclose(drawn, expected, atol=0.04)
-    # The first and the last draw are neighbours of the cell, too.
+    # The first and the last draw are neighbors of the cell, too.
     for key in (0, 2**64 - 1):
         keys = np.full(len(pool.rows), key, dtype=np.uint64)
         monkeypatch.setattr(neighbor_denoising, "cell_keys", lambda rows, keys=keys, **_: keys)
@@ -183,7 +183,7 @@ def test_neighbours_are_drawn_as_often_as_they_weigh(adata, temperature, monkeyp
             assert which[tuple(found.counts[found.indptr[row] : found.indptr[row + 1]])] in pool.pairs[row].indices
 
 
-def test_neighbours_are_looked_for_among_max_cells(adata):
+def test_neighbors_are_looked_for_among_max_cells(adata):
     message = r"max_cells=50: .* among 50 of .* \(\d+%\); .*, so batches mix less; raise it"
     with pytest.warns(ScforgeWarning, match=message):
         objective, cells, tokenizer = bound(adata, max_cells=50, **KNOWN)

@@ -121,7 +121,7 @@ def test_labels_are_genes_and_the_end():
 def test_the_module_starts_at_the_frequencies_and_knows_the_bins():
     cells, tokenizer = eight_of_30(50), tokenizer_of()
     model = AutoregressiveTransformer(len(VOCAB), 5, 8, 1, 2)
-    NextGenePrediction().initialise(model, cells, tokenizer)
+    NextGenePrediction().initialize(model, cells, tokenizer)
     bias = model.head.decoder.bias.detach().exp()
     assert float(bias[EOS]) == pytest.approx(51 / (50 * 9 + len(VOCAB)))
     assert float(bias.sum()) == pytest.approx(1.0)

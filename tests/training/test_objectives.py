@@ -94,7 +94,7 @@ def test_loss_starts_at_the_token_entropy(masked_setup, monkeypatch):
     counts = token_counts(setup.cells, setup.tokenizer)
     np.testing.assert_array_equal(counts, np.append(np.zeros(4), (setup.cells.counts > 0).sum(axis=0)))
     assert token_entropy(counts) == pytest.approx(scipy_entropy(counts))
-    setup.objective.initialise(setup.module, setup.cells, setup.tokenizer)
+    setup.objective.initialize(setup.module, setup.cells, setup.tokenizer)
     torch.nn.init.zeros_(setup.module.head.decoder.weight)
     entropy = token_entropy(token_counts(setup.cells, setup.tokenizer))
     batch = setup.objective.prepare(setup.cells.block(np.arange(60)), setup.tokenizer, epoch=0, seed=0)
@@ -103,9 +103,9 @@ def test_loss_starts_at_the_token_entropy(masked_setup, monkeypatch):
     assert float(loss) == pytest.approx(entropy, abs=0.1)
     off = MaskedGenePrediction(token_prior=False)
     bias = setup.module.head.decoder.bias.clone()
-    off.initialise(setup.module, setup.cells, setup.tokenizer)
+    off.initialize(setup.module, setup.cells, setup.tokenizer)
     assert torch.equal(setup.module.head.decoder.bias, bias)
-    monkeypatch.setattr(token_frequencies, "_MOST_CELLS", 7)
+    monkeypatch.setattr(token_frequencies, "_MAX_CELLS", 7)
     assert 0 < token_counts(setup.cells, setup.tokenizer).max() <= 7
     assert token_entropy(np.array([0, 3])) == 0.0
     for nothing in ([], [0, 0]):

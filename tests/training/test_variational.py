@@ -68,7 +68,7 @@ def test_loss_is_the_formula(cells, tokenizer):
             torch.testing.assert_close(loss, 2.0 * reconstruction + 0.5 * classification + weight * kl)
         torch.testing.assert_close(figures["reconstruction"], reconstruction.detach())
         torch.testing.assert_close(figures["kl"], kl.detach())
-    summary = objective.summarise({name: figure.numpy() for name, figure in {"loss": loss.detach(), **figures}.items()})
+    summary = objective.summarize({name: figure.numpy() for name, figure in {"loss": loss.detach(), **figures}.items()})
     right = (module.classify(mu).argmax(dim=1) == labels).float().mean()
     assert summary["accuracy"] == pytest.approx(float(right))
     assert summary["active_units"] == int((mu.var(dim=0, correction=0) > 0.01).sum())
@@ -88,7 +88,7 @@ def test_active_units_are_those_over_all_cells_of_an_epoch(cells, tokenizer):
     for rows in np.split(np.arange(60), [7, 30, 31]):
         loss, figures = objective.loss(module, objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0))
         means.add({"loss": loss, **figures}, len(rows))
-    assert objective.summarise(means.take())["active_units"] == 1
+    assert objective.summarize(means.take())["active_units"] == 1
     assert means.take() == {}, "the next epoch begins anew"
 
 
@@ -113,10 +113,10 @@ def test_the_profile_is_whole_however_the_tokens_are_cut(cells, tiny_vocab):
     assert (profiles(cells)[:, 0] > 0).any()  # the first gene is not lost to padding
     # The decoder starts at the means.
     module = ScDiVaModel(N_GENES + 4, 8, 1, 1, latent_dim=2, max_tokens=4)
-    Variational().initialise(module, cells, short)
+    Variational().initialize(module, cells, short)
     expected = profiles(cells).mean(dim=0)
     torch.testing.assert_close(module.decode(torch.zeros(1, 2))[0], expected, rtol=1e-5, atol=1e-5)
-    Variational().initialise(Linear(), cells, short)  # nothing to start
+    Variational().initialize(Linear(), cells, short)  # nothing to start
 
 
 def test_classes_and_batches(tiny_adata, tiny_vocab, tokenizer):
@@ -134,12 +134,12 @@ def test_classes_and_batches(tiny_adata, tiny_vocab, tokenizer):
     assert module.asked.tolist() == [0, 0, 0, 0, 1]
     logits = module.classify(module.infer(batch["input_ids"], batch["attention_mask"], batch["values"])["mu"])
     torch.testing.assert_close(figures["classification"], F.cross_entropy(logits[2:], torch.tensor([1, 0, 0])).detach())
-    assert figures["labelled"] == pytest.approx(0.6)
+    assert figures["labeled"] == pytest.approx(0.6)
     without = objective.prepare(cells.block(rows[:2]), tokenizer, epoch=0, seed=0)
     loss, figures = objective.loss(module, without)
     assert figures["classification"] == 0
     assert loss.isfinite()
-    assert "accuracy" not in objective.summarise({name: figure.numpy() for name, figure in figures.items()})
+    assert "accuracy" not in objective.summarize({name: figure.numpy() for name, figure in figures.items()})
 
 
 @pytest.mark.parametrize(

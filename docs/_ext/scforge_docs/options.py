@@ -73,7 +73,7 @@ PARTS = (
         OBJECTIVES,
         "Objectives",
         "objective",
-        "`objective.name` names one; its options stand beside. What they minimise: {doc}`objectives`.",
+        "`objective.name` names one; its options stand beside. What they minimize: {doc}`objectives`.",
     ),
     Part(
         TASKS,

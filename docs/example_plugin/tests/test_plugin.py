@@ -68,9 +68,9 @@ def test_it_trains_and_comes_back(adata: AnnData, tmp_path) -> None:
 
 def test_the_benchmark_scores(adata: AnnData) -> None:
     benchmark = get_benchmark("example_benchmark", labels_key="group", n_neighbors=5)
-    assert benchmark.run(np.asarray(adata.X.todense()), adata.obs)["neighbour_purity"] == 1.0
+    assert benchmark.run(np.asarray(adata.X.todense()), adata.obs)["neighbor_purity"] == 1.0
     noise = np.random.default_rng(0).normal(size=(60, 3))
-    assert 0.3 < benchmark.run(noise, adata.obs)["neighbour_purity"] < 0.7
+    assert 0.3 < benchmark.run(noise, adata.obs)["neighbor_purity"] < 0.7
 
 
 def test_the_task_learns_and_comes_back(adata: AnnData, tmp_path) -> None:

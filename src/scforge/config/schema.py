@@ -243,7 +243,7 @@ class DataConfig(Section):
         Tokens that a batch holds at most, padding included; cells of like length come together then. Also accepted
         as ``training.max_tokens_per_batch``.
     num_threads
-        Threads that tokenise ahead; 0 does all in the training thread. Also accepted as ``data.num_workers``.
+        Threads that tokenize ahead; 0 does all in the training thread. Also accepted as ``data.num_workers``.
     pin_memory
         Put batches into memory that a CUDA device copies from. None does so if there is one.
 
@@ -350,7 +350,7 @@ class OptimizerConfig(Section):
     Parameters
     ----------
     name
-        ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"``, which orthogonalises the steps of the matrices inside the
+        ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"``, which orthogonalizes the steps of the matrices inside the
         layers.
     lr
         Highest learning rate. Also accepted as ``training.lr``.
@@ -786,7 +786,7 @@ class TokenizerConfig(OpenSection):
 
 
 class ObjectiveConfig(OpenSection):
-    """What training minimises.
+    """What training minimizes.
 
     Parameters
     ----------

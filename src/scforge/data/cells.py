@@ -436,7 +436,7 @@ def named_column(cells: Cells, key: str, *, argument: str | None) -> pd.Series:
         raise DataError(f"{argument}={error}") from error
 
 
-def _centre(bins: np.ndarray) -> np.ndarray:
+def _center(bins: np.ndarray) -> np.ndarray:
     """Return the value of a bin whose largest relative error is the smallest."""
     low = _LOWEST * _RATIO ** bins.astype(np.float64)
     return 2 * low * _RATIO / (1 + _RATIO)
@@ -511,7 +511,7 @@ def _middle(histogram: np.ndarray) -> np.ndarray:
     n = below[:, -1]
     # Of an even number of values the median is the mean of the two in the middle, as NumPy has it.
     low, high = ((below > ((n - shift) // 2)[:, None]).argmax(axis=1) for shift in (1, 0))
-    return np.where(n > 0, (_centre(low) + _centre(high)) / 2, 1.0)
+    return np.where(n > 0, (_center(low) + _center(high)) / 2, 1.0)
 
 
 @numba.njit(cache=True, nogil=True)

@@ -375,7 +375,7 @@ class CountReader:
 
 
 CHUNK_SIZE = 256
-"""Cells of neighbouring joinids that are read together."""
+"""Cells of neighboring joinids that are read together."""
 
 _SAMPLED = 1024
 """Cells that are looked at to tell how many counts lie outside of a vocabulary."""
@@ -582,7 +582,7 @@ def _texts(column: pd.Series) -> np.ndarray:
 _ROWS = 1024
 """Cells of a piece where the number of their counts is not known."""
 
-_MOST_ROWS = 4096
+_MAX_ROWS = 4096
 
 
 class SomaStream:
@@ -645,7 +645,7 @@ class SomaStream:
     def _end(self, start: int) -> int:
         if self._lengths is None:
             return min(start + _ROWS, self.n_cells)
-        entries = np.cumsum(self._lengths[start : start + _MOST_ROWS], dtype=np.int64)
+        entries = np.cumsum(self._lengths[start : start + _MAX_ROWS], dtype=np.int64)
         return start + max(1, int(np.searchsorted(entries, ENTRIES, side="right")))
 
     def fingerprint(self) -> dict[str, int | float | str]:
@@ -744,7 +744,7 @@ class CensusQuery:
         min_overlap
             Smallest share of genes of `vocab` to accept.
         chunk_size
-            Cells of neighbouring joinids that training reads together.
+            Cells of neighboring joinids that training reads together.
 
         Raises
         ------

@@ -156,7 +156,7 @@ _FEW_VALUES = 50
 _BARCODE = re.compile(r"(?:.*[_:#])?[ACGT]{10,}(?:[-_.].*)?")
 """Names that sequencing gives to cells, with what is put before or behind them where data sets are joined."""
 
-_NORMALISED = "pass the layer that holds them, or undo the normalisation"
+_NORMALIZED = "pass the layer that holds them, or undo the normalization"
 """What to do about values that are no counts, where no layer is known that holds them."""
 
 _UNMEASURED = "leave out genes that only some cells have measured, e.g. with anndata.concat(..., join='inner')"
@@ -293,7 +293,7 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
         return matrix if isinstance(matrix, sparse.csr_matrix) else _as_csr(matrix, where)
     counts = _as_csr(matrix, where)
     if problem := value_problem(counts.data):
-        way_out = _UNMEASURED if np.isnan(counts.data).any() else _NORMALISED
+        way_out = _UNMEASURED if np.isnan(counts.data).any() else _NORMALIZED
         raise DataError(f"{where} {problem}, but raw counts are needed; {_where_counts_are(adata, layer, way_out)}.")
     empty = np.flatnonzero(np.asarray(counts.sum(axis=1)).ravel() == 0)
     if len(empty):
@@ -371,7 +371,7 @@ def value_problem(data: np.ndarray) -> str | None:
     return None
 
 
-def _where_counts_are(adata: AnnData, layer: str | None, way_out: str = _NORMALISED) -> str:
+def _where_counts_are(adata: AnnData, layer: str | None, way_out: str = _NORMALIZED) -> str:
     others: list[str | None] = [key for key in adata.layers if key is not None and key != layer]
     if layer is not None and adata.X is not None:
         others.append(None)

@@ -311,7 +311,7 @@ _LIBRARIES = 900_000_000
 _BUFFERS = 300_000_000
 """A piece of a source with what is made of it, or a file of a dataset while it is packed."""
 
-_LEAST = 150_000_000
+_MIN = 150_000_000
 """What has to be left for counts."""
 
 
@@ -321,10 +321,10 @@ def dataset_size(memory: int, streams: Sequence[CellStream], vocab: GeneVocab, t
     # Of each cell: its place, its length and its total, and its row in the table, with what a dataset copies of it.
     tables = 24 * len(table) + 2 * int(table.memory_usage(deep=True).sum())
     fixed = _LIBRARIES + _BUFFERS + medians + tables
-    if memory - fixed < _LEAST:
+    if memory - fixed < _MIN:
         raise OptionError(
             f"memory={memory / 1e9:.2f}GB is too little for {len(table):,} cells and {vocab.n_genes:,} genes; "
-            f"give at least {(fixed + _LEAST) / 1e9 + 0.05:.1f}GB."
+            f"give at least {(fixed + _MIN) / 1e9 + 0.05:.1f}GB."
         )
     n_entries = sum(stream.n_entries for stream in streams)
     # As they stand in the temporary files, and as they are gathered, twice while they are packed.

@@ -24,7 +24,7 @@ from scforge.data.vocab import (
     converted_genes,
     listed_names,
     open_vocab,
-    recognise_ids,
+    recognize_ids,
     strip_version,
 )
 from scforge.errors import DataError, GeneMismatchError, ScforgeWarning, listing, warn
@@ -288,7 +288,7 @@ def map_names(
     share = gene_map.n_matched / possible
     where = names_place(gene_key)
     if share < min_overlap or gene_map.n_matched == 0:
-        kind, expected = recognise_ids(names), recognise_ids(vocab.genes)
+        kind, expected = recognize_ids(names), recognize_ids(vocab.genes)
         needed = max(gene_map.n_matched + 1, min_overlap * possible)
         hint = _better_column(var, vocab, gene_key, needed) or _way_out(kind, expected)
         raise GeneMismatchError(
@@ -310,7 +310,7 @@ def map_names(
 
 def _by_annotation(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[np.ndarray, list[str]]:
     """Match Ensembl ids with symbols, or symbols with Ensembl ids, where a table knows both."""
-    kind, expected = recognise_ids(names), recognise_ids(vocab.genes)
+    kind, expected = recognize_ids(names), recognize_ids(vocab.genes)
     if how_to_convert(kind, expected) is None:
         return columns, []
     species, target = kind.split(" ")[0], "ensembl" if expected.endswith("Ensembl ids") else "symbol"
@@ -445,7 +445,7 @@ def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene n
     for source, found in others:
         shared = len(np.intersect1d(known, found))
         if shared < MIN_OVERLAP * min(len(known), len(found)):
-            kinds = recognise_ids(found), recognise_ids(known)
+            kinds = recognize_ids(found), recognize_ids(known)
             raise GeneMismatchError(
                 f"{source!r} shares {shared} {what} with {first!r}: they hold {kinds[0]} such as "
                 f"{listing(found[:2])} and {kinds[1]} such as {listing(known[:2])}; "
@@ -716,10 +716,10 @@ def overlap_report(
         missing = [(str(names[column]), float(sums[column] / total)) for column in most]
     return OverlapReport(
         where=where,
-        id_kind=recognise_ids(names),
+        id_kind=recognize_ids(names),
         vocab=vocab.release,
         vocab_hash=vocab.hash,
-        vocab_kind=recognise_ids(vocab.genes),
+        vocab_kind=recognize_ids(vocab.genes),
         n_genes_data=len(names),
         n_genes_vocab=vocab.n_genes,
         n_columns_matched=int(inside.sum()),

@@ -1,4 +1,4 @@
-"""Mutual nearest neighbours of cells, within batches and across them.
+"""Mutual nearest neighbors of cells, within batches and across them.
 
 Shapes: N cells, D dimensions, P pairs.
 """
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from scforge.data.cells import CellSource
 
 
-_MOST_BATCHES = 10
+_MAX_BATCHES = 10
 """Batches up to which all pairs of them are compared; their number grows with the square."""
 _SHARE = 0.1
-"""Largest share of a batch that may be neighbours of a cell."""
-_CELLS_OF_CLUSTER, _FEWEST_CLUSTERS, _MOST_CLUSTERS = 30, 2, 100
+"""Largest share of a batch that may be neighbors of a cell."""
+_CELLS_OF_CLUSTER, _MIN_CLUSTERS, _MAX_CLUSTERS = 30, 2, 100
 """Harmony's own choice of the number of its clusters, save that it has none for fewer than 15 cells."""
-_FEWEST_CELLS = 10
+_MIN_CELLS = 10
 """Cells from which on they are corrected."""
-_SIGMA, _THETA, _ALPHA, _FEWEST_SHARE = 0.1, 2.0, 0.2, 1e-5
+_SIGMA, _THETA, _ALPHA, _MIN_SHARE = 0.1, 2.0, 0.2, 1e-5
 """Harmony's width of clusters, weight of mixing, ridge over expected cells, and share of a batch below which none."""
-_MOST_ROUNDS, _CLUSTER_STEPS, _KMEANS_STEPS, _BLOCKS, _TOLERANCE = 10, 4, 25, 20, 0.01
+_MAX_ROUNDS, _CLUSTER_STEPS, _KMEANS_STEPS, _BLOCKS, _TOLERANCE = 10, 4, 25, 20, 0.01
 """Corrections, clusterings before each, steps of the first one, parts of the cells assigned at once; when it stops."""
 _TINY = 1e-12
 _PAIRS_AT_ONCE = 100_000
@@ -44,14 +44,14 @@ def principal_components(cells: CellSource, n_comps: int = 50) -> np.ndarray:
     values = log1p_cp10k_rows(sparse.csr_matrix(cells.counts), np.maximum(cells.totals, 1.0))
     dims = min(n_comps, min(values.shape) - 1)
     if dims < 1:
-        raise DataError(f"{values.shape[0]} cells of {values.shape[1]} genes have no neighbours; take more of them.")
+        raise DataError(f"{values.shape[0]} cells of {values.shape[1]} genes have no neighbors; take more of them.")
     if (np.asarray(values.max(axis=0).todense()) == np.asarray(values.min(axis=0).todense())).all():
         return np.zeros((values.shape[0], dims), dtype=np.float32)  # of cells that are all alike
     found = PCA(dims, svd_solver="arpack", random_state=0).fit_transform(values)
     return np.asarray(found, dtype=np.float32)
 
 
-def harmonised(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -> np.ndarray:
+def harmonized(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -> np.ndarray:
     """Return coordinates of cells, shape (N, D), after Harmony [1]_ with its defaults, float32.
 
     The penalty of clusters with few cells of a batch, and the ridge, are those of its second version, as in harmonypy 2
@@ -75,16 +75,16 @@ def harmonised(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -
     --------
     >>> batches = np.repeat([0, 1], 60)
     >>> coordinates = np.random.default_rng(0).normal(size=(120, 5)) + batches[:, None]
-    >>> corrected = harmonised(coordinates, batches)
+    >>> corrected = harmonized(coordinates, batches)
     >>> bool(abs(corrected[:60].mean() - corrected[60:].mean()) < 0.8)
     True
     """
     _, codes = np.unique(batches, return_inverse=True)
     n_cells, n_batches = len(coordinates), int(codes.max(initial=0)) + 1
-    if n_batches < 2 or n_cells < _FEWEST_CELLS:
+    if n_batches < 2 or n_cells < _MIN_CELLS:
         return np.asarray(coordinates, dtype=np.float32)
     original = np.asarray(coordinates, dtype=np.float64)
-    n_clusters = max(_FEWEST_CLUSTERS, min(round(n_cells / _CELLS_OF_CLUSTER), _MOST_CLUSTERS))
+    n_clusters = max(_MIN_CLUSTERS, min(round(n_cells / _CELLS_OF_CLUSTER), _MAX_CLUSTERS))
     members = _one_hot(codes, n_batches)
     batch_share = np.bincount(codes) / n_cells
     generator = np.random.default_rng(seed)
@@ -93,7 +93,7 @@ def harmonised(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -
     assigned = np.exp(2 / _SIGMA * (directions @ _first_centroids(directions, n_clusters, seed).T - 1))
     assigned /= assigned.sum(axis=1, keepdims=True)
     corrected, before = original, np.inf
-    for _ in range(_MOST_ROUNDS):
+    for _ in range(_MAX_ROUNDS):
         # Cells of a batch in a cluster, shape (batches, clusters), and how many there would be if batches were mixed.
         observed, expected = members.T @ assigned, np.outer(batch_share, assigned.sum(axis=0))
         for _ in range(_CLUSTER_STEPS):
@@ -124,7 +124,7 @@ def _without_batches(original: np.ndarray, codes: np.ndarray, assigned: np.ndarr
     sums = np.stack([assigned[of_batch].T @ original[of_batch] for of_batch in rows])
     n_cells = np.array([len(of_batch) for of_batch in rows])[:, None]
     ridge = _ALPHA * n_cells / len(codes) * observed.sum(axis=0)
-    ridge[observed < _FEWEST_SHARE * n_cells] = np.inf  # a batch that has no cells there stays as it is
+    ridge[observed < _MIN_SHARE * n_cells] = np.inf  # a batch that has no cells there stays as it is
     # Of the normal equations with one column a batch, those of the batches are solved for their means first.
     held = 1 - observed / (observed + ridge)
     mean = (held[:, :, None] * sums).sum(axis=0) / np.maximum((held * observed).sum(axis=0), _TINY)[:, None]
@@ -158,9 +158,9 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 def mutual_neighbors(
     coordinates: np.ndarray, batches: np.ndarray, *, across: int = 30, within: int = 5, seed: int = 0
 ) -> sparse.csr_matrix:
-    """Return which cells are each other's near neighbours.
+    """Return which cells are each other's near neighbors.
 
-    Two cells of different batches are mutual neighbours if each is among the `across` cells of its batch that are
+    Two cells of different batches are mutual neighbors if each is among the `across` cells of its batch that are
     nearest to the other [1]_; so cells of a type that another batch lacks have few or none there. Distances are taken
     of directions, which the depth of a batch changes less. With more than ten batches each is compared with ten others,
     drawn at random, as the number of pairs grows with the square.
@@ -172,7 +172,7 @@ def mutual_neighbors(
     batches
         Number of the batch of each cell, integer, shape (N,).
     across, within
-        Neighbours of a cell in another batch, and in its own; a tenth of the cells of that batch at most, so
+        Neighbors of a cell in another batch, and in its own; a tenth of the cells of that batch at most, so
         none in batches of fewer than ten; 0 for none.
     seed
         Seed of the choice of batches.
@@ -210,19 +210,19 @@ def mutual_neighbors(
 
 
 def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, temperature: float | None) -> np.ndarray:
-    """Return how much each neighbour of a cell weighs: exp(cosine / temperature), and 1 for the nearest.
+    """Return how much each neighbor of a cell weighs: exp(cosine / temperature), and 1 for the nearest.
 
-    Mutual neighbours in small batches of many types are often of another type, and lie farther off than those of the
-    same. Neighbours of all batches are weighed together: those in a batch that lies farther off weigh less.
+    Mutual neighbors in small batches of many types are often of another type, and lie farther off than those of the
+    same. Neighbors of all batches are weighed together: those in a batch that lies farther off weigh less.
 
     Parameters
     ----------
     coordinates
         Coordinates of cells, shape (N, D); the cosine is that of their directions.
     pairs
-        Neighbours of each cell, shape (N, N), as of :func:`mutual_neighbors`.
+        Neighbors of each cell, shape (N, N), as of :func:`mutual_neighbors`.
     temperature
-        Smaller values favour the nearest neighbours; None gives all the same weight.
+        Smaller values favor the nearest neighbors; None gives all the same weight.
 
     Returns
     -------
@@ -256,15 +256,15 @@ def _directions(coordinates: np.ndarray) -> np.ndarray:
 
 def _compared(names: np.ndarray, seed: int) -> list[tuple[int, int]]:
     """Return the pairs of batches that are compared."""
-    if len(names) <= _MOST_BATCHES + 1:
+    if len(names) <= _MAX_BATCHES + 1:
         return [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
     circle = np.random.default_rng(seed).permutation(names)
-    steps = range(1, _MOST_BATCHES // 2 + 1)
+    steps = range(1, _MAX_BATCHES // 2 + 1)
     return [pair for step in steps for pair in zip(circle, np.roll(circle, -step), strict=True)]
 
 
 def _mutual(directions: np.ndarray, rows: np.ndarray, others: np.ndarray, k: int) -> np.ndarray:
-    """Return the mutual neighbours of cells at `rows` and at `others`, which may be the same, shape (P, 2)."""
+    """Return the mutual neighbors of cells at `rows` and at `others`, which may be the same, shape (P, 2)."""
     same = rows is others
     there = _nearest(directions, rows, others, k, same)
     back = there if same else _nearest(directions, others, rows, k, same)
@@ -280,7 +280,7 @@ def _nearest(directions: np.ndarray, rows: np.ndarray, others: np.ndarray, k: in
     if k < 1:
         return sparse.csr_matrix((len(rows), len(others)), dtype=bool)
     index = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(directions[others])
-    # Without cells to ask about, each cell of the index is asked about, and is no neighbour of its own.
+    # Without cells to ask about, each cell of the index is asked about, and is no neighbor of its own.
     found = index.kneighbors(None if same else directions[rows], return_distance=False)
     indptr = np.arange(0, found.size + 1, k)
     return sparse.csr_matrix((np.ones(found.size, dtype=bool), found.ravel(), indptr), shape=(len(rows), len(others)))

@@ -658,7 +658,7 @@ class Matrix:
 
     @classmethod
     def of(cls, stored: Any, source: str | None = None) -> Matrix:
-        """Recognise how a matrix is stored; `source` names the file in messages.
+        """Recognize how a matrix is stored; `source` names the file in messages.
 
         Raises
         ------

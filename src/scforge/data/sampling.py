@@ -18,7 +18,7 @@ from scforge.errors import OptionError
 
 @numba.njit(cache=True)
 def _hash(state):
-    """Scramble 64 bits (the finaliser of splitmix64: Steele, Lea and Flood 2014)."""
+    """Scramble 64 bits (the finalizer of splitmix64: Steele, Lea and Flood 2014)."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
@@ -438,10 +438,10 @@ _WINDOW_CELLS = 4096
 """Cells of a window on disk: 16 chunks of 256 cells. Those of larger windows leave the caches of the processor, and
 those of a store stand in random order anyway."""
 
-_MOST_BUCKETS = 32
+_MAX_BUCKETS = 32
 """Most batches that are sorted by length together in memory: enough to fill batches of one length."""
 
-_FEWEST_WINDOWS = 4
+_MIN_WINDOWS = 4
 """Windows sorted by length that an epoch has at least, so that which cells share a batch changes between epochs."""
 
 
@@ -565,9 +565,9 @@ class CellOrder:
         if window_cells is not None:
             n_together = max(1, (window_cells + size // 2) // size)
         else:
-            n_together = max(1, _WINDOW_CELLS // size) if self.chunk_size > 1 else _MOST_BUCKETS
+            n_together = max(1, _WINDOW_CELLS // size) if self.chunk_size > 1 else _MAX_BUCKETS
             if self.chunk_size == 1 or (self.lengths is not None and self.shuffle):
-                n_together = min(n_together, max(1, n_batches // _FEWEST_WINDOWS))
+                n_together = min(n_together, max(1, n_batches // _MIN_WINDOWS))
         self.window_cells = n_together * size
         self.piece_cells, self.n_pieces, self.pieces_per_window = size, n_batches, n_together
         if self.max_tokens_per_batch is not None:

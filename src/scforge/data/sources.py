@@ -51,7 +51,7 @@ from scforge.data.readers import (
     reading,
     similar_file,
 )
-from scforge.data.vocab import OTHER_NAMES, GeneVocab, list_vocabs, open_vocab, recognise_ids
+from scforge.data.vocab import OTHER_NAMES, GeneVocab, list_vocabs, open_vocab, recognize_ids
 from scforge.errors import (
     DataError,
     GeneMismatchError,
@@ -696,7 +696,7 @@ def inspect_h5ad(
     others = {
         names_place(key): f"{kind} ({GeneMap.of(column, taken).n_matched:,} in the vocabulary)"
         for key, column in text_columns(var).items()
-        if key != gene_key and (kind := recognise_ids(column)) != OTHER_NAMES
+        if key != gene_key and (kind := recognize_ids(column)) != OTHER_NAMES
     }
     mismatch = None if given is None else _mismatch(names, given, var, gene_key)
     return Inspection(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
 
-_BINS, _FEWEST_OF_BIN = 20, 20
+_BINS, _MIN_OF_BIN = 20, 20
 """Bins of mean expression, and genes that those of the highest share at least."""
 
 
@@ -169,7 +169,7 @@ def _by_variability(
 ) -> np.ndarray:
     """Return positions among the candidates, the most variable first.
 
-    As scanpy's ``flavor="seurat"`` has it, save for the bins of few genes. The normalised dispersion of n genes of a
+    As scanpy's ``flavor="seurat"`` has it, save for the bins of few genes. The normalized dispersion of n genes of a
     bin cannot exceed (n - 1) / sqrt(n), and scanpy sets that of one gene to 1, so that a hormone that alone is most
     expressed would be left out.
     """
@@ -178,7 +178,7 @@ def _by_variability(
     groups = [np.arange(len(totals))] if batches is None else [np.flatnonzero(batches == b) for b in np.unique(batches)]
     if alone := [str(batches[rows[0]]) for rows in groups if batches is not None and len(rows) == 1]:
         warn(f"batch_key names {listing(alone)} for one cell each, which have no part in the choice of variable genes.")
-    scores = [_normalised_dispersions(values[rows]) for rows in groups if len(rows) > 1] or [np.zeros(len(candidates))]
+    scores = [_normalized_dispersions(values[rows]) for rows in groups if len(rows) > 1] or [np.zeros(len(candidates))]
     n_batches = np.zeros(len(candidates))
     for score in scores:
         found = np.flatnonzero(score > -np.inf)  # not of genes that no cell of the batch expresses
@@ -186,7 +186,7 @@ def _by_variability(
     return np.lexsort((-np.mean([np.nan_to_num(score, nan=0.0, neginf=-1e6) for score in scores], axis=0), -n_batches))
 
 
-def _normalised_dispersions(values: sparse.csr_matrix) -> np.ndarray:
+def _normalized_dispersions(values: sparse.csr_matrix) -> np.ndarray:
     """Return the log of variance over mean, in standard deviations of genes of like mean; NaN for genes of no cell."""
     from sklearn.utils.sparsefuncs import mean_variance_axis
 
@@ -198,10 +198,10 @@ def _normalised_dispersions(values: sparse.csr_matrix) -> np.ndarray:
     dispersions = pd.Series(np.log(np.where(variance > 0, variance / mean, np.nan)))
     bins = pd.cut(np.log1p(mean), _BINS, labels=False)
     n_above = np.bincount(bins, minlength=_BINS)[::-1].cumsum()[::-1]
-    last = np.flatnonzero(n_above >= min(_FEWEST_OF_BIN, len(found)))[-1]
+    last = np.flatnonzero(n_above >= min(_MIN_OF_BIN, len(found)))[-1]
     of_bin = dispersions.groupby(np.minimum(bins, last))
-    normalised = ((dispersions - of_bin.transform("mean")) / of_bin.transform("std")).fillna(1.0)
-    scores[found] = np.where(dispersions.isna(), -np.inf, normalised)  # last, what is the same in all cells
+    normalized = ((dispersions - of_bin.transform("mean")) / of_bin.transform("std")).fillna(1.0)
+    scores[found] = np.where(dispersions.isna(), -np.inf, normalized)  # last, what is the same in all cells
     return scores
 
 

@@ -111,7 +111,7 @@ _FORMAT = 2
 
 _CHECKSUM = "checksum"
 _OPTIONAL = ("aliases", "entropies", _CHECKSUM)
-MOST_BYTES, _MOST_ITEMS = 2**26, 4_000_000
+MAX_BYTES, _MAX_ITEMS = 2**26, 4_000_000
 """Limits of what is read: ten times the largest vocabulary that ships."""
 
 
@@ -142,7 +142,7 @@ def read_vocab_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         raise MissingFileError(f"vocabulary file {str(path)!r} does not exist.")
     try:
-        content = read_json(path, most_bytes=MOST_BYTES, most_items=_MOST_ITEMS)
+        content = read_json(path, most_bytes=MAX_BYTES, most_items=_MAX_ITEMS)
     except ValueError as error:
         raise ModelFileError(f"{str(path)!r} is not an scforge vocabulary file: {first_line(error)}.") from error
     if problem := _problem(content):
@@ -742,14 +742,14 @@ _SPECIES_OF = {"": "human", "MUS": "mouse"}
 _SAMPLE = 2000
 """Names that are looked at, spread over all of them."""
 
-_LEAST_SYMBOLS = 0.2
+_MIN_SYMBOLS = 0.2
 """Share of names that are symbols of a species from which on the names are taken for its symbols.
 
 Names of an old annotation still have some 0.6; those of the other species have less than 0.02.
 """
 
 
-def recognise_ids(names: Sequence[str] | np.ndarray) -> str:
+def recognize_ids(names: Sequence[str] | np.ndarray) -> str:
     """Return what most of `names` are.
 
     Returns
@@ -759,7 +759,7 @@ def recognise_ids(names: Sequence[str] | np.ndarray) -> str:
 
     Examples
     --------
-    >>> recognise_ids(["ENSMUSG00000032094.8", "ENSMUSG00000059552"]), recognise_ids(["CD3D", "LYZ", "my gene"])
+    >>> recognize_ids(["ENSMUSG00000032094.8", "ENSMUSG00000059552"]), recognize_ids(["CD3D", "LYZ", "my gene"])
     ('mouse Ensembl ids', 'human gene symbols')
     """
     step = max(1, len(names) // _SAMPLE)
@@ -776,7 +776,7 @@ def recognise_ids(names: Sequence[str] | np.ndarray) -> str:
         return kind
     symbols = {species: sum(name in gene_table(species).ids for name in sample) for species in SPECIES}
     species = max(symbols, key=lambda key: symbols[key])
-    return f"{species} gene symbols" if symbols[species] > _LEAST_SYMBOLS * len(sample) else OTHER_NAMES
+    return f"{species} gene symbols" if symbols[species] > _MIN_SYMBOLS * len(sample) else OTHER_NAMES
 
 
 def n_of_species(names: Sequence[str] | np.ndarray) -> dict[str, int]:

@@ -29,13 +29,13 @@ def pbmc3k() -> AnnData:
     ``var["gene_ids"]``
         Ensembl gene ids.
     ``uns["scforge_dataset"]``
-        Name, source, licence, citation and origin of the annotation, as text.
+        Name, source, license, citation and origin of the annotation, as text.
 
     Notes
     -----
     Source: "3k PBMCs from a Healthy Donor", Universal 3' Gene Expression dataset analyzed using Cell Ranger 1.1.0,
     10x Genomics (2016), https://www.10xgenomics.com/datasets/3-k-pbm-cs-from-a-healthy-donor-1-standard-1-1-0.
-    Licence: Creative Commons Attribution 4.0 (CC BY 4.0). Changes: genes without any count were left out, symbols were
+    License: Creative Commons Attribution 4.0 (CC BY 4.0). Changes: genes without any count were left out, symbols were
     made unique, and cell types were added.
 
     The cell types are those of the Seurat guided clustering tutorial (https://satijalab.org/seurat): clusters named by

@@ -94,7 +94,7 @@ class DatasetCard:
     labels_key, batch_key, groups_key, perturbation_key, control
         Columns of obs: cell types, technical batches, what cells of one origin share (donors); perturbations, and what
         untreated cells are called there.
-    source, url, licence
+    source, url, license
         Where it is from, and under which terms.
     sha256
         Of the file ``<name>.h5ad``.
@@ -140,7 +140,7 @@ class DatasetCard:
     perturbation_key: str | None = None
     control: str | None = None
     url: str | None = None
-    licence: str | None = None
+    license: str | None = None
     sha256: str | None = None
     embedded: bool = False
     split: SplitRule | None = None

@@ -298,7 +298,7 @@ class CardFacts:
     def to_json(self) -> dict[str, Any]:
         """Return all of it, JSON-safe; without what is not known."""
         content = {
-            "licence": self.license,
+            "license": self.license,
             "data": list(self.data),
             "citation": self.citation,
             "table": self.table,
@@ -323,7 +323,7 @@ class CardFacts:
         try:
             scores = tuple(Score(**score) for score in content.get("scores", ()))
             facts = cls(
-                license=content.get("licence"),
+                license=content.get("license"),
                 data=tuple(content.get("data", ())),
                 citation=content.get("citation"),
                 table=content.get("table", ""),
@@ -352,13 +352,13 @@ _MARK = "<!-- Written by scforge ({}). -->\n"
 """Last line of a card, with a checksum of all above it: a card that somebody has edited is not replaced."""
 _UNKNOWN = "not stated"
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_LICENCES = re.compile(
+_LICENSES = re.compile(
     "afl-3.0|agpl-3.0|apache-2.0|artistic-2.0|bigscience-openrail-m|bsd|bsd-2-clause|bsd-3-clause|bsd-3-clause-clear|"
     "bsl-1.0|c-uda|cc|cc-by-(nc-)?(2.0|2.5|3.0|4.0)|cc-by-(nc-)?(nd|sa)-[34].0|cc0-1.0|ecl-2.0|epl-[12].0|eupl-1.1|gfdl|"
     "gpl|gpl-[23].0|isc|lgpl|lgpl-2.1|lgpl-3.0|lppl-1.3c|mit|mpl-2.0|ms-pl|ncsa|odbl|odc-by|ofl-1.1|openrail|osl-3.0|"
     "pddl|postgresql|unlicense|wtfpl|zlib".replace(".", r"\.")
 )
-"""Identifiers that the hub knows; another licence is called ``other`` there, and named beside."""
+"""Identifiers that the hub knows; another license is called ``other`` there, and named beside."""
 
 _PIPELINES = {
     None: "feature-extraction",
@@ -369,7 +369,7 @@ _PIPELINES = {
 }
 """Task to what the hub calls such models; for other tasks it has no word."""
 
-_NO_LICENCE = "None is stated, so nobody but the authors may use it freely."
+_NO_LICENSE = "None is stated, so nobody but the authors may use it freely."
 
 _CARD = """---
 {front}---
@@ -417,9 +417,9 @@ tokenizer `{tokenizer}` makes tokens of each cell.
   with simple baselines on your own cells: `scforge.workflows.evaluate_models(model, adata)`.
 - It is made for research; no figure here says that it is fit for diagnosis or treatment.
 {limits}
-## Licence
+## License
 
-{licence}
+{license}
 
 ## Citation
 
@@ -499,7 +499,7 @@ def model_card(
         trained=trained,
         figures_table=facts.table or "Nobody has stated any. Figures without baselines beside them would say little.",
         limits="" if is_trained else "- It is not trained: its weights are random.\n",
-        licence=f"{facts.license}." if facts.license else _NO_LICENCE,
+        license=f"{facts.license}." if facts.license else _NO_LICENSE,
         citation=facts.citation or "None is stated.",
     )
     return text + _MARK.format(_digest(text))
@@ -523,10 +523,10 @@ def _front_matter(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_ada
     from huggingface_hub import EvalResult, ModelCardData
 
     task = None if spec.tuning is None else spec.tuning.task
-    licence: dict[str, Any] = {}
+    license: dict[str, Any] = {}
     if facts.license is not None:
-        known = _LICENCES.fullmatch(facts.license.lower()) is not None
-        licence = {"license": facts.license.lower()} if known else {"license": "other", "license_name": facts.license}
+        known = _LICENSES.fullmatch(facts.license.lower()) is not None
+        license = {"license": facts.license.lower()} if known else {"license": "other", "license_name": facts.license}
     results = [
         EvalResult(
             task_type=score.benchmark or task or "embedding",
@@ -550,7 +550,7 @@ def _front_matter(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_ada
         datasets=[one for one in facts.data if _REPO.fullmatch(one)] or None,
         model_name=(name or spec.architecture).rpartition("/")[2] if results else None,
         eval_results=results or None,
-        **licence,
+        **license,
         **more,
     )
     return found.to_yaml() + "\n"

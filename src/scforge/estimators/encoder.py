@@ -1346,7 +1346,7 @@ class Encoder(CellModel):
         groups
             Column of obs: perturb, and compare, within each group. Cells without a group are left out.
         goal
-            A column of obs and a value, e.g. ``{"cell_type": "B"}``: also measure whether cells move towards the
+            A column of obs and a value, e.g. ``{"cell_type": "B"}``: also measure whether cells move toward the
             mean direction of the cells with that value.
         start
             The same for the cells to perturb. None takes all, or with a goal all that are not there.
@@ -1421,10 +1421,10 @@ class Encoder(CellModel):
                 warn(f"untrained=True is left out: {error}")
         chosen, there = interpret.cells_in_state(cells, "start", start), interpret.cells_in_state(cells, "goal", goal)
         chosen = interpret.starting(chosen, there, len(cells))
-        towards = dict.fromkeys(embeddings)
+        toward = dict.fromkeys(embeddings)
         if there is not None:
             at_goal = cells.sample(max_cells, rows=np.flatnonzero(there), seed=seed)
-            towards = {name: centroid(embed_them(at_goal)) for name, embed_them in embeddings.items()}
+            toward = {name: centroid(embed_them(at_goal)) for name, embed_them in embeddings.items()}
         if numbers is None:
             some = cells.sample(max_cells, rows=np.flatnonzero(chosen), seed=seed)
             numbers = interpret.widely_expressed(self.vocab, some)
@@ -1436,7 +1436,7 @@ class Encoder(CellModel):
             some = cells.sample(max_cells, rows=rows, seed=seed)
             moved = {
                 name: screen(
-                    some, embed_them, perturbation, sets, goal=towards[name], n_controls=n_permutations, seed=seed
+                    some, embed_them, perturbation, sets, goal=toward[name], n_controls=n_permutations, seed=seed
                 )
                 for name, embed_them in embeddings.items()
             }
@@ -1859,7 +1859,7 @@ class Encoder(CellModel):
             Cells to go on with, which are set up with :meth:`setup_anndata` unless they are already. None: pass cells
             to :meth:`get_latent_representation`.
         family
-            One of :func:`scforge.foreign.list_families`; None takes the one that recognises it.
+            One of :func:`scforge.foreign.list_families`; None takes the one that recognizes it.
         device
             Where to put the module.
         **options
@@ -1897,7 +1897,7 @@ class Encoder(CellModel):
         MissingFileError, ModelFileError
             If the checkpoint, or what belongs to it, cannot be used.
         OptionError
-            If no family recognises it, or an option cannot be used.
+            If no family recognizes it, or an option cannot be used.
         GeneMismatchError
             If `adata` has too few genes of the model.
 

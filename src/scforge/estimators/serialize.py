@@ -26,7 +26,7 @@ from scforge._io import atomic_folder, check_inside, read_json, read_settled, sh
 from scforge._version import __version__
 from scforge.data.readers import is_url, write_h5ad
 from scforge.data.sources import read_h5ad
-from scforge.data.vocab import MOST_BYTES, GeneVocab
+from scforge.data.vocab import MAX_BYTES, GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, ScforgeError, first_line, listing, warn
 from scforge.estimators.spec import FineTuneSpec, ModelSpec, default_options, defaults_for
 from scforge.finetuning.adapters import is_adapter
@@ -129,7 +129,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What constructors raise for options that cannot be."""
-_MOST_ITEMS = 2**20
+_MAX_ITEMS = 2**20
 
 
 class TooManyError(Exception):
@@ -223,7 +223,7 @@ def check_adapter(base: ModelSpec, content: Any, found: Shapes, *, n_base: int, 
 
 def refuse_counts(options: Mapping[str, Any], found: Shapes) -> None:
     """Raise if a number is beyond all that weights could be of: constructors make lists of so many items."""
-    most = max(_MOST_ITEMS, sum(math.prod(shape) for shape in found.values()))
+    most = max(_MAX_ITEMS, sum(math.prod(shape) for shape in found.values()))
     for name, value in options.items():
         if isinstance(value, Mapping):
             refuse_counts(value, found)
@@ -507,9 +507,9 @@ def _check_content(config: dict[str, Any], path: Path) -> None:
 
 
 def _read_vocab(path: Path, checksum: Any) -> GeneVocab:
-    if (size := path.stat().st_size) > MOST_BYTES:
+    if (size := path.stat().st_size) > MAX_BYTES:
         raise ModelFileError(
-            f"{str(path)!r} has {size:,} bytes, where {MOST_BYTES:,} are the most that is read; copy the model again."
+            f"{str(path)!r} has {size:,} bytes, where {MAX_BYTES:,} are the most that is read; copy the model again."
         )
     _check_sum(path, checksum)
     return GeneVocab.from_file(path)

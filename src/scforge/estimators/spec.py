@@ -31,7 +31,7 @@ from scforge.models.components.gene_vectors import fill_gene_vectors
 from scforge.models.components.heads import COUNT_LOSSES, is_truncated
 from scforge.models.registry import MODELS, check_model_options, get_model, option_names, own_names
 from scforge.tokenizers.base import TOKENIZERS, Tokenizer, get_tokenizer
-from scforge.tokenizers.entropy_ranked import serialisation_weights
+from scforge.tokenizers.entropy_ranked import serialization_weights
 from scforge.training.objectives.base import Objective, get_objective
 from scforge.training.plan import freeze_layers
 
@@ -415,7 +415,7 @@ class ModelSpec:
             fill_gene_vectors(module, torch.from_numpy(gene_vectors))
         if self.vocab.entropies is not None and hasattr(module, "init_gene_weights"):
             weighting = self.tokenizer_options.get("weighting", "complement")
-            module.init_gene_weights(torch.from_numpy(serialisation_weights(self.vocab, weighting)))
+            module.init_gene_weights(torch.from_numpy(serialization_weights(self.vocab, weighting)))
         return module if self.tuning is None else self.tuning.build_module(module)
 
     def build_untrained(self, seed: int) -> tuple[nn.Module, Tokenizer]:

@@ -162,7 +162,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             load_weights(model.module, weights, source=str(path))
         elif not model.is_trained_:
             some = data.bound.sample(SAMPLED_CELLS, rows=data.train_rows, seed=model.seed)
-            plan.objective.initialise(model.module, some, model.tokenizer)
+            plan.objective.initialize(model.module, some, model.tokenizer)
         model.train_indices_, model.validation_indices_ = data.train_rows, data.validation_rows
         saving = Saving(
             write=None if folder is None else _writer(model, folder, how.keep_last),

@@ -27,7 +27,7 @@ from scforge.errors import DataError, MissingFileError, OptionError, did_you_mea
 KEYS = ("labels_key", "batch_key", "groups_key")
 """Options that name a column of obs; who runs a benchmark fills them in from the data where they are left out."""
 
-_FEWEST_GROUPS = 4
+_MIN_GROUPS = 4
 """Groups whose halves are several groups, and differ."""
 SUBJECTS = ("embedding", "perturbation", "network", "expression", "ranking")
 
@@ -162,7 +162,7 @@ class Benchmark(ABC):
             return None
         made = as_array(made)
         n_groups = self.n_units(reference)
-        if n_groups is not None and n_groups < _FEWEST_GROUPS:
+        if n_groups is not None and n_groups < _MIN_GROUPS:
             return None
         halves = half_samples(
             reference,
@@ -224,7 +224,7 @@ def half_samples(
         if groups_key is not None:
             groups = pd.factorize(obs[groups_key])[0]
             n_groups = groups.max() + 1
-            if n_groups < _FEWEST_GROUPS:
+            if n_groups < _MIN_GROUPS:
                 return
             taken = rng.permutation(n_groups)[: n_groups // 2]
             yield np.flatnonzero(np.isin(groups, taken))

@@ -22,7 +22,7 @@ from scforge._constants import TARGET_SUM
 from scforge._progress import announce, duration
 from scforge.data.cells import choose_rows
 from scforge.data.checks import counts_of
-from scforge.data.neighbors import harmonised
+from scforge.data.neighbors import harmonized
 from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
 from scforge.eval.base import check_column
 from scforge.eval.expression import ExpressionSpace, log_expression
@@ -47,9 +47,9 @@ def pca_embedding(
     scale: bool = False,
     seed: int = 0,
 ) -> np.ndarray:
-    """Return principal components of the log-normalised highly variable genes, as scanpy computes them.
+    """Return principal components of the log-normalized highly variable genes, as scanpy computes them.
 
-    Library-size normalisation to 10,000, log1p, highly variable genes (``flavor="seurat"``), scaling if asked for
+    Library-size normalization to 10,000, log1p, highly variable genes (``flavor="seurat"``), scaling if asked for
     (clipped at 10), PCA.
 
     Parameters
@@ -113,9 +113,9 @@ def check_n_comps(n_comps: int, adata: AnnData) -> None:
 def variable_genes(
     adata: AnnData, *, n_top_genes: int = 2_000, layer: str | None = None, batch_key: str | None = None
 ) -> AnnData:
-    """Return the highly variable genes of cells, log-normalised, with their counts in a layer.
+    """Return the highly variable genes of cells, log-normalized, with their counts in a layer.
 
-    Genes in fewer than three cells are left out; library-size normalisation to 10,000, log1p, highly variable genes
+    Genes in fewer than three cells are left out; library-size normalization to 10,000, log1p, highly variable genes
     (``flavor="seurat"``).
 
     Parameters
@@ -168,7 +168,7 @@ def variable_genes(
 
 
 BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi", "random")
-_SHARE, _BATCH_SIZE, _MOST_EPOCHS = 0.9, 128, 400
+_SHARE, _BATCH_SIZE, _MAX_EPOCHS = 0.9, 128, 400
 """Training cells of scVI, cells a step, and epochs: its defaults."""
 _PATIENCE = 15
 """Epochs without a better held-out ELBO after which scVI stops; its own default is 45."""
@@ -200,7 +200,7 @@ def embedding_baselines(
         Some of:
 
         ``"hvg"``
-            The log-normalised highly variable genes themselves, dense.
+            The log-normalized highly variable genes themselves, dense.
         ``"pca"``, ``"pca_scaled"``
             Principal components of those, without and with scaling to unit variance (:func:`pca_embedding`).
         ``"harmony"``
@@ -345,7 +345,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
 
 def harmony_embedding(components: np.ndarray, obs: pd.DataFrame, batch_key: str, *, seed: int = 0) -> np.ndarray:
     """Return principal components after Harmony with its defaults, float32, shape (N, D)."""
-    return harmonised(components, obs[batch_key].astype(str).to_numpy(), seed=seed)
+    return harmonized(components, obs[batch_key].astype(str).to_numpy(), seed=seed)
 
 
 def scvi_embedding(
@@ -390,7 +390,7 @@ def scvi_embedding(
     # The batch norm of scVI takes no batch of one cell.
     splitting = {"external_indexing": [order[:n_train], order[n_train:]], "drop_last": n_train % _BATCH_SIZE == 1}
     if max_epochs is None:
-        max_epochs = max(1, min(_MOST_EPOCHS, round(_MOST_EPOCHS * 20_000 / adata.n_obs)))
+        max_epochs = max(1, min(_MAX_EPOCHS, round(_MAX_EPOCHS * 20_000 / adata.n_obs)))
     warm_up = min(_WARM_UP, max_epochs // 4)
     best = _best_epoch(warm_up, progress_bar=progress_bar)
     with _quiet("scvi", "lightning.pytorch", "lightning.fabric"), warnings.catch_warnings(), torch.random.fork_rng():
@@ -546,10 +546,10 @@ class BaselineInputs:
 def classification_baselines(inputs: BaselineInputs, classes: np.ndarray, n_classes: int) -> dict[str, np.ndarray]:
     """Return the probability of each class for each scored cell, float64, shape (N, C), by the name of the baseline.
 
-    ``logistic_regression_pca`` and ``knn_pca`` (15 neighbours) see 50 principal components;
+    ``logistic_regression_pca`` and ``knn_pca`` (15 neighbors) see 50 principal components;
     ``logistic_regression_genes`` is CellTypist's model (Dominguez Conde et al. 2022: one logistic regression for each
     class, L2, C = 1, on scaled log1p CP10K) over the variable genes; ``majority_class`` knows the shares of the
-    classes. Each further embedding gets a logistic regression of its standardised dimensions.
+    classes. Each further embedding gets a logistic regression of its standardized dimensions.
 
     Parameters
     ----------
@@ -587,7 +587,7 @@ def regression_baselines(inputs: BaselineInputs, target: np.ndarray) -> dict[str
     """Return a prediction for each scored cell, float64, shape (N,), by the name of the baseline.
 
     ``ridge_pca`` and ``knn_pca`` see 50 principal components, ``mean`` the mean of the training cells. Each further
-    embedding gets a ridge regression of its standardised dimensions. Penalties are chosen on the training cells.
+    embedding gets a ridge regression of its standardized dimensions. Penalties are chosen on the training cells.
 
     Parameters
     ----------

@@ -20,7 +20,7 @@ from scforge.data.checks import counts_of
 from scforge.errors import DataError, OptionError, ScforgeError, first_line, listing
 from scforge.eval.base import Benchmark, as_array, check_column, register_benchmark
 from scforge.eval.baselines import pca_embedding
-from scforge.eval.expression import log_normalised
+from scforge.eval.expression import log_normalized
 from scforge.eval.report import Kind, Measured, Report, Row
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ KEYS = {
 
 _COLUMNS = ("labels_key", "batch_key", "organism_key", "groups_key", "perturbation_key", "control")
 
-_MOST_P, _LEAST_CHANGE = 1e-4, 1.0
+_MAX_P, _MIN_CHANGE = 1e-4, 1.0
 """Genes that count as changed, as SingleCellPerturbationDataset of cz-benchmarks has it."""
 
 _SEED = 42
@@ -149,17 +149,17 @@ def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer:
     conditions = _column(adata, "perturbation_key", perturbation_key)
     names = [str(name) for name in np.unique(conditions) if name != control]
     check_known("control", control, set(conditions), f"obs[{perturbation_key!r}]")
-    cells = anndata.AnnData(log_normalised(adata, layer), obs=adata.obs[[]].copy(), var=adata.var[[]].copy())
+    cells = anndata.AnnData(log_normalized(adata, layer), obs=adata.obs[[]].copy(), var=adata.var[[]].copy())
     cells.obs["condition"] = pd.Categorical(conditions)
     sc.tl.rank_genes_groups(cells, "condition", reference=control, method="wilcoxon")
     tested = pd.concat(
         {name: sc.get.rank_genes_groups_df(cells, name) for name in names}, names=["group"]
     ).reset_index()
-    changed = tested[(tested["pvals_adj"] < _MOST_P) & (tested["logfoldchanges"].abs() >= _LEAST_CHANGE)]
+    changed = tested[(tested["pvals_adj"] < _MAX_P) & (tested["logfoldchanges"].abs() >= _MIN_CHANGE)]
     if changed.empty:
         raise DataError(
-            f"no gene changes in any perturbation of obs[{perturbation_key!r}] (p < {_MOST_P}, log2 fold change of "
-            f"{_LEAST_CHANGE:g}); take more cells."
+            f"no gene changes in any perturbation of obs[{perturbation_key!r}] (p < {_MAX_P}, log2 fold change of "
+            f"{_MIN_CHANGE:g}); take more cells."
         )
     rng, ids = np.random.default_rng(seed), adata.obs_names.astype(str)
     controls = ids[conditions == control]

@@ -24,14 +24,14 @@ _ROOM = 1.01
 _ROOM_OF_MADE = 10.0
 """What is predicted on the log scale need not have a total of 10,000; who compares it with real cells sees more."""
 
-_MOST_RATIO = 1.2
+_MAX_RATIO = 1.2
 """Totals of cells over the same genes differ by less if they were scaled alike."""
 
 _SAME_TOTAL = 1e-3
 """How little totals of cells differ that were scaled to the same one; over a part of the genes they differ."""
 
 
-def log_normalised(
+def log_normalized(
     adata: AnnData, layer: str | None = None, *, argument: str = "adata", made: bool = False
 ) -> sparse.csr_matrix:
     """Return log1p CP10K of counts, or of values that are that already.
@@ -103,7 +103,7 @@ def _scale_problem(values: np.ndarray, rows: np.ndarray, n_cells: int, *, made: 
     plain = np.expm1(np.minimum(values, 50.0))
     # Counts have ones among them; scaled to a total, all cells would need one of exactly 10,000 for that.
     if np.abs(plain - np.round(plain)).max() < 1e-3 and abs(plain[plain > 0].min() - 1) < 1e-3:
-        return "log1p of counts that were not normalised"
+        return "log1p of counts that were not normalized"
     total = np.bincount(rows, plain, minlength=n_cells)
     total = total[total > 0]
     middle = float(np.median(total)) if len(total) else TARGET_SUM
@@ -112,7 +112,7 @@ def _scale_problem(values: np.ndarray, rows: np.ndarray, n_cells: int, *, made: 
         return f"neither counts nor log1p of counts per 10,000 (expm1 of a cell has a total of {most:.4g})"
     # Predicted cells may be one profile many times, so their totals are compared with those of real cells instead.
     if not made and len(total) > 1 and np.ptp(total) < _SAME_TOTAL * middle and abs(middle / TARGET_SUM - 1) > 0.01:
-        return f"values that are normalised to about {middle:,.0f} per cell and not to 10,000"
+        return f"values that are normalized to about {middle:,.0f} per cell and not to 10,000"
     return None
 
 
@@ -125,7 +125,7 @@ def scale_difference(one: sparse.csr_matrix, other: sparse.csr_matrix, *, profil
         return None
     totals = [float(np.median(totals_of(some))) for some in (one, other)]
     pairs = [totals, [float(some.sum()) / some.shape[0] for some in (one, other)]][: 1 + profiles]
-    if any(min(pair) <= 0 or max(pair) <= _MOST_RATIO * min(pair) for pair in pairs):
+    if any(min(pair) <= 0 or max(pair) <= _MAX_RATIO * min(pair) for pair in pairs):
         return None
     return f"a median total of {totals[0]:,.0f} where the others have {totals[1]:,.0f}"
 
@@ -136,7 +136,7 @@ def totals_of(logs: sparse.csr_matrix) -> np.ndarray:
 
 
 _MIN_CELLS = 3
-_MOST = 10.0
+_MAX = 10.0
 """Standard deviations above the mean at which scaled values are cut, as scanpy's and CellTypist's tutorials do."""
 
 _PIECE = 1 << 14
@@ -243,7 +243,7 @@ class ExpressionSpace:
         """
         chosen = expression[:, self.genes]
         columns = chosen.indices
-        values = np.minimum(chosen.data, (self.mean + _MOST * self.scale)[columns]) / self.scale[columns]
+        values = np.minimum(chosen.data, (self.mean + _MAX * self.scale)[columns]) / self.scale[columns]
         return sparse.csr_matrix((values, columns, chosen.indptr), shape=chosen.shape)
 
     def components(self, expression: sparse.csr_matrix) -> np.ndarray:

@@ -16,7 +16,7 @@ from scforge.data.checks import content_mark, counts_of, value_problem
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.base import Benchmark, check_column, register_benchmark
-from scforge.eval.expression import log_normalised, scale_difference, totals_of
+from scforge.eval.expression import log_normalized, scale_difference, totals_of
 from scforge.eval.harness import compare
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from scforge.eval.report import Kind, Report
 
 
-FEWEST_CELLS = 20
+MIN_CELLS = 20
 _ROUNDING = 1e-12
 
 
@@ -55,7 +55,7 @@ class Generation(Benchmark):
         median distance of real cells, on their principal components. Less is better. The components fit these very
         cells, so that even other real ones are not quite at zero: look at a ceiling.
     ``c2st``
-        Classifier two-sample test [2]_: the area under the ROC curve of extremely randomised trees that tell real
+        Classifier two-sample test [2]_: the area under the ROC curve of extremely randomized trees that tell real
         from generated cells they did not see, by components of both together, by the distance from them, and by the
         number of genes. 0.5 is best; below 0.5 it is turned around, since trees that are systematically wrong have met
         copies.
@@ -100,7 +100,7 @@ class Generation(Benchmark):
 
     def __init__(self, labels_key: str | None = None, n_comps: int = 50, max_cells: int = 1_000, seed: int = 0) -> None:
         check_count("n_comps", n_comps, "components")
-        check_count("max_cells", max_cells, "cells", least=FEWEST_CELLS)
+        check_count("max_cells", max_cells, "cells", least=MIN_CELLS)
         self.labels_key = labels_key
         self.n_comps = n_comps
         self.max_cells = max_cells
@@ -146,9 +146,9 @@ class Generation(Benchmark):
         """Return log1p CP10K of cells that are enough."""
         if self.labels_key is not None:
             check_column("labels_key", self.labels_key, adata.obs)
-        if adata.n_obs < FEWEST_CELLS:
-            raise DataError(f"there are {adata.n_obs} {what} cells; generation needs at least {FEWEST_CELLS}.")
-        return log_normalised(adata, argument=f"the {what} cells", made=what == "generated")
+        if adata.n_obs < MIN_CELLS:
+            raise DataError(f"there are {adata.n_obs} {what} cells; generation needs at least {MIN_CELLS}.")
+        return log_normalized(adata, argument=f"the {what} cells", made=what == "generated")
 
     def _parts(self, made: AnnData, reference: AnnData) -> _Parts:
         """Compute what does not depend on the draw, once for the figures and their draws."""
@@ -186,14 +186,14 @@ class Generation(Benchmark):
         of_made, of_real = (some.obs[self.labels_key].astype(str) for some in (made, reference))
         n_real = of_real[reference.obs[self.labels_key].notna()].value_counts().sort_index()
         # The real cells alone decide: a method must not choose what it is judged by.
-        names, few = n_real.index[n_real >= FEWEST_CELLS], n_real.index[n_real < FEWEST_CELLS]
-        lacking = [name for name in names if (of_made == name).sum() < FEWEST_CELLS]
+        names, few = n_real.index[n_real >= MIN_CELLS], n_real.index[n_real < MIN_CELLS]
+        lacking = [name for name in names if (of_made == name).sum() < MIN_CELLS]
         told = {"leave out": (few, "real"), "are NaN, for": (lacking, "generated")}
         for what, (labels, of) in told.items():
             if len(labels):
                 warn(
                     f"Figures of each label {what} {listing(labels)} of obs[{self.labels_key!r}]: fewer than "
-                    f"{FEWEST_CELLS} {of} cells."
+                    f"{MIN_CELLS} {of} cells."
                 )
         return [((of_made == name).to_numpy(), (of_real == name).to_numpy()) for name in names]
 
@@ -213,7 +213,7 @@ class Generation(Benchmark):
                 means = [_moments(parts.made, of_made * made)[0], _moments(parts.real, of_real * real)[0]]
                 weights = both[0] * made[parts.rows_made], both[1] * real[parts.rows_real]
                 each.append([_correlations(*means), mmd_squared(parts.kernels, *weights)])
-            few = any(made.sum() < FEWEST_CELLS for made, _ in parts.groups)
+            few = any(made.sum() < MIN_CELLS for made, _ in parts.groups)
             averaged = np.full((2, len(of_made)), np.nan) if few or not each else np.mean(each, axis=0)
             figures["label_gene_mean_r"], figures["label_mmd"] = averaged
         return figures
@@ -314,7 +314,7 @@ def _correlations(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.where(lengths > 0, (one * other).sum(axis=1) / np.where(lengths > 0, lengths, 1.0), np.nan)
 
 
-_FEWEST_GENES_OF_A_CELL = 10
+_MIN_GENES_OF_A_CELL = 10
 """A cell with fewer expressed genes may well look like another one."""
 
 _TELLING_SHARE = 0.01
@@ -322,7 +322,7 @@ _TELLING_SHARE = 0.01
 
 _DECIMALS = 3
 _SAME = 1e-4
-_FEWEST_ROWS = 5
+_MIN_ROWS = 5
 _BLOCK = 512
 
 
@@ -401,7 +401,7 @@ def _row_hashes(matrix: sparse.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
     mixed = pd.util.hash_array(mixed ^ pd.util.hash_array(matrix.indices.astype(np.uint64)))
     sums = np.zeros(matrix.shape[0], dtype=np.uint64)
     np.add.at(sums, np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr)), mixed)
-    return sums, np.diff(matrix.indptr) >= _FEWEST_GENES_OF_A_CELL
+    return sums, np.diff(matrix.indptr) >= _MIN_GENES_OF_A_CELL
 
 
 def check_features(
@@ -473,7 +473,7 @@ def _representations(adata: AnnData) -> list[tuple[str, np.ndarray | sparse.csr_
             where = "X" if key is None else f"layers[{key!r}]"
             found.append((where, matrix))
             if holds_counts(adata, key):
-                found.append((f"the log1p CP10K of {where}", log_normalised(adata, key, argument="real")))
+                found.append((f"the log1p CP10K of {where}", log_normalized(adata, key, argument="real")))
     return found
 
 
@@ -492,8 +492,8 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _same_columns(ours: np.ndarray, means: np.ndarray) -> bool:
-    """Return whether a column is one of the others, scaled and shifted, e.g. standardised."""
-    if len(ours) < _FEWEST_ROWS or not np.isfinite(ours).all():
+    """Return whether a column is one of the others, scaled and shifted, e.g. standardized."""
+    if len(ours) < _MIN_ROWS or not np.isfinite(ours).all():
         return False
     one, other = (_unit_columns(values) for values in (ours, means))
     blocks = (one[:, start : start + _BLOCK].T @ other for start in range(0, one.shape[1], _BLOCK))
@@ -501,13 +501,13 @@ def _same_columns(ours: np.ndarray, means: np.ndarray) -> bool:
 
 
 def _unit_columns(values: np.ndarray) -> np.ndarray:
-    """Return centred columns of length 1, of those that take enough values to be told from others."""
+    """Return centered columns of length 1, of those that take enough values to be told from others."""
     values = values[:, np.isfinite(values).all(axis=0)]
     size = np.abs(values).max(axis=0, initial=0.0)
     steps = np.diff(np.sort(values, axis=0), axis=0) > 1e-6 * size
-    centred = values[:, steps.sum(axis=0) >= _FEWEST_ROWS - 1]
-    centred = centred - centred.mean(axis=0)
-    return centred / np.linalg.norm(centred, axis=0)
+    centered = values[:, steps.sum(axis=0) >= _MIN_ROWS - 1]
+    centered = centered - centered.mean(axis=0)
+    return centered / np.linalg.norm(centered, axis=0)
 
 
 def compare_beside(
@@ -539,7 +539,7 @@ def compare_beside(
 
 
 CEILING = "training cells"
-_FEWEST_GENES = 10
+_MIN_GENES = 10
 
 _MISSING = 0.01
 """Share of the counts that genes may hold which are not there, so that the total is still about right."""
@@ -588,7 +588,7 @@ def generation_baselines(
             f"no training cell has the label {listing(missing, most=3)} of obs[{labels_key!r}]; leave those cells out."
         )
     totals = np.asarray(counts.sum(axis=1)).ravel()
-    logs = log_normalised(train, layer, argument="train")
+    logs = log_normalized(train, layer, argument="train")
     parts: dict[str, list[sparse.csr_matrix]] = {CEILING: [], "independent genes": [], "mean and Poisson": []}
     places = []
     for label in dict.fromkeys(wanted):
@@ -679,9 +679,9 @@ def evaluate_generation(
     names = real.var_names
     for some in (train, *made.values()):
         names = names[names.isin(some.var_names)]
-    if len(names) < _FEWEST_GENES:
+    if len(names) < _MIN_GENES:
         raise DataError(
-            f"{len(names)} genes are in real, train and all generated cells, fewer than {_FEWEST_GENES}; give all of "
+            f"{len(names)} genes are in real, train and all generated cells, fewer than {_MIN_GENES}; give all of "
             "them the same var_names."
         )
     labels, notes = None, []
@@ -740,7 +740,7 @@ def evaluate_generation(
 
 def _on_genes(adata: AnnData, what: str, names: pd.Index, layer: str | None = None, *, made: bool = False) -> AnnData:
     """Return log1p CP10K of some genes, in their order; library sizes are over all genes."""
-    logs = log_normalised(adata, layer, argument=what, made=made)[:, adata.var_names.get_indexer(names)]
+    logs = log_normalized(adata, layer, argument=what, made=made)[:, adata.var_names.get_indexer(names)]
     return anndata.AnnData(logs, obs=adata.obs.copy(), var=pd.DataFrame(index=names))
 
 
@@ -757,7 +757,7 @@ def check_complete(
     lacking = ~whole.var_names.isin(adata.var_names)
     if not lacking.any() or not holds_counts(adata, layer):
         return
-    logs = log_normalised(whole, layer_of_whole, argument="the others")
+    logs = log_normalized(whole, layer_of_whole, argument="the others")
     share = float(totals_of(logs[:, np.flatnonzero(lacking)]).sum() / totals_of(logs).sum())
     if share > _MISSING:
         raise DataError(

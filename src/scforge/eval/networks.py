@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from scforge.eval.report import Kind, Report
 
 
-_MOST_PAIRS = 100_000_000
+_MAX_PAIRS = 100_000_000
 """Edges of a table at most: ten bytes each, and some more while it is made."""
 
 _MEASURES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -92,9 +92,9 @@ def edges_from_embeddings(
         vectors = vectors - vectors.mean(axis=0)
     vectors = _MEASURES[measure](vectors)
     rows, columns = _chosen("tfs", tfs, names), _chosen("targets", targets, names)
-    if len(rows) * len(columns) > _MOST_PAIRS:
+    if len(rows) * len(columns) > _MAX_PAIRS:
         raise OptionError(
-            f"{len(rows)} x {len(columns)} pairs are more than {_MOST_PAIRS}; name the transcription factors with tfs."
+            f"{len(rows)} x {len(columns)} pairs are more than {_MAX_PAIRS}; name the transcription factors with tfs."
         )
     weights = vectors[rows] @ vectors[columns].T
     return edges_of(np.abs(weights) if absolute else weights, names[rows], names[columns])
@@ -826,7 +826,7 @@ def degree_weights(universe: Universe, *, out: bool = True, n_folds: int = 5, se
     they could be told. Folds keep some of that. Among the pairs of one transcription factor, the out-degree brings
     random edges somewhat below chance (AUROC 0.47 where 60 have 20 of 200 genes each). And where most genes of the
     truth have one edge, to know that they have no other tells the true one, the wrong way round: figures below chance
-    say that the truth is too small for degrees. Shares are shrunk towards that of all pairs by one pseudo-observation.
+    say that the truth is too small for degrees. Shares are shrunk toward that of all pairs by one pseudo-observation.
     """
     rng = np.random.default_rng(seed)
     edges, pairs = universe.edges, universe.pairs

@@ -297,7 +297,7 @@ def _nearest(
 
 
 _N_VARIABLE = 2_000
-_MOST_FITTED = 20_000
+_MAX_FITTED = 20_000
 
 
 @dataclass(frozen=True)
@@ -313,7 +313,7 @@ class CellSpace:
         from sklearn.decomposition import PCA
         from sklearn.utils.sparsefuncs import mean_variance_axis
 
-        rows = np.random.default_rng(seed).permutation(expression.shape[0])[:_MOST_FITTED]
+        rows = np.random.default_rng(seed).permutation(expression.shape[0])[:_MAX_FITTED]
         expression = expression[np.sort(rows)].astype(np.float64)
         _, variance = mean_variance_axis(expression, axis=0)
         genes = np.sort(np.argsort(-variance, kind="stable")[:_N_VARIABLE])
@@ -951,7 +951,7 @@ def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> 
     if len(genes) < max(2, _FEW_GENES * len(real)):
         raise DataError(
             f"only {len(genes)} of {len(real)} measured genes are in all of {listing(columns)}; use the same names in "
-            "var_names, or take real over the genes that are predicted (after normalising it)."
+            "var_names, or take real over the genes that are predicted (after normalizing it)."
         )
     return genes, notes
 
@@ -991,7 +991,7 @@ def _check_effects(benchmark: PerturbationPrediction, name: str, one: AnnData | 
 
 
 def _adata(cells: PerturbedCells, keys: EffectKeys) -> AnnData:
-    """Return log-normalised cells as AnnData with the columns of `keys`, except that the values are in X."""
+    """Return log-normalized cells as AnnData with the columns of `keys`, except that the values are in X."""
     groups = [*cells.effects, *(Effect((), name) for name in cells.contexts)]
     labels = np.array(
         [keys.name_of(group.targets) if group.targets else keys.control for group in groups], dtype=object

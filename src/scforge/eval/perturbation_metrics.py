@@ -25,7 +25,7 @@ from scforge.data.checks import check_is_adata
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing
 from scforge.eval.base import check_column
-from scforge.eval.expression import Effects, Moments, effects_of, log_normalised, moments_of
+from scforge.eval.expression import Effects, Moments, effects_of, log_normalized, moments_of
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -257,9 +257,9 @@ def score_deltas(
             rank[rows] = _nearer(cosine_distances(predicted[rows], measured[rows]), atol=1e-9) / (len(rows) - 1)
     return pd.DataFrame(
         {
-            "pearson_delta": _cosine(_centred(predicted), _centred(measured)),
+            "pearson_delta": _cosine(_centered(predicted), _centered(measured)),
             "pearson_delta_top20": _cosine(
-                *(_centred(np.take_along_axis(some, top, axis=1)) for some in (predicted, measured))
+                *(_centered(np.take_along_axis(some, top, axis=1)) for some in (predicted, measured))
             ),
             "cosine": _cosine(predicted, measured),
             "mse": np.square(error).mean(axis=1),
@@ -277,12 +277,12 @@ def _cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     return np.divide((one * other).sum(axis=1), lengths, out=np.zeros(len(one)), where=lengths > 0)
 
 
-def _centred(values: np.ndarray) -> np.ndarray:
-    centred = values - values.mean(axis=1, keepdims=True)
+def _centered(values: np.ndarray) -> np.ndarray:
+    centered = values - values.mean(axis=1, keepdims=True)
     # What rounding leaves of a constant is no direction.
     flat = np.ptp(values, axis=1) <= 1e-12 * np.abs(values).max(axis=1, initial=0.0)
-    centred[flat] = 0.0
-    return centred
+    centered[flat] = 0.0
+    return centered
 
 
 def technical_duplicate(
@@ -450,7 +450,7 @@ class EffectKeys:
     context_key
         Column of obs with the context, e.g. the cell type; None: there is one only.
     layer
-        Key in layers with the counts or log-normalised values; None reads X.
+        Key in layers with the counts or log-normalized values; None reads X.
     """
 
     perturbation_key: str
@@ -568,7 +568,7 @@ class PerturbedCells:
         contexts = tuple(sorted(set(places)))
         number = {group: i for i, group in enumerate([*effects, *(Effect((), place) for place in contexts)])}
         groups = np.array([number[pair] for pair in pairs], dtype=np.int64)
-        logs = log_normalised(adata, layer, argument=argument, made=made)
+        logs = log_normalized(adata, layer, argument=argument, made=made)
         return cls(logs, adata.var_names, adata.obs_names, effects, contexts, groups)
 
     @property

@@ -28,7 +28,7 @@ _LONGEST = 4
 
 _PAD = -1
 
-_FEWEST_GENES = 10
+_MIN_GENES = 10
 """Shorter orders may well be those of another cell."""
 
 
@@ -224,7 +224,7 @@ def evaluate_reconstruction(
     made = dict(reconstructed) if isinstance(reconstructed, Mapping) else {"reconstructed": reconstructed}
     baselines = ranking_baselines(train, true, seed=seed)
     known, rows = (_rows(some, what, repeated=False) for some, what in ((train, "train"), (true, "the true orders")))
-    seen = {row.tobytes() for row in known if len(row) >= _FEWEST_GENES}
+    seen = {row.tobytes() for row in known if len(row) >= _MIN_GENES}
     same = np.array([row.tobytes() in seen for row in rows])
     check_copies(same, "true orders are those of training cells, gene by gene")
     report = compare_beside(

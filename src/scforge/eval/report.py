@@ -563,7 +563,7 @@ th { background: #f5f5f5; vertical-align: bottom; } tr.model td { background: #e
 .best { font-weight: bold; } img { max-width: 100%; } .verdicts li { margin: 0.3rem 0; }
 """
 
-# Colours that a light and a dark notebook can show.
+# Colors that a light and a dark notebook can show.
 _STYLE_OF_FRAGMENT = """
 .scforge-report { font-size: 0.95em; line-height: 1.45; }
 .scforge-report h2 { font-size: 1.05em; margin: 1em 0 0.3em; }

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 _NARROW = 15
-"""Neighbours of the graph whose connectivity is looked at, as scib-metrics' own benchmark has it."""
+"""Neighbors of the graph whose connectivity is looked at, as scib-metrics' own benchmark has it."""
 
-_FEWEST_CELLS = 16
+_MIN_CELLS = 16
 
 
 @register_benchmark("batch_integration")
@@ -34,7 +34,7 @@ class BatchIntegration(Benchmark):
     """scIB's figures of biology that was kept and of batches that were mixed, as scib-metrics computes them.
 
     They are those of [1]_, under the names that scib-metrics gives them: all lie about in [0, 1], and higher is better.
-    The neighbours are exact. Cells without a label or batch take no part.
+    The neighbors are exact. Cells without a label or batch take no part.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ class BatchIntegration(Benchmark):
     batch_key
         Column of obs with the batches.
     n_neighbors
-        Neighbours, each cell itself among them, for the LISI figures; fewer where there are fewer cells.
+        Neighbors, each cell itself among them, for the LISI figures; fewer where there are fewer cells.
 
     References
     ----------
@@ -114,9 +114,9 @@ class BatchIntegration(Benchmark):
         rows = np.flatnonzero(with_label & with_batch)
         labels, batches = (np.asarray(obs[key].iloc[rows].astype(str)) for key in (self.labels_key, self.batch_key))
         n_labels, n_batches = len(np.unique(labels)), len(np.unique(batches))
-        if len(rows) < _FEWEST_CELLS or min(n_labels, n_batches) < 2:
+        if len(rows) < _MIN_CELLS or min(n_labels, n_batches) < 2:
             raise DataError(
-                f"batch_integration needs at least {_FEWEST_CELLS} cells with a label and a batch, of 2 labels and 2 "
+                f"batch_integration needs at least {_MIN_CELLS} cells with a label and a batch, of 2 labels and 2 "
                 f"batches, but there are {len(rows)} of {n_labels} and {n_batches}; score more cells."
             )
         pairs = pd.DataFrame({"label": labels, "batch": batches})
@@ -225,7 +225,7 @@ _MEANS = {"total": "Total", "bio": "Bio conservation", "batch": "Batch correctio
 _NAMES = {**_MEANS, **_BIO, **_BATCH}
 """Our names to those of scib-metrics."""
 _WIDEST = 90
-"""Neighbours of a cell, itself among them, that scib-metrics' benchmark asks for."""
+"""Neighbors of a cell, itself among them, that scib-metrics' benchmark asks for."""
 _DRAWN = 1_000
 """Most cells of a resampled figure: their cost grows with the square."""
 NEIGHBORS = ("exact", "pynndescent")
@@ -257,8 +257,8 @@ class Scib(Benchmark):
         mean of mixing, and the total, count it.
     neighbors
         ``"exact"``, or ``"pynndescent"``, the approximation that scib-metrics takes by default. With that, the numbers
-        are to the last digit those of a ``Benchmarker`` with its defaults; with exact neighbours, those of one that is
-        prepared with exact neighbours.
+        are to the last digit those of a ``Benchmarker`` with its defaults; with exact neighbors, those of one that is
+        prepared with exact neighbors.
     max_cells
         Score so many cells at most, each label by its share, the same for all embeddings; None scores all. Time and
         memory grow with the square of their number.

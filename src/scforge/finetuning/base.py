@@ -279,7 +279,7 @@ class Task(Objective):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of the outputs of the head, shape (B, K), and figures.
 
-        A figure is a tensor of any shape, its mean over the cells of the batch; :meth:`summarise` gets its mean over
+        A figure is a tensor of any shape, its mean over the cells of the batch; :meth:`summarize` gets its mean over
         those of the epoch.
         """
 

@@ -96,7 +96,7 @@ def check_head(head: Any) -> dict[str, Any]:
     return options
 
 
-class Standardise(nn.Module):
+class Standardize(nn.Module):
     """Subtracts a mean and divides by a scale that are set once, so that a head does not care for units.
 
     Parameters
@@ -122,12 +122,12 @@ class Standardise(nn.Module):
         self.scale.copy_(torch.from_numpy(scale))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Return standardised values, shape (B, D)."""
+        """Return standardized values, shape (B, D)."""
         return (values - self.mean) / self.scale
 
 
 class PredictionHead(nn.Module):
-    """Standardised embeddings, a hidden layer if wanted, and a linear layer.
+    """Standardized embeddings, a hidden layer if wanted, and a linear layer.
 
     Parameters
     ----------
@@ -146,14 +146,14 @@ class PredictionHead(nn.Module):
 
     def __init__(self, n_in: int, n_out: int, *, hidden_dim: int = 0, dropout: float = 0.1) -> None:
         super().__init__()
-        self.standardise = Standardise(n_in)
+        self.standardize = Standardize(n_in)
         self.hidden = nn.Sequential(nn.Linear(n_in, hidden_dim), nn.GELU()) if hidden_dim else nn.Identity()
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(hidden_dim or n_in, n_out)
 
     def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any] | None = None) -> torch.Tensor:
         """Return outputs, shape (B, K)."""
-        return self.out(self.dropout(self.hidden(self.standardise(embeddings))))
+        return self.out(self.dropout(self.hidden(self.standardize(embeddings))))
 
 
 _LOG_RANGE = (float(np.log(1e-2)), float(np.log(1e2)))
@@ -220,7 +220,7 @@ def probabilities_of(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray
     return softmax(logits.astype(np.float64) / temperature, axis=1)
 
 
-def normalised_entropy(probabilities: np.ndarray) -> np.ndarray:
+def normalized_entropy(probabilities: np.ndarray) -> np.ndarray:
     """Return the entropy of each row divided by that of C equal probabilities, in [0, 1], shape (N,)."""
     logs = np.log(probabilities, out=np.zeros_like(probabilities), where=probabilities > 0)
     return np.clip(-(probabilities * logs).sum(axis=1) / np.log(probabilities.shape[1]), 0.0, 1.0)
@@ -231,7 +231,7 @@ type Fit = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 def probe(module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer, task: Task, fit: Fit | None) -> None:
-    """Set the standardisation of a :class:`~scforge.finetuning.PredictionHead`, and its last layer if `fit` is given.
+    """Set the standardization of a :class:`~scforge.finetuning.PredictionHead`, and its last layer if `fit` is given.
 
     Parameters
     ----------
@@ -242,16 +242,16 @@ def probe(module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer, task
     tokenizer, task
         As for :func:`scforge.training.predict.embed`.
     fit
-        Fits the linear model on what the last layer sees: the standardised embeddings, or the hidden layer.
+        Fits the linear model on what the last layer sees: the standardized embeddings, or the hidden layer.
     """
     head: PredictionHead = module.head
     embeddings = embed(module, cells, tokenizer, objective=task)
-    head.standardise.set_from(embeddings)
+    head.standardize.set_from(embeddings)
     if fit is None:
         return
     device = head.out.weight.device
     with torch.inference_mode(), evaluating(head):
-        features = head.hidden(head.standardise(torch.from_numpy(embeddings).to(device))).cpu().numpy()
+        features = head.hidden(head.standardize(torch.from_numpy(embeddings).to(device))).cpu().numpy()
     weights, biases = fit(features)
     with torch.no_grad():
         head.out.weight.copy_(torch.from_numpy(weights))

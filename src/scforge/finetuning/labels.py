@@ -26,7 +26,7 @@ def write_probabilities(adata: AnnData, key: str, table: pd.DataFrame) -> None:
     adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), f"{key}_classes": names}
 
 
-UNLABELLED, UNKNOWN = -1, -2
+UNLABELED, UNKNOWN = -1, -2
 """Codes of cells without label, and of cells whose label a model does not know."""
 
 
@@ -66,7 +66,7 @@ def codes_of(values: pd.Series, classes: Sequence[str], *, key: str, argument: s
     """Return the number of the class of each cell, int64, shape (N,); -1: no label, -2: a label not in `classes`."""
     labels = text_labels(values, key=key, argument=argument)
     number = {name: i for i, name in enumerate(classes)}
-    lookup = np.array([*(number.get(name, UNKNOWN) for name in labels.categories), UNLABELLED], dtype=np.int64)
+    lookup = np.array([*(number.get(name, UNKNOWN) for name in labels.categories), UNLABELED], dtype=np.int64)
     return lookup[np.asarray(labels.codes)]
 
 

@@ -407,7 +407,7 @@ _GROUPS = {"{i}": r"(?P<i>\d+)", "{p}": r"(?P<p>weight|bias)", "*": r".*"}
 
 
 _INDEX = ".safetensors.index.json"
-_MOST_BYTES = 2**28
+_MAX_BYTES = 2**28
 """Largest pickle file of a dictionary; published ones have a few million bytes."""
 
 
@@ -459,7 +459,7 @@ def read_dictionary(path: Path) -> dict[str, Any]:
         content = read_json(path)
     else:
         _check_file(path)
-        if (size := path.stat().st_size) > _MOST_BYTES:
+        if (size := path.stat().st_size) > _MAX_BYTES:
             raise ModelFileError(f"{str(path)!r} has {size:,} bytes, far more than a dictionary needs; give another.")
         with path.open("rb") as file:
             try:
@@ -718,7 +718,7 @@ class Foreign:
 
 
 class Family(Protocol):
-    """A family of published checkpoints: how one is recognised, and how it becomes a :class:`Foreign`.
+    """A family of published checkpoints: how one is recognized, and how it becomes a :class:`Foreign`.
 
     A class with these two methods, registered with :func:`register_family`, is all that a family needs; then
     ``Encoder.from_checkpoint`` and ``scforge convert-checkpoint`` know it. What `read` needs besides the checkpoint are
@@ -728,16 +728,16 @@ class Family(Protocol):
     Examples
     --------
     >>> class Mine:
-    ...     def recognises(self, source):
+    ...     def recognizes(self, source):
     ...         return (source / "mine.json").exists()
     ...
     ...     def read(self, source, *, medians=None):
     ...         raise NotImplementedError("return a Foreign: names, sizes and weights")
-    >>> Mine().recognises(Path("no such folder"))
+    >>> Mine().recognizes(Path("no such folder"))
     False
     """
 
-    def recognises(self, source: Path) -> bool:
+    def recognizes(self, source: Path) -> bool:
         """Return whether a file or folder is a checkpoint of this family, at a glance."""
         ...
 
@@ -774,7 +774,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     source
         Its folder or file.
     family
-        One of :func:`list_families`; None takes the one that recognises it.
+        One of :func:`list_families`; None takes the one that recognizes it.
     **options
         What the family needs besides, e.g. ``tokens_medians`` for Geneformer.
 
@@ -787,7 +787,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     MissingFileError
         If there is no such file or folder.
     OptionError
-        If no family recognises it, or several do, or an option is not one of the family.
+        If no family recognizes it, or several do, or an option is not one of the family.
     ModelFileError
         If it cannot be used.
 
@@ -811,7 +811,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     if not path.exists():
         raise MissingFileError(f"the checkpoint {str(source)!r} does not exist; give its folder or file.")
     if family is None:
-        family = _recognised(path)
+        family = _recognized(path)
     cls = FAMILIES.get(family)
     parameters = inspect.signature(cls.read).parameters.values()
     if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
@@ -820,9 +820,9 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     return cls().read(path, **options)
 
 
-def _recognised(path: Path) -> str:
+def _recognized(path: Path) -> str:
     """Return the family of a checkpoint."""
-    found = [name for name in FAMILIES.names() if FAMILIES.get(name)().recognises(path)]
+    found = [name for name in FAMILIES.names() if FAMILIES.get(name)().recognizes(path)]
     if len(found) == 1:
         return found[0]
     if found:

@@ -110,7 +110,7 @@ def geneformer_names(*, tied: bool = True, n_types: int = 2, head: bool = True) 
 class Geneformer:
     """Folders that ``BertForMaskedLM.save_pretrained`` wrote, with the dictionaries of a Geneformer."""
 
-    def recognises(self, source: Path) -> bool:
+    def recognizes(self, source: Path) -> bool:
         """Return whether there is a configuration of a BERT beside weights."""
         config = source / "config.json"
         if not config.is_file() or not any((source / name).is_file() for name in _WEIGHTS):

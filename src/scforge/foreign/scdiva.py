@@ -99,7 +99,7 @@ def scdiva_names() -> NameMap:
 class ScDiVa:
     """A folder with ``config.json`` and weights in the layout of ScDiVa's released code."""
 
-    def recognises(self, source: Path) -> bool:
+    def recognizes(self, source: Path) -> bool:
         """Return whether a configuration that names ScDiVa lies beside weights."""
         folder = source if source.is_dir() else source.parent
         if not (folder / _CONFIG).is_file() or not (source.is_file() or any((folder / w).is_file() for w in _WEIGHTS)):

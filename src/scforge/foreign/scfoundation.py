@@ -60,7 +60,7 @@ def scfoundation_names(order: tuple[int, ...]) -> NameMap:
 class ScFoundation:
     """The file ``models.ckpt``, or its folder, with the panel of genes."""
 
-    def recognises(self, source: Path) -> bool:
+    def recognizes(self, source: Path) -> bool:
         """Return whether it has the published name."""
         return source.name == _WEIGHTS if source.is_file() else (source / _WEIGHTS).is_file()
 

@@ -102,7 +102,7 @@ def scgpt_vocab(tokens: Mapping[str, int], *, pad_token: str = PAD_TOKEN) -> tup
 class ScGPT:
     """Folders of a published scGPT: ``best_model.pt``, ``vocab.json``, ``args.json``."""
 
-    def recognises(self, source: Path) -> bool:
+    def recognizes(self, source: Path) -> bool:
         """Return whether the vocabulary and the arguments of a training are there."""
         folder = source if source.is_dir() else source.parent
         return (folder / _VOCAB).is_file() and (folder / _ARGS).is_file()

@@ -176,7 +176,7 @@ def _said(said: str, repo_id: str, revision: str | None = None, *, writing: bool
         raise
     except HFValidationError as error:
         raise OptionError(
-            f"{said} is no name of a repository ({first_line(error)}); give it as 'organisation/name'."
+            f"{said} is no name of a repository ({first_line(error)}); give it as 'organization/name'."
         ) from error
     except GatedRepoError as error:
         raise OptionError(

@@ -463,7 +463,7 @@ def find_model(
         is_bare = not str(name).startswith(_HUB)
         repo_id, at, written = str(name).removeprefix(_HUB).rstrip("/").partition("@")
         if _REPO.fullmatch(repo_id) is None or (at and not written):
-            raise OptionError(f"{said} is no name of a repository; give it as 'hf://organisation/name'.")
+            raise OptionError(f"{said} is no name of a repository; give it as 'hf://organization/name'.")
         if at and revision is not None:
             raise OptionError(f"{said} names a revision, and revision={revision!r} is another one; give one of them.")
         revision = written or revision

@@ -74,7 +74,7 @@ def upload(
         removed from it; others stay, and so does a ``README.md`` that somebody has written or edited there, unless
         that of `folder` is, too.
     private
-        Whether only you and your organisation see it; None leaves it to the hub's settings. It cannot change a
+        Whether only you and your organization see it; None leaves it to the hub's settings. It cannot change a
         repository that exists.
     token
         A token that may write; None takes ``HF_TOKEN`` or that of ``hf auth login``.
@@ -131,7 +131,7 @@ def send_model(
     names = _names_to_send(folder)
     said = f"repo_id={repo_id!r}"
     if not isinstance(repo_id, str) or repo_id.count("/") != 1 or "://" in repo_id:
-        raise OptionError(f"{said} is no name of a repository; give it as 'organisation/name'.")
+        raise OptionError(f"{said} is no name of a repository; give it as 'organization/name'.")
     for argument, text in {"revision": revision, "commit_message": commit_message}.items():
         if text is not None and (not isinstance(text, str) or not text.strip()):
             raise OptionError(f"{argument}={text!r} is no text; give some, or leave it out.")

@@ -22,7 +22,7 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.binned_expression import BinnedExpressionTokenizer
 from scforge.training.objectives.base import Objective
 
-_LEAST_HIDDEN = 32
+_MIN_HIDDEN = 32
 
 _Batch = dict[str, torch.Tensor]
 
@@ -323,7 +323,7 @@ def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objec
     for_each = share
     if not tokenizer.lists_all_genes:  # hidden genes are added to those of the cell, of which none is hidden
         for_each *= (1 + getattr(objective, "zero_targets", 0.0)) / (1 - share)
-    size = max(_LEAST_HIDDEN, int(for_each * lengths.mean()))
+    size = max(_MIN_HIDDEN, int(for_each * lengths.mean()))
     if (most := _room_for_hidden(module, objective)) is not None:
         size = min(size, most)
     embedding = getattr(module, "embedding", None)

@@ -16,7 +16,7 @@ from scforge.data.sampling import Window
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, OptionError, listing
 from scforge.tokenizers.base import Tokenizer
-from scforge.tokenizers.entropy_ranked import EntropyRankedTokenizer, serialisation_weights
+from scforge.tokenizers.entropy_ranked import EntropyRankedTokenizer, serialization_weights
 
 _SHARES = 4
 """Controls are as many as are wanted for this many combinations at most; further combinations share them."""
@@ -89,7 +89,7 @@ def nearest(level: float, levels: np.ndarray, usable: np.ndarray, n: int) -> np.
 def compare(value: float, controls: np.ndarray, *, two_sided: bool) -> tuple[float, float]:
     """Return the z-score of a value among those of its controls, and its p-value.
 
-    The p-value is that of a randomisation test: ``(1 + number of controls at least as large) / (1 + number of
+    The p-value is that of a randomization test: ``(1 + number of controls at least as large) / (1 + number of
     controls)`` (Phipson and Smyth 2010); if two-sided, twice the smaller of the two tails.
 
     Examples
@@ -174,7 +174,7 @@ class Perturbation:
             medians = tokenizer.vocab.medians if ranks_by_median else None
             scales, weights = np.ones(tokenizer.vocab.n_genes) if medians is None else medians, None
             if isinstance(tokenizer, EntropyRankedTokenizer):
-                weights = serialisation_weights(tokenizer.vocab, tokenizer.weighting)
+                weights = serialization_weights(tokenizer.vocab, tokenizer.weighting)
             return cls(mode, scales=scales, weights=weights)
         return cls(mode, shares=usual_shares(cells) if mode == "activate" else None)
 
@@ -418,7 +418,7 @@ _COPIES = 16_384
 _CONTROL_CELLS = 100
 """Most cells that a control is perturbed in. A mean over fewer cells scatters more, which makes p-values larger."""
 
-_FEWEST_CELLS = 3
+_MIN_CELLS = 3
 """Cells that a gene has to be perturbed in to be compared."""
 
 
@@ -520,12 +520,12 @@ def screen(
     named = [("shift", "", False), ("goal", "goal_", True)]
     for name, prefix, two_sided in named[: 1 if goal is None else 2]:
         pooled = np.concatenate([getattr(part, name) for part in moves]) if moves else np.empty(0)
-        usable = np.concatenate([part.n_cells for part in moves]) >= _FEWEST_CELLS if moves else pooled > 0
+        usable = np.concatenate([part.n_cells for part in moves]) >= _MIN_CELLS if moves else pooled > 0
         results = []
         for number, value in enumerate(getattr(tested, name)):
             others = usable & (np.arange(len(pooled)) != n_drawn + number)
             like = nearest(level_of[0][number], level_of[1], others, n_controls)
-            known = value if tested.n_cells[number] >= _FEWEST_CELLS else np.nan
+            known = value if tested.n_cells[number] >= _MIN_CELLS else np.nan
             results.append(compare(known, pooled[like], two_sided=two_sided))
         table[f"{prefix}shift"], table[f"{prefix}shift_sd"] = getattr(tested, name), getattr(tested, f"{name}_sd")
         table[f"{prefix or 'shift_'}z"], table[f"{prefix}p_value"] = np.array(results).reshape(-1, 2).T
@@ -606,7 +606,7 @@ def _eligible(cells: CellSource, perturbation: Perturbation, combinations: np.nd
     """Return the genes that may serve as controls: expressed, perturbed in some cells, and not tested."""
     n_expressing = np.bincount(cells.counts.indices, minlength=cells.counts.shape[1])
     n_cells = {"delete": n_expressing, "activate": len(cells) - n_expressing}.get(perturbation.mode, n_expressing)
-    fit = (n_expressing > 0) & (n_cells >= min(_FEWEST_CELLS, len(cells)))
+    fit = (n_expressing > 0) & (n_cells >= min(_MIN_CELLS, len(cells)))
     fit[combinations.ravel()] = False
     return np.flatnonzero(fit)
 

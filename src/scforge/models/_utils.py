@@ -22,10 +22,10 @@ _INIT_STD = 0.02
 
 
 def init_weights(module: nn.Module) -> None:
-    """Initialise one module; meant for ``model.apply(init_weights)``.
+    """Initialize one module; meant for ``model.apply(init_weights)``.
 
     Linear layers: Xavier uniform weights, zero biases. Embeddings: normal with standard deviation 0.02, zero at the
-    padding index. Layer norms: ones and zeros. A module with a true attribute ``initialises_itself``: its own
+    padding index. Layer norms: ones and zeros. A module with a true attribute ``initializes_itself``: its own
     ``reset_parameters``.
 
     Parameters
@@ -40,7 +40,7 @@ def init_weights(module: nn.Module) -> None:
     >>> model[0].bias.tolist(), model[1].weight.tolist()
     ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
     """
-    if getattr(module, "initialises_itself", False):
+    if getattr(module, "initializes_itself", False):
         module.reset_parameters()
     elif isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)

@@ -23,8 +23,8 @@ _SIZES = {
     **{"F16": 2, "BF16": 2, "F32": 4, "F64": 8},
 }
 _LENGTH = 8
-_MOST_HEADER = 2**25
-_MOST_AXES = 16
+_MAX_HEADER = 2**25
+_MAX_AXES = 16
 
 
 def refuse_pickle(path: Path) -> None:
@@ -109,8 +109,8 @@ def header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
         n_header = int.from_bytes(handle.read(_LENGTH), "little")
         if size < _LENGTH or n_header > size - _LENGTH:
             raise ValueError(f"it has {size:,} bytes, and its header would have {n_header:,}")
-        if n_header > _MOST_HEADER:
-            raise ValueError(f"its header has {n_header:,} bytes, where {_MOST_HEADER:,} are the most that is read")
+        if n_header > _MAX_HEADER:
+            raise ValueError(f"its header has {n_header:,} bytes, where {_MAX_HEADER:,} are the most that is read")
         header = parse_json(handle.read(n_header))
     if not isinstance(header, dict):
         raise ValueError("its header names no tensors")
@@ -134,7 +134,7 @@ def _place(name: str, tensor: Any) -> tuple[int, int, tuple[int, ...]]:
     said = f"the tensor {name[:80]!r}"
     if not isinstance(dtype, str) or dtype not in _SIZES:
         raise ValueError(f"{said} is of the dtype {str(dtype)[:20]!r}, which is not known")
-    if not _are_counts(shape) or len(shape) > _MOST_AXES:
+    if not _are_counts(shape) or len(shape) > _MAX_AXES:
         raise ValueError(f"{said} has no shape")
     if not _are_counts(offsets) or len(offsets) != 2:
         raise ValueError(f"{said} has no place in the file")

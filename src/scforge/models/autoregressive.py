@@ -409,7 +409,7 @@ class AutoregressiveTransformer(nn.Module):
         Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
         :class:`scforge.models.components.GeneVectorEmbedding`. ``Encoder`` sets it for tokenizers with gene vectors.
     cell_loss_weight
-        With ``pooling="cls"``, weight of the mean of ``-log p(gene | read-out)`` over the labelled tokens of a cell.
+        With ``pooling="cls"``, weight of the mean of ``-log p(gene | read-out)`` over the labeled tokens of a cell.
     n_conditions
         Number of classes that cells may be conditioned on; see `condition` of :meth:`forward`.
     position_embedding

@@ -545,14 +545,14 @@ class ScDiVaBody(nn.Module):
         if self.mode == "vector":
             return self._alone(self.gene_embedding.project(x_bg), nothing_b1)[0]
         readout_bh = self.gene_embedding(x_bg)
-        part = self.serialise(x_bg)
+        part = self.serialize(x_bg)
         if not torch.compiler.is_compiling() and bool(nothing_b1.any()):
             readout_bh = torch.where(nothing_b1, self._readout(part), readout_bh)
         table_vh = self.token_table() if part.ids.numel() > self.vocab_size else None
         states_bkh = torch.cat([readout_bh.unsqueeze(1), self._embed(part, table_vh)], dim=1)
         return self.encoder(states_bkh, F.pad(part.tokens, (1, 0), value=True)).hidden[:, 0]
 
-    def serialise(self, x: torch.Tensor) -> Seen:
+    def serialize(self, x: torch.Tensor) -> Seen:
         """Return the genes of profiles that become tokens: the first `max_tokens` by value times weight of the gene.
 
         Equal ones stand in the order of the genes. The weights are those of :meth:`init_gene_weights`.
@@ -1308,7 +1308,7 @@ class ScDiVaModel(ScDiVaDenoiser):
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         batch: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Return how well the latent alone predicts the labelled genes: so it learns though nobody gives a profile."""
+        """Return how well the latent alone predicts the labeled genes: so it learns though nobody gives a profile."""
         chosen_bs = seen.tokens & (labels >= self.n_special)
         log_share_bg = self.decode(found[0], batch).float().log_softmax(dim=1)
         of_tokens_bs = log_share_bg.gather(1, (labels - self.n_special).clamp(min=0))

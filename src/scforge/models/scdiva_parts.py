@@ -303,7 +303,7 @@ def mean_over_cells(losses_m: torch.Tensor, cells_m: torch.Tensor, weights_b: to
 
 
 def init_scdiva(module: nn.Module) -> None:
-    """Initialise one module: weights from N(0, 0.02), biases zero, norms one and zero; for ``model.apply``."""
+    """Initialize one module: weights from N(0, 0.02), biases zero, norms one and zero; for ``model.apply``."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=_STD)
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm):

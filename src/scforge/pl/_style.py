@@ -1,4 +1,4 @@
-"""What the plots share: colours that colour-blind readers tell apart, axes, and checks of tables."""
+"""What the plots share: colors that color-blind readers tell apart, axes, and checks of tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 # Okabe and Ito (2008), "Color Universal Design", without the yellow, which is too light for thin lines.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 """For models."""
 
 KINDS = {

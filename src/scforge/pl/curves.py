@@ -63,13 +63,13 @@ def training_curves(
         raise OptionError(f"history has no 'train_{metric}'; train the model first, or name another metric.")
     ax = new_axes(ax, 4, 3)
     n_epochs = max(len(history[name]) for name in names.values() if name in history)
-    for (label, name), colour in zip(names.items(), ("tab:blue", "tab:orange"), strict=True):
+    for (label, name), color in zip(names.items(), ("tab:blue", "tab:orange"), strict=True):
         if name in history:
             # Not every epoch has a figure, and a single one makes no line.
             values = history[name][name].dropna()
-            ax.plot(values.index + 1, values, label=label, color=colour, marker="o" if len(values) == 1 else None)
+            ax.plot(values.index + 1, values, label=label, color=color, marker="o" if len(values) == 1 else None)
     if reference is not None:
-        ax.axhline(reference, color="grey", linestyle="--", linewidth=1, label=reference_label)
+        ax.axhline(reference, color="gray", linestyle="--", linewidth=1, label=reference_label)
     ax.set(xlabel="epoch", ylabel=metric.replace("_", " "), title=title)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if n_epochs == 1:

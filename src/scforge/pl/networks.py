@@ -11,7 +11,7 @@ from scipy import sparse
 
 from scforge._checks import check_known
 from scforge.errors import DataError
-from scforge.pl._style import COLOURS, check_columns, legend_beside, new_axes
+from scforge.pl._style import COLORS, check_columns, legend_beside, new_axes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,8 +35,8 @@ def precision_recall(
         The columns ``method``, ``recall``, ``precision`` and ``auprc``, the area in the legend, as of
         :func:`scforge.eval.networks.network_curves`.
     kinds
-        Method to ``"model"`` or ``"baseline"``; baselines are grey. None takes the column ``kind`` of `curves`, or
-        draws all in colour.
+        Method to ``"model"`` or ``"baseline"``; baselines are gray. None takes the column ``kind`` of `curves`, or
+        draws all in color.
     chance
         Precision of random scores, a dotted line; None takes that of the points at recall 1, where all pairs are
         taken.
@@ -73,12 +73,12 @@ def precision_recall(
         chance = float(ordered[ordered["recall"] >= 1 - 1e-9].groupby("method")["precision"].min().median())
     ax = new_axes(ax, 6.0, 3.8)
     styles = {True: itertools.cycle(itertools.product(("0.25", "0.55"), ("-", "--", ":")))}
-    styles[False] = itertools.cycle(itertools.product(COLOURS, "-"))
+    styles[False] = itertools.cycle(itertools.product(COLORS, "-"))
     for name, line in ordered.groupby("method", sort=False):
-        grey = (kinds or {}).get(str(name), "model") != "model"
-        colour, style = next(styles[grey])
-        label, width = f"{name} ({line['auprc'].iloc[0]:.3f})", 1.2 if grey else 2
-        ax.plot(line["recall"], line["precision"], color=colour, linestyle=style, linewidth=width, label=label)
+        gray = (kinds or {}).get(str(name), "model") != "model"
+        color, style = next(styles[gray])
+        label, width = f"{name} ({line['auprc'].iloc[0]:.3f})", 1.2 if gray else 2
+        ax.plot(line["recall"], line["precision"], color=color, linestyle=style, linewidth=width, label=label)
     if chance is not None:
         ax.axhline(chance, color="0.4", linestyle=(0, (1, 3)), linewidth=1, label=f"chance ({chance:.3f})")
     # The first few edges make a precision of 0 or 1 whatever the method: they do not set the scale.
@@ -151,8 +151,8 @@ def attention_heatmap(
     most = float(np.quantile(positive, 0.98)) if len(positive) > 50 else float(positive.max())
     shown = np.ma.masked_less_equal(values, 0)
     # Without its lightest part, so that the least value differs from white.
-    colours = ListedColormap(mpl.colormaps["Blues"](np.linspace(0.15, 1, 256)))
-    image = ax.imshow(shown, cmap=colours, vmin=0, vmax=most, aspect="equal")
+    colors = ListedColormap(mpl.colormaps["Blues"](np.linspace(0.15, 1, 256)))
+    image = ax.imshow(shown, cmap=colors, vmin=0, vmax=most, aspect="equal")
     extend = "max" if most < positive.max() else "neither"
     ax.figure.colorbar(
         image, ax=ax, fraction=0.045, pad=0.03, extend=extend, label="mean attention\n(white: none kept)"

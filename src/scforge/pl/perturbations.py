@@ -8,7 +8,7 @@ import numpy as np
 
 from scforge._checks import check_count
 from scforge.errors import DataError, OptionError
-from scforge.pl._style import COLOURS, KINDS, check_columns, name_rows, new_axes, say_undefined
+from scforge.pl._style import COLORS, KINDS, check_columns, name_rows, new_axes, say_undefined
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -77,7 +77,7 @@ def perturbation_scatter(
     top = np.argsort(-np.abs(x), kind="stable")[:n_labels]
     rest = np.setdiff1d(np.arange(len(x)), top)
     ax.scatter(x[rest], y[rest], s=10, color="0.6", linewidths=0, label="genes", zorder=2)
-    ax.scatter(x[top], y[top], s=22, color=COLOURS[0], linewidths=0, label="largest effects", zorder=3)
+    ax.scatter(x[top], y[top], s=22, color=COLORS[0], linewidths=0, label="largest effects", zorder=3)
     _name(ax, x[top], y[top], [str(name) for name in known.index[top]])
     note = f"\n(genes left out, without both: {len(effects) - len(known):,})" if len(known) < len(effects) else ""
     ax.set(xlabel=f"measured change{note}", ylabel="predicted change")
@@ -165,12 +165,12 @@ def perturbation_ranks(
     for place, method in enumerate(order):
         known = table.loc[table["method"] == method, metric].dropna().to_numpy(dtype=float)
         counts.append(len(known))
-        colour = KINDS.get(kinds[method], KINDS["model"])
+        color = KINDS.get(kinds[method], KINDS["model"])
         if not len(known):
             say_undefined(ax, place)
             continue
-        ax.scatter(known, np.full(len(known), place), marker="|", s=120, color=colour, alpha=0.6, label=method)
-        ax.vlines(known.mean(), place - 0.34, place + 0.34, color=colour, linewidth=2.5)
+        ax.scatter(known, np.full(len(known), place), marker="|", s=120, color=color, alpha=0.6, label=method)
+        ax.vlines(known.mean(), place - 0.34, place + 0.34, color=color, linewidth=2.5)
     name_rows(ax, order, kinds)
     same = len(set(counts)) == 1
     if not same:
@@ -235,7 +235,7 @@ def in_silico_ranking(
     places = np.arange(len(top))
     ax = new_axes(ax, 5.0, 1.1 + 0.22 * len(top))
     ax.axvline(0, color="0.88", linewidth=0.8, zorder=0)
-    ax.scatter(top[metric], places, s=26, color=COLOURS[0], linewidths=0, label="trained", zorder=3)
+    ax.scatter(top[metric], places, s=26, color=COLORS[0], linewidths=0, label="trained", zorder=3)
     if (untrained := f"{metric}_untrained") in top:
         ax.hlines(places, top[metric], top[untrained], color="0.8", linewidth=1, zorder=1)
         ax.scatter(top[untrained], places, s=26, facecolors="none", edgecolors="0.4", label="untrained", zorder=2)

@@ -9,7 +9,7 @@ import numpy as np
 from scforge._checks import check_known
 from scforge._constants import UNS_KEY
 from scforge.errors import DataError
-from scforge.pl._style import COLOURS, check_columns, legend_beside, new_axes
+from scforge.pl._style import COLORS, check_columns, legend_beside, new_axes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 _UNASSIGNED = "unassigned"
-_MOST_NUMBERS = 20
+_MAX_NUMBERS = 20
 
 
 def confusion_matrix(
@@ -68,7 +68,7 @@ def confusion_matrix(
     n_classes, totals = len(counts), counts.sum(axis=1)
     shares = counts.div(totals.where(totals > 0, 1), axis=0).to_numpy()
     ax = new_axes(ax, 2.6 + 0.42 * n_classes, 1.8 + 0.42 * n_classes)
-    few = n_classes <= _MOST_NUMBERS
+    few = n_classes <= _MAX_NUMBERS
     display = ConfusionMatrixDisplay(shares, display_labels=list(counts.columns)).plot(
         ax=ax, include_values=few, cmap="Blues", values_format=".2f", colorbar=False, text_kw={"fontsize": 8},
         im_kw={"vmin": 0, "vmax": 1, "aspect": "auto"},
@@ -185,11 +185,11 @@ def calibration(
     accuracy, mean = grouped.mean().to_numpy(dtype=np.float64).T
     error = float(np.abs(accuracy - mean) @ n_cells / len(known))
     ax = new_axes(ax, 4.2, 4.2)
-    centres = (np.array(list(grouped.indices)) + 0.5) / n_bins
-    ax.bar(centres, n_cells / len(known), width=0.9 / n_bins, color="0.85", label="share of cells")
+    centers = (np.array(list(grouped.indices)) + 0.5) / n_bins
+    ax.bar(centers, n_cells / len(known), width=0.9 / n_bins, color="0.85", label="share of cells")
     ax.plot([0, 1], [0, 1], color="0.4", linestyle="--", linewidth=1, label="as often right as sure")
-    ax.vlines(mean, *_wilson(accuracy, n_cells), color=COLOURS[0], alpha=0.5, linewidth=2)
-    ax.plot(mean, accuracy, "o-", color=COLOURS[0], markersize=5, linewidth=1, label="accuracy")
+    ax.vlines(mean, *_wilson(accuracy, n_cells), color=COLORS[0], alpha=0.5, linewidth=2)
+    ax.plot(mean, accuracy, "o-", color=COLORS[0], markersize=5, linewidth=1, label="accuracy")
     ax.set(xlabel=f"confidence{_left_out(len(columns) - len(known))}", ylabel="accuracy")
     ax.set(xlim=(0, 1), ylim=(0, 1.02), aspect="equal")
     ax.set_title(f"calibration error {error:.3f}, {len(known):,} cells", fontsize="medium")

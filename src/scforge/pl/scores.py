@@ -36,7 +36,7 @@ def metrics(
     ----------
     report
         A :class:`~scforge.eval.Report`, or its table: the columns ``method``, ``metric`` and ``value``, and where they
-        are known ``kind`` (baselines are grey), ``low`` and ``high`` (ends of the interval), ``benchmark`` and
+        are known ``kind`` (baselines are gray), ``low`` and ``high`` (ends of the interval), ``benchmark`` and
         ``lower_is_better`` (bool).
     metrics
         Which; None draws all. The first decides about the order of the methods.
@@ -134,7 +134,7 @@ def _panel(ax: Axes, lines: pd.DataFrame, order: list[str], kinds: dict[str, str
 
 
 def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = None) -> Axes:
-    """Draw figures between 0 and 1 as a table of coloured circles, totals as bars, the best method on top.
+    """Draw figures between 0 and 1 as a table of colored circles, totals as bars, the best method on top.
 
     Made for the figures of scIB (Luecken et al. 2022, figure 3), as scib-metrics draws them.
 

@@ -23,7 +23,7 @@ def embeddings(
     seed: int = 0,
     axes: Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """Draw a UMAP of each embedding, cells coloured by a column of obs, with one legend for all.
+    """Draw a UMAP of each embedding, cells colored by a column of obs, with one legend for all.
 
     Parameters
     ----------
@@ -34,7 +34,7 @@ def embeddings(
     color
         Column of ``adata.obs`` with categories.
     n_neighbors, seed
-        Of the neighbour graph and of UMAP.
+        Of the neighbor graph and of UMAP.
     axes
         Axes to draw on, one for each embedding; new ones if None.
 

@@ -1,4 +1,4 @@
-"""Batches of bytes: chunks of documents, tokenised as they are needed.
+"""Batches of bytes: chunks of documents, tokenized as they are needed.
 
 Shapes: B chunks, S tokens.
 """

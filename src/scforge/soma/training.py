@@ -55,15 +55,15 @@ _BITS_OF_FIRST = 8.0
 
 
 class _Remembered(nn.Module):
-    """A regulariser that remembers its last value, which the loss contains."""
+    """A regularizer that remembers its last value, which the loss contains."""
 
     def __init__(self, config: SIGRegConfig) -> None:
         super().__init__()
-        self.regulariser = SIGReg(config) if config.coefficient else None
+        self.regularizer = SIGReg(config) if config.coefficient else None
         self.value = torch.zeros(())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        value = x.new_zeros(()) if self.regulariser is None else self.regulariser(x)
+        value = x.new_zeros(()) if self.regularizer is None else self.regularizer(x)
         self.value = value.detach()
         return value
 
@@ -77,7 +77,7 @@ class NextByte:
     Parameters
     ----------
     sig_reg
-        The regulariser.
+        The regularizer.
     seq_len
         Tokens of a sequence.
     """
@@ -109,7 +109,7 @@ class NextByte:
         bits = cross_entropy / math.log(2) * (targets != V1_PAD_TOKEN_ID).sum() + _BITS_OF_FIRST * len(targets)
         return loss, {"bits": bits / len(targets), "bytes": batch["n_bytes"] / len(targets)}
 
-    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+    def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the loss and the bits per byte of an epoch."""
         return {"loss": float(means["loss"]), "bits_per_byte": float(means["bits"] / means["bytes"])}
 
@@ -241,7 +241,7 @@ def train(
     seq_len
         Bytes that a prediction looks back on.
     sig_reg
-        Weight of the regulariser; 0.02 as published. It draws the norm of each state to a constant, which the last
+        Weight of the regularizer; 0.02 as published. It draws the norm of each state to a constant, which the last
         norm does already, and takes a third of the time of a small model.
     max_epochs, max_steps
         When to stop; of None and -1, by the number of bytes. Ten epochs without improvement end it as well.

@@ -85,7 +85,7 @@ def check_tokenizer(tokenizer: str | type[Tokenizer] | Tokenizer, **options: Any
     """Check that a tokenizer keeps what models, loaders and training rely on.
 
     Call it in the tests of a package that brings a tokenizer. The cells that it looks at hold no genes, one, and all;
-    counts up to 2^31; many equal counts. It tokenises them in blocks and alone, in other orders, with permuted,
+    counts up to 2^31; many equal counts. It tokenizes them in blocks and alone, in other orders, with permuted,
     renamed, repeated and foreign columns, in each dtype, after pickling, on more threads, cut short, and masked.
 
     Parameters
@@ -377,6 +377,6 @@ _RULES: dict[str, Callable[[Tokenizer, CellSource], None]] = {
     "the form of the matrix does not matter, and it is left alone": _rule_matrices,
     "a cell that is too long loses its lowest genes": _rule_truncation,
     "ragged() is the batch without padding": _rule_ragged,
-    "the neighbours of a hidden token do not tell which gene it was": _rule_order,
+    "the neighbors of a hidden token do not tell which gene it was": _rule_order,
     "masking leaves nothing of a hidden token": _rule_masking,
 }

@@ -1,4 +1,4 @@
-"""Tokenizers: one strategy a file, vectorised over blocks of cells."""
+"""Tokenizers: one strategy a file, vectorized over blocks of cells."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES = {
     "list_tokenizers": "scforge.tokenizers.base",
     "quantile_bins": "scforge.tokenizers.binned_expression",
     "register_tokenizer": "scforge.tokenizers.base",
-    "serialisation_weights": "scforge.tokenizers.entropy_ranked",
+    "serialization_weights": "scforge.tokenizers.entropy_ranked",
 }
 
 __all__ = [  # noqa: RUF022 -- in the order in which one meets them
@@ -27,7 +27,7 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "RaggedTokens",
     "RankValueTokenizer",
     "EntropyRankedTokenizer",
-    "serialisation_weights",
+    "serialization_weights",
     "BinnedExpressionTokenizer",
     "ContinuousProjectionTokenizer",
     "GeneEmbeddingTokenizer",

@@ -19,13 +19,13 @@ from scforge._registry import Registry, check_options
 from scforge.data.cells import CellBlock
 from scforge.data.checks import REPAIR, compressed_problem, row_sums, value_problem
 from scforge.data.genes import GeneMap, how_to_convert
-from scforge.data.vocab import GeneVocab, recognise_ids
+from scforge.data.vocab import GeneVocab, recognize_ids
 from scforge.errors import DataError, GeneMismatchError, OptionError, listing
 from scforge.tokenizers._expression import keep
 
 
 class TokenBatch(TypedDict):
-    """A batch of tokenised cells: the keyword arguments of a model's ``forward`` and ``encode``.
+    """A batch of tokenized cells: the keyword arguments of a model's ``forward`` and ``encode``.
 
     ``input_ids``
         Token ids, int64, shape (B, S); PAD (0) behind the last token of a cell.
@@ -139,7 +139,7 @@ def pad(tokens: RaggedTokens, first: int = -1, last: int = -1) -> TokenBatch:
     """
     before, around = int(first >= 0), int(first >= 0) + int(last >= 0)
     longest = max(1, int(np.diff(tokens.indptr).max(initial=0)) + around)
-    # Memory comes from NumPy, which asks for large pages: fresh small pages would cost as much as the tokenising.
+    # Memory comes from NumPy, which asks for large pages: fresh small pages would cost as much as the tokenizing.
     ids = np.empty((len(tokens.indptr) - 1, longest), dtype=np.int64)
     mask = np.empty(ids.shape, dtype=np.bool_)
     _pad_ids(tokens.indptr, tokens.ids, first, last, ids, mask)
@@ -265,7 +265,7 @@ def _kinds(names: list[str] | None, vocab: GeneVocab) -> str:
     """Say what names look like that are none of the vocabulary's, and what to do."""
     if names is None:
         return "; make it with GeneMap.of(names, tokenizer.vocab)."
-    kind, expected = recognise_ids(names), recognise_ids(vocab.genes)
+    kind, expected = recognize_ids(names), recognize_ids(vocab.genes)
     hint = how_to_convert(kind, expected) or "map the names to those of the vocabulary first"
     return (
         f": it holds {kind} such as {listing(names[:2])}, the vocabulary {expected} such as "
@@ -299,7 +299,7 @@ def _are_whole(data: np.ndarray) -> bool:
 
 
 class Tokenizer(ABC):
-    """Turns counts into tokens, vectorised over a block of cells.
+    """Turns counts into tokens, vectorized over a block of cells.
 
     A subclass implements :meth:`_tokenize` and is registered with :func:`~scforge.tokenizers.register_tokenizer`.
     Its options are keyword-only arguments of the constructor, kept under their own names.
@@ -338,7 +338,7 @@ class Tokenizer(ABC):
 
     default_max_len: int | None = 2048
     ordered_by_gene: bool = False
-    """Whether the order of the tokens tells something of which genes they are, so that the neighbours of a hidden token
+    """Whether the order of the tokens tells something of which genes they are, so that the neighbors of a hidden token
     would narrow it down."""
     ranks: bool = False
     """Whether the order of the tokens is a ranking of the genes of the cell."""
@@ -364,7 +364,7 @@ class Tokenizer(ABC):
         self.append_eos = check_bool("append_eos", append_eos)
         if self.max_len is not None and self.max_len <= self._n_around:
             raise OptionError(f"max_len={max_len} leaves no room for a gene; give the number of tokens of a cell.")
-        if self.max_len is not None and self.max_len >= _MOST_TOKENS:
+        if self.max_len is not None and self.max_len >= _MAX_TOKENS:
             raise OptionError(f"max_len={max_len} is too large; give a number below 2^31, or None for the default.")
         for option, token in _TOKEN_OF.items():
             if getattr(self, option):
@@ -445,7 +445,7 @@ class Tokenizer(ABC):
         return None
 
     def ragged(self, block: CellBlock) -> RaggedTokens:
-        """Tokenise a block without padding, special tokens included.
+        """Tokenize a block without padding, special tokens included.
 
         Parameters
         ----------
@@ -484,7 +484,7 @@ class Tokenizer(ABC):
         *,
         totals: np.ndarray | None = None,
     ) -> TokenBatch:
-        """Tokenise cells, padded to the longest.
+        """Tokenize cells, padded to the longest.
 
         Parameters
         ----------
@@ -539,7 +539,7 @@ class Tokenizer(ABC):
         return pad(self._tokenize_mapped(counts, gene_map, totals), *self._frame)
 
     def _batch(self, block: CellBlock) -> TokenBatch:
-        """Tokenise a block and pad it; a strategy may do both at once."""
+        """Tokenize a block and pad it; a strategy may do both at once."""
         return pad(self._tokens(block), *self._frame)
 
     def _tokenize_mapped(self, counts: sparse.csr_matrix, gene_map: GeneMap, totals: np.ndarray) -> RaggedTokens:
@@ -568,7 +568,7 @@ class Tokenizer(ABC):
         return f"{type(self).__name__}({options})"
 
 
-_MOST_TOKENS = 2**31
+_MAX_TOKENS = 2**31
 _TOKEN_OF = {"append_cls": CLS_TOKEN, "append_eos": EOS_TOKEN}
 
 

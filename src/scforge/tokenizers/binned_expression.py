@@ -18,7 +18,7 @@ from scforge.tokenizers.base import RaggedTokens, Tokenizer, register_tokenizer
 
 SIDES = ("both", "one", "tahoe")
 
-_MOST_BINS = 65_536
+_MAX_BINS = 65_536
 
 _TABLE = 1024
 """Whole counts below this are binned by a table of how often each occurs in the cell, which needs no sorting."""
@@ -27,8 +27,8 @@ _TABLE = 1024
 def check_binning(n_bins: int, side: str) -> None:
     """Raise unless there are at least three bins, and `side` is known."""
     check_count("n_bins", n_bins, "bins", least=3)
-    if n_bins > _MOST_BINS:
-        raise OptionError(f"n_bins={n_bins} is too many; give at most {_MOST_BINS}.")
+    if n_bins > _MAX_BINS:
+        raise OptionError(f"n_bins={n_bins} is too many; give at most {_MAX_BINS}.")
     if side not in SIDES:
         raise OptionError(f"side={side!r} is not known; choose 'both', 'one' or 'tahoe'.")
 

@@ -17,11 +17,11 @@ from scforge.tokenizers.base import RaggedTokens, Tokenizer, register_tokenizer
 
 _WEIGHTINGS = ("complement", "inverse")
 
-_LEAST_ENTROPY = 0.01
+_MIN_ENTROPY = 0.01
 """Entropies below it count as this one where they are divided by: a gene of a single cell has none."""
 
 
-def serialisation_weights(vocab: GeneVocab, weighting: str = "complement") -> np.ndarray:
+def serialization_weights(vocab: GeneVocab, weighting: str = "complement") -> np.ndarray:
     """Return what the log1p CP10K values of each gene are multiplied by to rank the genes of a cell.
 
     Parameters
@@ -43,7 +43,7 @@ def serialisation_weights(vocab: GeneVocab, weighting: str = "complement") -> np
     Examples
     --------
     >>> vocab = GeneVocab.from_genes(["MALAT1", "PPBP"]).with_entropies(np.array([1.0, 0.5]))
-    >>> serialisation_weights(vocab).tolist(), serialisation_weights(vocab, "inverse").tolist()
+    >>> serialization_weights(vocab).tolist(), serialization_weights(vocab, "inverse").tolist()
     ([0.0, 0.5], [1.0, 2.0])
     """
     if weighting not in _WEIGHTINGS:
@@ -55,14 +55,14 @@ def serialisation_weights(vocab: GeneVocab, weighting: str = "complement") -> np
         )
     if weighting == "complement":
         return (1.0 - vocab.entropies).astype(np.float32)
-    return (1.0 / np.maximum(vocab.entropies, _LEAST_ENTROPY)).astype(np.float32)
+    return (1.0 / np.maximum(vocab.entropies, _MIN_ENTROPY)).astype(np.float32)
 
 
 @register_tokenizer("entropy_ranked")
 class EntropyRankedTokenizer(Tokenizer):
     """Rank the expressed genes of a cell by log1p CP10K times a weight, which is low for housekeeping genes.
 
-    The weight is made of the normalised Shannon entropy of the gene over cells (see
+    The weight is made of the normalized Shannon entropy of the gene over cells (see
     ``scforge.data.statistics.measure_entropies``), so that genes that tell cells apart come first, as in ScDiVa
     (arXiv:2602.03477); the formula is ours. ``values`` are log1p CP10K. Value, weight and their product are float32,
     and equal products stand in the order of the vocabulary, so that a model that is given a dense cell finds the same
@@ -80,7 +80,7 @@ class EntropyRankedTokenizer(Tokenizer):
     append_cls, append_eos
         Put a CLS token before the genes, an EOS token behind them.
     weighting
-        See :func:`~scforge.tokenizers.serialisation_weights`.
+        See :func:`~scforge.tokenizers.serialization_weights`.
 
     Raises
     ------
@@ -111,7 +111,7 @@ class EntropyRankedTokenizer(Tokenizer):
         weighting: str = "complement",
     ) -> None:
         super().__init__(vocab, max_len=max_len, append_cls=append_cls, append_eos=append_eos)
-        self._weights = serialisation_weights(vocab, weighting)
+        self._weights = serialization_weights(vocab, weighting)
         self.weighting = weighting
 
     @classmethod

@@ -201,7 +201,7 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         ``genes`` (text) and ``vectors`` (N, D). ``.parquet``: one row a gene, with an index or a column of names, and
         numbers in the other columns or vectors in one. ``.safetensors``: a matrix with the names as JSON list under
         ``genes`` in the metadata, or one vector a gene. Names are Ensembl ids, versions ignored, or symbols, as the
-        vocabulary knows them. None tokenises without vectors, as a saved model does.
+        vocabulary knows them. None tokenizes without vectors, as a saved model does.
     missing
         What happens to genes of the vocabulary without a vector: ``"learned"``, the model learns a vector of its own
         for each; ``"drop"``, they do not become tokens, but their counts stay in the library size.

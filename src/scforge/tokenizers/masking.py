@@ -104,7 +104,7 @@ class Masking:
             Each epoch hides other tokens.
         hidden_last
             Put the chosen tokens behind the others, in random order. Needed where the order of the tokens tells
-            something of which genes they are: a gene hidden between two others could be read off its neighbours.
+            something of which genes they are: a gene hidden between two others could be read off its neighbors.
 
         Returns
         -------

@@ -146,7 +146,7 @@ LARGEST = 1e20
 _SAMPLE = 8192
 """Most entries of a block that the table is learnt from; of a small block, one in 32."""
 
-_MOST = 2**16
+_MAX = 2**16
 """Genes and counts below this travel with the keys."""
 
 
@@ -245,7 +245,7 @@ def _rank_into(
 ) -> None:
     """Write the `sizes` highest genes of each cell to `ids` and `values` from `starts` on."""
     inverse, single, distinct = scales
-    if len(inverse) <= _MOST and block.counts.max(initial=0) < _MOST:
+    if len(inverse) <= _MAX and block.counts.max(initial=0) < _MAX:
         n_buckets = max(64, 1 << int(longest - 1).bit_length()) if longest else 64
         table = _learn(block.indptr, block.genes, block.counts, single, n_buckets)
         rank_packed(
@@ -322,7 +322,7 @@ def _rank(indptr, genes, counts, totals, inverse, n_special, out_starts, out_siz
 class RankValueTokenizer(Tokenizer):
     """Rank the expressed genes of a cell by ``count / total * 1e4 / median`` and present them from high to low.
 
-    The median is that of the nonzero library-size-normalised values of the gene, where the vocabulary has it; it puts
+    The median is that of the nonzero library-size-normalized values of the gene, where the vocabulary has it; it puts
     genes that are high everywhere behind those that are high here. ``values`` are log1p CP10K by default.
 
     Where two genes stand tells something of their medians, so masking puts hidden tokens behind the others (see

@@ -240,7 +240,7 @@ class MovingAverage(Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Move the average towards the weights after a step of the optimizer."""
+        """Move the average toward the weights after a step of the optimizer."""
         if trainer.global_step == self._seen:
             return  # a batch whose gradients are only added up
         self._seen = trainer.global_step

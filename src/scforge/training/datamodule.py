@@ -24,15 +24,15 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 
 _AHEAD = 4
-"""Blocks of cells that wait between reading and tokenising."""
+"""Blocks of cells that wait between reading and tokenizing."""
 
 Batch = dict[str, torch.Tensor]
 
 
 def default_threads(cells: Cells) -> int:
-    """Return the number of threads that tokenise where the user says nothing.
+    """Return the number of threads that tokenize where the user says nothing.
 
-    Cells in memory are tokenised while the last step is computed, by one thread; those on disk also have to be
+    Cells in memory are tokenized while the last step is computed, by one thread; those on disk also have to be
     unpacked, so that two are worth their while.
     """
     return 1 if cells.chunk_size == 1 else min(2, os.cpu_count() or 1)
@@ -146,7 +146,7 @@ class _Ahead:
     def __init__(self, items: Iterator[CellBlock], make: Callable[[CellBlock], Batch], num_threads: int) -> None:
         self._queue: Queue[CellBlock | BaseException | None] = Queue(_AHEAD)
         self._stopped = threading.Event()
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="scforge-tokenise")
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="scforge-tokenize")
         self._make = make
         self._most = num_threads + 2
         self._pending: deque[Future[Batch]] = deque()
@@ -205,7 +205,7 @@ class _Ahead:
                     self._pending.append(failed)
 
     def close(self) -> None:
-        """Stop reading and tokenising."""
+        """Stop reading and tokenizing."""
         self._stopped.set()
         self._finished = True
         for future in self._pending:
@@ -251,7 +251,7 @@ class CellDataModule(lightning.LightningDataModule):
     seed
         Seed of the split, the order, the masks and the views.
     num_threads
-        Threads that tokenise, besides one that reads; 0 makes batches in the training thread; None chooses.
+        Threads that tokenize, besides one that reads; 0 makes batches in the training thread; None chooses.
     pin_memory
         Put batches into memory that a CUDA device copies from while it computes; None does so if there is one.
     window_cells

@@ -145,14 +145,14 @@ class SaveBest(Callback):
         self.kept = [(value, name) for value, name in state_dict["kept"]]
 
 
-_MOST = 1024
-_FEWEST_STEPS = 8
+_MAX = 1024
+_MIN_STEPS = 8
 _FASTER = 1.1
 """How much faster 16 bits have to be to be worth their rounding."""
 
 
 def find_batch_size(
-    module: nn.Module, data: CellDataModule, device: torch.device, *, share: float = 0.5, most: int = _MOST
+    module: nn.Module, data: CellDataModule, device: torch.device, *, share: float = 0.5, most: int = _MAX
 ) -> int:
     """Return the largest power of two of cells whose training step fits into memory.
 
@@ -193,7 +193,7 @@ def find_batch_size(
     4
     """
     check_share("share", share)
-    limit = max(1, min(most, len(data.train_rows) // _FEWEST_STEPS))
+    limit = max(1, min(most, len(data.train_rows) // _MIN_STEPS))
     sizes = [1 << power for power in range(limit.bit_length()) if 1 << power <= limit]
     found = _by_trying(module, data, device, sizes) if device.type == "cuda" else _by_size(module, data, sizes, share)
     if found is None:
@@ -317,9 +317,9 @@ def _step(module: nn.Module, data: CellDataModule, batch: dict[str, Any]) -> Non
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 _REFERENCE_CELLS = 2_500
-_FEWEST_EPOCHS = 3
+_MIN_EPOCHS = 3
 _FEW_CELLS = 50
-_MOST_TIMES = 10
+_MAX_TIMES = 10
 _trained_alone = False
 """Whether this process has had a training on one device, which Lightning's further processes would repeat."""
 
@@ -376,8 +376,8 @@ def default_max_epochs(defaults: TrainingDefaults, n_cells: int) -> int:
     [400, 42, 4, 3]
     """
     epochs = math.ceil(defaults.max_epochs * _REFERENCE_CELLS / n_cells)
-    most = _MOST_TIMES * defaults.max_epochs if defaults.most_epochs is None else defaults.most_epochs
-    return max(_FEWEST_EPOCHS, min(epochs, most))
+    most = _MAX_TIMES * defaults.max_epochs if defaults.most_epochs is None else defaults.most_epochs
+    return max(_MIN_EPOCHS, min(epochs, most))
 
 
 @contextlib.contextmanager

@@ -394,7 +394,7 @@ class Monitor(Callback):
 
     A row of a step has ``step_loss`` (of its last batch), ``learning_rate``, ``gradient_norm``, ``cells_per_second``,
     ``tokens_per_second`` (of all processes, padding not counted), ``waiting`` (share of the time in which the model
-    waits for a batch), ``utilisation`` (operations of the model over those that matrix products reach there; see
+    waits for a batch), ``utilization`` (operations of the model over those that matrix products reach there; see
     :mod:`scforge.training.monitoring`) and ``seconds_left``. A row of an epoch has what the history has.
 
     Parameters
@@ -499,7 +499,7 @@ class Monitor(Callback):
             "cells_per_second": self._cells * trainer.world_size / seconds,
             "tokens_per_second": tokens / seconds,
             "waiting": max(0.0, trainer.datamodule.waited - self._waited) / seconds,
-            "utilisation": tokens / seconds * self._per_token / (self._peak * trainer.world_size),
+            "utilization": tokens / seconds * self._per_token / (self._peak * trainer.world_size),
         }
         left = self._clock.seconds_left(trainer.global_step, pl_module.total_steps)
         return row if left is None else {**row, "seconds_left": left}

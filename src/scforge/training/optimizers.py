@@ -22,7 +22,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Parameters
     ----------
     module
-        Its parameters are optimised, but for frozen ones. Embeddings, heads (matrices outside the transformer's
+        Its parameters are optimized, but for frozen ones. Embeddings, heads (matrices outside the transformer's
         layers), norms and biases go to AdamW. In a module without transformer layers all weights of
         :class:`torch.nn.Linear` go to Muon.
     lr, weight_decay
@@ -164,7 +164,7 @@ def make_optimizer(
     Parameters
     ----------
     module
-        Its parameters are optimised, but for frozen ones.
+        Its parameters are optimized, but for frozen ones.
     name
         ``"adamw"``; ``"adam"``, whose weight decay is a penalty in the loss; ``"sgd"`` with a momentum of 0.9; or
         ``"muon"`` for the matrices of hidden layers, with AdamW for embeddings, heads and the rest (see
@@ -179,7 +179,7 @@ def make_optimizer(
     Raises
     ------
     OptionError
-        If `name` is not known, or there is nothing to optimise.
+        If `name` is not known, or there is nothing to optimize.
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise OptionError("all parameters are frozen, so there is nothing to train; set freeze=False, or train a head.")

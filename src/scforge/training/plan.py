@@ -169,14 +169,14 @@ class NotFiniteError(TrainingError):
 
 
 class TrainingPlan(lightning.LightningModule):
-    """Minimises an objective over a module.
+    """Minimizes an objective over a module.
 
     Parameters
     ----------
     module
         The architecture to train.
     objective
-        What to minimise.
+        What to minimize.
     optimizer, lr, weight_decay
         See :func:`scforge.training.optimizers.make_optimizer`; None takes the objective's own defaults.
     schedule, warmup_steps
@@ -274,7 +274,7 @@ class TrainingPlan(lightning.LightningModule):
 
     def _summary(self, means: EpochMeans) -> dict[str, float]:
         taken = means.take(self.over_processes)
-        return self.objective.summarise(taken) if taken else {}
+        return self.objective.summarize(taken) if taken else {}
 
     def over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all processes."""

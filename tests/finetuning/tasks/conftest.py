@@ -35,7 +35,7 @@ def tuned() -> Callable[..., Predictor]:
         encoder = GenePoolingModel(len(vocab), 128, 1, dropout=0.1, pooling="weighted_sum", ffn_dim=64, latent_dim=64)
         module = FineTunedModule(encoder, task.make_head(64, encoder)).eval()
         task.bind(cells, train)
-        task.initialise(module, cells.take(train), tokenizer)
+        task.initialize(module, cells.take(train), tokenizer)
         return Predictor(module, tokenizer, task, cells, batch_size=16)
 
     return make

@@ -11,17 +11,17 @@ from scforge.models import Encoder
 TRAIN, HELD_OUT = np.arange(0, 150), np.arange(150, 200)
 
 
-def labelled(adata, key="group"):
+def labeled(adata, key="group"):
     return np.asarray(adata.obs[key], dtype=object).astype(str)
 
 
 def test_planted_classes_are_found_and_shuffled_ones_are_not(cells200, tuned):
-    cells200.obs["shuffled"] = np.random.default_rng(1).permutation(labelled(cells200))
+    cells200.obs["shuffled"] = np.random.default_rng(1).permutation(labeled(cells200))
     accuracy = {}
     for key in ("group", "shuffled"):
         predictor = tuned("annotation", cells200, labels_key=key)
         table = predictor.task.predict(predictor, cells200)
-        accuracy[key] = (labelled(cells200, key) == np.asarray(table["label"]))[HELD_OUT].mean()
+        accuracy[key] = (labeled(cells200, key) == np.asarray(table["label"]))[HELD_OUT].mean()
     assert accuracy["group"] == 1.0
     assert 0.2 < accuracy["shuffled"] < 0.8
 
@@ -75,11 +75,11 @@ def test_majority_voting(cells200, tuned):
     table = predictor.task.predict(predictor, cells200, majority_voting="cluster")
     x = cells200.obs["cluster"] == "x"
     assert (cells200.obs["scforge_group_voted"][x] == "a").all(), "three of the five are a"
-    assert (np.asarray(table["voted"])[~x] == labelled(cells200)[~x]).all()
+    assert (np.asarray(table["voted"])[~x] == labeled(cells200)[~x]).all()
     table = predictor.task.predict(predictor, cells200, majority_voting="cluster", min_share=0.7)
     assert (table["voted"][x] == "Heterogeneous").all()
     table = predictor.task.predict(predictor, None, majority_voting=True)  # in clusters by Leiden
-    assert (np.asarray(table["voted"]) == labelled(cells200)).mean() > 0.95
+    assert (np.asarray(table["voted"]) == labeled(cells200)).mean() > 0.95
     with pytest.raises(DataError, match="did you mean 'cluster'"):
         predictor.task.predict(predictor, cells200, majority_voting="clusters")
     with pytest.raises(OptionError, match="majority_voting=3 "):
@@ -92,8 +92,8 @@ def test_loss_is_the_weighted_cross_entropy(cells200, tuned, step):
     for weights in (None, "balanced", {"rare": 3.0}):
         predictor = tuned("annotation", cells200, labels_key="kind", class_weights=weights, label_smoothing=0.1)
         logits = torch.from_numpy(predictor.outputs(rows))
-        target = torch.from_numpy((labelled(cells200, "kind") == "rare")[rows].astype(np.int64))
-        n_rare = (labelled(cells200, "kind")[TRAIN] == "rare").sum()
+        target = torch.from_numpy((labeled(cells200, "kind") == "rare")[rows].astype(np.int64))
+        n_rare = (labeled(cells200, "kind")[TRAIN] == "rare").sum()
         balanced = [150 / 2 / (150 - n_rare), 150 / 2 / n_rare]
         by_hand = [1.0, 1.0] if weights is None else balanced if weights == "balanced" else [1.0, 3.0]
         criterion = torch.nn.CrossEntropyLoss(weight=torch.tensor(by_hand, dtype=torch.float32), label_smoothing=0.1)
@@ -106,18 +106,18 @@ def test_loss_is_the_weighted_cross_entropy(cells200, tuned, step):
 def test_head_starts_at_the_logistic_regression(cells200, tuned):
     predictor = tuned("annotation", cells200, labels_key="group", head={"hidden_dim": 64})
     embeddings = torch.from_numpy(predictor.embedding(TRAIN))
-    seen = predictor.module.head.standardise(embeddings)
+    seen = predictor.module.head.standardize(embeddings)
     np.testing.assert_allclose(seen.mean(dim=0), 0, atol=1e-4)
     np.testing.assert_allclose(seen.std(dim=0, correction=0), 1, atol=1e-4)
     probed = predictor.outputs(TRAIN).argmax(axis=1)
-    assert (np.array(["a", "b"])[probed] == labelled(cells200)[TRAIN]).mean() > 0.95
+    assert (np.array(["a", "b"])[probed] == labeled(cells200)[TRAIN]).mean() > 0.95
     plain = tuned("annotation", cells200, labels_key="group", head={"hidden_dim": 64}, probe_first=False)
-    np.testing.assert_allclose(plain.module.head.standardise.mean, predictor.module.head.standardise.mean)
-    assert (np.array(["a", "b"])[plain.outputs(TRAIN).argmax(axis=1)] == labelled(cells200)[TRAIN]).mean() < 0.9
+    np.testing.assert_allclose(plain.module.head.standardize.mean, predictor.module.head.standardize.mean)
+    assert (np.array(["a", "b"])[plain.outputs(TRAIN).argmax(axis=1)] == labeled(cells200)[TRAIN]).mean() < 0.9
 
 
 def test_calibration_lowers_the_loss_of_other_cells(cells200, tuned):
-    cells200.obs["noisy"] = np.where(np.random.default_rng(0).random(200) < 0.3, "b", labelled(cells200))
+    cells200.obs["noisy"] = np.where(np.random.default_rng(0).random(200) < 0.3, "b", labeled(cells200))
     predictor = tuned("annotation", cells200, labels_key="noisy")
     with torch.no_grad():
         predictor.module.head.out.weight *= 10
@@ -135,7 +135,7 @@ def test_calibration_lowers_the_loss_of_other_cells(cells200, tuned):
 
 
 def test_evaluation(cells200, tuned, context):
-    cells200.obs["type"] = pd.Series(labelled(cells200), index=cells200.obs_names)
+    cells200.obs["type"] = pd.Series(labeled(cells200), index=cells200.obs_names)
     cells200.obs.iloc[190:195, cells200.obs.columns.get_loc("type")] = np.nan
     cells200.obs.iloc[195:, cells200.obs.columns.get_loc("type")] = "new"
     predictor = tuned("annotation", cells200, labels_key="type")
@@ -145,7 +145,7 @@ def test_evaluation(cells200, tuned, context):
     assert list(metrics.index) == ["scforge", *learned, "frozen_embedding", "majority_class"]
     assert (metrics["n_scored"] == 40).all()
     assert (metrics["n_unknown_label"] == 5).all()
-    assert (metrics["n_unlabelled"] == 5).all()
+    assert (metrics["n_unlabeled"] == 5).all()
     assert metrics.loc["scforge", "accuracy"] == 1.0
     assert metrics.loc["majority_class", "macro_f1"] == pytest.approx(1 / 3)
     assert metrics.loc["scforge", "calibration_error"] < 0.2
@@ -199,7 +199,7 @@ def test_labels_of_all_kinds(cells200, tuned, step, values, classes):
 
 
 def test_cells_without_label_do_not_count(cells200, tuned, step):
-    cells200.obs["label"] = pd.Series(labelled(cells200), index=cells200.obs_names)
+    cells200.obs["label"] = pd.Series(labeled(cells200), index=cells200.obs_names)
     cells200.obs.iloc[150:170, cells200.obs.columns.get_loc("label")] = np.nan
     predictor = tuned("annotation", cells200, labels_key="label")
     loss, figures = step(predictor, np.arange(140, 170))
@@ -227,7 +227,7 @@ def test_given_classes_keep_their_order(cells200, tuned):
     predictor = tuned("annotation", cells200, labels_key="group", classes=["b", "a"])
     assert predictor.task.classes == ["b", "a"]
     table = predictor.task.predict(predictor, None)
-    assert (np.asarray(table["label"]) == labelled(cells200)).mean() > 0.97
+    assert (np.asarray(table["label"]) == labeled(cells200)).mean() > 0.97
     with pytest.raises(DataError, match=r"\(not in both: 'c'\)"):
         get_task("annotation", labels_key="group", classes=["a", "b", "c"]).options_from(lambda key: cells200.obs[key])
 

@@ -60,7 +60,7 @@ def test_loss_and_figures_by_hand(sets, tuned, step):
         logits = predictor.outputs(rows)
         loss, figures = step(predictor, rows)
         assert loss.item() == pytest.approx(criterion(torch.from_numpy(logits), torch.from_numpy(truth[rows])).item())
-    found = predictor.task.summarise({"loss": np.array(1.0), "counts": figures["counts"].numpy()})
+    found = predictor.task.summarize({"loss": np.array(1.0), "counts": figures["counts"].numpy()})
     expected = f1_score(truth[rows], logits > 0, average="macro", zero_division=0)
     assert found == {"loss": 1.0, "macro_f1": pytest.approx(expected)}
 
@@ -93,7 +93,7 @@ def test_evaluation(sets, tuned, context):
     assert list(metrics.index) == ["scforge", "logistic_regression_pca", "frozen_embedding", "label_frequency"]
     assert (metrics["n_scored"] == 45).all()
     assert (metrics["n_unknown_label"] == 5).all()
-    assert (metrics["n_unlabelled"] == 5).all()
+    assert (metrics["n_unlabeled"] == 5).all()
     assert metrics.loc["label_frequency", "auroc"] == pytest.approx(0.5)
     assert metrics.loc["scforge", "auroc"] > 0.75
     per_label = evaluated.tables["per_label"]

@@ -57,7 +57,7 @@ def test_loss_and_figures_by_hand(aged, tuned, step, loss_function):
     predicted = outputs * scale + center
     scores = {"mae": mean_absolute_error, "rmse": root_mean_squared_error, "r2": r2_score}
     expected = {"loss": 1.0, **{name: score(age[:90], predicted) for name, score in scores.items()}}
-    found = predictor.task.summarise({"loss": np.array(1.0), "moments": sums / total})
+    found = predictor.task.summarize({"loss": np.array(1.0), "moments": sums / total})
     assert found == pytest.approx(expected, rel=1e-4)
 
 
@@ -80,7 +80,7 @@ def test_evaluation(aged, tuned, context):
     metrics = predictor.task.evaluate(context(predictor)).metrics
     assert list(metrics.index) == ["scforge", "ridge_pca", "knn_pca", "frozen_embedding", "mean"]
     assert (metrics["n_scored"] == 40).all()
-    assert (metrics["n_unlabelled"] == 10).all()
+    assert (metrics["n_unlabeled"] == 10).all()
     assert metrics.loc["scforge", "r2"] > 0.8
     assert metrics.loc["mean", "mae"] == pytest.approx(20, abs=1)
     assert np.isnan(metrics.loc["mean", "pearson"])

@@ -42,7 +42,7 @@ def test_fields_and_defaults(name):
     ],
 )
 def test_numbers_that_cannot_be_used(change, message):
-    is_regulariser = message in change
-    config = configs.SIGRegConfig(**change) if is_regulariser else configs.ModelConfig(**{"dropout_rate": 0.0} | change)
+    is_regularizer = message in change
+    config = configs.SIGRegConfig(**change) if is_regularizer else configs.ModelConfig(**{"dropout_rate": 0.0} | change)
     with pytest.raises(OptionError, match=message):
         configs.check_config(config)

@@ -1,4 +1,4 @@
-"""Do neighbours in the embedding share a label?"""
+"""Do neighbors in the embedding share a label?"""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from scforge.eval import Benchmark
 
 
 class NeighbourPurity(Benchmark):
-    """Mean share of the nearest neighbours of a cell that have its label; cells without a label take no part.
+    """Mean share of the nearest neighbors of a cell that have its label; cells without a label take no part.
 
     Parameters
     ----------
     labels_key
         Column of obs with the labels.
     n_neighbors
-        Number of neighbours.
+        Number of neighbors.
     """
 
-    metrics = ("neighbour_purity",)
+    metrics = ("neighbor_purity",)
 
     def __init__(self, labels_key: str, n_neighbors: int = 15) -> None:
         self.labels_key = labels_key
@@ -32,8 +32,8 @@ class NeighbourPurity(Benchmark):
         if self.labels_key not in obs:
             raise DataError(f"labels_key={self.labels_key!r} is not a column of obs.")
         labels = obs[self.labels_key]
-        labelled = np.asarray(labels.notna())
-        found = NearestNeighbors(n_neighbors=self.n_neighbors).fit(embedding[labelled])
-        codes = pd.factorize(labels[labelled])[0]
-        neighbours = found.kneighbors(return_distance=False)  # without the cell itself
-        return {"neighbour_purity": float((codes[neighbours] == codes[:, None]).mean())}
+        labeled = np.asarray(labels.notna())
+        found = NearestNeighbors(n_neighbors=self.n_neighbors).fit(embedding[labeled])
+        codes = pd.factorize(labels[labeled])[0]
+        neighbors = found.kneighbors(return_distance=False)  # without the cell itself
+        return {"neighbor_purity": float((codes[neighbors] == codes[:, None]).mean())}

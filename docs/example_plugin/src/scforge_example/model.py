@@ -78,16 +78,16 @@ class AttentionPooling(nn.Module):
         return_logits: bool = True,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Predict the genes at labelled positions from their cell."""
+        """Predict the genes at labeled positions from their cell."""
         states_bsh, cells_bh = self._run(input_ids, attention_mask, values)
         states_bsh = states_bsh + cells_bh.unsqueeze(1)
         loss = None
         if labels is not None:
             # In training the head runs only where there is something to predict.
-            labelled = (labels >= 0) & (attention_mask != 0)
-            logits = self.head(states_bsh[labelled]).float()
-            total = nn.functional.cross_entropy(logits, labels[labelled], reduction="sum")
-            loss = total / labelled.sum().clamp(min=1)
+            labeled = (labels >= 0) & (attention_mask != 0)
+            logits = self.head(states_bsh[labeled]).float()
+            total = nn.functional.cross_entropy(logits, labels[labeled], reduction="sum")
+            loss = total / labeled.sum().clamp(min=1)
         return ModelOutput(loss=loss, logits=self.head(states_bsh) if return_logits else None, embeddings=cells_bh)
 
     def encode(

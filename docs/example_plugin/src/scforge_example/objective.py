@@ -34,8 +34,8 @@ class DecorrelatedMaskedGenes(MaskedGenePrediction):
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss, and its second part to log."""
         output = module(**batch, return_logits=False)
-        centred_bh = output.embeddings.float() - output.embeddings.float().mean(dim=0)
-        scaled_bh = nn.functional.normalize(centred_bh, dim=0)
+        centered_bh = output.embeddings.float() - output.embeddings.float().mean(dim=0)
+        scaled_bh = nn.functional.normalize(centered_bh, dim=0)
         correlations_hh = scaled_bh.T @ scaled_bh
         correlation = (correlations_hh - correlations_hh.diag().diag()).square().mean()
         return output.loss + self.weight * correlation, {"correlation": correlation.detach()}

@@ -18,7 +18,7 @@ from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.eval.expression import Moments, effects_of, moments
 from scforge.eval.perturbation_metrics import de_weights
-from scforge.finetuning.heads import Standardise
+from scforge.finetuning.heads import Standardize
 from scforge.finetuning.labels import text_labels
 from scforge.finetuning.splits import Split, check_shares
 from scforge.models.components.gene_vectors import GeneVectorEmbedding
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-CONTROL, UNLABELLED = -1, -2
+CONTROL, UNLABELED = -1, -2
 """Codes of control cells, and of cells without a label."""
 
 ALL = "all"
@@ -81,28 +81,28 @@ class Conditions:
         import pandas as pd
 
         labels = column(perturbation_key)
-        labelled = np.asarray(labels.notna())
+        labeled = np.asarray(labels.notna())
         context = np.zeros(len(labels), dtype=np.int64)
         contexts: tuple[str, ...] = (ALL,)
         if context_key is not None:
             of_cells = text_labels(column(context_key), key=context_key, argument="context_key")
             context = np.array(of_cells.codes, dtype=np.int64)
             contexts = tuple(str(name) for name in of_cells.categories)
-            labelled = labelled & (context >= 0)
+            labeled = labeled & (context >= 0)
         keys = PerturbationKeys(perturbation_key, control=control, separator=separator)
-        parsed = parse_perturbations(pd.DataFrame({perturbation_key: labels[labelled]}), keys)
+        parsed = parse_perturbations(pd.DataFrame({perturbation_key: labels[labeled]}), keys)
         targets = sorted(set(parsed.targets) - {()})
         number = {some: i for i, some in enumerate(targets)} | {(): CONTROL}
-        perturbation = np.full(len(labels), UNLABELLED, dtype=np.int64)
-        perturbation[labelled] = [number[some] for some in parsed.targets]
-        context[~labelled] = UNLABELLED
+        perturbation = np.full(len(labels), UNLABELED, dtype=np.int64)
+        perturbation[labeled] = [number[some] for some in parsed.targets]
+        context[~labeled] = UNLABELED
         names = tuple((separator or "+").join(some) for some in targets)
         return cls(names, tuple(targets), contexts, perturbation, context)
 
     @property
     def usable(self) -> np.ndarray:
         """Cells with a label, bool, shape (N,)."""
-        return self.perturbation != UNLABELLED
+        return self.perturbation != UNLABELED
 
     @property
     def perturbed(self) -> np.ndarray:
@@ -167,7 +167,7 @@ def hold_out(
     check_shares(validation_size, test_size)
     names = conditions.contexts if by_context else conditions.names
     known = None if by_context else known
-    codes = np.where(conditions.perturbed, conditions.context if by_context else conditions.perturbation, UNLABELLED)
+    codes = np.where(conditions.perturbed, conditions.context if by_context else conditions.perturbation, UNLABELED)
     present = [int(code) for code in np.unique(codes[codes >= 0])]
     what = "context" if by_context else "perturbation"
     if not present:
@@ -249,7 +249,7 @@ def _split_controls(conditions: Conditions, rng: np.random.Generator) -> tuple[n
     return conditions.controls & ~tested, tested
 
 
-_MOST_CONTROLS = 2048
+_MAX_CONTROLS = 2048
 """Controls of a context among which inputs are drawn."""
 
 _STREAM = 0x6374726C  # "ctrl"
@@ -334,7 +334,7 @@ class BoundEffects:
         weights[:, seen] = de_weights(effects.scores[:, seen]) if weighted else 1.0
         weights /= weights.mean(axis=1, keepdims=True)
         chosen = [
-            choose_rows(len(cells), _MOST_CONTROLS, rows=controls[conditions.context[controls] == code])
+            choose_rows(len(cells), _MAX_CONTROLS, rows=controls[conditions.context[controls] == code])
             for code in range(len(conditions.contexts))
         ]
         pooled = np.sort(np.concatenate(chosen))
@@ -380,13 +380,13 @@ def _moments(
     return moments(cells, rows[order], of_rows[order], n + len(conditions.contexts))
 
 
-MOST_FEATURES = 64
+MAX_FEATURES = 64
 
 
 class PerturbationHead(nn.Module):
     """Effect of a perturbation on a cell, a sum over what is perturbed, of low rank.
 
-    With z the standardised embedding of a control cell, e_g the features of a perturbed gene and v_g a vector of its
+    With z the standardized embedding of a control cell, e_g the features of a perturbed gene and v_g a vector of its
     own, which only targets of the training have::
 
         c = sum over perturbed g of (b + W e_g + v_g),    delta = (c + C z + mlp(z, c)) U
@@ -426,7 +426,7 @@ class PerturbationHead(nn.Module):
         dropout: float,
     ) -> None:
         super().__init__()
-        self.standardise = Standardise(n_latent)
+        self.standardize = Standardize(n_latent)
         self.register_buffer("features", torch.zeros(n_tokens, n_features))
         self.base = nn.Parameter(torch.zeros(rank))
         self.of_features = nn.Linear(n_features, rank, bias=False)
@@ -458,7 +458,7 @@ class PerturbationHead(nn.Module):
 
     def coefficients(self, embeddings: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the coordinates of effects in the basis, shape (B, R)."""
-        z_bd = self.standardise(embeddings)
+        z_bd = self.standardize(embeddings)
         n_targets = ((tokens != PAD_ID) | (targets != 0)).sum(dim=1, keepdim=True).to(z_bd.dtype)
         features_bf = self.features[tokens].sum(dim=1).to(z_bd.dtype)
         c_br = n_targets * self.base + self.of_features(features_bf) + self.own(targets).sum(dim=1)
@@ -533,7 +533,7 @@ _BASE = 100.0
 
 _PENALTIES = (1000.0, 100.0, 10.0, 1.0, 0.1, 0.01)
 _SCALES = (0.0, 0.1, 1.0, 10.0)
-_MOST_COMPARED = 512
+_MAX_COMPARED = 512
 """Effects among which scales and penalty are chosen; where there are more, among some of the blocks."""
 
 
@@ -552,7 +552,7 @@ class Observed:
     features
         Sum of the features of its targets, shape (N, F).
     cells
-        Mean standardised embedding of the controls of its context, shape (N, D).
+        Mean standardized embedding of the controls of its context, shape (N, D).
     blocks
         What is held out together when scales are compared, integers, shape (N,).
     """
@@ -611,7 +611,7 @@ def blocks_of(groups: np.ndarray, trained: np.ndarray, *, by_context: bool) -> n
 def fit_linear(observed: Observed, rank: int) -> LinearStart:
     """Fit the linear part of the head by ridge regression.
 
-    The basis is that of the principal components of the effects, not centred. In it the effects are regressed on the
+    The basis is that of the principal components of the effects, not centered. In it the effects are regressed on the
     number of targets, the features of the targets, the targets themselves and the cells. How far features and cells
     count, down to not at all, and the penalty, which is divided by the number of cells of an effect, are those with
     the least error when one block after the other is left out: so a model without use for them predicts the mean.
@@ -666,10 +666,10 @@ def _choose(
     if len(np.unique(blocks)) < 2:
         # A single effect: nothing to compare scales with.
         return 0.0, 0.0, 1.0
-    if len(blocks) > _MOST_COMPARED:
+    if len(blocks) > _MAX_COMPARED:
         order = np.random.default_rng(0).permutation(np.unique(blocks))
         sizes = np.cumsum(np.bincount(blocks)[order])
-        chosen = np.isin(blocks, order[: max(2, int(np.searchsorted(sizes, _MOST_COMPARED)))])
+        chosen = np.isin(blocks, order[: max(2, int(np.searchsorted(sizes, _MAX_COMPARED)))])
         kernels = [kernel[np.ix_(chosen, chosen)] for kernel in kernels]
         noise, scores, blocks = noise[chosen], scores[chosen], blocks[chosen]
     cells_differ = np.ptp(observed.cells, axis=0).any()

@@ -126,9 +126,9 @@ class Adaptation(Task):
         """Raise: the loss is that of the architecture, not of a head."""
         raise TrainingError("adaptation has no head to compute a loss of; call loss(module, batch).")
 
-    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+    def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return what the pretraining logs of an epoch."""
-        return self.aim.summarise(means)
+        return self.aim.summarize(means)
 
     def predict(  # type: ignore[override]
         self, predictor: Predictor, adata: AnnData | None, *, key_added: str | None = None

@@ -23,13 +23,13 @@ from scforge.finetuning.heads import (
     check_head,
     fit_logistic,
     fit_temperature,
-    normalised_entropy,
+    normalized_entropy,
     probabilities_of,
     probe,
 )
 from scforge.finetuning.labels import (
     UNKNOWN,
-    UNLABELLED,
+    UNLABELED,
     check_classes,
     check_key,
     codes_of,
@@ -77,7 +77,7 @@ def over_cluster(embedding: np.ndarray, *, resolution: float | None = None, seed
     resolution
         Of Leiden; None takes that of :func:`resolution_for`.
     seed
-        Seed of the neighbours and of Leiden.
+        Seed of the neighbors and of Leiden.
     """
     import anndata
     import scanpy as sc
@@ -186,7 +186,7 @@ def predict_classes(
         {
             "label": pd.Categorical(labels, categories=categories),
             "confidence": confidence.astype(np.float32),
-            "entropy": normalised_entropy(probabilities).astype(np.float32),
+            "entropy": normalized_entropy(probabilities).astype(np.float32),
         },
         index=index,
     )
@@ -240,7 +240,7 @@ def evaluate_classes(task: Annotation, context: EvaluationContext) -> Evaluated:
     counts = {
         "n_scored": len(rows),
         "n_unknown_label": int((codes == UNKNOWN).sum()),
-        "n_unlabelled": int((codes == UNLABELLED).sum()),
+        "n_unlabeled": int((codes == UNLABELED).sum()),
     }
     table = {name: {**_figures(truth, found), **counts} for name, found in methods.items()}
     confusion = confusion_of(truth, methods["scforge"].argmax(axis=1), len(task.known_classes))
@@ -360,10 +360,10 @@ class Annotation(Task):
                 f"labels_key={self.labels_key!r} has {_one_label(labels)} among the training cells; annotation needs "
                 "cells of two classes or more."
             )
-        if names_each_cell(labelled := column(self.labels_key).dropna()):
+        if names_each_cell(labeled := column(self.labels_key).dropna()):
             raise DataError(
-                f"labels_key={self.labels_key!r} has another value for each of the {len(labelled):,} training cells "
-                f"(first: {str(labelled.iloc[0])!r}), which are no classes; choose another column."
+                f"labels_key={self.labels_key!r} has another value for each of the {len(labeled):,} training cells "
+                f"(first: {str(labeled.iloc[0])!r}), which are no classes; choose another column."
             )
         self._warn_of(sizes)
         if self.classes is None:
@@ -437,17 +437,17 @@ class Annotation(Task):
             weights = np.array([self.class_weights.get(name, 1.0) for name in self.known_classes])
         return torch.from_numpy(weights).float()
 
-    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Standardise what the head sees, and start it at the logistic regression on the embeddings."""
+    def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+        """Standardize what the head sees, and start it at the logistic regression on the embeddings."""
         codes = self.codes_of(cells.column(self.labels_key))
-        labelled = np.flatnonzero(codes >= 0)
+        labeled = np.flatnonzero(codes >= 0)
         weights = None if self._weights is None else self._weights.numpy()
 
         def fit(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            return fit_logistic(features, codes[labelled], len(self.known_classes), weights)
+            return fit_logistic(features, codes[labeled], len(self.known_classes), weights)
 
         tuned: FineTunedModule = module
-        probe(tuned, cells.take(labelled), tokenizer, self, fit if self.probe_first else None)
+        probe(tuned, cells.take(labeled), tokenizer, self, fit if self.probe_first else None)
 
     def targets(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
         """Return the number of the class of each cell, -1 where the model does not know it."""
@@ -455,28 +455,28 @@ class Annotation(Task):
             raise TrainingError(
                 "the labels of the cells are not known; call bind(cells, train_rows) of the task first."
             )
-        return {"target": torch.from_numpy(np.maximum(self._codes[rows], UNLABELLED))}
+        return {"target": torch.from_numpy(np.maximum(self._codes[rows], UNLABELED))}
 
     def loss_of(
         self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the weighted mean of the cross entropy over the labelled cells, and their confusion matrix."""
+        """Return the weighted mean of the cross entropy over the labeled cells, and their confusion matrix."""
         logits, target = outputs.float(), batch["target"]
         weights = None if self._weights is None else self._weights.to(logits.device)
-        labelled = target >= 0
+        labeled = target >= 0
         known = target.clamp_min(0)
         summed = F.cross_entropy(
-            logits, target, weights, ignore_index=UNLABELLED, reduction="sum", label_smoothing=self.label_smoothing
+            logits, target, weights, ignore_index=UNLABELED, reduction="sum", label_smoothing=self.label_smoothing
         )
-        total = (labelled if weights is None else labelled * weights[known]).sum()
+        total = (labeled if weights is None else labeled * weights[known]).sum()
         n_classes = logits.shape[1]
         pairs = known * n_classes + logits.detach().argmax(dim=1)
         # Unlike bincount and a choice of rows, this does not wait for a GPU.
-        confusion = logits.new_zeros(n_classes**2).index_add_(0, pairs, labelled.to(logits.dtype))
+        confusion = logits.new_zeros(n_classes**2).index_add_(0, pairs, labeled.to(logits.dtype))
         # Where no cell of a batch has a known label there is nothing to divide by.
         return summed / total.clamp_min(1e-12), {"confusion": confusion.view(n_classes, n_classes) / len(target)}
 
-    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+    def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the loss, accuracy, balanced accuracy and macro F1."""
         figures = confusion_figures(means["confusion"])
         return {"loss": float(means["loss"]), **{k: figures[k] for k in ("accuracy", "balanced_accuracy", "macro_f1")}}
@@ -546,7 +546,7 @@ class Annotation(Task):
 
         Figures are of the ``n_scored`` cells whose label the model knows. Cells of other labels cannot be right
         whatever the method, so that they do not count as wrong: ``n_unknown_label`` tells how many there are, and
-        ``n_unlabelled`` how many have no label.
+        ``n_unlabeled`` how many have no label.
 
         Figures: ``accuracy``, ``balanced_accuracy``, ``macro_f1``, ``weighted_f1``, and ``calibration_error`` (expected
         calibration error of the confidence, 15 bins). Tables: ``per_class`` (precision, recall, F1 and support) and

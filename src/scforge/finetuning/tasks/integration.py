@@ -132,7 +132,7 @@ class IntegrationHead(nn.Module):
         return (1e4 * self.decode(embeddings, codes).float().softmax(dim=-1)).log1p()
 
 
-_FEWEST_CELLS = 8
+_MIN_CELLS = 8
 """Cells of a batch in a step under which its distribution is not looked at."""
 
 _LOG_DISPERSIONS = (-7.0, 9.0)
@@ -163,7 +163,7 @@ def align(sigreg: SIGReg, z_bd: torch.Tensor, codes: torch.Tensor, n_batches: in
     member_be = F.one_hot(torch.where(codes < 0, n_batches, codes), n_batches + 1).to(torch.float32)
     sizes = member_be.sum(dim=0)
     statistic_e = sigreg.of_groups(z_bd, noise, (member_be / sizes.clamp_min(1.0)).T)
-    weights = sizes * (sizes >= _FEWEST_CELLS)
+    weights = sizes * (sizes >= _MIN_CELLS)
     return (statistic_e * weights).sum() / weights.sum().clamp_min(1.0)
 
 
@@ -391,13 +391,13 @@ class Integration(Task):
         self._codes = codes_of(column, self.known_batches, key=self.batch_key, argument="batch_key").clip(-1)
         self._measured = None if cells.measured is None else torch.from_numpy(cells.measured)
 
-    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+    def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Start the decoder at the mean expression."""
         head: Any = module.head
         head.start_at(np.asarray(cells.counts.sum(axis=0), dtype=np.float64).ravel(), tokenizer.vocab.n_special)
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenise a view of each cell; add ``counts``, shape (B, G), and ``batch``, shape (B,)."""
+        """Tokenize a view of each cell; add ``counts``, shape (B, G), and ``batch``, shape (B,)."""
         if self._codes is None:
             raise TrainingError("the batches of the cells are not known; call bind(cells, train_rows) first.")
         view = thin(block, keep=_KEEP, gene_dropout=_GENE_DROPOUT, seed=seed, epoch=epoch, view=0)

@@ -304,8 +304,8 @@ class MultiLabel(Task):
             raise OptionError(f"pos_weight has {min(unknown)!r}, which is no label ({listing(self.known_classes)}).")
         return torch.tensor([self.pos_weight.get(name, 1.0) for name in self.known_classes])
 
-    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Standardise what the head sees, and start it at logistic regressions on the embeddings."""
+    def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+        """Standardize what the head sees, and start it at logistic regressions on the embeddings."""
         targets, known, _ = self._sets.targets(cells.column, self.known_classes)
         tuned: FineTunedModule = module
         fit = (lambda features: fit_separate_logistic(features, targets[known])) if self.probe_first else None
@@ -324,16 +324,16 @@ class MultiLabel(Task):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the mean loss over cells and labels, and right, missed and wrong predictions of each label."""
         logits, target = outputs.float(), batch["target"]
-        labelled = ~torch.isnan(target)
+        labeled = ~torch.isnan(target)
         weight = None if self._weight is None else self._weight.to(logits.device)
         summed = F.binary_cross_entropy_with_logits(
-            logits, target.nan_to_num(0.0), labelled.float(), pos_weight=weight, reduction="sum"
+            logits, target.nan_to_num(0.0), labeled.float(), pos_weight=weight, reduction="sum"
         )
         predicted, has, has_not = logits.detach() > 0, target > 0, target == 0
         counts = torch.stack([predicted & has, ~predicted & has, predicted & has_not]).float().mean(dim=1)
-        return summed / labelled.sum().clamp_min(1), {"counts": counts}
+        return summed / labeled.sum().clamp_min(1), {"counts": counts}
 
-    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+    def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the loss, and the macro F1 of the labels that occur or are predicted."""
         right, missed, wrong = means["counts"]
         seen = right + missed + wrong > 0
@@ -395,7 +395,7 @@ class MultiLabel(Task):
 
         Figures: ``auroc`` and ``average_precision`` (means over labels that they are defined for), ``macro_f1`` (mean
         over labels that a cell has, at the probability 0.5) and ``subset_accuracy`` (share of cells of which all labels
-        are right). ``n_unlabelled`` cells have no value and are not scored, ``n_unknown_label`` have labels that the
+        are right). ``n_unlabeled`` cells have no value and are not scored, ``n_unknown_label`` have labels that the
         model does not know, which are passed over. The table ``per_label`` has the figures of each label.
 
         Raises
@@ -424,7 +424,7 @@ class MultiLabel(Task):
         counts = {
             "n_scored": len(rows),
             "n_unknown_label": int(unknown.sum()),
-            "n_unlabelled": int((~known).sum()),
+            "n_unlabeled": int((~known).sum()),
         }
         table = {name: {**_figures(truth, found), **counts} for name, found in methods.items()}
         per_label = pd.DataFrame(multi_label_figures(truth, methods["scforge"]), index=self.known_classes)

@@ -27,7 +27,7 @@ from scforge.finetuning.base import Evaluated, Task, register_task
 from scforge.finetuning.heads import check_head
 from scforge.finetuning.labels import check_key
 from scforge.finetuning.tasks._perturbation_model import (
-    MOST_FEATURES,
+    MAX_FEATURES,
     BoundEffects,
     Conditions,
     Observed,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from scforge.tokenizers.base import Tokenizer
 
 
-MOST_INPUTS = 2048
+MAX_INPUTS = 2048
 """Controls of a context that a prediction is the mean over."""
 
 
@@ -123,8 +123,7 @@ def predict_effects(
     controls = rows_by_context(conditions, np.flatnonzero(conditions.controls))
     pairs = _wanted(task, conditions, controls, perturbations, contexts)
     used = {
-        name: choose_rows(len(cells), n_cells or MOST_INPUTS, rows=controls[name])
-        for name in {p.context for p in pairs}
+        name: choose_rows(len(cells), n_cells or MAX_INPUTS, rows=controls[name]) for name in {p.context for p in pairs}
     }
     deltas = effects_for(task, predictor, pairs, used)
     means = control_means(cells, controls)
@@ -358,7 +357,7 @@ def _divide_controls(
         shuffled = rng.permutation(tested[name])
         inputs[name] = np.sort(shuffled[: len(shuffled) // 2])
         tested[name] = np.sort(shuffled[len(shuffled) // 2 :])
-    inputs = {name: choose_rows(len(conditions.perturbation), MOST_INPUTS, rows=rows) for name, rows in inputs.items()}
+    inputs = {name: choose_rows(len(conditions.perturbation), MAX_INPUTS, rows=rows) for name, rows in inputs.items()}
     return inputs, tested
 
 
@@ -657,7 +656,7 @@ class Perturbation(Task):
         n_tokens, width = table_shape(gene_table(module))
         options = {"hidden_dim": 64, "dropout": 0.1} | self.head
         return PerturbationHead(
-            n_latent, n_tokens, min(MOST_FEATURES, width), len(self.seen_targets), self.rank, **options
+            n_latent, n_tokens, min(MAX_FEATURES, width), len(self.seen_targets), self.rank, **options
         )
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
@@ -670,7 +669,7 @@ class Perturbation(Task):
             [self._bound.targets_of(group) for group in range(len(self._bound.groups))], cells.vocab
         )
 
-    def initialise(self, module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer) -> None:
+    def initialize(self, module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Start the head at a ridge regression on gene embeddings and controls."""
         bound, vocab = self._bound, self._genes
         if bound is None or vocab is None:
@@ -679,8 +678,8 @@ class Perturbation(Task):
         head.features.copy_(gene_features(gene_table(module.encoder), vocab.n_special, head.features.shape[1]))
         chosen = [rows[:_PROBED_CELLS] for rows in bound.inputs]
         embeddings = embed(module, bound.pool, tokenizer, objective=self, rows=np.concatenate(chosen))
-        head.standardise.set_from(embeddings)
-        scaled = (embeddings - head.standardise.mean.cpu().numpy()) / head.standardise.scale.cpu().numpy()
+        head.standardize.set_from(embeddings)
+        scaled = (embeddings - head.standardize.mean.cpu().numpy()) / head.standardize.scale.cpu().numpy()
         ends = np.cumsum([len(rows) for rows in chosen])
         means = np.array([part.mean(axis=0) if len(part) else scaled[0] * 0 for part in np.split(scaled, ends[:-1])])
         trained = np.flatnonzero(bound.trained)

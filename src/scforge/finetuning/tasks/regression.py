@@ -51,7 +51,7 @@ class Regression(Task):
         ``"huber"`` (quadratic up to one standard deviation of the training cells, linear beyond, so that outliers
         weigh less) or ``"mse"``.
     center, scale
-        Mean and standard deviation of the training cells, by which the numbers are standardised; None finds them.
+        Mean and standard deviation of the training cells, by which the numbers are standardized; None finds them.
     head
         Options of the head, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
     probe_first
@@ -136,10 +136,10 @@ class Regression(Task):
         return found
 
     def make_head(self, n_latent: int, module: nn.Module) -> PredictionHead:
-        """Make the head, with one output: the standardised number."""
+        """Make the head, with one output: the standardized number."""
         return PredictionHead(n_latent, 1, **self.head)
 
-    def _standardised(self, values: np.ndarray) -> np.ndarray:
+    def _standardized(self, values: np.ndarray) -> np.ndarray:
         if self.center is None or self.scale is None:
             raise TrainingError("center and scale are not known yet; give both, or fine-tune with cells.")
         return (values - self.center) / self.scale
@@ -151,23 +151,23 @@ class Regression(Task):
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the number of each cell."""
-        self._targets = self._standardised(self.numbers_of(cells.column(self.labels_key))).astype(np.float32)
+        self._targets = self._standardized(self.numbers_of(cells.column(self.labels_key))).astype(np.float32)
         if missing := int(np.isnan(self._targets[train_rows]).sum()):
             raise DataError(
                 f"{missing} of {len(train_rows)} training cells have no number in labels_key={self.labels_key!r}; "
                 "leave them out of the training rows."
             )
 
-    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Standardise what the head sees, and start it at the ridge regression on the embeddings."""
-        targets = self._standardised(self.numbers_of(cells.column(self.labels_key)))
-        labelled = np.flatnonzero(~np.isnan(targets))
+    def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+        """Standardize what the head sees, and start it at the ridge regression on the embeddings."""
+        targets = self._standardized(self.numbers_of(cells.column(self.labels_key)))
+        labeled = np.flatnonzero(~np.isnan(targets))
         tuned: FineTunedModule = module
-        fit = (lambda features: fit_ridge(features, targets[labelled])) if self.probe_first else None
-        probe(tuned, cells.take(labelled), tokenizer, self, fit)
+        fit = (lambda features: fit_ridge(features, targets[labeled])) if self.probe_first else None
+        probe(tuned, cells.take(labeled), tokenizer, self, fit)
 
     def targets(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """Return the standardised number of each cell, NaN where there is none."""
+        """Return the standardized number of each cell, NaN where there is none."""
         if self._targets is None:
             raise TrainingError(
                 "the numbers of the cells are not known; call bind(cells, train_rows) of the task first."
@@ -179,16 +179,16 @@ class Regression(Task):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the mean loss of the cells that have a number, and sums that figures are made of."""
         predicted, target = outputs[:, 0].float(), batch["target"]
-        labelled = ~torch.isnan(target)
+        labeled = ~torch.isnan(target)
         # Without a number the prediction is right. Leaving these cells out would wait for a GPU.
-        known = torch.where(labelled, target, predicted.detach())
+        known = torch.where(labeled, target, predicted.detach())
         summed = _LOSSES[self.loss_function](predicted, known, reduction="sum")
         error, number = (predicted - known).detach(), target.nan_to_num(0.0)
         # Of the cells of the batch: share with a number, absolute and squared errors, numbers and their squares.
-        moments = torch.stack([labelled.float(), error.abs(), error.square(), number, number.square()]).mean(dim=1)
-        return summed / labelled.sum().clamp_min(1), {"moments": moments}
+        moments = torch.stack([labeled.float(), error.abs(), error.square(), number, number.square()]).mean(dim=1)
+        return summed / labeled.sum().clamp_min(1), {"moments": moments}
 
-    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+    def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the loss, MAE and RMSE in units of the column, and R2."""
         n, absolute, squared, target, target_squared = means["moments"]
         if not n or self.scale is None:
@@ -230,7 +230,7 @@ class Regression(Task):
         """Score predicted numbers, beside baselines that learned from the same training cells.
 
         Figures: ``mae``, ``rmse`` (in units of the column), ``r2``, ``pearson``, ``spearman``, of ``n_scored`` cells;
-        ``n_unlabelled`` have no number.
+        ``n_unlabeled`` have no number.
 
         Raises
         ------
@@ -250,6 +250,6 @@ class Regression(Task):
             assert context.train_cells is not None
             training = self.numbers_of(context.train_cells.column(self.labels_key).iloc[inputs.rows])
             methods |= regression_baselines(inputs, training)
-        counts = {"n_scored": len(rows), "n_unlabelled": int((~known).sum())}
+        counts = {"n_scored": len(rows), "n_unlabeled": int((~known).sum())}
         table = {name: {**regression_figures(truth[known], found), **counts} for name, found in methods.items()}
         return Evaluated(pd.DataFrame.from_dict(table, orient="index").rename_axis("method"))

@@ -27,9 +27,9 @@ def token_loss(
     return_logits: bool,
     weight_vh: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the mean cross entropy at labelled positions, and the logits.
+    """Return the mean cross entropy at labeled positions, and the logits.
 
-    Without `return_logits` the vocabulary head runs at labelled positions only, which is most of the cost of a small
+    Without `return_logits` the vocabulary head runs at labeled positions only, which is most of the cost of a small
     model, and the logits are None.
 
     Parameters
@@ -62,7 +62,7 @@ def token_loss(
 
 
 def mean_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy at labelled positions; 0 where there is none, e.g. in a batch of empty cells.
+    """Return the mean cross entropy at labeled positions; 0 where there is none, e.g. in a batch of empty cells.
 
     Parameters
     ----------

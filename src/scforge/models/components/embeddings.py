@@ -18,7 +18,7 @@ _AMPLITUDE = 0.5
 
 
 def waves(n_rows: int, dim: int) -> torch.Tensor:
-    """Return vectors of which neighbours are alike, float32, shape (n_rows, dim): sines and cosines of the row.
+    """Return vectors of which neighbors are alike, float32, shape (n_rows, dim): sines and cosines of the row.
 
     The longest wave is twice the table, so that low and high rows lie apart; the shortest spans four rows.
 
@@ -56,7 +56,7 @@ def between_rows(table: nn.Embedding, values_bs: torch.Tensor) -> torch.Tensor:
 class _Biased(nn.Linear):
     """Starts with biases, as torch does: without, the norm behind two layers would make all values alike."""
 
-    initialises_itself = True
+    initializes_itself = True
 
 
 class ValueMLP(nn.Module):

@@ -23,7 +23,7 @@ _STD = 0.02
 class _Vectors(nn.Embedding):
     """Zeros until they are filled: a model must not take random numbers for vectors that somebody pretrained."""
 
-    initialises_itself = True
+    initializes_itself = True
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -32,7 +32,7 @@ class _Vectors(nn.Embedding):
 class _Projection(nn.Linear):
     """Vectors of length 1 come out with standard deviation 0.02, as all embeddings start."""
 
-    initialises_itself = True
+    initializes_itself = True
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=_STD)

@@ -40,7 +40,7 @@ def count_loss(
 ) -> torch.Tensor:
     r"""Return the negative log-likelihood of each count.
 
-    With rate m, count y and dispersion r (the variance is m + m^2 / r; the parametrisation of scVI, Lopez et al.
+    With rate m, count y and dispersion r (the variance is m + m^2 / r; the parametrization of scVI, Lopez et al.
     2018)::
 
         poisson                          m - y log m + log y!
@@ -48,7 +48,7 @@ def count_loss(
         zero_truncated_...               the same + log(1 - P(0)), with -log P(0) = m, or r log(1 + m / r)
 
     Truncated losses are for data that hold expressed genes alone: there 0 cannot come, and a plain Poisson would be
-    pulled towards it (TranscriptFormer, Pearce et al. 2025, uses the truncated Poisson).
+    pulled toward it (TranscriptFormer, Pearce et al. 2025, uses the truncated Poisson).
 
     Parameters
     ----------
@@ -225,10 +225,10 @@ def cell_loss(
     tokens_bs
         False where labels do not count, bool, shape (B, S).
     """
-    labelled_bs = (labels_bs != IGNORE_LABEL) & tokens_bs
+    labeled_bs = (labels_bs != IGNORE_LABEL) & tokens_bs
     log_p_bv = head(state_bh).float().log_softmax(dim=-1)
-    log_p_bs = log_p_bv.gather(1, labels_bs.masked_fill(~labelled_bs, 0)) * labelled_bs
-    n_labels_b = labelled_bs.sum(dim=1)
+    log_p_bs = log_p_bv.gather(1, labels_bs.masked_fill(~labeled_bs, 0)) * labeled_bs
+    n_labels_b = labeled_bs.sum(dim=1)
     of_cells_b = log_p_bs.sum(dim=1) / n_labels_b.clamp(min=1)
     return -of_cells_b.sum() / (n_labels_b > 0).sum().clamp(min=1)
 
@@ -304,7 +304,7 @@ class MaskedGenePredictionHead(nn.Module):
         """
         states, bias = self.layer_norm(self.activation(self.dense(hidden_states))), self.bias
         if self.decoder is not None:
-            # What was wrapped (LoRA), parametrised or hooked is called as it is.
+            # What was wrapped (LoRA), parametrized or hooked is called as it is.
             hooked = any(getattr(self.decoder, hooks) for hooks in _HOOKS)
             if labels is None or type(self.decoder) is not nn.Linear or hooked:
                 logits = self.decoder(states)

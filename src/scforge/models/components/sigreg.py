@@ -1,4 +1,4 @@
-"""SIGReg: embeddings of cells are pulled towards an isotropic Gaussian, so that they cannot collapse.
+"""SIGReg: embeddings of cells are pulled toward an isotropic Gaussian, so that they cannot collapse.
 
 Shapes: N cells, D dimensions, K directions, T points, G groups of cells.
 """
@@ -15,7 +15,7 @@ from scforge._checks import check_bool, check_count, check_positive
 
 
 class SIGReg(nn.Module):
-    """Sketched isotropic Gaussian regularisation over cells (LeJEPA: Balestriero and LeCun 2025, arXiv:2511.08544).
+    """Sketched isotropic Gaussian regularization over cells (LeJEPA: Balestriero and LeCun 2025, arXiv:2511.08544).
 
     The cells are projected onto random unit directions. For each direction the Epps-Pulley statistic compares the
     empirical characteristic function of the N projections with that of the standard normal::

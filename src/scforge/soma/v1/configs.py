@@ -160,7 +160,7 @@ class PositionWiseFeedForwardConfig:
 
 @dataclass
 class SIGRegConfig:
-    """The regulariser of embeddings.
+    """The regularizer of embeddings.
 
     Parameters
     ----------

@@ -68,7 +68,7 @@ def _trials(n, p, key, position):
 
 @numba.njit(cache=True)
 def _ones(bits):
-    """Count the ones among 64 bits, by sums of neighbouring fields (Warren 2012, Hacker's Delight, 5-1)."""
+    """Count the ones among 64 bits, by sums of neighboring fields (Warren 2012, Hacker's Delight, 5-1)."""
     bits -= (bits >> np.uint64(1)) & np.uint64(0x5555555555555555)
     bits = (bits & np.uint64(0x3333333333333333)) + ((bits >> np.uint64(2)) & np.uint64(0x3333333333333333))
     bits = (bits + (bits >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -175,7 +175,7 @@ class SeesViews(Objective):
         self.gene_dropout = float(gene_dropout)
 
     def _views(self, blocks: Sequence[CellBlock], tokenizer: Tokenizer, *, epoch: int, seed: int) -> TokenBatch:
-        """Tokenise a view of each block, one block after the other; each place draws random numbers of its own."""
+        """Tokenize a view of each block, one block after the other; each place draws random numbers of its own."""
         keep, dropout = (self.keep_min, self.keep_max), (0.0, self.gene_dropout)
         parts = [
             tokenizer.ragged(thin(block, keep=keep, gene_dropout=dropout, seed=seed, epoch=epoch, view=view))
@@ -186,10 +186,10 @@ class SeesViews(Objective):
 
 _COVARIANCE, _DIRECTION, _CELLS = "geometry_covariance", "geometry_direction", "geometry_cells"
 
-_FEWEST_CELLS = 8
+_MIN_CELLS = 8
 """Cells of a step, in the mean, under which they span too little for a covariance."""
 
-_FEWEST_DIMS = 3
+_MIN_DIMS = 3
 """Dimensions of the smallest embedding whose effective rank tells something: of two, one may be all that is needed."""
 
 _LINE = 1.01
@@ -220,8 +220,8 @@ def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
     """
     with torch.autocast(z_bd.device.type, enabled=False):
         z_bd = z_bd.detach().float()
-        centred_bd = z_bd - z_bd.mean(dim=0)
-        covariance = centred_bd.T @ centred_bd / len(z_bd)
+        centered_bd = z_bd - z_bd.mean(dim=0)
+        covariance = centered_bd.T @ centered_bd / len(z_bd)
         direction = torch.nn.functional.normalize(z_bd, dim=1).mean(dim=0)
         return {_COVARIANCE: covariance, _DIRECTION: direction, _CELLS: z_bd.new_tensor(float(len(z_bd)))}
 
@@ -241,7 +241,7 @@ def geometry(means: dict[str, np.ndarray]) -> dict[str, float]:
     whatever the embedding is; nor if it is not finite.
     """
     covariance, direction, cells = (means.pop(name) for name in (_COVARIANCE, _DIRECTION, _CELLS))
-    if cells < _FEWEST_CELLS or not (np.isfinite(covariance).all() and np.isfinite(direction).all()):
+    if cells < _MIN_CELLS or not (np.isfinite(covariance).all() and np.isfinite(direction).all()):
         return {}
     return {"effective_rank": _effective_rank(covariance), "mean_cosine": float(np.sum(direction**2))}
 
@@ -263,7 +263,7 @@ def warn_of_collapse(figures: Mapping[str, float], n_dims: int) -> bool:
     - Cells lie on a line: the effective rank is below 1.01 of at least 3 dimensions. A little above it need be no
       collapse: cells of two kinds that lie far apart reach 1.05.
     - Cells lie on a line far from the origin: the mean cosine is above 0.99 and the effective rank below 1.5, of at
-      least 3 dimensions. A mean cosine above 0.99 alone is no collapse: an embedding that nothing centres may stand
+      least 3 dimensions. A mean cosine above 0.99 alone is no collapse: an embedding that nothing centers may stand
       anywhere, and keep cells apart in many dimensions there.
     - Cells lie in a point: the mean cosine is above 0.9999 in at least 2 dimensions, so that what tells cells apart is
       less than 1% of their length.
@@ -283,7 +283,7 @@ def warn_of_collapse(figures: Mapping[str, float], n_dims: int) -> bool:
     if "effective_rank" not in figures or "mean_cosine" not in figures:
         return False
     rank, cosine = figures["effective_rank"], figures["mean_cosine"]
-    on_a_line = n_dims >= _FEWEST_DIMS and (rank < _LINE or (rank < _THIN and cosine > _NARROW))
+    on_a_line = n_dims >= _MIN_DIMS and (rank < _LINE or (rank < _THIN and cosine > _NARROW))
     in_a_point = n_dims > 1 and cosine > _POINT
     if not (on_a_line or in_a_point):
         return False

@@ -121,7 +121,7 @@ class Objective(ABC):
         """Options that make this objective again, JSON-safe."""
         return {name: getattr(self, name) for name in self.option_names()}
 
-    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:  # noqa: B027 -- optional
+    def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:  # noqa: B027 -- optional
         """Adapt an untrained module to the training cells, before the first step."""
 
     def learn_from(self, module: nn.Module) -> None:  # noqa: B027 -- optional
@@ -172,9 +172,9 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss to minimise and further figures to log beside it: means over the cells of the batch."""
+        """Return the loss to minimize and further figures to log beside it: means over the cells of the batch."""
 
-    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+    def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return what is logged of an epoch, made of the means of the loss and the figures over its cells."""
         return {name: float(value) for name, value in means.items()}
 

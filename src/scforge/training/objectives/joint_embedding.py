@@ -14,7 +14,7 @@ from torch import nn
 
 from scforge._checks import check_bool, check_count, check_share
 from scforge.data.cells import CellBlock, Cells, choose_chunks
-from scforge.data.neighbors import harmonised, principal_components
+from scforge.data.neighbors import harmonized, principal_components
 from scforge.errors import DataError, OptionError, warn
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
@@ -22,7 +22,7 @@ from scforge.training.objectives._conditioning import TellsBatches, check_classe
 from scforge.training.objectives._views import CollapseWatch, SeesViews, geometry_moments
 from scforge.training.objectives.base import TrainingDefaults, name_of, register_objective
 
-_FEWEST_CELLS = 2
+_MIN_CELLS = 2
 """Cells of a batch in a step under which they are no sample of it."""
 
 _SHARES = "batch_shares"
@@ -179,7 +179,7 @@ class JointEmbedding(TellsBatches, SeesViews):
     def _weigh(self, cells: Cells, train_rows: np.ndarray, *, most: int | None) -> None:
         """Find at most so many clusters, and give cells weights that even out their shares in the batches.
 
-        The centres are those of training cells.
+        The centers are those of training cells.
         """
         self._weights = None
         if most is None or most < 2:
@@ -193,7 +193,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         others = np.setdiff1d(np.arange(len(cells), dtype=np.int64), train_rows)
         others = choose_chunks(len(cells), self.max_cells, cells.chunk_size, rows=others)
         rows = np.sort(np.concatenate([learned, others]))
-        components = harmonised(principal_components(cells.sample(len(rows), rows=rows)), self._batches[rows])
+        components = harmonized(principal_components(cells.sample(len(rows), rows=rows)), self._batches[rows])
         clusters = KMeans(most, n_init=4, random_state=0).fit(components[np.isin(rows, learned)]).predict(components)
         names, batches = np.unique(self._batches[rows], return_inverse=True)
         shares_ec = np.zeros((len(names), most))
@@ -204,7 +204,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         self._weights[rows] = np.minimum(weights, _LARGEST_WEIGHT)
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenise all views of all cells, view after view: tensors of shape (K * B, S).
+        """Tokenize all views of all cells, view after view: tensors of shape (K * B, S).
 
         With `per_batch`, ``batch_shares`` has a row for each batch that counts in this step: what each of its cells
         counts, which without `clusters` is one over their number, and 0 for others, float32, shape (E, B).
@@ -238,11 +238,11 @@ class JointEmbedding(TellsBatches, SeesViews):
         # What views of a cell disagree in is no use of a dimension.
         return loss, figures | geometry_moments(z_kbd.mean(dim=0))
 
-    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+    def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the means and the geometry of the embedding; warn, once, if it has collapsed."""
         means = dict(means)
         found = self._collapse.figures(means)
-        return {**super().summarise(means), **found}
+        return {**super().summarize(means), **found}
 
     def _statistic(self, z_kbd: torch.Tensor, shares_eb: torch.Tensor | None, *, fresh: bool) -> torch.Tensor:
         """Return SIGReg, along fresh directions in training and always the same ones in validation."""
@@ -262,5 +262,5 @@ class JointEmbedding(TellsBatches, SeesViews):
 def _shares(codes: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return for each batch with enough cells what each cell counts of it, float32, shape (E, B)."""
     names, sizes = codes.unique(return_counts=True)
-    counts_eb = (names[sizes >= _FEWEST_CELLS].unsqueeze(1) == codes) * weights
+    counts_eb = (names[sizes >= _MIN_CELLS].unsqueeze(1) == codes) * weights
     return counts_eb / counts_eb.sum(dim=1, keepdim=True)

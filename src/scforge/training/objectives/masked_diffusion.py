@@ -35,7 +35,7 @@ from scforge.training.objectives.variational import (
 
 _STREAM = 0x64696666  # "diff": its random numbers are others than those of masks and views
 _SAMPLED_CELLS = 10_000
-_MOST_GENES = 1200
+_MAX_GENES = 1200
 """Genes of a cell where nobody says how many an architecture attends to."""
 
 
@@ -136,7 +136,7 @@ class MaskedDiffusion(TellsBatches):
     @property
     def most_genes(self) -> int:
         """Most genes of a cell in the batches."""
-        return (self._attended or _MOST_GENES) if self.max_genes is None else self.max_genes
+        return (self._attended or _MAX_GENES) if self.max_genes is None else self.max_genes
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Raise if genes without counts are tokens, or values are no log1p CP10K."""
@@ -179,7 +179,7 @@ class MaskedDiffusion(TellsBatches):
         """Return the most tokens of a cell."""
         return min(tokenizer.max_tokens(), self.most_genes)
 
-    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+    def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Tell the module how many tokens cells have, how frequent each gene is, and the mean value."""
         counts, lengths, whole, mean = np.zeros(len(tokenizer.vocab)), [], [], []
         rows = choose_rows(len(cells), _SAMPLED_CELLS)
@@ -215,7 +215,7 @@ class MaskedDiffusion(TellsBatches):
         )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenise, choose a time for each cell, and hide genes and values."""
+        """Tokenize, choose a time for each cell, and hide genes and values."""
         n_special, mask_id = tokenizer.vocab.n_special, tokenizer.vocab.mask_id
         tokens = tokenizer(block)
         ids = tokens["input_ids"][:, : self.most_genes].numpy()
@@ -286,11 +286,11 @@ class MaskedDiffusion(TellsBatches):
         figures = {name: part.detach() for name, part in parts.items()}
         return loss, figures | (mean_moments(output.embeddings) if self.reconstruction_weight else {})
 
-    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+    def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the means, and the number of active units."""
         means = dict(means)
         units = active_units(means) if "latent_mean" in means else {}
-        return {**super().summarise(means), **units}
+        return {**super().summarize(means), **units}
 
 
 def diffusion_times(keys: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ class MaskedGenePrediction(Objective):
     hide_order
         Where the order of the tokens tells something of which genes they are, put hidden tokens behind the others.
         False leaves them in their places, as in Geneformer's pretraining: there a hidden gene stands between its
-        neighbours in the ranking, and genes with the same count in the fixed order of their medians, so that much of
+        neighbors in the ranking, and genes with the same count in the fixed order of their medians, so that much of
         what the loss falls below the entropy of the token frequencies is no biology.
     token_prior
         Start the prediction head at the token frequencies of the training cells, so that the loss begins at about
@@ -66,7 +66,7 @@ class MaskedGenePrediction(Objective):
         self.hide_order = check_bool("hide_order", hide_order)
         self.token_prior = check_bool("token_prior", token_prior)
 
-    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+    def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Start the prediction head at the token frequencies."""
         if self.token_prior and hasattr(module, "init_token_prior"):
             module.init_token_prior(torch.from_numpy(token_counts(cells, tokenizer)))
@@ -89,7 +89,7 @@ class MaskedGenePrediction(Objective):
             )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenise and mask."""
+        """Tokenize and mask."""
         masking = Masking(
             tokenizer.vocab,
             mask_ratio=self.mask_ratio,
@@ -101,5 +101,5 @@ class MaskedGenePrediction(Objective):
         return dict(masking(tokens, block.rows, epoch=epoch, hidden_last=self.hide_order and tokenizer.ordered_by_gene))
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the module's own loss at labelled positions."""
+        """Return the module's own loss at labeled positions."""
         return loss_of(module, batch), {}

@@ -101,7 +101,7 @@ class MaskedValuePrediction(Objective):
         added = int(_n_zeros(self.zero_targets, np.array(hidden)))
         return min(most + added, max(most, around + tokenizer.vocab.n_genes))
 
-    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+    def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Start the head at the mean of what it is to predict; look whether these are counts where it needs counts.
 
         On a GPU the loss does not look at them itself, as it would have to wait.
@@ -116,7 +116,7 @@ class MaskedValuePrediction(Objective):
             module.init_value_prior(float(targets.mean()))
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenise, hide values, and add genes without counts."""
+        """Tokenize, hide values, and add genes without counts."""
         masking = Masking(
             tokenizer.vocab, mask_ratio=self.mask_ratio, mask_token_prob=0.0, random_token_prob=0.0, seed=seed
         )

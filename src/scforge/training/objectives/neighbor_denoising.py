@@ -1,4 +1,4 @@
-"""Neighbour denoising: from few counts of a cell, or of a neighbour in another batch, to all of its expression.
+"""Neighbor denoising: from few counts of a cell, or of a neighbor in another batch, to all of its expression.
 
 Shapes: N cells of a source, B cells of a batch, G genes of the vocabulary, L latent dimensions.
 """
@@ -16,7 +16,7 @@ from torch import nn
 
 from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_chunks
-from scforge.data.neighbors import harmonised, mutual_neighbors, neighbor_weights, principal_components
+from scforge.data.neighbors import harmonized, mutual_neighbors, neighbor_weights, principal_components
 from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, OptionError, warn
 from scforge.models._utils import check_choice
@@ -29,33 +29,33 @@ from scforge.training.objectives.variational import dense_profiles, start_at_mea
 
 logger = logging.getLogger("scforge")
 
-_STREAM = 0x6E656172  # "near": the choice of a neighbour is drawn apart from views
-_LEAST_ERROR = 1e-8
+_STREAM = 0x6E656172  # "near": the choice of a neighbor is drawn apart from views
+_MIN_ERROR = 1e-8
 _SPACES = ["harmony", "components"]
 _OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "has_neighbor", "batch"}
 
 
 @register_objective("neighbor_denoising")
 class NeighborDenoising(TellsBatches, SeesViews):
-    """Expression of a cell from a thinned view of it, and from one of a mutual nearest neighbour.
+    """Expression of a cell from a thinned view of it, and from one of a mutual nearest neighbor.
 
-    What integrates batches here is translation: the latent of a neighbour in another batch has to give the expression
+    What integrates batches here is translation: the latent of a neighbor in another batch has to give the expression
     of the cell, with the batch of the cell told to the decoder. So what differs between batches is left to the decoder,
     while what both cells share stays in the latent. Cells of a type that another batch lacks have no mutual
-    neighbours there and are not moved to others, and of the neighbours of a cell the nearer are drawn more often
+    neighbors there and are not moved to others, and of the neighbors of a cell the nearer are drawn more often
     (:func:`~scforge.data.neighbors.neighbor_weights`). With x the log1p CP10K values of all genes of a cell i of batch
     b, z_i a draw of the latent of a view of it (counts thinned, genes hidden), mu its mean, and j one of its mutual
-    neighbours (:func:`~scforge.data.neighbors.mutual_neighbors`), drawn anew in each epoch::
+    neighbors (:func:`~scforge.data.neighbors.mutual_neighbors`), drawn anew in each epoch::
 
         reconstruction = 1/2 log mean (decode(z_i, b) - x)^2       over cells and genes
-        translated     = 1/2 log mean (decode(z_j, b) - x)^2       over genes and cells with a neighbour
-        distance       = mean (mu_i - mu_j)^2                      over dimensions and cells with a neighbour
+        translated     = 1/2 log mean (decode(z_j, b) - x)^2       over genes and cells with a neighbor
+        distance       = mean (mu_i - mu_j)^2                      over dimensions and cells with a neighbor
         loss = reconstruction + translation * translated + agreement * distance + beta * divergence / G
 
     The logarithm is the likelihood of a normal distribution whose variance is learned, so that with `beta` of 1 the
     first and the last term are the evidence bound (per gene) whatever the noise of the data. Batches need not be known:
-    without `batch_key` neighbours are those in the same data, which makes cell types compact. Held-out cells have no
-    neighbours, so the validation loss is of reconstruction and divergence alone.
+    without `batch_key` neighbors are those in the same data, which makes cell types compact. Held-out cells have no
+    neighbors, so the validation loss is of reconstruction and divergence alone.
 
     Parameters
     ----------
@@ -64,17 +64,17 @@ class NeighborDenoising(TellsBatches, SeesViews):
     batches
         The batches, in the order of their numbers; None takes those of the cells that the model is made with.
     across, within
-        Mutual neighbours of a cell in each other batch, and in its own; at most a tenth of the cells of a batch.
+        Mutual neighbors of a cell in each other batch, and in its own; at most a tenth of the cells of a batch.
     space
-        Where neighbours are looked for: in 50 principal components corrected by Harmony (``"harmony"``,
-        :func:`~scforge.data.neighbors.harmonised`), or in these as they are (``"components"``). Without batches both
+        Where neighbors are looked for: in 50 principal components corrected by Harmony (``"harmony"``,
+        :func:`~scforge.data.neighbors.harmonized`), or in these as they are (``"components"``). Without batches both
         are the same.
     temperature
-        Neighbours of a cell are drawn with probabilities proportional to exp(cosine / temperature), of the cosine in
-        `space`; smaller values favour the nearest. Those in other batches are farther where batches still differ, so
+        Neighbors of a cell are drawn with probabilities proportional to exp(cosine / temperature), of the cosine in
+        `space`; smaller values favor the nearest. Those in other batches are farther where batches still differ, so
         they are drawn less often; with ``space="components"`` much less. None draws all with the same probability.
     translation, agreement
-        Weights; with both at 0, neighbours are not looked for. An agreement above 0 pulls the latents of neighbours
+        Weights; with both at 0, neighbors are not looked for. An agreement above 0 pulls the latents of neighbors
         together: cells then take a smaller room in which what is left of batches weighs more.
     beta
         Weight of the divergence of the latent from N(0, I).
@@ -99,12 +99,12 @@ class NeighborDenoising(TellsBatches, SeesViews):
     True
     """
 
-    # Longer trainings learn the neighbours of other types by heart, too: 150 epochs of sc_mixology cost .06 of scIB's
+    # Longer trainings learn the neighbors of other types by heart, too: 150 epochs of sc_mixology cost .06 of scIB's
     # conservation of biology, and .01 of macro-F1.
     defaults = TrainingDefaults(
         batch_size=256, lr=2e-3, weight_decay=0.01, schedule="one_cycle", max_epochs=300, most_epochs=60
     )
-    # A cell comes with a neighbour, of whatever length.
+    # A cell comes with a neighbor, of whatever length.
     random_batches = True
     # Trained on a query alone, the encoder moves it away: of sc_mixology's celseq2 1 % of the neighbors are then cells
     # of the reference, before 54 %.
@@ -129,14 +129,14 @@ class NeighborDenoising(TellsBatches, SeesViews):
     ) -> None:
         self.batch_key = check_key("batch_key", batch_key)
         self.batches = check_classes("batches", batches, "batch_key", batch_key)
-        check_count("across", across, "neighbours", least=0)
-        check_count("within", within, "neighbours", least=0)
+        check_count("across", across, "neighbors", least=0)
+        check_count("within", within, "neighbors", least=0)
         for name, value in {"translation": translation, "agreement": agreement, "beta": beta}.items():
             check_positive(name, value, or_zero=True)
         check_choice("space", space, _SPACES)
         self.space = str(space)
         if temperature is not None:
-            check_positive("temperature", temperature, hint="None draws all neighbours alike")
+            check_positive("temperature", temperature, hint="None draws all neighbors alike")
         self.temperature = None if temperature is None else float(temperature)
         self._set_views(keep_min, keep_max, gene_dropout)
         check_count("max_cells", max_cells, "cells", least=2)
@@ -154,7 +154,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
                 f"{name_of(architecture)} has not; choose 'gene_pooling', 'mlp' or 'scdiva', or another objective."
             )
 
-    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+    def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Start the decoder at the mean expression of each gene."""
         start_at_means(module, cells)
 
@@ -163,7 +163,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         return {"n_batches": len(self.batches or [])}
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Look up the batch of each cell, and neighbours among the training cells.
+        """Look up the batch of each cell, and neighbors among the training cells.
 
         Cells of unknown batches are decoded in the mean of all, with a warning.
         """
@@ -201,11 +201,11 @@ class NeighborDenoising(TellsBatches, SeesViews):
             logger.info("Cells of batches that the model does not know are decoded in the mean of all.")
 
     def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
-        """Return the number of cells of a batch, without their neighbours."""
+        """Return the number of cells of a batch, without their neighbors."""
         return batch["profile_genes"].shape[0]
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenise a view of each cell, then one of a neighbour of each, and add the whole profiles of the cells.
+        """Tokenize a view of each cell, then one of a neighbor of each, and add the whole profiles of the cells.
 
         Where a cell has none, some cell stands there, which does not count: all processes have to compute alike.
         """
@@ -233,23 +233,23 @@ class NeighborDenoising(TellsBatches, SeesViews):
         profiles = dense_profiles(batch, predicted.shape[1])
         error_b = (predicted - profiles).square().mean(dim=1)
         figures = {"squared_error": error_b.mean(), "kl": kl_divergence(own, found["logvar"][:n_cells].float())}
-        total = 0.5 * error_b.mean().clamp(min=_LEAST_ERROR).log() + self.beta * figures["kl"] / profiles.shape[1]
+        total = 0.5 * error_b.mean().clamp(min=_MIN_ERROR).log() + self.beta * figures["kl"] / profiles.shape[1]
         if "has_neighbor" in batch and module.training:
             has_b = batch["has_neighbor"]
             share, n_having = has_b.mean(), has_b.sum().clamp(min=1)
             distance = ((own - mu[n_cells:]).square().mean(dim=1) * has_b).sum() / n_having
             translated = of_cells.decode(latent[n_cells:], batches).float()
             error = ((translated - profiles).square().mean(dim=1) * has_b).sum() / n_having
-            # Without any neighbour there is no error, and its logarithm counts nothing.
-            log_error = 0.5 * error.clamp(min=_LEAST_ERROR).log() * has_b.amax()
+            # Without any neighbor there is no error, and its logarithm counts nothing.
+            log_error = 0.5 * error.clamp(min=_MIN_ERROR).log() * has_b.amax()
             total = total + self.agreement * distance + self.translation * log_error
-            # Means over cells with a neighbour are made of these in the end.
+            # Means over cells with a neighbor are made of these in the end.
             figures |= {"has_neighbor": share, "distance": distance * share, "translated_error": error * share}
         figures = {name: figure.detach() for name, figure in figures.items()}
         return total, figures | geometry_moments(own.detach())
 
-    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the means, those of neighbours over cells that have one, and the geometry.
+    def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return the means, those of neighbors over cells that have one, and the geometry.
 
         Warns, once, if the embedding has collapsed.
         """
@@ -261,11 +261,11 @@ class NeighborDenoising(TellsBatches, SeesViews):
                 figure = means.pop(name)
                 if share > 0:
                     means[name] = figure / share
-        return {**super().summarise(means), **found}
+        return {**super().summarize(means), **found}
 
 
 class _Pool:
-    """Training cells in memory, and which of them are neighbours.
+    """Training cells in memory, and which of them are neighbors.
 
     Parameters
     ----------
@@ -285,14 +285,14 @@ class _Pool:
         of_pool = np.zeros(len(rows), dtype=np.int64) if batches is None else batches[rows]
         found = principal_components(self.cells)
         if options.space == "harmony":
-            found = harmonised(found, of_pool)
+            found = harmonized(found, of_pool)
         self.pairs: sparse.csr_matrix = mutual_neighbors(found, of_pool, across=options.across, within=options.within)
         weights = neighbor_weights(found, self.pairs, temperature=options.temperature)
         self.cumulative = np.concatenate([[0.0], np.cumsum(weights)])
         """Cumulative weights of the pairs, from 0 on, float64, shape (P + 1,)."""
 
     def neighbors(self, block: CellBlock, *, epoch: int, seed: int) -> tuple[CellBlock, np.ndarray]:
-        """Return a neighbour of each cell (any cell where there is none) and whether there is one, float32 (B,)."""
+        """Return a neighbor of each cell (any cell where there is none) and whether there is one, float32 (B,)."""
         places = np.minimum(np.searchsorted(self.rows, block.rows), len(self.rows) - 1)
         starts, stops = self.pairs.indptr[places], self.pairs.indptr[places + 1]
         has = (self.rows[places] == block.rows) & (stops > starts)

@@ -151,7 +151,7 @@ class NextGenePrediction(Objective):
             raise TrainingError("conditions are not known yet; give conditions=[...], or make the model with cells.")
         return numbers_of(classes, self.conditions) + 1
 
-    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+    def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Start the gene head at the token frequencies, and tell the module what the bins stand for."""
         if self.token_prior and hasattr(module, "init_token_prior"):
             counts = token_counts(cells, tokenizer)
@@ -178,7 +178,7 @@ class NextGenePrediction(Objective):
         return cast(TokenBatch, arranged)
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenise, arrange, and label genes and EOS with themselves; the architecture shifts labels."""
+        """Tokenize, arrange, and label genes and EOS with themselves; the architecture shifts labels."""
         tokens = self.arrange(tokenizer(block), tokenizer, block.rows, epoch=epoch, seed=seed)
         ids, vocab = tokens["input_ids"], tokenizer.vocab
         predicted = ids >= vocab.n_special
@@ -205,7 +205,7 @@ class NextGenePrediction(Objective):
 def bin_means(cells: CellSource, tokenizer: Tokenizer, n_bins: int | None = None) -> np.ndarray:
     """Return the mean log1p CP10K of the genes in each bin over at most 10,000 cells, float32, shape (n_bins,).
 
-    Bin 0 stands for 0. A bin that no gene is in lies between its neighbours, or is as high as the highest.
+    Bin 0 stands for 0. A bin that no gene is in lies between its neighbors, or is as high as the highest.
 
     Parameters
     ----------

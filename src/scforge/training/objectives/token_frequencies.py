@@ -8,7 +8,7 @@ from scforge.data.cells import CellSource
 from scforge.errors import OptionError
 from scforge.tokenizers.base import Tokenizer
 
-_MOST_CELLS = 10_000
+_MAX_CELLS = 10_000
 """Cells that are counted at the most, drawn once."""
 
 
@@ -37,8 +37,8 @@ def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
     True
     """
     rows = np.arange(len(cells))
-    if len(rows) > _MOST_CELLS:
-        rows = np.sort(np.random.default_rng(0).choice(rows, _MOST_CELLS, replace=False))
+    if len(rows) > _MAX_CELLS:
+        rows = np.sort(np.random.default_rng(0).choice(rows, _MAX_CELLS, replace=False))
     counts = np.zeros(len(tokenizer.vocab), dtype=np.int64)
     for start in range(0, len(rows), 1024):
         tokens = tokenizer.ragged(cells.block(rows[start : start + 1024]))

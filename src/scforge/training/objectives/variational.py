@@ -138,7 +138,7 @@ class Variational(TellsBatches):
             found["labels"] = classes_found("labels_key", self.labels_key, column)
         return found
 
-    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+    def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Start the decoder at the mean expression of each gene."""
         start_at_means(module, cells)
 
@@ -186,7 +186,7 @@ class Variational(TellsBatches):
         )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenise what is seen of each cell, and add the profile of the whole."""
+        """Tokenize what is seen of each cell, and add the profile of the whole."""
         seen = block
         if self.thinning is not None:
             seen = thin(
@@ -226,7 +226,7 @@ class Variational(TellsBatches):
             logits = of_cells.classify(latent)
             figures["classification"] = classification_loss(logits, torch.where(labels < 0, -100, labels))
             total = total + self.classification_weight * figures["classification"]
-            figures["labelled"] = (labels >= 0).float().mean()
+            figures["labeled"] = (labels >= 0).float().mean()
             figures["accuracy"] = (logits.argmax(dim=1) == labels).float().mean()
         if getattr(module, "variational", True):
             beta = self.beta * batch["kl_share"].mean() if module.training else self.beta
@@ -236,15 +236,15 @@ class Variational(TellsBatches):
         figures = {name: figure.detach() for name, figure in figures.items()}
         return total, figures | mean_moments(mu)
 
-    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+    def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the means, the accuracy over cells with a class, and the number of active units."""
         means = dict(means)
         units = active_units(means)
         if "accuracy" in means:
-            labelled, right = means.pop("labelled"), means.pop("accuracy")
-            if labelled > 0:
-                means["accuracy"] = right / labelled
-        return {**super().summarise(means), **units}
+            labeled, right = means.pop("labeled"), means.pop("accuracy")
+            if labeled > 0:
+                means["accuracy"] = right / labeled
+        return {**super().summarize(means), **units}
 
 
 _OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "kl_share", "cell_type", "batch"}

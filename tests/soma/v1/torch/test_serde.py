@@ -21,12 +21,12 @@ def test_same_bytes_and_files_both_ways(pair, published, tiny, tmp_path):
     again = Model.load(str(tmp_path / "theirs.safetensors"), tiny, gradient_checkpointing=True)
     assert again.save_bytes() == data
     assert again.encoder.gradient_checkpointing
-    regulariser = SIGReg(SIGRegConfig())
-    values = Serde(regulariser).serialize()
-    assert values == published.Serde(regulariser).serialize()
-    regulariser.phi.zero_()
-    assert Serde(regulariser).deserialize(values) is regulariser
-    assert Serde(regulariser).serialize() == values
+    regularizer = SIGReg(SIGRegConfig())
+    values = Serde(regularizer).serialize()
+    assert values == published.Serde(regularizer).serialize()
+    regularizer.phi.zero_()
+    assert Serde(regularizer).deserialize(values) is regularizer
+    assert Serde(regularizer).serialize() == values
     assert {path.name for path in tmp_path.iterdir()} == {"ours.safetensors", "theirs.safetensors"}
 
 

@@ -7,7 +7,7 @@ from scforge.soma.v1.torch import SIGReg, SIGRegConfig
 
 
 @pytest.fixture
-def regularisers(published):
+def regularizers(published):
     def make(**options):
         return SIGReg(SIGRegConfig(**options)), published.SIGReg(published.SIGRegConfig(**options))
 
@@ -22,8 +22,8 @@ def regularisers(published):
         ({"points": 2, "slices": 1}, (12,)),
     ],
 )
-def test_equals_the_published(regularisers, options, shape):
-    ours, theirs = regularisers(**options)
+def test_equals_the_published(regularizers, options, shape):
+    ours, theirs = regularizers(**options)
     assert ours.state_dict().keys() == theirs.state_dict().keys() == {"t", "phi", "weights"}
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
     noise, x = torch.randn(12, ours.config.slices), torch.randn(shape, requires_grad=True)
@@ -33,8 +33,8 @@ def test_equals_the_published(regularisers, options, shape):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_same_directions_of_the_same_seed(regularisers, dtype):
-    ours, theirs = regularisers()
+def test_same_directions_of_the_same_seed(regularizers, dtype):
+    ours, theirs = regularizers()
     x = torch.randn(7, 12).to(dtype)
     torch.manual_seed(4)
     one, after = ours(x), torch.rand(1)
@@ -49,10 +49,10 @@ def test_same_directions_of_the_same_seed(regularisers, dtype):
 
 
 def test_autocast_changes_no_number():
-    regulariser, x, noise = SIGReg(SIGRegConfig()), torch.randn(50, 8), torch.randn(8, 256)
-    expected = regulariser.compute(x, noise)
+    regularizer, x, noise = SIGReg(SIGRegConfig()), torch.randn(50, 8), torch.randn(8, 256)
+    expected = regularizer.compute(x, noise)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.testing.assert_close(regulariser.compute(x, noise), expected)
+        torch.testing.assert_close(regularizer.compute(x, noise), expected)
 
 
 def test_sees_norms_and_no_collapse():

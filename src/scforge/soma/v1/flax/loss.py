@@ -1,4 +1,4 @@
-"""What training minimises."""
+"""What training minimizes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from scforge.soma.v1.flax.sigreg import SIGReg
 
 
 def compute_loss(model: Model, sig_reg: SIGReg, token_ids: Array, targets: Array) -> tuple[Array, Array]:
-    """Return the cross entropy of the next bytes, padding left out, plus the regulariser; and the mean embedding.
+    """Return the cross entropy of the next bytes, padding left out, plus the regularizer; and the mean embedding.
 
-    Positions count from 0 in each sequence, whatever its offset in the data. Padding takes part in the regulariser and
+    Positions count from 0 in each sequence, whatever its offset in the data. Padding takes part in the regularizer and
     in the mean, as in the published package. Where all targets are padding, the cross entropy is 0 (in torch: no
     number).
 
@@ -24,7 +24,7 @@ def compute_loss(model: Model, sig_reg: SIGReg, token_ids: Array, targets: Array
     model
         The model.
     sig_reg
-        The regulariser, which draws its directions.
+        The regularizer, which draws its directions.
     token_ids, targets
         Whole numbers, shape (B, S).
 

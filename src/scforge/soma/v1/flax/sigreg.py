@@ -1,4 +1,4 @@
-"""The regulariser of soma in flax: per token, over the slices.
+"""The regularizer of soma in flax: per token, over the slices.
 
 It pushes the length of each vector, and cannot see whether all vectors are one; the statistic over samples is
 :class:`scforge.models.components.SIGReg`.

@@ -1,4 +1,4 @@
-"""The torch half: model, regulariser, loss."""
+"""The torch half: model, regularizer, loss."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def compute_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss and the embedding of a batch.
 
-    The loss is the mean cross entropy in nats at targets that are no PAD, plus the regulariser of all states. Places
+    The loss is the mean cross entropy in nats at targets that are no PAD, plus the regularizer of all states. Places
     count from the beginning of each chunk. The embedding is the mean over tokens, then over chunks. PAD counts as any
     token in both, unless ``model.pad_mask`` is set.
 
@@ -28,7 +28,7 @@ def compute_loss(
     model
         The model.
     sig_reg
-        The regulariser; draws its directions from torch's generator.
+        The regularizer; draws its directions from torch's generator.
     token_ids
         Tokens, whole numbers, shape (B, S).
     targets
@@ -66,15 +66,15 @@ def compute_loss(
     logits = model.predict(states_bsh)
     if model.pad_mask:
         chosen_bs = token_ids != V1_PAD_TOKEN_ID
-        regulariser = sig_reg(states_bsh[chosen_bs])
+        regularizer = sig_reg(states_bsh[chosen_bs])
         embedding = _mean_of_tokens(states_bsh, chosen_bs)
     else:
-        regulariser = sig_reg(states_bsh)
+        regularizer = sig_reg(states_bsh)
         embedding = states_bsh.mean(dim=1).mean(dim=0)
     cross_entropy = F.cross_entropy(
         logits.flatten(0, 1).float(), targets.flatten().long(), ignore_index=V1_PAD_TOKEN_ID
     )
-    return cross_entropy + regulariser, embedding
+    return cross_entropy + regularizer, embedding
 
 
 def _mean_of_tokens(states_bsh: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ class Model(Serializable, nn.Module):
         Keep only what goes into a layer and compute the layer again for its gradient: less memory, a third slower.
     pad_mask
         Keep PAD out: no token attends to it but itself, and the loss takes tokens alone for the embedding and the
-        regulariser. Off, PAD counts as any token, as in the published model.
+        regularizer. Off, PAD counts as any token, as in the published model.
 
     Raises
     ------

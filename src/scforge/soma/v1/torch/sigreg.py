@@ -1,4 +1,4 @@
-"""soma's regulariser: each state by itself is to look like a draw from a normal distribution.
+"""soma's regularizer: each state by itself is to look like a draw from a normal distribution.
 
 Shapes: ... states, H width, K directions, T points.
 """
