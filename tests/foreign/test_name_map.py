@@ -7,20 +7,8 @@ import torch
 from scforge.data import GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, OptionError
 from scforge.estimators import Encoder
-from scforge.foreign import (
-    AsIs,
-    FoldedRow,
-    Foreign,
-    LeftOut,
-    NameMap,
-    RowsInOrder,
-    Rule,
-    Stacked,
-    Transposed,
-    read_checkpoint,
-    register_family,
-)
-from scforge.foreign.base import FAMILIES, read_weights
+from scforge.foreign import Foreign, LeftOut, NameMap, Rule, Stacked, read_checkpoint, register_family
+from scforge.foreign.base import FAMILIES, AsIs, FoldedRow, RowsInOrder, Transposed, read_weights
 from scforge.models import TransformerEncoder
 
 

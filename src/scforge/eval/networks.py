@@ -54,8 +54,8 @@ def edges_from_embeddings(
     ----------
     embeddings
         A vector for each gene, shape (G, D), the index their names: what ``model.get_gene_embeddings()`` returns, or
-        mean moves of cells under the perturbation of each gene (:func:`scforge.insilico.mean_moves`; with `center`).
-        Genes with NaN, which have no vector, are left out.
+        mean moves of cells under the perturbation of each gene (:func:`scforge.insilico.screening.mean_moves`; with
+        `center`). Genes with NaN, which have no vector, are left out.
     tfs
         Sources; those without a vector are left out. None takes all genes.
     targets

@@ -5,17 +5,12 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
-    "AsIs": "scforge.foreign.base",
     "Family": "scforge.foreign.base",
-    "FoldedRow": "scforge.foreign.base",
     "Foreign": "scforge.foreign.base",
     "LeftOut": "scforge.foreign.base",
     "NameMap": "scforge.foreign.base",
-    "RowsInOrder": "scforge.foreign.base",
     "Rule": "scforge.foreign.base",
     "Stacked": "scforge.foreign.base",
-    "Transform": "scforge.foreign.base",
-    "Transposed": "scforge.foreign.base",
     "list_families": "scforge.foreign.base",
     "read_checkpoint": "scforge.foreign.base",
     "register_family": "scforge.foreign.base",
@@ -32,12 +27,7 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "NameMap",
     "Rule",
     "LeftOut",
-    "Transform",
-    "AsIs",
     "Stacked",
-    "Transposed",
-    "FoldedRow",
-    "RowsInOrder",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)
