@@ -551,7 +551,7 @@ class Tokenizer(ABC):
         if not isinstance(tokens, RaggedTokens):
             raise OptionError(
                 f"{type(self).__name__}._tokenize returned {type(tokens).__name__}; return "
-                "scforge.tokenizers.base.RaggedTokens(indptr, ids, values)."
+                "scforge.tokenizers.RaggedTokens(indptr, ids, values)."
             )
         return tokens
 
