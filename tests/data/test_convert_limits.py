@@ -63,7 +63,7 @@ def test_the_least_memory_is_told_and_enough():
     least = float(str(told.value).split("at least ")[1].removesuffix("GB."))
     small, large = (dataset_size(int(memory * 1e9), streams, vocab, table) for memory in (least, 4))
     assert small % 256 == large % 256 == 0
-    assert 256 < small < 100_000 < large < 500_000
+    assert 256 < small < 50_000 < large < 500_000
 
 
 def test_too_little_space_is_seen_before(tiny_adata, tmp_path, monkeypatch):
