@@ -99,7 +99,8 @@ def convert(
     seed
         Seed of that order.
     memory
-        Memory that the process may take, e.g. ``"4GB"``, or a number of bytes. More makes larger datasets.
+        Memory that the process may take, e.g. ``"4GB"``, or a number of bytes, of which about 0.9 GB are for Python
+        and the libraries. More makes larger datasets.
     layer
         Layer with raw counts; None reads X.
     gene_key
