@@ -28,8 +28,8 @@ import numpy as np
 import pandas as pd
 from sklearn.metrics import f1_score
 
-from scforge.finetuning import split_for
 from scforge.finetuning.metrics import calibration_error
+from scforge.finetuning.splits import split_for
 from scforge.models import Encoder, count_parameters
 
 DATASETS: dict[str, tuple[str, str, str | None]] = {

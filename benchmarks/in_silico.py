@@ -23,7 +23,8 @@ import anndata
 import numpy as np
 
 from scforge.eval.expression import log_expression
-from scforge.insilico import Perturbation, mean_moves
+from scforge.insilico import Perturbation
+from scforge.insilico.screening import mean_moves
 from scforge.models import Encoder
 from scforge.training import embed
 

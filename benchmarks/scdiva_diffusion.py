@@ -37,7 +37,7 @@ from scipy.stats import spearmanr
 import scforge
 from scforge.eval.rank_reconstruction import evaluate_reconstruction
 from scforge.models import ScDiVa
-from scforge.tokenizers import serialization_weights
+from scforge.tokenizers.entropy_ranked import serialization_weights
 
 
 def main() -> None:

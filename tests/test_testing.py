@@ -9,7 +9,8 @@ from scforge.data import CellBlock, GeneVocab
 from scforge.data.cells import content_keys
 from scforge.errors import OptionError
 from scforge.testing import check_tokenizer
-from scforge.tokenizers import Masking, RaggedTokens, Tokenizer
+from scforge.tokenizers import Masking, Tokenizer
+from scforge.tokenizers.base import RaggedTokens
 
 
 class Sorted(Tokenizer):

@@ -6,7 +6,7 @@ from torch import nn
 
 from scforge.config.schema import ModelConfig
 from scforge.models import CellModule, count_parameters, get_model, list_models
-from scforge.models.components import fill_gene_vectors
+from scforge.models.components.gene_vectors import fill_gene_vectors
 from scforge.models.registry import MODELS, check_model_options, option_names
 from scforge.testing import check_model
 

@@ -22,9 +22,12 @@ import re, sys
 from pathlib import Path
 from scforge.data import convert
 convert(sys.argv[1], sys.argv[2], memory=sys.argv[3])
+status = dict(re.findall(r"(\\w+):\\s*(\\d+) kB", Path("/proc/self/status").read_text()))
 # Not ru_maxrss, which a process has from the one that started it.
-print(1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1]))
+print(1024 * (int(status["VmHWM"]) - int(status["RssFile"])))
 """
+LIBRARY_FILES = 400_000_000
+"""Of what is planned for libraries, the pages of their files: the kernel chooses how many stay, and takes them back."""
 
 
 def write_random(path: Path, n_cells: int, n_genes: int, n_expressed: int) -> None:
@@ -50,7 +53,7 @@ def test_memory_stays_below_what_is_given(tmp_path, memory, n_cells):
     write_random(tmp_path / "a.h5ad", n_cells, 20_000, 1000)
     command = [sys.executable, "-c", CONVERT, *(str(tmp_path / name) for name in ("a.h5ad", "s.zarr")), memory]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert int(run.stdout) < parse_bytes("memory", memory)
+    assert int(run.stdout) < parse_bytes("memory", memory) - LIBRARY_FILES
     assert len(StoreInfo.read(tmp_path / "s.zarr").datasets) > 1
 
 
@@ -63,7 +66,7 @@ def test_the_least_memory_is_told_and_enough():
     least = float(str(told.value).split("at least ")[1].removesuffix("GB."))
     small, large = (dataset_size(int(memory * 1e9), streams, vocab, table) for memory in (least, 4))
     assert small % 256 == large % 256 == 0
-    assert 256 < small < 100_000 < large < 500_000
+    assert 256 < small < 50_000 < large < 500_000
 
 
 def test_too_little_space_is_seen_before(tiny_adata, tmp_path, monkeypatch):

@@ -201,3 +201,34 @@ def test_generated_cells(many_adata: ad.AnnData) -> None:
     kinds = {row.name: row.kind for row in report.rows}
     assert kinds["scforge"] == "model"
     assert "baseline" in kinds.values()
+
+
+def test_models_that_are_none(trained: Encoder) -> None:
+    for models in ({}, "folder", {"x": "folder"}, {"x": []}):
+        with pytest.raises(OptionError, match="models is no model and no {name: model}"):
+            evaluate_models(models, trained.adata, benchmarks="geometry", **QUICK)
+    with pytest.raises(OptionError, match=r"seeds=\(\) is no list of seeds"):
+        evaluate_models(trained, trained.adata, benchmarks="gene_network", network=edges(), seeds=())
+    with pytest.raises(DataError, match="the true edges have no column 'source'"):
+        evaluate_models(
+            trained,
+            trained.adata,
+            benchmarks="gene_network",
+            network=edges().rename(columns={"source": "tf"}),
+            seeds=(0,),
+        )
+    with pytest.raises(OptionError, match="reference_model is of type AnnData; give a model"):
+        Encoder.load_query_data(trained.adata, trained.adata)
+    with pytest.raises(OptionError, match=r"plan_kwargs=\[1\] is no dictionary"):
+        trained.train(1, plan_kwargs=[1])
+    with pytest.raises(OptionError, match="max_len=5 has no use with format='transformers'"):
+        trained.export("there", "transformers", max_len=5)
+
+
+def test_a_key_that_names_nothing(trained: Encoder, tmp_path: Path) -> None:
+    annotator = trained.finetune("annotation", labels_key="group", lora=False)
+    annotator.train(**TRAINING)
+    annotator.evaluate(key_added=None, baselines=False)
+    assert "scforge" not in annotator.adata.uns or None not in annotator.adata.uns["scforge"]
+    with pytest.raises(OptionError, match="key_added=3 is no name"):
+        annotator.predict(key_added=3)

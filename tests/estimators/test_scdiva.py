@@ -12,7 +12,7 @@ from scforge.config import load_config, recipe_path
 from scforge.errors import GeneMismatchError, ModelFileError, NotTrainedWarning, OptionError
 from scforge.estimators import Encoder, ScDiVa
 from scforge.estimators.evaluate import knows_labels
-from scforge.tokenizers import serialization_weights
+from scforge.tokenizers.entropy_ranked import serialization_weights
 from scforge.workflows import train_from_config
 
 SMALL = {"n_top_genes": 40, "hidden_dim": 16, "num_layers": 1, "num_heads": 2, "latent_dim": 4, "max_tokens": 16}

@@ -52,6 +52,17 @@ def test_gene_figures_are_pearson_correlations_on_the_log_scale(cells: ad.AnnDat
     assert found == pytest.approx(scores, abs=1e-5)
 
 
+def test_figures_follow_cells_and_options_that_change(cells: ad.AnnData) -> None:
+    made, real, benchmark = cells[:120].copy(), cells[120:], Generation(n_comps=5)
+    before = benchmark.run(made, real)
+    made.X.data[:] = made.X.data[::-1].copy()
+    after = benchmark.run(made, real)
+    assert after != before
+    assert after == Generation(n_comps=5).run(made, real)
+    benchmark.max_cells = 40
+    assert benchmark.run(made, real) == Generation(n_comps=5, max_cells=40).run(made, real)
+
+
 def test_kernel_is_as_wide_as_the_median_distance(cells: ad.AnnData) -> None:
     """With all components nothing is lost, so distances are those of the expression itself."""
     made, real = cells[:50], cells[50:100]

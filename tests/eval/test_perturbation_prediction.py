@@ -59,6 +59,20 @@ def test_figures_are_means_over_effects(real) -> None:
     assert 0 < figures["direction_accuracy"] <= 1
 
 
+def test_figures_follow_predictions_that_change_in_place(real) -> None:
+    benchmark = prediction()
+    made = made_of(benchmark, real, 0.5, 0.1)
+    before = benchmark.run(made, real)
+    made[:] = made_of(benchmark, real).to_numpy()
+    after = benchmark.run(made, real)
+    assert after["pearson_delta"] == pytest.approx(1.0) != before["pearson_delta"]
+    changed = real.copy()
+    benchmark.run(made, changed)
+    changed.X = changed.X[::-1].copy()
+    expected = prediction().run(made, changed)["pearson_delta"]
+    assert benchmark.run(made, changed)["pearson_delta"] == pytest.approx(expected)
+
+
 def test_cells_and_their_mean_effects_score_the_same_except_for_the_distance(real, again, perturbed) -> None:
     benchmark = prediction()
     deltas = benchmark.deltas(again, real)[0].droplevel("context")

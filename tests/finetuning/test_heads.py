@@ -2,8 +2,15 @@ import numpy as np
 import pytest
 import torch
 
-from scforge.finetuning import FineTunedModule, PredictionHead
-from scforge.finetuning.heads import CalibratedHead, Standardize, fit_temperature, normalized_entropy, probabilities_of
+from scforge.finetuning import PredictionHead
+from scforge.finetuning.heads import (
+    CalibratedHead,
+    FineTunedModule,
+    Standardize,
+    fit_temperature,
+    normalized_entropy,
+    probabilities_of,
+)
 from scforge.models import GenePoolingModel
 
 

@@ -3,8 +3,7 @@ import pandas as pd
 import pytest
 
 from scforge.errors import DataError, OptionError
-from scforge.finetuning import Split, split_for
-from scforge.finetuning.splits import check_shares, split_from, with_each_in_training
+from scforge.finetuning.splits import Split, check_shares, split_for, split_from, with_each_in_training
 
 
 def parts(split: Split) -> tuple[np.ndarray, ...]:

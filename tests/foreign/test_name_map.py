@@ -7,17 +7,14 @@ import torch
 from scforge.data import GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, OptionError
 from scforge.estimators import Encoder
-from scforge.foreign import NameMap, Rule, read_checkpoint, register_family
+from scforge.foreign import Foreign, LeftOut, NameMap, Rule, read_checkpoint, register_family, stacked
 from scforge.foreign.base import (
     AS_IS,
     FAMILIES,
     TRANSPOSED,
-    Foreign,
-    LeftOut,
     folded_row,
     read_weights,
     rows_in_order,
-    stacked,
 )
 from scforge.models import TransformerEncoder
 

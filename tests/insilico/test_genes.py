@@ -9,7 +9,7 @@ from scforge.data import GeneVocab, open_cells
 from scforge.errors import OptionError, ScforgeWarning
 from scforge.insilico import attention_between_genes, contextual_gene_embeddings, input_gene_embeddings
 from scforge.models import get_model
-from scforge.models.components import fill_gene_vectors
+from scforge.models.components.gene_vectors import fill_gene_vectors
 from scforge.tokenizers import get_tokenizer
 
 ARCHITECTURES = ["transformer_encoder", "masked_autoencoder", "autoregressive_transformer", "gene_pooling"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from scforge.data import GeneVocab, open_cells
-from scforge.insilico import predict_counted, predict_uncounted
+from scforge.insilico.imputation import predict_counted, predict_uncounted
 from scforge.models.protocol import ModelOutput
 from scforge.tokenizers import get_tokenizer
 from scforge.training.objectives.base import get_objective

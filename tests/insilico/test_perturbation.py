@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from scipy import sparse
 
 from scforge.data import CellBlock, GeneVocab, open_cells
-from scforge.insilico import Perturbation, PerturbedCells
-from scforge.insilico.screening import with_counts
+from scforge.insilico import Perturbation
+from scforge.insilico.screening import PerturbedCells, with_counts
 from scforge.tokenizers import get_tokenizer
 
 N_GENES = 6

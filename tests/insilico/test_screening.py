@@ -5,8 +5,8 @@ from scipy.stats import false_discovery_control, kstest
 
 from scforge.data import GeneVocab
 from scforge.data.cells import Cells, CellSource
-from scforge.insilico import Perturbation, mean_moves, screen
-from scforge.insilico.screening import centroid, units, with_rates
+from scforge.insilico import Perturbation, screen
+from scforge.insilico.screening import centroid, mean_moves, units, with_rates
 
 N_GENES = 60
 

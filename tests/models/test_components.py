@@ -5,13 +5,8 @@ from torch import nn
 from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
 from scforge.models import get_model, init_weights
-from scforge.models.components import (
-    GeneExpressionEmbedding,
-    MaskedGenePredictionHead,
-    cls_pool,
-    last_pool,
-    mean_pool,
-)
+from scforge.models.components import GeneExpressionEmbedding, MaskedGenePredictionHead, cls_pool, mean_pool
+from scforge.models.components.pooling import last_pool
 
 
 def test_embedding_sums_gene_position_and_value():

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from scforge.models.components import Dropout
+from scforge.models.components.transformer import Dropout
 
 
 @pytest.mark.parametrize("p", [0.1, 0.9])

@@ -4,8 +4,8 @@ from torch import nn
 
 from scforge.errors import OptionError
 from scforge.models import GenePoolingModel, TransformerEncoder, count_parameters, init_weights
-from scforge.models.components import GeneExpressionEmbedding, GeneVectorBag, GeneVectorEmbedding, fill_gene_vectors
-from scforge.models.components.gene_vectors import check_filled
+from scforge.models.components import GeneExpressionEmbedding, GeneVectorEmbedding
+from scforge.models.components.gene_vectors import GeneVectorBag, check_filled, fill_gene_vectors
 from scforge.training.optimizers import make_optimizer
 
 V, H, D, LEARNED = 40, 16, 7, 9

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from scforge.errors import OptionError
-from scforge.models import GeneratedCells, ScDiVaModel
+from scforge.models import ScDiVaModel
+from scforge.models.protocol import GeneratedCells
 
 VOCAB = 64
 OPTIONS = [{}, {"position_embedding": "rotary"}, {"mode": "vector"}]

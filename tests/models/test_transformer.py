@@ -9,9 +9,9 @@ from torch import nn
 
 from scforge.errors import OptionError
 from scforge.models._utils import init_weights
-from scforge.models.components import KeyValueCache, TransformerStack
+from scforge.models.components import TransformerStack
 from scforge.models.components import transformer as module
-from scforge.models.components.attention import generate_causal_mask
+from scforge.models.components.attention import KeyValueCache, generate_causal_mask
 
 BATCH, SEQ, HIDDEN = 9, 20, 16
 LENGTHS = torch.tensor([20, 19, 18, 11, 10, 3, 1, 0, 20])

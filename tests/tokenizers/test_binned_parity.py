@@ -8,7 +8,8 @@ from scipy import sparse
 from scforge.data import CellBlock, GeneVocab
 from scforge.data.cells import CellSource
 from scforge.errors import DataError, OptionError
-from scforge.tokenizers import get_tokenizer, quantile_bins
+from scforge.tokenizers import get_tokenizer
+from scforge.tokenizers.binned_expression import quantile_bins
 
 EXAMPLE = [0, 1, 1, 1, 2, 3, 5, 8, 0, 13]
 

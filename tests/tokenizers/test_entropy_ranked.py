@@ -6,7 +6,8 @@ from scforge.data import GeneVocab, open_cells
 from scforge.data.statistics import measure_entropies
 from scforge.errors import OptionError
 from scforge.models import Encoder
-from scforge.tokenizers import get_tokenizer, serialization_weights
+from scforge.tokenizers import get_tokenizer
+from scforge.tokenizers.entropy_ranked import serialization_weights
 from scforge.training import CellDataModule
 
 

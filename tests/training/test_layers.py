@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from scforge.errors import OptionError
-from scforge.finetuning import FineTunedModule, PredictionHead
+from scforge.finetuning import PredictionHead
+from scforge.finetuning.heads import FineTunedModule
 from scforge.models import GenePoolingModel, TransformerEncoder
 from scforge.training.plan import GradualUnfreezing, freeze_layers, layer_groups, learning_rate_factors
 

@@ -5,7 +5,8 @@ import math
 import pytest
 
 from scforge.errors import DataError, OptionError
-from scforge.training import TableLogger, make_loggers
+from scforge.training import make_loggers
+from scforge.training.monitoring import TableLogger
 
 
 def table(path) -> list[dict[str, str]]:

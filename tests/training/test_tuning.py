@@ -2,9 +2,8 @@ import pytest
 import torch
 
 from scforge.errors import OptionError, TrainingError
-from scforge.training import find_batch_size
 from scforge.training.devices import checkpointed, compiled
-from scforge.training.fitting import _kept_bytes, choose_precision
+from scforge.training.fitting import _kept_bytes, choose_precision, find_batch_size
 from scforge.training.monitoring import flops_per_token, peak_flops
 
 CPU = torch.device("cpu")

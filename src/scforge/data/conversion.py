@@ -99,7 +99,8 @@ def convert(
     seed
         Seed of that order.
     memory
-        Memory that the process may take, e.g. ``"4GB"``, or a number of bytes. More makes larger datasets.
+        Memory that the process may take, e.g. ``"4GB"``, or a number of bytes, of which about 0.9 GB are for Python
+        and the libraries. More makes larger datasets.
     layer
         Layer with raw counts; None reads X.
     gene_key
@@ -327,8 +328,8 @@ def dataset_size(memory: int, streams: Sequence[CellStream], vocab: GeneVocab, t
             f"give at least {(fixed + _MIN) / 1e9 + 0.05:.1f}GB."
         )
     n_entries = sum(stream.n_entries for stream in streams)
-    # As they stand in the temporary files, and as they are gathered, twice while they are packed.
-    n_bytes = 3 * _entry_bytes(vocab.n_genes) * n_entries
+    # As they stand in the temporary files, as they are gathered, and twice while they are packed.
+    n_bytes = 5 * _entry_bytes(vocab.n_genes) * n_entries
     n_datasets = max(1, -(-n_bytes // (memory - fixed)))
     return -(-len(table) // (n_datasets * CHUNK_SIZE)) * CHUNK_SIZE  # whole chunks
 

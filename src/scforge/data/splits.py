@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-_N_ORDERS = 200
+_N_ORDERS = 1_000
 """Random orders of the groups that are tried."""
 
 

@@ -55,6 +55,8 @@ def pbmc3k() -> AnnData:
 
     with resources.as_file(resources.files("scforge.datasets").joinpath("data", "pbmc3k.h5ad")) as path:
         adata = anndata.read_h5ad(path)
+    about = adata.uns["scforge_dataset"]
+    about["license"] = about.pop("licence")
     # The file holds small integers by gene, which compress best; rows of float32 are what everything else works on.
     counts = adata.X.tocsr().astype(np.float32)
     counts.sort_indices()

@@ -558,6 +558,7 @@ class Encoder(CellModel):
             key_added = QUERY_KEY
         assert self.spec.tuning is not None  # it has a task
         check_options("option of predict", self.spec.tuning.task, options, options_of(task.predict))
+        _check_key_added(key_added)
         source = self._source(adata)
         predictor = self._predictor(self._open(source), batch_size)
         return task.predict(predictor, source if isinstance(source, AnnData) else None, key_added=key_added, **options)
@@ -568,7 +569,7 @@ class Encoder(CellModel):
         *,
         baselines: bool = True,
         base: Encoder | None = None,
-        key_added: str = "metrics",
+        key_added: str | None = "metrics",
         batch_size: int = 256,
         seed: int = 0,
     ) -> pd.DataFrame:
@@ -587,7 +588,8 @@ class Encoder(CellModel):
             The model before fine-tuning, for the baseline of its frozen embedding; None takes the one that
             :meth:`finetune` was called on, where that is in memory.
         key_added
-            Key in ``adata.uns["scforge"]`` for the table; further tables get ``<key_added>_<table>``.
+            Key in ``adata.uns["scforge"]`` for the table; further tables get ``<key_added>_<table>``. None writes
+            nothing.
         batch_size
             Cells a batch.
         seed
@@ -656,7 +658,7 @@ class Encoder(CellModel):
             seed=seed,
         )
         evaluated = task.evaluate(context)
-        if isinstance(source, AnnData):
+        if key_added is not None and isinstance(source, AnnData):
             tables = {f"{key_added}_{name}": table for name, table in evaluated.tables.items()}
             source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key_added: evaluated.metrics, **tables}
         return evaluated.metrics
@@ -824,6 +826,8 @@ class Encoder(CellModel):
         (60, 32)
         """
         reference = cls.load(reference_model) if isinstance(reference_model, str | os.PathLike) else reference_model
+        if not isinstance(reference, Encoder):
+            raise OptionError(f"reference_model is of type {type(reference).__name__}; give a model or its folder.")
         if not reference.is_trained_:
             raise OptionError("reference_model is not trained; train it, or load one that is.")
         tuning = reference.spec.tuning
@@ -982,6 +986,7 @@ class Encoder(CellModel):
         columns = {"label": pd.Categorical(found, categories=categories), "uncertainty": uncertainty}
         table = pd.DataFrame(columns, index=index)
         if adata is not None:
+            _check_key_added(key_added)
             key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
             adata.obs[key] = table["label"]
             adata.obs[f"{key}_uncertainty"] = table["uncertainty"]
@@ -1762,6 +1767,8 @@ class Encoder(CellModel):
         ['export.json', 'model.pt2', 'vocab.json']
         """
         if format == "transformers":
+            if max_len is not None:
+                raise OptionError(f"max_len={max_len} has no use with format='transformers'; leave it out.")
             from scforge.foreign.geneformer import to_geneformer
 
             to_geneformer(self, path, overwrite=overwrite)
@@ -1935,3 +1942,9 @@ class Encoder(CellModel):
         model.is_trained_ = True  # elsewhere
         model._facts = CardFacts.of_checkpoint(found)
         return cast("Self", model)
+
+
+def _check_key_added(key: str | None) -> None:
+    """Raise :class:`~scforge.errors.OptionError` unless a key can name what is written."""
+    if key is not None and (not isinstance(key, str) or not key):
+        raise OptionError(f"key_added={key!r} is no name; give text.")

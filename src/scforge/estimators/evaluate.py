@@ -18,9 +18,9 @@ from scforge.estimators.generate import check_generates
 from scforge.estimators.interpret import untrained_embedder
 from scforge.eval.base import Evaluation, check_column, to_evaluation
 from scforge.eval.generation import evaluate_generation
-from scforge.eval.harness import entries_of, evaluate, write_metrics
+from scforge.eval.harness import check_seeds, entries_of, evaluate, write_metrics
 from scforge.eval.label_prediction import is_collapsed
-from scforge.eval.networks import edges_from_embeddings, evaluate_network, read_network
+from scforge.eval.networks import check_edges, edges_from_embeddings, evaluate_network, read_network
 from scforge.insilico.gene_embeddings import input_gene_embeddings
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def evaluate_models(
     ['baseline', 'model', 'untrained']
     """
     check_is_adata(adata)
+    check_seeds(seeds)
     trained = {"scforge": [models]} if isinstance(models, CellModel) else _lists(models)
     evaluations = [] if benchmarks is None else [to_evaluation(entry) for entry in entries_of(benchmarks)]
     others = [one for one in evaluations if one.subject != "embedding"]
@@ -297,7 +298,15 @@ def each_model(models: Mapping[str, CellModel | Sequence[CellModel]]) -> dict[st
 
 
 def _lists(models: Mapping[str, CellModel | Sequence[CellModel]]) -> dict[str, list[CellModel]]:
-    return {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
+    several = isinstance(models, Mapping) and len(models) > 0
+    lists = (
+        {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
+        if several
+        else {}
+    )
+    if not several or not all(some and all(isinstance(one, CellModel) for one in some) for some in lists.values()):
+        raise OptionError("models is no model and no {name: model}; load what is in a folder with Encoder.load.")
+    return lists
 
 
 def _keys(models: Mapping[str, CellModel], adata: AnnData, given: Mapping[str, str | None]) -> dict[str, str | None]:
@@ -439,7 +448,12 @@ def _networks(
     vectors = {name: table[~table.index.duplicated()] for name, table in vectors.items()}
     # What is asked is what models know of genes that all of them know.
     named = set.intersection(*(set(table.index) for table in vectors.values()))
+    check_edges("the true edges", truth)
     sources = sorted(set(truth["source"]) & named)
+    if not sources:
+        raise DataError(
+            f"no source of the true edges is among the {len(named)} genes that the models know; check gene_key."
+        )
     scores = {name: edges_from_embeddings(table, sources, center=True) for name, table in vectors.items()}
     return evaluate_network(
         scores,

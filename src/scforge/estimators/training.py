@@ -91,6 +91,10 @@ def train_options(
     further = dict(options)
     if "enable_progress_bar" in further:  # as scvi-tools and its autotune call it
         given = {**given, "progress_bar": further.pop("enable_progress_bar")}
+    if not isinstance(plan_kwargs, Mapping | None):
+        raise OptionError(
+            f"plan_kwargs={plan_kwargs!r} is no dictionary of options; write plan_kwargs={{name: value}}."
+        )
     for name, value in (plan_kwargs or {}).items():
         if name in further or given.get(name) not in (None, getattr(TrainOptions, name, None)):
             raise OptionError(f"{name} is given in plan_kwargs and beside it; give it once.")

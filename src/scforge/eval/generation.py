@@ -17,7 +17,7 @@ from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.base import Benchmark, check_column, register_benchmark
 from scforge.eval.expression import log_normalized, scale_difference, totals_of
-from scforge.eval.harness import compare
+from scforge.eval.harness import check_seeds, compare
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -152,7 +152,7 @@ class Generation(Benchmark):
 
     def _parts(self, made: AnnData, reference: AnnData) -> _Parts:
         """Compute what does not depend on the draw, once for the figures and their draws."""
-        key = (self.seed, self._mark(made), self._mark(reference))
+        key = ((self.seed, self.n_comps, self.max_cells), self._mark(made), self._mark(reference))
         if self._last is not None and self._last[0] == key and None not in (key[1][0], key[2][0]):
             return self._last[1]
         real, cells = self._cells(reference, "real"), self._cells(made, "generated")
@@ -674,6 +674,7 @@ def evaluate_generation(
     ['mine', 'training cells', 'independent genes', 'mean and Poisson']
     """
     made = dict(generated) if isinstance(generated, Mapping) else {"generated": generated}
+    check_seeds(seeds)
     benchmark = Generation(labels_key, n_comps, max_cells, int(seeds[0]))
     check_disjoint(train.obs_names, real.obs_names)
     names = real.var_names

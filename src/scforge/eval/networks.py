@@ -54,8 +54,8 @@ def edges_from_embeddings(
     ----------
     embeddings
         A vector for each gene, shape (G, D), the index their names: what ``model.get_gene_embeddings()`` returns, or
-        mean moves of cells under the perturbation of each gene (:func:`scforge.insilico.mean_moves`; with `center`).
-        Genes with NaN, which have no vector, are left out.
+        mean moves of cells under the perturbation of each gene (:func:`scforge.insilico.screening.mean_moves`; with
+        `center`). Genes with NaN, which have no vector, are left out.
     tfs
         Sources; those without a vector are left out. None takes all genes.
     targets
@@ -504,7 +504,7 @@ class Universe:
         DataError
             If columns are missing, a weight is not a number, or a pair stands there twice.
         """
-        _check_edges("the scores", made, "weight")
+        check_edges("the scores", made, "weight")
         rows, columns = _places(made["source"], self.tfs), _places(made["target"], self.genes)
         inside = (rows >= 0) & (columns >= 0)
         weights = made["weight"].to_numpy(dtype=np.float64)[inside]
@@ -687,7 +687,7 @@ class GeneNetwork(Benchmark):
         DataError
             If columns or names are missing, or no true edge is left.
         """
-        _check_edges("the truth", reference)
+        check_edges("the truth", reference)
         given = reference[["source", "target"]].astype(str).drop_duplicates()
         kept = given[given["source"] != given["target"]]
         if self.tfs is not None:
@@ -735,7 +735,7 @@ class GeneNetwork(Benchmark):
         return len(self.universe(reference).tfs)
 
 
-def _check_edges(what: str, edges: pd.DataFrame, *more: str) -> None:
+def check_edges(what: str, edges: pd.DataFrame, *more: str) -> None:
     """Raise unless a table has the columns ``source``, ``target`` and `more`, and no name is missing."""
     for column in ("source", "target", *more):
         if column not in edges or (column not in more and edges[column].isna().any()):

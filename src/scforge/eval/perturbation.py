@@ -13,6 +13,7 @@ from scipy import sparse
 
 from scforge._checks import check_count, check_seed
 from scforge._constants import UNS_KEY
+from scforge.data.checks import content_mark
 from scforge.errors import DataError, listing
 from scforge.eval.base import Benchmark, register_benchmark
 from scforge.eval.expression import Effects, scale_difference
@@ -499,6 +500,17 @@ def _some(rows: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
 _CALIBRATED = ("pearson_delta", "wmse")
 
 
+def _mark_of(cells: AnnData | pd.DataFrame | str) -> Any:
+    """Return what changes with predicted or measured effects; None if that cannot be told."""
+    if isinstance(cells, str):
+        return cells
+    if isinstance(cells, pd.DataFrame):
+        return content_mark(cells.to_numpy()), hash(tuple(cells.index)), hash(tuple(cells.columns))
+    mark = content_mark(cells.X)
+    table = pd.util.hash_pandas_object(cells.obs.astype(str), index=True).sum()
+    return None if mark is None else (mark, hash(tuple(cells.var_names)), int(table))
+
+
 @register_benchmark("perturbation_prediction")
 class PerturbationPrediction(Benchmark):
     """How well effects of perturbations are predicted that the training did not see.
@@ -650,8 +662,9 @@ class PerturbationPrediction(Benchmark):
         effect with fewer than two cells.
         """
         known = self._reference(reference)
-        for other, table in self._tables:
-            if other is made:
+        mark = _mark_of(made)
+        for its_mark, table in self._tables:
+            if mark is not None and its_mark == mark:
                 return table
         described = pd.DataFrame(
             {
@@ -663,7 +676,7 @@ class PerturbationPrediction(Benchmark):
         )
         figures = known.duplicate() if isinstance(made, str) else known.figures(*self._predicted(made, known))
         table = pd.concat([described, figures], axis=1)
-        self._tables.append((made, table))
+        self._tables.append((mark, table))
         return table
 
     def deltas(self, made: AnnData | pd.DataFrame, reference: AnnData) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -693,9 +706,10 @@ class PerturbationPrediction(Benchmark):
         return found[list(self.metrics)]
 
     def _reference(self, reference: AnnData) -> Reference:
-        if self._kept is None or self._kept[0] != self.seed or self._kept[1] is not reference:
+        mark = _mark_of(reference)
+        if self._kept is None or mark is None or self._kept[:2] != (self.seed, mark):
             self._tables = []
-            self._kept = (self.seed, reference, Reference.of(reference, self._train, self))
+            self._kept = (self.seed, mark, Reference.of(reference, self._train, self))
         return self._kept[2]
 
     def _predicted(self, made: Any, known: Reference) -> tuple[np.ndarray, PerturbedCells | None]:

@@ -71,6 +71,7 @@ def discrimination_scores(
     ([1.0, 1.0, 1.0, 1.0], [0.625, 0.625, 0.625, 0.625])
     """
     left_out = np.zeros(measured.shape, dtype=bool) if left_out is None else left_out
+    _check_shapes(measured, contexts, predicted=predicted, left_out=left_out)
     found = np.full(len(measured), np.nan)
     for rows in _within(contexts, len(measured)):
         if len(rows) > 1:
@@ -83,7 +84,20 @@ def _within(contexts: Sequence[object] | None, n_effects: int) -> list[np.ndarra
     """Return the rows of the effects of each context, int64; of all, where there are no contexts."""
     if contexts is None:
         return [np.arange(n_effects)]
-    return list(pd.Series(range(n_effects)).groupby(np.asarray(contexts, dtype=object)).indices.values())
+    codes = pd.factorize(np.asarray(contexts, dtype=object), use_na_sentinel=False)[0]
+    return [np.flatnonzero(codes == code) for code in range(codes.max(initial=-1) + 1)]
+
+
+def _check_shapes(measured: np.ndarray, contexts: Sequence[object] | None, **others: np.ndarray | None) -> None:
+    """Raise :class:`~scforge.errors.DataError` unless there is an entry for each effect and gene."""
+    for name, values in others.items():
+        if values is not None and np.shape(values) != measured.shape:
+            raise DataError(
+                f"{name} has the shape {np.shape(values)}, measured {measured.shape}; give one row a perturbation and "
+                "one column a gene."
+            )
+    if contexts is not None and len(contexts) != len(measured):
+        raise DataError(f"contexts has {len(contexts)} entries for {len(measured)} effects; give one for each.")
 
 
 def _nearer(distances: np.ndarray, *, atol: float) -> np.ndarray:

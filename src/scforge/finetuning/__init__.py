@@ -7,15 +7,12 @@ from scforge._lazy import lazy_names
 _NAMES = {
     "Evaluated": "scforge.finetuning.base",
     "EvaluationContext": "scforge.finetuning.base",
-    "FineTunedModule": "scforge.finetuning.heads",
     "PredictionHead": "scforge.finetuning.heads",
     "Predictor": "scforge.finetuning.base",
-    "Split": "scforge.finetuning.splits",
     "Task": "scforge.finetuning.base",
     "get_task": "scforge.finetuning.base",
     "list_tasks": "scforge.finetuning.base",
     "register_task": "scforge.finetuning.base",
-    "split_for": "scforge.finetuning.splits",
 }
 
 __all__ = [  # noqa: RUF022 -- in the order in which one meets them
@@ -23,13 +20,10 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "register_task",
     "get_task",
     "list_tasks",
-    "FineTunedModule",
     "PredictionHead",
     "Predictor",
     "EvaluationContext",
     "Evaluated",
-    "Split",
-    "split_for",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

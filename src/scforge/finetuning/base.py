@@ -33,7 +33,7 @@ class Predictor:
     Attributes
     ----------
     module
-        A :class:`~scforge.finetuning.FineTunedModule`; of a base model, the architecture alone.
+        A :class:`~scforge.finetuning.heads.FineTunedModule`; of a base model, the architecture alone.
     tokenizer
         Its tokenizer.
     objective
@@ -231,7 +231,7 @@ class Task(Objective):
     def split(
         self, column: Column, *, validation_size: float, test_size: float, split_by: str | None, seed: int
     ) -> Split | None:
-        """Split cells in a way of the task's own; None leaves it to :func:`scforge.finetuning.split_for`."""
+        """Split cells in a way of the task's own; None leaves it to :func:`scforge.finetuning.splits.split_for`."""
         return None
 
     def check_split(self, column: Column, split: Split) -> None:

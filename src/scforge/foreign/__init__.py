@@ -6,11 +6,14 @@ from scforge._lazy import lazy_names
 
 _NAMES = {
     "Family": "scforge.foreign.base",
+    "Foreign": "scforge.foreign.base",
+    "LeftOut": "scforge.foreign.base",
     "NameMap": "scforge.foreign.base",
     "Rule": "scforge.foreign.base",
     "list_families": "scforge.foreign.base",
     "read_checkpoint": "scforge.foreign.base",
     "register_family": "scforge.foreign.base",
+    "stacked": "scforge.foreign.base",
     "to_geneformer": "scforge.foreign.geneformer",
 }
 
@@ -20,8 +23,11 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "list_families",
     "register_family",
     "Family",
+    "Foreign",
     "NameMap",
     "Rule",
+    "LeftOut",
+    "stacked",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

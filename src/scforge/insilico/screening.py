@@ -275,7 +275,9 @@ class PerturbedCells:
     >>> import numpy as np, scforge
     >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:60, :300].copy())
     >>> delete = scforge.insilico.Perturbation("delete")
-    >>> copies = scforge.insilico.PerturbedCells(cells, delete, rows=np.array([0, 0]), genes=np.array([[3], [4]]))
+    >>> copies = scforge.insilico.screening.PerturbedCells(
+    ...     cells, delete, rows=np.array([0, 0]), genes=np.array([[3], [4]])
+    ... )
     >>> len(copies)
     2
     """

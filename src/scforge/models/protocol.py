@@ -200,7 +200,7 @@ class GeneratingModule(CellModule, Protocol):
 
         Returns
         -------
-        Tokens, values and bins, see :class:`~scforge.models.GeneratedCells`.
+        Tokens, values and bins, see :class:`~scforge.models.protocol.GeneratedCells`.
         """
         ...
 

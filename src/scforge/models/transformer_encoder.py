@@ -55,7 +55,7 @@ class TransformerEncoder(nn.Module):
     pooling
         ``"cls"`` (state of the first token), ``"mean"`` (mean over tokens), ``"genes"`` (mean over tokens but special
         ones, see `n_special`), ``"last"`` (state of the last token) or ``"depths"`` (four of them, as scFoundation: see
-        :func:`scforge.models.components.depth_pool`).
+        :func:`scforge.models.components.pooling.depth_pool`).
     activation
         ``"gelu"``, ``"relu"`` or ``"silu"``.
     use_expression_values

@@ -21,6 +21,6 @@ _NAMES = {name: f"scforge.soma.{name}" for name in ("utils", "v1")} | {
     "train": "scforge.soma.training",
 }
 
-__all__ = ["embed", "gene_table", "read_documents", "read_fasta", "train"]
+__all__ = ["TrainedModel", "embed", "gene_table", "read_documents", "read_fasta", "train", "utils", "v1"]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

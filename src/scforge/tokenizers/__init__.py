@@ -16,9 +16,7 @@ _NAMES = {
     "Tokenizer": "scforge.tokenizers.base",
     "get_tokenizer": "scforge.tokenizers.base",
     "list_tokenizers": "scforge.tokenizers.base",
-    "quantile_bins": "scforge.tokenizers.binned_expression",
     "register_tokenizer": "scforge.tokenizers.base",
-    "serialization_weights": "scforge.tokenizers.entropy_ranked",
 }
 
 __all__ = [  # noqa: RUF022 -- in the order in which one meets them
@@ -27,11 +25,9 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "RaggedTokens",
     "RankValueTokenizer",
     "EntropyRankedTokenizer",
-    "serialization_weights",
     "BinnedExpressionTokenizer",
     "ContinuousProjectionTokenizer",
     "GeneEmbeddingTokenizer",
-    "quantile_bins",
     "Masking",
     "register_tokenizer",
     "get_tokenizer",

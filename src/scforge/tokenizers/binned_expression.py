@@ -234,7 +234,7 @@ class BinnedExpressionTokenizer(Tokenizer):
     side
         What happens to counts that span several quantiles: ``"both"`` spreads them over these bins at random (scGPT's
         default), ``"one"`` takes the highest of the bins, ``"tahoe"`` the lowest (Tahoe-x1); see
-        :func:`scforge.tokenizers.quantile_bins`.
+        :func:`scforge.tokenizers.binned_expression.quantile_bins`.
     edges
         Bin by these ascending log1p CP10K values in all cells: a gene gets bin 1 plus the number of edges that its
         value reaches.

@@ -80,7 +80,7 @@ class EntropyRankedTokenizer(Tokenizer):
     append_cls, append_eos
         Put a CLS token before the genes, an EOS token behind them.
     weighting
-        See :func:`~scforge.tokenizers.serialization_weights`.
+        See :func:`~scforge.tokenizers.entropy_ranked.serialization_weights`.
 
     Raises
     ------

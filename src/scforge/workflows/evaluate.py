@@ -71,7 +71,7 @@ def evaluate_to(
         Where to write: a ``.csv`` file for the figures, for embeddings also a folder for the report. None writes
         nothing.
     benchmarks
-        What to score embeddings by, as in :meth:`Encoder.evaluate`.
+        What to score embeddings by, as in :func:`scforge.workflows.evaluate_models`.
     baselines
         Compute baselines; for embeddings they may be named.
     batch_size

@@ -7,7 +7,8 @@ import torch
 from sklearn.metrics import f1_score
 
 from scforge.errors import DataError, ScforgeWarning
-from scforge.finetuning import Split, get_task, split_for
+from scforge.finetuning import get_task
+from scforge.finetuning.splits import Split, split_for
 
 TRAIN, HELD_OUT = np.arange(0, 150), np.arange(150, 200)
 
