@@ -10,10 +10,9 @@ import yaml
 
 from scforge.errors import HubError, MissingFileError, ModelFileError, NotTrainedWarning, OptionError
 from scforge.estimators import Encoder
-from scforge.hub.uploading import is_own_card
 from scforge.eval.report import Report, Row
 from scforge.hub import upload
-from scforge.hub.finding import copy_model
+from scforge.hub.uploading import is_own_card
 from scforge.workflows.models import pull_folder
 
 # huggingface_hub sends large files with an argument that its HTTP client has renamed.
@@ -80,7 +79,8 @@ def test_what_was_told_is_on_the_card_and_stays_with_the_model(hub, model: Encod
     saved = written(again, tmp_path / "saved")
     place = '"path/to/folder")  # the folder that this file is in'
     expected = card.replace('"org/light")', place).replace("# light", "# gene_pooling")
-    assert saved == expected.replace("name: light", "name: gene_pooling")
+    expected = expected.replace("name: light", "name: gene_pooling")
+    assert saved.splitlines()[:-1] == expected.splitlines()[:-1]  # the last line has the checksum of those above
     assert is_own_card(saved)
     assert not is_own_card(saved.partition("<!-- Written by")[0])
     again.push_to_hub("org/other", license="my own")
@@ -222,15 +222,3 @@ def test_a_copy_knows_where_it_was_fetched(hub, model, annotator, quick: dict, t
     model.save("later")
     shutil.copytree("later", "other", dirs_exist_ok=True)
     assert Encoder.load("other")._origin.name is None, "it is another model now"
-
-
-def test_adapters_from_the_hub_choose_no_folder_of_a_registry(hub, model, annotator, tmp_path, monkeypatch) -> None:
-    model.save(tmp_path / "base")
-    entry = {"description": "Small", "latest": "1", "versions": {"1": {"folder": "base"}}}
-    (tmp_path / "models.json").write_text(json.dumps({"format": 1, "models": {"light": entry}}))
-    monkeypatch.setenv("SCFORGE_MODELS", str(tmp_path / "models.json"))
-    annotator.push_to_hub("org/groups", adapter_only=True, base="scforge://light")
-    with pytest.raises(ModelFileError, match="is a folder in the registry of this machine; name the model with base="):
-        Encoder.load("org/groups")
-    copy_model(resolve("org/groups"), tmp_path / "groups")
-    assert Encoder.load(tmp_path / "groups").spec.tuning is not None

@@ -229,8 +229,7 @@ class CardFacts:
         if content is None:
             return cls()
         try:
-            # Folders of the time before releases say "license".
-            return TypeAdapter(cls).validate_python({"license": content.get("license"), **content})
+            return TypeAdapter(cls).validate_python(content)
         except ValidationError as error:
             raise ModelFileError(f"the card in the description of {source!r} cannot be read; copy it again.") from error
 

@@ -21,7 +21,7 @@ from scforge.hub.finding import (
     is_registry_name,
     kind_of_folder,
 )
-from scforge.hub.uploading import tell_left_behind, upload
+from scforge.hub.uploading import is_own_card, tell_left_behind, upload
 from scforge.training.checkpoint import RunFolder
 
 if TYPE_CHECKING:

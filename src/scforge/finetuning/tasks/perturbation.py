@@ -123,8 +123,7 @@ def predict_effects(
     controls = rows_by_context(conditions, np.flatnonzero(conditions.controls))
     pairs = _wanted(task, conditions, controls, perturbations, contexts)
     used = {
-        name: choose_rows(len(cells), n_cells or MAX_INPUTS, rows=controls[name])
-        for name in {p.context for p in pairs}
+        name: choose_rows(len(cells), n_cells or MAX_INPUTS, rows=controls[name]) for name in {p.context for p in pairs}
     }
     deltas = effects_for(task, predictor, pairs, used)
     means = control_means(cells, controls)
