@@ -211,7 +211,7 @@ def test_adapters_in_a_folder(base: Encoder, adapted: Encoder, cells: ad.AnnData
         (ModelFileError, "another base model", partial(Encoder.load, tmp_path / "adapter", base=other)),
         (
             MissingFileError,
-            "none' does not exist; give the folder",
+            "none' does not exist; give a folder",
             partial(Encoder.load, tmp_path / "none", base=base),
         ),
     ):

@@ -88,11 +88,10 @@ DEEP = b"[" * 50_000
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (DEEP, "is no state of a training: it is nested too deeply"),
-        (b'{"sha256": {}, "state": ' + DEEP + b"]" * 50_000 + b"}", "nested too deeply"),
+        (DEEP, "is no JSON file"),
         (b"[]", "is no state of a training"),
-        (b'{"state": ' + b"9" * 5000 + b"}", "a whole number of 5000 digits"),
-        (b"\xff\xfe", "is no state of a training"),
+        (b'{"state": ' + b"9" * 5000 + b"}", "is no JSON file"),
+        (b"\xff\xfe", "is no JSON file"),
         (None, "it is a NoneType"),
         ({"x": {"__tensor__": ["a"]}}, "unhashable"),
         ({"x": {"__tuple__": 5}}, "is no state of a training"),

@@ -38,7 +38,16 @@ TRANSPOSED = Transform(lambda parts: parts[0].T, lambda ours: [ours.T])
 
 
 def stacked(n: int) -> Transform:
-    """Put `n` weights of one shape on top of each other, such as those of queries, keys and values.
+    """Put weights of one shape on top of each other, such as those of queries, keys and values.
+
+    Parameters
+    ----------
+    n
+        Number of weights.
+
+    Returns
+    -------
+    The transform of a :class:`Rule`.
 
     Examples
     --------
@@ -142,6 +151,11 @@ class LeftOut:
         The reason, in words.
     same_as
         Another weight of the checkpoint that it must be equal to, for weights that are stored twice.
+
+    Examples
+    --------
+    >>> LeftOut("head.*", "a classifier of other labels").why
+    'a classifier of other labels'
     """
 
     source: str
