@@ -5,16 +5,16 @@ import pytest
 
 from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError
 from scforge.hub import upload
+from scforge.hub.uploading import marked
 
 # huggingface_hub sends large files with an argument that its HTTP client has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
 
 
 def card(text: bytes) -> bytes:
-    return b"---\ntags: []\n---\n" + text + MARK
+    return marked(f"---\ntags: []\n---\n{text.decode()}").encode()
 
 
-MARK = b"<!-- Written by scforge; remove this line to keep a card that you have edited. -->\n"
 CARD = card(b"A model.\n")
 CONFIG = b'{"scforge_version": "1"}'
 MODEL = {"config.json": CONFIG, "vocab.json": b"{}", "model.safetensors": b"weights", "README.md": CARD}
@@ -67,7 +67,7 @@ def test_branches_and_pull_requests(hub, model: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("theirs", [b"# About us\n", CARD.removesuffix(MARK), None])
+@pytest.mark.parametrize("theirs", [b"# About us\n", CARD.replace(b"A model.", b"A model of ours."), None])
 def test_cards_of_somebody_stay(hub, model: Path, theirs: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
     upload(model, "org/light")
     if theirs is None:
