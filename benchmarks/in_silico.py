@@ -23,10 +23,9 @@ import anndata
 import numpy as np
 
 from scforge.eval.expression import log_expression
-from scforge.insilico import Perturbation
-from scforge.insilico.screening import mean_moves
+from scforge.insilico.screening import Perturbation, mean_moves
 from scforge.models import Encoder
-from scforge.training import embed
+from scforge.training.predict import embed
 
 GENES = ("STAT1", "JAK2", "IFNGR2")
 

@@ -73,7 +73,7 @@ class Clock(Callback):
 
 def engine(args: argparse.Namespace) -> dict[str, float]:
     """Train with the engine."""
-    from scforge.training import make_loggers
+    from scforge.training.monitoring import make_loggers
 
     model, _ = parts(args, batch_size=args.batch // args.processes, n_cells=args.cells)
     folder = Path(args.folder) / f"run_{args.precision}_{args.processes}"

@@ -540,7 +540,7 @@ def _config_check(arguments: argparse.Namespace) -> None:
 def _config_schema(arguments: argparse.Namespace) -> None:
     import json
 
-    from scforge.config import config_schema
+    from scforge.config.editing import config_schema
 
     schema = config_schema(arguments.output)
     if arguments.output is None:

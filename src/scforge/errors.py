@@ -28,12 +28,6 @@ __all__ = [
     "ScforgeError",
     "ScforgeWarning",
     "TrainingError",
-    "did_you_mean",
-    "first_line",
-    "listing",
-    "redacted",
-    "safe_cause",
-    "warn",
 ]
 
 _CALLERS = {

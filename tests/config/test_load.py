@@ -8,7 +8,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scforge.config import Config, dump_config, load_config
+from scforge.config import Config, load_config
+from scforge.config.load import dump_config
 from scforge.errors import ConfigError
 
 DATA = "data: {paths: cells.h5ad}\n"

@@ -23,7 +23,8 @@ import zarr
 from anndata.io import write_elem
 
 from scforge.cli import main
-from scforge.config import Config, dump_config, load_config
+from scforge.config import Config, load_config
+from scforge.config.load import dump_config
 from scforge.data import convert, inspect_h5ad, open_cells, read_h5ad
 from scforge.errors import ConfigError, DataError, MissingFileError, OptionError, redacted
 

@@ -4,8 +4,8 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import GeneMap, GeneVocab, OverlapReport, map_genes, open_cells, select_genes
-from scforge.data.genes import map_names
+from scforge.data import GeneVocab, map_genes, open_cells, select_genes
+from scforge.data.genes import GeneMap, OverlapReport, map_names
 from scforge.errors import DataError, GeneMismatchError, OptionError, ScforgeWarning
 
 

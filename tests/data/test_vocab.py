@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import sparse
 
-from scforge.data import GeneMap, GeneVocab
+from scforge.data import GeneVocab
+from scforge.data.genes import GeneMap
 from scforge.data.vocab import id_kind, strip_version
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
 

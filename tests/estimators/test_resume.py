@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from scforge.config import load_config, recipe_path
 from scforge.errors import MissingFileError, OptionError, ScforgeWarning, TrainingError
 from scforge.estimators import Encoder
-from scforge.training import make_loggers
+from scforge.training.monitoring import make_loggers
 from scforge.workflows.train import check_run
 
 LIGHT = {"hidden_dim": 8, "ffn_dim": 8, "latent_dim": 4, "dropout": 0.1}

@@ -14,8 +14,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from scforge.errors import DataError, OptionError, ScforgeWarning
-from scforge.eval import CellTypeAnnotation, CellTypeProbe, Geometry, LabelPrediction, get_benchmark
-from scforge.eval.label_prediction import check_embedding, is_collapsed
+from scforge.eval import CellTypeProbe, Geometry, LabelPrediction, get_benchmark
+from scforge.eval.label_prediction import CellTypeAnnotation, check_embedding, is_collapsed
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ from scipy import sparse
 from scforge.config.schema import ModelConfig
 from scforge.data import GeneVocab, open_cells
 from scforge.errors import OptionError, ScforgeWarning
-from scforge.insilico import attention_between_genes, contextual_gene_embeddings, input_gene_embeddings
+from scforge.insilico.attention import attention_between_genes
+from scforge.insilico.gene_embeddings import contextual_gene_embeddings, input_gene_embeddings
 from scforge.models import get_model
 from scforge.models.components.gene_vectors import fill_gene_vectors
 from scforge.tokenizers import get_tokenizer

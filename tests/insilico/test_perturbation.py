@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from scipy import sparse
 
 from scforge.data import CellBlock, GeneVocab, open_cells
-from scforge.insilico import Perturbation
-from scforge.insilico.screening import PerturbedCells, with_counts
+from scforge.insilico.screening import Perturbation, PerturbedCells, with_counts
 from scforge.tokenizers import get_tokenizer
 
 N_GENES = 6

@@ -5,8 +5,7 @@ from scipy.stats import false_discovery_control, kstest
 
 from scforge.data import GeneVocab
 from scforge.data.cells import Cells, CellSource
-from scforge.insilico import Perturbation, screen
-from scforge.insilico.screening import centroid, mean_moves, units, with_rates
+from scforge.insilico.screening import Perturbation, centroid, mean_moves, screen, units, with_rates
 
 N_GENES = 60
 

@@ -15,7 +15,8 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import CellBlock, GeneMap
+from scforge.data import CellBlock
+from scforge.data.genes import GeneMap
 from scforge.errors import DataError
 from scforge.tokenizers import RankValueTokenizer
 

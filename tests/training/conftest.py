@@ -9,7 +9,8 @@ from scforge.data import open_cells
 from scforge.data.cells import CellSource
 from scforge.models import GenePoolingModel
 from scforge.tokenizers import get_tokenizer
-from scforge.training import CellDataModule, FitResult, JointEmbedding, MaskedGenePrediction, TrainingPlan, fit
+from scforge.training import CellDataModule, JointEmbedding, MaskedGenePrediction, TrainingPlan
+from scforge.training.fitting import FitResult, fit
 
 
 class Setup:

@@ -14,7 +14,6 @@ from scforge.tokenizers import get_tokenizer
 from scforge.training import (
     MaskedGenePrediction,
     Objective,
-    embed,
     get_objective,
     list_objectives,
     token_counts,
@@ -22,6 +21,7 @@ from scforge.training import (
 )
 from scforge.training.objectives import token_frequencies
 from scforge.training.objectives.base import OBJECTIVES
+from scforge.training.predict import embed
 
 G, EXPRESSED, HELD_OUT = 60, 20, 150
 VOCAB = GeneVocab.from_genes([f"g{i}" for i in range(G)])

@@ -7,7 +7,8 @@ from scforge.data.cells import CellSource
 from scforge.errors import DataError, OptionError, TrainingError
 from scforge.models import AutoregressiveTransformer, GenePoolingModel
 from scforge.tokenizers import get_tokenizer
-from scforge.training import NextGenePrediction, embed
+from scforge.training import NextGenePrediction
+from scforge.training.predict import embed
 
 
 def test_rows_are_in_the_order_of_the_source(setup):

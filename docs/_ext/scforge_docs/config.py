@@ -8,8 +8,9 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from scforge.config import Config, config_schema
+from scforge.config import Config
 from scforge.config.aliases import ALIASES, section_of
+from scforge.config.editing import config_schema
 from scforge.config.schema import TASK_ALIASES
 from scforge.finetuning.adapters import lora_options
 from scforge.finetuning.base import TASKS

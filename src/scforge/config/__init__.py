@@ -7,8 +7,6 @@ from scforge._lazy import lazy_names
 _NAMES = {
     "Config": "scforge.config.schema",
     "ModelConfig": "scforge.config.schema",
-    "config_schema": "scforge.config.editing",
-    "dump_config": "scforge.config.load",
     "init_config": "scforge.config.editing",
     "list_recipes": "scforge.config.recipes",
     "load_config": "scforge.config.load",
@@ -18,8 +16,6 @@ _NAMES = {
 __all__ = [
     "Config",
     "ModelConfig",
-    "config_schema",
-    "dump_config",
     "init_config",
     "list_recipes",
     "load_config",

@@ -1742,7 +1742,7 @@ class Encoder(CellModel):
             Folder to make. It appears whole or not at all.
         format
             ``"onnx"``; ``"torch"`` for :func:`torch.export.load`; or ``"transformers"``: a folder that
-            ``transformers.BertForMaskedLM.from_pretrained`` loads, see :func:`scforge.foreign.to_geneformer`.
+            ``transformers.BertForMaskedLM.from_pretrained`` loads.
         max_len
             Most tokens of a cell that can be given; None takes what the model was made for. Not of ``"transformers"``.
         overwrite

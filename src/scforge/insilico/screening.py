@@ -274,7 +274,7 @@ class PerturbedCells:
     --------
     >>> import numpy as np, scforge
     >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:60, :300].copy())
-    >>> delete = scforge.insilico.Perturbation("delete")
+    >>> delete = scforge.insilico.screening.Perturbation("delete")
     >>> copies = scforge.insilico.screening.PerturbedCells(
     ...     cells, delete, rows=np.array([0, 0]), genes=np.array([[3], [4]])
     ... )
@@ -490,8 +490,8 @@ def screen(
     >>> tokenizer = scforge.tokenizers.get_tokenizer("continuous_projection", cells.vocab)
     >>> sizes = {"hidden_dim": 8, "pooling": "weighted_sum", "latent_dim": 4}
     >>> module = scforge.models.GenePoolingModel(len(cells.vocab), **sizes)
-    >>> embed = lambda part: scforge.training.embed(module, part, tokenizer)
-    >>> delete, genes = scforge.insilico.Perturbation("delete"), np.array([[0], [1], [2]])
+    >>> embed = lambda part: scforge.training.predict.embed(module, part, tokenizer)
+    >>> delete, genes = scforge.insilico.screening.Perturbation("delete"), np.array([[0], [1], [2]])
     >>> table = screen(cells, embed, delete, genes, n_controls=5)
     >>> table.columns.tolist()
     ['n_cells', 'shift', 'shift_sd', 'shift_z', 'p_value']
@@ -561,8 +561,8 @@ def mean_moves(
     >>> tokenizer = scforge.tokenizers.get_tokenizer("continuous_projection", cells.vocab)
     >>> sizes = {"hidden_dim": 8, "pooling": "weighted_sum", "latent_dim": 4}
     >>> module = scforge.models.GenePoolingModel(len(cells.vocab), **sizes)
-    >>> embed = lambda part: scforge.training.embed(module, part, tokenizer)
-    >>> delete, genes = scforge.insilico.Perturbation("delete"), np.array([[0], [1], [2]])
+    >>> embed = lambda part: scforge.training.predict.embed(module, part, tokenizer)
+    >>> delete, genes = scforge.insilico.screening.Perturbation("delete"), np.array([[0], [1], [2]])
     >>> mean_moves(cells, embed, delete, genes).shape
     (3, 4)
     """

@@ -13,7 +13,6 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {name: f"scforge.soma.{name}" for name in ("utils", "v1")} | {
-    "TrainedModel": "scforge.soma.training",
     "embed": "scforge.soma.embedding",
     "gene_table": "scforge.soma.embedding",
     "read_documents": "scforge.soma.documents",
@@ -21,6 +20,6 @@ _NAMES = {name: f"scforge.soma.{name}" for name in ("utils", "v1")} | {
     "train": "scforge.soma.training",
 }
 
-__all__ = ["TrainedModel", "embed", "gene_table", "read_documents", "read_fasta", "train", "utils", "v1"]
+__all__ = ["embed", "gene_table", "read_documents", "read_fasta", "train", "utils", "v1"]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

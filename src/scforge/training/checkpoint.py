@@ -287,7 +287,7 @@ class SavingError(TrainingError):
     Attributes
     ----------
     result
-        The :class:`~scforge.training.FitResult` of the training up to there.
+        The :class:`~scforge.training.fitting.FitResult` of the training up to there.
     """
 
     result: Any = None

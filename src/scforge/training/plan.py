@@ -162,7 +162,7 @@ class NotFiniteError(TrainingError):
     Attributes
     ----------
     result
-        The :class:`~scforge.training.FitResult` of the training up to there.
+        The :class:`~scforge.training.fitting.FitResult` of the training up to there.
     """
 
     result: Any = None

@@ -7,7 +7,7 @@ from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
 from scforge.finetuning.tasks._perturbation_model import Observed, fit_linear, gene_features, gene_table
 from scforge.models import get_model, list_models
-from scforge.models.components import GeneVectorEmbedding
+from scforge.models.components.gene_vectors import GeneVectorEmbedding
 
 
 def test_features_that_tell_effects_count_and_others_do_not() -> None:
