@@ -87,7 +87,7 @@ METHODS = {
     for name, value in vars(owner).items()
     if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, classmethod | staticmethod))
 }
-"""Public methods of the front classes, those that scvi-tools brings left out."""
+"""Public methods of the model classes, those that scvi-tools brings left out."""
 
 
 @pytest.mark.parametrize("path", [*LISTED, *METHODS])

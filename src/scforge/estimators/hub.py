@@ -84,7 +84,7 @@ def load_found(
     Parameters
     ----------
     cls
-        The front class.
+        The model class.
     found
         The folder, and where it comes from.
     said

@@ -18,7 +18,7 @@ MODELS: Registry[Any] = Registry(
     "architecture",
     group="scforge.models",
     base="torch.nn.Module",
-    # What a made module has to have, a front class asks of the module: it may be set in the constructor.
+    # What a made module has to have, `Encoder` asks of the module: it may be set in the constructor.
     methods=("from_config",),
     builtin={
         "autoregressive_transformer": "scforge.models.autoregressive",

@@ -159,7 +159,7 @@ _SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4}
 
 
 def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> None:
-    """Check that an architecture keeps what objectives, front classes and fine-tuning rely on.
+    """Check that an architecture keeps what objectives, model classes and fine-tuning rely on.
 
     Call it in the tests of a package that brings an architecture. It runs five cells of up to 12 tokens through the
     model: all at once and alone, with more padding, with masks of other dtypes, with other labels (those that the model

@@ -222,7 +222,7 @@ _UNSHUFFLED_WINDOW = 16_384
 class CellDataModule(lightning.LightningDataModule):
     """Batches of training and validation cells, in memory, in a store, or behind a URL.
 
-    A front class gives it the tokenizer and the objective of its model: ``Encoder(datamodule=data).train()``.
+    `Encoder` gives it the tokenizer and the objective of its model: ``Encoder(datamodule=data).train()``.
 
     Parameters
     ----------

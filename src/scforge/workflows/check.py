@@ -194,7 +194,7 @@ _SAID = {
     "transform": "data.preprocessing",
     "vocab": "data.gene_vocab",
 }
-"""Arguments of the front class to where a configuration has them."""
+"""Arguments of `Encoder` to where a configuration has them."""
 
 _SECTIONS = ("finetune", "model", "tokenizer", "objective", "data", "training")
 

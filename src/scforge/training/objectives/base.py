@@ -100,7 +100,7 @@ class Objective(ABC):
     """Whether values are hidden by ``masked_values``, apart from the genes that ``masked_positions`` hides."""
 
     takes_batch_key: ClassVar[bool] = False
-    """Whether a front class gives it the batches of its set-up as `batch_key`, where the user says nothing."""
+    """Whether `Encoder` gives it the batches of its set-up as `batch_key`, where the user says nothing."""
 
     maps_queries: ClassVar[bool] = False
     """Whether a trained encoder embeds cells of new batches as it is, so that of these only the decoder learns."""

@@ -60,7 +60,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
     Parameters
     ----------
     batch_key
-        Column of obs with the batch of each cell; the front class takes that of ``setup_anndata``.
+        Column of obs with the batch of each cell; `Encoder` takes that of ``setup_anndata``.
     batches
         The batches, in the order of their numbers; None takes those of the cells that the model is made with.
     across, within
