@@ -95,8 +95,9 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
             "evaluate_perturb",
         ),
         ({"benchmarks": "generation"}, "with others than those of the training"),
+        ({"benchmarks": "gene_network", "network": edges(), "baselines": False}, "^baselines is for embeddings, "),
         (
-            {"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl"},
+            {"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl", "baselines": True},
             "'symbl' is not a column",
         ),
         ({"benchmarks": "my_network", "network": edges()}, "'my_network' scores what scforge cannot make of a model"),

@@ -137,6 +137,9 @@ def evaluate_models(
         raise OptionError("network names true edges, which only the benchmark gene_network needs; leave it out.")
     for one in others:
         _check_other(one, every, adata, network)
+    if others and not of_embeddings and (obsm_keys or baselines is not True):
+        unused = "obsm_keys" if obsm_keys else "baselines"
+        raise OptionError(f"{unused} is for embeddings, and benchmarks names none that scores them; leave it out.")
     report = None
     if of_embeddings or not others:
         report = _evaluate_embeddings(
