@@ -1,0 +1,335 @@
+"""Are cells of a new donor, protocol, study or species labeled better by an encoder than by simple methods?
+
+Each task has a reference with labels and a query without. In each run 80 % of the cells of both are drawn, every method
+is fitted with the seed of the run, and a logistic regression and the 15 nearest neighbors carry labels from reference to
+query. `mixing` is the share of reference cells among the 30 nearest neighbors of a query cell, over what it would be if
+all lay at random. Rows "of both" have seen the query without labels; all others the reference alone. Hyper-parameters
+may be chosen on the tasks ``condition`` and ``protocol`` only; the others are tests and stay that. The figures go into
+``benchmarks/results/transfer.csv``, from which ``--table`` prints means and paired differences::
+
+    python benchmarks/transfer.py --data FOLDER --runs 5
+    python benchmarks/transfer.py --tasks condition --methods scforge pca --runs 2
+    python benchmarks/transfer.py --table
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import scanpy as sc
+from scipy import sparse, stats
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import f1_score
+from sklearn.neighbors import KNeighborsClassifier, NearestNeighbors
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import MaxAbsScaler, StandardScaler
+
+from scforge.datasets import load
+from scforge.models import Encoder
+
+RESULTS = Path(__file__).parent / "results" / "transfer.csv"
+LABEL, BATCH = "label", "batch"
+SHARE, N_GENES, N_COMPONENTS = 0.8, 2_000, 50
+KANG_TO_PBMC = {
+    "CD4 T cells": "CD4 T",
+    "CD8 T cells": "CD8 T",
+    "B cells": "B",
+    "NK cells": "NK",
+    "CD14+ Monocytes": "CD14 monocyte",
+    "FCGR3A+ Monocytes": "FCGR3A monocyte",
+    "Dendritic cells": "dendritic",
+    "Megakaryocytes": "megakaryocyte",
+}
+PBMC = {
+    "Naive CD4 T": "CD4 T",
+    "Memory CD4 T": "CD4 T",
+    "CD8 T": "CD8 T",
+    "B": "B",
+    "NK": "NK",
+    "CD14+ Mono": "CD14 monocyte",
+    "FCGR3A+ Mono": "FCGR3A monocyte",
+    "DC": "dendritic",
+    "Platelet": "megakaryocyte",
+}
+
+type Pair = tuple[ad.AnnData, ad.AnnData]
+"""Reference and query: raw counts of the same genes in the same order, labels and batches in obs."""
+
+
+def prepared(adata: ad.AnnData, labels: pd.Series, batches: pd.Series | str) -> ad.AnnData:
+    """Return the cells with a label, with labels and batches under the names that all tasks have."""
+    obs = pd.DataFrame({LABEL: labels.astype(object), BATCH: batches}, index=adata.obs_names)
+    cells = ad.AnnData(sparse.csr_matrix(adata.X), obs=obs, var=pd.DataFrame(index=adata.var_names.astype(str)))
+    cells = cells[obs[LABEL].notna()].copy()
+    cells.obs = cells.obs.astype({LABEL: str, BATCH: str}).astype("category")
+    return cells
+
+
+def kang(folder: str | None) -> ad.AnnData:
+    adata = load("kang_ctrl_8donor", folder)
+    cells = prepared(adata, adata.obs["cluster_id"].map(KANG_TO_PBMC), adata.obs["sample_id"].astype(str))
+    cells.var_names = adata.var["feature"].astype(str).to_numpy()
+    return cells[:, ~cells.var_names.duplicated()].copy()
+
+
+def condition(folder: str | None, seed: int) -> Pair:
+    """Stimulated cells by those of the control; chosen on."""
+    adata = load("kang_ifnb", folder)
+    cells = prepared(adata, adata.obs["cell_type"], adata.obs["condition"])
+    return cells[cells.obs[BATCH] == "control"].copy(), cells[cells.obs[BATCH] == "stimulated"].copy()
+
+
+def protocol(folder: str | None, seed: int) -> Pair:
+    """Drop-seq by CEL-seq2; chosen on."""
+    adata = load("sc_mixology", folder)
+    cells = prepared(adata, adata.obs["cell_line"], adata.obs["batch"])
+    is_query = cells.obs[BATCH] == "sc_dropseq"
+    return cells[~is_query].copy(), cells[is_query].copy()
+
+
+def donors(folder: str | None, seed: int) -> Pair:
+    """Two donors, drawn for each run, by the other six; a test."""
+    cells = kang(folder)
+    left_out = np.random.default_rng(seed).choice(sorted(cells.obs[BATCH].unique()), 2, replace=False)
+    is_query = cells.obs[BATCH].isin(left_out)
+    return cells[~is_query].copy(), cells[is_query].copy()
+
+
+def study(folder: str | None, seed: int) -> Pair:
+    """PBMC 3k by the eight donors of Kang et al.; a test."""
+    reference, adata = kang(folder), load("pbmc3k", folder)
+    query = prepared(adata, adata.obs["cell_type"].map(PBMC), "pbmc3k")
+    genes = reference.var_names.intersection(query.var_names)
+    return reference[:, genes].copy(), query[:, genes].copy()
+
+
+def species(folder: str | None, seed: int) -> Pair:
+    """Half of PBMC 3k by the other half as another species would have it; a test.
+
+    A third of the genes has no ortholog, each other gene has a scale of its own (log-normal, sd 1, of mean one), and
+    the composition differs (shares of types times log-normal factors).
+    """
+    generator = np.random.default_rng(seed)
+    adata = load("pbmc3k", folder)
+    cells = prepared(adata, adata.obs["cell_type"], "pbmc3k")
+    cells = cells[:, np.asarray((cells.X > 0).sum(axis=0)).ravel() >= 3].copy()
+    is_query = generator.permutation(cells.n_obs) % 2 == 1
+    reference, query = cells[~is_query].copy(), cells[is_query].copy()
+    labels = query.obs[LABEL].astype(str)
+    factors = {name: generator.lognormal(0, 0.7) for name in sorted(labels.unique())}
+    kept = generator.random(query.n_obs) < labels.map(factors).to_numpy() / max(factors.values())
+    rare = labels.map(labels[kept].value_counts()).fillna(0).to_numpy() < 5
+    query = query[kept | rare].copy()
+    query = query[:, generator.random(query.n_vars) > 1 / 3].copy()
+    scales = generator.lognormal(-0.5, 1.0, query.n_vars)
+    counts = sparse.csr_matrix(query.X)
+    counts.data = generator.poisson(counts.data * scales[counts.indices]).astype(np.float32)
+    counts.eliminate_zeros()
+    query.X = counts
+    query = query[counts.getnnz(axis=1) > 0].copy()
+    query.obs[BATCH] = pd.Categorical(["species"] * query.n_obs)
+    return reference[:, query.var_names].copy(), query
+
+
+TASKS: dict[str, Callable[[str | None, int], Pair]] = {
+    "condition": condition,
+    "protocol": protocol,
+    "donors": donors,
+    "study": study,
+    "species": species,
+}
+
+
+def drawn(pair: Pair, seed: int) -> Pair:
+    """Return a share of the cells of both, of each type at least five where it has them."""
+    parts = []
+    for cells in pair:
+        order = pd.Series(np.random.default_rng(seed).random(cells.n_obs), index=cells.obs_names)
+        rank = order.groupby(cells.obs[LABEL].to_numpy()).rank()
+        parts.append(cells[(order < SHARE).to_numpy() | (rank <= 5).to_numpy()].copy())
+    return parts[0], parts[1]
+
+
+def logs(cells: ad.AnnData) -> sparse.csr_matrix:
+    """Return log1p of counts per 10,000."""
+    copy = cells.copy()
+    sc.pp.normalize_total(copy, target_sum=1e4)
+    sc.pp.log1p(copy)
+    return sparse.csr_matrix(copy.X)
+
+
+def variable(reference: ad.AnnData) -> np.ndarray:
+    """Return which genes vary most in the reference."""
+    if reference.n_vars <= N_GENES:
+        return np.ones(reference.n_vars, dtype=bool)
+    copy = ad.AnnData(logs(reference), obs=reference.obs, var=reference.var.copy())
+    sc.pp.highly_variable_genes(copy, n_top_genes=N_GENES)
+    return copy.var["highly_variable"].to_numpy()
+
+
+def genes(pair: Pair, seed: int) -> tuple[sparse.csr_matrix, sparse.csr_matrix]:
+    chosen = variable(pair[0])
+    return logs(pair[0])[:, chosen], logs(pair[1])[:, chosen]
+
+
+def components(pair: Pair, seed: int, *, scale: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Project the query on the principal components of the reference."""
+    from sklearn.decomposition import PCA
+
+    reference, query = (part.toarray() for part in genes(pair, seed))
+    scaler = StandardScaler(with_std=scale).fit(reference)
+    reference, query = (np.clip(scaler.transform(part), -10, 10) for part in (reference, query))
+    pca = PCA(N_COMPONENTS, random_state=seed).fit(reference)
+    return pca.transform(reference), pca.transform(query)
+
+
+def harmony(pair: Pair, seed: int, *, scale: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Components of both, of which Harmony takes the batches."""
+    from scforge.eval.baselines import harmony_embedding
+
+    both = ad.concat(pair)
+    found, _ = components((both, both[:2].copy()), seed, scale=scale)
+    return halves(harmony_embedding(found, both.obs, BATCH, seed=seed), pair)
+
+
+def scvi(pair: Pair, seed: int, *, tuned: bool) -> tuple[np.ndarray, np.ndarray]:
+    """scVI of the reference; its encoder, which is not told the batch, embeds the query."""
+    import scvi as tools
+
+    tools.settings.seed = seed
+    chosen = variable(pair[0])
+    reference, query = (part[:, chosen].copy() for part in pair)
+    tools.model.SCVI.setup_anndata(reference, batch_key=BATCH)
+    options = {"n_latent": 30, "n_layers": 2, "gene_likelihood": "nb"} if tuned else {}
+    model = tools.model.SCVI(reference, **options)
+    model.train(enable_progress_bar=False, accelerator="cpu")
+    mapped = tools.model.SCVI.load_query_data(query, model)
+    mapped.is_trained = True  # nothing is learned of the query
+    return model.get_latent_representation(), mapped.get_latent_representation()
+
+
+def halves(embedding: np.ndarray, pair: Pair) -> tuple[np.ndarray, np.ndarray]:
+    return embedding[: pair[0].n_obs], embedding[pair[0].n_obs :]
+
+
+def encoder(cells: ad.AnnData, seed: int) -> Encoder:
+    Encoder.setup_anndata(cells, batch_key=BATCH if cells.obs[BATCH].nunique() > 1 else None)
+    model = Encoder(cells, seed=seed)
+    model.train(progress_bar=False, accelerator="cpu")
+    return model
+
+
+def scforge(pair: Pair, seed: int, *, both: bool = False, adapted: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Our default: of the reference alone, of both, or adapted to the query as documented."""
+    if both:
+        model = encoder(ad.concat(pair), seed)
+        return halves(model.get_latent_representation(key_added=None), pair)
+    model = encoder(pair[0].copy(), seed)
+    reference = model.get_latent_representation(key_added=None)
+    query = pair[1].copy()
+    if adapted and pair[0].obs[BATCH].nunique() > 1:  # a decoder that is told no batches has nothing to learn
+        model = Encoder.load_query_data(query, model)
+        model.train(progress_bar=False, accelerator="cpu")
+    return reference, model.get_latent_representation(query, key_added=None)
+
+
+METHODS: dict[str, Callable[[Pair, int], tuple]] = {
+    "scforge": scforge,
+    "scforge, adapted": lambda pair, seed: scforge(pair, seed, adapted=True),
+    "scforge of both": lambda pair, seed: scforge(pair, seed, both=True),
+    "genes": genes,
+    "pca": lambda pair, seed: components(pair, seed, scale=False),
+    "pca scaled": lambda pair, seed: components(pair, seed, scale=True),
+    "harmony of both": lambda pair, seed: harmony(pair, seed, scale=False),
+    "harmony scaled of both": lambda pair, seed: harmony(pair, seed, scale=True),
+    "scvi": lambda pair, seed: scvi(pair, seed, tuned=False),
+    "scvi tuned": lambda pair, seed: scvi(pair, seed, tuned=True),
+}
+
+
+def scores(reference, query, pair: Pair) -> dict[str, float]:
+    """Return macro-F1 of the labels of the query, over the types that it has, and how it mixes with the reference."""
+    known, wanted = (cells.obs[LABEL].astype(str).to_numpy() for cells in pair)
+    types = np.unique(wanted)
+    scaler = MaxAbsScaler() if sparse.issparse(reference) else StandardScaler()
+    linear = make_pipeline(scaler, LogisticRegression(max_iter=2_000)).fit(reference, known)
+    found = {"f1_linear": f1_score(wanted, linear.predict(query), labels=types, average="macro", zero_division=0)}
+    if sparse.issparse(reference):
+        return found
+    voted = KNeighborsClassifier(15).fit(reference, known).predict(query)
+    found["f1_knn"] = f1_score(wanted, voted, labels=types, average="macro", zero_division=0)
+    near = NearestNeighbors(n_neighbors=31).fit(np.vstack([reference, query])).kneighbors(query, return_distance=False)
+    share = float((near[:, 1:] < len(reference)).mean())
+    return {**found, "mixing": share * (len(reference) + len(query)) / len(reference)}
+
+
+def measured(args: argparse.Namespace) -> Iterator[dict[str, object]]:
+    for task in args.tasks:
+        for run in range(args.first_run, args.first_run + args.runs):
+            pair = drawn(TASKS[task](args.data, run), run)
+            for method in args.methods:
+                began = time.process_time()
+                reference, query = METHODS[method](pair, run)
+                spent = time.process_time() - began
+                found = {**scores(reference, query, pair), "cpu_seconds": spent}
+                print(task, run, method, {name: round(value, 3) for name, value in found.items()}, flush=True)
+                for metric, value in found.items():
+                    yield {"task": task, "run": run, "method": method, "metric": metric, "value": value}
+
+
+def table(results: pd.DataFrame) -> str:
+    """Return means over runs as Markdown, with the paired difference of the best row of ours from each baseline."""
+    lines = []
+    for task, of_task in results.groupby("task", sort=False):
+        wide = of_task.pivot_table(index="method", columns="metric", values="value", sort=False)
+        linear = of_task[of_task["metric"] == "f1_linear"].pivot(index="run", columns="method", values="value")
+        lines += [f"### {task}, {len(linear)} runs", "", f"| method | {' | '.join(wide.columns)} | ours minus it |"]
+        lines.append(f"|{'---|' * (wide.shape[1] + 2)}")
+        for method, row in wide.iterrows():
+            figures = " | ".join("" if np.isnan(value) else f"{value:.3f}" for value in row)
+            lines.append(f"| {method} | {figures} | {difference(linear, str(method))} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def difference(linear: pd.DataFrame, method: str) -> str:
+    """Return the mean paired difference of F1 of "scforge" from a method, with its 95 % interval over runs."""
+    if method == "scforge" or "scforge" not in linear or len(linear) < 2:
+        return ""
+    paired = (linear["scforge"] - linear[method]).dropna()
+    half = stats.t.ppf(0.975, len(paired) - 1) * paired.std() / np.sqrt(len(paired))
+    verdict = "tie" if abs(paired.mean()) <= half else "better" if paired.mean() > 0 else "worse"
+    return f"{paired.mean():+.3f} ± {half:.3f}, {verdict}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default=os.environ.get("SCFORGE_DATA"), help="folder with the h5ad files")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--first-run", type=int, default=0)
+    parser.add_argument("--table", action="store_true", help="print the table of what is kept, and measure nothing")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    keys = ["task", "run", "method", "metric"]
+    kept = pd.read_csv(RESULTS) if RESULTS.exists() else pd.DataFrame(columns=[*keys, "value"])
+    if not args.table:
+        for line in measured(args):
+            kept = pd.concat([kept, pd.DataFrame([line])]).drop_duplicates(keys, keep="last")
+            RESULTS.parent.mkdir(exist_ok=True)
+            kept.to_csv(RESULTS, index=False, float_format="%.5f")
+    print(table(kept))
+
+
+if __name__ == "__main__":
+    main()
