@@ -8,7 +8,6 @@ import pickle
 import re
 import shutil
 import threading
-import time
 import traceback
 import warnings
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from pathlib import Path
 
 import fsspec
 import h5py
-import numpy as np
 import pytest
 import zarr
 from anndata.io import write_elem
@@ -25,7 +23,7 @@ from anndata.io import write_elem
 from scforge.cli import main
 from scforge.config import Config, load_config
 from scforge.config.load import dump_config
-from scforge.data import convert, inspect_h5ad, open_cells, read_h5ad
+from scforge.data import convert, open_cells, read_h5ad
 from scforge.errors import ConfigError, DataError, MissingFileError, OptionError, redacted
 
 PICKLE = {"id": "pickle", "protocol": 5}
@@ -103,27 +101,6 @@ def test_codecs_that_may_run_code(version, codecs, named, where, tiny_adata, tmp
     memory.rm("/hostile.zarr", recursive=True)
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes")
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
-@pytest.mark.parametrize("kind", ["adata", "store"])
-def test_pipes_and_devices_are_not_waited_for(kind, make, tiny_adata, tmp_path):
-    root = tmp_path / "a.zarr"
-    if kind == "store":
-        convert(tiny_adata, root, progress=False)
-    else:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tiny_adata.write_zarr(root)
-    (root / "there").symlink_to(root)  # links to folders and to nothing are no such thing
-    (root / "gone").symlink_to("nothing")
-    open_cells(root)
-    for file in (next(path for path in root.rglob("*") if path.match("obs/_index/**/c/0")), root / "zarr.json"):
-        file.unlink()
-        make(file)
-        with pytest.raises(DataError, match=rf"{file.name}' is not a regular file; copy the data again\."):
-            open_cells(root)
-
-
 def test_codecs_in_a_store(tiny_adata, tmp_path, canary, capsys):
     root = tmp_path / "s.zarr"
     convert(tiny_adata, root, progress=False)
@@ -140,99 +117,6 @@ def test_codecs_in_a_store(tiny_adata, tmp_path, canary, capsys):
     (root / "dataset_0" / "zarr.json").write_text("[1]")
     assert main(["inspect", str(root), "--verify"]) == 2
     assert capsys.readouterr().err.count("\n") == 1
-
-
-def _column(file, value=None, **how) -> None:
-    """Put something else in the place of a column of obs."""
-    attributes = dict(file["obs/length"].attrs)
-    del file["obs/length"]
-    if value is not None:
-        file["obs/length"] = value
-    elif isinstance(how.get("layout"), h5py.VirtualLayout):
-        file["obs"].create_virtual_dataset("length", **how)
-    else:
-        file["obs"].create_dataset("length", **how).attrs.update(attributes)
-
-
-def _soft_link_through_it(file, secret) -> None:
-    file["uns/other"] = h5py.ExternalLink(f"{secret}.h5", "/")
-    _column(file, h5py.SoftLink("/uns/other/names"))
-
-
-def _virtual(file, secret) -> None:
-    layout = h5py.VirtualLayout(shape=(60,), dtype="S2")
-    layout[:] = h5py.VirtualSource(f"{secret}.h5", "names", shape=(60,))
-    _column(file, layout=layout)
-
-
-def _many_ways(file, secret) -> None:
-    group = file["uns"]
-    for _ in range(30):
-        group["b"] = group.create_group("a")
-        group = group["a"]
-
-
-ELSEWHERE, ENDLESS = "lies in another file, which scforge does not open", "more than 64 deep, or has more than 2,000"
-LEADS_ELSEWHERE = {
-    "external storage": (
-        lambda file, secret: _column(file, shape=(60,), dtype="S2", external=[(str(secret), 0, 120)]),
-        rf"'/obs/length' of '.*a\.h5ad' {ELSEWHERE}",
-    ),
-    "external link": (
-        lambda file, secret: _column(file, h5py.ExternalLink(f"{secret}.h5", "/names")),
-        rf"'/obs/length' of .* {ELSEWHERE}",
-    ),
-    "soft link through it": (_soft_link_through_it, rf"'/uns/other' of .* {ELSEWHERE}"),
-    "virtual": (_virtual, rf"'/obs/length' of .* {ELSEWHERE}"),
-    "many ways": (_many_ways, ENDLESS),
-    "loop": (lambda file, _: file["uns"].update(again=file["uns"]), ENDLESS),
-    "deep": (lambda file, _: file.create_group("uns/" + "/".join("d" * 200)), ENDLESS),
-}
-
-
-@pytest.mark.parametrize(("change", "message"), LEADS_ELSEWHERE.values(), ids=LEADS_ELSEWHERE)
-def test_h5ad_that_leads_elsewhere(change, message, tiny_adata, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("scforge.data.readers._PARTS", 2000)
-    secret, path = tmp_path / "secret", tmp_path / "a.h5ad"
-    secret.write_bytes(b"S3" * 60)
-    with h5py.File(f"{secret}.h5", "w") as other:
-        other["names"] = np.array([b"S3"] * 60)
-    tiny_adata.obs["length"] = 1.0
-    tiny_adata.uns["x"] = 1
-    tiny_adata.write_h5ad(path)
-    with h5py.File(path, "r+") as file:
-        change(file, secret)
-    with fsspec.open("memory://hostile.h5ad", "wb") as copy:
-        copy.write(path.read_bytes())
-    calls = [
-        *(lambda: open_cells(path), lambda: open_cells("memory://hostile.h5ad")),
-        *(lambda: read_h5ad(path), lambda: inspect_h5ad(path)),
-        lambda: convert(path, tmp_path / "s.zarr", progress=False),
-    ]
-    for call in calls:
-        with pytest.raises(DataError, match=message.replace(r"a\.h5ad", r"(a|hostile)\.h5ad")):
-            call()
-    assert main(["inspect", str(path)]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
-
-
-@pytest.mark.parametrize("part", ["obs/length", "indices", "data"])
-def test_sizes_that_no_memory_holds(part, tiny_adata, tmp_path, monkeypatch):
-    monkeypatch.setattr("scforge.data.readers.available_memory", lambda: 10**9)
-    tiny_adata.obs["length"] = 1.0
-    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
-    message = r"a\.h5ad' would take .* GB of memory, and .* are available"
-    with h5py.File(tmp_path / "a.h5ad", "r+") as file:
-        if part == "obs/length":
-            _column(file, dtype="f8", shape=(8 * 10**12,), chunks=(1000,))
-        else:
-            n_values = len(file["X"][part])
-            del file["X"][part]
-            how = {"chunks": (10**9,), "maxshape": (None,), "compression": "gzip"}
-            file["X"].create_dataset(part, (n_values,), "i4", **how)
-            message = rf"a piece of {part} of 'X' of .* would take 4\.0 GB of memory"
-    with pytest.raises(DataError, match=message):
-        open_cells(tmp_path / "a.h5ad")
 
 
 def test_links_within_an_h5ad_are_followed(tiny_adata, tmp_path):
@@ -269,9 +153,6 @@ def web(tmp_path):
                 self.send_header(name, value)
             self.end_headers()
             with contextlib.suppress(OSError):  # who asked has gone
-                for byte in content[: 9000 if body and "drip" in answer else 0]:
-                    self.wfile.write(bytes([byte]))
-                    time.sleep(answer["drip"])
                 if body:
                     self.wfile.write(content)
 
@@ -335,21 +216,6 @@ def test_what_a_web_server_answers(name, answer, message, web, tiny_adata, monke
     shown = "".join(traceback.format_exception(told.value))
     assert "hunter2" not in shown
     assert "abc123" not in shown
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["a.h5ad", "s.zarr"])
-def test_a_server_that_drips_is_given_up(name, web, tiny_adata, tmp_path, monkeypatch):
-    for limit in ("TRY_S", "PIECE_S"):
-        monkeypatch.setattr(f"scforge.data.readers.{limit}", 0.5)
-    folder, url, said = web
-    tiny_adata.write_h5ad(folder / "a.h5ad")
-    convert(tiny_adata, folder / "s.zarr", progress=False)
-    said["drip"] = 0.05
-    began = time.monotonic()
-    with pytest.raises(DataError, match="cannot be reached"):
-        convert(url if name == "a.h5ad" else url.replace(url.rpartition("/")[2], name), tmp_path / "t.zarr")
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,10 @@ import hashlib
 import json
 import logging
 import lzma
-import math
 import os
 import re
 import sys
 import tarfile
-import time
 import zipfile
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -203,9 +201,6 @@ FIRST_WAIT_S = 0.2
 TRY_S = 60.0
 """Seconds that one try may take."""
 
-PIECE_S = 120.0
-"""Seconds after which one piece is not asked for again: a server that sends a byte now and then never ends."""
-
 _CONNECT_S, _READ_S = 10, 30
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+://")
 _FINAL = (
@@ -298,7 +293,7 @@ async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> 
     DataError
         If the last try fails, too, or access is refused.
     """
-    wait, until = FIRST_WAIT_S, time.monotonic() + PIECE_S
+    wait = FIRST_WAIT_S
     for number in range(1, TRIES + 1):
         try:
             return await asyncio.wait_for(ask(), TRY_S)
@@ -310,7 +305,7 @@ async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> 
             raise
         except reading_errors() as error:
             told = refusal(error)
-            last = number == TRIES or time.monotonic() > until
+            last = number == TRIES
             if told and (last or told[0] not in LATER):
                 raise DataError(f"{what} cannot be read: {told[1]}.") from safe_cause(error)
             if last:
@@ -380,7 +375,7 @@ def open_group(
         If there is no group.
     DataError
         If the server cannot be reached, access is refused, or the metadata cannot be used. Arrays that are opened
-        later raise the same. If the folder holds a pipe or a device.
+        later raise the same.
     OptionError
         If nothing installed reads such URLs.
     """
@@ -395,7 +390,6 @@ def open_group(
             fs.retries = 1
         store = RemoteStore(fs, read_only=mode == "r", path=path.rstrip("/"))
     else:
-        _refuse_odd_files(name)
         store = LocalStore(name, read_only=mode == "r")
     with reading(repr(name), how="as a zarr folder"):
         try:
@@ -403,21 +397,6 @@ def open_group(
         except FileNotFoundError as error:
             problem = f"{name!r} is not there, or is no zarr group; check the name."
             raise MissingFileError(problem) from safe_cause(error)
-
-
-def _refuse_odd_files(place: str) -> None:
-    """Raise if a folder holds a pipe or a device: zarr, and zarrs besides, would wait for their end forever."""
-    waiting = [place]
-    while waiting:
-        # What cannot be listed is reported when it is read.
-        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
-                elif not entry.is_file(follow_symlinks=False):
-                    path = Path(entry.path)
-                    if path.exists() and not path.is_file() and not path.is_dir():
-                        raise DataError(f"{entry.path!r} is not a regular file; copy the data again.")
 
 
 # zarrs reads from a store of this name itself, which is much faster.
@@ -504,9 +483,6 @@ _ENTRY = 8
 _CELL = 200
 """Bytes of a cell: its name, its library size, and some columns of obs."""
 
-_SMALL = 2**26
-"""Bytes of a part that is read without a look at what is available."""
-
 _UNLIMITED = 2**60
 """What control groups of the first version say where there is no limit is more than this."""
 
@@ -528,8 +504,6 @@ def check_memory(streams: Sequence[CellStream], memory: int | str | None = None)
 
 def lack_of_memory(streams: Sequence[CellStream], memory: int | str | None = None) -> str | None:
     """Say how far cells exceed `memory`, e.g. ``"16GB"``, or half of what is available; None if they fit."""
-    pass
-
     there = available_memory() if memory is None else parse_bytes("memory", memory)
     if there is None:
         return None
@@ -543,30 +517,6 @@ def lack_of_memory(streams: Sequence[CellStream], memory: int | str | None = Non
         f"{n_cells:,} cells with {n_entries:,} counts need about {_size(needed)} of memory, and there are "
         f"{_size(there)}{half}"
     )
-
-
-def check_stored(stored: Any, what: str, *, whole: bool = True) -> None:
-    """Raise unless a part of an h5ad file or a zarr folder fits into memory, or each piece of it that is unpacked.
-
-    Raises
-    ------
-    DataError
-        If it does not.
-    """
-    there, needed = available_memory(), _stored_bytes(stored, whole)
-    if there is not None and needed > max(there, _SMALL):
-        raise DataError(
-            f"{what} would take {_size(needed)} of memory, and {_size(there)} are available; write the file again if "
-            "it is damaged, or use a machine with more memory."
-        )
-
-
-def _stored_bytes(stored: Any, whole: bool) -> int:
-    """Return the size of an array in memory (or of a piece of it), or of all arrays in a group."""
-    if not hasattr(stored, "dtype"):
-        return sum(_stored_bytes(stored[name], whole) for name in stored)
-    shapes = ((stored.shape or ()) if whole else (), stored.chunks or ())
-    return max(map(math.prod, shapes)) * stored.dtype.itemsize
 
 
 def available_memory() -> int | None:
@@ -670,7 +620,6 @@ class Matrix:
         if is_array(stored):
             if stored.shape is None or len(stored.shape) != 2 or stored.dtype.kind not in "biuf":
                 raise DataError(f"{place} is no matrix of numbers (shape {stored.shape}, {stored.dtype}).")
-            check_stored(stored, f"a piece of {place}", whole=False)
             return cls(stored, "dense", tuple(stored.shape), place)
         encoding = str(stored.attrs.get("encoding-type", stored.attrs.get("h5sparse_format", "")))
         kind = encoding.removesuffix("_matrix")
@@ -692,7 +641,6 @@ class Matrix:
             part = self.stored[name]
             if not is_array(part) or part.shape is None or len(part.shape) != 1 or part.dtype.kind not in kinds:
                 self._damaged(f"{name} is no list of numbers")
-            check_stored(part, f"a piece of {name} of {self.place}", whole=False)
         n_indices = self._parts["indices"].shape[0]
         if self.n_stored != n_indices:
             self._damaged(f"it has {self.n_stored} values and {n_indices} indices")
@@ -852,10 +800,6 @@ def _sparse_type(values: np.ndarray) -> np.ndarray:
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
-_DEPTH, _PARTS = 64, 100_000
-"""How deep an AnnData may be nested, and how many parts it may have; links that make a loop have no end."""
-
-
 @contextlib.contextmanager
 def open_h5ad(path: str | os.PathLike[str], modality: str | None = None) -> Iterator[StoredAdata]:
     """Open an h5ad file, or one modality of an h5mu file, for reading piece by piece.
@@ -874,62 +818,10 @@ def open_h5ad(path: str | os.PathLike[str], modality: str | None = None) -> Iter
         raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(path)}")
     if not path.is_file():
         raise DataError(f"{str(path)!r} is not a file; name an h5ad file.")
-    with open_hdf5(path, str(path)) as file:
-        yield StoredAdata.of(str(path), file, modality)
-
-
-@contextlib.contextmanager
-def open_hdf5(file: Any, name: str) -> Iterator[h5py.File]:
-    """Open an HDF5 file (path or open file) that holds all of its content itself; `name` is that of the messages.
-
-    Raises
-    ------
-    DataError
-        If it is no HDF5 file, or has parts that lie in other files, or has no end.
-    """
     with contextlib.ExitStack() as opened:
-        with reading(repr(name), how="as an h5ad file"):
-            stored = opened.enter_context(h5py.File(file, "r"))
-            # Links within the file are followed only once it is known that nothing leads out of it.
-            if _check_parts(stored, name, follow=False):
-                _check_parts(stored, name, follow=True)
-        yield stored
-
-
-def _check_parts(file: h5py.File, name: str, *, follow: bool) -> bool:
-    """Raise if a part lies in another file, or there are too many; return whether there are links to follow."""
-    waiting: list[tuple[h5py.Group, int]] = [(file, 0)]
-    n_parts, linked = 0, False
-    while waiting:
-        group, depth = waiting.pop()
-        for key in group:
-            n_parts += 1
-            place = f"{group.name.rstrip('/')}/{key}"
-            link = group.get(key, getlink=True)
-            if isinstance(link, h5py.SoftLink):
-                linked = True
-                if not follow:
-                    continue
-            elif not isinstance(link, h5py.HardLink):
-                raise _other_file(place, name)
-            part = group.get(key)
-            if isinstance(part, h5py.Group):
-                waiting.append((part, depth + 1))
-            elif isinstance(part, h5py.Dataset) and (part.external or part.is_virtual):
-                raise _other_file(place, name)
-            if depth >= _DEPTH or n_parts > _PARTS:
-                raise DataError(
-                    f"{name!r} is nested more than {_DEPTH} deep, or has more than {_PARTS:,} parts, as with a link to "
-                    "itself; write the file again with anndata."
-                )
-    return linked
-
-
-def _other_file(place: str, name: str) -> DataError:
-    return DataError(
-        f"{place!r} of {name!r} lies in another file, which scforge does not open; if you trust it, make a file that "
-        "holds all of it with anndata.read_h5ad(path).write_h5ad(new_path)."
-    )
+        with reading(repr(str(path)), how="as an h5ad file"):
+            file = opened.enter_context(h5py.File(path, "r"))
+        yield StoredAdata.of(str(path), file, modality)
 
 
 def similar_file(path: Path) -> str:
@@ -1042,10 +934,10 @@ class StoredAdata:
     def obs_names(self) -> pd.Index:
         """Names of the cells."""
         import pandas as pd
+        from anndata.io import read_elem
 
-        what = f"the names of the cells (obs) of {self.path!r}"
-        with reading(what, fix=_AGAIN):
-            names = _read(self.file["obs"][self.file["obs"].attrs["_index"]], what)
+        with reading(f"the names of the cells (obs) of {self.path!r}", fix=_AGAIN):
+            names = read_elem(self.file["obs"][self.file["obs"].attrs["_index"]])
             return pd.Index(np.asarray(names, dtype=object).astype(str))
 
     @property
@@ -1072,6 +964,7 @@ class StoredAdata:
             If there is no such column, or it cannot be read.
         """
         import pandas as pd
+        from anndata.io import read_elem
 
         if columns is None:
             return self._table("obs", "table of cells")
@@ -1080,16 +973,16 @@ class StoredAdata:
         group = self.file["obs"]
         if "__categories" in group:  # of an anndata before 0.8, which kept them apart
             return self._table("obs", "table of cells")[list(columns)]
-        what = f"the table of cells (obs) of {self.path!r}"
-        with reading(what, fix=_AGAIN):
-            read = {column: _read(group[column], what) for column in columns}
+        with reading(f"the table of cells (obs) of {self.path!r}", fix=_AGAIN):
+            read = {column: read_elem(group[column]) for column in columns}
             return pd.DataFrame(read, index=self.obs_names)
 
     def _table(self, name: str, what: str) -> pd.DataFrame:
         import pandas as pd
+        from anndata.io import read_elem
 
         with reading(f"the {what} ({name}) of {self.path!r}", fix=_AGAIN):
-            table = _read(self.file[name], f"the {what} ({name}) of {self.path!r}")
+            table = read_elem(self.file[name])
         if not isinstance(table, pd.DataFrame):
             raise DataError(f"{name} of {self.path!r} is no {what}; write the file again with anndata.")
         return table
@@ -1170,13 +1063,6 @@ class StoredModality(StoredAdata):
             raise missing_column(missing[0], self.path, self.obs_columns)
         table = StoredAdata(self.path, self.file).obs([column for column in columns if column in own])
         return table.join(self._shared[[column for column in columns if column not in own]])[list(columns)]
-
-
-def _read(stored: Any, what: str) -> Any:
-    from anndata.io import read_elem
-
-    check_stored(stored, what)
-    return read_elem(stored)
 
 
 def check_modality(modality: str | None, modalities: Sequence[str], source: str) -> None:
@@ -1497,8 +1383,7 @@ class UrlPlace:
         with contextlib.ExitStack() as opened:
             with reading(repr(self.name), how="as an h5ad file"):
                 file = opened.enter_context(system.open(path, "rb", block_size=_BLOCK, cache_type="blockcache"))
-                file = persistent(file, repr(self.name))
-            stored = opened.enter_context(open_hdf5(file, self.name))
+                stored = opened.enter_context(h5py.File(persistent(file, repr(self.name)), "r"))
             yield StoredAdata.of(self.name, stored, self._modality)
 
     def identity(self) -> dict[str, int | float | str]:

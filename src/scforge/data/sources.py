@@ -38,7 +38,6 @@ from scforge.data.readers import (
     Matrix,
     StoredAdata,
     check_memory,
-    check_stored,
     identity_of,
     is_collection,
     is_query,
@@ -46,7 +45,6 @@ from scforge.data.readers import (
     lack_of_memory,
     open_group,
     open_h5ad,
-    open_hdf5,
     open_streams,
     reading,
     similar_file,
@@ -554,8 +552,6 @@ def _read_one(path: Path) -> AnnData:
         raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(path)}")
     if not path.is_file():
         raise DataError(f"{str(path)!r} is not a file; data.paths takes h5ad files.")
-    with open_hdf5(path, str(path)) as file, reading(repr(str(path)), how="as an h5ad file"):
-        check_stored(file, repr(str(path)))
     with reading(repr(str(path)), how="as an h5ad file"), warnings.catch_warnings():
         # What it advises, to number them, would hide which columns mean one gene; scforge sums those.
         warnings.filterwarnings("ignore", message="Variable names are not unique")
