@@ -228,18 +228,6 @@ def test_errors_name_the_place_of_the_user_and_keep_other_names(tmp_path):
         assert caught.value is error
 
 
-@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
-def test_pipes_are_neither_waited_for_nor_replaced(tmp_path):
-    pipe = tmp_path / "config.json"
-    os.mkfifo(pipe)
-    with pytest.raises(OptionError, match=r"^output='.*config.json' is a pipe or a device, not a file; give another"):
-        check_writable("output", pipe)
-    for path in (pipe, Path(os.devnull)):
-        with pytest.raises(OptionError, match="is a pipe or a device"):
-            atomic_write_text(path, "")
-    assert pipe.is_fifo()
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk of Linux")
 def test_cells_on_a_full_disk(tmp_path):

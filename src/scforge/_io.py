@@ -33,7 +33,6 @@ def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
 def check_writable(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise unless something can be written at `path`; finds out before anything is computed for it."""
     place = Path(path).resolve()
-    _check_kind(f"{argument}={str(path)!r}", place)
     while not place.is_dir():
         place = place.parent
     try:
@@ -43,12 +42,6 @@ def check_writable(argument: str, path: str | os.PathLike[str]) -> None:
         raise OptionError(f"{argument}={str(path)!r} cannot be written ({error.strerror}).") from error
 
 
-def _check_kind(said: str, path: Path) -> None:
-    """Raise if `path` is there and is neither a file nor a folder."""
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise OptionError(f"{said} is a pipe or a device, not a file; give another name.")
-
-
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it takes the place of `path`, on an error it is removed.
@@ -56,7 +49,6 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     The temporary name keeps the suffix of `path`, because several writers choose their format by it.
     """
     path = Path(path)
-    _check_kind(repr(str(path)), path)
     with _named(path, path.parent / f".{path.stem}."):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary, mode = _new_file(path.parent, path.stem, path.suffix)

@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import anndata as ad
-import h5py
 import pytest
 import yaml
 
@@ -77,11 +76,6 @@ def test_a_file_is_found_by_the_environment_and_checked(
     tiny_adata.obs["cell_line"] = tiny_adata.obs["cell_lines"]
     tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
     assert load("sc_mixology", verify=False).shape == tiny_adata.shape
-    with h5py.File(tmp_path / "sc_mixology.h5ad", "r+") as file:
-        how = {"shape": (60,), "dtype": "S2", "external": [(str(tmp_path / "secret"), 0, 120)]}
-        file["obs"].create_dataset("secret", **how)
-    with pytest.raises(DataError, match="lies in another file, which scforge does not open"):
-        load("sc_mixology", verify=False)
 
 
 def test_controls_must_be_there_and_values_be_counts(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
