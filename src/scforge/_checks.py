@@ -7,7 +7,7 @@ import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from scforge.errors import DataError, OptionError, ScforgeError, did_you_mean, listing
+from scforge.errors import DataError, OptionError, ScforgeError, suggest
 
 
 def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> None:
@@ -123,6 +123,4 @@ def check_known(
     names = [one for one in known if one is not None]
     if name not in names:
         end = f"; {fix}." if fix else "."
-        raise error(
-            f"{argument}={name!r} is not in {where}{did_you_mean(name, names)} ({where} has: {listing(names)}){end}"
-        )
+        raise error(f"{argument}={name!r} is not in {where}{suggest(name, names, f'{where} has')}{end}")

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
-from scforge.errors import OptionError, ScforgeError, did_you_mean, listing
+from scforge.errors import OptionError, ScforgeError, listing, suggest
 
 
 class Registry[T]:
@@ -101,9 +101,7 @@ class Registry[T]:
             offered = self._plugins().get(name)
             if offered is None:
                 known = self.names()
-                raise OptionError(
-                    f"{self.kind}={name!r} is not known{did_you_mean(name, known)} (known: {listing(known)})"
-                )
+                raise OptionError(f"{self.kind}={name!r} is not known{suggest(name, known)}")
             self._load(name, offered)
         if name not in self._builtin:
             self._check(name, self._entries[name])
@@ -195,7 +193,7 @@ def check_options(
             wrong = f"{kind} {option!r} is unknown to {owner!r}"
             if hints and option in hints:
                 raise OptionError(f"{wrong}; {hints[option]}.")
-            raise OptionError(f"{wrong}{did_you_mean(option, known)} (known: {listing(known, most=20)})")
+            raise OptionError(f"{wrong}{suggest(option, known, most=20)}")
 
 
 def _package_of(point: EntryPoint) -> str:

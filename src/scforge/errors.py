@@ -375,6 +375,18 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     return f"; did you mean {candidates[near[0]]!r}?" if near else ""
 
 
+def suggest(name: object, known: Iterable[object], label: str = "known", *, most: int = 12) -> str:
+    """Return what may be written in place of `name`: the nearest of the known names, and all of them under a label.
+
+    Examples
+    --------
+    >>> suggest("celltype", ["cell_type", "donor"], "obs has")
+    "; did you mean 'cell_type'? (obs has: 'cell_type', 'donor')"
+    """
+    names = list(known)
+    return f"{did_you_mean(name, names)} ({label}: {listing(names, most=most)})"
+
+
 def warn(message: str, category: type[Warning] | None = None) -> None:
     """Warn of what a user did, with the line of the user's code that led to it.
 

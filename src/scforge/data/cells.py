@@ -19,8 +19,7 @@ from scforge.data.vocab import GeneVocab
 from scforge.errors import (
     DataError,
     OptionError,
-    did_you_mean,
-    listing,
+    suggest,
 )
 
 if TYPE_CHECKING:
@@ -420,9 +419,7 @@ def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:
     """Return a column of a table of cells, or raise :class:`~scforge.errors.DataError`."""
     columns = [] if obs is None else [str(column) for column in obs.columns if not str(column).startswith("_scvi_")]
     if obs is None or key not in obs:
-        raise DataError(
-            f"{key!r} is not a column of obs of these cells{did_you_mean(key, columns)} (there is: {listing(columns)})"
-        )
+        raise DataError(f"{key!r} is not a column of obs of these cells{suggest(key, columns, 'there is')}")
     return obs[key]
 
 

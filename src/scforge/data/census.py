@@ -29,9 +29,8 @@ from scforge.errors import (
     MissingFileError,
     OptionError,
     ScforgeError,
-    did_you_mean,
     first_line,
-    listing,
+    suggest,
     warn,
 )
 
@@ -119,10 +118,8 @@ def check_values(filters: Filters, schema: pyarrow.Schema, *, table: str, argume
     columns = [name for name in schema.names if name != "soma_joinid"]
     for column, value in filters.items():
         if column not in schema.names:
-            raise DataError(
-                f"{argument} names {column!r}, which is not a column of {table}{did_you_mean(column, columns)} "
-                f"({table} has: {listing(columns, most=30)})"
-            )
+            near = suggest(column, columns, f"{table} has", most=30)
+            raise DataError(f"{argument} names {column!r}, which is not a column of {table}{near}")
         kind, fits = _kind(schema.field(column).type)
         for one in _values(value):
             if not fits(one):
@@ -223,9 +220,7 @@ def open_census(organism: str, version: str, tiledb_config: Mapping[str, Any] | 
             release = census_client.get_census_version_description(version)["release_build"]
         except ValueError as error:
             known = list(census_client.get_census_version_directory())
-            raise OptionError(
-                f"census_version={version!r} is not known{did_you_mean(version, known)} (known: {listing(known)})"
-            ) from error
+            raise OptionError(f"census_version={version!r} is not known{suggest(version, known)}") from error
         config = None if tiledb_config is None else dict(tiledb_config)
         root = census_client.open_soma(census_version=version, tiledb_config=config)
         return SomaPlace(f"census:{release}/{organism}", _experiment(root, organism, what), release, root)
@@ -252,9 +247,7 @@ def _experiment(root: Any, organism: str, what: str) -> Any:
     name = _SPECIES.get(name, name)
     if name not in organisms:
         known = sorted(organisms)
-        raise OptionError(
-            f"organism={organism!r} is not in {what}{did_you_mean(organism, known)} (it has: {listing(known)})"
-        )
+        raise OptionError(f"organism={organism!r} is not in {what}{suggest(organism, known, 'it has')}")
     return organisms[name]
 
 
@@ -262,7 +255,7 @@ def member(collection: Any, name: str, argument: str, what: str) -> Any:
     """Return a part of a collection, or raise :class:`~scforge.errors.DataError` with the names that are there."""
     if name not in collection:
         known = sorted(collection)
-        raise DataError(f"{argument}={name!r} is not in {what}{did_you_mean(name, known)} (it has: {listing(known)})")
+        raise DataError(f"{argument}={name!r} is not in {what}{suggest(name, known, 'it has')}")
     return collection[name]
 
 
@@ -822,7 +815,7 @@ class CensusQuery:
             if name not in frame.schema.names:
                 raise DataError(
                     f"obs names {name!r}, which is not a column of obs of {place.name!r}"
-                    f"{did_you_mean(name, columns)} (there is: {listing(columns, most=30)})"
+                    f"{suggest(name, columns, 'there is', most=30)}"
                 )
         check_values(self.filters, frame.schema, table="obs")
         filtered = list(self.filters) if isinstance(self.filters, Mapping) else []
@@ -869,8 +862,7 @@ class CensusQuery:
             if self.gene_key is not None and self.gene_key not in frame.schema.names:
                 raise DataError(
                     f"gene_key={self.gene_key!r} is not a column of var of {place.name!r}"
-                    f"{did_you_mean(self.gene_key, frame.schema.names)} "
-                    f"(there is: {listing(frame.schema.names)})"
+                    f"{suggest(self.gene_key, frame.schema.names, 'there is')}"
                 )
             # All genes are read, whatever gene_filter says: library sizes are those of all.
             var = read_table(frame)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scforge.data.sampling import ranges
-from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.errors import DataError, OptionError, suggest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -154,7 +154,7 @@ def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> ParsedPert
         known = sorted({part for some in parts for part in some})
         raise DataError(
             f"control={keys.control!r} is no label of obs[{keys.perturbation!r}]"
-            f"{did_you_mean(keys.control, known)} (it has: {listing(known)})"
+            f"{suggest(keys.control, known, 'it has')}"
         )
     names = sorted({part for some in parts for part in some} - {keys.control})
     index = {name: number for number, name in enumerate(names)}
@@ -184,10 +184,7 @@ def _column(obs: pd.DataFrame, key: str, argument: str) -> tuple[np.ndarray, lis
     import pandas as pd
 
     if key not in obs:
-        raise DataError(
-            f"{argument}={key!r} is not a column of obs{did_you_mean(key, obs.columns)} "
-            f"(obs has: {listing(obs.columns)})"
-        )
+        raise DataError(f"{argument}={key!r} is not a column of obs{suggest(key, obs.columns, 'obs has')}")
     codes, values = pd.factorize(obs[key])
     return codes, list(values)
 

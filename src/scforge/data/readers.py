@@ -54,6 +54,7 @@ from scforge.errors import (
     listing,
     redacted,
     safe_cause,
+    suggest,
 )
 
 if TYPE_CHECKING:
@@ -1070,10 +1071,7 @@ def check_modality(modality: str | None, modalities: Sequence[str], source: str)
     if modality is None:
         raise OptionError(f"{source!r} is a MuData; name a modality with modality= (it has: {listing(modalities)}).")
     if modality not in modalities:
-        raise OptionError(
-            f"modality={modality!r} is not in {source!r}{did_you_mean(modality, modalities)} "
-            f"(it has: {listing(modalities)})"
-        )
+        raise OptionError(f"modality={modality!r} is not in {source!r}{suggest(modality, modalities, 'it has')}")
 
 
 def shared_columns(obs: pd.DataFrame, modality: str, names: pd.Index, own: Sequence[str]) -> pd.DataFrame:
@@ -1091,9 +1089,7 @@ def shared_columns(obs: pd.DataFrame, modality: str, names: pd.Index, own: Seque
 def missing_column(column: str, source: str, columns: Sequence[str]) -> DataError:
     """Return the error of a column of obs that is not there."""
     shown = [name for name in columns if not str(name).startswith("_scvi_")]
-    return DataError(
-        f"obs of {source!r} has no column {column!r}{did_you_mean(column, shown)} (it has: {listing(shown)})"
-    )
+    return DataError(f"obs of {source!r} has no column {column!r}{suggest(column, shown, 'it has')}")
 
 
 class AdataStream:

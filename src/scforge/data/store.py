@@ -40,10 +40,9 @@ from scforge.errors import (
     ModelFileError,
     OptionError,
     ScforgeError,
-    did_you_mean,
     first_line,
-    listing,
     redacted,
+    suggest,
     warn,
 )
 
@@ -508,8 +507,7 @@ class _Store:
         for column in [column for column in known if column != SOURCE] if columns is None else columns:
             if column not in known:
                 raise DataError(
-                    f"obs names {column!r}, which is not a column of {self.place!r}"
-                    f"{did_you_mean(column, known)} (there is: {listing(known)})"
+                    f"obs names {column!r}, which is not a column of {self.place!r}{suggest(column, known, 'there is')}"
                 )
             parts = [self._read(dataset, "obs", column) for dataset in self._datasets]
             if all(isinstance(part, pd.Categorical) for part in parts):

@@ -26,9 +26,9 @@ from scforge.errors import (
     MissingFileError,
     ModelFileError,
     OptionError,
-    did_you_mean,
     first_line,
     listing,
+    suggest,
     warn,
 )
 
@@ -76,9 +76,7 @@ def gene_table(species: str) -> GeneTable:
         If the species is another.
     """
     if species not in SPECIES:
-        raise OptionError(
-            f"species={species!r} has no gene table{did_you_mean(species, SPECIES)} (known: {listing(SPECIES)})"
-        )
+        raise OptionError(f"species={species!r} has no gene table{suggest(species, SPECIES)}")
     symbols = {gene: symbol or gene for gene, symbol in read_table(f"{species}_genes")}
     ids: dict[str, tuple[str, ...]] = {}
     for gene, symbol in symbols.items():
@@ -659,10 +657,7 @@ def load_named(name: str, *, one_to_many: str | None = None) -> GeneVocab:
     if not isinstance(name, str):
         raise OptionError(f"name={name!r} is not the name of a vocabulary; pass one of {listing(known)}.")
     if name not in NAMED_VOCABS:
-        raise OptionError(
-            f"vocab={name!r} is neither a shipped vocabulary nor a file"
-            f"{did_you_mean(name, known)} (shipped: {listing(known)})"
-        )
+        raise OptionError(f"vocab={name!r} is neither a shipped vocabulary nor a file{suggest(name, known, 'shipped')}")
     if one_to_many not in (None, "drop", "sum"):
         raise OptionError(f"one_to_many={one_to_many!r} is not known (known: 'drop', 'sum')")
     if one_to_many is not None and name != _BOTH:

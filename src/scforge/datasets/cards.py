@@ -8,7 +8,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from scforge.errors import OptionError, did_you_mean, listing
+from scforge.errors import OptionError, listing, suggest
 
 RULES = ("stratified", "groups", "perturbations")
 
@@ -220,9 +220,7 @@ def get_card(name: str) -> DatasetCard:
 
     known = list_cards()
     if name not in known:
-        raise OptionError(
-            f"name={name!r} is no data set with a card{did_you_mean(name, known)} (known: {listing(known)})"
-        )
+        raise OptionError(f"name={name!r} is no data set with a card{suggest(name, known)}")
     text = resources.files("scforge.datasets").joinpath("cards", f"{name}.yaml").read_text(encoding="utf-8")
     facts = yaml.safe_load(text)
     rule = facts.pop("split", None)

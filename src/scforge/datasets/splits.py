@@ -16,7 +16,7 @@ import pandas as pd
 
 from scforge._io import atomic_write_bytes
 from scforge.datasets.cards import Amount, DatasetCard, SplitRule, get_card
-from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, listing
+from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, listing, suggest
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -314,8 +314,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
         if key not in adata.obs:
             known = list(adata.obs)
             raise DataError(
-                f"the split of {card.name!r} needs the column {key!r} of obs{did_you_mean(key, known)} "
-                f"(obs has: {listing(known)})."
+                f"the split of {card.name!r} needs the column {key!r} of obs{suggest(key, known, 'obs has')}."
             )
     salt = f"{card.name}-v{version}"
     divide = {"stratified": _stratified, "groups": _groups, "perturbations": _perturbations}[rule.kind]
@@ -386,8 +385,7 @@ def _drawn(units: list[str], amounts: dict[str, Amount], salt: str, what: str) -
             absent = [unit for unit in amount if unit not in units]
             if absent:
                 raise DataError(
-                    f"{part}: {listing(absent)} is not in the column {what!r}{did_you_mean(absent[0], units)} "
-                    f"(there are: {listing(units)})"
+                    f"{part}: {listing(absent)} is not in the column {what!r}{suggest(absent[0], units, 'there are')}"
                 )
             held |= dict.fromkeys(amount, part)
     free = sorted((unit for unit in units if unit not in held), key=lambda unit: (_rank(salt, unit), unit))

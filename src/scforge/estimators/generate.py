@@ -17,7 +17,7 @@ from scipy import sparse
 from scforge._checks import check_count, check_positive, check_seed
 from scforge._constants import UNS_KEY
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
+from scforge.errors import DataError, NotTrainedWarning, OptionError, suggest, warn
 from scforge.estimators.interpret import gene_numbers
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.protocol import GeneratingModule
@@ -232,10 +232,7 @@ def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int
         raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; give one name, or one for each.")
     numbers_of = {name: i + 1 for i, name in enumerate(conditions)}
     if unknown := [name for name in names if not _is_missing(name) and name not in numbers_of]:
-        raise OptionError(
-            f"condition={_shown(unknown[0])} is no class of the model{did_you_mean(unknown[0], conditions)} "
-            f"(known: {listing(conditions)})"
-        )
+        raise OptionError(f"condition={_shown(unknown[0])} is no class of the model{suggest(unknown[0], conditions)}")
     return np.array([0 if _is_missing(name) else numbers_of[name] for name in names], dtype=np.int64)
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from scforge._checks import check_bool
 from scforge._constants import AUTO_KEY, TARGET_SUM
 from scforge._registry import check_options
-from scforge.errors import NotTrainedWarning, OptionError, did_you_mean, listing, warn
+from scforge.errors import NotTrainedWarning, OptionError, suggest, warn
 from scforge.estimators.base import positions
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.finetune import options_of
@@ -62,10 +62,7 @@ def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | N
         raise OptionError(f"transform_batch={transform_batch!r} names no batch; name one, or None for all.")
     for name in names:
         if str(name) not in known:
-            raise OptionError(
-                f"transform_batch={name!r} is no batch of the model{did_you_mean(str(name), known)} (known: "
-                f"{listing(known)})"
-            )
+            raise OptionError(f"transform_batch={name!r} is no batch of the model{suggest(str(name), known)}")
     return [known.index(str(name)) for name in names]
 
 

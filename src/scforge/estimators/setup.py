@@ -16,7 +16,7 @@ from scvi.data.fields import CategoricalObsField, LayerField
 
 from scforge.data.checks import counts_of, gene_names, warn_if_transformed
 from scforge.data.readers import shared_columns
-from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.errors import DataError, OptionError, suggest
 from scforge.models.registry import MODELS
 from scforge.training.datamodule import CellDataModule
 
@@ -120,7 +120,7 @@ def check_setup_keys(adata: AnnData, setup: dict[str, Any], front: str) -> None:
         if key is not None and key not in known:
             raise DataError(
                 f"{argument}={key!r}, where the training data have them, is not in {where} of these cells"
-                f"{did_you_mean(key, known)} (there is: {listing(known)}); call {front}.setup_anndata(adata, "
+                f"{suggest(key, known, 'there is')}; call {front}.setup_anndata(adata, "
                 "...) on them to say where their counts and gene names are."
             )
 
@@ -149,7 +149,7 @@ def adopted(mdata: MuData, modality: str, argument: str, key: str | None) -> str
             known = [str(column) for column in (*adata.obs, *known_to_all) if not str(column).startswith("_scvi_")]
             raise DataError(
                 f"{argument}={key!r} is a column neither of mdata.mod[{modality!r}].obs nor of mdata.obs"
-                f"{did_you_mean(name, known)} (there is: {listing(known)})"
+                f"{suggest(name, known, 'there is')}"
             )
         adata.obs[name] = known_to_all[name]
     return name

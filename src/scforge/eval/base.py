@@ -22,7 +22,7 @@ from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
 from scforge.datasets.cards import get_card, list_cards
 from scforge.datasets.loading import DATA_FOLDER, find_file
-from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, listing
+from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, listing, suggest
 
 KEYS = ("labels_key", "batch_key", "groups_key")
 """Options that name a column of obs; who runs a benchmark fills them in from the data where they are left out."""
@@ -260,9 +260,7 @@ def check_column(argument: str, key: str, obs: pd.DataFrame) -> None:
     """Raise :class:`~scforge.errors.DataError` unless obs has the column `key`."""
     if key not in obs:
         columns = [column for column in obs.columns if not str(column).startswith("_scvi_")]
-        raise DataError(
-            f"{argument}={key!r} is not a column of obs{did_you_mean(key, columns)} (obs has: {listing(columns)})"
-        )
+        raise DataError(f"{argument}={key!r} is not a column of obs{suggest(key, columns, 'obs has')}")
 
 
 BENCHMARKS: Registry[type[Benchmark]] = Registry(

@@ -14,7 +14,7 @@ import pandas as pd
 from scforge._checks import check_seed
 from scforge._constants import UNS_KEY
 from scforge._progress import announce, duration
-from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.errors import DataError, OptionError, did_you_mean, listing, suggest
 from scforge.eval.base import Benchmark, Entry, title_of, to_evaluation
 from scforge.eval.baselines import check_baselines, embedding_baselines
 from scforge.eval.label_prediction import check_embedding
@@ -415,10 +415,7 @@ def write_metrics(adata: AnnData, report: Report, key: str) -> None:
 def _check_kinds(kinds: Mapping[str, Any]) -> None:
     for method, kind in kinds.items():
         if kind not in KINDS:
-            raise OptionError(
-                f"the kind of {method!r} is {kind!r}, which is not known{did_you_mean(str(kind), KINDS)} "
-                f"(known: {listing(KINDS)})"
-            )
+            raise OptionError(f"the kind of {method!r} is {kind!r}, which is not known{suggest(str(kind), KINDS)}")
 
 
 def _of_rows(one: Any, rows: np.ndarray | None) -> Any:

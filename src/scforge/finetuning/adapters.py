@@ -13,7 +13,7 @@ from torch import nn
 
 from scforge._checks import check_bool, check_count, check_positive, check_share
 from scforge._registry import check_options
-from scforge.errors import ModelFileError, OptionError, did_you_mean, listing
+from scforge.errors import ModelFileError, OptionError, listing, suggest
 from scforge.models.components.transformer import TransformerBlock
 
 _DEFAULTS: dict[str, Any] = {"r": 8, "alpha": 16.0, "dropout": 0.0, "targets": None, "use_dora": False}
@@ -75,7 +75,7 @@ def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
         if not of_target:
             raise OptionError(
                 f"lora['targets'] has {target!r}, which is no linear layer of {type(encoder).__name__}"
-                f"{did_you_mean(target, ends)} (there are: {listing(ends)})"
+                f"{suggest(target, ends, 'there are')}"
             )
         found += of_target
     return sorted(set(found), key=linear.index)

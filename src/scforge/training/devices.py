@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scforge._checks import check_bool
-from scforge.errors import OptionError, did_you_mean, listing
+from scforge.errors import OptionError, suggest
 from scforge.models.components.transformer import TransformerBlock, TransformerStack
 
 
@@ -97,9 +97,7 @@ def make_strategy(name: str, *, n_processes: int | None) -> Any:
         If `name` is not known.
     """
     if name not in STRATEGIES:
-        raise OptionError(
-            f"strategy={name!r} is not known{did_you_mean(name, STRATEGIES)} (known: {listing(STRATEGIES)})"
-        )
+        raise OptionError(f"strategy={name!r} is not known{suggest(name, STRATEGIES)}")
     if name == "fsdp":
         # Each process reads other cells, so all of them are data-parallel.
         size: Any = "auto" if n_processes is None else n_processes

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from scforge._io import atomic_path, check_folder
 from scforge._progress import announce, in_notebook
-from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.errors import DataError, OptionError, listing, suggest
 from scforge.training.checkpoint import SavingError
 from scforge.training.devices import unchanged
 from scforge.training.objectives.base import Objective
@@ -172,10 +172,7 @@ def make_loggers(
     loggers: list[Logger] = []
     for name in names:
         if name not in LOGGERS:
-            raise OptionError(
-                f"loggers={list(names)!r} has {name!r}, which is not known{did_you_mean(name, LOGGERS)} "
-                f"(known: {listing(LOGGERS)})"
-            )
+            raise OptionError(f"loggers={list(names)!r} has {name!r}, which is not known{suggest(name, LOGGERS)}")
     if wandb_mode is not None and wandb_mode not in _WANDB_MODES:
         raise OptionError(f"wandb_mode={wandb_mode!r} is not known (known: {listing(_WANDB_MODES)}).")
     check_folder("log_dir", log_dir)

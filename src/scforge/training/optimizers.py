@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from scforge.errors import OptionError, did_you_mean, listing
+from scforge.errors import OptionError, suggest
 from scforge.models.components.transformer import TransformerBlock
 
 
@@ -192,7 +192,7 @@ def make_optimizer(
             )
         return MuonWithAdamW(module, lr=lr, weight_decay=weight_decay, fused=fused)
     known = (*_OF_TORCH, "muon")
-    raise OptionError(f"optimizer={name!r} is not known{did_you_mean(name, known)} (known: {listing(known)})")
+    raise OptionError(f"optimizer={name!r} is not known{suggest(name, known)}")
 
 
 def _one_cycle(optimizer: torch.optim.Optimizer, total: int, warmup: int) -> lr_scheduler.LRScheduler:
@@ -266,7 +266,7 @@ def make_schedule(
     """
     if name not in SCHEDULES:
         known = sorted(SCHEDULES)
-        raise OptionError(f"schedule={name!r} is not known{did_you_mean(name, known)} (known: {listing(known)})")
+        raise OptionError(f"schedule={name!r} is not known{suggest(name, known)}")
     return SCHEDULES[name](optimizer, total_steps, warmup_length(name, total_steps, warmup_steps))
 
 

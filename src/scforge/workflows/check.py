@@ -34,7 +34,7 @@ from scforge.errors import (
     OptionError,
     ScforgeError,
     did_you_mean,
-    listing,
+    suggest,
     warn,
 )
 from scforge.estimators.serialize import read_folder
@@ -590,7 +590,7 @@ def _check_columns(config: Config) -> None:
             if data.gene_key is not None and data.gene_key not in stream.var:
                 raise OptionError(
                     f"gene_key={data.gene_key!r} is not a column of var of {stream.name!r}"
-                    f"{did_you_mean(data.gene_key, stream.var.columns)} (var has: {listing(stream.var.columns)})"
+                    f"{suggest(data.gene_key, stream.var.columns, 'var has')}"
                 )
 
 

@@ -17,7 +17,7 @@ from scforge._io import atomic_write_text
 from scforge.config.aliases import ALIASES
 from scforge.config.load import load_config
 from scforge.config.schema import Config
-from scforge.errors import OptionError, did_you_mean, listing
+from scforge.errors import OptionError, listing, suggest
 from scforge.estimators.encoder import Encoder
 from scforge.models._utils import count_parameters
 from scforge.workflows.check import FOUND_IN_CELLS, check_settings, columns_of, finetune_section, named_columns, placed
@@ -222,10 +222,7 @@ def _found_in_cells(task: str, options: dict[str, Any], source: AnnData | Cells)
     key = found.get("perturbation_key", options.get("perturbation_key"))
     if "control" in missing:
         if key is None or key not in columns:
-            raise OptionError(
-                f"perturbation_key={key!r} is not a column of obs{did_you_mean(key, columns)} (obs has: "
-                f"{listing(columns)})"
-            )
+            raise OptionError(f"perturbation_key={key!r} is not a column of obs{suggest(key, columns, 'obs has')}")
         values = source.obs[key] if isinstance(source, AnnData) else source.column(key)
         found["control"] = _the_one(_CONTROLS, [str(value) for value in values.unique()], "control", task)
     said = " and ".join(f"finetune.{name}={value!r}" for name, value in found.items())

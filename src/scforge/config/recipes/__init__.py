@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scforge.errors import ConfigError, did_you_mean, listing
+from scforge.errors import ConfigError, suggest
 
 __all__ = ["list_recipes", "recipe_path"]
 
@@ -51,5 +51,5 @@ def recipe_path(name: str) -> Path:
     """
     known = list_recipes()
     if name not in known:
-        raise ConfigError(f"recipe={name!r} is not known{did_you_mean(name, known)} (known: {listing(known)})")
+        raise ConfigError(f"recipe={name!r} is not known{suggest(name, known)}")
     return _FOLDER / f"{name}.yaml"

@@ -15,7 +15,7 @@ from scforge._constants import PAD_ID
 from scforge.data.cells import Cells, CellSource, choose_rows
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.data.sampling import cell_keys
-from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.errors import DataError, OptionError, listing, suggest
 from scforge.eval.expression import Moments, effects_of, moments
 from scforge.eval.perturbation_metrics import de_weights
 from scforge.finetuning.heads import Standardize
@@ -208,8 +208,7 @@ def _numbers(names: Sequence[str], present: list[int], named: Sequence[str], arg
     for name in named:
         if name not in number:
             raise OptionError(
-                f"{argument} names {name!r}, which no perturbed cell has{did_you_mean(name, number)} "
-                f"(there is: {listing(number)})"
+                f"{argument} names {name!r}, which no perturbed cell has{suggest(name, number, 'there is')}"
             )
     return sorted({number[name] for name in named})
 

@@ -12,7 +12,7 @@ from torch import nn
 from scforge._checks import check_count
 from scforge._constants import PAD_ID, UNS_KEY
 from scforge.data.cells import Cells, choose_rows
-from scforge.errors import DataError, OptionError, TrainingError, did_you_mean, listing
+from scforge.errors import DataError, OptionError, TrainingError, listing, suggest
 from scforge.eval.expression import Effects, effects_of, log_expression, moments
 from scforge.eval.perturbation import N_COMPONENTS, KnownEffects, WantedEffects, baseline_effects
 from scforge.eval.perturbation_metrics import (
@@ -175,8 +175,7 @@ def _wanted(
     for name in contexts or ():
         if name not in controls:
             raise OptionError(
-                f"contexts names {name!r}, where there is no control cell{did_you_mean(name, controls)} "
-                f"(there are some in: {listing(controls)})"
+                f"contexts names {name!r}, where there is no control cell{suggest(name, controls, 'there are some in')}"
             )
     if perturbations is None:
         present = conditions.pairs(np.arange(len(conditions.perturbation)))
