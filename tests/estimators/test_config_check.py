@@ -1,5 +1,4 @@
 import importlib.util
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,12 +63,11 @@ MISTAKES = [
     ("training.validation_size=0", ConfigError, "validation_size=0 leaves no cells for a validation, after which"),
     (("training.checkpoint_every_n_steps=5", "output.checkpoint_dir="), ConfigError, "has no use without output.chec"),
     (("output.log_dir=logs", "output.loggers=wandb"), OptionError, "'wandb', which is not installed; pip install 'sc"),
-    ("output.checkpoint_dir=closed", OptionError, "/closed' cannot be written into; choose another folder, or change"),
     ("output.checkpoint_dir=cells.h5ad", OptionError, "output.checkpoint_dir='cells.h5ad': 'cells.h5ad' is a file"),
     ("eval={benchmarks: [label_prediction], datasets: {a: b.h5ad}}", MissingFileError, "the file 'b.h5ad' does not"),
     ("data.labels_key=", ConfigError, "needs a column of obs, labels_key; set data.labels_key"),
     ("eval.benchmarks=[{batch_integration: {labels_key: a}}]", ConfigError, "needs a column of obs, batch_key; set da"),
-    ("eval.datasets={a: cells.h5ad}", ConfigError, "eval.datasets.a is used by no benchmark; name it"),
+    ("eval.datasets={a: cells.h5ad}", ConfigError, "eval.datasets.a has no benchmark; remove it"),
     ("eval.benchmarks=[{cell_type_annotation: {dataset: tabula_sapien}}]", OptionError, "did you mean 'tabula_sapiens"),
     ("output.embedding=./cells.h5ad", ConfigError, "output.embedding='cells.h5ad' is one of data.paths, and would"),
     (("data.paths=[./*.h5ad]", "output.embedding=new.h5ad"), ConfigError, "'new.h5ad' is one of data.paths"),
@@ -78,11 +76,9 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("overrides", "error", "message"), MISTAKES, ids=[message[:50] for *_, message in MISTAKES])
 def test_mistakes(load, store: Path, monkeypatch, overrides, error: type[ScforgeError], message: str) -> None:
-    access, util = os.access, importlib.util
+    util = importlib.util
     find = util.find_spec
-    monkeypatch.setattr(os, "access", lambda path, mode: "closed" not in str(path) and access(path, mode))
     monkeypatch.setattr(util, "find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
-    Path("closed").mkdir()
     overrides = [overrides] if isinstance(overrides, str) else [one.replace("STORE", str(store)) for one in overrides]
     with pytest.raises(error) as caught:
         check_config(load(BENCHMARKS, "data.labels_key=group", *overrides))

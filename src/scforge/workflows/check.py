@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 from torch.overrides import TorchFunctionMode
 
-from scforge._io import check_folder, put_back
+from scforge._io import check_folder, check_writable, put_back
 from scforge._registry import check_options
 from scforge.config.aliases import shown, without_secrets
 from scforge.config.load import dump_yaml
@@ -513,13 +513,14 @@ def _check_benchmarks(config: Config, evaluations: list[Evaluation]) -> None:
             f"{config.place_of(size)}{size}=0 leaves no cells for a validation, after which eval.benchmarks run; set "
             f"{size} above 0, or remove them."
         )
+
     entries = [entry for entry in config.eval.benchmarks if isinstance(entry, Mapping)]
     used = [options["dataset"] for entry in entries for options in entry.values() if "dataset" in (options or {})]
     for name in config.eval.datasets:
         if name not in used:
+            place = config.place_of(f"eval.datasets.{name}")
             raise ConfigError(
-                f"{config.place_of(f'eval.datasets.{name}')}eval.datasets.{name} is used by no benchmark"
-                f"{did_you_mean(name, used)}; name it as the dataset of one, or remove it."
+                f"{place}eval.datasets.{name} is used by no benchmark{did_you_mean(name, used)}; remove it."
             )
 
 
@@ -536,14 +537,9 @@ class _Unfilled(TorchFunctionMode):
 def _check_writable(config: Config, option: str, folder: str) -> None:
     try:
         check_folder(option, folder)
+        check_writable(option, folder)
     except OptionError as error:
         raise OptionError(config.place_of(option) + str(error)) from error
-    place = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise OptionError(
-            f"{config.place_of(option)}{option}={folder!r}: {str(place)!r} cannot be written into; "
-            "choose another folder, or change its permissions."
-        )
 
 
 def _check_embedding(config: Config, *, replaces: bool) -> None:
