@@ -513,15 +513,12 @@ def _check_benchmarks(config: Config, evaluations: list[Evaluation]) -> None:
             f"{config.place_of(size)}{size}=0 leaves no cells for a validation, after which eval.benchmarks run; set "
             f"{size} above 0, or remove them."
         )
-
     entries = [entry for entry in config.eval.benchmarks if isinstance(entry, Mapping)]
     used = [options["dataset"] for entry in entries for options in entry.values() if "dataset" in (options or {})]
     for name in config.eval.datasets:
         if name not in used:
             place = config.place_of(f"eval.datasets.{name}")
-            raise ConfigError(
-                f"{place}eval.datasets.{name} is used by no benchmark{did_you_mean(name, used)}; remove it."
-            )
+            raise ConfigError(f"{place}eval.datasets.{name} has no benchmark{did_you_mean(name, used)}; remove it.")
 
 
 class _Unfilled(TorchFunctionMode):
