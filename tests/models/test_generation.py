@@ -163,7 +163,7 @@ def test_what_generates_and_with_which_first_token():
         ({"n_cells": 0}, "n_cells=0"),
         ({"top_k": 0}, "top_k=0"),
         ({"condition": 1}, r"condition=1 is not between 0 \(none\) and n_conditions=0"),
-        ({"condition": torch.tensor([0, 0])}, "condition has 2 classes for n_cells=3"),
+        ({"condition": torch.tensor([0, 0])}, "one for each of the 3 cells"),
         ({"max_len": 65}, "max_len=65 is above max_seq_len=64"),
         ({"max_len": 23, "eos_id": EOS}, "max_len=23 is more than the 20 genes and 2 special tokens"),
         ({"max_len": 2, "prompt": {"input_ids": torch.tensor([9, 8])}}, "prompt has 3 tokens, .* but max_len=2"),

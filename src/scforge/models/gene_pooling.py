@@ -5,7 +5,7 @@ Shapes: B cells, S tokens, H hidden, L latent, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -13,19 +13,16 @@ from torch import nn
 from scforge._checks import check_count
 from scforge._constants import IGNORE_LABEL, N_SPECIAL
 from scforge.errors import OptionError
-from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
+from scforge.models._utils import Architecture, check_choice, init_weights
 from scforge.models.components.attention import token_positions
 from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
 from scforge.models.components.gene_vectors import token_bag
 from scforge.models.components.heads import MaskedGenePredictionHead
+from scforge.models.components.latent import LOG_VARIANCES, BatchIntegrationHead, draw_latent
 from scforge.models.components.pooling import mean_pool
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
-from scforge.models.scdiva_parts import LOG_VARIANCES, BatchIntegrationHead
-
-if TYPE_CHECKING:
-    from scforge.config.schema import ModelConfig
 
 
 class _TokenStates(nn.Module):
@@ -129,7 +126,7 @@ class _Projector(nn.Sequential):
 
 
 @register_model("gene_pooling")
-class GenePoolingModel(nn.Module):
+class GenePoolingModel(Architecture):
     """Baseline without attention, in two forms.
 
     ``pooling="mean"``: feed-forward layers on each token, then the mean over tokens. A reference for what attention
@@ -314,8 +311,7 @@ class GenePoolingModel(nn.Module):
         decoder, body = self._decoder(), cast(_WeightedSum, self.body)
         hidden = body.hidden(input_ids, tokens_bs, None if values is None else values.masked_fill(~tokens_bs, 0))
         mu, logvar = body.mlp[-1](hidden).float(), decoder.logvar(hidden).float().clamp(*LOG_VARIANCES)
-        latent = mu + torch.randn_like(mu) * (0.5 * logvar).exp() if self.training else mu
-        return {"latent": latent, "mu": mu, "logvar": logvar}
+        return {"latent": draw_latent(mu, logvar) if self.training else mu, "mu": mu, "logvar": logvar}
 
     def decode(self, latent: torch.Tensor, batch: torch.Tensor | int | None = None) -> torch.Tensor:
         """Return the log1p CP10K values of the genes that latents (B, L) stand for, shape (B, G).
@@ -362,12 +358,3 @@ class GenePoolingModel(nn.Module):
     def init_token_prior(self, token_counts: torch.Tensor) -> None:
         """Start the head at the frequencies of `token_counts`, (V,), see :meth:`MaskedGenePredictionHead.init_bias`."""
         self.head.init_bias(token_counts)
-
-    @classmethod
-    def from_config(cls, config: ModelConfig) -> GenePoolingModel:
-        """Make the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None."""
-        return build_from_config(cls, config)
-
-    def num_parameters(self, *, trainable_only: bool = True) -> int:
-        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
-        return count_parameters(self, trainable_only=trainable_only)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
-from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
+from scforge.models._utils import Architecture, check_choice, init_weights
 from scforge.models.components.attention import token_positions
 from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
 from scforge.models.components.heads import (
@@ -29,9 +29,6 @@ from scforge.models.components.pooling import POOLINGS
 from scforge.models.components.transformer import StackOutput, TransformerStack
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
-
-if TYPE_CHECKING:
-    from scforge.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,7 @@ def lay_out(tokens_bs: torch.Tensor, hidden_bs: torch.Tensor | None = None) -> L
 
 
 @register_model("masked_autoencoder")
-class MaskedAutoencoder(nn.Module):
+class MaskedAutoencoder(Architecture):
     """Asymmetric masked autoencoder of expression, after scFoundation (Hao et al. 2024) and He et al. (2022).
 
     The encoder runs on the visible tokens alone, so it costs as much as there are of them, and the cell embedding is
@@ -180,7 +177,6 @@ class MaskedAutoencoder(nn.Module):
         "num_layers": "encoder_layers",
         "num_heads": "encoder_heads",
     }
-    """Names that configurations share, and what they are called here."""
 
     labels_name_genes: ClassVar[bool] = True
     """Labels say which gene is hidden, not what is to be predicted of it."""
@@ -234,27 +230,19 @@ class MaskedAutoencoder(nn.Module):
             gene_vectors,
             position_embedding=position_embedding,
         )
-        common: dict[str, Any] = {"norm_first": norm_first, "unpad": unpad}
-        common["gradient_checkpointing"] = gradient_checkpointing
+        run: dict[str, Any] = {"norm_first": norm_first, "unpad": unpad}
+        run["gradient_checkpointing"] = gradient_checkpointing
+        inner = (dropout, activation, layer_norm_eps)
+        rotary = position_embedding == "rotary"
         self.encoder = TransformerStack(
-            encoder_dim,
-            encoder_layers,
-            encoder_heads,
-            ffn_dim,
-            dropout,
-            activation,
-            layer_norm_eps,
-            rotary=position_embedding == "rotary",
-            **common,
+            encoder_dim, encoder_layers, encoder_heads, ffn_dim, *inner, rotary=rotary, **run
         )
         self.decoder_projection = nn.Linear(encoder_dim, decoder_dim)
         self.mask_token = nn.Parameter(torch.empty(decoder_dim))
         # Gene embeddings start fifty times smaller than encoder states, and would drown beside them.
         self.gene_norm = nn.LayerNorm(encoder_dim, eps=layer_norm_eps)
         self.gene_projection = nn.Linear(encoder_dim, decoder_dim)
-        self.decoder = TransformerStack(
-            decoder_dim, decoder_layers, decoder_heads, None, dropout, activation, layer_norm_eps, **common
-        )
+        self.decoder = TransformerStack(decoder_dim, decoder_layers, decoder_heads, None, *inner, **run)
         self.head = ExpressionPredictionHead(decoder_dim)
         self.log_dispersion = nn.Embedding(vocab_size, 1) if "binomial" in value_loss else None
         self.apply(init_weights)
@@ -458,15 +446,3 @@ class MaskedAutoencoder(nn.Module):
         """Start from the mean of the values to predict; a loss of counts starts from that of each cell anyhow."""
         if self.value_loss not in COUNT_LOSSES:
             nn.init.constant_(self.head.decoder.bias, mean)
-
-    @classmethod
-    def from_config(cls, config: ModelConfig) -> MaskedAutoencoder:
-        """Make the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None.
-
-        ``hidden_dim``, ``num_layers`` and ``num_heads`` are those of the encoder.
-        """
-        return build_from_config(cls, config, renamed=cls.config_names)
-
-    def num_parameters(self, *, trainable_only: bool = True) -> int:
-        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
-        return count_parameters(self, trainable_only=trainable_only)

@@ -5,7 +5,7 @@ Shapes: B cells, S tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch import nn
 from scforge._checks import check_bool, check_count, check_positive
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
-from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
+from scforge.models._utils import Architecture, check_choice, init_weights
 from scforge.models.components.attention import token_positions
 from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
@@ -28,12 +28,9 @@ from scforge.models.components.transformer import StackOutput, TransformerStack
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
 
-if TYPE_CHECKING:
-    from scforge.config.schema import ModelConfig
-
 
 @register_model("transformer_encoder")
-class TransformerEncoder(nn.Module):
+class TransformerEncoder(Architecture):
     """BERT-style encoder: gene embedding, transformer layers, head for hidden genes.
 
     Parameters
@@ -194,21 +191,15 @@ class TransformerEncoder(nn.Module):
             value_bins_alpha=value_bins_alpha,
             embedding_norm=embedding_norm,
         )
+        sizes = (hidden_dim, num_layers, num_heads, ffn_dim, dropout, activation, layer_norm_eps)
         self.encoder = TransformerStack(
-            hidden_dim,
-            num_layers,
-            num_heads,
-            ffn_dim,
-            dropout,
-            activation,
-            layer_norm_eps,
+            *sizes,
             norm_first=norm_first,
             rotary=position_embedding == "rotary",
             gradient_checkpointing=gradient_checkpointing,
             unpad=unpad,
+            final_norm=final_norm,
         )
-        if final_norm is not None and check_bool("final_norm", final_norm) != norm_first:
-            self.encoder.final_norm = nn.LayerNorm(hidden_dim, eps=layer_norm_eps) if final_norm else nn.Identity()
         self.head: MaskedGenePredictionHead | None = None
         if gene_head:
             self.head = MaskedGenePredictionHead(
@@ -379,12 +370,3 @@ class TransformerEncoder(nn.Module):
         """Start an expression head for values from the mean of those to predict."""
         if isinstance(self.expression_head, ExpressionPredictionHead):
             nn.init.constant_(self.expression_head.decoder.bias, mean)
-
-    @classmethod
-    def from_config(cls, config: ModelConfig) -> TransformerEncoder:
-        """Make the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None."""
-        return build_from_config(cls, config)
-
-    def num_parameters(self, *, trainable_only: bool = True) -> int:
-        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
-        return count_parameters(self, trainable_only=trainable_only)

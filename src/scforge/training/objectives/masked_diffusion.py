@@ -171,9 +171,7 @@ class MaskedDiffusion(TellsBatches):
 
     def learn_from(self, module: nn.Module) -> None:
         """Take over how many tokens the architecture attends to."""
-        attends = getattr(module, "mode", None) != "vector"
-        found = getattr(module, "max_tokens", None) if attends else None
-        self._attended = found if isinstance(found, int) else None
+        self._attended = getattr(module, "attended_tokens", None)
 
     def max_tokens(self, tokenizer: Tokenizer) -> int:
         """Return the most tokens of a cell."""

@@ -20,7 +20,7 @@ from scforge.data.neighbors import harmonized, mutual_neighbors, neighbor_weight
 from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, OptionError, warn
 from scforge.models._utils import check_choice
-from scforge.models.scdiva_parts import kl_divergence
+from scforge.models.components.latent import kl_divergence
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._conditioning import TellsBatches, check_classes, check_key
 from scforge.training.objectives._views import CollapseWatch, SeesViews, geometry_moments

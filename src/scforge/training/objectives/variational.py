@@ -15,7 +15,7 @@ from torch import nn
 from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.errors import DataError, OptionError, listing, warn
-from scforge.models.scdiva_parts import classification_loss, kl_divergence, reconstruction_loss
+from scforge.models.components.latent import classification_loss, kl_divergence, reconstruction_loss
 from scforge.tokenizers._expression import log1p_cp10k
 from scforge.tokenizers.base import RaggedTokens, Tokenizer, pad
 from scforge.training.objectives._conditioning import TellsBatches, check_classes, check_key, classes_found
