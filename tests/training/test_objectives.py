@@ -189,7 +189,7 @@ def test_what_happens_to_a_cell_depends_on_epoch_seed_and_cell_alone(name, cells
         ("joint_embedding", {"clusters": 4}, "clusters=4 is of use with per_batch=True alone"),
         ("masked_gene_prediction", {"mask_ratio": 0}, "mask_ratio=0"),
         ("masked_value_prediction", {"zero_targets": float("inf")}, "zero_targets=inf"),
-        ("masked_diffusion", {"corrupt": "all"}, "corrupt='all' is not known; choose 'separate' or 'both'"),
+        ("masked_diffusion", {"corrupt": "all"}, "corrupt='all' is not known"),
         ("variational", {"free_bits": "some"}, "free_bits='some'"),
         ("variational", {"thinning": (0, 1)}, "0 < low <= high <= 1"),
         ("variational", {"labels_key": 3}, "labels_key=3 is not the name of a column"),

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from scforge._registry import check_options
-from scforge.errors import OptionError, listing
+from scforge.errors import OptionError
 from scforge.models.registry import own_names
 
 if TYPE_CHECKING:
@@ -92,12 +92,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for part in in_training:
             part.training = True
-
-
-def check_choice(argument: str, value: Any, known: list[str]) -> None:
-    """Raise unless `value` is one of `known`."""
-    if value not in known:
-        raise OptionError(f"{argument}={value!r} is not known (known: {listing(known)})")
 
 
 def number_of_each(argument: str, given: Any, n_cells: int, device: torch.device | None = None) -> torch.Tensor:

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from scforge._checks import check_count, check_positive
+from scforge._checks import check_choice, check_count, check_positive
 from scforge._constants import CLS_ID, IGNORE_LABEL, N_SPECIAL, PAD_ID
 from scforge.errors import OptionError
-from scforge.models._utils import Architecture, check_choice, evaluating, init_weights, number_of_each
+from scforge.models._utils import Architecture, evaluating, init_weights, number_of_each
 from scforge.models.components.attention import KeyValueCache, token_positions
 from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding, between_rows, check_shapes, waves

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from scforge._checks import check_choice
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
-from scforge.models._utils import Architecture, check_choice, init_weights
+from scforge.models._utils import Architecture, init_weights
 from scforge.models.components.attention import token_positions
 from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
 from scforge.models.components.heads import (

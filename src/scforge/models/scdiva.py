@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from scforge._checks import check_bool, check_count, check_share
+from scforge._checks import check_bool, check_choice, check_count, check_share
 from scforge._constants import MASK_ID, N_SPECIAL, PAD_ID
 from scforge.errors import DataError, OptionError
-from scforge.models._utils import Architecture, check_choice, evaluating, number_of_each
+from scforge.models._utils import Architecture, evaluating, number_of_each
 from scforge.models.components.embeddings import check_shapes
 from scforge.models.components.heads import ExpressionPredictionHead
 from scforge.models.components.latent import (

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from scforge._checks import check_count
-from scforge.models._utils import check_choice
+from scforge._checks import check_choice, check_count
 from scforge.models.components.latent import LOG_VARIANCES, BatchIntegrationHead, draw_latent
 from scforge.models.components.transformer import NORMS, Dropout
 

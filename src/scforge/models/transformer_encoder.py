@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from scforge._checks import check_bool, check_count, check_positive
+from scforge._checks import check_bool, check_choice, check_count, check_positive
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
-from scforge.models._utils import Architecture, check_choice, init_weights
+from scforge.models._utils import Architecture, init_weights
 from scforge.models.components.attention import token_positions
 from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes

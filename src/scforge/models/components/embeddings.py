@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from scforge._checks import check_bool, check_count, check_positive
+from scforge._checks import check_bool, check_choice, check_count, check_positive
 from scforge.errors import OptionError
-from scforge.models._utils import check_choice
 from scforge.models.components.gene_vectors import token_embedding
 from scforge.models.components.transformer import Dropout
 

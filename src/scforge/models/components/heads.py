@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from scforge._checks import check_choice
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
-from scforge.models._utils import check_choice
 from scforge.models.components.cross_entropy import linear_cross_entropy, mean_token_loss
 from scforge.models.components.transformer import ACTIVATIONS
 

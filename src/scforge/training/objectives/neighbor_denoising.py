@@ -14,12 +14,11 @@ import torch
 from scipy import sparse
 from torch import nn
 
-from scforge._checks import check_count, check_positive
+from scforge._checks import check_choice, check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_chunks
 from scforge.data.neighbors import harmonized, mutual_neighbors, neighbor_weights, principal_components
 from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, OptionError, warn
-from scforge.models._utils import check_choice
 from scforge.models.components.latent import kl_divergence
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._conditioning import TellsBatches, check_classes, check_key
