@@ -189,7 +189,7 @@ def test_aligned_two_term_loss():
     assert model.readout is None
     with pytest.raises(OptionError, match="shift_labels=False predicts each token itself"):
         model.generate(2, max_len=5)
-    with pytest.raises(OptionError, match="needs an architecture that does not see the next token"):
+    with pytest.raises(OptionError, match="sees the token that it is to predict"):
         get_objective("next_gene_prediction").check_architecture(model)
     with pytest.raises(OptionError, match="choose causal_encode=False or pooling='mean'"):
         make(shift_labels=False)

@@ -9,7 +9,6 @@ import numba
 import numpy as np
 import torch
 
-from scforge._checks import check_share
 from scforge.data.cells import CellBlock
 from scforge.data.sampling import cell_keys, uniform, word
 from scforge.errors import OptionError, warn
@@ -148,6 +147,14 @@ def thin(
     return replace(block, indptr=indptr, genes=genes, counts=counts, totals=totals, draw=(block.draw << 16) + view)
 
 
+def thinned(block: CellBlock, share: Sequence[float] | None, *, epoch: int, seed: int) -> CellBlock:
+    """Return cells with a share of their counts, of which the logarithm is drawn evenly; None leaves them whole."""
+    if share is None:
+        return block
+    keep = (share[0], share[1])
+    return thin(block, keep=keep, gene_dropout=(0.0, 0.0), seed=seed, epoch=epoch, view=0, log_uniform=True)
+
+
 class SeesViews(Objective):
     """An objective that sees cells through views, with the options `keep_min`, `keep_max` and `gene_dropout`."""
 
@@ -163,14 +170,11 @@ class SeesViews(Objective):
         OptionError
             If one of them cannot be used.
         """
-        for name, value in {"keep_min": keep_min, "keep_max": keep_max, "gene_dropout": gene_dropout}.items():
-            check_share(name, value)
-        if not 0 < keep_min <= keep_max <= 1:
+        if not (0 < keep_min <= keep_max <= 1 and 0 <= gene_dropout < 1):
             raise OptionError(
-                f"keep_min={keep_min} and keep_max={keep_max} must satisfy 0 < keep_min <= keep_max <= 1."
+                f"keep_min={keep_min} and keep_max={keep_max} must satisfy 0 < keep_min <= keep_max <= 1, and "
+                f"gene_dropout={gene_dropout} 0 <= gene_dropout < 1."
             )
-        if not 0 <= gene_dropout < 1:
-            raise OptionError(f"gene_dropout={gene_dropout} is not in [0, 1).")
         self.keep_min, self.keep_max = float(keep_min), float(keep_max)
         self.gene_dropout = float(gene_dropout)
 
