@@ -136,17 +136,12 @@ def test_configuration_and_bins():
         model.init_bin_values(torch.zeros(3))
 
 
-NOTHING = {"gene_loss_weight": 0.0, "expression_loss_weight": 0.0}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"pooling": "max"}, "pooling='max' is not known"),
         ({"n_bins": 1}, "n_bins=1"),
         ({"cell_loss_weight": -1.0}, "cell_loss_weight=-1.0"),
-        (NOTHING | {"cell_loss_weight": 0}, "expression_loss_weight, cell_loss_weight are all 0, so that nothing"),
-        (NOTHING | {"pooling": "mean"}, "gene_loss_weight, expression_loss_weight are all 0, so that nothing"),
     ],
 )
 def test_bad_options(options: dict, message: str):

@@ -234,18 +234,15 @@ def _random_numbers(n_cells: int, n_steps: int, seed: int, first_cell: int) -> t
 def _checked_length(
     model: AutoregressiveTransformer, max_len: int | None, n_first: int, n_last: int, n_special: int
 ) -> int:
-    most = n_first + model.vocab_size - n_special + n_last
+    most = min(n_first + model.vocab_size - n_special + n_last, model.max_seq_len)
     if max_len is None:
-        return min(most, model.max_seq_len)
-    check_count("max_len", max_len, "tokens", least=1 + n_first)
-    if max_len > model.max_seq_len:
-        raise OptionError(f"max_len={max_len} is above max_seq_len={model.max_seq_len} of the model; lower it.")
-    if max_len > most:
+        return most
+    if check_count("max_len", max_len, "tokens", least=1 + n_first) > most:
         raise OptionError(
-            f"max_len={max_len} is more than the {model.vocab_size - n_special} genes and {n_first + n_last} special "
-            "tokens that a cell can have, as no gene comes twice; lower it."
+            f"max_len={max_len} is more than the {most} tokens that a cell of the model can have, as no gene comes "
+            f"twice and max_seq_len={model.max_seq_len}; lower it."
         )
-    return int(max_len)
+    return max_len
 
 
 def _checked_condition(
@@ -289,7 +286,6 @@ def _checked_prompt(
 
 
 _READOUT = "cls"
-_WEIGHTS = ("gene_loss_weight", "expression_loss_weight", "cell_loss_weight")
 _INIT_STD = 0.5
 """Of what is added to, or stands beside, embeddings of unit variance; at 0.02 it would be hundreds of steps behind."""
 
@@ -423,15 +419,9 @@ class AutoregressiveTransformer(Architecture):
         self.causal_encode = causal_encode
         has_readout = pooling == _READOUT and shift_labels
         check_count("n_bins", n_bins, "bins", least=2)
-        check_count("n_conditions", n_conditions, "classes", least=0)
-        self.gene_loss_weight = gene_loss_weight
-        self.expression_loss_weight = expression_loss_weight
-        self.cell_loss_weight = cell_loss_weight
-        weights = {name: getattr(self, name) for name in _WEIGHTS[: 3 if has_readout else 2]}
-        for name in _WEIGHTS:
-            check_positive(name, getattr(self, name), or_zero=True)
-        if not any(weights.values()):
-            raise OptionError(f"{', '.join(weights)} are all 0, so that nothing would be learnt; raise one of them.")
+        self.gene_loss_weight = check_positive("gene_loss_weight", gene_loss_weight, or_zero=True)
+        self.expression_loss_weight = check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
+        self.cell_loss_weight = check_positive("cell_loss_weight", cell_loss_weight, or_zero=True)
         self.vocab_size = vocab_size
         self.n_bins = n_bins
         self.hidden_dim = hidden_dim

@@ -202,12 +202,10 @@ class GenePoolingModel(Architecture):
         super().__init__()
         pooling = "mean" if pooling == "cls" else pooling
         check_choice("pooling", pooling, ["mean", "weighted_sum"])
-        if latent_dim is not None:
-            check_count("latent_dim", latent_dim, "dimensions")
-            if pooling == "mean":
-                raise OptionError(
-                    f"latent_dim={latent_dim} is an option of pooling='weighted_sum'; leave it out with 'mean'."
-                )
+        if latent_dim is not None and pooling == "mean":
+            raise OptionError(
+                f"latent_dim={latent_dim} is an option of pooling='weighted_sum'; leave it out with 'mean'."
+            )
         check_count("num_layers", num_layers, "layers")
         self.vocab_size = vocab_size
         self.hidden_dim = hidden_dim
@@ -235,20 +233,14 @@ class GenePoolingModel(Architecture):
         self.head = MaskedGenePredictionHead(self.latent_dim, vocab_size, layer_norm_eps).apply(init_weights)
         self.decoder = None
         if n_batches is not None:
-            check_count("n_batches", n_batches, "batches", least=0)
-            check_count("decoder_dim", decoder_dim, "dimensions")
-            check_count("n_special", n_special, "special tokens")
             if pooling == "mean":
                 raise OptionError(
                     f"pooling='mean' has no decoder of expression, which n_batches={n_batches} and objectives that "
                     "decode ask for; choose pooling='weighted_sum', or another objective."
                 )
-            if vocab_size <= n_special:
-                raise OptionError(f"vocab_size={vocab_size} leaves no gene beside n_special={n_special}; raise it.")
             self.decoder = _Decoder(ffn_dim, self.latent_dim, decoder_dim, vocab_size - n_special, n_batches)
         self.projector = None
         if projector_dim is not None:
-            check_count("projector_dim", projector_dim, "dimensions")
             self.projector = _Projector(self.latent_dim, projector_dim, layer_norm_eps)
 
     def forward(
@@ -306,9 +298,8 @@ class GenePoolingModel(Architecture):
         OptionError
             If the model was made without `n_batches`, so without a variance and a decoder.
         """
-        tokens_bs = attention_mask != 0
+        decoder, body, tokens_bs = self._decoder(), cast(_WeightedSum, self.body), attention_mask != 0
         check_shapes(input_ids, attention_mask=tokens_bs, values=values)
-        decoder, body = self._decoder(), cast(_WeightedSum, self.body)
         hidden = body.hidden(input_ids, tokens_bs, None if values is None else values.masked_fill(~tokens_bs, 0))
         mu, logvar = body.mlp[-1](hidden).float(), decoder.logvar(hidden).float().clamp(*LOG_VARIANCES)
         return {"latent": draw_latent(mu, logvar) if self.training else mu, "mu": mu, "logvar": logvar}

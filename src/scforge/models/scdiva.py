@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from scforge._checks import check_bool, check_choice, check_count, check_share
+from scforge._checks import check_choice, check_count, check_share
 from scforge._constants import MASK_ID, N_SPECIAL, PAD_ID
 from scforge.errors import DataError, OptionError
 from scforge.models._utils import Architecture, evaluating, number_of_each
@@ -367,21 +367,12 @@ class ScDiVaModel(Architecture):
         check_choice("norm_style", norm_style, ["post", "pre"])
         check_choice("position_embedding", position_embedding, ["none", "rotary"])
         check_share("dropout", dropout)
-        check_count("n_special", n_special, "special tokens")
-        for argument, count, what in (
-            ("max_tokens", max_tokens, "tokens"),
-            ("num_cell_types", num_cell_types, "cell types"),
-            ("n_batches", n_batches, "batches"),
-        ):
-            check_count(argument, count, what, least=0)
-        if vocab_size <= n_special:
-            raise OptionError(f"vocab_size={vocab_size} leaves no gene beside n_special={n_special}; raise it.")
+        check_count("max_tokens", max_tokens, "tokens", least=0)
         self.vocab_size, self.num_genes, self.n_special = vocab_size, vocab_size - n_special, n_special
         self.hidden_dim, self.latent_dim, self.max_tokens = hidden_dim, latent_dim, max_tokens
         self.mode = mode if max_tokens else "vector"
         self.num_cell_types, self.n_batches = num_cell_types, n_batches
-        self.variational = check_bool("variational", variational)
-        self.denoising = check_bool("denoising", denoising)
+        self.variational, self.denoising = variational, denoising
         tokens = self.mode == "tokens"
         self.uses_order = tokens and position_embedding == "rotary"
         self.gene_embedding = GeneEmbedding(self.num_genes, hidden_dim, dropout, layer_norm_eps, norm)

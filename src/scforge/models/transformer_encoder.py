@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from scforge._checks import check_bool, check_choice, check_count, check_positive
+from scforge._checks import check_bool, check_choice, check_positive
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
 from scforge.models._utils import Architecture, init_weights
@@ -142,24 +142,15 @@ class TransformerEncoder(Architecture):
     ) -> None:
         super().__init__()
         check_choice("pooling", pooling, sorted([*POOLINGS, "depths", "genes"]))
-        check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
-        if expression_head is None and expression_loss_weight != 1.0:
-            raise OptionError(
-                f"expression_loss_weight={expression_loss_weight} has no use without expression_head; "
-                "set expression_head='value' or 'bin'."
-            )
-        if n_bins is not None:
-            check_count("n_bins", n_bins, "bins", least=2)
         if expression_head is not None:
             check_choice("expression_head", expression_head, ["value", "deep", "bin"])
         if (expression_head == "bin") != (n_bins is not None):
             raise OptionError(f"n_bins={n_bins!r} does not go with expression_head={expression_head!r}; give both.")
-        if check_bool("tie_head", tie_head) and gene_vectors is not None:
-            raise OptionError("tie_head=True needs a learned gene embedding, not gene_vectors; leave one of them out.")
-        if not check_bool("gene_head", gene_head) and tie_head:
-            raise OptionError("tie_head=True ties the last layer of a head that gene_head=False leaves out; drop one.")
-        check_count("n_special", n_special, "special tokens", least=0)
-        check_count("embedding_layer", embedding_layer, "layers", least=0)
+        if tie_head and (gene_vectors is not None or not gene_head):
+            raise OptionError(
+                "tie_head=True needs a learned gene embedding and a head that shares it, so neither gene_vectors nor "
+                "gene_head=False; leave one of them out."
+            )
         if embedding_layer >= num_layers:
             raise OptionError(f"embedding_layer={embedding_layer} but there are {num_layers} layers; give less.")
         if not n_special and (pooling in ("depths", "genes") or special_value is not None):
@@ -175,7 +166,7 @@ class TransformerEncoder(Architecture):
         self.embedding_layer = embedding_layer
         self.normalize_embedding = check_bool("normalize_embedding", normalize_embedding)
         self.tie_head = tie_head
-        self.expression_loss_weight = expression_loss_weight
+        self.expression_loss_weight = check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
         self.uses_order = position_embedding != "none" or pooling in ("last", "depths")
         self.embedding = GeneExpressionEmbedding(
             vocab_size,
