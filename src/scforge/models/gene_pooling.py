@@ -207,6 +207,8 @@ class GenePoolingModel(Architecture):
                 f"latent_dim={latent_dim} is an option of pooling='weighted_sum'; leave it out with 'mean'."
             )
         check_count("num_layers", num_layers, "layers")
+        if latent_dim is not None:
+            check_count("latent_dim", latent_dim, "dimensions")
         self.vocab_size = vocab_size
         self.hidden_dim = hidden_dim
         self.pooling = pooling

@@ -9,6 +9,7 @@ import numba
 import numpy as np
 import torch
 
+from scforge._checks import check_share
 from scforge.data.cells import CellBlock
 from scforge.data.sampling import cell_keys, uniform, word
 from scforge.errors import OptionError, warn
@@ -170,13 +171,13 @@ class SeesViews(Objective):
         OptionError
             If one of them cannot be used.
         """
-        if not (0 < keep_min <= keep_max <= 1 and 0 <= gene_dropout < 1):
+        self.keep_min, self.keep_max = check_share("keep_min", keep_min), check_share("keep_max", keep_max)
+        self.gene_dropout = check_share("gene_dropout", gene_dropout)
+        if not 0 < self.keep_min <= self.keep_max or self.gene_dropout == 1:
             raise OptionError(
                 f"keep_min={keep_min} and keep_max={keep_max} must satisfy 0 < keep_min <= keep_max <= 1, and "
                 f"gene_dropout={gene_dropout} 0 <= gene_dropout < 1."
             )
-        self.keep_min, self.keep_max = float(keep_min), float(keep_max)
-        self.gene_dropout = float(gene_dropout)
 
     def _views(self, blocks: Sequence[CellBlock], tokenizer: Tokenizer, *, epoch: int, seed: int) -> TokenBatch:
         """Tokenize a view of each block, one block after the other; each place draws random numbers of its own."""

@@ -254,12 +254,13 @@ def check_thinning(thinning: Sequence[float] | None) -> list[float] | None:
     """
     if thinning is None:
         return None
-    if len(thinning) != 2 or not 0 < thinning[0] <= thinning[1] <= 1:
+    shares = list(thinning) if isinstance(thinning, Sequence) else []
+    if len(shares) != 2 or not 0 < shares[0] <= shares[1] <= 1:
         raise OptionError(
             f"thinning={thinning!r} is not a range of shares of counts; give (low, high) with 0 < low <= high <= 1, "
             "e.g. (0.1, 1), or None."
         )
-    return [float(thinning[0]), float(thinning[1])]
+    return [float(share) for share in shares]
 
 
 def whole_profiles(block: CellBlock) -> dict[str, torch.Tensor]:
