@@ -118,7 +118,7 @@ def test_a_header_of_safetensors(tmp_path: Path) -> None:
     place = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
     text = f'{{"a": {place}, "b": {place}}}'.encode()
     (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
-    with pytest.raises(ModelFileError, match="is no safetensors file: the tensor 'b' overlaps the one before it"):
+    with pytest.raises(ModelFileError, match="is no safetensors file: .*invalid offset"):
         read_weights(tmp_path / "x.safetensors")
 
 

@@ -21,7 +21,6 @@ from scforge import _io
 from scforge._registry import Registry, check_options
 from scforge.data.vocab import GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line, listing
-from scforge.models._weights import header_shapes
 
 
 class Transform:
@@ -490,7 +489,6 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         return _read_parts(path)
     if path.suffix == ".safetensors":
         try:
-            header_shapes(path)
             return load_file(path)
         except (OSError, SafetensorError, ValueError) as error:
             raise ModelFileError(f"{str(path)!r} is no safetensors file: {first_line(error)}.") from error
