@@ -14,7 +14,7 @@ from scforge._checks import check_choice
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
 from scforge.models._utils import Architecture, init_weights
-from scforge.models.components.attention import token_positions
+from scforge.models.components.attention import put_back_weights, token_positions
 from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
 from scforge.models.components.heads import (
     COUNT_LOSSES,
@@ -71,15 +71,6 @@ class Layout:
         batch, seq = self.order.shape
         place_bch = self.order[:, : self.width, None].expand_as(seen_bch)
         return seen_bch.new_zeros(batch, seq, seen_bch.shape[-1]).scatter(1, place_bch, seen_bch)
-
-    def put_back_weights(self, weights_bncc: torch.Tensor) -> torch.Tensor:
-        """Bring attention weights to where their tokens were, (B, N, S, S); zeros where a token is not visible."""
-        heads, width = weights_bncc.shape[1], weights_bncc.shape[2]
-        # Rows are put back, then columns.
-        rows_bcx = self.put_back_states(weights_bncc.transpose(1, 2).flatten(2))
-        rows_bsnc = rows_bcx.unflatten(2, (heads, width))
-        columns_bcx = self.put_back_states(rows_bsnc.permute(0, 3, 1, 2).flatten(2))
-        return columns_bcx.unflatten(2, rows_bsnc.shape[1:3]).permute(0, 3, 2, 1)
 
     def furthest(self) -> int:
         """Return the most tokens of a cell up to its last visible one; waits for a GPU."""
@@ -339,7 +330,9 @@ class MaskedAutoencoder(Architecture):
             logits=logits,
             embeddings=self._pool(layout, encoded.hidden),
             hidden_states=None if states is None else tuple(layout.put_back_states(state) for state in states),
-            attentions=None if weights is None else tuple(layout.put_back_weights(part) for part in weights),
+            attentions=None
+            if weights is None
+            else tuple(put_back_weights(part, layout.put_back_states) for part in weights),
         )
 
     def encode(

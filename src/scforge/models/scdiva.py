@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -16,6 +16,7 @@ from scforge._checks import check_choice, check_count, check_share
 from scforge._constants import MASK_ID, N_SPECIAL, PAD_ID
 from scforge.errors import DataError, OptionError
 from scforge.models._utils import Architecture, evaluating, number_of_each
+from scforge.models.components.attention import put_back_weights
 from scforge.models.components.embeddings import check_shapes
 from scforge.models.components.heads import ExpressionPredictionHead
 from scforge.models.components.latent import (
@@ -116,13 +117,6 @@ class Attended:
         """From (B, K, H) to (B, S, H), zeros at the rest."""
         states = states_bkh.new_zeros((states_bkh.shape[0], self.width, states_bkh.shape[2]))
         return states.scatter(1, self.places.unsqueeze(-1).expand_as(states_bkh), states_bkh)
-
-    def put_back_weights(self, weights_bnkk: torch.Tensor) -> torch.Tensor:
-        """From (B, N, K, K) to (B, N, S, S), zeros at the rest."""
-        n_heads = weights_bnkk.shape[1]
-        rows = torch.stack([self.put_back(weights_bnkk[:, head]) for head in range(n_heads)], dim=1)
-        columns = [self.put_back(rows[:, head].transpose(1, 2)).transpose(1, 2) for head in range(n_heads)]
-        return torch.stack(columns, dim=1)
 
     def of(self, seen: Seen) -> Seen:
         """Return what is seen of the tokens that are attended to."""
@@ -575,15 +569,16 @@ class ScDiVaModel(Architecture):
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         out = self.encoder(states_bkh, tokens_bk, **wanted)
         states, weights = out.hidden_states, out.attentions
-        put = (lambda state: state) if kept is None else kept.put_back
-        put_weights = (lambda part: part) if kept is None else kept.put_back_weights
+        put: Callable[[torch.Tensor], torch.Tensor] = (lambda state: state) if kept is None else kept.put_back
         return States(
             readout=out.hidden[:, 0],
             tokens=put(out.hidden[:, 1:]),
             attended=seen.tokens if kept is None else seen.tokens & kept.has(),
             table=table_vh,
             hidden_states=None if states is None else tuple(put(state[:, 1:]) for state in states),
-            attentions=None if weights is None else tuple(put_weights(part[:, :, 1:, 1:]) for part in weights),
+            attentions=None
+            if weights is None
+            else tuple(put_back_weights(part[:, :, 1:, 1:], put) for part in weights),
         )
 
     def _dense_states(self, x_bg: torch.Tensor) -> torch.Tensor:
