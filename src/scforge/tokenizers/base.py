@@ -240,17 +240,21 @@ def checked_map(gene_ids: Any, vocab: GeneVocab, n_columns: int) -> GeneMap:
             f"gene_ids names {len(gene_map.columns)} genes but cells has {n_columns} columns; name each column once."
         )
     if n_columns and highest < 0:
-        start = f"gene_ids has none of the {vocab.n_genes} genes of the vocabulary"
-        if gene_map is gene_ids:
-            raise GeneMismatchError(f"{start}; make it with GeneMap.of(names, tokenizer.vocab).")
-        names = [str(name) for name in gene_ids]
-        kind, expected = recognize_ids(names), recognize_ids(vocab.genes)
-        hint = how_to_convert(kind, expected) or "map the names to those of the vocabulary first"
-        raise GeneMismatchError(
-            f"{start}: it holds {kind} such as {listing(names[:2])}, the vocabulary {expected} such as "
-            f"{listing(vocab.genes[:2])}; {hint}."
-        )
+        raise no_known_gene("gene_ids", None if gene_map is gene_ids else [str(name) for name in gene_ids], vocab)
     return gene_map
+
+
+def no_known_gene(argument: str, names: Sequence[str] | None, vocab: GeneVocab) -> GeneMismatchError:
+    """Return the error that no name, or no column of a map (None), is a gene of the vocabulary, and what to do."""
+    start = f"{argument} has none of the {vocab.n_genes} genes of the vocabulary"
+    if names is None:
+        return GeneMismatchError(f"{start}; make it with GeneMap.of(names, tokenizer.vocab).")
+    kind, expected = recognize_ids(names), recognize_ids(vocab.genes)
+    hint = how_to_convert(kind, expected) or "map the names to those of the vocabulary first"
+    return GeneMismatchError(
+        f"{start}: it holds {kind} such as {listing(names[:2])}, the vocabulary {expected} such as "
+        f"{listing(vocab.genes[:2])}; {hint}."
+    )
 
 
 def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -18,16 +18,13 @@ from scforge.tokenizers.base import RaggedTokens, Tokenizer, register_tokenizer
 
 SIDES = ("both", "one", "tahoe")
 
-_MAX_BINS = 65_536
-
 _TABLE = 1024
 """Whole counts below this are binned by a table of how often each occurs in the cell, which needs no sorting."""
 
 
 def check_binning(n_bins: int, side: str) -> None:
     """Raise unless there are at least three bins, and `side` is known."""
-    if check_count("n_bins", n_bins, "bins", least=3) > _MAX_BINS:
-        raise OptionError(f"n_bins={n_bins} is too many; give at most {_MAX_BINS}.")
+    check_count("n_bins", n_bins, "bins", least=3)
     check_choice("side", side, SIDES)
 
 

@@ -17,9 +17,9 @@ from safetensors import safe_open
 
 from scforge._checks import check_bool, check_choice
 from scforge.data.cells import CellBlock
-from scforge.data.vocab import GeneVocab, id_kind
-from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, first_line, listing, warn
-from scforge.tokenizers.base import RaggedTokens, register_tokenizer
+from scforge.data.vocab import GeneVocab
+from scforge.errors import DataError, MissingFileError, OptionError, first_line, listing, warn
+from scforge.tokenizers.base import RaggedTokens, no_known_gene, register_tokenizer
 from scforge.tokenizers.continuous_projection import ContinuousProjectionTokenizer
 
 logger = logging.getLogger("scforge")
@@ -142,11 +142,7 @@ def match_vectors(names: Sequence[str], vectors: np.ndarray, vocab: GeneVocab) -
     genes = vocab.gene_indices(names)
     found = np.flatnonzero(genes >= 0)
     if not len(found):
-        raise GeneMismatchError(
-            f"table has none of the {vocab.n_genes} genes of the vocabulary: it holds {id_kind(names)} such as "
-            f"{listing(names[:2])}, the vocabulary {vocab.kind} such as {listing(vocab.genes[:2])}; "
-            "name the genes alike."
-        )
+        raise no_known_gene("table", names, vocab)
     tokens = genes[found] + vocab.n_special
     matched = np.full((len(vocab), vectors.shape[1]), np.nan, dtype=np.float32)
     matched[tokens] = vectors[found]
