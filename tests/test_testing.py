@@ -235,7 +235,7 @@ def test_names_and_instances_are_taken():
     check_tokenizer(Sorted(vocab, scale=0.5))
     with pytest.raises(OptionError, match="come with an instance"):
         check_tokenizer(Sorted(vocab), scale=0.5)
-    with pytest.raises(OptionError, match="is no Tokenizer; pass a registered name, a class or an instance"):
+    with pytest.raises(OptionError, match="cannot be checked; pass a registered name, a class or an instance"):
         check_tokenizer(42)
     with pytest.raises(OptionError, match="did you mean 'rank_value'"):
         check_tokenizer("rank_values")

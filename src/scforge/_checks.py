@@ -10,8 +10,8 @@ from typing import Any
 from scforge.errors import DataError, OptionError, ScforgeError, suggest
 
 
-def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> None:
-    """Raise unless `value` is a whole number of at least `least`; `what` names what it counts.
+def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> int:
+    """Return `value`, or raise unless it is a whole number of at least `least`; `what` names what it counts.
 
     Examples
     --------
@@ -24,18 +24,19 @@ def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> None
     if not whole:
         raise OptionError(f"{argument}={value!r} is not a whole number of {what}.")
     if value >= least:
-        return
+        return int(value)
     limit = "a positive number" if least == 1 else f"at least {least}; give a number"
     raise OptionError(f"{argument}={value!r} is not {limit} of {what}.")
 
 
-def check_positive(argument: str, value: Any, *, or_zero: bool = False, hint: str = "") -> None:
-    """Raise unless `value` is a finite number above zero, or zero where that is allowed; `hint` says what else is."""
+def check_positive(argument: str, value: Any, *, or_zero: bool = False, hint: str = "") -> float:
+    """Return `value`, or raise unless it is finite and above zero, or zero `or_zero`; `hint` says what else may be."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not or_zero):
         raise OptionError(
             f"{argument}={value!r} is not {'zero or ' if or_zero else ''}a positive number{hint and f'; {hint}'}."
         )
+    return float(value)
 
 
 def check_mask_ratio(value: Any) -> None:
@@ -100,6 +101,14 @@ def check_share(argument: str, value: Any) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= float(value) <= 1:
         raise OptionError(f"{argument}={value!r} is not a number from 0 to 1.")
     return float(value)
+
+
+def check_choice(argument: str, value: Any, known: Iterable[str]) -> str:
+    """Return `value`, or raise unless it is one of `known`."""
+    choices = list(known)
+    if value not in choices:
+        raise OptionError(f"{argument}={value!r} is not known{suggest(value, choices)}")
+    return str(value)
 
 
 def check_known(

@@ -129,7 +129,7 @@ def test_prompts(model: Encoder):
         ("plain", {"prompt": ad.AnnData(np.ones((3, 4)))}, "prompt is AnnData, which says how many"),
         ("plain", {"n_cells": SERIES}, "^n_cells=Series is no number of cells; give a whole number"),
         ("plain", {"max_len": 1}, "max_len=1 is not at least 2"),
-        ("plain", {"max_len": 99}, "max_len=99 is above max_seq_len=42 of the model"),
+        ("plain", {"max_len": 99}, "max_len=99 is more than the 42 tokens"),
         ("groups", {"condition": ["A", "b", "b"]}, r"condition='A' is no class .* did you mean 'a'\? \(known"),
         ("groups", {"condition": 1}, "condition='1' is no class of the model"),
         ("groups", {"condition": ["a", "b"]}, "condition has 2 classes for 3 cells"),
@@ -165,7 +165,12 @@ def test_what_cannot_generate(build: Callable[..., Encoder]):
     with pytest.warns(NotTrainedWarning, match="what it generates is random"):
         build(NAME, **SMALL).generate(1)
     for parts, options, error, message in [
-        (("transformer_encoder", "binned_expression", "next_gene_prediction"), {}, OptionError, "see the next token"),
+        (
+            ("transformer_encoder", "binned_expression", "next_gene_prediction"),
+            {},
+            OptionError,
+            "sees the token that it is to predict",
+        ),
         ((NAME, None, ON_GROUPS), {"n_conditions": 5}, OptionError, "n_conditions=5 but the objective .* needs 2"),
         ((NAME, None, {"condition_key": "grp"}), {}, DataError, "condition_key='grp': 'grp' is not a column of obs"),
         ((NAME,), {"n_bins": 20}, OptionError, "n_bins=20 but the tokenizer 'binned_expression' makes 51 bins"),

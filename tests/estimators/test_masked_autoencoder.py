@@ -67,7 +67,7 @@ MISFITS = [
     (MAE, {"value_loss": "poisson"}, "counts, which .* does not give; pass tokenizer=.*, or value_loss='mse"),
     (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": COUNTS, "objective": HALF}, "1, but zero_targets="),
     (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": ZEROS_TOO}, "include_zero_genes=True makes targets"),
-    (MAE, SMALL | {"hidden_dim": 8}, "hidden_dim=8 and encoder_dim=8 are the same option of 'mas"),
+    (MAE, SMALL | {"hidden_dim": 8}, "hidden_dim=8 and encoder_dim=8 are the same option of Mas"),
     (MAE, {"max_seq_len": 60, "objective": WHOLE}, "max_seq_len=60 is smaller than the 80 tokens that the tokenizer"),
 ]
 

@@ -53,7 +53,7 @@ def test_defaults_and_names_that_configurations_share():
     model = MaskedAutoencoder.from_config(config)
     assert (model.encoder_dim, model.decoder_dim, model.pooling) == (8, 4, "mean")
     assert model.num_parameters() == MaskedAutoencoder(60, 8, 4, 1, 3, 4).num_parameters()
-    with pytest.raises(ValueError, match="name the same option"):
+    with pytest.raises(ValueError, match="are the same option of Mas"):
         MaskedAutoencoder.from_config(ModelConfig(vocab_size=60, hidden_dim=8, encoder_dim=8))
 
 

@@ -145,7 +145,6 @@ def test_configurations(profiles):
     [
         ({"mode": "both"}, "mode='both' is not known"),
         ({"latent_dim": 0}, "latent_dim=0"),
-        ({"n_special": 60}, "leaves no gene"),
         ({"dropout": 2}, "dropout=2 is not a number from 0 to 1"),
     ],
 )

@@ -5,13 +5,8 @@ import torch
 
 from scforge.errors import OptionError
 from scforge.models import ModelOutput, ScDiVaModel
-from scforge.models.scdiva_parts import (
-    classification_loss,
-    kl_divergence,
-    mean_over_cells,
-    reconstruction_loss,
-    total_loss,
-)
+from scforge.models.components.latent import classification_loss, kl_divergence, reconstruction_loss
+from scforge.models.scdiva_parts import mean_over_cells
 
 SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4, "latent_dim": 6}
 VOCAB = 60
@@ -28,7 +23,6 @@ def test_losses_by_hand():
     exact = torch.distributions.kl_divergence(normal(mu, (0.5 * logvar).exp()), normal(0.0, 1.0))
     torch.testing.assert_close(kl_divergence(mu, logvar), exact.sum(dim=1).mean())
     torch.testing.assert_close(kl_divergence(mu, logvar, free_bits=0.7), exact.mean(dim=0).clamp(min=0.7).sum())
-    assert float(total_loss(torch.tensor(1.0), torch.tensor(3.0), 0.5)) == 2.5
     losses, cells = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 2])
     assert float(mean_over_cells(losses, cells, None)) == 3.0
     assert float(mean_over_cells(losses, cells, torch.tensor([1.0, 9.0, 2.0]))) == (2.0 + 0.0 + 10.0) / 3
@@ -90,7 +84,11 @@ def test_batches_change_the_expression(made, profiles):
     torch.testing.assert_close(each[1], parts[1][1])
     fresh = ScDiVaModel(VOCAB, **SIZES, n_batches=3).eval()
     torch.testing.assert_close(fresh.decode(latent, 2), fresh.decode(latent))
-    for batch, message in ((3, "not between 0 and 2"), (0.5, "whole numbers"), (torch.zeros(2).long(), "2 numbers")):
+    for batch, message in (
+        (3, "not between 0 and 2"),
+        (0.5, "a whole number"),
+        (torch.zeros(2).long(), "each of the 5"),
+    ):
         with pytest.raises(OptionError, match=message):
             model.decode(latent, batch)
     with pytest.raises(OptionError, match="n_batches=0"):

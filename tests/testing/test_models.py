@@ -214,7 +214,7 @@ def test_names_classes_and_instances_are_taken(monkeypatch):
     check_model("small", hidden_dim=4)
     with pytest.raises(OptionError, match="come with an instance"):
         check_model(Small(60), hidden_dim=4)
-    with pytest.raises(OptionError, match="is no architecture; pass a registered name, a class or an instance"):
+    with pytest.raises(OptionError, match="cannot be checked; pass a registered name, a class or an instance"):
         check_model(42)
     with pytest.raises(OptionError, match="did you mean 'gene_pooling'"):
         check_model("gene_poolings")

@@ -75,10 +75,14 @@ def test_any_kind_of_matrix(name, named) -> None:
 
 
 NO_MATRIX = [
-    (COUNTS.tolist(), OptionError, "cells is of type 'list'; pass counts as a sparse matrix or a NumPy array."),
-    (ad.AnnData(COUNTS), OptionError, "cells is of type 'AnnData'; call tokenizer(adata.X, adata.var_names)."),
-    (COUNTS[0], DataError, "cells has the shape (50,), but (cells, genes) is needed"),
-    (COUNTS.astype(object), DataError, "cells has the dtype object, but raw counts are needed"),
+    (
+        COUNTS.tolist(),
+        OptionError,
+        "cells of type 'list' are no matrix of numbers; pass counts of shape (cells, genes)",
+    ),
+    (ad.AnnData(COUNTS), OptionError, "cells of type 'AnnData' are no matrix of numbers"),
+    (COUNTS[0], OptionError, "cells of type 'ndarray' are no matrix of numbers"),
+    (COUNTS.astype(object), OptionError, "cells of type 'ndarray' are no matrix of numbers"),
     (COUNTS[:, :20], DataError, "cells has 20 columns but the vocabulary 50 genes; pass the names"),
 ]
 
@@ -108,8 +112,6 @@ TOTALS = [
     (3.0, "totals has the shape ()"),
     ([1, 2, 3, 4, 5, np.nan], "totals holds nan, which is no library size"),
     ([1, 2, 3, 4, -5, 6], "totals holds -5"),
-    (["1"] * 6, "totals has the dtype <U1"),
-    ([[1], [1, 2]], "totals is not a list of numbers"),
 ]
 
 
@@ -149,7 +151,7 @@ def test_names_of_which_none_is_in_the_vocabulary() -> None:
     ]:
         fails(lambda n=names: tokenizer(COUNTS[:, :2], n), GeneMismatchError, start + kind, hint)
     for names in ("ENSG00000167286", 5):
-        fails(lambda n=names: tokenizer(COUNTS[:, :2], n), OptionError, f"gene_ids={names!r} is not a list of names")
+        fails(lambda n=names: tokenizer(COUNTS[:, :2], n), OptionError, f"names={names!r} is not a list of names")
     hint = "gene_ids names 1 genes but cells has 2 columns"
     fails(lambda: tokenizer(COUNTS[:, :2], ["ENSG00000167286"]), DataError, hint)
 
@@ -165,7 +167,6 @@ def options_that_are_none():
             for name in list_tokenizers() if owner is None else [owner]:
                 yield name, {option: value}, f"{option}={value!r} is neither True nor False."
     for name in list_tokenizers():
-        yield name, {"max_len": 2**31}, f"max_len={2**31} is too large; give a number below 2^31"
         yield name, {"max_len": -1}, "max_len=-1 is not at least 0"
         yield name, {"max_len": "8"}, "max_len='8' is not a whole number of tokens"
 
@@ -192,18 +193,20 @@ BOTH = "pass the two dictionaries (gene to token, gene to median) as a tuple."
 TEXT = pd.DataFrame({"gene_id": list(TOKENS), "token": ["a"] * 4, "median": [1.0] * 4})
 ONE = "ENSG00000000005"
 GENEFORMER = [
-    (TOKENS, OptionError, "tokens_medians holds one dictionary; " + BOTH),
-    ((), OptionError, "tokens_medians holds 0 parts; " + BOTH),
-    ((TOKENS, 3), OptionError, "tokens_medians holds 'dict' and 'int'; " + BOTH),
-    (None, OptionError, "tokens_medians is of type 'NoneType'; pass a table, a file, or the two dictionaries"),
+    (TOKENS, DataError, "tokens_medians is no table with the columns 'gene_id', 'token', 'median' (it has: '<pad>'"),
+    ((TOKENS, 3), OptionError, "tokens_medians is no pair of dictionaries; " + BOTH),
+    (None, DataError, "(it has: NoneType); pass one, a file, or the two dictionaries"),
     ((MEDIANS, TOKENS), DataError, "tokens_medians does not number its tokens from 0 without a gap"),
-    (({**TOKENS, "<pad>": "0"}, MEDIANS), DataError, "tokens_medians has the token '0' for '<pad>', which"),
-    (({None: 0}, MEDIANS), DataError, "tokens_medians has a token for None, which is no text"),
-    ((TOKENS, {**MEDIANS, ONE: "a"}), DataError, f"has the median 'a' for '{ONE}', which is no n"),
-    ((TOKENS, {**MEDIANS, ONE: -1.0}), DataError, f"the median -1.0 for '{ONE}', which is not a positive"),
-    ((TOKENS, {**MEDIANS, ONE: np.nan}), DataError, f"the median nan for '{ONE}', which is not"),
-    (TEXT, DataError, "tokens_medians has the token 'a' for '<pad>', which is no number"),
-    (TEXT[["gene_id"]], DataError, "tokens_medians lacks the column 'token' (it has: 'gene_id')"),
+    (({**TOKENS, "<pad>": "0"}, MEDIANS), DataError, "tokens_medians has the token '0', which is no number"),
+    ((TOKENS, {**MEDIANS, ONE: "a"}), DataError, "has the median 'a', which is no number"),
+    ((TOKENS, {**MEDIANS, ONE: -1.0}), DataError, f"has no positive median for 1 genes (first: '{ONE}', -1.0)"),
+    ((TOKENS, {**MEDIANS, ONE: np.nan}), DataError, f"has no positive median for 1 genes (first: '{ONE}', nan)"),
+    (TEXT, DataError, "tokens_medians has the token 'a', which is no number"),
+    (
+        TEXT[["gene_id"]],
+        DataError,
+        "tokens_medians is no table with the columns 'gene_id', 'token', 'median' (it has: 'ge",
+    ),
     ("gone.parquet", MissingFileError, "tokens_medians='gone.parquet' does not exist"),
 ]
 
@@ -218,11 +221,11 @@ def test_options_of_geneformer(tmp_path) -> None:
         return RankValueTokenizer.from_geneformer([TOKENS, MEDIANS], **({"version": "V1"} | options))
 
     assert make().vocab.genes == tuple(MEDIANS)
-    for version in (["V1"], 1, None):
-        fails(lambda v=version: make(version=v), OptionError, f"version={version!r} is not known; choose 'V1' or 'V2'.")
-    hint = "ensembl_map is of type 'list'; pass a table, a file, or the dictionary of former ids to current ones."
-    fails(lambda: make(ensembl_map=[1]), OptionError, hint)
-    fails(lambda: make(ensembl_map={"a": 3}), DataError, "ensembl_map holds 3, which is no text")
+    fails(lambda: make(version="V3"), OptionError, "version='V3' is not known (known: 'V1', 'V2')")
+    hint = (
+        "ensembl_map is no table with the columns 'ensembl_id', 'gene_id' (it has: list); pass one, a file, or the dict"
+    )
+    fails(lambda: make(ensembl_map=[1]), DataError, hint)
     fails(lambda: make(ensembl_map="map.pkl"), OptionError, "ensembl_map='map.pkl' is a pickle file")
     (tmp_path / "tokens.pkl").write_bytes(b"no pickle is opened")
     (tmp_path / "tokens.parquet").write_text("hello")

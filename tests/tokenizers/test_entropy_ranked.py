@@ -45,7 +45,7 @@ def test_weights_and_defaults():
     vocab = GeneVocab.from_genes(["A", "B", "C"]).with_entropies(np.array([0.0, 0.25, 1.0]))
     assert serialization_weights(vocab).tolist() == [1.0, 0.75, 0.0]
     np.testing.assert_allclose(serialization_weights(vocab, "inverse"), [100, 4, 1])
-    with pytest.raises(OptionError, match="weighting='entropy' is not known; choose 'complement' or 'inverse'"):
+    with pytest.raises(OptionError, match="weighting='entropy' is not known .known: 'complement', 'inverse'"):
         get_tokenizer("entropy_ranked", vocab, weighting="entropy")
     with pytest.raises(OptionError, match="the vocabulary has no entropies of its genes"):
         get_tokenizer("entropy_ranked", GeneVocab.from_genes(["A"]))

@@ -6,7 +6,7 @@ from scipy import sparse
 
 from scforge.data import GeneVocab, open_cells
 from scforge.errors import DataError, OptionError
-from scforge.tokenizers import Tokenizer, get_tokenizer
+from scforge.tokenizers import get_tokenizer
 
 
 def reference(name, counts, total, medians, most):
@@ -40,17 +40,6 @@ def test_tokens_and_values(tiny_adata, tiny_vocab, cls, max_len, name):
         assert not any(tensor[i, n:].any() for tensor in batch.values())
     given = tokenizer(sparse.csr_matrix(dense), totals=totals)
     assert all(batch[key].equal(given[key]) for key in batch)
-
-
-def test_a_strategy_that_returns_no_tokens_is_told(tiny_adata, tiny_vocab):
-    class Ids(Tokenizer):
-        def _tokenize(self, block):
-            return block.genes
-
-    tokenizer, cells = Ids(tiny_vocab), open_cells(tiny_adata, tiny_vocab)
-    for tokenize in (tokenizer, tokenizer.ragged):
-        with pytest.raises(OptionError, match="Ids._tokenize returned ndarray; return scforge.tokenizers.RaggedTokens"):
-            tokenize(cells.block(np.arange(3)))
 
 
 def test_errors(tiny_vocab):

@@ -276,5 +276,5 @@ def test_what_does_not_fit(tiny_vocab, name, options, message):
         MaskedDiffusion().check(get_tokenizer(name, tiny_vocab, **{"append_cls": False, **options}))
     MaskedDiffusion().check(get_tokenizer("rank_value", tiny_vocab, append_cls=False))
     MaskedDiffusion().check_architecture(ScDiVaModel)
-    with pytest.raises(OptionError, match="needs an architecture whose forward takes loss_weights"):
+    with pytest.raises(OptionError, match="takes no loss_weights, masked_values and target"):
         MaskedDiffusion().check_architecture(TransformerEncoder)

@@ -153,7 +153,7 @@ def test_classes_and_batches(tiny_adata, tiny_vocab, tokenizer):
     ],
 )
 def test_what_does_not_fit(tiny_adata, tiny_vocab, options, message):
-    with pytest.raises(OptionError, match="'variational' needs an architecture with a latent distribution"):
+    with pytest.raises(OptionError, match="with TransformerEncoder, which has no latent distribution"):
         Variational().check_architecture(TransformerEncoder)
     tiny_adata.obs["number"] = np.linspace(0, 1, 60)
     tiny_adata.obs["empty"] = pd.Categorical([None] * 60)

@@ -53,8 +53,8 @@ class _Encode(nn.Module):
         self.encoder = encoder
         self.names = names
         # Where some tokens may find no room, there are always such ones, so that all cells are one computation.
-        room = getattr(encoder, "max_tokens", None) if getattr(encoder, "mode", None) == "tokens" else None
-        self.padding = room if isinstance(room, int) and longest > room else 0
+        room = getattr(encoder, "attended_tokens", None)
+        self.padding = room if room is not None and longest > room else 0
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Return cell embeddings, shape (B, D)."""

@@ -36,7 +36,7 @@ from scforge.finetuning.labels import check_key, text_labels
 from scforge.finetuning.splits import Split, check_shares, split_for, split_from
 from scforge.models._weights import read_weights
 from scforge.models.components.gene_vectors import check_filled
-from scforge.models.scdiva_parts import batch_vectors
+from scforge.models.components.latent import batch_vectors
 from scforge.training.datamodule import CellDataModule
 from scforge.training.options import TrainOptions
 from scforge.training.predict import embed

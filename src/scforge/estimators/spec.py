@@ -322,7 +322,7 @@ class ModelSpec:
             tokenizer_options = defaults.tokenizer_options | tokenizer_options
         architecture = defaults.architecture
         check_model_options(architecture, options)
-        options = defaults.options | own_names(architecture, options)
+        options = defaults.options | own_names(MODELS.get(architecture), options)
         if "max_len" not in tokenizer_options and options.get("max_seq_len") is not None:
             tokenizer_options = tokenizer_options | {"max_len": options["max_seq_len"]}
         special = TOKENIZERS.get(name).special_tokens(tokenizer_options)

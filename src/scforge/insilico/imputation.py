@@ -29,17 +29,12 @@ _Batch = dict[str, torch.Tensor]
 
 def check_predicts(objective: Objective) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless a model trained so predicts the expression of hidden genes."""
-    if not (objective.predicts_values or _denoises(objective)):
+    if not (objective.predicts_values or objective.denoises_values):
         raise OptionError(
             f"a model trained for {type(objective).__name__} predicts no expression of hidden genes; make one with "
             "objective='masked_value_prediction' and architecture='masked_autoencoder', or 'transformer_encoder' with "
             "expression_head='value' or 'bin', or with objective='masked_diffusion' and architecture='scdiva'."
         )
-
-
-def _denoises(objective: Objective) -> bool:
-    """Return whether values are hidden by ``masked_values``, beside identities that are hidden by themselves."""
-    return bool(getattr(objective, "denoises_values", False))
 
 
 def knows_zeros(objective: Objective, tokenizer: Tokenizer) -> bool:
@@ -233,7 +228,7 @@ def _predict(
     if not hidden.any():
         return values
     batch, genes = hide_genes(tokens, hidden, tokenizer)
-    if _denoises(objective):
+    if objective.denoises_values:
         batch["masked_values"] = batch.pop("masked_positions")  # which gene it is stays known
     device = next(module.parameters()).device
     on_device = {name: tensor.to(device) for name, tensor in batch.items()}
@@ -300,9 +295,8 @@ def _counted(block: CellBlock, tokenizer: Tokenizer) -> torch.Tensor:
 
 def _room_for_hidden(module: nn.Module, objective: Objective) -> int | None:
     """Return how many genes of a cell can be hidden at a time, None for any number."""
-    if not _denoises(objective) or getattr(module, "mode", None) != "tokens":
-        return None
-    return max(1, int(cast(Any, module).max_tokens) // 2)  # the others are visible
+    room = getattr(module, "attended_tokens", None) if objective.denoises_values else None
+    return None if room is None else max(1, room // 2)  # the others are visible
 
 
 def _some_at_a_time(hidden: torch.Tensor, most: int | None) -> Iterator[torch.Tensor]:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
 
 from scforge._registry import check_options
-from scforge.errors import OptionError, TrainingError, listing
+from scforge.errors import OptionError
+from scforge.models.registry import own_names
 
 if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
@@ -94,73 +94,47 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             part.training = True
 
 
-def check_choice(argument: str, value: Any, known: list[str]) -> None:
-    """Raise unless `value` is one of `known`."""
-    if value not in known:
-        raise OptionError(f"{argument}={value!r} is not known (known: {listing(known)})")
+def number_of_each(argument: str, given: Any, n_cells: int, device: torch.device | None = None) -> torch.Tensor:
+    """Return a whole number for each cell, int64, shape (B,), of such or of one for all."""
+    numbers = torch.as_tensor(given, device=device)
+    whole = not (numbers.is_floating_point() or numbers.dtype == torch.bool)
+    if not whole or numbers.ndim > 1 or (numbers.ndim == 1 and len(numbers) != n_cells):
+        raise OptionError(
+            f"{argument} is of {numbers.dtype} and shape {tuple(numbers.shape)}; give a whole number, or one for each "
+            f"of the {n_cells} cells."
+        )
+    return numbers.long().expand(n_cells)
 
 
-def build_from_config[M: nn.Module](
-    cls: type[M], config: ModelConfig, renamed: Mapping[str, str] = MappingProxyType({})
-) -> M:
-    """Make a module from a configuration: what the user set is passed on, for the rest the constructor's defaults hold.
+class Architecture(nn.Module):
+    """What the architectures of scforge share: they are made from a configuration, and count their parameters."""
 
-    Parameters
-    ----------
-    cls
-        The class.
-    config
-        The configuration.
-    renamed
-        Fields of the configuration that the constructor knows by another name, e.g. ``{"hidden_dim": "encoder_dim"}``.
+    config_names: ClassVar[Mapping[str, str]] = {}
+    """Names that configurations share, and what the constructor calls them, e.g. ``{"hidden_dim": "encoder_dim"}``."""
 
-    Raises
-    ------
-    ValueError
-        If ``config.vocab_size`` is None.
-    OptionError
-        If the user set an option that neither the constructor nor other architectures have.
-    """
-    if config.vocab_size is None:
-        raise OptionError("ModelConfig.vocab_size must be set before constructing a model.")
-    parameters = {p.name: p for p in inspect.signature(cls).parameters.values()}
-    # One configuration may serve several architectures; of the common fields each takes those it has.
-    common = set(type(config).model_fields)
-    options: dict[str, Any] = {}
-    for name, value in config.user_options().items():
-        wanted = renamed.get(name, name)
-        if wanted in parameters or name not in common:
-            if wanted in options:
-                raise OptionError(f"{name}={value!r} and {wanted}={options[wanted]!r} name the same option; give one.")
-            options[wanted] = value
-    check_options("option", cls.__name__, options, [name for name in parameters if name != "vocab_size"])
-    for name, parameter in parameters.items():
-        required = parameter.default is inspect.Parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-        if required and name not in options and name != "vocab_size":
-            if not hasattr(config, name):
-                raise OptionError(f"{cls.__name__} needs the option {name!r}; give it a value.")
-            options[name] = getattr(config, name)
-    return cls(vocab_size=config.vocab_size, **options)
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> Self:
+        """Make the model that `config` describes: what it sets is passed on, for the rest the defaults hold.
 
+        Raises
+        ------
+        ValueError
+            If ``config.vocab_size`` is None.
+        OptionError
+            If it sets an option that neither the constructor nor other architectures have.
+        """
+        if config.vocab_size is None:
+            raise OptionError("ModelConfig.vocab_size must be set before constructing a model.")
+        parameters = {p.name: p for p in inspect.signature(cls).parameters.values() if p.name != "vocab_size"}
+        # One configuration may serve several architectures; of the common fields each takes those it has.
+        given = own_names(cls, config.user_options())
+        common = set(type(config).model_fields)
+        options = {name: value for name, value in given.items() if name in parameters or name not in common}
+        check_options("option", cls.__name__, options, list(parameters))
+        needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
+        shared = {name: getattr(config, name) for name in needed - set(options)}
+        return cls(vocab_size=config.vocab_size, **shared, **options)
 
-def _softmax(
-    logits_bv: torch.Tensor, allowed_bv: torch.Tensor, temperature: float, top_k: int | None = None
-) -> torch.Tensor:
-    """Return the probabilities of the allowed entries, float64, shape (B, V); zeros in a row without any."""
-    if not bool(logits_bv.isfinite().all()):
-        raise TrainingError("the model predicts numbers that are not finite; train it again with a lower lr.")
-    logits_bv = logits_bv.double().masked_fill(~allowed_bv, float("-inf"))
-    if top_k is not None and top_k < logits_bv.shape[1]:
-        likeliest_bk = logits_bv.topk(top_k, dim=1).indices
-        among_bv = torch.zeros_like(allowed_bv).scatter(1, likeliest_bk, True)
-        logits_bv = logits_bv.masked_fill(~among_bv, float("-inf"))
-    # Taken off before the division, which may be by next to nothing.
-    logits_bv = (logits_bv - logits_bv.amax(dim=1, keepdim=True)) / temperature
-    return logits_bv.softmax(dim=1).nan_to_num(0.0)
-
-
-def _draw(shares_bv: torch.Tensor, random_b: torch.Tensor) -> torch.Tensor:
-    """Draw an entry of each row by inverting its distribution function, int64, shape (B,)."""
-    sums_bv = shares_bv.cumsum(dim=1)
-    aim_b1 = (random_b * sums_bv[:, -1]).unsqueeze(1)
-    return torch.searchsorted(sums_bv, aim_b1, right=True).squeeze(1).clamp(max=shares_bv.shape[1] - 1)
+    def num_parameters(self, *, trainable_only: bool = True) -> int:
+        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
+        return count_parameters(self, trainable_only=trainable_only)

@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from scforge._checks import check_count, check_positive, check_seed
+from scforge._checks import check_choice, check_count, check_positive
 from scforge._constants import CLS_ID, IGNORE_LABEL, N_SPECIAL, PAD_ID
 from scforge.errors import OptionError
-from scforge.models._utils import (
-    _draw,
-    _softmax,
-    build_from_config,
-    check_choice,
-    count_parameters,
-    evaluating,
-    init_weights,
-)
+from scforge.models._utils import Architecture, evaluating, init_weights, number_of_each
 from scforge.models.components.attention import KeyValueCache, token_positions
 from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding, between_rows, check_shapes, waves
 from scforge.models.components.heads import BinPredictionHead, MaskedGenePredictionHead, cell_loss, of_next_token
 from scforge.models.components.pooling import POOLINGS, last_pool
 from scforge.models.components.transformer import TransformerStack
+from scforge.models.generation import LARGEST, check_drawing, draw, generator_of, read_prompt, softmax
 from scforge.models.protocol import GeneratedCells, ModelOutput
 from scforge.models.registry import register_model
 
-if TYPE_CHECKING:
-    from scforge.config.schema import ModelConfig
-
-
 _AT_ONCE = 128
 """Tokens of a prompt that are read at once, so that masks and states of long prompts stay small."""
-
-_LARGEST = 1.0 - 1e-12
-"""Largest random number, so that its product with a sum of probabilities stays below the sum."""
 
 
 class _Prompt(NamedTuple):
@@ -106,11 +91,7 @@ def generate_cells(
     OptionError
         If an argument cannot be used.
     """
-    check_count("n_cells", n_cells, "cells")
-    check_positive("temperature", temperature)
-    check_seed(seed)
-    if top_k is not None:
-        check_count("top_k", top_k, "genes")
+    check_drawing(n_cells, temperature, seed, top_k)
     device = next(model.parameters()).device
     max_len = _checked_length(model, max_len, int(first_id is not None), int(eos_id is not None), n_special)
     begin = _checked_prompt(prompt, n_cells, first_id, n_special, model, max_len)
@@ -172,9 +153,9 @@ class _Cells:
     def choose(self, random_b2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the next gene and its bin of each cell, int64, shape (B,): those of the prompt, or drawn."""
         given_b = self.lengths_b < self.prompt.lengths
-        gene_b = _draw(self._shares(self.gene_logits_bv), random_b2[:, 0])
+        gene_b = draw(self._shares(self.gene_logits_bv), random_b2[:, 0])
         expressed_bn = (torch.arange(self.model.n_bins, device=gene_b.device) > 0).expand_as(self.bin_logits)
-        bin_b = _draw(_softmax(self.bin_logits, expressed_bn, self.temperature), random_b2[:, 1])
+        bin_b = draw(softmax(self.bin_logits, expressed_bn, self.temperature), random_b2[:, 1])
         place_b1 = self.lengths_b.clamp(max=self.prompt.ids.shape[1] - 1).unsqueeze(1)
         given_bin_b = self.prompt.bins.gather(1, place_b1).squeeze(1)
         gene_b = torch.where(given_b, self.prompt.ids.gather(1, place_b1).squeeze(1), gene_b)
@@ -186,10 +167,10 @@ class _Cells:
         A cell ends with the probability that the model says. Genes that it has already make way for its other genes
         alone, else cells would end too early.
         """
-        shares_bv = _softmax(logits_bv, ~self.used_bv, self.temperature, self.top_k)
+        shares_bv = softmax(logits_bv, ~self.used_bv, self.temperature, self.top_k)
         if self.eos_id is None:
             return shares_bv
-        end_b = _softmax(logits_bv, self.could_v.expand_as(logits_bv), self.temperature)[:, self.eos_id]
+        end_b = softmax(logits_bv, self.could_v.expand_as(logits_bv), self.temperature)[:, self.eos_id]
         end_b = end_b * self.has_genes_b
         end_b = torch.where((~self.used_bv).any(dim=1), end_b, 1.0)
         shares_bv = shares_bv * (1.0 - end_b).unsqueeze(1)
@@ -244,29 +225,24 @@ class _Cells:
 def _random_numbers(n_cells: int, n_steps: int, seed: int, first_cell: int) -> torch.Tensor:
     """Return numbers in [0, 1) for the gene and the bin of each step of each cell, float64, shape (B, n_steps, 2)."""
     numbers = torch.empty((n_cells, n_steps, 2), dtype=torch.float64)
-    generator = torch.Generator()
     for row in range(n_cells):
-        digest = hashlib.blake2b(f"{seed} {first_cell + row}".encode(), digest_size=7).digest()
-        generator.manual_seed(int.from_bytes(digest, "little"))
+        generator = generator_of(f"{seed} {first_cell + row}")
         torch.rand((n_steps, 2), generator=generator, dtype=torch.float64, out=numbers[row])
-    return numbers.clamp_(max=_LARGEST)
+    return numbers.clamp_(max=LARGEST)
 
 
 def _checked_length(
     model: AutoregressiveTransformer, max_len: int | None, n_first: int, n_last: int, n_special: int
 ) -> int:
-    most = n_first + model.vocab_size - n_special + n_last
+    most = min(n_first + model.vocab_size - n_special + n_last, model.max_seq_len)
     if max_len is None:
-        return min(most, model.max_seq_len)
-    check_count("max_len", max_len, "tokens", least=1 + n_first)
-    if max_len > model.max_seq_len:
-        raise OptionError(f"max_len={max_len} is above max_seq_len={model.max_seq_len} of the model; lower it.")
-    if max_len > most:
+        return most
+    if check_count("max_len", max_len, "tokens", least=1 + n_first) > most:
         raise OptionError(
-            f"max_len={max_len} is more than the {model.vocab_size - n_special} genes and {n_first + n_last} special "
-            "tokens that a cell can have, as no gene comes twice; lower it."
+            f"max_len={max_len} is more than the {most} tokens that a cell of the model can have, as no gene comes "
+            f"twice and max_seq_len={model.max_seq_len}; lower it."
         )
-    return int(max_len)
+    return max_len
 
 
 def _checked_condition(
@@ -274,15 +250,11 @@ def _checked_condition(
 ) -> torch.Tensor | None:
     if condition is None:
         return None
-    classes = torch.as_tensor(condition, device=device)
-    if classes.dtype.is_floating_point or classes.dtype == torch.bool or classes.ndim > 1:
-        raise OptionError(f"condition is of {classes.dtype} and shape {tuple(classes.shape)}; give whole numbers (B,).")
-    if classes.ndim == 1 and len(classes) != n_cells:
-        raise OptionError(f"condition has {len(classes)} classes for n_cells={n_cells}; give one, or one for each.")
+    classes = number_of_each("condition", condition, n_cells, device)
     if bool(((classes < 0) | (classes > n_conditions)).any()):
-        wrong = int(classes[(classes < 0) | (classes > n_conditions)].flatten()[0])
+        wrong = int(classes[(classes < 0) | (classes > n_conditions)][0])
         raise OptionError(f"condition={wrong} is not between 0 (none) and n_conditions={n_conditions} of the model.")
-    return classes.long().expand(n_cells)
+    return classes
 
 
 def _checked_prompt(
@@ -294,31 +266,12 @@ def _checked_prompt(
     max_len: int,
 ) -> _Prompt:
     """Return what the cells begin with, tokens first and padding behind them."""
-    ids, values = torch.empty((n_cells, 0), dtype=torch.int64), torch.empty((n_cells, 0))
-    mask = torch.empty((n_cells, 0), dtype=torch.bool)
-    if prompt is not None:
-        ids, values, mask = _prompt_tensors(prompt, n_cells)
-    # Tokens come together, whatever the pattern of the padding.
-    place = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
-    ids, values, mask = ids.gather(1, place), values.gather(1, place), mask.gather(1, place)
-    if first_id is not None and not (ids.shape[1] and bool((ids[:, 0] == first_id).all())):
-        ids, values = nn.functional.pad(ids, (1, 0), value=first_id), nn.functional.pad(values, (1, 0))
-        mask = nn.functional.pad(mask, (1, 0), value=True)
+    ids, values, mask, is_first = read_prompt(prompt, n_cells, first_id, n_special, model.vocab_size)
     lengths = mask.sum(dim=1)
     if int(lengths.min()) == 0:
         raise OptionError("first_id=None needs a prompt with a token for every cell; give one.")
     if int(lengths.max()) > max_len:
         raise OptionError(f"prompt has {int(lengths.max())} tokens, the first included, but max_len={max_len}.")
-    is_first = torch.zeros_like(mask)
-    is_first[:, 0] = first_id is not None
-    allowed = (ids >= n_special) & (ids < model.vocab_size) | is_first
-    if not bool(allowed[mask].all()):
-        raise OptionError(f"prompt has the token {int(ids[mask & ~allowed][0])}, which is no gene; leave it out.")
-    sorted_ids = ids.masked_fill(~mask, -1).sort(dim=1).values
-    twice = (sorted_ids.diff(dim=1) == 0) & (sorted_ids[:, 1:] >= 0)
-    if bool(twice.any()):
-        row, place = (int(number) for number in twice.nonzero()[0])
-        raise OptionError(f"prompt has the gene {int(sorted_ids[row, place])} twice in cell {row}; give each once.")
     bins = values.nan_to_num(-1.0).round().long().masked_fill(is_first, 0)
     known = mask & ~is_first & ~values.isnan()
     wrong = known & ((bins < 1) | (bins >= model.n_bins) | (values != bins))
@@ -332,28 +285,7 @@ def _checked_prompt(
     return _Prompt(ids, bins, lengths)
 
 
-def _prompt_tensors(
-    prompt: Mapping[str, torch.Tensor], n_cells: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ids, values and mask of a prompt, shape (B, P)."""
-    if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
-        raise OptionError("prompt is no mapping with 'input_ids'; give a batch of the tokenizer.")
-    ids = torch.as_tensor(prompt["input_ids"]).cpu().long()
-    values = prompt.get("values")
-    values = torch.full(ids.shape, float("nan")) if values is None else torch.as_tensor(values).cpu().float()
-    mask = prompt.get("attention_mask")
-    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else torch.as_tensor(mask).cpu() != 0
-    for name, tensor in (("values", values), ("attention_mask", mask)):
-        if tensor.shape != ids.shape:
-            raise OptionError(f"prompt has {name} of shape {tuple(tensor.shape)} for ids of {tuple(ids.shape)}.")
-    if ids.ndim not in (1, 2) or (ids.ndim == 2 and len(ids) != n_cells):
-        raise OptionError(f"prompt has ids of shape {tuple(ids.shape)}; give (P,), or ({n_cells}, P) for n_cells.")
-    shape = (n_cells, ids.shape[-1])
-    return ids.expand(shape), values.expand(shape), mask.expand(shape)
-
-
 _READOUT = "cls"
-_WEIGHTS = ("gene_loss_weight", "expression_loss_weight", "cell_loss_weight")
 _INIT_STD = 0.5
 """Of what is added to, or stands beside, embeddings of unit variance; at 0.02 it would be hundreds of steps behind."""
 
@@ -368,7 +300,7 @@ class _States(NamedTuple):
 
 
 @register_model("autoregressive_transformer")
-class AutoregressiveTransformer(nn.Module):
+class AutoregressiveTransformer(Architecture):
     """GPT-style decoder: each token sees those before it, and predicts the gene and the expression bin of the next.
 
     The state of token t knows the genes and values up to t. Two heads read it: one predicts the gene of token t + 1,
@@ -487,15 +419,9 @@ class AutoregressiveTransformer(nn.Module):
         self.causal_encode = causal_encode
         has_readout = pooling == _READOUT and shift_labels
         check_count("n_bins", n_bins, "bins", least=2)
-        check_count("n_conditions", n_conditions, "classes", least=0)
-        self.gene_loss_weight = gene_loss_weight
-        self.expression_loss_weight = expression_loss_weight
-        self.cell_loss_weight = cell_loss_weight
-        weights = {name: getattr(self, name) for name in _WEIGHTS[: 3 if has_readout else 2]}
-        for name in _WEIGHTS:
-            check_positive(name, getattr(self, name), or_zero=True)
-        if not any(weights.values()):
-            raise OptionError(f"{', '.join(weights)} are all 0, so that nothing would be learnt; raise one of them.")
+        self.gene_loss_weight = check_positive("gene_loss_weight", gene_loss_weight, or_zero=True)
+        self.expression_loss_weight = check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
+        self.cell_loss_weight = check_positive("cell_loss_weight", cell_loss_weight, or_zero=True)
         self.vocab_size = vocab_size
         self.n_bins = n_bins
         self.hidden_dim = hidden_dim
@@ -518,13 +444,7 @@ class AutoregressiveTransformer(nn.Module):
         self.condition_embedding = nn.Embedding(n_conditions, hidden_dim) if n_conditions else None
         self.readout = nn.Parameter(torch.empty(hidden_dim)) if has_readout else None
         self.decoder = TransformerStack(
-            hidden_dim,
-            num_layers,
-            num_heads,
-            ffn_dim,
-            dropout,
-            activation,
-            layer_norm_eps,
+            *(hidden_dim, num_layers, num_heads, ffn_dim, dropout, activation, layer_norm_eps),
             norm_first=norm_first,
             rotary=position_embedding == "rotary",
             gradient_checkpointing=gradient_checkpointing,
@@ -674,15 +594,6 @@ class AutoregressiveTransformer(nn.Module):
         if bin_values.shape != self.bin_values.shape:
             raise OptionError(f"bin_values has the shape {tuple(bin_values.shape)} but there are {self.n_bins} bins.")
         self.bin_values.copy_(bin_values)
-
-    @classmethod
-    def from_config(cls, config: ModelConfig) -> AutoregressiveTransformer:
-        """Make the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None."""
-        return build_from_config(cls, config)
-
-    def num_parameters(self, *, trainable_only: bool = True) -> int:
-        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
-        return count_parameters(self, trainable_only=trainable_only)
 
     def _states(
         self,

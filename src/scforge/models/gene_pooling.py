@@ -5,27 +5,24 @@ Shapes: B cells, S tokens, H hidden, L latent, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from scforge._checks import check_count
+from scforge._checks import check_choice, check_count
 from scforge._constants import IGNORE_LABEL, N_SPECIAL
 from scforge.errors import OptionError
-from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
+from scforge.models._utils import Architecture, init_weights
 from scforge.models.components.attention import token_positions
 from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
 from scforge.models.components.gene_vectors import token_bag
 from scforge.models.components.heads import MaskedGenePredictionHead
+from scforge.models.components.latent import LOG_VARIANCES, BatchIntegrationHead, draw_latent
 from scforge.models.components.pooling import mean_pool
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
-from scforge.models.scdiva_parts import LOG_VARIANCES, BatchIntegrationHead
-
-if TYPE_CHECKING:
-    from scforge.config.schema import ModelConfig
 
 
 class _TokenStates(nn.Module):
@@ -129,7 +126,7 @@ class _Projector(nn.Sequential):
 
 
 @register_model("gene_pooling")
-class GenePoolingModel(nn.Module):
+class GenePoolingModel(Architecture):
     """Baseline without attention, in two forms.
 
     ``pooling="mean"``: feed-forward layers on each token, then the mean over tokens. A reference for what attention
@@ -205,13 +202,13 @@ class GenePoolingModel(nn.Module):
         super().__init__()
         pooling = "mean" if pooling == "cls" else pooling
         check_choice("pooling", pooling, ["mean", "weighted_sum"])
+        if latent_dim is not None and pooling == "mean":
+            raise OptionError(
+                f"latent_dim={latent_dim} is an option of pooling='weighted_sum'; leave it out with 'mean'."
+            )
+        check_count("num_layers", num_layers, "layers")
         if latent_dim is not None:
             check_count("latent_dim", latent_dim, "dimensions")
-            if pooling == "mean":
-                raise OptionError(
-                    f"latent_dim={latent_dim} is an option of pooling='weighted_sum'; leave it out with 'mean'."
-                )
-        check_count("num_layers", num_layers, "layers")
         self.vocab_size = vocab_size
         self.hidden_dim = hidden_dim
         self.pooling = pooling
@@ -238,20 +235,14 @@ class GenePoolingModel(nn.Module):
         self.head = MaskedGenePredictionHead(self.latent_dim, vocab_size, layer_norm_eps).apply(init_weights)
         self.decoder = None
         if n_batches is not None:
-            check_count("n_batches", n_batches, "batches", least=0)
-            check_count("decoder_dim", decoder_dim, "dimensions")
-            check_count("n_special", n_special, "special tokens")
             if pooling == "mean":
                 raise OptionError(
                     f"pooling='mean' has no decoder of expression, which n_batches={n_batches} and objectives that "
                     "decode ask for; choose pooling='weighted_sum', or another objective."
                 )
-            if vocab_size <= n_special:
-                raise OptionError(f"vocab_size={vocab_size} leaves no gene beside n_special={n_special}; raise it.")
             self.decoder = _Decoder(ffn_dim, self.latent_dim, decoder_dim, vocab_size - n_special, n_batches)
         self.projector = None
         if projector_dim is not None:
-            check_count("projector_dim", projector_dim, "dimensions")
             self.projector = _Projector(self.latent_dim, projector_dim, layer_norm_eps)
 
     def forward(
@@ -309,13 +300,11 @@ class GenePoolingModel(nn.Module):
         OptionError
             If the model was made without `n_batches`, so without a variance and a decoder.
         """
-        tokens_bs = attention_mask != 0
+        decoder, body, tokens_bs = self._decoder(), cast(_WeightedSum, self.body), attention_mask != 0
         check_shapes(input_ids, attention_mask=tokens_bs, values=values)
-        decoder, body = self._decoder(), cast(_WeightedSum, self.body)
         hidden = body.hidden(input_ids, tokens_bs, None if values is None else values.masked_fill(~tokens_bs, 0))
         mu, logvar = body.mlp[-1](hidden).float(), decoder.logvar(hidden).float().clamp(*LOG_VARIANCES)
-        latent = mu + torch.randn_like(mu) * (0.5 * logvar).exp() if self.training else mu
-        return {"latent": latent, "mu": mu, "logvar": logvar}
+        return {"latent": draw_latent(mu, logvar) if self.training else mu, "mu": mu, "logvar": logvar}
 
     def decode(self, latent: torch.Tensor, batch: torch.Tensor | int | None = None) -> torch.Tensor:
         """Return the log1p CP10K values of the genes that latents (B, L) stand for, shape (B, G).
@@ -362,12 +351,3 @@ class GenePoolingModel(nn.Module):
     def init_token_prior(self, token_counts: torch.Tensor) -> None:
         """Start the head at the frequencies of `token_counts`, (V,), see :meth:`MaskedGenePredictionHead.init_bias`."""
         self.head.init_bias(token_counts)
-
-    @classmethod
-    def from_config(cls, config: ModelConfig) -> GenePoolingModel:
-        """Make the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None."""
-        return build_from_config(cls, config)
-
-    def num_parameters(self, *, trainable_only: bool = True) -> int:
-        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
-        return count_parameters(self, trainable_only=trainable_only)

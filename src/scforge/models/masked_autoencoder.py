@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from scforge._checks import check_choice
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
-from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
-from scforge.models.components.attention import token_positions
+from scforge.models._utils import Architecture, init_weights
+from scforge.models.components.attention import put_back_weights, token_positions
 from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
 from scforge.models.components.heads import (
     COUNT_LOSSES,
@@ -29,9 +30,6 @@ from scforge.models.components.pooling import POOLINGS
 from scforge.models.components.transformer import StackOutput, TransformerStack
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
-
-if TYPE_CHECKING:
-    from scforge.config.schema import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -74,15 +72,6 @@ class Layout:
         place_bch = self.order[:, : self.width, None].expand_as(seen_bch)
         return seen_bch.new_zeros(batch, seq, seen_bch.shape[-1]).scatter(1, place_bch, seen_bch)
 
-    def put_back_weights(self, weights_bncc: torch.Tensor) -> torch.Tensor:
-        """Bring attention weights to where their tokens were, (B, N, S, S); zeros where a token is not visible."""
-        heads, width = weights_bncc.shape[1], weights_bncc.shape[2]
-        # Rows are put back, then columns.
-        rows_bcx = self.put_back_states(weights_bncc.transpose(1, 2).flatten(2))
-        rows_bsnc = rows_bcx.unflatten(2, (heads, width))
-        columns_bcx = self.put_back_states(rows_bsnc.permute(0, 3, 1, 2).flatten(2))
-        return columns_bcx.unflatten(2, rows_bsnc.shape[1:3]).permute(0, 3, 2, 1)
-
     def furthest(self) -> int:
         """Return the most tokens of a cell up to its last visible one; waits for a GPU."""
         return int(((self.positions + 1) * self.visible).amax()) if self.visible.numel() else 0
@@ -113,7 +102,7 @@ def lay_out(tokens_bs: torch.Tensor, hidden_bs: torch.Tensor | None = None) -> L
 
 
 @register_model("masked_autoencoder")
-class MaskedAutoencoder(nn.Module):
+class MaskedAutoencoder(Architecture):
     """Asymmetric masked autoencoder of expression, after scFoundation (Hao et al. 2024) and He et al. (2022).
 
     The encoder runs on the visible tokens alone, so it costs as much as there are of them, and the cell embedding is
@@ -180,7 +169,6 @@ class MaskedAutoencoder(nn.Module):
         "num_layers": "encoder_layers",
         "num_heads": "encoder_heads",
     }
-    """Names that configurations share, and what they are called here."""
 
     labels_name_genes: ClassVar[bool] = True
     """Labels say which gene is hidden, not what is to be predicted of it."""
@@ -234,27 +222,19 @@ class MaskedAutoencoder(nn.Module):
             gene_vectors,
             position_embedding=position_embedding,
         )
-        common: dict[str, Any] = {"norm_first": norm_first, "unpad": unpad}
-        common["gradient_checkpointing"] = gradient_checkpointing
+        run: dict[str, Any] = {"norm_first": norm_first, "unpad": unpad}
+        run["gradient_checkpointing"] = gradient_checkpointing
+        inner = (dropout, activation, layer_norm_eps)
+        rotary = position_embedding == "rotary"
         self.encoder = TransformerStack(
-            encoder_dim,
-            encoder_layers,
-            encoder_heads,
-            ffn_dim,
-            dropout,
-            activation,
-            layer_norm_eps,
-            rotary=position_embedding == "rotary",
-            **common,
+            encoder_dim, encoder_layers, encoder_heads, ffn_dim, *inner, rotary=rotary, **run
         )
         self.decoder_projection = nn.Linear(encoder_dim, decoder_dim)
         self.mask_token = nn.Parameter(torch.empty(decoder_dim))
         # Gene embeddings start fifty times smaller than encoder states, and would drown beside them.
         self.gene_norm = nn.LayerNorm(encoder_dim, eps=layer_norm_eps)
         self.gene_projection = nn.Linear(encoder_dim, decoder_dim)
-        self.decoder = TransformerStack(
-            decoder_dim, decoder_layers, decoder_heads, None, dropout, activation, layer_norm_eps, **common
-        )
+        self.decoder = TransformerStack(decoder_dim, decoder_layers, decoder_heads, None, *inner, **run)
         self.head = ExpressionPredictionHead(decoder_dim)
         self.log_dispersion = nn.Embedding(vocab_size, 1) if "binomial" in value_loss else None
         self.apply(init_weights)
@@ -350,7 +330,9 @@ class MaskedAutoencoder(nn.Module):
             logits=logits,
             embeddings=self._pool(layout, encoded.hidden),
             hidden_states=None if states is None else tuple(layout.put_back_states(state) for state in states),
-            attentions=None if weights is None else tuple(layout.put_back_weights(part) for part in weights),
+            attentions=None
+            if weights is None
+            else tuple(put_back_weights(part, layout.put_back_states) for part in weights),
         )
 
     def encode(
@@ -458,15 +440,3 @@ class MaskedAutoencoder(nn.Module):
         """Start from the mean of the values to predict; a loss of counts starts from that of each cell anyhow."""
         if self.value_loss not in COUNT_LOSSES:
             nn.init.constant_(self.head.decoder.bias, mean)
-
-    @classmethod
-    def from_config(cls, config: ModelConfig) -> MaskedAutoencoder:
-        """Make the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None.
-
-        ``hidden_dim``, ``num_layers`` and ``num_heads`` are those of the encoder.
-        """
-        return build_from_config(cls, config, renamed=cls.config_names)
-
-    def num_parameters(self, *, trainable_only: bool = True) -> int:
-        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
-        return count_parameters(self, trainable_only=trainable_only)

@@ -61,8 +61,10 @@ class CellModule(Protocol):
     matter), ``config_names`` (what the constructor calls fields of ``ModelConfig``, e.g. ``{"hidden_dim":
     "encoder_dim"}``), ``labels_name_genes`` (labels tell the model which gene is hidden, rather than what to predict),
     ``init_token_prior`` (starts the head at token frequencies), ``token_table`` (gives the vectors of all tokens,
-    (V, H), where no embedding of the module holds them). One that makes new cells is a :class:`GeneratingModule`.
-    :func:`scforge.testing.check_model` checks an architecture against all of this.
+    (V, H), where no embedding of the module holds them), ``attended_tokens`` (most tokens of a cell that it attends to,
+    None for all), ``model_class`` (the class of ``scforge.models`` that trains it, ``"Encoder"`` if it says nothing).
+    One that makes new cells is a :class:`GeneratingModule`. :func:`scforge.testing.check_model` checks an architecture
+    against all of this.
 
     Examples
     --------

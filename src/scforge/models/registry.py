@@ -74,21 +74,20 @@ def option_names(name: str) -> list[str] | None:
     return [p.name for p in parameters if p.name != "vocab_size"]
 
 
-def own_names(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return `options` with the names that configurations share replaced by those of the constructor of `name`.
-
-    An architecture says in a class attribute ``config_names`` what it calls e.g. ``hidden_dim``.
+def own_names(architecture: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Return `options` with the names that configurations share replaced by those of a constructor.
 
     Raises
     ------
     OptionError
         If an option is given under both names.
     """
-    renamed = getattr(MODELS.get(name), "config_names", {})
+    renamed = getattr(architecture, "config_names", {})
     for shared, own in renamed.items():
         if shared in options and own in options:
+            name = architecture.__name__
             raise OptionError(
-                f"{shared}={options[shared]!r} and {own}={options[own]!r} are the same option of {name!r}; keep one."
+                f"{shared}={options[shared]!r} and {own}={options[own]!r} are the same option of {name}; keep one."
             )
     return {renamed.get(option, option): value for option, value in options.items()}
 
@@ -97,4 +96,4 @@ def check_model_options(name: str, options: dict[str, Any]) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless all `options` are options of the architecture `name`."""
     known = option_names(name)
     if known is not None:
-        check_options("option", name, own_names(name, options), known)
+        check_options("option", name, own_names(MODELS.get(name), options), known)

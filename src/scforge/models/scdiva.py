@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from scforge._checks import check_bool, check_count, check_positive, check_seed, check_share
+from scforge._checks import check_choice, check_count, check_share
 from scforge._constants import MASK_ID, N_SPECIAL, PAD_ID
 from scforge.errors import DataError, OptionError
-from scforge.models._utils import _draw, _softmax, build_from_config, check_choice, count_parameters, evaluating
+from scforge.models._utils import Architecture, evaluating, number_of_each
+from scforge.models.components.attention import put_back_weights
 from scforge.models.components.embeddings import check_shapes
 from scforge.models.components.heads import ExpressionPredictionHead
+from scforge.models.components.latent import (
+    BatchIntegrationHead,
+    classification_loss,
+    kl_divergence,
+    reconstruction_loss,
+)
 from scforge.models.components.transformer import Dropout, TransformerStack
+from scforge.models.generation import (
+    LARGEST,
+    check_drawing,
+    draw,
+    first_of_its_kind,
+    generator_of,
+    read_prompt,
+    softmax,
+)
 from scforge.models.protocol import GeneratedCells, ModelOutput
 from scforge.models.registry import register_model
 from scforge.models.scdiva_parts import (
     AnnotationHead,
-    BatchIntegrationHead,
     GeneEmbedding,
     ValueEncoder,
     VariationalLayer,
-    classification_loss,
     init_scdiva,
-    kl_divergence,
     mean_over_cells,
-    reconstruction_loss,
-    total_loss,
 )
 
 if TYPE_CHECKING:
@@ -107,13 +117,6 @@ class Attended:
         """From (B, K, H) to (B, S, H), zeros at the rest."""
         states = states_bkh.new_zeros((states_bkh.shape[0], self.width, states_bkh.shape[2]))
         return states.scatter(1, self.places.unsqueeze(-1).expand_as(states_bkh), states_bkh)
-
-    def put_back_weights(self, weights_bnkk: torch.Tensor) -> torch.Tensor:
-        """From (B, N, K, K) to (B, N, S, S), zeros at the rest."""
-        n_heads = weights_bnkk.shape[1]
-        rows = torch.stack([self.put_back(weights_bnkk[:, head]) for head in range(n_heads)], dim=1)
-        columns = [self.put_back(rows[:, head].transpose(1, 2)).transpose(1, 2) for head in range(n_heads)]
-        return torch.stack(columns, dim=1)
 
     def of(self, seen: Seen) -> Seen:
         """Return what is seen of the tokens that are attended to."""
@@ -249,8 +252,78 @@ class States(NamedTuple):
     attentions: tuple[torch.Tensor, ...] | None = None
 
 
-class ScDiVaBody(nn.Module):
-    """All layers of :class:`scforge.models.ScDiVaModel`, and what they compute besides its loss."""
+_OWN_BETA = 1e-3
+"""Weight of the divergence where the latent learns from hidden genes alone."""
+
+
+@register_model("scdiva")
+class ScDiVaModel(Architecture):
+    """Variational transformer of cells, in two modes.
+
+    ``mode="vector"``: a linear layer with a norm brings a profile of all genes to one vector, which passes through the
+    transformer, a sequence of length 1. The softmax over one key is 1, so attention is a linear map of the vector, and
+    queries and keys learn nothing.
+
+    ``mode="tokens"``: the same layer is a sum of a vector for each gene, times its value. That sum is the first token,
+    LAT, and its summands are tokens beside it: the vector of the gene after the norm, plus a vector of the value. So
+    genes attend to each other, and LAT is read out. There are H^2 + 6 H more parameters than in the other mode.
+
+    The read-out has a mean and a variance of L dimensions. In evaluation the latent is the mean, which is the cell
+    embedding. Two heads read the latent: one the cell type, one the expression of all genes.
+
+    All methods take either a batch of tokens, as those of every architecture, or without `attention_mask` a dense
+    profile, float, (B, G), log1p of counts per 10,000.
+
+    Parameters
+    ----------
+    vocab_size
+        Number of tokens V, special tokens included; there are G = V - `n_special` genes.
+    hidden_dim, num_layers, num_heads, ffn_dim
+        Width H, layers, heads and inner width (``4 * hidden_dim`` if None) of the transformer.
+    dropout
+        Dropout on embeddings and residual branches.
+    max_tokens
+        Most tokens of a cell that are attended to beside LAT, which sums all: hidden ones, then others, in the order of
+        the batch. 0 is the mode ``"vector"``.
+    mode
+        ``"tokens"`` or ``"vector"``.
+    norm_style
+        ``"post"``: norms behind each sum; or ``"pre"``: at the start of each branch, easier to train when deep.
+    norm, activation, bias
+        See :class:`scforge.models.components.TransformerBlock`; `norm` is that of the embedding, too.
+    final_norm
+        Whether a norm stands behind the last layer; None puts one with ``norm_style="pre"``.
+    latent_dim
+        Width L of the latent.
+    num_cell_types
+        Cell types T of the annotation head; 0 for no such head.
+    n_batches
+        Batches that the decoder of expression knows.
+    variational
+        False leaves out the variance, and with it all noise.
+    denoising
+        Adds what the objective ``masked_diffusion`` needs: a vector of hidden values, and a head that predicts them.
+    layer_norm_eps
+        Epsilon of the norms.
+    position_embedding
+        ``"none"``: the order of tokens does not matter; or ``"rotary"``: places in the order of the tokens.
+    n_special
+        Tokens with ids below this are special ones.
+    gradient_checkpointing
+        Compute each layer again in the backward pass rather than keep what it computed.
+    unpad
+        Whether padding is taken out of the computation; None does where it is worth its while.
+
+    Examples
+    --------
+    >>> model = ScDiVaModel(vocab_size=54, hidden_dim=8, num_layers=1, num_heads=2, latent_dim=3, num_cell_types=2)
+    >>> profile = torch.rand(5, 50)
+    >>> model.encode(profile)["mu"].shape, model.predict(profile).shape
+    (torch.Size([5, 3]), torch.Size([5, 2]))
+    >>> ids, mask, values = torch.randint(4, 54, (5, 6)), torch.ones(5, 6), torch.rand(5, 6)
+    >>> model.encode(ids, mask, values).shape
+    torch.Size([5, 3])
+    """
 
     gene_weights: torch.Tensor | None
     token_prior: torch.Tensor | None
@@ -288,21 +361,12 @@ class ScDiVaBody(nn.Module):
         check_choice("norm_style", norm_style, ["post", "pre"])
         check_choice("position_embedding", position_embedding, ["none", "rotary"])
         check_share("dropout", dropout)
-        check_count("n_special", n_special, "special tokens")
-        for argument, count, what in (
-            ("max_tokens", max_tokens, "tokens"),
-            ("num_cell_types", num_cell_types, "cell types"),
-            ("n_batches", n_batches, "batches"),
-        ):
-            check_count(argument, count, what, least=0)
-        if vocab_size <= n_special:
-            raise OptionError(f"vocab_size={vocab_size} leaves no gene beside n_special={n_special}; raise it.")
+        check_count("max_tokens", max_tokens, "tokens", least=0)
         self.vocab_size, self.num_genes, self.n_special = vocab_size, vocab_size - n_special, n_special
         self.hidden_dim, self.latent_dim, self.max_tokens = hidden_dim, latent_dim, max_tokens
         self.mode = mode if max_tokens else "vector"
         self.num_cell_types, self.n_batches = num_cell_types, n_batches
-        self.variational = check_bool("variational", variational)
-        self.denoising = check_bool("denoising", denoising)
+        self.variational, self.denoising = variational, denoising
         tokens = self.mode == "tokens"
         self.uses_order = tokens and position_embedding == "rotary"
         self.gene_embedding = GeneEmbedding(self.num_genes, hidden_dim, dropout, layer_norm_eps, norm)
@@ -336,27 +400,13 @@ class ScDiVaBody(nn.Module):
         self.register_buffer("token_prior", torch.zeros(vocab_size) if tokens else None)
         self.register_buffer("length_quantiles", torch.zeros(101) if denoising else None)
 
-    @overload
-    def encode(
-        self, input_ids: torch.Tensor, attention_mask: None = None, values: None = None
-    ) -> dict[str, torch.Tensor]: ...
-
-    @overload
-    def encode(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        values: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor: ...
-
     def encode(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         values: torch.Tensor | None = None,
         **kwargs: Any,
-    ) -> torch.Tensor | dict[str, torch.Tensor]:
+    ) -> Any:
         """Return the cell embeddings of a batch of tokens, (B, L), or what :meth:`infer` returns of a profile."""
         found = self.infer(input_ids, attention_mask, values, **kwargs)
         return found if attention_mask is None else found["mu"]
@@ -519,15 +569,16 @@ class ScDiVaBody(nn.Module):
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         out = self.encoder(states_bkh, tokens_bk, **wanted)
         states, weights = out.hidden_states, out.attentions
-        put = (lambda state: state) if kept is None else kept.put_back
-        put_weights = (lambda part: part) if kept is None else kept.put_back_weights
+        put: Callable[[torch.Tensor], torch.Tensor] = (lambda state: state) if kept is None else kept.put_back
         return States(
             readout=out.hidden[:, 0],
             tokens=put(out.hidden[:, 1:]),
             attended=seen.tokens if kept is None else seen.tokens & kept.has(),
             table=table_vh,
             hidden_states=None if states is None else tuple(put(state[:, 1:]) for state in states),
-            attentions=None if weights is None else tuple(put_weights(part[:, :, 1:, 1:]) for part in weights),
+            attentions=None
+            if weights is None
+            else tuple(put_back_weights(part[:, :, 1:, 1:], put) for part in weights),
         )
 
     def _dense_states(self, x_bg: torch.Tensor) -> torch.Tensor:
@@ -588,584 +639,6 @@ class ScDiVaBody(nn.Module):
     def init_expression_prior(self, mean: torch.Tensor) -> None:
         """Start the expression that the latent is decoded to at the mean of each gene, (G,)."""
         self.batch_integration_head.decoder.bias.copy_(mean)
-
-    def num_parameters(self, *, trainable_only: bool = True) -> int:
-        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
-        return count_parameters(self, trainable_only=trainable_only)
-
-
-_VALUES_AT_ONCE = 2**24
-"""Logits at a time."""
-
-
-@torch.no_grad()
-def unmask_cells(
-    model: ScDiVaDenoiser,
-    n_cells: int,
-    prompt: Mapping[str, torch.Tensor] | None = None,
-    *,
-    n_tokens: int | torch.Tensor | None = None,
-    n_steps: int = 16,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    seed: int = 0,
-    first_cell: int = 0,
-    first_id: int | None = None,
-    mask_id: int = MASK_ID,
-) -> GeneratedCells:
-    """Draw cells by unmasking, see :meth:`scforge.models.ScDiVaModel.generate`."""
-    check_count("n_cells", n_cells, "cells")
-    check_count("n_steps", n_steps, "steps")
-    check_positive("temperature", temperature)
-    check_seed(seed)
-    if top_k is not None:
-        check_count("top_k", top_k, "genes")
-    if not model.denoising:
-        raise OptionError("denoising=False leaves nothing to generate cells with; train with 'masked_diffusion'.")
-    draws = [_generator(seed, first_cell + cell) for cell in range(n_cells)]
-    ids_bp, values_bp, mask_bp = _checked_prompt(model, n_cells, prompt, first_id, mask_id)
-    lengths_b = _lengths(model, n_tokens, mask_bp.sum(dim=1), draws, first_id)
-    device = model.gene_embedding.weight.device
-    cells = _Cells(model, ids_bp, values_bp, mask_bp, lengths_b.to(device), mask_id)
-    step = 0
-    with evaluating(model):
-        while cells.unfinished():
-            cells.look()
-            if cells.no_gene_bs.any():
-                random = _random_numbers(draws, cells.no_gene_bs.cpu(), lengths_b).to(device)
-                cells.unmask(min(1.0, (step + 1) / n_steps), random, temperature, top_k)
-            step += 1
-    return cells.tokens()
-
-
-class _Cells:
-    """Cells of which ever less is hidden."""
-
-    def __init__(
-        self,
-        model: ScDiVaDenoiser,
-        ids_bp: torch.Tensor,
-        values_bp: torch.Tensor,
-        mask_bp: torch.Tensor,
-        lengths_b: torch.Tensor,
-        mask_id: int,
-    ) -> None:
-        self.model = model
-        device = lengths_b.device
-        more = (0, int(lengths_b.max()) - ids_bp.shape[1])
-        given_bs = F.pad(mask_bp.to(device), more)
-        places = torch.arange(given_bs.shape[1], device=device)
-        self.tokens_bs = places < lengths_b.unsqueeze(1)
-        self.no_gene_bs = self.tokens_bs & ~given_bs
-        self.ids_bs = F.pad(ids_bp.to(device), more).masked_fill(self.no_gene_bs, mask_id)
-        values_bs = F.pad(values_bp.to(device), more)
-        self.no_value_bs = self.no_gene_bs | (given_bs & values_bs.isnan())
-        self.values_bs = values_bs.masked_fill(self.no_value_bs, 0.0)
-        self.n_hidden_b = self.no_gene_bs.sum(dim=1)
-
-    def unfinished(self) -> bool:
-        """Return whether anything is hidden."""
-        return bool((self.no_gene_bs | self.no_value_bs).any())
-
-    def look(self) -> None:
-        """Run the model, and take the values that it predicts where the gene is known."""
-        self.seen: Seen = what_is_seen(
-            self.ids_bs,
-            self.tokens_bs,
-            self.values_bs,
-            self.no_gene_bs,
-            self.no_value_bs,
-            self.model.n_special,
-        )
-        self.states = self.model.states(self.seen, table=True)
-        known_bs = self.no_value_bs & ~self.no_gene_bs
-        if known_bs.any():
-            self.values_bs[known_bs] = self.model.values_of(self.states, self.ids_bs, known_bs).clamp(min=0.0)
-            self.no_value_bs = self.no_value_bs & ~known_bs
-
-    def unmask(self, share: float, random_bs2: torch.Tensor, temperature: float, top_k: int | None) -> None:
-        """Draw a gene for every hidden token, and keep the surest, so that `share` of all is unmasked."""
-        gene_m, log_share_m = self._drawn(random_bs2[..., 0][self.no_gene_bs], temperature, top_k)
-        gene_bs = self.ids_bs.masked_scatter(self.no_gene_bs, gene_m)
-        # Gumbel noise that fades, as in MaskGIT (Chang et al. 2022): at first nearly any, in the end the surest.
-        noise_bs = -(-random_bs2[..., 1].clamp(min=1e-12).log()).log()
-        sure_bs = torch.full_like(noise_bs, float("-inf")).masked_scatter(self.no_gene_bs, log_share_m)
-        sure_bs = sure_bs + temperature * (1.0 - share) * noise_bs
-        order_bs = sure_bs.argsort(dim=1, descending=True, stable=True)
-        hidden_bs = self.no_gene_bs.gather(1, order_bs)
-        new_bs = hidden_bs & _first_of_its_kind(gene_bs.gather(1, order_bs).masked_fill(~hidden_bs, -1))
-        left_b = (self.n_hidden_b.double() * (1.0 - share)).floor().long()
-        n_now_b1 = (self.no_gene_bs.sum(dim=1) - left_b).unsqueeze(1)
-        new_bs = new_bs & (new_bs.long().cumsum(dim=1) <= n_now_b1)
-        new_bs = torch.zeros_like(new_bs).scatter(1, order_bs, new_bs)
-        self.ids_bs = torch.where(new_bs, gene_bs, self.ids_bs)
-        self.no_gene_bs = self.no_gene_bs & ~new_bs
-
-    def _drawn(
-        self, random_m: torch.Tensor, temperature: float, top_k: int | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a gene for each hidden token, int64, and the logarithm of its share, float64, both (M,)."""
-        table_vh = self.states.table
-        assert table_vh is not None
-        blocked_bv = self.seen.blocked(len(table_vh), self.model.n_special)
-        cells_m = self.no_gene_bs.nonzero()[:, 0]
-        states_mh = self.states.tokens[self.no_gene_bs]
-        genes, shares = [], []
-        step = max(1, _VALUES_AT_ONCE // len(table_vh))
-        for start in range(0, len(states_mh), step):
-            part = slice(start, start + step)
-            logits = scores_of(states_mh[part], table_vh, self.model.token_prior)
-            share_mv = _softmax(logits, ~blocked_bv[cells_m[part]], temperature, top_k)
-            genes.append(_draw(share_mv, random_m[part]))
-            shares.append(share_mv.gather(1, genes[-1].unsqueeze(1)).squeeze(1).log())
-        return torch.cat(genes), torch.cat(shares)
-
-    def tokens(self) -> GeneratedCells:
-        """Return the cells."""
-        ids = self.ids_bs.masked_fill(~self.tokens_bs, PAD_ID)
-        return GeneratedCells(ids, self.values_bs.float(), torch.zeros_like(ids), self.tokens_bs)
-
-
-def _first_of_its_kind(genes_bs: torch.Tensor) -> torch.Tensor:
-    """Return whether no earlier place of the row has the same number, bool, (B, S)."""
-    sorted_bs, order_bs = genes_bs.sort(dim=1, stable=True)
-    first_bs = torch.ones_like(sorted_bs, dtype=torch.bool)
-    first_bs[:, 1:] = sorted_bs.diff(dim=1) != 0
-    return torch.zeros_like(first_bs).scatter(1, order_bs, first_bs)
-
-
-def _generator(seed: int, cell: int) -> torch.Generator:
-    """Return the random numbers of a cell, which depend on nothing else."""
-    digest = hashlib.blake2b(f"unmask {seed} {cell}".encode(), digest_size=7).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-
-
-def _random_numbers(draws: list[torch.Generator], hidden_bs: torch.Tensor, lengths_b: torch.Tensor) -> torch.Tensor:
-    """Return two numbers in [0, 1) for each token of the cells of which anything is hidden, float64, (B, S, 2)."""
-    numbers = torch.zeros((*hidden_bs.shape, 2), dtype=torch.float64)
-    for cell, generator in enumerate(draws):
-        if hidden_bs[cell].any():
-            n_tokens = int(lengths_b[cell])
-            numbers[cell, :n_tokens] = torch.rand((n_tokens, 2), generator=generator, dtype=torch.float64)
-    return numbers.clamp_(max=1.0 - 1e-12)
-
-
-def _lengths(
-    model: ScDiVaDenoiser,
-    n_tokens: int | torch.Tensor | None,
-    given_b: torch.Tensor,
-    draws: list[torch.Generator],
-    first_id: int | None,
-) -> torch.Tensor:
-    """Return the number of tokens of each cell, int64, (B,)."""
-    most = min(model.num_genes + (first_id is not None), model.max_generated)
-    if int(given_b.max()) > most:
-        raise OptionError(f"prompt has {int(given_b.max())} tokens, but the model takes {most} of a cell; give fewer.")
-    if n_tokens is None:
-        quantiles = model.length_quantiles
-        if quantiles is None or not bool(quantiles.any()):
-            raise OptionError("n_tokens=None needs a model that knows lengths of cells; give n_tokens, or train it.")
-        places = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in draws]) * 100
-        low = places.floor().long().clamp(max=99)
-        quantiles = quantiles.double().cpu()
-        lengths = torch.lerp(quantiles[low], quantiles[low + 1], places - low).round().long()
-        return torch.maximum(lengths.clamp(min=1, max=most), given_b)
-    lengths = torch.as_tensor(n_tokens).cpu()
-    if lengths.is_floating_point() or lengths.dtype == torch.bool or lengths.ndim > 1:
-        raise OptionError(f"n_tokens={n_tokens!r} is no whole number; give one, or one for each cell.")
-    if lengths.ndim == 1 and len(lengths) != len(draws):
-        raise OptionError(f"n_tokens has {len(lengths)} numbers for n_cells={len(draws)}; give one for each.")
-    lengths = lengths.long().expand(len(draws))
-    if bool((lengths < given_b.clamp(min=1)).any()) or int(lengths.max()) > most:
-        raise OptionError(
-            f"n_tokens={int(lengths.min())} to {int(lengths.max())} is not between the {int(given_b.max())} tokens of "
-            f"prompt and the {most} that the model takes; give a number between, at least 1."
-        )
-    return lengths
-
-
-def _checked_prompt(
-    model: ScDiVaDenoiser,
-    n_cells: int,
-    prompt: Mapping[str, torch.Tensor] | None,
-    first_id: int | None,
-    mask_id: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ids, values (NaN where they are to be drawn) and mask of what cells begin with, (B, P), tokens first."""
-    if not 0 < mask_id < model.n_special:
-        raise OptionError(f"mask_id={mask_id} is none of the {model.n_special} special tokens; give that of MASK.")
-    ids, values = torch.empty((n_cells, 0), dtype=torch.int64), torch.empty((n_cells, 0))
-    mask = torch.empty((n_cells, 0), dtype=torch.bool)
-    if prompt is not None:
-        if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
-            raise OptionError("prompt is no mapping with 'input_ids'; give a batch of the tokenizer.")
-        ids = torch.as_tensor(prompt["input_ids"]).cpu().long()
-        values, mask = prompt.get("values"), prompt.get("attention_mask")
-        values = torch.full(ids.shape, float("nan")) if values is None else torch.as_tensor(values).cpu().float()
-        mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else torch.as_tensor(mask).cpu() != 0
-        if ids.ndim not in (1, 2) or (ids.ndim == 2 and len(ids) != n_cells):
-            raise OptionError(f"prompt has ids of shape {tuple(ids.shape)}; give (P,), or ({n_cells}, P) for n_cells.")
-        for name, tensor in (("values", values), ("attention_mask", mask)):
-            if tensor.shape != ids.shape:
-                raise OptionError(f"prompt has {name} of shape {tuple(tensor.shape)} for ids of {tuple(ids.shape)}.")
-        ids, values, mask = (part.expand(n_cells, ids.shape[-1]) for part in (ids, values, mask))
-    if first_id is not None and not (ids.shape[1] and bool((ids[:, 0] == first_id).all())):
-        ids, values = F.pad(ids, (1, 0), value=first_id), F.pad(values, (1, 0))
-        mask = F.pad(mask, (1, 0), value=True)
-    place = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
-    ids, values, mask = (part.gather(1, place) for part in (ids, values, mask))
-    gene = (ids >= model.n_special) & (ids < model.vocab_size)
-    first = torch.zeros_like(mask)
-    first[:, :1] = first_id is not None
-    if bool((mask & ~gene & ~first).any()):
-        raise OptionError(f"prompt has the token {int(ids[mask & ~gene & ~first][0])}, which is no gene; leave it out.")
-    if not bool(_first_of_its_kind(ids.masked_fill(~mask, -1))[mask].all()):
-        raise OptionError("prompt has a gene twice in a cell; give each once.")
-    wrong = mask & gene & (values.isinf() | (values < 0))
-    if bool(wrong.any()):
-        raise OptionError(f"prompt has the value {float(values[wrong][0])}; give log1p of counts, or NaN to draw it.")
-    width = int(mask.sum(dim=1).max()) if mask.numel() else 0
-    values = values.masked_fill(~(mask & gene), 0.0)
-    return ids.masked_fill(~mask, PAD_ID)[:, :width], values[:, :width], mask[:, :width]
-
-
-class ScDiVaDenoiser(ScDiVaBody):
-    """The part of :class:`scforge.models.ScDiVaModel` that ``denoising=True`` is for."""
-
-    model_class: ClassVar[str] = "ScDiVa"
-    """The class of ``scforge.models`` that has methods for what only this architecture can do."""
-
-    @property
-    def max_generated(self) -> int:
-        """Most tokens of a generated cell."""
-        return self.max_tokens if self.mode == "tokens" else self.num_genes + 1
-
-    def values_of(self, states: States, genes_bs: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
-        """Return the predicted values of the chosen tokens, given their genes, (M,)."""
-        assert states.table is not None
-        assert self.value_head is not None
-        vectors_mh = states.table[genes_bs[chosen_bs]]
-        return self.value_head(states.tokens[chosen_bs] + vectors_mh).float()
-
-    def _expected_values(self, states: States, seen: Seen, logits_bsv: torch.Tensor) -> torch.Tensor | None:
-        """Return the predicted value of every token; of a hidden gene that of the mean vector of what it may be."""
-        if self.value_head is None or states.table is None:
-            return None
-        table = states.table
-        mean_bsh = logits_bsv.softmax(dim=-1) @ table.to(logits_bsv.dtype)
-        own_bsh = table[seen.ids.masked_fill(~seen.has_gene, PAD_ID)].to(mean_bsh.dtype)
-        vectors_bsh = torch.where(seen.has_gene.unsqueeze(-1), own_bsh, mean_bsh)
-        return self.value_head(states.tokens + vectors_bsh).float()
-
-    def predict_values(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        values: torch.Tensor | None = None,
-        *,
-        masked_values: torch.Tensor,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Return the values of genes that are known, and whose values are hidden, (B, S), zeros elsewhere.
-
-        Parameters
-        ----------
-        input_ids, attention_mask, values
-            See :meth:`forward`.
-        masked_values
-            Nonzero where the value is to be predicted, shape (B, S); more than `max_tokens` of a cell have no room.
-
-        Raises
-        ------
-        OptionError
-            If the model has no head for it, or a cell has too many.
-        """
-        if not self.denoising:
-            raise OptionError("denoising=False leaves nothing to predict values with; train with 'masked_diffusion'.")
-        seen = self._seen(input_ids, attention_mask, values, None, masked_values)
-        states = self.states(seen, table=True)
-        chosen_bs = seen.hidden_value & seen.has_gene
-        if bool((chosen_bs & ~states.attended).any()):
-            raise OptionError(
-                f"masked_values hides more than max_tokens={self.max_tokens} values of a cell; ask for less."
-            )
-        predicted_bs = torch.zeros_like(seen.values)
-        predicted_bs[chosen_bs] = self.values_of(states, seen.ids, chosen_bs).to(predicted_bs.dtype)
-        return predicted_bs
-
-    @torch.no_grad()
-    def init_lengths(self, quantiles: torch.Tensor) -> None:
-        """Set the 101 percentiles of the number of tokens of a cell, from which ``generate`` draws lengths."""
-        quantiles = torch.as_tensor(quantiles)
-        if self.length_quantiles is None or tuple(quantiles.shape) != (101,):
-            raise OptionError(f"quantiles has the shape {tuple(quantiles.shape)}; give 101 to a denoising model.")
-        self.length_quantiles.copy_(quantiles)
-
-    @torch.no_grad()
-    def init_token_prior(self, token_counts: torch.Tensor) -> None:
-        """Start the prediction of genes at the token frequencies, of counts (V,); unused in mode ``"vector"``."""
-        if self.token_prior is not None:
-            smoothed = token_counts.double() + 1.0
-            self.token_prior.copy_((smoothed / smoothed.sum()).log())
-
-    def init_value_prior(self, mean: float) -> None:
-        """Start the prediction of hidden values from the mean of those to predict."""
-        if self.value_head is not None:
-            nn.init.constant_(self.value_head.decoder.bias, mean)
-
-    def generate(
-        self,
-        n_cells: int,
-        prompt: Mapping[str, torch.Tensor] | None = None,
-        *,
-        n_tokens: int | torch.Tensor | None = None,
-        n_steps: int = 16,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        seed: int = 0,
-        first_cell: int = 0,
-        first_id: int | None = None,
-        mask_id: int = MASK_ID,
-    ) -> GeneratedCells:
-        """Draw cells by iterative unmasking.
-
-        In the beginning all tokens but the prompt are hidden. In each step a gene is drawn for every hidden token, and
-        the surest are kept, as many as bring the hidden ones down evenly over the steps; in the next step they get the
-        value that is predicted for them. No gene comes twice in a cell. The random numbers of a cell depend on `seed`
-        and its number alone.
-
-        Parameters
-        ----------
-        n_cells
-            Number of cells B.
-        prompt
-            What is known of the cells: ``input_ids``, (P,) for all cells or (B, P), and if given ``values`` (NaN where
-            they are to be predicted; without them all are) and ``attention_mask``, of the same shape.
-        n_tokens
-            Tokens of a cell, prompt and `first_id` included, or of each, int64, (B,); None draws from the lengths that
-            the model was trained on.
-        n_steps
-            Steps of the unmasking; a few more where draws collide.
-        temperature
-            Logits are divided by it, and the noise of the order is multiplied by it.
-        top_k
-            Draw among so many of the likeliest genes only.
-        seed
-            Seed of what is drawn.
-        first_cell
-            Number of the first cell, where cells are generated in several calls.
-        first_id
-            Special token that all cells begin with, where the tokenizer puts one there.
-        mask_id
-            Id of MASK.
-
-        Raises
-        ------
-        OptionError
-            If the model was made without ``denoising=True``, or an argument cannot be used.
-        """
-        options = {"n_tokens": n_tokens, "n_steps": n_steps, "temperature": temperature, "top_k": top_k}
-        return unmask_cells(
-            self, n_cells, prompt, **options, seed=seed, first_cell=first_cell, first_id=first_id, mask_id=mask_id
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScDiVaConfig:
-    """Sizes and options of a ScDiVa model, by the names that its publication uses.
-
-    Parameters
-    ----------
-    num_genes
-        Number of genes G.
-    hidden_size, num_hidden_layers, num_attention_heads
-        Width H, layers and heads of the encoder.
-    intermediate_size
-        Width of the feed-forward layers; four times `hidden_size` if None.
-    latent_dim
-        Width L of the latent.
-    num_cell_types
-        Cell types of the annotation head; 0 for none.
-    n_batches
-        Batches that the expression decoder knows; 0 for none.
-    dropout
-        Dropout on embeddings and residual branches.
-    layer_norm_eps
-        Epsilon of the norms.
-    mode, norm_style, max_tokens, norm, activation, bias, final_norm, variational, denoising, position_embedding
-        See :class:`scforge.models.ScDiVaModel`.
-
-    Examples
-    --------
-    >>> import torch
-    >>> with torch.device("meta"):
-    ...     model = ScDiVaConfig.base(num_cell_types=100, mode="vector").build()
-    >>> model.num_parameters()
-    343921540
-    """
-
-    num_genes: int = 20_000
-    hidden_size: int = 1024
-    num_hidden_layers: int = 24
-    num_attention_heads: int = 16
-    intermediate_size: int | None = None
-    latent_dim: int = 128
-    num_cell_types: int = 0
-    n_batches: int = 0
-    dropout: float = 0.1
-    layer_norm_eps: float = 1e-12
-    mode: str = "tokens"
-    norm_style: str = "post"
-    max_tokens: int = 1200
-    norm: str = "layer"
-    activation: str = "gelu"
-    bias: bool = True
-    final_norm: bool | None = None
-    variational: bool = True
-    denoising: bool = False
-    position_embedding: str = "none"
-
-    @classmethod
-    def base(cls, **changes: Any) -> ScDiVaConfig:
-        """Return the base size, nominally 350 million parameters; `changes` go over it.
-
-        Parameters
-        ----------
-        **changes
-            Fields of the class with other values.
-        """
-        return cls(**changes)
-
-    @classmethod
-    def large(cls, **changes: Any) -> ScDiVaConfig:
-        """Return the large size, nominally 1.5 billion parameters (1.74 with feed-forward layers four times as wide).
-
-        `intermediate_size` of three times `hidden_size` makes it 1.47 billion.
-
-        Parameters
-        ----------
-        **changes
-            Fields of the class with other values.
-
-        Examples
-        --------
-        >>> ScDiVaConfig.large(num_cell_types=10).num_hidden_layers
-        32
-        """
-        sizes = {"num_genes": 30_000, "hidden_size": 2048, "num_hidden_layers": 32, "num_attention_heads": 32}
-        return cls(**{**sizes, "latent_dim": 256, **changes})
-
-    def options(self) -> dict[str, Any]:
-        """Return the arguments of :class:`scforge.models.ScDiVaModel`, with the usual special tokens."""
-        options = asdict(self)
-        renamed = {
-            "hidden_size": "hidden_dim",
-            "num_hidden_layers": "num_layers",
-            "num_attention_heads": "num_heads",
-            "intermediate_size": "ffn_dim",
-        }
-        options = {renamed.get(name, name): value for name, value in options.items() if name != "num_genes"}
-        return {"vocab_size": self.num_genes + N_SPECIAL, **options}
-
-    def build(self) -> ScDiVaModel:
-        """Make the model."""
-        return ScDiVaModel(**self.options())
-
-
-_OWN_BETA = 1e-3
-"""Weight of the divergence where the latent learns from hidden genes alone."""
-
-
-@register_model("scdiva")
-class ScDiVaModel(ScDiVaDenoiser):
-    """Variational transformer of cells, in two modes.
-
-    ``mode="vector"``: a linear layer with a norm brings a profile of all genes to one vector, which passes through the
-    transformer, a sequence of length 1. The softmax over one key is 1, so attention is a linear map of the vector, and
-    queries and keys learn nothing.
-
-    ``mode="tokens"``: the same layer is a sum of a vector for each gene, times its value. That sum is the first token,
-    LAT, and its summands are tokens beside it: the vector of the gene after the norm, plus a vector of the value. So
-    genes attend to each other, and LAT is read out. There are H^2 + 6 H more parameters than in the other mode.
-
-    The read-out has a mean and a variance of L dimensions. In evaluation the latent is the mean, which is the cell
-    embedding. Two heads read the latent: one the cell type, one the expression of all genes.
-
-    All methods take either a batch of tokens, as those of every architecture, or without `attention_mask` a dense
-    profile, float, (B, G), log1p of counts per 10,000.
-
-    Parameters
-    ----------
-    vocab_size
-        Number of tokens V, special tokens included; there are G = V - `n_special` genes.
-    hidden_dim, num_layers, num_heads, ffn_dim
-        Width H, layers, heads and inner width (``4 * hidden_dim`` if None) of the transformer.
-    dropout
-        Dropout on embeddings and residual branches.
-    max_tokens
-        Most tokens of a cell that are attended to beside LAT, which sums all: hidden ones, then others, in the order of
-        the batch. 0 is the mode ``"vector"``.
-    mode
-        ``"tokens"`` or ``"vector"``.
-    norm_style
-        ``"post"``: norms behind each sum; or ``"pre"``: at the start of each branch, easier to train when deep.
-    norm, activation, bias
-        See :class:`scforge.models.components.TransformerBlock`; `norm` is that of the embedding, too.
-    final_norm
-        Whether a norm stands behind the last layer; None puts one with ``norm_style="pre"``.
-    latent_dim
-        Width L of the latent.
-    num_cell_types
-        Cell types T of the annotation head; 0 for no such head.
-    n_batches
-        Batches that the decoder of expression knows.
-    variational
-        False leaves out the variance, and with it all noise.
-    denoising
-        Adds what the objective ``masked_diffusion`` needs: a vector of hidden values, and a head that predicts them.
-    layer_norm_eps
-        Epsilon of the norms.
-    position_embedding
-        ``"none"``: the order of tokens does not matter; or ``"rotary"``: places in the order of the tokens.
-    n_special
-        Tokens with ids below this are special ones.
-    gradient_checkpointing
-        Compute each layer again in the backward pass rather than keep what it computed.
-    unpad
-        Whether padding is taken out of the computation; None does where it is worth its while.
-
-    Examples
-    --------
-    >>> model = ScDiVaModel(vocab_size=54, hidden_dim=8, num_layers=1, num_heads=2, latent_dim=3, num_cell_types=2)
-    >>> profile = torch.rand(5, 50)
-    >>> model.encode(profile)["mu"].shape, model.predict(profile).shape
-    (torch.Size([5, 3]), torch.Size([5, 2]))
-    >>> ids, mask, values = torch.randint(4, 54, (5, 6)), torch.ones(5, 6), torch.rand(5, 6)
-    >>> model.encode(ids, mask, values).shape
-    torch.Size([5, 3])
-    """
-
-    @overload
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: None = None,
-        values: None = None,
-        labels: torch.Tensor | None = None,
-        *,
-        target: torch.Tensor | None = None,
-        beta: float = 1.0,
-    ) -> ModelOutput: ...
-
-    @overload
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        values: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> ModelOutput: ...
 
     def forward(
         self,
@@ -1321,9 +794,212 @@ class ScDiVaModel(ScDiVaDenoiser):
     @classmethod
     def from_config(cls, config: ModelConfig | ScDiVaConfig) -> ScDiVaModel:
         """Make the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None."""
-        if isinstance(config, ScDiVaConfig):
-            return cls(**config.options())
-        return build_from_config(cls, config)
+        return config.build() if isinstance(config, ScDiVaConfig) else super().from_config(config)
+
+    model_class: ClassVar[str] = "ScDiVa"
+    """The class of ``scforge.models`` that has methods for what only this architecture can do."""
+
+    @property
+    def attended_tokens(self) -> int | None:
+        """Most tokens of a cell that are attended to; None where all count alike."""
+        return self.max_tokens if self.mode == "tokens" else None
+
+    @property
+    def max_generated(self) -> int:
+        """Most tokens of a generated cell."""
+        return self.attended_tokens or self.num_genes + 1
+
+    def values_of(self, states: States, genes_bs: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
+        """Return the predicted values of the chosen tokens, given their genes, (M,)."""
+        assert states.table is not None
+        assert self.value_head is not None
+        vectors_mh = states.table[genes_bs[chosen_bs]]
+        return self.value_head(states.tokens[chosen_bs] + vectors_mh).float()
+
+    def _expected_values(self, states: States, seen: Seen, logits_bsv: torch.Tensor) -> torch.Tensor | None:
+        """Return the predicted value of every token; of a hidden gene that of the mean vector of what it may be."""
+        if self.value_head is None or states.table is None:
+            return None
+        table = states.table
+        mean_bsh = logits_bsv.softmax(dim=-1) @ table.to(logits_bsv.dtype)
+        own_bsh = table[seen.ids.masked_fill(~seen.has_gene, PAD_ID)].to(mean_bsh.dtype)
+        vectors_bsh = torch.where(seen.has_gene.unsqueeze(-1), own_bsh, mean_bsh)
+        return self.value_head(states.tokens + vectors_bsh).float()
+
+    def predict_values(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        values: torch.Tensor | None = None,
+        *,
+        masked_values: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the values of genes that are known, and whose values are hidden, (B, S), zeros elsewhere.
+
+        Parameters
+        ----------
+        input_ids, attention_mask, values
+            See :meth:`forward`.
+        masked_values
+            Nonzero where the value is to be predicted, shape (B, S); more than `max_tokens` of a cell have no room.
+
+        Raises
+        ------
+        OptionError
+            If the model has no head for it, or a cell has too many.
+        """
+        if not self.denoising:
+            raise OptionError("denoising=False leaves nothing to predict values with; train with 'masked_diffusion'.")
+        seen = self._seen(input_ids, attention_mask, values, None, masked_values)
+        states = self.states(seen, table=True)
+        chosen_bs = seen.hidden_value & seen.has_gene
+        if bool((chosen_bs & ~states.attended).any()):
+            raise OptionError(
+                f"masked_values hides more than max_tokens={self.max_tokens} values of a cell; ask for less."
+            )
+        predicted_bs = torch.zeros_like(seen.values)
+        predicted_bs[chosen_bs] = self.values_of(states, seen.ids, chosen_bs).to(predicted_bs.dtype)
+        return predicted_bs
+
+    @torch.no_grad()
+    def init_lengths(self, quantiles: torch.Tensor) -> None:
+        """Set the 101 percentiles of the number of tokens of a cell, from which ``generate`` draws lengths."""
+        quantiles = torch.as_tensor(quantiles)
+        if self.length_quantiles is None or tuple(quantiles.shape) != (101,):
+            raise OptionError(f"quantiles has the shape {tuple(quantiles.shape)}; give 101 to a denoising model.")
+        self.length_quantiles.copy_(quantiles)
+
+    @torch.no_grad()
+    def init_token_prior(self, token_counts: torch.Tensor) -> None:
+        """Start the prediction of genes at the token frequencies, of counts (V,); unused in mode ``"vector"``."""
+        if self.token_prior is not None:
+            smoothed = token_counts.double() + 1.0
+            self.token_prior.copy_((smoothed / smoothed.sum()).log())
+
+    def init_value_prior(self, mean: float) -> None:
+        """Start the prediction of hidden values from the mean of those to predict."""
+        if self.value_head is not None:
+            nn.init.constant_(self.value_head.decoder.bias, mean)
+
+    @torch.no_grad()
+    def generate(
+        self,
+        n_cells: int,
+        prompt: Mapping[str, torch.Tensor] | None = None,
+        *,
+        n_tokens: int | torch.Tensor | None = None,
+        n_steps: int = 16,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        first_cell: int = 0,
+        first_id: int | None = None,
+        mask_id: int = MASK_ID,
+    ) -> GeneratedCells:
+        """Draw cells by iterative unmasking.
+
+        In the beginning all tokens but the prompt are hidden. In each step a gene is drawn for every hidden token, and
+        the surest are kept, as many as bring the hidden ones down evenly over the steps; in the next step they get the
+        value that is predicted for them. No gene comes twice in a cell. The random numbers of a cell depend on `seed`
+        and its number alone.
+
+        Parameters
+        ----------
+        n_cells
+            Number of cells B.
+        prompt
+            What is known of the cells: ``input_ids``, (P,) for all cells or (B, P), and if given ``values`` (NaN where
+            they are to be predicted; without them all are) and ``attention_mask``, of the same shape.
+        n_tokens
+            Tokens of a cell, prompt and `first_id` included, or of each, int64, (B,); None draws from the lengths that
+            the model was trained on.
+        n_steps
+            Steps of the unmasking; a few more where draws collide.
+        temperature
+            Logits are divided by it, and the noise of the order is multiplied by it.
+        top_k
+            Draw among so many of the likeliest genes only.
+        seed
+            Seed of what is drawn.
+        first_cell
+            Number of the first cell, where cells are generated in several calls.
+        first_id
+            Special token that all cells begin with, where the tokenizer puts one there.
+        mask_id
+            Id of MASK.
+
+        Raises
+        ------
+        OptionError
+            If the model was made without ``denoising=True``, or an argument cannot be used.
+        """
+        check_drawing(n_cells, temperature, seed, top_k)
+        check_count("n_steps", n_steps, "steps")
+        if not self.denoising:
+            raise OptionError("denoising=False leaves nothing to generate cells with; train with 'masked_diffusion'.")
+        draws = [generator_of(f"unmask {seed} {first_cell + cell}") for cell in range(n_cells)]
+        ids_bp, values_bp, mask_bp = self._begin(n_cells, prompt, first_id, mask_id)
+        lengths_b = self._lengths(n_tokens, mask_bp.sum(dim=1), draws, first_id)
+        device = self.gene_embedding.weight.device
+        cells = _Cells(self, ids_bp, values_bp, mask_bp, lengths_b.to(device), mask_id)
+        step = 0
+        with evaluating(self):
+            while cells.unfinished():
+                cells.look()
+                if cells.no_gene_bs.any():
+                    random = _random_numbers(draws, cells.no_gene_bs.cpu(), lengths_b).to(device)
+                    cells.unmask(min(1.0, (step + 1) / n_steps), random, temperature, top_k)
+                step += 1
+        return cells.tokens()
+
+    def _begin(
+        self, n_cells: int, prompt: Mapping[str, torch.Tensor] | None, first_id: int | None, mask_id: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ids, values (NaN where they are to be drawn) and mask of what cells begin with, (B, P)."""
+        if not 0 < mask_id < self.n_special:
+            raise OptionError(f"mask_id={mask_id} is none of the {self.n_special} special tokens; give that of MASK.")
+        ids, values, mask, first = read_prompt(prompt, n_cells, first_id, self.n_special, self.vocab_size)
+        known = mask & ~first
+        wrong = known & (values.isinf() | (values < 0))
+        if bool(wrong.any()):
+            value = float(values[wrong][0])
+            raise OptionError(f"prompt has the value {value}; give log1p of counts, or NaN to draw it.")
+        width = int(mask.sum(dim=1).max()) if mask.numel() else 0
+        return (
+            ids.masked_fill(~mask, PAD_ID)[:, :width],
+            values.masked_fill(~known, 0.0)[:, :width],
+            mask[:, :width],
+        )
+
+    def _lengths(
+        self,
+        n_tokens: int | torch.Tensor | None,
+        given_b: torch.Tensor,
+        draws: list[torch.Generator],
+        first_id: int | None,
+    ) -> torch.Tensor:
+        """Return the number of tokens of each cell, int64, (B,)."""
+        most, n_given = min(self.num_genes + (first_id is not None), self.max_generated), int(given_b.max())
+        if n_given > most:
+            raise OptionError(f"prompt has {n_given} tokens, but the model takes {most} of a cell; give fewer.")
+        if n_tokens is None:
+            if self.length_quantiles is None or not bool(self.length_quantiles.any()):
+                raise OptionError(
+                    "n_tokens=None needs a model that knows lengths of cells; give n_tokens, or train it."
+                )
+            places = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in draws]) * 100
+            low = places.floor().long().clamp(max=99)
+            quantiles = self.length_quantiles.double().cpu()
+            lengths = torch.lerp(quantiles[low], quantiles[low + 1], places - low).round().long()
+            return torch.maximum(lengths.clamp(min=1, max=most), given_b)
+        lengths = number_of_each("n_tokens", n_tokens, len(draws)).cpu()
+        if bool((lengths < given_b.clamp(min=1)).any()) or int(lengths.max()) > most:
+            raise OptionError(
+                f"n_tokens={int(lengths.min())} to {int(lengths.max())} is not between the {n_given} tokens of prompt "
+                f"and the {most} that the model takes; give a number between, at least 1."
+            )
+        return lengths
 
 
 def _sum(losses: dict[str, torch.Tensor], beta: float | torch.Tensor) -> torch.Tensor | None:
@@ -1331,4 +1007,208 @@ def _sum(losses: dict[str, torch.Tensor], beta: float | torch.Tensor) -> torch.T
     if not losses:
         return None
     task = torch.stack([part for name, part in losses.items() if name != "kl"]).sum()
-    return total_loss(task, losses["kl"], beta) if "kl" in losses else task
+    return task + beta * losses["kl"] if "kl" in losses else task
+
+
+_VALUES_AT_ONCE = 2**24
+"""Logits at a time."""
+
+
+class _Cells:
+    """Cells of which ever less is hidden."""
+
+    def __init__(
+        self,
+        model: ScDiVaModel,
+        ids_bp: torch.Tensor,
+        values_bp: torch.Tensor,
+        mask_bp: torch.Tensor,
+        lengths_b: torch.Tensor,
+        mask_id: int,
+    ) -> None:
+        self.model = model
+        device = lengths_b.device
+        more = (0, int(lengths_b.max()) - ids_bp.shape[1])
+        given_bs = F.pad(mask_bp.to(device), more)
+        places = torch.arange(given_bs.shape[1], device=device)
+        self.tokens_bs = places < lengths_b.unsqueeze(1)
+        self.no_gene_bs = self.tokens_bs & ~given_bs
+        self.ids_bs = F.pad(ids_bp.to(device), more).masked_fill(self.no_gene_bs, mask_id)
+        values_bs = F.pad(values_bp.to(device), more)
+        self.no_value_bs = self.no_gene_bs | (given_bs & values_bs.isnan())
+        self.values_bs = values_bs.masked_fill(self.no_value_bs, 0.0)
+        self.n_hidden_b = self.no_gene_bs.sum(dim=1)
+
+    def unfinished(self) -> bool:
+        """Return whether anything is hidden."""
+        return bool((self.no_gene_bs | self.no_value_bs).any())
+
+    def look(self) -> None:
+        """Run the model, and take the values that it predicts where the gene is known."""
+        self.seen: Seen = what_is_seen(
+            self.ids_bs,
+            self.tokens_bs,
+            self.values_bs,
+            self.no_gene_bs,
+            self.no_value_bs,
+            self.model.n_special,
+        )
+        self.states = self.model.states(self.seen, table=True)
+        known_bs = self.no_value_bs & ~self.no_gene_bs
+        if known_bs.any():
+            self.values_bs[known_bs] = self.model.values_of(self.states, self.ids_bs, known_bs).clamp(min=0.0)
+            self.no_value_bs = self.no_value_bs & ~known_bs
+
+    def unmask(self, share: float, random_bs2: torch.Tensor, temperature: float, top_k: int | None) -> None:
+        """Draw a gene for every hidden token, and keep the surest, so that `share` of all is unmasked."""
+        gene_m, log_share_m = self._drawn(random_bs2[..., 0][self.no_gene_bs], temperature, top_k)
+        gene_bs = self.ids_bs.masked_scatter(self.no_gene_bs, gene_m)
+        # Gumbel noise that fades, as in MaskGIT (Chang et al. 2022): at first nearly any, in the end the surest.
+        noise_bs = -(-random_bs2[..., 1].clamp(min=1e-12).log()).log()
+        sure_bs = torch.full_like(noise_bs, float("-inf")).masked_scatter(self.no_gene_bs, log_share_m)
+        sure_bs = sure_bs + temperature * (1.0 - share) * noise_bs
+        order_bs = sure_bs.argsort(dim=1, descending=True, stable=True)
+        hidden_bs = self.no_gene_bs.gather(1, order_bs)
+        new_bs = hidden_bs & first_of_its_kind(gene_bs.gather(1, order_bs).masked_fill(~hidden_bs, -1))
+        left_b = (self.n_hidden_b.double() * (1.0 - share)).floor().long()
+        n_now_b1 = (self.no_gene_bs.sum(dim=1) - left_b).unsqueeze(1)
+        new_bs = new_bs & (new_bs.long().cumsum(dim=1) <= n_now_b1)
+        new_bs = torch.zeros_like(new_bs).scatter(1, order_bs, new_bs)
+        self.ids_bs = torch.where(new_bs, gene_bs, self.ids_bs)
+        self.no_gene_bs = self.no_gene_bs & ~new_bs
+
+    def _drawn(
+        self, random_m: torch.Tensor, temperature: float, top_k: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a gene for each hidden token, int64, and the logarithm of its share, float64, both (M,)."""
+        table_vh = self.states.table
+        assert table_vh is not None
+        blocked_bv = self.seen.blocked(len(table_vh), self.model.n_special)
+        cells_m = self.no_gene_bs.nonzero()[:, 0]
+        states_mh = self.states.tokens[self.no_gene_bs]
+        genes, shares = [], []
+        step = max(1, _VALUES_AT_ONCE // len(table_vh))
+        for start in range(0, len(states_mh), step):
+            part = slice(start, start + step)
+            logits = scores_of(states_mh[part], table_vh, self.model.token_prior)
+            share_mv = softmax(logits, ~blocked_bv[cells_m[part]], temperature, top_k)
+            genes.append(draw(share_mv, random_m[part]))
+            shares.append(share_mv.gather(1, genes[-1].unsqueeze(1)).squeeze(1).log())
+        return torch.cat(genes), torch.cat(shares)
+
+    def tokens(self) -> GeneratedCells:
+        """Return the cells."""
+        ids = self.ids_bs.masked_fill(~self.tokens_bs, PAD_ID)
+        return GeneratedCells(ids, self.values_bs.float(), torch.zeros_like(ids), self.tokens_bs)
+
+
+def _random_numbers(draws: list[torch.Generator], hidden_bs: torch.Tensor, lengths_b: torch.Tensor) -> torch.Tensor:
+    """Return two numbers in [0, 1) for each token of the cells of which anything is hidden, float64, (B, S, 2)."""
+    numbers = torch.zeros((*hidden_bs.shape, 2), dtype=torch.float64)
+    for cell, generator in enumerate(draws):
+        if hidden_bs[cell].any():
+            n_tokens = int(lengths_b[cell])
+            numbers[cell, :n_tokens] = torch.rand((n_tokens, 2), generator=generator, dtype=torch.float64)
+    return numbers.clamp_(max=LARGEST)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScDiVaConfig:
+    """Sizes and options of a ScDiVa model, by the names that its publication uses.
+
+    Parameters
+    ----------
+    num_genes
+        Number of genes G.
+    hidden_size, num_hidden_layers, num_attention_heads
+        Width H, layers and heads of the encoder.
+    intermediate_size
+        Width of the feed-forward layers; four times `hidden_size` if None.
+    latent_dim
+        Width L of the latent.
+    num_cell_types
+        Cell types of the annotation head; 0 for none.
+    n_batches
+        Batches that the expression decoder knows; 0 for none.
+    dropout
+        Dropout on embeddings and residual branches.
+    layer_norm_eps
+        Epsilon of the norms.
+    mode, norm_style, max_tokens, norm, activation, bias, final_norm, variational, denoising, position_embedding
+        See :class:`scforge.models.ScDiVaModel`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> with torch.device("meta"):
+    ...     model = ScDiVaConfig.base(num_cell_types=100, mode="vector").build()
+    >>> model.num_parameters()
+    343921540
+    """
+
+    num_genes: int = 20_000
+    hidden_size: int = 1024
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    intermediate_size: int | None = None
+    latent_dim: int = 128
+    num_cell_types: int = 0
+    n_batches: int = 0
+    dropout: float = 0.1
+    layer_norm_eps: float = 1e-12
+    mode: str = "tokens"
+    norm_style: str = "post"
+    max_tokens: int = 1200
+    norm: str = "layer"
+    activation: str = "gelu"
+    bias: bool = True
+    final_norm: bool | None = None
+    variational: bool = True
+    denoising: bool = False
+    position_embedding: str = "none"
+
+    @classmethod
+    def base(cls, **changes: Any) -> ScDiVaConfig:
+        """Return the base size, nominally 350 million parameters; `changes` go over it.
+
+        Parameters
+        ----------
+        **changes
+            Fields of the class with other values.
+        """
+        return cls(**changes)
+
+    @classmethod
+    def large(cls, **changes: Any) -> ScDiVaConfig:
+        """Return the large size, nominally 1.5 billion parameters (1.74 with feed-forward layers four times as wide).
+
+        `intermediate_size` of three times `hidden_size` makes it 1.47 billion.
+
+        Parameters
+        ----------
+        **changes
+            Fields of the class with other values.
+
+        Examples
+        --------
+        >>> ScDiVaConfig.large(num_cell_types=10).num_hidden_layers
+        32
+        """
+        sizes = {"num_genes": 30_000, "hidden_size": 2048, "num_hidden_layers": 32, "num_attention_heads": 32}
+        return cls(**{**sizes, "latent_dim": 256, **changes})
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of :class:`scforge.models.ScDiVaModel`, with the usual special tokens."""
+        options = asdict(self)
+        renamed = {
+            "hidden_size": "hidden_dim",
+            "num_hidden_layers": "num_layers",
+            "num_attention_heads": "num_heads",
+            "intermediate_size": "ffn_dim",
+        }
+        options = {renamed.get(name, name): value for name, value in options.items() if name != "num_genes"}
+        return {"vocab_size": self.num_genes + N_SPECIAL, **options}
+
+    def build(self) -> ScDiVaModel:
+        """Make the model."""
+        return ScDiVaModel(**self.options())

@@ -1,4 +1,4 @@
-"""Parts of ScDiVa: the embedding of genes, the variational layer, the heads, the losses.
+"""Parts of ScDiVa: the embedding of genes and of values, the variational layer, the head of cell types.
 
 Shapes: B cells, S tokens, G genes, H hidden, L latent, T cell types, M tokens with a target.
 """
@@ -9,14 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from scforge._checks import check_count, check_positive
-from scforge._constants import IGNORE_LABEL
-from scforge.errors import OptionError
-from scforge.models._utils import check_choice
+from scforge._checks import check_choice, check_count
+from scforge.models.components.latent import LOG_VARIANCES, BatchIntegrationHead, draw_latent
 from scforge.models.components.transformer import NORMS, Dropout
 
 _STD = 0.02
-LOG_VARIANCES = (-15.0, 15.0)
 
 
 class GeneEmbedding(nn.Module):
@@ -51,9 +48,6 @@ class GeneEmbedding(nn.Module):
         norm: str = "layer",
     ) -> None:
         super().__init__()
-        check_count("num_genes", num_genes, "genes")
-        check_count("hidden_dim", hidden_dim, "dimensions")
-        check_positive("layer_norm_eps", layer_norm_eps)
         check_choice("norm", norm, sorted(NORMS))
         self.weight = nn.Parameter(torch.empty(num_genes, hidden_dim))
         self.bias = nn.Parameter(torch.empty(hidden_dim))
@@ -141,7 +135,7 @@ class VariationalLayer(nn.Module):
         logvar_bl = _wide(self.logvar_projection(hidden_bh)).clamp(*LOG_VARIANCES)
         if not self.training:
             return mu_bl, mu_bl, logvar_bl
-        return mu_bl + torch.randn_like(mu_bl) * (0.5 * logvar_bl).exp(), mu_bl, logvar_bl
+        return draw_latent(mu_bl, logvar_bl), mu_bl, logvar_bl
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -165,120 +159,6 @@ class AnnotationHead(nn.Module):
     def forward(self, latent_bl: torch.Tensor) -> torch.Tensor:
         """Return logits, shape (B, T)."""
         return self.classifier(F.gelu(self.dense(latent_bl)))
-
-
-class BatchIntegrationHead(nn.Module):
-    """Expression of latents: Linear to H, GELU, Linear to G; with batches, a vector of the batch before the GELU.
-
-    Parameters
-    ----------
-    latent_dim, hidden_dim, num_genes
-        L, H and G.
-    n_batches
-        Number of batches; their vectors start at zero.
-    """
-
-    def __init__(self, latent_dim: int, hidden_dim: int, num_genes: int, n_batches: int = 0) -> None:
-        super().__init__()
-        self.dense = nn.Linear(latent_dim, hidden_dim)
-        self.batch_embedding = nn.Embedding(n_batches, hidden_dim) if n_batches else None
-        self.decoder = nn.Linear(hidden_dim, num_genes)
-
-    def forward(self, latent_bl: torch.Tensor, batch: torch.Tensor | int | None = None) -> torch.Tensor:
-        """Return expression, shape (B, G).
-
-        Parameters
-        ----------
-        latent_bl
-            Latents, shape (B, L).
-        batch
-            Batch of each cell, int64, shape (B,), or one for all; -1, or None for all, for the mean of all batches.
-
-        Raises
-        ------
-        OptionError
-            If a batch is given to a head without, or is none of its.
-        """
-        dense_bh = self.dense(latent_bl)
-        if self.batch_embedding is None:
-            if batch is not None:
-                raise OptionError("batch is given but the model has n_batches=0; leave it out, or train with batches.")
-        else:
-            mean_h = self.batch_embedding.weight.mean(dim=0)
-            if batch is None:
-                return self.decoder(F.gelu(dense_bh + mean_h))
-            batch_b = self._checked(batch, latent_bl)
-            of_batch_bh = self.batch_embedding(batch_b.clamp(min=0))
-            dense_bh = dense_bh + torch.where((batch_b < 0).unsqueeze(1), mean_h, of_batch_bh)
-        return self.decoder(F.gelu(dense_bh))
-
-    def _checked(self, batch: torch.Tensor | int, latent_bl: torch.Tensor) -> torch.Tensor:
-        assert self.batch_embedding is not None
-        n_batches = self.batch_embedding.num_embeddings
-        batch = torch.as_tensor(batch, device=latent_bl.device)
-        if batch.is_floating_point() or batch.dtype == torch.bool or batch.ndim > 1:
-            raise OptionError(f"batch is of {batch.dtype} and shape {tuple(batch.shape)}; give whole numbers (B,).")
-        if batch.ndim == 1 and len(batch) != len(latent_bl):
-            raise OptionError(f"batch has {len(batch)} numbers for {len(latent_bl)} cells; give one for each.")
-        if batch.device.type == "cpu" and bool(((batch < -1) | (batch >= n_batches)).any()):
-            raise OptionError(
-                f"batch has a number that is not between 0 and {n_batches - 1}; give one of its batches, or -1 for the "
-                "mean of all."
-            )
-        return batch.long().expand(len(latent_bl))
-
-
-def batch_vectors(module: nn.Module) -> nn.Parameter | None:
-    """Return the vectors of the batches that the decoder of an architecture is told, (E, H); None for none."""
-    heads = [part for part in module.modules() if isinstance(part, BatchIntegrationHead)]
-    return heads[0].batch_embedding.weight if heads and heads[0].batch_embedding is not None else None
-
-
-def reconstruction_loss(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared error of expression, over cells and genes, a scalar."""
-    return F.mse_loss(predicted.float(), target.float())
-
-
-def classification_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of cell types; cells with the label -100 do not count, and 0 if none does.
-
-    Parameters
-    ----------
-    logits
-        Shape (B, T).
-    labels
-        int64, shape (B,).
-    """
-    total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_LABEL, reduction="sum")
-    return total / (labels != IGNORE_LABEL).sum().clamp(min=1)
-
-
-def kl_divergence(mu: torch.Tensor, logvar: torch.Tensor, free_bits: float = 0.0) -> torch.Tensor:
-    r"""Return the divergence of latents from N(0, 1), summed over the latent, mean over cells, in nats.
-
-    ``-1/2 sum_l (1 + logvar - mu^2 - exp(logvar))`` (Kingma and Welling 2013). With `free_bits` the mean over cells of
-    each dimension counts as at least that many nats, so that none has to collapse (Kingma et al. 2016).
-
-    Parameters
-    ----------
-    mu, logvar
-        Shape (B, L).
-    free_bits
-        Nats a dimension.
-
-    Examples
-    --------
-    >>> kl_divergence(torch.ones(2, 3), torch.zeros(2, 3))
-    tensor(1.5000)
-    """
-    mu, logvar = mu.float(), logvar.float()
-    of_dimension = -0.5 * (1.0 + logvar - mu.square() - logvar.exp()).mean(dim=0)
-    return (of_dimension.clamp(min=free_bits) if free_bits > 0 else of_dimension).sum()
-
-
-def total_loss(task: torch.Tensor, kl: torch.Tensor, beta: float | torch.Tensor = 1.0) -> torch.Tensor:
-    """Return ``task + beta * kl``."""
-    return task + beta * kl
 
 
 def mean_over_cells(losses_m: torch.Tensor, cells_m: torch.Tensor, weights_b: torch.Tensor | None) -> torch.Tensor:

@@ -5,15 +5,15 @@ Shapes: B cells, S tokens, H hidden, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from scforge._checks import check_bool, check_count, check_positive
+from scforge._checks import check_bool, check_choice, check_positive
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
-from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
+from scforge.models._utils import Architecture, init_weights
 from scforge.models.components.attention import token_positions
 from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
@@ -28,12 +28,9 @@ from scforge.models.components.transformer import StackOutput, TransformerStack
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
 
-if TYPE_CHECKING:
-    from scforge.config.schema import ModelConfig
-
 
 @register_model("transformer_encoder")
-class TransformerEncoder(nn.Module):
+class TransformerEncoder(Architecture):
     """BERT-style encoder: gene embedding, transformer layers, head for hidden genes.
 
     Parameters
@@ -145,24 +142,15 @@ class TransformerEncoder(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("pooling", pooling, sorted([*POOLINGS, "depths", "genes"]))
-        check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
-        if expression_head is None and expression_loss_weight != 1.0:
-            raise OptionError(
-                f"expression_loss_weight={expression_loss_weight} has no use without expression_head; "
-                "set expression_head='value' or 'bin'."
-            )
-        if n_bins is not None:
-            check_count("n_bins", n_bins, "bins", least=2)
         if expression_head is not None:
             check_choice("expression_head", expression_head, ["value", "deep", "bin"])
         if (expression_head == "bin") != (n_bins is not None):
             raise OptionError(f"n_bins={n_bins!r} does not go with expression_head={expression_head!r}; give both.")
-        if check_bool("tie_head", tie_head) and gene_vectors is not None:
-            raise OptionError("tie_head=True needs a learned gene embedding, not gene_vectors; leave one of them out.")
-        if not check_bool("gene_head", gene_head) and tie_head:
-            raise OptionError("tie_head=True ties the last layer of a head that gene_head=False leaves out; drop one.")
-        check_count("n_special", n_special, "special tokens", least=0)
-        check_count("embedding_layer", embedding_layer, "layers", least=0)
+        if tie_head and (gene_vectors is not None or not gene_head):
+            raise OptionError(
+                "tie_head=True needs a learned gene embedding and a head that shares it, so neither gene_vectors nor "
+                "gene_head=False; leave one of them out."
+            )
         if embedding_layer >= num_layers:
             raise OptionError(f"embedding_layer={embedding_layer} but there are {num_layers} layers; give less.")
         if not n_special and (pooling in ("depths", "genes") or special_value is not None):
@@ -178,7 +166,7 @@ class TransformerEncoder(nn.Module):
         self.embedding_layer = embedding_layer
         self.normalize_embedding = check_bool("normalize_embedding", normalize_embedding)
         self.tie_head = tie_head
-        self.expression_loss_weight = expression_loss_weight
+        self.expression_loss_weight = check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
         self.uses_order = position_embedding != "none" or pooling in ("last", "depths")
         self.embedding = GeneExpressionEmbedding(
             vocab_size,
@@ -194,21 +182,15 @@ class TransformerEncoder(nn.Module):
             value_bins_alpha=value_bins_alpha,
             embedding_norm=embedding_norm,
         )
+        sizes = (hidden_dim, num_layers, num_heads, ffn_dim, dropout, activation, layer_norm_eps)
         self.encoder = TransformerStack(
-            hidden_dim,
-            num_layers,
-            num_heads,
-            ffn_dim,
-            dropout,
-            activation,
-            layer_norm_eps,
+            *sizes,
             norm_first=norm_first,
             rotary=position_embedding == "rotary",
             gradient_checkpointing=gradient_checkpointing,
             unpad=unpad,
+            final_norm=final_norm,
         )
-        if final_norm is not None and check_bool("final_norm", final_norm) != norm_first:
-            self.encoder.final_norm = nn.LayerNorm(hidden_dim, eps=layer_norm_eps) if final_norm else nn.Identity()
         self.head: MaskedGenePredictionHead | None = None
         if gene_head:
             self.head = MaskedGenePredictionHead(
@@ -379,12 +361,3 @@ class TransformerEncoder(nn.Module):
         """Start an expression head for values from the mean of those to predict."""
         if isinstance(self.expression_head, ExpressionPredictionHead):
             nn.init.constant_(self.expression_head.decoder.bias, mean)
-
-    @classmethod
-    def from_config(cls, config: ModelConfig) -> TransformerEncoder:
-        """Make the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None."""
-        return build_from_config(cls, config)
-
-    def num_parameters(self, *, trainable_only: bool = True) -> int:
-        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
-        return count_parameters(self, trainable_only=trainable_only)

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from scforge.errors import OptionError
+
 
 class BrokenRuleError(Exception):
     """Says which rule was broken, and how."""
@@ -27,3 +29,15 @@ def apply_rules(name: str, rules: Mapping[str, Callable[..., None]], *subject: A
             # The whole message stands in the cause; some of torch's are pages long.
             raised = textwrap.shorten(repr(error), 400, placeholder=" ...")
             raise AssertionError(f"{name}: raises {raised} where {rule}.") from error
+
+
+def class_of[T](argument: str, given: Any, options: dict[str, Any], base: type[T], registry: Any) -> type[T] | None:
+    """Return the class of what is to be checked; None for an instance, which takes no options."""
+    if isinstance(given, base):
+        if options:
+            raise OptionError(f"options={options!r} come with an instance; give them to its constructor.")
+        return None
+    cls = registry.get(given) if isinstance(given, str) else given
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise OptionError(f"{argument}={given!r} cannot be checked; pass a registered name, a class or an instance.")
+    return cls

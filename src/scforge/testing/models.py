@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,8 +17,8 @@ from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
 from scforge.models.components.gene_vectors import GeneVectorEmbedding
 from scforge.models.protocol import ModelOutput
-from scforge.models.registry import MODELS, check_model_options, get_model
-from scforge.testing._rules import apply_rules, require
+from scforge.models.registry import MODELS
+from scforge.testing._rules import apply_rules, class_of, require
 
 Batch = dict[str, torch.Tensor]
 
@@ -148,10 +148,8 @@ def _require_close(one: torch.Tensor, two: torch.Tensor, sentence: str, *, toler
         require(most <= tolerance * (1 + float(two.abs().max())), f"{sentence} (by {most:.2g}).")
 
 
-def _require_equal(before: Any, after: Any, sentence: str) -> None:
-    """Raise unless two batches are the same."""
-    for key in before:
-        require(key in after and torch.equal(before[key], after[key]), f"{sentence} ({key!r}).")
+def _require_finite(loss: torch.Tensor, when: str) -> None:
+    require(loss.isfinite(), f"the loss is {loss.detach().item():g} {when}.")
 
 
 _TOKENS = ("input_ids", "attention_mask", "values")
@@ -205,33 +203,23 @@ def _make(
     model: str | type[nn.Module] | nn.Module, options: dict[str, Any]
 ) -> tuple[nn.Module, Callable[[], nn.Module] | None]:
     """Return the model, and how to make another one, which an instance does not tell."""
-    if isinstance(model, nn.Module):
-        if options:
-            raise OptionError(f"options={options!r} come with an instance; give them to its constructor.")
-        return model, None
-    cls = MODELS.get(model) if isinstance(model, str) else model
-    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-        raise OptionError(f"model={model!r} is no architecture; pass a registered name, a class or an instance.")
-    if isinstance(model, str):
-        check_model_options(model, options)
-    else:
-        parameters = inspect.signature(cls).parameters
-        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            known = [name for name in parameters if name != "vocab_size"]
-            check_options("option", cls.__name__, options, [*known, *getattr(cls, "config_names", {})])
+    cls = class_of("model", model, options, nn.Module, MODELS)
+    if cls is None:
+        return cast(nn.Module, model), None
+    parameters = inspect.signature(cls).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        known = [name for name in parameters if name != "vocab_size"]
+        check_options("option", cls.__name__, options, [*known, *getattr(cls, "config_names", {})])
     name = model if isinstance(model, str) else None
     config = ModelConfig(architecture=name, vocab_size=VOCAB_SIZE, **(options or _SIZES))
+    apply_rules(cls.__name__, {"it is made": _rule_from_config}, cls)
+    from_config = cast(Any, cls).from_config
+    return from_config(config), lambda: from_config(config)
 
-    def remake() -> nn.Module:
-        if name is not None:
-            return get_model(name, config)
-        make = getattr(cls, "from_config", None)
-        if not callable(make):
-            raise AssertionError(f"{cls.__name__}: it has no 'from_config', which makes it from a ModelConfig.")
-        made: nn.Module = make(config)
-        return made
 
-    return remake(), remake
+def _rule_from_config(model: type[nn.Module] | nn.Module) -> None:
+    made = callable(getattr(model, "from_config", None))
+    require(made, "it has no 'from_config', which makes it from a ModelConfig.")
 
 
 def _rule_protocol(model: nn.Module) -> None:
@@ -244,9 +232,7 @@ def _rule_protocol(model: nn.Module) -> None:
         rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         require(rest, f"{name} takes no **kwargs; a batch may hold keys that are not for it.")
     require("labels" in inspect.signature(model.forward).parameters, "forward takes no 'labels'.")
-    require(
-        callable(getattr(model, "from_config", None)), "it has no 'from_config', which makes it from a ModelConfig."
-    )
+    _rule_from_config(model)
 
 
 def _rule_output(subject: Subject) -> None:
@@ -271,10 +257,6 @@ def _rule_output(subject: Subject) -> None:
     _require_finite(loss, "with labels")
 
 
-def _require_finite(loss: torch.Tensor, when: str) -> None:
-    require(loss.isfinite(), f"the loss is {loss.detach().item():g} {when}.")
-
-
 def _rule_without_logits(subject: Subject) -> None:
     expected = subject.model(**subject.masked).loss
     loss = subject.model(**subject.masked, return_logits=False).loss
@@ -283,12 +265,16 @@ def _rule_without_logits(subject: Subject) -> None:
 
 
 def _rule_batch_is_left_alone(subject: Subject) -> None:
-    before = {key: tensor.clone() for key, tensor in subject.masked.items()}
-    subject.model(**subject.masked)
-    _require_equal(before, subject.masked, "forward changes the batch that it is given")
-    before = {key: tensor.clone() for key, tensor in subject.tokens.items()}
-    _encode(subject.model, subject.tokens)
-    _require_equal(before, subject.tokens, "encode changes the batch that it is given")
+    for name, method, batch in (
+        ("forward", subject.model, subject.masked),
+        ("encode", subject.model.encode, subject.tokens),
+    ):
+        before = {key: tensor.clone() for key, tensor in batch.items()}
+        with torch.no_grad():
+            method(**batch)
+        for key, tensor in before.items():
+            same = key in batch and torch.equal(tensor, batch[key])
+            require(same, f"{name} changes the batch that it is given ({key!r}).")
 
 
 def _rule_encode(subject: Subject) -> None:
@@ -380,20 +366,13 @@ def _rule_order(subject: Subject) -> None:
     if getattr(subject.model, "uses_order", True):
         return
     # The genes of a cell change places; CLS stays in front, and padding behind.
-    order = torch.stack([_shuffled(int(n), len(row)) for n, row in _lengths(subject.tokens)])
+    first, rows = torch.zeros(1, dtype=torch.int64), []
+    for n_tokens in subject.tokens["attention_mask"].sum(dim=1).tolist():
+        rows.append(torch.cat([first, 1 + torch.randperm(n_tokens - 1), torch.arange(n_tokens, N_TOKENS)]))
+    order = torch.stack(rows)
     moved = subject.tokens | {key: tensor.gather(1, order) for key, tensor in _per_token(subject.tokens).items()}
     sentence = "uses_order is False but genes in another order change the embeddings"
     _require_close(_encode(subject.model, moved), _encode(subject.model, subject.tokens), sentence)
-
-
-def _lengths(batch: Batch) -> zip[Any]:
-    return zip(batch["attention_mask"].sum(dim=1), batch["input_ids"], strict=True)
-
-
-def _shuffled(n_tokens: int, width: int) -> torch.Tensor:
-    return torch.cat(
-        [torch.zeros(1, dtype=torch.int64), 1 + torch.randperm(n_tokens - 1), torch.arange(n_tokens, width)]
-    )
 
 
 def _rule_empty_cell(subject: Subject) -> None:

@@ -17,8 +17,7 @@ from scforge._registry import check_options
 from scforge.data.cells import CellBlock, CellSource
 from scforge.data.genes import GeneMap
 from scforge.data.vocab import GeneVocab
-from scforge.errors import OptionError
-from scforge.testing._rules import BrokenRuleError, apply_rules, require
+from scforge.testing._rules import BrokenRuleError, apply_rules, class_of, require
 from scforge.tokenizers.base import TOKENIZERS, TokenBatch, Tokenizer
 from scforge.tokenizers.masking import Masking
 
@@ -115,13 +114,9 @@ def check_tokenizer(tokenizer: str | type[Tokenizer] | Tokenizer, **options: Any
 
 
 def _make(tokenizer: str | type[Tokenizer] | Tokenizer, options: dict[str, Any]) -> Tokenizer:
-    if isinstance(tokenizer, Tokenizer):
-        if options:
-            raise OptionError(f"options={options!r} come with an instance; give them to its constructor.")
-        return tokenizer
-    cls = TOKENIZERS.get(tokenizer) if isinstance(tokenizer, str) else tokenizer
-    if not (isinstance(cls, type) and issubclass(cls, Tokenizer)):
-        raise OptionError(f"tokenizer={tokenizer!r} is no Tokenizer; pass a registered name, a class or an instance.")
+    cls = class_of("tokenizer", tokenizer, options, Tokenizer, TOKENIZERS)  # type: ignore[type-abstract]
+    if cls is None:
+        return cast(Tokenizer, tokenizer)
     check_options("tokenizer option", cls.__name__, options, cls.option_names())
     vocab = GeneVocab(
         genes=tuple(f"ENSG{i:011d}" for i in range(N_GENES)),

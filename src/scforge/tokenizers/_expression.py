@@ -8,7 +8,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from scforge._checks import check_positive
+from scforge._checks import check_choice, check_positive
 from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock, content_keys
 from scforge.data.sampling import uniform
@@ -124,10 +124,8 @@ _STREAM = 0x73616D70  # "samp": its random numbers are others than those of mask
 
 def check_transform(transform: str, target_sum: float) -> float:
     """Raise unless the values of genes are known, and their library size is used; return the latter as a float."""
-    if transform not in TRANSFORMS:
-        raise OptionError(f"transform={transform!r} is not known; choose {' or '.join(map(repr, TRANSFORMS))}.")
-    check_positive("target_sum", target_sum)
-    if target_sum != TARGET_SUM and "cp10k" not in transform:
+    check_choice("transform", transform, TRANSFORMS)
+    if check_positive("target_sum", target_sum) != TARGET_SUM and "cp10k" not in transform:
         raise OptionError(f"target_sum={target_sum!r} has no use with transform={transform!r}; leave it out.")
     return float(target_sum)
 
@@ -136,15 +134,9 @@ def expression(block: CellBlock, transform: str, target_sum: float) -> np.ndarra
     """Return the value of each entry as :data:`TRANSFORMS` name it, counts scaled to `target_sum`, float32 (Z,)."""
     if transform == "log1p_cp10k" and target_sum == TARGET_SUM:
         return log1p_cp10k(block)
-    return transformed(block.counts.astype(np.float64), block.indptr, block.totals, transform, target_sum)
-
-
-def transformed(
-    counts: np.ndarray, indptr: np.ndarray, totals: np.ndarray, transform: str, target_sum: float
-) -> np.ndarray:
-    """Do what :func:`expression` does for float64 counts, which are changed, of cells with these library sizes."""
+    counts = block.counts.astype(np.float64)
     if "cp10k" in transform:
-        counts *= np.repeat(target_sum / np.maximum(totals, 1.0), np.diff(indptr))
+        counts *= np.repeat(target_sum / np.maximum(block.totals, 1.0), np.diff(block.indptr))
     return (np.log1p(counts) if transform.startswith("log1p") else counts).astype(np.float32)
 
 
@@ -295,6 +287,50 @@ def _reorder(indptr, counts, keys, longest, order):
         sort_descending(scratch, size)
         for i in range(size):
             order[start + i] = start + np.int64(scratch[3][i] & np.uint64(0xFFFFFFFF))
+
+
+def ranked(
+    block: CellBlock, amounts: np.ndarray, weights: np.ndarray, values: np.ndarray, most: int, n_special: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rank the genes of each cell by amount times weight of the gene, from high to low; equal ones as they come.
+
+    Parameters
+    ----------
+    block
+        The cells.
+    amounts, values
+        Amount of each entry, at least 0, and what is told of it, shape (Z,).
+    weights
+        Shape (G,), at least 0.
+    most
+        Genes to keep of a cell.
+    n_special
+        Token id of the first gene.
+
+    Returns
+    -------
+    Row boundaries, int64, shape (B + 1,); token ids, int32, and values.
+    """
+    indptr, longest = kept_indptr(block.indptr, most)
+    ids, told = np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=values.dtype)
+    _rank(block.indptr, block.genes, amounts, weights, values, n_special, longest, indptr, ids, told)
+    return indptr, ids, told
+
+
+@numba.njit(cache=True, nogil=True)
+def _rank(indptr, genes, amounts, weights, values, n_special, longest, out_indptr, ids, told):
+    scratch = make_scratch(longest)
+    keys, order = scratch[0], scratch[3]
+    for cell in range(len(indptr) - 1):
+        start, size = indptr[cell], indptr[cell + 1] - indptr[cell]
+        for i in range(size):
+            keys[i] = amounts[start + i] * weights[genes[start + i]]
+        sort_descending(scratch, size)
+        out = out_indptr[cell]
+        for p in range(out_indptr[cell + 1] - out):
+            entry = start + np.int64(order[p] & np.uint64(0xFFFFFFFF))
+            ids[out + p] = genes[entry] + n_special
+            told[out + p] = values[entry]
 
 
 def with_zeros(

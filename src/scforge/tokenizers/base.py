@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
@@ -201,15 +201,12 @@ _CHUNK = 2**15
 
 def checked_counts(cells: Any) -> sparse.csr_matrix:
     """Return counts as a CSR matrix of shape (B, number of columns), or raise unless they are raw counts."""
-    kind = type(cells).__name__
-    if hasattr(cells, "var_names"):
-        raise OptionError(f"cells is of type {kind!r}; call tokenizer(adata.X, adata.var_names).")
-    if not sparse.issparse(cells) and not isinstance(cells, np.ndarray):
-        raise OptionError(f"cells is of type {kind!r}; pass counts as a sparse matrix or a NumPy array.")
-    if cells.ndim != 2:
-        raise DataError(f"cells has the shape {cells.shape}, but (cells, genes) is needed; pass one row a cell.")
-    if cells.dtype.kind not in "biuf":
-        raise DataError(f"cells has the dtype {cells.dtype}, but raw counts are needed; convert it first.")
+    is_matrix = sparse.issparse(cells) or isinstance(cells, np.ndarray)
+    if not is_matrix or cells.ndim != 2 or cells.dtype.kind not in "biuf":
+        raise OptionError(
+            f"cells of type {type(cells).__name__!r} are no matrix of numbers; pass counts of shape (cells, genes) as "
+            "a sparse matrix or a NumPy array, e.g. tokenizer(adata.X, adata.var_names)."
+        )
     if problem := compressed_problem(cells):
         raise DataError(f"cells is damaged: {problem}; {REPAIR}.")
     cells = cells.astype(_plain(cells.dtype), copy=False)
@@ -220,55 +217,42 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
 
 def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
     """Return library sizes, float64, shape (B,), or raise unless there is a finite one for each cell."""
-    try:
-        array = np.asarray(totals)
-    except ValueError as error:  # lists of unequal length
-        raise DataError("totals is not a list of numbers; give the library size of each cell.") from error
-    if array.dtype.kind not in "biuf":
-        raise DataError(f"totals has the dtype {array.dtype}; give the library size of each cell as a number.")
+    array = np.asarray(totals, dtype=np.float64)
     if array.shape != (n_cells,):
         raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; give one number a cell.")
     bad = ~(np.isfinite(array) & (array >= 0))
     if bad.any():
         raise DataError(f"totals holds {array[bad][0]:g}, which is no library size; give zero or a positive number.")
-    return array.astype(np.float64, copy=False)
+    return array
 
 
 def checked_map(gene_ids: Any, vocab: GeneVocab, n_columns: int) -> GeneMap:
     """Return which column is which gene, or raise unless `gene_ids` fits the vocabulary and the columns."""
-    names = None
-    if isinstance(gene_ids, GeneMap):
-        gene_map = gene_ids
-        highest = gene_map.columns.max(initial=-1)
-        if gene_map.n_genes != vocab.n_genes or highest >= vocab.n_genes:
-            raise DataError(
-                f"gene_ids is a GeneMap onto {max(gene_map.n_genes, highest + 1)} genes but the vocabulary has "
-                f"{vocab.n_genes}; make it with GeneMap.of(names, tokenizer.vocab)."
-            )
-    elif isinstance(gene_ids, str) or not isinstance(gene_ids, Iterable):
-        raise OptionError(f"gene_ids={gene_ids!r} is not a list of names; give the name of the gene of each column.")
-    else:
-        names = [str(name) for name in gene_ids]
-        gene_map = GeneMap.of(names, vocab)
+    gene_map = gene_ids if isinstance(gene_ids, GeneMap) else GeneMap.of(gene_ids, vocab)
+    highest = gene_map.columns.max(initial=-1)
+    if gene_map.n_genes != vocab.n_genes or highest >= vocab.n_genes:
+        raise DataError(
+            f"gene_ids is a GeneMap onto {max(gene_map.n_genes, highest + 1)} genes but the vocabulary has "
+            f"{vocab.n_genes}; make it with GeneMap.of(names, tokenizer.vocab)."
+        )
     if len(gene_map.columns) != n_columns:
         raise DataError(
             f"gene_ids names {len(gene_map.columns)} genes but cells has {n_columns} columns; name each column once."
         )
-    if n_columns and gene_map.columns.max() < 0:
-        raise GeneMismatchError(
-            f"gene_ids has none of the {vocab.n_genes} genes of the vocabulary{_kinds(names, vocab)}"
-        )
+    if n_columns and highest < 0:
+        raise no_known_gene("gene_ids", None if gene_map is gene_ids else [str(name) for name in gene_ids], vocab)
     return gene_map
 
 
-def _kinds(names: list[str] | None, vocab: GeneVocab) -> str:
-    """Say what names look like that are none of the vocabulary's, and what to do."""
+def no_known_gene(argument: str, names: Sequence[str] | None, vocab: GeneVocab) -> GeneMismatchError:
+    """Return the error that no name, or no column of a map (None), is a gene of the vocabulary, and what to do."""
+    start = f"{argument} has none of the {vocab.n_genes} genes of the vocabulary"
     if names is None:
-        return "; make it with GeneMap.of(names, tokenizer.vocab)."
+        return GeneMismatchError(f"{start}; make it with GeneMap.of(names, tokenizer.vocab).")
     kind, expected = recognize_ids(names), recognize_ids(vocab.genes)
     hint = how_to_convert(kind, expected) or "map the names to those of the vocabulary first"
-    return (
-        f": it holds {kind} such as {listing(names[:2])}, the vocabulary {expected} such as "
+    return GeneMismatchError(
+        f"{start}: it holds {kind} such as {listing(names[:2])}, the vocabulary {expected} such as "
         f"{listing(vocab.genes[:2])}; {hint}."
     )
 
@@ -357,15 +341,11 @@ class Tokenizer(ABC):
         self, vocab: GeneVocab, *, max_len: int | None = None, append_cls: bool = True, append_eos: bool = False
     ) -> None:
         self.vocab = vocab
-        if max_len is not None:
-            check_count("max_len", max_len, "tokens", least=0)
-        self.max_len = self.default_max_len if max_len is None else int(max_len)
+        self.max_len = self.default_max_len if max_len is None else check_count("max_len", max_len, "tokens", least=0)
         self.append_cls = check_bool("append_cls", append_cls)
         self.append_eos = check_bool("append_eos", append_eos)
         if self.max_len is not None and self.max_len <= self._n_around:
             raise OptionError(f"max_len={max_len} leaves no room for a gene; give the number of tokens of a cell.")
-        if self.max_len is not None and self.max_len >= _MAX_TOKENS:
-            raise OptionError(f"max_len={max_len} is too large; give a number below 2^31, or None for the default.")
         for option, token in _TOKEN_OF.items():
             if getattr(self, option):
                 self._require_token(option, token)
@@ -456,10 +436,10 @@ class Tokenizer(ABC):
         -------
         The tokens of all cells, one after the other.
         """
-        return frame(self._tokens(block), *self._frame)
+        return frame(self._tokenize(block), *self._frame)
 
     def lengths(self, n_expressed: np.ndarray) -> np.ndarray:
-        """Return the number of tokens of cells with `n_expressed` expressed genes.
+        """Return the number of tokens of cells with `n_expressed` expressed genes, if all genes are measured.
 
         Parameters
         ----------
@@ -471,7 +451,8 @@ class Tokenizer(ABC):
         Special tokens included, shape (B,).
         """
         most = min(self.most_genes, np.iinfo(n_expressed.dtype).max)
-        return np.minimum(n_expressed, most) + self._n_around
+        n_genes = np.full_like(n_expressed, self.vocab.n_genes) if self.lists_all_genes else n_expressed
+        return np.minimum(n_genes, most) + self._n_around
 
     def max_tokens(self) -> int:
         """Return the largest number of tokens that a cell can have."""
@@ -540,20 +521,10 @@ class Tokenizer(ABC):
 
     def _batch(self, block: CellBlock) -> TokenBatch:
         """Tokenize a block and pad it; a strategy may do both at once."""
-        return pad(self._tokens(block), *self._frame)
+        return pad(self._tokenize(block), *self._frame)
 
     def _tokenize_mapped(self, counts: sparse.csr_matrix, gene_map: GeneMap, totals: np.ndarray) -> RaggedTokens:
-        return self._tokens(CellBlock.from_csr(gene_map.apply(counts), totals, measured=gene_map.measured))
-
-    def _tokens(self, block: CellBlock) -> RaggedTokens:
-        """Return what the strategy makes of a block, after a look at its kind."""
-        tokens = self._tokenize(block)
-        if not isinstance(tokens, RaggedTokens):
-            raise OptionError(
-                f"{type(self).__name__}._tokenize returned {type(tokens).__name__}; return "
-                "scforge.tokenizers.RaggedTokens(indptr, ids, values)."
-            )
-        return tokens
+        return self._tokenize(CellBlock.from_csr(gene_map.apply(counts), totals, measured=gene_map.measured))
 
     @property
     def _frame(self) -> tuple[int, int]:
@@ -568,7 +539,6 @@ class Tokenizer(ABC):
         return f"{type(self).__name__}({options})"
 
 
-_MAX_TOKENS = 2**31
 _TOKEN_OF = {"append_cls": CLS_TOKEN, "append_eos": EOS_TOKEN}
 
 

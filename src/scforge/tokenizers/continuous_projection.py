@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from scforge._checks import check_bool, check_positive, check_seed
+from scforge._checks import check_bool, check_choice, check_positive, check_seed
 from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock, content_keys
 from scforge.data.vocab import GeneVocab
@@ -60,10 +60,6 @@ def append_depths(tokens: RaggedTokens, totals: np.ndarray, target: str, ids: tu
 
 
 _STREAM = 0x6F726472  # "ordr": its random numbers are others than those of masks, samples and views
-_CHOICES = {
-    "order": ("vocabulary", "expression", "random"),
-    "library_size": ("data", "vocabulary"),
-}
 
 
 @register_tokenizer("continuous_projection")
@@ -148,19 +144,13 @@ class ContinuousProjectionTokenizer(Tokenizer):
         self.target_depth = target_depth
         super().__init__(vocab, max_len=max_len, append_cls=append_cls, append_eos=append_eos)
         self.target_sum = check_transform(transform, target_sum)
-        for name, value in {"order": order, "library_size": library_size}.items():
-            if value not in _CHOICES[name]:
-                known = " or ".join(repr(choice) for choice in _CHOICES[name])
-                raise OptionError(f"{name}={value!r} is not known; choose {known}.")
-        if clip is not None:
-            check_positive("clip", clip)
         for token in DEPTH_TOKENS if target_depth is not None else ():
             self._require_token("target_depth", token)
         self.transform = transform
-        self.clip = None if clip is None else float(clip)
-        self.order = order
+        self.clip = None if clip is None else check_positive("clip", clip)
+        self.order = check_choice("order", order, ["vocabulary", "expression", "random"])
         self.ordered_by_gene = order != "random"
-        self.library_size = library_size
+        self.library_size = check_choice("library_size", library_size, ["data", "vocabulary"])
         self.include_zero_genes = check_bool("include_zero_genes", include_zero_genes)
         self.unmeasured_as_zero = check_bool("unmeasured_as_zero", unmeasured_as_zero)
         if self.unmeasured_as_zero and not self.include_zero_genes:
@@ -235,11 +225,6 @@ class ContinuousProjectionTokenizer(Tokenizer):
     @property
     def _n_around(self) -> int:
         return super()._n_around + (len(DEPTH_TOKENS) if self.target_depth is not None else 0)
-
-    def lengths(self, n_expressed: np.ndarray) -> np.ndarray:
-        """Return the number of tokens of cells with `n_expressed` expressed genes (if all genes are measured)."""
-        n_genes = np.full_like(n_expressed, self.vocab.n_genes) if self.include_zero_genes else n_expressed
-        return super().lengths(n_genes)
 
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
         if self.library_size == "vocabulary":

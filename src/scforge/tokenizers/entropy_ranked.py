@@ -5,17 +5,14 @@ Shapes: B cells, Z entries of all cells together, G genes of the vocabulary.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
-from scforge._constants import TARGET_SUM
+from scforge._checks import check_choice
 from scforge.data.cells import CellBlock
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
-from scforge.tokenizers._expression import MEMO, kept_indptr, log1p_in_place, make_scratch, sort_descending
+from scforge.tokenizers._expression import log1p_cp10k, ranked
 from scforge.tokenizers.base import RaggedTokens, Tokenizer, register_tokenizer
-
-_WEIGHTINGS = ("complement", "inverse")
 
 _MIN_ENTROPY = 0.01
 """Entropies below it count as this one where they are divided by: a gene of a single cell has none."""
@@ -46,8 +43,7 @@ def serialization_weights(vocab: GeneVocab, weighting: str = "complement") -> np
     >>> serialization_weights(vocab).tolist(), serialization_weights(vocab, "inverse").tolist()
     ([0.0, 0.5], [1.0, 2.0])
     """
-    if weighting not in _WEIGHTINGS:
-        raise OptionError(f"weighting={weighting!r} is not known; choose 'complement' or 'inverse'.")
+    check_choice("weighting", weighting, ["complement", "inverse"])
     if vocab.entropies is None:
         raise OptionError(
             "the vocabulary has no entropies of its genes; add them with "
@@ -120,31 +116,6 @@ class EntropyRankedTokenizer(Tokenizer):
         return super().special_tokens({"append_cls": False} | options)
 
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
-        indptr, longest = kept_indptr(block.indptr, self.most_genes)
-        ids, values = np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=np.float32)
-        _rank(
-            block.indptr, block.genes, block.counts, block.totals, self._weights, self.vocab.n_special, longest, indptr,
-            ids, values,
-        )  # fmt: skip
-        return RaggedTokens(indptr, ids, values)
-
-
-@numba.njit(cache=True, nogil=True)
-def _rank(indptr, genes, counts, totals, weights, n_special, longest, out_indptr, ids, values):
-    scratch = make_scratch(longest)
-    keys, order = scratch[0], scratch[3]
-    of_cell = np.empty(longest, dtype=np.float32)
-    memo = np.empty(MEMO, dtype=np.float32)
-    for cell in range(len(indptr) - 1):
-        start, size = indptr[cell], indptr[cell + 1] - indptr[cell]
-        of_cell[:size] = counts[start : start + size]
-        log1p_in_place(of_cell, np.uint64(0), np.uint64(size), TARGET_SUM / max(totals[cell], 1.0), memo)
-        for i in range(size):
-            # Rounded to float32 as a module rounds it.
-            keys[i] = np.float32(of_cell[i] * weights[genes[start + i]])
-        sort_descending(scratch, size)
-        out = out_indptr[cell]
-        for p in range(out_indptr[cell + 1] - out):
-            at = np.int64(order[p] & np.uint64(0xFFFFFFFF))
-            ids[out + p] = genes[start + at] + n_special
-            values[out + p] = of_cell[at]
+        values = log1p_cp10k(block)
+        n_special = self.vocab.n_special
+        return RaggedTokens(*ranked(block, values, self._weights, values, self.most_genes, n_special))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import sparse
 
-from scforge._constants import SPECIAL_TOKENS
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, MissingFileError, OptionError, first_line, listing
 
@@ -40,43 +39,31 @@ def geneformer_vocab(
 
     See :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer` for the parameters.
     """
-    if isinstance(tokens_medians, tuple | list | Mapping):
-        if isinstance(tokens_medians, Mapping) or len(tokens_medians) != 2:
-            raise OptionError(f"tokens_medians holds {_count(tokens_medians)}; pass {_BOTH}.")
-        if not all(isinstance(part, Mapping) for part in tokens_medians):
-            kinds = " and ".join(repr(type(part).__name__) for part in tokens_medians)
-            raise OptionError(f"tokens_medians holds {kinds}; pass {_BOTH}.")
+    if isinstance(tokens_medians, tuple | list):
+        if len(tokens_medians) != 2 or not all(isinstance(part, Mapping) for part in tokens_medians):
+            raise OptionError(f"tokens_medians is no pair of dictionaries; pass {_BOTH}.")
         tokens, medians = (dict(part) for part in tokens_medians)
     else:
         table = _table(tokens_medians, "tokens_medians", ("gene_id", "token", "median"))
         tokens, medians = (_column(table, name) for name in ("token", "median"))
-    _check_numbers("token", tokens)
-    _check_numbers("median", medians)
+    for what, of_genes in (("token", tokens), ("median", medians)):
+        if odd := [value for value in of_genes.values() if not isinstance(value, numbers.Real)]:
+            raise DataError(f"tokens_medians has the {what} {odd[0]!r}, which is no number; pass {_BOTH}.")
     names = sorted(tokens, key=lambda name: tokens[name])
     special = _SPECIAL[version]
     if [tokens[name] for name in names] != list(range(len(names))):
         raise DataError("tokens_medians does not number its tokens from 0 without a gap; pass a published dictionary.")
     if tuple(names[: len(special)]) != special or any(name.startswith("<") for name in names[len(special) :]):
-        own = tuple(names[: len(SPECIAL_TOKENS)]) == SPECIAL_TOKENS
         raise DataError(
             f"tokens_medians starts with {listing(names[:4])}, but Geneformer {version} has the special tokens "
-            f"{listing(special)}; "
-            + (
-                "these are scforge's own: load what model.save wrote, not an export."
-                if own
-                else f"pass the dictionaries of version {version}, or the version that fits them."
-            )
+            f"{listing(special)}; pass the dictionaries of version {version}, or the version that fits them "
+            "(of an export, scforge's own: load what model.save wrote)."
         )
     genes = tuple(names[len(special) :])
-    if without := [gene for gene in genes if gene not in medians]:
+    if bad := [gene for gene in genes if not 0 < medians.get(gene, 0) < float("inf")]:
         raise DataError(
-            f"tokens_medians has no median for {len(without)} genes (first: {without[0]!r}); "
-            "pass the two dictionaries of one release."
-        )
-    if bad := [gene for gene in genes if not 0 < medians[gene] < float("inf")]:
-        raise DataError(
-            f"tokens_medians has the median {medians[bad[0]]} for {bad[0]!r}, which is not a positive number; "
-            "pass published medians."
+            f"tokens_medians has no positive median for {len(bad)} genes (first: {bad[0]!r}, "
+            f"{medians.get(bad[0])}); pass the two dictionaries of one release."
         )
     return GeneVocab(
         genes=genes,
@@ -130,25 +117,10 @@ def geneformer_columns(
     return ordered, genes
 
 
-def _count(tokens_medians: Any) -> str:
-    if isinstance(tokens_medians, Mapping):
-        return "one dictionary"
-    return f"{len(tokens_medians)} parts"
-
-
 def _column(table: pd.DataFrame, name: str) -> dict[str, Any]:
     """Return what a column of a table says of each gene, where it says something."""
     known = table[table[name].notna()]
     return dict(zip(known["gene_id"].astype(str), known[name].tolist(), strict=True))
-
-
-def _check_numbers(what: str, of_genes: Mapping[Any, Any]) -> None:
-    """Raise unless names are text and what is said of them are numbers."""
-    for name, value in of_genes.items():
-        if not isinstance(name, str):
-            raise DataError(f"tokens_medians has a {what} for {name!r}, which is no text; pass {_BOTH}.")
-        if not isinstance(value, numbers.Real) or isinstance(value, bool):
-            raise DataError(f"tokens_medians has the {what} {value!r} for {name!r}, which is no number; pass {_BOTH}.")
 
 
 def _aliases(
@@ -158,8 +130,6 @@ def _aliases(
         return None
     if isinstance(ensembl_map, Mapping):
         pairs = list(ensembl_map.items())
-        if odd := [entry for pair in pairs for entry in pair if not isinstance(entry, str)]:
-            raise DataError(f"ensembl_map holds {odd[0]!r}, which is no text; pass former ids and their current ones.")
     else:
         table = _table(ensembl_map, "ensembl_map", ("ensembl_id", "gene_id"))
         pairs = list(zip(table["ensembl_id"].astype(str), table["gene_id"].astype(str), strict=True))
@@ -169,13 +139,7 @@ def _aliases(
 def _table(source: pd.DataFrame | str | os.PathLike[str], argument: str, columns: tuple[str, ...]) -> pd.DataFrame:
     import pandas as pd
 
-    if isinstance(source, pd.DataFrame):
-        table = source
-    elif not isinstance(source, str | os.PathLike):
-        raise OptionError(
-            f"{argument} is of type {type(source).__name__!r}; pass a table, a file, or {_IN_MEMORY[argument]}."
-        )
-    else:
+    if isinstance(source, str | os.PathLike):
         path, where = Path(source), f"{argument}={str(source)!r}"
         if path.suffix in (".pkl", ".pickle"):
             # Unpickling runs code that the file brings.
@@ -186,11 +150,13 @@ def _table(source: pd.DataFrame | str | os.PathLike[str], argument: str, columns
         if not path.is_file():
             raise MissingFileError(f"{where} does not exist; name a parquet or CSV file.")
         try:
-            table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, keep_default_na=True)
+            source = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
         except (OSError, ValueError) as error:
             raise DataError(f"{where} cannot be read as a table: {first_line(error)}.") from error
-    if missing := [column for column in columns if column not in table]:
+    if not isinstance(source, pd.DataFrame) or not set(columns) <= set(source.columns):
+        has = listing(map(str, source)) if isinstance(source, pd.DataFrame | Mapping) else type(source).__name__
         raise DataError(
-            f"{argument} lacks the column {missing[0]!r} (it has: {listing([str(name) for name in table.columns])})"
+            f"{argument} is no table with the columns {listing(columns)} (it has: {has}); pass one, a file, or "
+            f"{_IN_MEMORY[argument]}."
         )
-    return table
+    return source

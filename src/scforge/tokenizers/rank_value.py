@@ -10,21 +10,13 @@ import numba
 import numpy as np
 import torch
 
-from scforge._checks import check_bool
+from scforge._checks import check_bool, check_choice
 from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock
 from scforge.data.genes import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
-from scforge.tokenizers._expression import (
-    MEMO,
-    check_transform,
-    expression,
-    finish_sort,
-    kept_indptr,
-    log1p_in_place,
-    transformed,
-)
+from scforge.tokenizers._expression import MEMO, check_transform, expression, finish_sort, kept_indptr, ranked
 from scforge.tokenizers.base import RaggedTokens, TokenBatch, Tokenizer, register_tokenizer
 from scforge.tokenizers.geneformer import MODEL_INPUT, geneformer_columns, geneformer_vocab
 
@@ -233,6 +225,11 @@ def rank_padded(
     return ids, mask, values
 
 
+def can_pack(block: CellBlock, scales: Scales) -> bool:
+    """Return whether genes and counts are small enough to travel with their keys, as nearly all are."""
+    return len(scales.inverse) <= _MAX and bool(block.counts.max(initial=0) < _MAX)
+
+
 def _rank_into(
     block: CellBlock,
     scales: Scales,
@@ -245,16 +242,11 @@ def _rank_into(
 ) -> None:
     """Write the `sizes` highest genes of each cell to `ids` and `values` from `starts` on."""
     inverse, single, distinct = scales
-    if len(inverse) <= _MAX and block.counts.max(initial=0) < _MAX:
-        n_buckets = max(64, 1 << int(longest - 1).bit_length()) if longest else 64
-        table = _learn(block.indptr, block.genes, block.counts, single, n_buckets)
-        rank_packed(
-            block.indptr, block.genes, block.counts, block.totals, inverse, single, distinct, table, n_buckets,
-            longest, n_special, starts, sizes, ids, values,
-        )  # fmt: skip
-        return
-    _rank(
-        block.indptr, block.genes, block.counts, block.totals, inverse, n_special, starts, sizes, ids, values
+    n_buckets = max(64, 1 << int(longest - 1).bit_length()) if longest else 64
+    table = _learn(block.indptr, block.genes, block.counts, single, n_buckets)
+    rank_packed(
+        block.indptr, block.genes, block.counts, block.totals, inverse, single, distinct, table, n_buckets,
+        longest, n_special, starts, sizes, ids, values,
     )  # fmt: skip
 
 
@@ -299,23 +291,6 @@ def _learn(indptr, genes, counts, single, n_buckets):
         table[0, cell] = above * (n_buckets - 1)
         table[1, cell] = share * (n_buckets - 1) / 65536.0
     return table
-
-
-@numba.njit(cache=True, nogil=True, error_model="numpy")
-def _rank(indptr, genes, counts, totals, inverse, n_special, out_starts, out_sizes, out_ids, out_values):
-    """Write the highest genes of each cell, as ``rank_packed`` does, of any number of genes and any counts; slower."""
-    memo = np.empty(MEMO, dtype=np.float32)
-    for cell in range(len(indptr) - 1):
-        start, share = indptr[cell], 1.0 / max(totals[cell], 1.0)
-        keys = np.empty(indptr[cell + 1] - start, dtype=np.float64)
-        for i in range(len(keys)):
-            keys[i] = -(((np.float64(counts[start + i]) * share) * TARGET_SUM) * inverse[genes[start + i]])
-        order = np.argsort(keys, kind="mergesort")
-        out = out_starts[cell]
-        for p in range(out_sizes[cell]):
-            out_ids[out + p] = genes[start + order[p]] + n_special
-            out_values[out + p] = counts[start + order[p]]
-        log1p_in_place(out_values, out, out + out_sizes[cell], TARGET_SUM * share, memo)
 
 
 @register_tokenizer("rank_value")
@@ -383,13 +358,11 @@ class RankValueTokenizer(Tokenizer):
                 "use_medians=True but the vocabulary has no medians; add them with vocab.with_medians(...), "
                 "or pass use_medians=False."
             )
-        if parity not in ("stable", "exact"):
-            raise OptionError(f"parity={parity!r} is not known; choose 'stable' or 'exact'.")
+        self.parity = check_choice("parity", parity, ["stable", "exact"])
         if parity == "stable" and not check_bool("collapse_duplicates", collapse_duplicates):
             raise OptionError(
                 "collapse_duplicates=False needs parity='exact'; parity='stable' sums columns of one gene."
             )
-        self.parity = parity
         self.collapse_duplicates = check_bool("collapse_duplicates", collapse_duplicates)
         medians = vocab.medians if self.use_medians else None
         if medians is not None and not (medians.min() >= 1 / LARGEST and medians.max() <= LARGEST):
@@ -450,8 +423,7 @@ class RankValueTokenizer(Tokenizer):
         >>> tokenizer(csr_matrix([[3, 1]]), ["ENSG00000000003.15", "ENSG00000000005"])["input_ids"]
         tensor([[3, 2]])
         """
-        if not isinstance(version, str) or version not in MODEL_INPUT:
-            raise OptionError(f"version={version!r} is not known; choose 'V1' or 'V2'.")
+        check_choice("version", version, MODEL_INPUT)
         vocab = geneformer_vocab(tokens_medians, version, ensembl_map)
         return cls(
             vocab,
@@ -465,23 +437,23 @@ class RankValueTokenizer(Tokenizer):
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
         if self.parity == "exact":
             return self._exact(block.indptr, block.genes, block.counts, block.totals)
-        indptr, ids, values = rank_cells(block, self._scales, self.most_genes, self.vocab.n_special)
-        if not self._usual:
-            counts = np.expm1(values.astype(np.float64)) * np.repeat(
-                np.maximum(block.totals, 1.0) / TARGET_SUM, np.diff(indptr)
-            )
-            whole = np.rint(counts)
-            counts = np.where(np.abs(counts - whole) < 1e-5 * whole, whole, counts)
-            values = transformed(counts, indptr, block.totals, self.transform, self.target_sum)
-        return RaggedTokens(indptr, ids, values)
+        most, n_special = self.most_genes, self.vocab.n_special
+        if self._packs(block):
+            return RaggedTokens(*rank_cells(block, self._scales, most, n_special))
+        shares = np.repeat(1.0 / np.maximum(block.totals, 1.0), np.diff(block.indptr))
+        scaled = block.counts.astype(np.float64) * shares * TARGET_SUM
+        values = expression(block, self.transform, self.target_sum)
+        return RaggedTokens(*ranked(block, scaled, self._scales.inverse, values, most, n_special))
 
-    @property
-    def _usual(self) -> bool:
-        return (self.transform, self.target_sum) == ("log1p_cp10k", TARGET_SUM)
+    def _packs(self, block: CellBlock) -> bool:
+        """Return whether the fast kernel can rank a block; it makes log1p CP10K values alone."""
+        usual = self.transform == "log1p_cp10k" and self.target_sum == TARGET_SUM
+        return usual and can_pack(block, self._scales)
 
     def _batch(self, block: CellBlock) -> TokenBatch:
         # Whoever subclasses this to rank otherwise overrides _tokenize.
-        if self.parity == "exact" or not self._usual or type(self)._tokenize is not RankValueTokenizer._tokenize:
+        ours = self.parity == "stable" and type(self)._tokenize is RankValueTokenizer._tokenize
+        if not ours or not self._packs(block):
             return super()._batch(block)
         arrays = rank_padded(block, self._scales, self.most_genes, self.vocab.n_special, *self._frame)
         ids, mask, values = map(torch.from_numpy, arrays)

@@ -226,6 +226,7 @@ class TrainingPlan(lightning.LightningModule):
         defaults = objective.defaults
         self.module = module
         self.objective = objective
+        objective.check_architecture(module)
         self.optimizer_name = optimizer
         self.lr = defaults.lr if lr is None else lr
         self.weight_decay = defaults.weight_decay if weight_decay is None else weight_decay

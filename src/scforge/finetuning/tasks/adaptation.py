@@ -15,7 +15,7 @@ from scforge.errors import OptionError, TrainingError
 from scforge.finetuning.base import Task, register_task, with_adapters
 from scforge.finetuning.labels import check_key
 from scforge.finetuning.tasks.integration import Unchanged
-from scforge.models.scdiva_parts import batch_vectors
+from scforge.models.components.latent import batch_vectors
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scforge._checks import check_count
+from scforge._checks import check_choice, check_count
 from scforge._constants import PAD_ID, UNS_KEY
 from scforge.data.cells import Cells, choose_rows
 from scforge.errors import DataError, OptionError, TrainingError, listing, suggest
@@ -39,7 +39,7 @@ from scforge.finetuning.tasks._perturbation_model import (
     hold_out,
     table_shape,
 )
-from scforge.models._utils import check_choice, evaluating
+from scforge.models._utils import evaluating
 from scforge.training.objectives.base import TrainingDefaults
 from scforge.training.predict import embed
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -327,3 +329,14 @@ class SelfAttention(nn.Module):
         if cache is not None:
             k_bnsd, v_bnsd = cache[0].extend(cache[1], k_bnsd, v_bnsd)
         return q_bnsd, k_bnsd, v_bnsd
+
+
+def put_back_weights(weights_bnkk: torch.Tensor, put_back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Bring attention weights of K chosen tokens to where these were among S: from (B, N, K, K) to (B, N, S, S).
+
+    `put_back` does so for states: from (B, K, X) to (B, S, X), zeros at the rest.
+    """
+    heads, width = weights_bnkk.shape[1:3]
+    rows_bsnk = put_back(weights_bnkk.transpose(1, 2).flatten(2)).unflatten(2, (heads, width))
+    columns_bsx = put_back(rows_bsnk.permute(0, 3, 1, 2).flatten(2))
+    return columns_bsx.unflatten(2, rows_bsnk.shape[1:3]).permute(0, 3, 2, 1)

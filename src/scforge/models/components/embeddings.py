@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from scforge._checks import check_bool, check_count, check_positive
+from scforge._checks import check_choice, check_count
 from scforge.errors import OptionError
-from scforge.models._utils import check_choice
 from scforge.models.components.gene_vectors import token_embedding
 from scforge.models.components.transformer import Dropout
 
@@ -79,8 +78,6 @@ class ValueMLP(nn.Module):
 
     def __init__(self, hidden_dim: int, layer_norm_eps: float = 1e-5, most: float = 512.0) -> None:
         super().__init__()
-        check_count("hidden_dim", hidden_dim, "dimensions")
-        check_positive("most", most)
         self.most = most
         self.linear_in = _Biased(1, hidden_dim)
         self.linear_out = nn.Linear(hidden_dim, hidden_dim)
@@ -115,7 +112,6 @@ class SoftBins(nn.Module):
 
     def __init__(self, hidden_dim: int, n_bins: int, alpha: float = 1.0) -> None:
         super().__init__()
-        check_count("n_value_bins", n_bins, "bins", least=2)
         self.alpha = alpha
         self.linear_in = nn.Linear(1, n_bins)
         self.linear_out = nn.Linear(n_bins, n_bins)
@@ -204,10 +200,7 @@ class GeneExpressionEmbedding(nn.Module):
         check_choice("position_embedding", position_embedding, list(POSITION_EMBEDDINGS))
         check_choice("value_encoder", value_encoder, list(VALUE_ENCODERS))
         check_choice("embedding_norm", embedding_norm, list(EMBEDDING_NORMS))
-        check_count("hidden_dim", hidden_dim, "dimensions")
         check_count("max_seq_len", max_seq_len, "tokens")
-        check_bool("use_expression_values", use_expression_values)
-        check_positive("layer_norm_eps", layer_norm_eps)
         if value_encoder != "linear" and not use_expression_values:
             raise OptionError(f"value_encoder={value_encoder!r} needs use_expression_values=True; set it, or neither.")
         if (value_encoder == "soft_bins") != (n_value_bins is not None):
@@ -215,8 +208,6 @@ class GeneExpressionEmbedding(nn.Module):
                 f"n_value_bins={n_value_bins!r} does not go with value_encoder={value_encoder!r}; give it with "
                 "'soft_bins' alone."
             )
-        if value_bins_alpha != 1.0 and value_encoder != "soft_bins":
-            raise OptionError(f"value_bins_alpha={value_bins_alpha!r} is for value_encoder='soft_bins'; leave it out.")
         self.max_seq_len = max_seq_len
         self.gene_embedding = token_embedding(vocab_size, hidden_dim, gene_vectors)
         self.position_embedding = nn.Embedding(max_seq_len, hidden_dim) if position_embedding == "learned" else None

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from scforge._checks import check_count
 from scforge._constants import PAD_ID
 from scforge._registry import check_options
 from scforge.errors import OptionError
@@ -77,12 +76,6 @@ class GeneVectorEmbedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_dim: int, dim: int, learned: int, frozen: bool = True) -> None:
         super().__init__()
-        check_count("gene_vectors.dim", dim, "dimensions")
-        check_count("gene_vectors.learned", learned, "tokens")
-        if learned >= vocab_size:
-            raise OptionError(
-                f"gene_vectors.learned={learned} leaves none of the {vocab_size} tokens a pretrained vector; lower it."
-            )
         self.vocab_size = vocab_size
         self.n_learned = learned
         self.learned = nn.Embedding(learned, hidden_dim, padding_idx=PAD_ID)
@@ -212,14 +205,26 @@ def token_embedding(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str,
     """
     if gene_vectors is None:
         return nn.Embedding(vocab_size, hidden_dim, padding_idx=PAD_ID)
-    return GeneVectorEmbedding(vocab_size, hidden_dim, **_checked(gene_vectors))
+    return _of_vectors(GeneVectorEmbedding, vocab_size, hidden_dim, gene_vectors)
 
 
 def token_bag(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any] | None = None) -> nn.Module:
     """Return the weighted sum of embeddings of tokens; the parameters are those of :func:`token_embedding`."""
     if gene_vectors is None:
         return nn.EmbeddingBag(vocab_size, hidden_dim, mode="sum", padding_idx=PAD_ID)
-    return GeneVectorBag(vocab_size, hidden_dim, **_checked(gene_vectors))
+    return _of_vectors(GeneVectorBag, vocab_size, hidden_dim, gene_vectors)
+
+
+def _of_vectors[E: GeneVectorEmbedding](
+    cls: type[E], vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any]
+) -> E:
+    if not isinstance(gene_vectors, Mapping) or not {"dim", "learned"} <= set(gene_vectors):
+        raise OptionError(
+            f"gene_vectors={gene_vectors!r} is not a dict with 'dim' and 'learned'; "
+            "leave it out, or pass e.g. {'dim': 1280, 'learned': 4}."
+        )
+    check_options("option", "gene_vectors", gene_vectors, ["dim", "learned", "frozen"])
+    return cls(vocab_size, hidden_dim, **gene_vectors)
 
 
 def fill_gene_vectors(module: nn.Module, vectors: torch.Tensor) -> None:
@@ -277,13 +282,3 @@ def check_filled(module: nn.Module) -> None:
 
 def _parts(module: nn.Module) -> list[GeneVectorEmbedding]:
     return [part for part in module.modules() if isinstance(part, GeneVectorEmbedding)]
-
-
-def _checked(gene_vectors: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(gene_vectors, Mapping) or not {"dim", "learned"} <= set(gene_vectors):
-        raise OptionError(
-            f"gene_vectors={gene_vectors!r} is not a dict with 'dim' and 'learned'; "
-            "leave it out, or pass e.g. {'dim': 1280, 'learned': 4}."
-        )
-    check_options("option", "gene_vectors", gene_vectors, ["dim", "learned", "frozen"])
-    return dict(gene_vectors)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from scforge._checks import check_choice
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
-from scforge.models._utils import check_choice
 from scforge.models.components.cross_entropy import linear_cross_entropy, mean_token_loss
 from scforge.models.components.transformer import ACTIVATIONS
 
@@ -70,7 +70,7 @@ def count_loss(
     >>> count_loss("poisson", torch.zeros(2), torch.tensor([0.0, 1.0]))
     tensor([1., 1.])
     """
-    rate, dispersion = _working(name, log_rate, log_dispersion)
+    rate, dispersion = _working(log_rate, log_dispersion)
     y = counts.to(rate.dtype)
     if dispersion is None:
         nothing = rate.exp()
@@ -87,7 +87,7 @@ def count_loss(
 
 def expected_counts(name: str, log_rate: torch.Tensor, log_dispersion: torch.Tensor | None = None) -> torch.Tensor:
     """Return the mean count: the rate, over 1 - P(0) for a truncated loss. The arguments are those of `count_loss`."""
-    rate, dispersion = _working(name, log_rate, log_dispersion)
+    rate, dispersion = _working(log_rate, log_dispersion)
     if is_truncated(name):
         nothing = rate.exp() if dispersion is None else _minus_log_zero(rate, dispersion)
         rate = rate - log1mexp(nothing)
@@ -170,18 +170,11 @@ def _minus_log_zero(rate: torch.Tensor, dispersion: torch.Tensor) -> torch.Tenso
     return dispersion.exp() * F.softplus(rate - dispersion, threshold=_EXACT)
 
 
-def _working(
-    name: str, log_rate: torch.Tensor, log_dispersion: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _working(log_rate: torch.Tensor, log_dispersion: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Bring rate and dispersion to where they are computed with.
 
     Differences of lgamma of large numbers lose all their digits in float32, and there are few numbers here.
     """
-    if name not in COUNT_LOSSES:
-        raise OptionError(f"value_loss={name!r} is not a loss of counts (known: {', '.join(COUNT_LOSSES)}).")
-    if ("binomial" in name) != (log_dispersion is not None):
-        given = "None" if log_dispersion is None else f"(tensor of shape {tuple(log_dispersion.shape)})"
-        raise OptionError(f"log_dispersion={given} does not go with {name!r}; give it for 'binomial' alone.")
     dtype = torch.float32 if log_rate.device.type == "mps" else torch.float64
     rate = log_rate.to(dtype).clamp(*_LOG_RATES)
     return rate, None if log_dispersion is None else log_dispersion.to(dtype).clamp(*_LOG_DISPERSIONS)
@@ -310,8 +303,7 @@ class MaskedGenePredictionHead(nn.Module):
                 logits = self.decoder(states)
                 return logits if labels is None else mean_token_loss(logits, labels)
             weight, bias = self.decoder.weight, self.decoder.bias
-        if weight is None:
-            raise OptionError("weight=None but the head has none of its own; pass the gene embedding that it shares.")
+        assert weight is not None
         if labels is None or torch.compiler.is_compiling():
             logits = F.linear(states, weight, bias)
             return logits if labels is None else mean_token_loss(logits, labels)

@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from scforge._checks import check_bool, check_count, check_positive
+from scforge._checks import check_bool, check_choice, check_count, check_positive
 from scforge.errors import OptionError
-from scforge.models._utils import check_choice
 from scforge.models.components.attention import (
     KeyValueCache,
     SelfAttention,

@@ -16,21 +16,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def check_key(argument: str, key: Any) -> str | None:
-    """Return the name of a column of obs, or None.
-
-    Raises
-    ------
-    OptionError
-        If it is no name.
-    """
-    if key is not None and not (isinstance(key, str) and key):
-        raise OptionError(f"{argument}={key!r} is not the name of a column of obs.")
-    return key
-
-
 def check_classes(argument: str, classes: Any, key_argument: str, key: str | None) -> list[str] | None:
-    """Return a list of the names of classes, or None.
+    """Return the names of classes as a list, or None.
 
     Raises
     ------
@@ -39,11 +26,8 @@ def check_classes(argument: str, classes: Any, key_argument: str, key: str | Non
     """
     if classes is None:
         return None
-    listed = isinstance(classes, Sequence) and not isinstance(classes, str)
-    if not listed or not classes or not all(isinstance(name, str) for name in classes):
-        raise OptionError(f"{argument}={classes!r} is not a list of the names of classes.")
-    if len(set(classes)) < len(classes):
-        raise OptionError(f"{argument}={list(classes)!r} names a class twice; name each once.")
+    if isinstance(classes, str) or not classes or len(set(classes)) < len(classes):
+        raise OptionError(f"{argument}={classes!r} is not a list of the names of classes, each once.")
     if key is None:
         raise OptionError(f"{argument}={list(classes)!r} needs {key_argument}, the column of obs with the classes.")
     return list(classes)
@@ -83,6 +67,43 @@ def numbers_of(classes: pd.Series, names: Sequence[str]) -> np.ndarray:
     return lookup[np.asarray(categories.codes)]
 
 
+def numbers_of_cells(
+    key_argument: str, key: str | None, argument: str, names: list[str] | None, cells: Cells, *, needed: bool = True
+) -> np.ndarray | None:
+    """Return the number of the class of each cell, -1 for others, int64, shape (N,); None without a column `key`.
+
+    Parameters
+    ----------
+    key_argument, key
+        Option that names the column, and the column.
+    argument, names
+        Option that lists the classes, and these by number.
+    cells
+        All cells.
+    needed
+        False gives all cells the number -1 where there is no such column.
+    """
+    if key is None:
+        return None
+    if names is None:
+        raise TrainingError(f"{argument} are not known yet; give {argument}=[...], or make the model with cells.")
+    try:
+        return numbers_of(classes_of(key_argument, key, cells.column), names)
+    except DataError:
+        if needed:
+            raise
+        return np.full(len(cells), -1, dtype=np.int64)
+
+
+def of_block(key_argument: str, key: str | None, numbers: np.ndarray | None, block: CellBlock) -> torch.Tensor | None:
+    """Return the numbers of the cells of a batch, int64, shape (B,); None without a column `key`."""
+    if key is None:
+        return None
+    if numbers is None:
+        raise TrainingError(f"{key_argument}: the classes of the cells are not known; call bind of the objective.")
+    return torch.from_numpy(numbers[block.rows])
+
+
 class TellsBatches(Objective):
     """An objective whose decoder is told the batch of each cell, from a column of obs called `batch_key`."""
 
@@ -90,6 +111,11 @@ class TellsBatches(Objective):
     batches: list[str] | None
     _batches: np.ndarray | None = None
     takes_batch_key = True
+
+    def _set_batches(self, batch_key: str | None, batches: Sequence[str] | None) -> None:
+        """Check and keep the options of batches."""
+        self.batch_key = batch_key
+        self.batches = check_classes("batches", batches, "batch_key", batch_key)
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
         """Return the batches of the cells that a model is made with, unless they are known already."""
@@ -109,57 +135,33 @@ class TellsBatches(Objective):
         DataError
             If there is no such column, or a batch that the model does not know.
         """
-        self._batches = self.numbers("batch", self.batches, cells)
-        if self._batches is None:
-            return
-        if n_unknown := int((self._batches < 0).sum()):
-            raise DataError(
-                f"batch_key={self.batch_key!r}: {n_unknown} of {len(self._batches)} cells are of none of the "
-                f"batches that the model knows ({listing(self.batches or [])}); rename the batches of the data, or "
-                "make a new model."
-            )
+        self.look_up_batches(cells)
+        if said := self.unknown_batches():
+            raise DataError(f"{said}; rename the batches of the data, or make a new model.")
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the batch of each cell of a query; those of unknown ones are decoded in the mean of all batches."""
-        self._batches = self.numbers("batch", self.batches, cells, needed=False)
+        self.look_up_batches(cells, needed=False)
         self.warn_of_unknown_batches()
+
+    def look_up_batches(self, cells: Cells, *, needed: bool = True) -> None:
+        """Look up the batch of each cell; without a column that is not `needed` all are unknown."""
+        self._batches = numbers_of_cells("batch_key", self.batch_key, "batches", self.batches, cells, needed=needed)
+
+    def unknown_batches(self) -> str:
+        """Say how many cells are of none of the batches that the decoder can be told; nothing if there are none."""
+        n_unknown = 0 if self._batches is None else int((self._batches < 0).sum())
+        if self._batches is None or not n_unknown:
+            return ""
+        return (
+            f"batch_key={self.batch_key!r}: {n_unknown} of {len(self._batches)} cells are of none of the batches that "
+            f"the model knows ({listing(self.batches or [])})"
+        )
 
     def warn_of_unknown_batches(self) -> None:
         """Warn if cells are of none of the batches that the decoder can be told."""
-        if self._batches is None:
-            return
-        if n_unknown := int((self._batches < 0).sum()):
-            warn(
-                f"batch_key={self.batch_key!r}: {n_unknown} of {len(self._batches)} cells are of none of the batches "
-                f"that the model knows ({listing(self.batches or [])}); they are decoded in the mean of all."
-            )
-
-    def numbers(self, what: str, names: list[str] | None, cells: Cells, *, needed: bool = True) -> np.ndarray | None:
-        """Return the number of the batch or the class of each cell, int64, shape (N,); None without such a key.
-
-        Parameters
-        ----------
-        what
-            ``"batch"`` or ``"labels"``: the option with the column is called ``<what>_key``.
-        names
-            Names by number.
-        needed
-            False gives all cells the number -1 where there is no such column.
-        """
-        argument = f"{what}_key"
-        key = getattr(self, argument)
-        if key is None:
-            return None
-        if names is None:
-            option = {"batch": "batches"}.get(what, what)
-            raise TrainingError(f"{option} are not known yet; give {option}=[...], or make the model with cells.")
-        try:
-            classes = classes_of(argument, key, cells.column)
-        except DataError:
-            if needed:
-                raise
-            return np.full(len(cells), -1, dtype=np.int64)
-        return numbers_of(classes, names)
+        if said := self.unknown_batches():
+            warn(f"{said}; they are decoded in the mean of all.")
 
     def own_batches(self, cells: Cells) -> np.ndarray:
         """Return a number for each batch that cells have, known to the model or not, int64, shape (N,); -1 without.
@@ -169,14 +171,8 @@ class TellsBatches(Objective):
         DataError
             If there is no such column.
         """
-        assert self.batch_key is not None
-        return np.asarray(cells.column(self.batch_key).astype("category").cat.codes, dtype=np.int64)
+        return np.asarray(cells.column(str(self.batch_key)).astype("category").cat.codes, dtype=np.int64)
 
-    def of_block(self, what: str, numbers: np.ndarray | None, block: CellBlock) -> torch.Tensor | None:
-        """Return the numbers of the cells of a batch, int64, shape (B,); None without such a key."""
-        argument = f"{what}_key"
-        if getattr(self, argument) is None:
-            return None
-        if numbers is None:
-            raise TrainingError(f"{argument}: the classes of the cells are not known; call bind of the objective.")
-        return torch.from_numpy(numbers[block.rows])
+    def batches_of(self, block: CellBlock) -> torch.Tensor | None:
+        """Return the batches of the cells of a batch, int64, shape (B,); None without `batch_key`."""
+        return of_block("batch_key", self.batch_key, self._batches, block)

@@ -148,6 +148,14 @@ def thin(
     return replace(block, indptr=indptr, genes=genes, counts=counts, totals=totals, draw=(block.draw << 16) + view)
 
 
+def thinned(block: CellBlock, share: Sequence[float] | None, *, epoch: int, seed: int) -> CellBlock:
+    """Return cells with a share of their counts, of which the logarithm is drawn evenly; None leaves them whole."""
+    if share is None:
+        return block
+    keep = (share[0], share[1])
+    return thin(block, keep=keep, gene_dropout=(0.0, 0.0), seed=seed, epoch=epoch, view=0, log_uniform=True)
+
+
 class SeesViews(Objective):
     """An objective that sees cells through views, with the options `keep_min`, `keep_max` and `gene_dropout`."""
 
@@ -163,16 +171,13 @@ class SeesViews(Objective):
         OptionError
             If one of them cannot be used.
         """
-        for name, value in {"keep_min": keep_min, "keep_max": keep_max, "gene_dropout": gene_dropout}.items():
-            check_share(name, value)
-        if not 0 < keep_min <= keep_max <= 1:
+        self.keep_min, self.keep_max = check_share("keep_min", keep_min), check_share("keep_max", keep_max)
+        self.gene_dropout = check_share("gene_dropout", gene_dropout)
+        if not 0 < self.keep_min <= self.keep_max or self.gene_dropout == 1:
             raise OptionError(
-                f"keep_min={keep_min} and keep_max={keep_max} must satisfy 0 < keep_min <= keep_max <= 1."
+                f"keep_min={keep_min} and keep_max={keep_max} must satisfy 0 < keep_min <= keep_max <= 1, and "
+                f"gene_dropout={gene_dropout} 0 <= gene_dropout < 1."
             )
-        if not 0 <= gene_dropout < 1:
-            raise OptionError(f"gene_dropout={gene_dropout} is not in [0, 1).")
-        self.keep_min, self.keep_max = float(keep_min), float(keep_max)
-        self.gene_dropout = float(gene_dropout)
 
     def _views(self, blocks: Sequence[CellBlock], tokenizer: Tokenizer, *, epoch: int, seed: int) -> TokenBatch:
         """Tokenize a view of each block, one block after the other; each place draws random numbers of its own."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from scforge._registry import Registry, check_options
 from scforge.data.cells import CellBlock, Cells, CellSource
-from scforge.errors import TrainingError
+from scforge.errors import OptionError, TrainingError
 from scforge.models.protocol import ModelOutput
 from scforge.tokenizers.base import TokenBatch, Tokenizer
 
@@ -186,6 +186,22 @@ class Objective(ABC):
 def name_of(architecture: type[nn.Module] | nn.Module) -> str:
     """Return the name of the class of an architecture."""
     return architecture.__name__ if isinstance(architecture, type) else type(architecture).__name__
+
+
+def mismatch(objective: str, architecture: type[nn.Module] | nn.Module, why: str, choice: str) -> OptionError:
+    """Return the error that an objective does not go with an architecture, why, and what to choose."""
+    return OptionError(
+        f"{objective!r} does not go with {name_of(architecture)}, which {why}; choose {choice}, or another objective."
+    )
+
+
+def refuse_zero_genes(objective: str, tokenizer: Tokenizer) -> None:
+    """Raise :class:`~scforge.errors.OptionError` if all measured genes are tokens, so that none can be hidden."""
+    if tokenizer.lists_all_genes:
+        raise OptionError(
+            f"include_zero_genes=True presents every measured gene, but {objective!r} learns which genes a cell "
+            "expresses; set include_zero_genes=False."
+        )
 
 
 def output_of(module: nn.Module, batch: dict[str, torch.Tensor]) -> ModelOutput:

@@ -18,7 +18,7 @@ from scforge.data.neighbors import harmonized, principal_components
 from scforge.errors import DataError, OptionError, warn
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
-from scforge.training.objectives._conditioning import TellsBatches, check_classes, check_key
+from scforge.training.objectives._conditioning import TellsBatches
 from scforge.training.objectives._views import CollapseWatch, SeesViews, geometry_moments
 from scforge.training.objectives.base import TrainingDefaults, name_of, register_objective
 
@@ -115,32 +115,22 @@ class JointEmbedding(TellsBatches, SeesViews):
         batches: Sequence[str] | None = None,
         projector: int | None = None,
     ) -> None:
-        check_count("views", views, "views of a cell", least=2)
+        self.views = check_count("views", views, "views of a cell", least=2)
         self._set_views(keep_min, keep_max, gene_dropout)
-        check_share("weight", weight)
-        if not 0 < weight < 1:
+        self.weight = check_share("weight", weight)
+        if self.weight in (0, 1):
             raise OptionError(f"weight={weight} is not between 0 and 1.")
-        check_count("slices", slices, "directions")
+        self.slices = check_count("slices", slices, "directions")
         self.per_batch = check_bool("per_batch", per_batch)
-        self.batch_key = check_key("batch_key", batch_key)
-        self.batches = check_classes("batches", batches, "batch_key", batch_key)
+        self._set_batches(batch_key, batches)
         if self.per_batch and self.batch_key is None:
             raise OptionError("per_batch=True needs batch_key, the column of obs with the batch of each cell; name it.")
-        if self.batch_key is not None and not self.per_batch:
-            raise OptionError(f"batch_key={batch_key!r} is of use with per_batch=True alone; set it, or leave it out.")
-        if clusters is not None:
-            check_count("clusters", clusters, "clusters", least=2)
-            if not self.per_batch:
-                raise OptionError(f"clusters={clusters} is of use with per_batch=True alone; set it, or leave it out.")
-        self.clusters = None if clusters is None else int(clusters)
-        check_count("max_cells", max_cells, "cells", least=2)
-        self.max_cells = int(max_cells)
-        if projector is not None:
-            check_count("projector", projector, "dimensions")
-        self.projector = None if projector is None else int(projector)
-        self.views = int(views)
-        self.weight = float(weight)
-        self.slices = int(slices)
+        for name, value in {"batch_key": batch_key, "clusters": clusters}.items():
+            if value is not None and not self.per_batch:
+                raise OptionError(f"{name}={value!r} is of use with per_batch=True alone; set it, or leave it out.")
+        self.clusters = None if clusters is None else check_count("clusters", clusters, "clusters", least=2)
+        self.max_cells = check_count("max_cells", max_cells, "cells", least=2)
+        self.projector = None if projector is None else check_count("projector", projector, "dimensions")
         self._sigreg = SIGReg(self.slices)
         self._weights: np.ndarray | None = None
         self._collapse = CollapseWatch()
@@ -210,7 +200,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         counts, which without `clusters` is one over their number, and 0 for others, float32, shape (E, B).
         """
         batch: dict[str, torch.Tensor] = dict(self._views([block] * self.views, tokenizer, epoch=epoch, seed=seed))
-        codes = self.of_block("batch", self._batches, block)
+        codes = self.batches_of(block)
         if codes is None:
             return batch
         weights = np.ones(len(block), np.float32) if self._weights is None else self._weights[block.rows]
@@ -222,7 +212,6 @@ class JointEmbedding(TellsBatches, SeesViews):
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss; log its two parts, and the spread and the geometry of the embedding."""
-        self.check_architecture(module)
         of_cells: Any = module
         tokens = {name: tensor for name, tensor in batch.items() if name != _SHARES}
         z = of_cells.encode(**tokens)

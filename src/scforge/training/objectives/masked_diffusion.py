@@ -14,16 +14,22 @@ import numpy as np
 import torch
 from torch import nn
 
-from scforge._checks import check_bool, check_count, check_positive
+from scforge._checks import check_bool, check_choice, check_count, check_positive
 from scforge._constants import IGNORE_LABEL, TARGET_SUM
 from scforge.data.cells import CellBlock, CellSource, choose_rows
 from scforge.data.sampling import cell_keys, uniform
 from scforge.errors import OptionError, TrainingError, warn
 from scforge.tokenizers._expression import log1p_cp10k
 from scforge.tokenizers.base import Tokenizer
-from scforge.training.objectives._conditioning import TellsBatches, check_classes, check_key
-from scforge.training.objectives._views import thin
-from scforge.training.objectives.base import TrainingDefaults, name_of, output_of, register_objective
+from scforge.training.objectives._conditioning import TellsBatches
+from scforge.training.objectives._views import thinned
+from scforge.training.objectives.base import (
+    TrainingDefaults,
+    mismatch,
+    output_of,
+    refuse_zero_genes,
+    register_objective,
+)
 from scforge.training.objectives.variational import (
     active_units,
     check_thinning,
@@ -115,22 +121,14 @@ class MaskedDiffusion(TellsBatches):
         batch_key: str | None = None,
         batches: Sequence[str] | None = None,
     ) -> None:
-        if corrupt not in ("separate", "both"):
-            raise OptionError(f"corrupt={corrupt!r} is not known; choose 'separate' or 'both'.")
-        if max_genes is not None:
-            check_count("max_genes", max_genes, "genes")
-        weights = {"value_weight": value_weight, "reconstruction_weight": reconstruction_weight, "beta": beta}
-        for name, value in weights.items():
-            check_positive(name, value, or_zero=True)
-        self.corrupt = corrupt
+        self.corrupt = check_choice("corrupt", corrupt, ["separate", "both"])
         self.thinning = check_thinning(thinning)
-        self.max_genes = None if max_genes is None else int(max_genes)
-        self.value_weight = float(value_weight)
-        self.reconstruction_weight = float(reconstruction_weight)
-        self.beta = float(beta)
+        self.max_genes = None if max_genes is None else check_count("max_genes", max_genes, "genes")
+        self.value_weight = check_positive("value_weight", value_weight, or_zero=True)
+        self.reconstruction_weight = check_positive("reconstruction_weight", reconstruction_weight, or_zero=True)
+        self.beta = check_positive("beta", beta, or_zero=True)
         self.token_prior = check_bool("token_prior", token_prior)
-        self.batch_key = check_key("batch_key", batch_key)
-        self.batches = check_classes("batches", batches, "batch_key", batch_key)
+        self._set_batches(batch_key, batches)
         self._attended: int | None = None
 
     @property
@@ -140,11 +138,7 @@ class MaskedDiffusion(TellsBatches):
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Raise if genes without counts are tokens, or values are no log1p CP10K."""
-        if tokenizer.lists_all_genes:
-            raise OptionError(
-                "include_zero_genes=True presents every measured gene, but 'masked_diffusion' learns which genes a "
-                "cell expresses; set include_zero_genes=False."
-            )
+        refuse_zero_genes("masked_diffusion", tokenizer)
         if tokenizer.append_cls or tokenizer.append_eos:
             raise OptionError(
                 "'masked_diffusion' takes genes alone; pass append_cls=False and append_eos=False to the tokenizer."
@@ -160,10 +154,8 @@ class MaskedDiffusion(TellsBatches):
         """Raise unless the architecture predicts hidden genes and hidden values of cells with weights."""
         named = set(inspect.signature(architecture.forward).parameters)
         if not {"loss_weights", "masked_values", "target"} <= named:
-            raise OptionError(
-                f"'masked_diffusion' needs an architecture whose forward takes loss_weights, masked_values and target, "
-                f"which {name_of(architecture)} does not; choose the architecture 'scdiva', or another objective."
-            )
+            why = "takes no loss_weights, masked_values and target in forward"
+            raise mismatch("masked_diffusion", architecture, why, "the architecture 'scdiva'")
 
     def model_options(self) -> dict[str, Any]:
         """Ask for a head of values, and return the number of batches."""
@@ -171,9 +163,7 @@ class MaskedDiffusion(TellsBatches):
 
     def learn_from(self, module: nn.Module) -> None:
         """Take over how many tokens the architecture attends to."""
-        attends = getattr(module, "mode", None) != "vector"
-        found = getattr(module, "max_tokens", None) if attends else None
-        self._attended = found if isinstance(found, int) else None
+        self._attended = getattr(module, "attended_tokens", None)
 
     def max_tokens(self, tokenizer: Tokenizer) -> int:
         """Return the most tokens of a cell."""
@@ -249,23 +239,19 @@ class MaskedDiffusion(TellsBatches):
         batch = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
         if not self.reconstruction_weight:
             return batch
-        if (of_cells := self.of_block("batch", self._batches, block)) is not None:
+        if (of_cells := self.batches_of(block)) is not None:
             batch["batch"] = of_cells
         return {**batch, **whole_profiles(block)}
 
     def _seen_values(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> np.ndarray:
         """Return the log1p CP10K values of what is seen of each cell, float32, shape (B, G); 0 for what was lost."""
-        if self.thinning is not None:
-            low, high = self.thinning
-            keep, nothing = (low, high), (0.0, 0.0)
-            block = thin(block, keep=keep, gene_dropout=nothing, seed=seed, epoch=epoch, view=0, log_uniform=True)
+        block = thinned(block, self.thinning, epoch=epoch, seed=seed)
         seen = np.zeros((len(block), tokenizer.vocab.n_genes), dtype=np.float32)
         seen[np.repeat(np.arange(len(block)), np.diff(block.indptr)), block.genes] = log1p_cp10k(block)
         return seen
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss; log its parts, and what active units are counted from."""
-        self.check_architecture(module)
         tokens = {name: tensor for name, tensor in batch.items() if not name.startswith("profile_")}
         if self.reconstruction_weight:
             n_genes = cast(int, module.num_genes)

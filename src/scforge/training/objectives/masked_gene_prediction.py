@@ -10,10 +10,16 @@ from torch import nn
 
 from scforge._checks import check_bool
 from scforge.data.cells import CellBlock, CellSource
-from scforge.errors import OptionError
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.masking import Masking
-from scforge.training.objectives.base import Objective, TrainingDefaults, loss_of, name_of, register_objective
+from scforge.training.objectives.base import (
+    Objective,
+    TrainingDefaults,
+    loss_of,
+    mismatch,
+    refuse_zero_genes,
+    register_objective,
+)
 from scforge.training.objectives.token_frequencies import token_counts
 
 
@@ -73,20 +79,14 @@ class MaskedGenePrediction(Objective):
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Raise if every gene is a token, so that the hidden ones are simply those that are missing."""
-        if tokenizer.lists_all_genes:
-            raise OptionError(
-                "include_zero_genes=True presents every measured gene, so 'masked_gene_prediction' could read the "
-                "hidden genes off those that are missing; set include_zero_genes=False, or choose another objective."
-            )
+        refuse_zero_genes("masked_gene_prediction", tokenizer)
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
         """Raise if the architecture takes labels for names of hidden genes, rather than for what it is to predict."""
         if getattr(architecture, "labels_name_genes", False):
-            raise OptionError(
-                f"'masked_gene_prediction' does not go with {name_of(architecture)}, which is told the hidden genes "
-                "and predicts their values; choose objective='masked_value_prediction', or the architecture "
-                "'transformer_encoder'."
-            )
+            why = "is told the hidden genes and predicts their values"
+            choice = "objective='masked_value_prediction', or the architecture 'transformer_encoder'"
+            raise mismatch("masked_gene_prediction", architecture, why, choice)
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenize and mask."""

@@ -23,7 +23,7 @@ from scforge.errors import OptionError, TrainingError
 from scforge.models.components.heads import COUNT_LOSSES, check_count_targets
 from scforge.tokenizers.base import TokenBatch, Tokenizer
 from scforge.tokenizers.masking import Masking
-from scforge.training.objectives.base import Objective, TrainingDefaults, name_of, output_of, register_objective
+from scforge.training.objectives.base import Objective, TrainingDefaults, mismatch, output_of, register_objective
 
 _TARGETS = {"value_labels", "bin_labels", "masked_positions"}
 _STREAM = 0x7A65726F  # "zero": its random numbers are others than those of masks
@@ -68,9 +68,8 @@ class MaskedValuePrediction(Objective):
     ) -> None:
         # Made once here so that a bad value is refused before training starts.
         Masking(1, mask_ratio=mask_ratio, mask_token_prob=0.0, random_token_prob=0.0)
-        check_positive("zero_targets", zero_targets, or_zero=True)
         self.mask_ratio = mask_ratio
-        self.zero_targets = float(zero_targets)
+        self.zero_targets = check_positive("zero_targets", zero_targets, or_zero=True)
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Raise if genes without counts would be added to those that are tokens already."""
@@ -88,10 +87,7 @@ class MaskedValuePrediction(Objective):
             why = "predicts no values of tokens"
         else:
             return
-        raise OptionError(
-            f"'masked_value_prediction' does not go with {name_of(architecture)}, which {why}; choose the architecture "
-            "'masked_autoencoder', or another objective."
-        )
+        raise mismatch("masked_value_prediction", architecture, why, "the architecture 'masked_autoencoder'")
 
     def max_tokens(self, tokenizer: Tokenizer) -> int:
         """Return the most tokens of a cell, genes without counts included."""

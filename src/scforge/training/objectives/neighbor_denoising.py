@@ -14,24 +14,22 @@ import torch
 from scipy import sparse
 from torch import nn
 
-from scforge._checks import check_count, check_positive
+from scforge._checks import check_choice, check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_chunks
 from scforge.data.neighbors import harmonized, mutual_neighbors, neighbor_weights, principal_components
 from scforge.data.sampling import cell_keys
-from scforge.errors import DataError, OptionError, warn
-from scforge.models._utils import check_choice
-from scforge.models.scdiva_parts import kl_divergence
+from scforge.errors import DataError, warn
+from scforge.models.components.latent import kl_divergence
 from scforge.tokenizers.base import Tokenizer
-from scforge.training.objectives._conditioning import TellsBatches, check_classes, check_key
+from scforge.training.objectives._conditioning import TellsBatches
 from scforge.training.objectives._views import CollapseWatch, SeesViews, geometry_moments
-from scforge.training.objectives.base import TrainingDefaults, name_of, register_objective
-from scforge.training.objectives.variational import dense_profiles, start_at_means, whole_profiles
+from scforge.training.objectives.base import TrainingDefaults, register_objective
+from scforge.training.objectives.variational import check_latent, dense_profiles, start_at_means, whole_profiles
 
 logger = logging.getLogger("scforge")
 
 _STREAM = 0x6E656172  # "near": the choice of a neighbor is drawn apart from views
 _MIN_ERROR = 1e-8
-_SPACES = ["harmony", "components"]
 _OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "has_neighbor", "batch"}
 
 
@@ -127,32 +125,24 @@ class NeighborDenoising(TellsBatches, SeesViews):
         gene_dropout: float = 0.4,
         max_cells: int = 20_000,
     ) -> None:
-        self.batch_key = check_key("batch_key", batch_key)
-        self.batches = check_classes("batches", batches, "batch_key", batch_key)
-        check_count("across", across, "neighbors", least=0)
-        check_count("within", within, "neighbors", least=0)
-        for name, value in {"translation": translation, "agreement": agreement, "beta": beta}.items():
-            check_positive(name, value, or_zero=True)
-        check_choice("space", space, _SPACES)
-        self.space = str(space)
+        self._set_batches(batch_key, batches)
+        self.across = check_count("across", across, "neighbors", least=0)
+        self.within = check_count("within", within, "neighbors", least=0)
+        self.translation = check_positive("translation", translation, or_zero=True)
+        self.agreement = check_positive("agreement", agreement, or_zero=True)
+        self.beta = check_positive("beta", beta, or_zero=True)
+        self.space = check_choice("space", space, ["harmony", "components"])
+        self.temperature = temperature
         if temperature is not None:
-            check_positive("temperature", temperature, hint="None draws all neighbors alike")
-        self.temperature = None if temperature is None else float(temperature)
+            self.temperature = check_positive("temperature", temperature, hint="None draws all neighbors alike")
         self._set_views(keep_min, keep_max, gene_dropout)
-        check_count("max_cells", max_cells, "cells", least=2)
-        self.across, self.within = int(across), int(within)
-        self.translation, self.agreement, self.beta = float(translation), float(agreement), float(beta)
-        self.max_cells = int(max_cells)
+        self.max_cells = check_count("max_cells", max_cells, "cells", least=2)
         self._pool: _Pool | None = None
         self._collapse = CollapseWatch()
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
         """Raise unless the architecture has a latent distribution and a decoder of expression behind it."""
-        if not all(hasattr(architecture, name) for name in ("infer", "decode")):
-            raise OptionError(
-                "'neighbor_denoising' needs an architecture with a latent distribution and a decoder, which "
-                f"{name_of(architecture)} has not; choose 'gene_pooling', 'mlp' or 'scdiva', or another objective."
-            )
+        check_latent("neighbor_denoising", architecture, ("infer", "decode"), "'gene_pooling', 'mlp' or 'scdiva'")
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Start the decoder at the mean expression of each gene."""
@@ -171,7 +161,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         self.warn_of_unknown_batches()
 
     def _look_up(self, cells: Cells, train_rows: np.ndarray) -> None:
-        self._batches = self.numbers("batch", self.batches, cells, needed=False)
+        self.look_up_batches(cells, needed=False)
         self._pool = None
         if (self.translation or self.agreement) and (self.across or self.within) and len(train_rows) > 2:
             rows = choose_chunks(len(cells), self.max_cells, cells.chunk_size, rows=np.sort(train_rows))
@@ -216,14 +206,12 @@ class NeighborDenoising(TellsBatches, SeesViews):
             seen.append(found)
             extra["has_neighbor"] = torch.from_numpy(has)
         views = self._views(seen, tokenizer, epoch=epoch, seed=seed)
-        batches = self.of_block("batch", self._batches, block)
-        if batches is not None:
+        if (batches := self.batches_of(block)) is not None:
             extra["batch"] = batches
         return {**views, **whole_profiles(block), **extra}
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss; log its parts, and the geometry of the embedding."""
-        self.check_architecture(module)
         of_cells: Any = module
         found = of_cells.infer(**{name: tensor for name, tensor in batch.items() if name not in _OF_THE_OBJECTIVE})
         n_cells, batches = self.n_cells(batch), batch.get("batch")

@@ -15,14 +15,21 @@ import torch
 from scipy import sparse
 from torch import nn
 
-from scforge._checks import check_bool, check_share
+from scforge._checks import check_bool, check_choice, check_share
 from scforge._constants import IGNORE_LABEL, TARGET_SUM
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_rows
 from scforge.data.sampling import cell_keys, uniform
-from scforge.errors import DataError, OptionError, TrainingError, listing
+from scforge.errors import DataError, OptionError, listing
 from scforge.tokenizers.base import TokenBatch, Tokenizer
-from scforge.training.objectives._conditioning import check_classes, check_key, classes_found, classes_of, numbers_of
-from scforge.training.objectives.base import Objective, TrainingDefaults, loss_of, register_objective
+from scforge.training.objectives._conditioning import check_classes, classes_found, numbers_of_cells, of_block
+from scforge.training.objectives.base import (
+    Objective,
+    TrainingDefaults,
+    loss_of,
+    mismatch,
+    refuse_zero_genes,
+    register_objective,
+)
 from scforge.training.objectives.token_frequencies import token_counts
 
 if TYPE_CHECKING:
@@ -91,10 +98,8 @@ class NextGenePrediction(Objective):
         condition_dropout: float = 0.1,
         token_prior: bool = True,
     ) -> None:
-        if order not in ("rank", "random"):
-            raise OptionError(f"order={order!r} is not known; choose 'rank' or 'random'.")
-        self.order = order
-        self.condition_key = check_key("condition_key", condition_key)
+        self.order = check_choice("order", order, ["rank", "random"])
+        self.condition_key = condition_key
         self.conditions = check_classes("conditions", conditions, "condition_key", condition_key)
         self.condition_dropout = check_share("condition_dropout", condition_dropout)
         self.token_prior = check_bool("token_prior", token_prior)
@@ -107,20 +112,13 @@ class NextGenePrediction(Objective):
                 f"'next_gene_prediction' predicts expression bins, which {type(tokenizer).__name__} does not make; "
                 "choose tokenizer='binned_expression'."
             )
-        if tokenizer.lists_all_genes:
-            raise OptionError(
-                "include_zero_genes=True presents every measured gene, but 'next_gene_prediction' learns which genes a "
-                "cell expresses; set include_zero_genes=False."
-            )
+        refuse_zero_genes("next_gene_prediction", tokenizer)
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
         """Raise if the architecture sees the token that it would have to predict."""
         if not getattr(architecture, "predicts_next", False):
-            name = architecture.__name__ if isinstance(architecture, type) else type(architecture).__name__
-            raise OptionError(
-                f"'next_gene_prediction' needs an architecture that does not see the next token, which {name} does; "
-                "choose 'autoregressive_transformer', or another objective."
-            )
+            choice = "'autoregressive_transformer'"
+            raise mismatch("next_gene_prediction", architecture, "sees the token that it is to predict", choice)
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
         """Return the classes of the cells that a model is made with, unless they are known already."""
@@ -134,22 +132,17 @@ class NextGenePrediction(Objective):
 
     def bind(self, cells: Cells, train_rows: np.ndarray | None = None) -> None:
         """Look up the class of each cell."""
-        self._codes = None
-        if self.condition_key is not None:
-            self._codes = self.codes_of(classes_of("condition_key", self.condition_key, cells.column))
-            if not self._codes.any():
-                raise DataError(
-                    f"condition_key={self.condition_key!r}: no cell has one of the classes that the model knows "
-                    f"({listing(self.conditions or [])}); rename the classes of the data."
-                )
-            if unknown := int((self._codes == 0).sum()):
-                logger.info("%d of %d cells have no class in %r.", unknown, len(self._codes), self.condition_key)
-
-    def codes_of(self, classes: pd.Series) -> np.ndarray:
-        """Return the number of each class, 0 where it is missing or unknown, int64, shape (N,)."""
-        if self.conditions is None:
-            raise TrainingError("conditions are not known yet; give conditions=[...], or make the model with cells.")
-        return numbers_of(classes, self.conditions) + 1
+        self._codes = numbers_of_cells("condition_key", self.condition_key, "conditions", self.conditions, cells)
+        if self._codes is None:
+            return
+        self._codes += 1  # 0 is no class
+        if not self._codes.any():
+            raise DataError(
+                f"condition_key={self.condition_key!r}: no cell has one of the classes that the model knows "
+                f"({listing(self.conditions or [])}); rename the classes of the data."
+            )
+        if unknown := int((self._codes == 0).sum()):
+            logger.info("%d of %d cells have no class in %r.", unknown, len(self._codes), self.condition_key)
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Start the gene head at the token frequencies, and tell the module what the bins stand for."""
@@ -187,15 +180,12 @@ class NextGenePrediction(Objective):
             whole = torch.from_numpy(np.diff(block.indptr) <= tokenizer.most_genes).unsqueeze(1)
             predicted |= (ids == vocab.eos_id) & tokens["attention_mask"] & whole
         batch: dict[str, torch.Tensor] = {**tokens, "labels": ids.masked_fill(~predicted, IGNORE_LABEL)}
-        if self.condition_key is not None:
-            if self._codes is None:
-                raise TrainingError("the classes of the cells are not known; call bind(cells) of the objective first.")
-            batch["condition"] = torch.from_numpy(self._codes[block.rows])
+        if (condition := of_block("condition_key", self.condition_key, self._codes, block)) is not None:
+            batch["condition"] = condition
         return batch
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the module's own loss; in training some cells are not told their class."""
-        self.check_architecture(module)
         if module.training and "condition" in batch and self.condition_dropout > 0:
             told = torch.rand(batch["condition"].shape, device=batch["condition"].device) >= self.condition_dropout
             batch = {**batch, "condition": batch["condition"] * told}

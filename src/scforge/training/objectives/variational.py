@@ -15,12 +15,18 @@ from torch import nn
 from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.errors import DataError, OptionError, listing, warn
-from scforge.models.scdiva_parts import classification_loss, kl_divergence, reconstruction_loss
+from scforge.models.components.latent import classification_loss, kl_divergence, reconstruction_loss
 from scforge.tokenizers._expression import log1p_cp10k
 from scforge.tokenizers.base import RaggedTokens, Tokenizer, pad
-from scforge.training.objectives._conditioning import TellsBatches, check_classes, check_key, classes_found
-from scforge.training.objectives._views import thin
-from scforge.training.objectives.base import TrainingDefaults, name_of, register_objective
+from scforge.training.objectives._conditioning import (
+    TellsBatches,
+    check_classes,
+    classes_found,
+    numbers_of_cells,
+    of_block,
+)
+from scforge.training.objectives._views import thinned
+from scforge.training.objectives.base import TrainingDefaults, mismatch, register_objective
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -101,24 +107,14 @@ class Variational(TellsBatches):
         batches: Sequence[str] | None = None,
         thinning: Sequence[float] | None = None,
     ) -> None:
-        weights = {
-            "beta": beta,
-            "free_bits": free_bits,
-            "reconstruction_weight": reconstruction_weight,
-            "classification_weight": classification_weight,
-        }
-        for name, value in weights.items():
-            check_positive(name, value, or_zero=True)
-        self.beta = float(beta)
-        self.free_bits = float(free_bits)
-        check_count("kl_warmup", kl_warmup, "epochs", least=0)
-        self.kl_warmup = int(kl_warmup)
-        self.reconstruction_weight = float(reconstruction_weight)
-        self.classification_weight = float(classification_weight)
-        self.labels_key = check_key("labels_key", labels_key)
+        self.beta = check_positive("beta", beta, or_zero=True)
+        self.free_bits = check_positive("free_bits", free_bits, or_zero=True)
+        self.kl_warmup = check_count("kl_warmup", kl_warmup, "epochs", least=0)
+        self.reconstruction_weight = check_positive("reconstruction_weight", reconstruction_weight, or_zero=True)
+        self.classification_weight = check_positive("classification_weight", classification_weight, or_zero=True)
+        self.labels_key = labels_key
         self.labels = check_classes("labels", labels, "labels_key", labels_key)
-        self.batch_key = check_key("batch_key", batch_key)
-        self.batches = check_classes("batches", batches, "batch_key", batch_key)
+        self._set_batches(batch_key, batches)
         self.thinning = check_thinning(thinning)
         if not self.reconstruction_weight and (self.labels_key is None or not self.classification_weight):
             raise OptionError(
@@ -129,7 +125,7 @@ class Variational(TellsBatches):
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
         """Raise unless the architecture has a latent distribution and heads behind it."""
-        check_latent("variational", architecture)
+        check_latent("variational", architecture, ("infer", "decode", "classify"), "the architecture 'scdiva'")
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
         """Return the classes and batches of the cells that a model is made with, unless they are known already."""
@@ -156,12 +152,8 @@ class Variational(TellsBatches):
             If there is no such column, no training cell has a known class, or a batch is unknown.
         """
         super().bind(cells, train_rows)
-        self._labels = self.numbers("labels", self.labels, cells)
-        if self._labels is not None and (self._labels[train_rows] < 0).all():
-            raise DataError(
-                f"labels_key={self.labels_key!r}: no training cell has one of the classes that the model knows "
-                f"({listing(self.labels or [])}); rename the classes of the data."
-            )
+        if said := self._no_class(cells, train_rows, needed=True):
+            raise DataError(f"{said}; rename the classes of the data.")
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the class and the batch of each cell of a query, which need not have any that the model knows.
@@ -172,45 +164,37 @@ class Variational(TellsBatches):
             If no cell has a known class, and the model learns nothing else.
         """
         super().bind_query(cells, train_rows)
-        self._labels = self.numbers("labels", self.labels, cells, needed=False)
-        if self._labels is None or not (self._labels[train_rows] < 0).all():
-            return
-        if not self.reconstruction_weight:
-            raise DataError(
-                f"labels_key={self.labels_key!r}: no training cell has one of the classes that the model knows "
-                f"({listing(self.labels or [])}), and reconstruction_weight=0 learns nothing else; label some cells."
-            )
-        warn(
-            f"labels_key={self.labels_key!r}: no training cell has one of the classes that the model knows "
-            f"({listing(self.labels or [])}); the cells train the reconstruction alone."
+        said = self._no_class(cells, train_rows, needed=False)
+        if said and not self.reconstruction_weight:
+            raise DataError(f"{said}, and reconstruction_weight=0 learns nothing else; label some cells.")
+        if said:
+            warn(f"{said}; the cells train the reconstruction alone.")
+
+    def _no_class(self, cells: Cells, train_rows: np.ndarray, *, needed: bool) -> str:
+        """Look up the class of each cell; say so if no training cell has a known one."""
+        key, names = self.labels_key, self.labels
+        self._labels = numbers_of_cells("labels_key", key, "labels", names, cells, needed=needed)
+        if self._labels is None or (self._labels[train_rows] >= 0).any():
+            return ""
+        return (
+            f"labels_key={key!r}: no training cell has one of the classes that the model knows ({listing(names or [])})"
         )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenize what is seen of each cell, and add the profile of the whole."""
-        seen = block
-        if self.thinning is not None:
-            seen = thin(
-                block,
-                keep=(self.thinning[0], self.thinning[1]),
-                gene_dropout=(0.0, 0.0),
-                seed=seed,
-                epoch=epoch,
-                view=0,
-                log_uniform=True,
-            )
+        seen = thinned(block, self.thinning, epoch=epoch, seed=seed)
         batch = {**cast(dict[str, torch.Tensor], tokenizer(seen)), **whole_profiles(block)}
         warmed_up = min(1.0, (epoch + 1) / self.kl_warmup) if self.kl_warmup else 1.0
         batch["kl_share"] = torch.full((len(block),), warmed_up)
         numbers = {
-            "cell_type": self.of_block("labels", self._labels, block),
-            "batch": self.of_block("batch", self._batches, block),
+            "cell_type": of_block("labels_key", self.labels_key, self._labels, block),
+            "batch": self.batches_of(block),
         }
         batch |= {name: tensor for name, tensor in numbers.items() if tensor is not None}
         return batch
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss; log its parts, and what active units are counted from."""
-        self.check_architecture(module)
         of_cells: Any = module
         tokens = {name: tensor for name, tensor in batch.items() if name not in _OF_THE_OBJECTIVE}
         found = of_cells.infer(**tokens)
@@ -251,16 +235,16 @@ _OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "kl_share", "cell_type",
 """Keys of a batch that are no arguments of `infer`."""
 
 
-def check_latent(objective: str, architecture: type[nn.Module] | nn.Module) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless an architecture has a latent distribution with heads."""
-    if not all(hasattr(architecture, name) for name in ("infer", "decode", "classify")):
-        raise OptionError(
-            f"{objective!r} needs an architecture with a latent distribution, which {name_of(architecture)} has not; "
-            "choose the architecture 'scdiva', or another objective."
-        )
+def check_latent(
+    objective: str, architecture: type[nn.Module] | nn.Module, methods: Sequence[str], choice: str
+) -> None:
+    """Raise :class:`~scforge.errors.OptionError` unless an architecture has these methods of a latent."""
+    if not all(hasattr(architecture, name) for name in methods):
+        why = f"has no latent distribution with {listing(methods)}"
+        raise mismatch(objective, architecture, why, choice)
 
 
-def check_thinning(thinning: Any) -> list[float] | None:
+def check_thinning(thinning: Sequence[float] | None) -> list[float] | None:
     """Return the range of the share of counts to keep as a list, or None.
 
     Raises
@@ -270,15 +254,13 @@ def check_thinning(thinning: Any) -> list[float] | None:
     """
     if thinning is None:
         return None
-    numbers = isinstance(thinning, Sequence) and all(
-        isinstance(n, int | float) and not isinstance(n, bool) for n in thinning
-    )
-    if not numbers or len(thinning) != 2 or not 0 < thinning[0] <= thinning[1] <= 1:
+    shares = list(thinning) if isinstance(thinning, Sequence) else []
+    if len(shares) != 2 or not 0 < shares[0] <= shares[1] <= 1:
         raise OptionError(
             f"thinning={thinning!r} is not a range of shares of counts; give (low, high) with 0 < low <= high <= 1, "
             "e.g. (0.1, 1), or None."
         )
-    return [float(thinning[0]), float(thinning[1])]
+    return [float(share) for share in shares]
 
 
 def whole_profiles(block: CellBlock) -> dict[str, torch.Tensor]:

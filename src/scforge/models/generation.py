@@ -1,0 +1,120 @@
+"""What architectures that generate cells share: their prompts, and draws that depend on a cell alone.
+
+Shapes: B cells, P tokens of a prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from scforge._checks import check_count, check_positive, check_seed
+from scforge.errors import OptionError, TrainingError
+
+LARGEST = 1.0 - 1e-12
+"""Largest random number, so that its product with a sum of probabilities stays below the sum."""
+
+
+class Prompt(NamedTuple):
+    """What cells begin with, all of shape (B, P): tokens first, padding behind them.
+
+    ``values`` are NaN where they are to be drawn. ``first`` is true for the special token that cells begin with.
+    """
+
+    ids: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor
+    first: torch.Tensor
+
+
+def read_prompt(
+    prompt: Mapping[str, torch.Tensor] | None, n_cells: int, first_id: int | None, n_special: int, vocab_size: int
+) -> Prompt:
+    """Return what `n_cells` cells begin with; `first_id` is put in front unless all of them begin with it."""
+    ids, values = torch.empty((n_cells, 0), dtype=torch.int64), torch.empty((n_cells, 0))
+    mask = torch.empty((n_cells, 0), dtype=torch.bool)
+    if prompt is not None:
+        ids, values, mask = _tensors_of(prompt, n_cells)
+    # Tokens come together, whatever the pattern of the padding.
+    place = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
+    ids, values, mask = (part.gather(1, place) for part in (ids, values, mask))
+    if first_id is not None and not (ids.shape[1] and bool((ids[:, 0] == first_id).all())):
+        ids, values = F.pad(ids, (1, 0), value=first_id), F.pad(values, (1, 0))
+        mask = F.pad(mask, (1, 0), value=True)
+    first = torch.zeros_like(mask)
+    first[:, :1] = first_id is not None
+    wrong = mask & ~first & ((ids < n_special) | (ids >= vocab_size))
+    if bool(wrong.any()):
+        raise OptionError(f"prompt has the token {int(ids[wrong][0])}, which is no gene; leave it out.")
+    again = mask & ~first_of_its_kind(ids.masked_fill(~mask, -1))
+    if bool(again.any()):
+        row, column = again.nonzero()[0].tolist()
+        raise OptionError(f"prompt has the gene {int(ids[row, column])} twice in cell {row}; give each once.")
+    return Prompt(ids, values, mask, first)
+
+
+def _tensors_of(prompt: Mapping[str, torch.Tensor], n_cells: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ids, values and mask of a prompt, shape (B, P)."""
+    if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
+        raise OptionError("prompt is no mapping with 'input_ids'; give a batch of the tokenizer.")
+    ids = torch.as_tensor(prompt["input_ids"]).cpu().long()
+    values, mask = prompt.get("values"), prompt.get("attention_mask")
+    values = torch.full(ids.shape, float("nan")) if values is None else torch.as_tensor(values).cpu().float()
+    mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else torch.as_tensor(mask).cpu() != 0
+    for name, tensor in (("values", values), ("attention_mask", mask)):
+        if tensor.shape != ids.shape:
+            raise OptionError(f"prompt has {name} of shape {tuple(tensor.shape)} for ids of {tuple(ids.shape)}.")
+    if ids.ndim not in (1, 2) or (ids.ndim == 2 and len(ids) != n_cells):
+        raise OptionError(f"prompt has ids of shape {tuple(ids.shape)}; give (P,), or ({n_cells}, P) for n_cells.")
+    shape = (n_cells, ids.shape[-1])
+    return ids.expand(shape), values.expand(shape), mask.expand(shape)
+
+
+def check_drawing(n_cells: int, temperature: float, seed: int, top_k: int | None) -> None:
+    """Raise unless cells can be drawn with these options."""
+    check_count("n_cells", n_cells, "cells")
+    check_positive("temperature", temperature)
+    check_seed(seed)
+    if top_k is not None:
+        check_count("top_k", top_k, "genes")
+
+
+def first_of_its_kind(genes_bs: torch.Tensor) -> torch.Tensor:
+    """Return whether no earlier place of the row has the same number, bool, (B, S)."""
+    sorted_bs, order_bs = genes_bs.sort(dim=1, stable=True)
+    first_bs = torch.ones_like(sorted_bs, dtype=torch.bool)
+    first_bs[:, 1:] = sorted_bs.diff(dim=1) != 0
+    return torch.zeros_like(first_bs).scatter(1, order_bs, first_bs)
+
+
+def generator_of(name: str) -> torch.Generator:
+    """Return random numbers that depend on `name` and on nothing else."""
+    digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def softmax(
+    logits_bv: torch.Tensor, allowed_bv: torch.Tensor, temperature: float, top_k: int | None = None
+) -> torch.Tensor:
+    """Return the probabilities of the allowed entries, float64, shape (B, V); zeros in a row without any."""
+    if not bool(logits_bv.isfinite().all()):
+        raise TrainingError("the model predicts numbers that are not finite; train it again with a lower lr.")
+    logits_bv = logits_bv.double().masked_fill(~allowed_bv, float("-inf"))
+    if top_k is not None and top_k < logits_bv.shape[1]:
+        likeliest_bk = logits_bv.topk(top_k, dim=1).indices
+        among_bv = torch.zeros_like(allowed_bv).scatter(1, likeliest_bk, True)
+        logits_bv = logits_bv.masked_fill(~among_bv, float("-inf"))
+    # Taken off before the division, which may be by next to nothing.
+    logits_bv = (logits_bv - logits_bv.amax(dim=1, keepdim=True)) / temperature
+    return logits_bv.softmax(dim=1).nan_to_num(0.0)
+
+
+def draw(shares_bv: torch.Tensor, random_b: torch.Tensor) -> torch.Tensor:
+    """Draw an entry of each row by inverting its distribution function, int64, shape (B,)."""
+    sums_bv = shares_bv.cumsum(dim=1)
+    aim_b1 = (random_b * sums_bv[:, -1]).unsqueeze(1)
+    return torch.searchsorted(sums_bv, aim_b1, right=True).squeeze(1).clamp(max=shares_bv.shape[1] - 1)
