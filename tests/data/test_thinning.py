@@ -5,7 +5,7 @@ from scipy import sparse, stats
 from scforge.data import CellBlock
 from scforge.data.cells import CellSource, content_keys
 from scforge.data.sampling import cell_keys, uniform
-from scforge.training.objectives._views import thin
+from scforge.training.objectives._views import downsample_counts
 
 PLAIN = {"keep": (0.5, 0.5), "gene_dropout": (0.0, 0.0), "seed": 0, "epoch": 0, "view": 0}
 
@@ -54,19 +54,24 @@ def test_numbers_of_a_cell_depend_on_its_counts_and_not_on_its_place():
 def test_a_view_does_not_depend_on_the_batch(source):
     options = {"keep": (0.3, 1.0), "gene_dropout": (0.0, 0.4), "seed": 1, "epoch": 2, "view": 3}
     rows = np.array([17, 4, 150])
-    whole, some = thin(source.block(np.arange(200)), **options), thin(source.block(rows), **options)
+    whole, some = (
+        downsample_counts(source.block(np.arange(200)), **options),
+        downsample_counts(source.block(rows), **options),
+    )
     for i, row in enumerate(rows):
         assert cell(some, i) == cell(whole, row)
     np.testing.assert_array_equal(some.rows, rows)
     for change in ({"seed": 9}, {"epoch": 9}, {"view": 9}):
-        other = thin(source.block(np.arange(200)), **options | change)
+        other = downsample_counts(source.block(np.arange(200)), **options | change)
         assert all(cell(whole, i) != cell(other, i) for i in range(200))
 
 
 def test_counts_are_binomial():
     def drawn(count: int, keep: tuple[float, float], n: int = 4000) -> np.ndarray:
         """Return what is left of one count in each of `n` cells."""
-        view = thin(CellBlock.from_csr(sparse.csr_matrix(np.full((n, 1), float(count)))), **PLAIN | {"keep": keep})
+        view = downsample_counts(
+            CellBlock.from_csr(sparse.csr_matrix(np.full((n, 1), float(count)))), **PLAIN | {"keep": keep}
+        )
         left = np.zeros(n)
         left[np.diff(view.indptr) == 1] = view.counts
         assert (view.totals >= 1).all()
@@ -86,22 +91,25 @@ def test_counts_are_binomial():
 
 def test_what_is_left_of_a_cell(source):
     block = source.block(np.arange(200))
-    view = thin(block, keep=(0.3, 1.0), gene_dropout=(0.0, 0.4), seed=0, epoch=0, view=0)
+    view = downsample_counts(block, keep=(0.3, 1.0), gene_dropout=(0.0, 0.4), seed=0, epoch=0, view=0)
     before, after = (
         sparse.csr_matrix((b.counts, b.genes, b.indptr), shape=(200, 100)).toarray() for b in (block, view)
     )
     assert (after <= before).all()
     assert (view.counts >= 1).all()
     assert ((view.totals >= after.sum(axis=1)) & (view.totals <= block.totals)).all()
-    whole = thin(block, **PLAIN | {"keep": (1.0, 1.0)})
+    whole = downsample_counts(block, **PLAIN | {"keep": (1.0, 1.0)})
     assert all(cell(whole, i) == cell(block, i) for i in range(200))
     # Totals count what is left, and dropout does not change them.
     inside = CellBlock.from_csr(source.counts)
-    view, dropped = thin(inside, **PLAIN), thin(inside, **PLAIN | {"gene_dropout": (0.4, 0.4)})
+    view, dropped = (
+        downsample_counts(inside, **PLAIN),
+        downsample_counts(inside, **PLAIN | {"gene_dropout": (0.4, 0.4)}),
+    )
     np.testing.assert_array_equal(view.totals, np.add.reduceat(view.counts, view.indptr[:-1]))
     np.testing.assert_array_equal(dropped.totals, view.totals)
     assert len(dropped.genes) / len(view.genes) == pytest.approx(0.6, abs=0.03)
     options = PLAIN | {"keep": (0.1, 1.0), "log_uniform": True}
-    views = [thin(block, **options | {"view": view}) for view in range(4)]
+    views = [downsample_counts(block, **options | {"view": view}) for view in range(4)]
     shares = np.log10(np.concatenate([view.totals / source.totals for view in views])) + 1
     assert stats.kstest(shares, "uniform").pvalue > 1e-3

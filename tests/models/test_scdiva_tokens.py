@@ -5,6 +5,7 @@ from scipy.sparse import csr_matrix
 
 from scforge.data import GeneVocab
 from scforge.errors import OptionError
+from scforge.models.scdiva import what_is_seen
 from scforge.tokenizers import get_tokenizer
 from scforge.tokenizers.entropy_ranked import serialization_weights
 
@@ -126,7 +127,7 @@ def test_hidden_values_are_predicted_by_name(tokens_of, made, profiles):
     last = torch.zeros_like(hidden)
     last[:, -3:] = batch["attention_mask"][:, -3:]
     model = made(max_tokens=6)
-    attended = model.states(model._seen(*(batch[name] for name in batch), last)).attended
+    attended = model.states(what_is_seen(*batch.values(), last, None, model.n_special)).attended
     assert bool(attended[last].all())
     assert torch.equal(attended.sum(dim=1), batch["attention_mask"].sum(dim=1).clamp(max=6))
 

@@ -429,7 +429,7 @@ class ScDiVaModel(Architecture):
         if attention_mask is None:
             readout = self._dense_states(input_ids)
         else:
-            seen = self._seen(input_ids, attention_mask, values, masked_positions, masked_values)
+            seen = what_is_seen(input_ids, attention_mask, values, masked_positions, masked_values, self.n_special)
             readout = self.states(seen).readout
         return dict(zip(("latent", "mu", "logvar"), self.variational_layer(readout), strict=True))
 
@@ -485,16 +485,6 @@ class ScDiVaModel(Architecture):
         if self.special_embedding is None:
             return F.pad(self.gene_embedding.norm(genes), (0, 0, self.n_special, 0))
         return self.gene_embedding.norm(torch.cat([self.special_embedding.weight, genes]))
-
-    def _seen(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        values: torch.Tensor | None,
-        masked_positions: torch.Tensor | None = None,
-        masked_values: torch.Tensor | None = None,
-    ) -> Seen:
-        return what_is_seen(input_ids, attention_mask, values, masked_positions, masked_values, self.n_special)
 
     def _summed(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weighted sum of all genes of which identity and value are seen, (B, H), and where it has none."""
@@ -706,7 +696,7 @@ class ScDiVaModel(Architecture):
         """
         if attention_mask is None:
             return self._forward_dense(input_ids, labels, target, beta, batch)
-        seen = self._seen(input_ids, attention_mask, values, masked_positions, masked_values)
+        seen = what_is_seen(input_ids, attention_mask, values, masked_positions, masked_values, self.n_special)
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         states = self.states(seen, table=labels is not None or return_logits or self.denoising, **wanted)
         latent, mu, logvar = found = self.variational_layer(states.readout)
@@ -851,7 +841,7 @@ class ScDiVaModel(Architecture):
         """
         if not self.denoising:
             raise OptionError("denoising=False leaves nothing to predict values with; train with 'masked_diffusion'.")
-        seen = self._seen(input_ids, attention_mask, values, None, masked_values)
+        seen = what_is_seen(input_ids, attention_mask, values, None, masked_values, self.n_special)
         states = self.states(seen, table=True)
         chosen_bs = seen.hidden_value & seen.has_gene
         if bool((chosen_bs & ~states.attended).any()):

@@ -22,7 +22,7 @@ from scforge.finetuning.baselines import FROZEN
 from scforge.finetuning.labels import check_classes, check_key, codes_of, text_labels
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
-from scforge.training.objectives._views import thin
+from scforge.training.objectives._views import downsample_counts
 from scforge.training.objectives.base import TrainingDefaults
 
 if TYPE_CHECKING:
@@ -400,7 +400,7 @@ class Integration(Task):
         """Tokenize a view of each cell; add ``counts``, shape (B, G), and ``batch``, shape (B,)."""
         if self._codes is None:
             raise TrainingError("the batches of the cells are not known; call bind(cells, train_rows) first.")
-        view = thin(block, keep=_KEEP, gene_dropout=_GENE_DROPOUT, seed=seed, epoch=epoch, view=0)
+        view = downsample_counts(block, keep=_KEEP, gene_dropout=_GENE_DROPOUT, seed=seed, epoch=epoch, view=0)
         tokens = self.arrange(tokenizer(view), tokenizer, block.rows, epoch=epoch, seed=seed)
         counts = np.zeros((len(block), tokenizer.vocab.n_genes), dtype=np.float32)
         counts[np.repeat(np.arange(len(block)), np.diff(block.indptr)), block.genes] = block.counts

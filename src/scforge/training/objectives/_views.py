@@ -76,7 +76,7 @@ def _ones(bits):
 
 
 @numba.njit(cache=True)
-def _thin(indptr, genes, counts, totals, keys, keep_low, keep_high, drop_low, drop_high, log_uniform):
+def _downsample(indptr, genes, counts, totals, keys, keep_low, keep_high, drop_low, drop_high, log_uniform):
     n_cells = len(indptr) - 1
     out_indptr = np.zeros(n_cells + 1, dtype=np.int64)
     out_genes = np.empty(len(genes), dtype=np.int32)
@@ -108,7 +108,7 @@ def _thin(indptr, genes, counts, totals, keys, keep_low, keep_high, drop_low, dr
     return out_indptr, out_genes[:size].copy(), out_counts[:size].copy(), out_totals
 
 
-def thin(
+def downsample_counts(
     block: CellBlock,
     *,
     keep: tuple[float, float],
@@ -140,7 +140,7 @@ def thin(
     Block of the same cells, with fewer counts and genes.
     """
     keys = cell_keys(block.rows, seed=seed, epoch=epoch, stream=view + 1)
-    indptr, genes, counts, totals = _thin(
+    indptr, genes, counts, totals = _downsample(
         block.indptr, block.genes, block.counts, block.totals, keys, float(keep[0]), float(keep[1]),
         float(gene_dropout[0]), float(gene_dropout[1]), log_uniform,
     )  # fmt: skip
@@ -148,12 +148,14 @@ def thin(
     return replace(block, indptr=indptr, genes=genes, counts=counts, totals=totals, draw=(block.draw << 16) + view)
 
 
-def thinned(block: CellBlock, share: Sequence[float] | None, *, epoch: int, seed: int) -> CellBlock:
+def downsampled(block: CellBlock, share: Sequence[float] | None, *, epoch: int, seed: int) -> CellBlock:
     """Return cells with a share of their counts, of which the logarithm is drawn evenly; None leaves them whole."""
     if share is None:
         return block
     keep = (share[0], share[1])
-    return thin(block, keep=keep, gene_dropout=(0.0, 0.0), seed=seed, epoch=epoch, view=0, log_uniform=True)
+    return downsample_counts(
+        block, keep=keep, gene_dropout=(0.0, 0.0), seed=seed, epoch=epoch, view=0, log_uniform=True
+    )
 
 
 class SeesViews(Objective):
@@ -183,7 +185,9 @@ class SeesViews(Objective):
         """Tokenize a view of each block, one block after the other; each place draws random numbers of its own."""
         keep, dropout = (self.keep_min, self.keep_max), (0.0, self.gene_dropout)
         parts = [
-            tokenizer.ragged(thin(block, keep=keep, gene_dropout=dropout, seed=seed, epoch=epoch, view=view))
+            tokenizer.ragged(
+                downsample_counts(block, keep=keep, gene_dropout=dropout, seed=seed, epoch=epoch, view=view)
+            )
             for view, block in enumerate(blocks)
         ]
         return pad(concatenate(parts))

@@ -20,7 +20,7 @@ from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._conditioning import TellsBatches
 from scforge.training.objectives._views import CollapseWatch, SeesViews, geometry_moments
-from scforge.training.objectives.base import TrainingDefaults, name_of, register_objective
+from scforge.training.objectives.base import TrainingDefaults, mismatch, register_objective
 
 _MIN_CELLS = 2
 """Cells of a batch in a step under which they are no sample of it."""
@@ -138,10 +138,8 @@ class JointEmbedding(TellsBatches, SeesViews):
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
         """Raise :class:`~scforge.errors.OptionError` if there is to be a projector, which the architecture lacks."""
         if self.projector is not None and not hasattr(architecture, "project"):
-            raise OptionError(
-                f"projector={self.projector} needs an architecture with a projector, which {name_of(architecture)} has "
-                "not; choose the architecture 'gene_pooling' or 'mlp', or leave projector out."
-            )
+            why = f"has no projector for projector={self.projector}"
+            raise mismatch("joint_embedding", architecture, why, "the architecture 'gene_pooling' or 'mlp'")
 
     def model_options(self) -> dict[str, Any]:
         """Return the width of the projector, as an option of the architecture, which is told no batches."""

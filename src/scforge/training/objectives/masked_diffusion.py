@@ -22,7 +22,7 @@ from scforge.errors import OptionError, TrainingError, warn
 from scforge.tokenizers._expression import log1p_cp10k
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._conditioning import TellsBatches
-from scforge.training.objectives._views import thinned
+from scforge.training.objectives._views import downsampled
 from scforge.training.objectives.base import (
     TrainingDefaults,
     mismatch,
@@ -245,7 +245,7 @@ class MaskedDiffusion(TellsBatches):
 
     def _seen_values(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> np.ndarray:
         """Return the log1p CP10K values of what is seen of each cell, float32, shape (B, G); 0 for what was lost."""
-        block = thinned(block, self.thinning, epoch=epoch, seed=seed)
+        block = downsampled(block, self.thinning, epoch=epoch, seed=seed)
         seen = np.zeros((len(block), tokenizer.vocab.n_genes), dtype=np.float32)
         seen[np.repeat(np.arange(len(block)), np.diff(block.indptr)), block.genes] = log1p_cp10k(block)
         return seen

@@ -25,7 +25,7 @@ from scforge.training.objectives._conditioning import (
     numbers_of_cells,
     of_block,
 )
-from scforge.training.objectives._views import thinned
+from scforge.training.objectives._views import downsampled
 from scforge.training.objectives.base import TrainingDefaults, mismatch, register_objective
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class Variational(TellsBatches):
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenize what is seen of each cell, and add the profile of the whole."""
-        seen = thinned(block, self.thinning, epoch=epoch, seed=seed)
+        seen = downsampled(block, self.thinning, epoch=epoch, seed=seed)
         batch = {**cast(dict[str, torch.Tensor], tokenizer(seen)), **whole_profiles(block)}
         warmed_up = min(1.0, (epoch + 1) / self.kl_warmup) if self.kl_warmup else 1.0
         batch["kl_share"] = torch.full((len(block),), warmed_up)
