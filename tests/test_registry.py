@@ -5,7 +5,12 @@ import pytest
 
 from scforge import _registry
 from scforge._registry import Registry
+from scforge.config import ModelConfig
+from scforge.data import GeneVocab
 from scforge.errors import OptionError
+from scforge.models import get_model
+from scforge.tokenizers import get_tokenizer
+from scforge.training import get_objective
 
 
 @pytest.fixture
@@ -87,3 +92,16 @@ def test_a_method_that_is_missing_is_told(strict):
     assert strict.get("partial") is partial
     whole = strict.register("whole")(type("Whole", (Part,), {"make": lambda self: None}))
     assert strict.get("whole") is whole
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (lambda: get_tokenizer("rank_value", GeneVocab.from_genes(["A"]), append_cls="false"), "append_cls"),
+        (lambda: get_objective("masked_gene_prediction", token_prior="false"), "token_prior"),
+        (lambda: get_model("scdiva", ModelConfig(vocab_size=9, denoising="false")), "denoising"),
+    ],
+)
+def test_switches_given_as_text_are_refused(make, name):
+    with pytest.raises(OptionError, match=f"{name}='false' is neither True nor False"):
+        make()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
+from scforge._checks import check_bool
 from scforge.errors import OptionError, ScforgeError, listing, suggest
 
 
@@ -166,9 +169,15 @@ class Registry[T]:
 
 
 def check_options(
-    kind: str, owner: str, options: Iterable[str], known: Sequence[str], hints: Mapping[str, str] | None = None
+    kind: str,
+    owner: str,
+    options: Iterable[str],
+    known: Sequence[str],
+    hints: Mapping[str, str] | None = None,
+    *,
+    of: Callable[..., Any] | None = None,
 ) -> None:
-    """Raise unless all `options` are `known` ones of `owner`.
+    """Raise unless all `options` are `known` ones of `owner`, and those of `of` that are true or false are just that.
 
     Parameters
     ----------
@@ -182,6 +191,8 @@ def check_options(
         Names that there are.
     hints
         Name of an option that users of other packages try, and what to do instead.
+    of
+        What takes the options; then they are given with their values. The text "false" would count as true.
 
     Raises
     ------
@@ -194,6 +205,9 @@ def check_options(
             if hints and option in hints:
                 raise OptionError(f"{wrong}; {hints[option]}.")
             raise OptionError(f"{wrong}{suggest(option, known, most=20)}")
+    for name, parameter in inspect.signature(of).parameters.items() if of is not None else ():
+        if isinstance(parameter.default, bool) and isinstance(options, Mapping) and name in options:
+            check_bool(name, options[name])
 
 
 def _package_of(point: EntryPoint) -> str:

@@ -352,7 +352,7 @@ def get_task(name: str, **options: Any) -> Task:
     'cell_type'
     """
     cls = TASKS.get(name)
-    check_options("task option", name, options, cls.option_names())
+    check_options("task option", name, options, cls.option_names(), of=cls)
     for option in cls.needed_options():
         if options.get(option) is None:
             raise OptionError(f"the task {name!r} needs {option}; pass {option}=..., in a file finetune.{option}.")

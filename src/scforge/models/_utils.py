@@ -130,7 +130,7 @@ class Architecture(nn.Module):
         given = own_names(cls, config.user_options())
         common = set(type(config).model_fields)
         options = {name: value for name, value in given.items() if name in parameters or name not in common}
-        check_options("option", cls.__name__, options, list(parameters))
+        check_options("option", cls.__name__, options, list(parameters), of=cls)
         needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
         shared = {name: getattr(config, name) for name in needed - set(options)}
         return cls(vocab_size=config.vocab_size, **shared, **options)

@@ -422,6 +422,8 @@ class AutoregressiveTransformer(Architecture):
         self.gene_loss_weight = check_positive("gene_loss_weight", gene_loss_weight, or_zero=True)
         self.expression_loss_weight = check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
         self.cell_loss_weight = check_positive("cell_loss_weight", cell_loss_weight, or_zero=True)
+        if not gene_loss_weight + expression_loss_weight + (cell_loss_weight if has_readout else 0):
+            raise OptionError("all loss weights are 0, so that nothing would be learned; raise one of them.")
         self.vocab_size = vocab_size
         self.n_bins = n_bins
         self.hidden_dim = hidden_dim

@@ -92,6 +92,9 @@ class NextByte:
         self.sig_reg = _Remembered(sig_reg)
         self.seq_len = seq_len
 
+    def check_architecture(self, architecture: Any) -> None:
+        """Take any module of bytes."""
+
     def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
         """Return the number of sequences of a batch."""
         return len(batch["input_ids"])

@@ -589,5 +589,5 @@ def get_tokenizer(name: str, vocab: GeneVocab, **options: Any) -> Tokenizer:
     ([[3, 4, 6]], 3)
     """
     cls = TOKENIZERS.get(name)
-    check_options("tokenizer option", name, options, cls.option_names())
+    check_options("tokenizer option", name, options, cls.option_names(), of=cls)
     return cls(vocab, **options)

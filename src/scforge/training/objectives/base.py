@@ -278,5 +278,5 @@ def get_objective(name: str, **options: Any) -> Objective:
     0.3
     """
     cls = OBJECTIVES.get(name)
-    check_options("objective option", name, options, cls.option_names())
+    check_options("objective option", name, options, cls.option_names(), of=cls)
     return cls(**options)
