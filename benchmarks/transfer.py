@@ -1,11 +1,11 @@
 """Are cells of a new donor, protocol, study or species labeled better by an encoder than by simple methods?
 
 Each task has a reference with labels and a query without. In each run 80 % of the cells of both are drawn, every method
-is fitted with the seed of the run, and a logistic regression and the 15 nearest neighbors carry labels from reference to
-query. `mixing` is the share of reference cells among the 30 nearest neighbors of a query cell, over what it would be if
-all lay at random. Rows "of both" have seen the query without labels; all others the reference alone. Hyper-parameters
-may be chosen on the tasks ``condition`` and ``protocol`` only; the others are tests and stay that. The figures go into
-``benchmarks/results/transfer.csv``, from which ``--table`` prints means and paired differences::
+is fitted with the seed of the run, and a logistic regression and the 15 nearest neighbors carry labels from reference
+to query. `mixing` is the share of reference cells among the 30 nearest neighbors of a query cell, over what it would be
+if all lay at random. Rows "of both" have seen the query without labels; all others the reference alone.
+Hyper-parameters may be chosen on the tasks ``condition`` and ``protocol`` only; the others are tests and stay that. The
+figures go into ``benchmarks/results/transfer.csv``, from which ``--table`` prints means and paired differences::
 
     python benchmarks/transfer.py --data FOLDER --runs 5
     python benchmarks/transfer.py --tasks condition --methods scforge pca --runs 2
@@ -19,7 +19,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import anndata as ad

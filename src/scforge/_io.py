@@ -214,7 +214,7 @@ def read_settled[T](folder: str | os.PathLike[str], read: Callable[[], T]) -> T:
     raise ModelFileError(f"{str(folder)!r} changed each time while it was read; load it when nobody saves to it.")
 
 
-def _put_in_place(path: Path, said: str) -> None:
+def _put_in_place(path: Path, prefix: str) -> None:
     """Make what is in the folder for new files the content of `path`."""
     _move_in(path)
     new = {part.name: part.is_dir() for part in (path / _NEW).iterdir()}
@@ -229,7 +229,7 @@ def _put_in_place(path: Path, said: str) -> None:
         if name not in own or there[name] != new[name] or not _is_removable(path / name)
     ]
     if others:
-        raise OptionError(f"{said} holds {listing(sorted(others))}, not of a model of scforge; choose another name.")
+        raise OptionError(f"{prefix} holds {listing(sorted(others))}, not of a model of scforge; choose another name.")
     stale = set()
     if described is not None and not new.keys().isdisjoint(_DESCRIPTIONS):
         stale = ((_OWN - _KEPT) | listed) & there.keys() - new.keys()
@@ -439,8 +439,8 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ModelFileError(f"{os.fspath(path)!r} is no JSON file: {first_line(error)}.") from error
 
 
-def parsed[T: BaseModel](schema: type[T], content: Any, said: str) -> T:
-    """Return what a file says as `schema` has it; `said` begins the message of what is missing or wrong in it."""
+def parsed[T: BaseModel](schema: type[T], content: Any, prefix: str) -> T:
+    """Return what a file says as `schema` has it; `prefix` begins the message of what is missing or wrong in it."""
     from pydantic import ValidationError
 
     try:
@@ -449,4 +449,4 @@ def parsed[T: BaseModel](schema: type[T], content: Any, said: str) -> T:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         found = "" if first["type"] == "missing" else f", and it is {first['input']!r:.60}"
-        raise ModelFileError(f"{said} ({where or 'all of it'}: {first['msg']}{found}); copy it again.") from error
+        raise ModelFileError(f"{prefix} ({where or 'all of it'}: {first['msg']}{found}); copy it again.") from error

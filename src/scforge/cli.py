@@ -283,11 +283,11 @@ INTERRUPTED = 130
 
 def _finetune(arguments: argparse.Namespace) -> int:
     from scforge.workflows.finetune import finetune_from_config, finetuning_config, finetuning_report
-    from scforge.workflows.train import first_process_speaks
+    from scforge.workflows.train import mute_other_processes
 
     config = finetuning_config(arguments.config, arguments.overrides, flags=_flags_of(arguments))
     options = {"resume": arguments.resume, "overwrite": arguments.overwrite}
-    speaks = first_process_speaks()
+    speaks = mute_other_processes()
     result = finetune_from_config(config, progress_bar=not arguments.quiet, **options)
     if speaks:
         print("\n".join(finetuning_report(result, config)))
@@ -499,10 +499,10 @@ def _train(arguments: argparse.Namespace) -> int:
     for index, path in enumerate(config.data.paths or []):
         check_places(path, place=config._places.of(["data", "paths", index]))
     from scforge.workflows import train_from_config
-    from scforge.workflows.train import first_process_speaks, training_report
+    from scforge.workflows.train import mute_other_processes, training_report
 
     options = {"resume": arguments.resume, "overwrite": arguments.overwrite}
-    speaks = first_process_speaks()
+    speaks = mute_other_processes()
     model = train_from_config(config, progress_bar=not arguments.quiet, **options)
     if speaks:
         print("\n".join(training_report(model, config)))

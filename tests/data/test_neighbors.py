@@ -8,7 +8,7 @@ from sklearn.neighbors import NearestNeighbors
 import scforge
 from scforge.data import open_cells
 from scforge.data.cells import CellSource
-from scforge.data.neighbors import harmonized, mutual_neighbors, neighbor_weights, principal_components
+from scforge.data.neighbors import harmony_correct, mutual_neighbors, neighbor_weights, principal_components
 from scforge.errors import DataError
 
 PER_GROUP = 30
@@ -52,14 +52,14 @@ def test_neighbors_are_of_the_same_group(missing):
 
 def test_harmony_brings_batches_together_and_leaves_groups_apart():
     coordinates, batches, groups = two_batches()
-    found = harmonized(coordinates, batches)
+    found = harmony_correct(coordinates, batches)
 
     def gap(values, of, a, b):
         return np.linalg.norm(values[of == a].mean(axis=0) - values[of == b].mean(axis=0))
 
     assert gap(found, batches, 0, 1) < gap(coordinates, batches, 0, 1) / 3
     assert gap(found, groups, 0, 1) > gap(coordinates, groups, 0, 1) / 2
-    np.testing.assert_array_equal(found, harmonized(coordinates, np.where(batches, "b", "a")))
+    np.testing.assert_array_equal(found, harmony_correct(coordinates, np.where(batches, "b", "a")))
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_harmony_agrees_with_its_authors_package():
     for batch in range(3):
         counts[np.ix_(batches == batch, often[batch::3])] *= 4
     components = principal_components(open_cells(AnnData(sparse.csr_matrix(counts), var=adata.var)))
-    found = harmonized(components, batches)
+    found = harmony_correct(components, batches)
     obs = pd.DataFrame({"batch": batches.astype(str)})
     other = np.asarray(harmonypy.run_harmony(components.astype(float), obs, ["batch"], verbose=False, ncores=1).Z_corr)
 
@@ -92,15 +92,15 @@ def test_harmony_agrees_with_its_authors_package():
 @pytest.mark.parametrize("n_cells", [1, 9, 10, 70])
 def test_harmony_of_what_leaves_little_to_correct(n_cells):
     coordinates = np.random.default_rng(0).normal(size=(n_cells, 5)).astype(np.float32)
-    found = harmonized(coordinates, np.arange(n_cells) % 2)
+    found = harmony_correct(coordinates, np.arange(n_cells) % 2)
     assert found.shape == (n_cells, 5)
     assert np.isfinite(found).all()
     assert np.array_equal(found, coordinates) == (n_cells < 10)
-    np.testing.assert_array_equal(harmonized(coordinates, np.zeros(n_cells)), coordinates)
-    assert np.isfinite(harmonized(np.zeros((n_cells, 3)), np.arange(n_cells) % 2)).all()
+    np.testing.assert_array_equal(harmony_correct(coordinates, np.zeros(n_cells)), coordinates)
+    assert np.isfinite(harmony_correct(np.zeros((n_cells, 3)), np.arange(n_cells) % 2)).all()
     # Batches without any cell type in common.
     coordinates, _, groups = two_batches()
-    np.testing.assert_allclose(harmonized(coordinates, groups), coordinates, atol=1)
+    np.testing.assert_allclose(harmony_correct(coordinates, groups), coordinates, atol=1)
 
 
 def test_mutual_neighbors_by_hand():

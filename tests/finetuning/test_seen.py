@@ -9,7 +9,7 @@ from scipy import sparse
 
 from scforge.data.cells import CellSource
 from scforge.errors import ModelFileError
-from scforge.finetuning.held_out import CellMarks, SeenCells
+from scforge.finetuning.held_out import CellFingerprints, HeldOutRegistry
 from scforge.finetuning.splits import Split
 
 N, G = 30, 12
@@ -48,33 +48,33 @@ OTHERS = [f"other{i}" for i in range(N)]
 def test_counts_tell_where_the_same_genes_are_measured_and_names_elsewhere(
     known: CellSource, given: CellSource, found: bool, unclear: bool
 ) -> None:
-    learned, marks = CellMarks.of(known).take(ROWS), CellMarks.of(given)
+    learned, marks = CellFingerprints.of(known).take(ROWS), CellFingerprints.of(given)
     np.testing.assert_array_equal(marks.among(learned), found & (np.arange(N) < 10))
     np.testing.assert_array_equal(marks.undecided(learned), np.full(N, unclear))
     # Datasets share barcodes; where all genes are measured in both, counts alone decide.
-    learned, shifted = CellMarks.of(cells()).take(ROWS), CellMarks.of(cells([*NAMES[10:], *NAMES[:10]]))
+    learned, shifted = CellFingerprints.of(cells()).take(ROWS), CellFingerprints.of(cells([*NAMES[10:], *NAMES[:10]]))
     np.testing.assert_array_equal(shifted.among(learned), np.arange(N) < 10)
 
 
 def test_a_union_has_each_cell_once() -> None:
-    marks = CellMarks.of(cells())
+    marks = CellFingerprints.of(cells())
     both = marks.take(np.arange(12)).union(marks.take(np.arange(8, 20)))
     assert len(both) == 20
     np.testing.assert_array_equal(marks.among(both), np.arange(N) < 20)
-    assert not marks.among(CellMarks.none()).any()
-    assert not marks.undecided(CellMarks.none()).any()
+    assert not marks.among(CellFingerprints.none()).any()
+    assert not marks.undecided(CellFingerprints.none()).any()
 
 
 @pytest.fixture
-def seen() -> SeenCells:
-    marks = CellMarks.of(cells(measured=without(3)))
+def seen() -> HeldOutRegistry:
+    marks = CellFingerprints.of(cells(measured=without(3)))
     split = Split(train=np.arange(20), validation=np.arange(20, 25), test=np.arange(25, 30))
-    return SeenCells(split, marks, CellMarks.of(cells()).take(ROWS))
+    return HeldOutRegistry(split, marks, CellFingerprints.of(cells()).take(ROWS))
 
 
-def test_a_folder_keeps_all_of_it(seen: SeenCells, tmp_path: Path) -> None:
+def test_a_folder_keeps_all_of_it(seen: HeldOutRegistry, tmp_path: Path) -> None:
     seen.save(tmp_path)
-    again = SeenCells.load(tmp_path, seen.digest)
+    again = HeldOutRegistry.load(tmp_path, seen.digest)
     assert again is not None
     for one, other in ((again.marks, seen.marks), (again.learned, seen.learned), (again.trained, seen.trained)):
         np.testing.assert_array_equal(one.table, other.table)
@@ -83,11 +83,11 @@ def test_a_folder_keeps_all_of_it(seen: SeenCells, tmp_path: Path) -> None:
     content[content.find(seen.learned.table.tobytes())] ^= 1
     path.write_bytes(bytes(content))
     with pytest.raises(ModelFileError, match="its checksum is another one"):
-        SeenCells.load(tmp_path, seen.digest)
+        HeldOutRegistry.load(tmp_path, seen.digest)
     # A folder from before has learned nothing else.
     seen.save(tmp_path)
     save_file({k: v for k, v in load_file(path).items() if k not in ("names", "panel", "learned")}, path)
-    again = SeenCells.load(tmp_path, seen.digest)
+    again = HeldOutRegistry.load(tmp_path, seen.digest)
     assert again is not None
     assert not len(again.learned)
     np.testing.assert_array_equal(again.numbers, seen.numbers)

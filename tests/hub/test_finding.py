@@ -183,13 +183,13 @@ def test_names_of_the_registry_lead_to_the_hub(hub, repo: str, tmp_path: Path, m
     (tmp_path / "models.json").write_text(json.dumps({"format": 1, "models": {"light": entry}}))
     monkeypatch.setenv("SCFORGE_MODELS", str(tmp_path / "models.json"))
     assert resolve("scforge://light").name == first
-    found = find_model("scforge://light@1", said="model")
+    found = find_model("scforge://light@1", prefix="model")
     assert (contents(found.folder), found.repo_id, found.commit) == (MODEL, repo, first)
     # A copy has files and no links, and knows where it is from.
     copied = copy_model(found.folder, tmp_path / "copy", origin=(repo, first))
     assert {**contents(copied), **MODEL} == contents(copied)
     assert not [path for path in copied.iterdir() if path.is_symlink()]
-    again = find_model("scforge://light@2", said="model")
+    again = find_model("scforge://light@2", prefix="model")
     assert (again.repo_id, again.commit) == (repo, first)
 
 

@@ -6,7 +6,7 @@ from anndata import AnnData
 from scipy import sparse
 
 from scforge.data import GeneVocab, open_cells
-from scforge.data.neighbors import harmonized, mutual_neighbors, principal_components
+from scforge.data.neighbors import harmony_correct, mutual_neighbors, principal_components
 from scforge.errors import OptionError, ScforgeWarning
 from scforge.models import Encoder, GenePoolingModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
@@ -149,7 +149,7 @@ def test_neighbors_are_looked_for_in_the_space_that_is_asked_for(adata):
         pools[space] = objective._pool
         coordinates, batches = principal_components(pools[space].cells), objective._batches[pools[space].rows]
         if space == "harmony":
-            coordinates = harmonized(coordinates, batches)
+            coordinates = harmony_correct(coordinates, batches)
         assert (mutual_neighbors(coordinates, batches, across=10, within=0) != pools[space].pairs).nnz == 0
     assert (pools["components"].pairs != pools["harmony"].pairs).nnz > 0
 
@@ -166,7 +166,7 @@ def test_neighbors_are_drawn_as_often_as_they_weigh(adata, temperature, monkeypa
         found, has = pool.neighbors(cells.block(pool.rows[[place]]), epoch=epoch, seed=0)
         assert has.all()
         drawn[which[tuple(found.counts)]] += 1 / 2_000
-    unit = harmonized(principal_components(pool.cells), objective._batches[pool.rows])
+    unit = harmony_correct(principal_components(pool.cells), objective._batches[pool.rows])
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
     weights = np.ones(len(theirs)) if temperature is None else np.exp(unit[theirs] @ unit[place] / temperature)
     expected = np.zeros(len(drawn))

@@ -11,7 +11,7 @@ from scforge.models import ScDiVaModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
 from scforge.training import Variational
 from scforge.training.objectives.variational import dense_profiles
-from scforge.training.plan import EpochMeans
+from scforge.training.plan import EpochMetrics
 
 N_GENES, LATENT = 80, 3
 
@@ -81,7 +81,7 @@ def test_loss_is_the_formula(cells, tokenizer):
 
 
 def test_active_units_are_those_over_all_cells_of_an_epoch(cells, tokenizer):
-    objective, means, module = Variational(), EpochMeans(), Linear()
+    objective, means, module = Variational(), EpochMetrics(), Linear()
     mu = module.infer(**tokenizer(cells.block(np.arange(60))))["mu"]
     with torch.no_grad():  # one dimension just above the threshold, two just below
         module.genes.weight[:, :LATENT] *= (torch.tensor([0.0101, 0.0099, 0.0099]) / mu.var(dim=0, correction=0)).sqrt()

@@ -269,8 +269,8 @@ def _parse_override(override: str) -> tuple[dict[str, Any], Source]:
     keys = [key.strip() for key in name.split(".")]
     if not equals or not all(keys):
         raise ConfigError(f"override={override!r} is not an option; write it as section.option=value.")
-    said = f"{name}={SECRET}" if "storage_option" in name else override
-    where = f"override {said!r}"
+    shown_override = f"{name}={SECRET}" if "storage_option" in name else override
+    where = f"override {shown_override!r}"
     content, root = parse_yaml(text, where=where)
     for key in reversed(keys):
         content = {key: content}

@@ -164,7 +164,7 @@ _PIECE = 4096
 
 
 @dataclass(frozen=True)
-class SomaPlace:
+class SomaLocation:
     """An open experiment.
 
     Attributes
@@ -211,7 +211,7 @@ def soma(what: str, advice: str = "check the connection, and try again") -> Iter
         raise DataError(f"{what} cannot be read: {first_line(error)}; {advice}.") from error
 
 
-def open_census(organism: str, version: str, tiledb_config: Mapping[str, Any] | None) -> SomaPlace:
+def open_census(organism: str, version: str, tiledb_config: Mapping[str, Any] | None) -> SomaLocation:
     """Open an organism of the CELLxGENE Census."""
     census_client = import_soma("cellxgene_census")
     what = f"the CELLxGENE Census (census_version={version!r})"
@@ -223,17 +223,17 @@ def open_census(organism: str, version: str, tiledb_config: Mapping[str, Any] | 
             raise OptionError(f"census_version={version!r} is not known{suggest(version, known)}") from error
         config = None if tiledb_config is None else dict(tiledb_config)
         root = census_client.open_soma(census_version=version, tiledb_config=config)
-        return SomaPlace(f"census:{release}/{organism}", _experiment(root, organism, what), release, root)
+        return SomaLocation(f"census:{release}/{organism}", _experiment(root, organism, what), release, root)
 
 
-def open_uri(uri: str, organism: str, tiledb_config: Mapping[str, Any] | None) -> SomaPlace:
+def open_uri(uri: str, organism: str, tiledb_config: Mapping[str, Any] | None) -> SomaLocation:
     """Open an experiment, or an organism of a folder laid out as the Census is."""
     tiledbsoma = import_soma()
     what = f"uri={uri!r}"
     with soma(what, "check the URI, and the options of the connection in tiledb_config"):
         context = None if tiledb_config is None else tiledbsoma.SOMATileDBContext(tiledb_config=dict(tiledb_config))
         root = tiledbsoma.open(uri, context=context)
-        return SomaPlace(uri, _experiment(root, organism, what), "", root)
+        return SomaLocation(uri, _experiment(root, organism, what), "", root)
 
 
 def _experiment(root: Any, organism: str, what: str) -> Any:
@@ -317,7 +317,7 @@ class CountReader:
         How often counts were read, and of how many cells.
     """
 
-    def __init__(self, place: SomaPlace, array: Any, joinids: np.ndarray, var_joinids: np.ndarray) -> None:
+    def __init__(self, place: SomaLocation, array: Any, joinids: np.ndarray, var_joinids: np.ndarray) -> None:
         # The client closes what is open when the root goes, so the place is kept.
         self._place, self.name = place, place.name
         self._array, self._joinids, self._var_joinids = array, joinids, var_joinids
@@ -377,7 +377,7 @@ _NAMES = ("feature_id", "feature_name", "var_id")
 """Columns of var that hold names of genes: those of the Census, and that of ``tiledbsoma.io.from_anndata``."""
 
 
-class SomaCells:
+class CensusCells:
     """Cells of a :class:`scforge.data.CensusQuery`, as :class:`scforge.data.cells.Cells`; made by its ``open``.
 
     Attributes
@@ -438,7 +438,7 @@ class SomaCells:
         self.counts_kept = float(some.counts.sum(dtype=np.float64) / some.totals.sum())
         warn_counts_outside(self.counts_kept, self.vocab)
 
-    def with_vocab(self, vocab: GeneVocab, *, min_overlap: float = MIN_OVERLAP) -> SomaCells:
+    def with_vocab(self, vocab: GeneVocab, *, min_overlap: float = MIN_OVERLAP) -> CensusCells:
         """Return the same cells over the genes of another vocabulary.
 
         Parameters
@@ -457,7 +457,7 @@ class SomaCells:
         GeneMismatchError
             If too few genes of `vocab` are in the experiment.
         """
-        return SomaCells(
+        return CensusCells(
             self._reader,
             self.joinids,
             self.obs,
@@ -474,7 +474,7 @@ class SomaCells:
         return len(self.joinids)
 
     def __repr__(self) -> str:
-        return f"SomaCells({len(self)} cells of {self.place!r}, {self.vocab.n_genes} genes)"
+        return f"CensusCells({len(self)} cells of {self.place!r}, {self.vocab.n_genes} genes)"
 
     @cached_property
     def n_expressed(self) -> np.ndarray:
@@ -579,12 +579,12 @@ _MAX_ROWS = 4096
 
 
 class SomaStream:
-    """Cells of a query, as ``scforge.data.readers.CellStream``; made by :meth:`CensusQuery.streams`."""
+    """Cells of a query, as ``scforge.data.readers.ChunkReader``; made by :meth:`CensusQuery.streams`."""
 
     def __init__(
         self,
         reader: CountReader,
-        place: SomaPlace,
+        place: SomaLocation,
         joinids: np.ndarray,
         columns: list[str] | None,
         var: pd.DataFrame,
@@ -727,7 +727,7 @@ class CensusQuery:
         *,
         min_overlap: float = MIN_OVERLAP,
         chunk_size: int = CHUNK_SIZE,
-    ) -> SomaCells:
+    ) -> CensusCells:
         """Read which cells and genes there are; counts are read when they are needed.
 
         Parameters
@@ -760,7 +760,7 @@ class CensusQuery:
         place = self._place()
         obs, joinids, lengths = self._cells(place)
         var, chosen = self._genes(place)
-        return SomaCells(
+        return CensusCells(
             self._reader(place, joinids, var),
             joinids,
             obs,
@@ -801,12 +801,12 @@ class CensusQuery:
             )
         ]
 
-    def _place(self) -> SomaPlace:
+    def _place(self) -> SomaLocation:
         if self.uri is None:
             return open_census(self.organism, self.census_version, self.tiledb_config)
         return open_uri(os.fspath(self.uri), self.organism, self.tiledb_config)
 
-    def _cells(self, place: SomaPlace) -> tuple[pd.DataFrame, np.ndarray, np.ndarray | None]:
+    def _cells(self, place: SomaLocation) -> tuple[pd.DataFrame, np.ndarray, np.ndarray | None]:
         """Return the wanted columns of obs, the joinids, and the number of counts of each cell if obs has it."""
         frame = place.experiment.obs
         columns = [name for name in frame.schema.names if name != "soma_joinid"]
@@ -828,7 +828,7 @@ class CensusQuery:
         joinids = np.ascontiguousarray(table["soma_joinid"], dtype=np.int64)
         return table[wanted], joinids, _whole(table[_LENGTHS]) if lengths else None
 
-    def _nothing(self, place: SomaPlace) -> DataError:
+    def _nothing(self, place: SomaLocation) -> DataError:
         frame = place.experiment.obs
         total = count_rows(frame, None)
         if not total:
@@ -854,7 +854,7 @@ class CensusQuery:
                     "check how it is written."
                 )
 
-    def _genes(self, place: SomaPlace) -> tuple[pd.DataFrame, np.ndarray | None]:
+    def _genes(self, place: SomaLocation) -> tuple[pd.DataFrame, np.ndarray | None]:
         """Return the table of all genes, and which of them fit the `gene_filter`."""
         with soma(f"var of {place.name!r}", "check gene_filter and the connection"):
             frame = self._measurement(place).var
@@ -873,10 +873,10 @@ class CensusQuery:
             raise DataError(f"no gene of {place.name!r} fits gene_filter={self.gene_filter!r}; loosen it.")
         return var, np.asarray(var["soma_joinid"].isin(kept))
 
-    def _measurement(self, place: SomaPlace) -> Any:
+    def _measurement(self, place: SomaLocation) -> Any:
         return member(place.experiment.ms, self.measurement, "measurement", repr(place.name))
 
-    def _reader(self, place: SomaPlace, joinids: np.ndarray, var: pd.DataFrame) -> CountReader:
+    def _reader(self, place: SomaLocation, joinids: np.ndarray, var: pd.DataFrame) -> CountReader:
         with soma(f"X of {place.name!r}"):
             array = member(self._measurement(place).X, self.layer, "layer", f"X of {place.name!r}")
         return CountReader(place, array, joinids, np.asarray(var["soma_joinid"], dtype=np.int64))

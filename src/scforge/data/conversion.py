@@ -26,7 +26,7 @@ from scforge._version import __version__
 from scforge.data.cells import CellBlock, StreamingMedians
 from scforge.data.checks import row_sums
 from scforge.data.genes import MIN_OVERLAP, WARN_OUTSIDE, GeneMap, map_streams
-from scforge.data.readers import AdataStream, CellStream, is_url, open_streams, parse_bytes
+from scforge.data.readers import AdataStream, ChunkReader, is_url, open_streams, parse_bytes
 from scforge.data.sampling import ranges
 from scforge.data.store import (
     CHUNK_SIZE,
@@ -229,7 +229,7 @@ def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
     return target
 
 
-def _check_apart(target: Path, streams: Sequence[CellStream]) -> None:
+def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
     """Raise if the store would stand in the place of a source, above or below it."""
     for stream in streams:
         name = stream.name.removeprefix("file://")
@@ -286,7 +286,7 @@ def _full_disk(target: Path) -> Iterator[None]:
         ) from error
 
 
-def _check_space(folder: Path, streams: Sequence[CellStream], n_genes: int) -> None:
+def _check_space(folder: Path, streams: Sequence[ChunkReader], n_genes: int) -> None:
     free = shutil.disk_usage(folder).free
     needed = sum(stream.n_entries for stream in streams) * _entry_bytes(n_genes)
     if free < needed:
@@ -316,7 +316,7 @@ _MIN = 150_000_000
 """What has to be left for counts."""
 
 
-def dataset_size(memory: int, streams: Sequence[CellStream], vocab: GeneVocab, table: pd.DataFrame) -> int:
+def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, table: pd.DataFrame) -> int:
     """Return the number of cells of a dataset (the last may have fewer) so that `memory` bytes suffice, about."""
     medians = 4_400 * vocab.n_genes if vocab.medians is None else 0
     # Of each cell: its place, its length and its total, and its row in the table, with what a dataset copies of it.
@@ -362,7 +362,7 @@ class _Scattered:
         """Of each source the sum of all counts."""
 
     def read(
-        self, streams: Sequence[CellStream], maps: Sequence[GeneMap], table: pd.DataFrame, *, progress: bool
+        self, streams: Sequence[ChunkReader], maps: Sequence[GeneMap], table: pd.DataFrame, *, progress: bool
     ) -> None:
         """Fill the files with the counts of the sources."""
         dataset_of = np.empty(len(table), dtype=np.uint32)
@@ -386,7 +386,7 @@ class _Scattered:
         if not sum(self.kept):
             raise DataError("no cell expresses a gene of the vocabulary; choose another one with vocab.")
 
-    def _check_largest(self, counts: sparse.csr_matrix, stream: CellStream, names: pd.Index) -> None:
+    def _check_largest(self, counts: sparse.csr_matrix, stream: ChunkReader, names: pd.Index) -> None:
         if not counts.nnz or (most := counts.data.max()) <= np.iinfo(np.uint16).max:
             return
         self.counts_dtype = np.dtype(np.uint32)
@@ -475,7 +475,7 @@ def _write_dataset(folder: Path, matrix: sparse.csr_matrix, obs: pd.DataFrame, v
         )
 
 
-def _warn_outside(streams: Sequence[CellStream], scattered: _Scattered, vocab: GeneVocab) -> None:
+def _warn_outside(streams: Sequence[ChunkReader], scattered: _Scattered, vocab: GeneVocab) -> None:
     """Warn about cells and counts outside of the vocabulary, once all are seen."""
     if n_empty := int((scattered.lengths == 0).sum()):
         warn(f"{n_empty} cells express no gene of the vocabulary; their embedding tells nothing.")
@@ -494,7 +494,7 @@ def _bar(what: str, n_cells: int, progress: bool) -> Any:
     return tqdm(total=n_cells, desc=what, unit="cell", unit_scale=True, disable=None if progress else True)
 
 
-def join_obs(streams: Sequence[CellStream], wanted: Sequence[str] | None) -> pd.DataFrame:
+def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd.DataFrame:
     """Return the tables of cells of all sources as one, with unique names and the source of each cell at the end.
 
     Columns of text become categories, which are those of all sources.
@@ -597,7 +597,7 @@ def _kind(values: Any) -> str | None:
     return {"b": "truth values", "i": "numbers", "u": "numbers", "f": "numbers"}.get(values.dtype.kind)
 
 
-def _problem(name: str, kinds: Sequence[str | None], streams: Sequence[CellStream]) -> str | None:
+def _problem(name: str, kinds: Sequence[str | None], streams: Sequence[ChunkReader]) -> str | None:
     """Return why a column cannot be joined, one sentence, or None."""
     for kind, stream in zip(kinds, streams, strict=True):
         if kind is None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from anndata import AnnData
 
-    from scforge.data.readers import CellStream
+    from scforge.data.readers import ChunkReader
 
 
 def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) -> sparse.csr_matrix:
@@ -195,10 +195,10 @@ class GeneMap:
         columns = vocab.gene_indices(names)
         notes = []
         if (columns >= 0).sum() < MIN_OVERLAP * min(vocab.n_genes, len(names)):
-            columns, said = _by_annotation(names, columns, vocab)
-            notes += said
-        columns, said = _by_dots(names, columns, vocab)
-        return cls(columns, vocab.n_genes, (*notes, *said))
+            columns, further = _by_annotation(names, columns, vocab)
+            notes += further
+        columns, further = _by_dots(names, columns, vocab)
+        return cls(columns, vocab.n_genes, (*notes, *further))
 
     @property
     def n_matched(self) -> int:
@@ -296,9 +296,9 @@ def map_names(
             f"{kind} such as {listing(names[:2])}, the vocabulary {expected} such as "
             f"{listing(vocab.genes[:2])}; {hint}."
         )
-    for said in gene_map.notes:
+    for note in gene_map.notes:
         better = _better_column(var, vocab, gene_key, gene_map.n_matched + 1)
-        warn(f"{where}: {said}{f'; {better}' if better else ''}.")
+        warn(f"{where}: {note}{f'; {better}' if better else ''}.")
     if share < WARN_OVERLAP:
         warn(
             f"{where} has {gene_map.n_matched} of the {vocab.n_genes} genes of the vocabulary ({share:.0%}); "
@@ -410,7 +410,7 @@ def how_to_convert(kind: str, expected: str) -> str | None:
     return f"convert them with scforge.data.convert_gene_ids(names, to={target!r}, species={species!r})"
 
 
-def stream_genes(stream: CellStream, gene_key: str | None = None) -> np.ndarray:
+def stream_genes(stream: ChunkReader, gene_key: str | None = None) -> np.ndarray:
     """Return the gene names of a source, array of str, shape (n_genes,).
 
     Raises
@@ -453,7 +453,7 @@ def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene n
             )
 
 
-def union_vocab(streams: Sequence[CellStream], gene_key: str | None = None) -> GeneVocab:
+def union_vocab(streams: Sequence[ChunkReader], gene_key: str | None = None) -> GeneVocab:
     """Return a vocabulary of all genes of all sources, in the order in which they come.
 
     Raises
@@ -469,7 +469,7 @@ def union_vocab(streams: Sequence[CellStream], gene_key: str | None = None) -> G
 
 
 def map_streams(
-    streams: Sequence[CellStream],
+    streams: Sequence[ChunkReader],
     vocab: GeneVocab | None,
     *,
     gene_key: str | None = None,
@@ -515,7 +515,7 @@ def map_streams(
 
 
 @contextlib.contextmanager
-def _named(stream: CellStream) -> Iterator[None]:
+def _named(stream: ChunkReader) -> Iterator[None]:
     """Put the name of a file before what is told of its genes, which says ``adata`` whatever the source."""
     prefix = "" if stream.name == "adata" else f"{stream.name!r}: "
     told: list[warnings.WarningMessage] = []

@@ -51,7 +51,7 @@ def principal_components(cells: CellSource, n_comps: int = 50) -> np.ndarray:
     return np.asarray(found, dtype=np.float32)
 
 
-def harmonized(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -> np.ndarray:
+def harmony_correct(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -> np.ndarray:
     """Return coordinates of cells, shape (N, D), after Harmony [1]_ with its defaults, float32.
 
     The penalty of clusters with few cells of a batch, and the ridge, are those of its second version, as in harmonypy 2
@@ -75,7 +75,7 @@ def harmonized(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -
     --------
     >>> batches = np.repeat([0, 1], 60)
     >>> coordinates = np.random.default_rng(0).normal(size=(120, 5)) + batches[:, None]
-    >>> corrected = harmonized(coordinates, batches)
+    >>> corrected = harmony_correct(coordinates, batches)
     >>> bool(abs(corrected[:60].mean() - corrected[60:].mean()) < 0.8)
     True
     """

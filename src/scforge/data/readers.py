@@ -488,7 +488,7 @@ _UNLIMITED = 2**60
 """What control groups of the first version say where there is no limit is more than this."""
 
 
-def check_memory(streams: Sequence[CellStream], memory: int | str | None = None) -> None:
+def check_memory(streams: Sequence[ChunkReader], memory: int | str | None = None) -> None:
     """Raise unless the cells fit into `memory`, see :func:`lack_of_memory`.
 
     Raises
@@ -503,7 +503,7 @@ def check_memory(streams: Sequence[CellStream], memory: int | str | None = None)
         )
 
 
-def lack_of_memory(streams: Sequence[CellStream], memory: int | str | None = None) -> str | None:
+def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = None) -> str | None:
     """Say how far cells exceed `memory`, e.g. ``"16GB"``, or half of what is available; None if they fit."""
     there = available_memory() if memory is None else parse_bytes("memory", memory)
     if there is None:
@@ -1093,7 +1093,7 @@ def missing_column(column: str, source: str, columns: Sequence[str]) -> DataErro
 
 
 class AdataStream:
-    """An AnnData in memory, as ``scforge.data.readers.CellStream``.
+    """An AnnData in memory, as ``scforge.data.readers.ChunkReader``.
 
     Parameters
     ----------
@@ -1181,7 +1181,7 @@ def table_digest(table: pd.DataFrame) -> str:
     return digest.hexdigest()
 
 
-class Place(Protocol):
+class Location(Protocol):
     """Where an AnnData is stored, and how it is opened; `name` is `address` without credentials."""
 
     name: str
@@ -1194,7 +1194,7 @@ class Place(Protocol):
         """Return what changes when the file does."""
 
 
-class H5adPlace:
+class H5adLocation:
     """An h5ad file, or a modality of an h5mu file."""
 
     def __init__(self, path: Path, modality: str | None = None) -> None:
@@ -1212,12 +1212,12 @@ class H5adPlace:
 
 
 class FileStream:
-    """An AnnData on disk or behind a URL, as ``scforge.data.readers.CellStream``.
+    """An AnnData on disk or behind a URL, as ``scforge.data.readers.ChunkReader``.
 
     It is opened anew for each question, so that it can be handed to another process.
     """
 
-    def __init__(self, place: Place, layer: str | None = None) -> None:
+    def __init__(self, place: Location, layer: str | None = None) -> None:
         self._place, self._layer, self.name, self.address = place, layer, place.name, place.address
         with reading(repr(place.name), fix="write the file again"), place.open() as opened:
             matrix = opened.matrix(layer)
@@ -1259,7 +1259,7 @@ class BackedStream(FileStream):
     """A backed AnnData: counts are those of its file, tables those in memory, which may have changed."""
 
     def __init__(self, adata: AnnData, layer: str | None = None) -> None:
-        super().__init__(H5adPlace(Path(adata.filename)), layer)
+        super().__init__(H5adLocation(Path(adata.filename)), layer)
         self._adata, self._var = adata, adata.var
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
@@ -1340,7 +1340,7 @@ def is_collection(place: str, options: Mapping[str, Any] | None = None) -> bool:
         return json.loads(content).get("attributes", {}).get("encoding-type") == _COLLECTION
 
 
-class ZarrPlace:
+class ZarrLocation:
     """An AnnData in a zarr folder, here or behind a URL, or one modality of a MuData in it."""
 
     def __init__(self, path: str, modality: str | None = None, options: Mapping[str, Any] | None = None) -> None:
@@ -1366,7 +1366,7 @@ class ZarrPlace:
         return {"size": size, "files": digest.hexdigest()}
 
 
-class UrlPlace:
+class UrlLocation:
     """An h5ad file behind a URL, or one modality of an h5mu file."""
 
     def __init__(self, url: str, modality: str | None = None, options: Mapping[str, Any] | None = None) -> None:
@@ -1416,7 +1416,7 @@ _READERS = {
 }
 
 
-class CellStream(Protocol):
+class ChunkReader(Protocol):
     """Cells that are read piece by piece, with all genes of their source.
 
     Attributes
@@ -1495,7 +1495,7 @@ def open_streams(
     layer: str | None = None,
     modality: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
-) -> list[CellStream]:
+) -> list[ChunkReader]:
     """Open sources of cells for reading piece by piece.
 
     Parameters
@@ -1535,7 +1535,7 @@ def open_streams(
     places = list(source) if isinstance(source, list | tuple) else [source]
     if not places:
         raise OptionError("source=[] names no file; name at least one.")
-    opened: list[CellStream] = []
+    opened: list[ChunkReader] = []
     for place in places:
         if is_query(place):
             opened += place.streams()
@@ -1558,7 +1558,7 @@ def is_query(source: Any) -> bool:
     return all(callable(getattr(type(source), name, None)) for name in ("open", "streams"))
 
 
-def identity_of(stream: CellStream) -> object:
+def identity_of(stream: ChunkReader) -> object:
     """Return what two streams of the same cells have in common: the whole path, the URL, or the object."""
     if isinstance(stream, AdataStream):
         return id(stream.adata)
@@ -1566,7 +1566,7 @@ def identity_of(stream: CellStream) -> object:
     return name if "://" in name else str(Path(name).resolve())
 
 
-def _open_object(source: Any, layer: str | None, modality: str | None) -> CellStream:
+def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkReader:
     from anndata import AnnData
     from mudata import MuData
 
@@ -1603,7 +1603,7 @@ def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
     return found
 
 
-def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) -> Place:
+def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) -> Location:
     """Return how a path or URL is opened."""
     path = Path(place)
     if not is_url(place):
@@ -1611,11 +1611,11 @@ def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) 
         if not path.exists():
             raise MissingFileError(f"the file {place!r} does not exist{similar_file(path)}")
     if is_zarr(place, options):
-        return ZarrPlace(place, modality, options)
+        return ZarrLocation(place, modality, options)
     if path.suffix in _OTHER_FORMATS:
         reader = _READERS.get(path.suffix, "what made it")
         raise DataError(
             f"{place!r} is {_OTHER_FORMATS[path.suffix]}, not h5ad or zarr; "
             f"read it with {reader} and write it with adata.write_h5ad."
         )
-    return UrlPlace(place, modality, options) if is_url(place) else H5adPlace(path, modality)
+    return UrlLocation(place, modality, options) if is_url(place) else H5adLocation(path, modality)

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from anndata import AnnData
 
-    from scforge.data.readers import CellStream
+    from scforge.data.readers import ChunkReader
     from scforge.data.store import StoreInfo
 
 logger = logging.getLogger("scforge")
@@ -88,7 +88,7 @@ class _Piece(NamedTuple):
 
 
 def gather(
-    streams: Sequence[CellStream], maps: Sequence[GeneMap], vocab: GeneVocab, *, obs: Sequence[str] | None
+    streams: Sequence[ChunkReader], maps: Sequence[GeneMap], vocab: GeneVocab, *, obs: Sequence[str] | None
 ) -> CellSource:
     """Read sources into memory, mapped piece by piece.
 
@@ -132,7 +132,7 @@ def gather(
     )
 
 
-def joined_obs(streams: Sequence[CellStream], columns: Sequence[str] | None) -> pd.DataFrame:
+def joined_obs(streams: Sequence[ChunkReader], columns: Sequence[str] | None) -> pd.DataFrame:
     """Return the tables of cells of all sources as one; of one source as it is.
 
     Of several sources the categories of a column are united, ``"scforge_source"`` says where a cell comes from (if it
@@ -180,7 +180,7 @@ _OF_STORE = {"name", "overlap", "counts_kept"}
 
 
 def store_of_large(
-    streams: Sequence[CellStream], memory: int | str | None = None, **options: str | None
+    streams: Sequence[ChunkReader], memory: int | str | None = None, **options: str | None
 ) -> Path | None:
     """Return where the cache has, or gets, the store of files that do not fit into memory; None if they fit.
 
@@ -202,7 +202,7 @@ def store_of_large(
 
 def convert_once(
     source: Any,
-    streams: Sequence[CellStream],
+    streams: Sequence[ChunkReader],
     cache: str | os.PathLike[str],
     vocab: GeneVocab | None,
     *,
@@ -262,7 +262,7 @@ def convert_once(
     return path
 
 
-def _check_same(path: Path, info: StoreInfo, streams: Sequence[CellStream], options: Mapping[str, Any]) -> None:
+def _check_same(path: Path, info: StoreInfo, streams: Sequence[ChunkReader], options: Mapping[str, Any]) -> None:
     """Raise if a store is of other sources, or was made of other parts of them: it is not ours to replace."""
     stored, given = [_base(one["name"]) for one in info.sources], [_base(stream.name) for stream in streams]
     if stored != given:
@@ -282,12 +282,12 @@ def _base(name: str) -> str:
     return name.rstrip("/").rpartition("/")[2]
 
 
-def _is_fresh(info: StoreInfo, streams: Sequence[CellStream]) -> bool:
+def _is_fresh(info: StoreInfo, streams: Sequence[ChunkReader]) -> bool:
     stored = [{key: value for key, value in one.items() if key not in _OF_STORE} for one in info.sources]
     return stored == [stream.fingerprint() for stream in streams]
 
 
-def _check_genes(path: Path, streams: Sequence[CellStream], gene_key: str | None, vocab: GeneVocab | None) -> None:
+def _check_genes(path: Path, streams: Sequence[ChunkReader], gene_key: str | None, vocab: GeneVocab | None) -> None:
     """Raise if a store lacks genes that the sources have and the vocabulary wants: it may have been made by hand."""
     from scforge.data.store import read_vocab
 

@@ -16,7 +16,7 @@ from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock, CellSource, StreamingMedians
 from scforge.data.checks import check_obs_column, counts_of, gene_names, names_place, row_sums
 from scforge.data.genes import GeneMap, map_streams, sum_columns, warn_summed
-from scforge.data.readers import AdataStream, CellStream, open_streams
+from scforge.data.readers import AdataStream, ChunkReader, open_streams
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names, open_vocab, strip_version
 from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
 
@@ -313,7 +313,7 @@ def measure_entropies(
     return vocab.with_entropies(_entropies(_blocks(streams, maps), vocab.n_genes))
 
 
-def _blocks(streams: Sequence[CellStream], maps: Sequence[GeneMap]) -> Iterator[CellBlock]:
+def _blocks(streams: Sequence[ChunkReader], maps: Sequence[GeneMap]) -> Iterator[CellBlock]:
     """Yield the cells of sources over the genes of a vocabulary."""
     for stream, gene_map in zip(streams, maps, strict=True):
         for _, chunk in stream.chunks():

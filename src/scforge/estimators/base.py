@@ -62,7 +62,7 @@ from scforge.estimators.setup import (
 from scforge.estimators.spec import FineTuneSpec, ModelSpec
 from scforge.finetuning.base import Task
 from scforge.finetuning.heads import FineTunedModule
-from scforge.finetuning.held_out import SeenCells
+from scforge.finetuning.held_out import HeldOutRegistry
 from scforge.hub.finding import origin_of
 from scforge.models._utils import count_parameters
 from scforge.models.components.gene_vectors import check_filled
@@ -136,7 +136,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
     _objective: Objective
     is_trained_: bool
     _data: CellDataModule | None = None
-    _seen: SeenCells | None = None
+    _seen: HeldOutRegistry | None = None
     trainer = _Absent("the scores of a training are in model.history, and callbacks=[...] see Lightning's Trainer")
     prepare_query_anndata = _Absent("genes are matched by name, call load_query_data(query, reference) right away")
     get_normalized_expression = _Absent("make a scforge.models.ScDiVa, which decodes expression")
@@ -615,7 +615,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         model = cls._of_parts(config, vocab, adata=adata, registry=registry, seed=config["seed"], tuning=tuning)
         load_weights(model.module, weights, source=str(dir_path))
         model._move_to(device)
-        model._seen = None if tuning is None else SeenCells.load(dir_path, tuning.split.get("cells"))
+        model._seen = None if tuning is None else HeldOutRegistry.load(dir_path, tuning.split.get("cells"))
         model.is_trained_ = config["is_trained"]
         model._extend_history(config["history"])
         model.n_epochs_ = config["n_epochs"]

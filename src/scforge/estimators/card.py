@@ -58,7 +58,7 @@ def is_long(table: pd.DataFrame) -> bool:
     return {"benchmark", "method", "kind", "metric", "value"} <= set(table.columns)
 
 
-def scores_of(metrics: Report | pd.DataFrame, *, said: str = "metrics") -> tuple[str, tuple[Score, ...]]:
+def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tuple[str, tuple[Score, ...]]:
     """Return figures as Markdown, and those of the model with those beside them.
 
     Parameters
@@ -66,7 +66,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, said: str = "metrics") -> tuple
     metrics
         A report, its :meth:`Report.to_frame`, or a table as :meth:`Encoder.evaluate` returns it: one row a method, of
         which ``"scforge"`` is the model.
-    said
+    prefix
         How the user named it, the beginning of a message.
 
     Raises
@@ -84,7 +84,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, said: str = "metrics") -> tuple
         metrics = metrics.to_frame()
     if not isinstance(metrics, pd.DataFrame):
         what = type(metrics).__name__
-        raise OptionError(f"{said} is a {what} that is no table of evaluate(); give what evaluate() returned.")
+        raise OptionError(f"{prefix} is a {what} that is no table of evaluate(); give what evaluate() returned.")
     tables = {"": metrics}
     if is_long(metrics):
         lines = metrics.assign(benchmark=metrics["benchmark"].fillna(""))
@@ -94,7 +94,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, said: str = "metrics") -> tuple
         names = [str(name) for name in table.index]
         if names.count(_MODEL) != 1 or len(names) < 2:
             raise OptionError(
-                f"{said} needs one row called {_MODEL!r}, the model, and baselines beside it ({listing(names)})."
+                f"{prefix} needs one row called {_MODEL!r}, the model, and baselines beside it ({listing(names)})."
             )
         data = facts.get("data", facts.get(f"{benchmark}: data"))
         for metric, column in table.select_dtypes("floating").items():  # whole numbers count cells

@@ -57,7 +57,7 @@ from scforge.estimators.spec import (
 from scforge.estimators.training import OF_PLAN, run_training, train_options
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, merge_lora, merged
 from scforge.finetuning.base import EvaluationContext, Predictor, Task
-from scforge.finetuning.held_out import CellMarks, fingerprints
+from scforge.finetuning.held_out import CellFingerprints, fingerprints
 from scforge.finetuning.labels import text_labels
 from scforge.finetuning.splits import Split
 from scforge.foreign.base import Foreign, read_checkpoint
@@ -342,16 +342,16 @@ class Encoder(CellModel):
         learned = self._learned
         if learned is None:
             return np.zeros(len(cells), dtype=bool)
-        marks = CellMarks.of(cells)
+        marks = CellFingerprints.of(cells)
         warn_of_undecided(marks.undecided(learned))
         return marks.among(learned)
 
     @property
-    def _learned(self) -> CellMarks | None:
+    def _learned(self) -> CellFingerprints | None:
         """Marks of all cells whose labels the model learned from; None if there are none."""
         if self._seen is None:
             return None
-        learned: CellMarks = self._seen.learned
+        learned: CellFingerprints = self._seen.learned
         task = self.objective
         if isinstance(task, Task) and task.learns_labels:
             learned = learned.union(self._seen.trained)
@@ -378,7 +378,7 @@ class Encoder(CellModel):
         """
         if self._seen is None:
             return
-        marks = CellMarks.of(self._open(data.cells))
+        marks = CellFingerprints.of(self._open(data.cells))
         learned = np.concatenate([data.train_rows, data.validation_rows])
         if n_tested := int(self._seen.tested(marks.numbers)[learned].sum()):
             raise OptionError(
@@ -393,10 +393,10 @@ class Encoder(CellModel):
         """Return the rows of cells that the model did not learn from; and their split, if these are its cells."""
         if self._seen is None:
             return np.arange(len(cells)), None
-        marks = CellMarks.of(cells)
+        marks = CellFingerprints.of(cells)
         split = self._seen.split_of(marks.numbers)
         task: Any = self.objective  # of a fine-tuned model
-        of_others = self._seen.learned if is_scored_by_labels(task) else CellMarks.none()
+        of_others = self._seen.learned if is_scored_by_labels(task) else CellFingerprints.none()
         learned, unclear = marks.among(of_others), marks.undecided(of_others)
         if split is not None and (within or len(marks) == len(self._seen.numbers)):
             if not len(split.test):
@@ -1677,7 +1677,7 @@ class Encoder(CellModel):
             device = device_of(accelerator, device)
         access: dict[str, Any] = {"cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
         message = f"dir_path={os.fspath(dir_path)!r}"
-        found = read_settled(dir_path, lambda: find_model(dir_path, said=message, revision=revision, **access))
+        found = read_settled(dir_path, lambda: find_model(dir_path, prefix=message, revision=revision, **access))
         return cast("Self", load_found(cls, found, message, adata, base=base, device=device, access=access))
 
     @classmethod

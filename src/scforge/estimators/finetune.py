@@ -31,7 +31,7 @@ from scforge.estimators.setup import bare_registry
 from scforge.estimators.spec import FineTuneSpec, check_freeze, named_options
 from scforge.finetuning.adapters import base_state, digest_of, is_adapter, load_base, lora_options, merged
 from scforge.finetuning.base import TASKS, Task, get_task
-from scforge.finetuning.held_out import CellMarks, SeenCells
+from scforge.finetuning.held_out import CellFingerprints, HeldOutRegistry
 from scforge.finetuning.labels import check_key, text_labels
 from scforge.finetuning.splits import Split, check_shares, split_for, split_from
 from scforge.models._weights import read_weights
@@ -112,7 +112,7 @@ def finetune(
         "seed": seed,
     }
     split = make_split(get_task(name, **task_options), cells, **how)
-    seen = SeenCells(split, CellMarks.of(cells), model._learned or CellMarks.none())
+    seen = HeldOutRegistry(split, CellFingerprints.of(cells), model._learned or CellFingerprints.none())
     task_options |= get_task(name, **task_options).options_from(lambda key: cells.column(key).iloc[split.train])
     get_task(name, **task_options).check_split(cells.column, split)
     encoder = merged(model._backbone)
@@ -355,7 +355,7 @@ def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None)
     load_weights(model.module, weights, source=str(folder), adapters=True)
     model.module.to(torch.device(base.device)).eval()
     model.is_trained_, model.n_epochs_, model._base = True, n_epochs, base
-    model._seen = SeenCells.load(folder, tuning.split.get("cells"))
+    model._seen = HeldOutRegistry.load(folder, tuning.split.get("cells"))
     model._extend_history(history)
     model._facts = CardFacts.from_json(content.get("card"), source=str(folder))
     return model

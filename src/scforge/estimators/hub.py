@@ -72,7 +72,7 @@ def push_model(
 def load_found(
     cls: Any,
     found: FoundModel,
-    said: str,
+    prefix: str,
     adata: AnnData | Literal[False] | None = None,
     *,
     base: CellModel | str | os.PathLike[str] | None = None,
@@ -87,7 +87,7 @@ def load_found(
         The model class.
     found
         The folder, and where it comes from.
-    said
+    prefix
         How the user named it, the beginning of a message.
     adata, base, device
         As for :meth:`scforge.models.Encoder.load`.
@@ -96,7 +96,7 @@ def load_found(
     """
     if kind_of_folder(found.folder) != "adapter":
         if base is not None:
-            raise OptionError(f"base has no use where {said} is a whole model; leave it out.")
+            raise OptionError(f"base has no use where {prefix} is a whole model; leave it out.")
         model = cls._load_folder(found.folder, adata, device)
         if found.repo_id is not None:
             model._origin = Origin(found.repo_id, found.commit, n_epochs=model.n_epochs_)
@@ -104,7 +104,7 @@ def load_found(
             model._origin = Origin(found.name, folder=found.folder, n_epochs=model.n_epochs_)
         return model
     if base is None or isinstance(base, str | os.PathLike):
-        base = _load_base(cls, found, said, base, device, access or {})
+        base = _load_base(cls, found, prefix, base, device, access or {})
     below, cells = base, None if adata is False else adata
     return read_settled(found.folder, lambda: load_adapter(cls, below, found.folder, cells))
 
@@ -112,7 +112,7 @@ def load_found(
 def _load_base(
     cls: Any,
     found: FoundModel,
-    said: str,
+    prefix: str,
     base: str | os.PathLike[str] | None,
     device: str | torch.device,
     access: dict[str, Any],
@@ -123,12 +123,12 @@ def _load_base(
     if base is None:
         stored = Origin.from_json(read_description(ADAPTER, found.folder / "adapter.json").get("base"))
         if stored is None or stored.name is None:
-            raise OptionError(f"{said} does not say which model its adapters sit on; name it with base=.")
-        where = f"{said} has adapters for {stored.name!r}, and this name of theirs"
+            raise OptionError(f"{prefix} does not say which model its adapters sit on; name it with base=.")
+        where = f"{prefix} has adapters for {stored.name!r}, and this name of theirs"
         base, revision = place_of(stored.name) or found.folder / stored.name, stored.revision
         if isinstance(base, Path) and not base.is_dir():
             raise MissingFileError(f"{where} is a folder that is not here; name the model with base=.")
-    below = find_model(base, said=where, revision=revision, **access)
+    below = find_model(base, prefix=where, revision=revision, **access)
     if kind_of_folder(below.folder) != "model":
         raise ModelFileError(f"{where} holds no model; name another one with base=.")
     return load_found(cls, below, where, False, device=device)

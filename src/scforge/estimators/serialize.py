@@ -24,7 +24,7 @@ from scforge.data.vocab import GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, ScforgeError, first_line, listing, warn
 from scforge.estimators.spec import FineTuneSpec, ModelSpec, defaults_for
 from scforge.finetuning.adapters import is_adapter
-from scforge.finetuning.held_out import SeenCells
+from scforge.finetuning.held_out import HeldOutRegistry
 from scforge.foreign.base import Foreign
 from scforge.models._weights import PICKLES, read_weights, refuse_not_finite
 
@@ -143,7 +143,7 @@ def _on_meta(
     objective: Mapping[str, Any],
     vocab: GeneVocab,
     tuning: FineTuneSpec | None,
-    said: str,
+    prefix: str,
 ) -> nn.Module | None:
     """Return a module without memory for its weights; None for one whose constructor computes with them."""
     name, *others = (part["name"] for part in (architecture, tokenizer, objective))
@@ -165,7 +165,7 @@ def _on_meta(
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, RuntimeError) and "meta" in str(error):
             return None
-        raise ModelFileError(f"{said} describes no model that can be made: {first_line(error)}.") from error
+        raise ModelFileError(f"{prefix} describes no model that can be made: {first_line(error)}.") from error
 
 
 def shapes_of(module: nn.Module) -> Shapes:
@@ -232,7 +232,7 @@ def write_folder(
     content: dict[str, Any],
     card: str,
     overwrite: bool,
-    seen: SeenCells | None = None,
+    seen: HeldOutRegistry | None = None,
     adata: AnnData | None = None,
     extra: Any = None,
     weights: dict[str, torch.Tensor] | None = None,

@@ -29,7 +29,7 @@ from scforge.estimators.serialize import load_weights, read_folder
 from scforge.estimators.spec import SAMPLED_CELLS
 from scforge.training.checkpoint import (
     RunFolder,
-    Saving,
+    SaveOptions,
     SavingError,
     check_settings,
     check_state,
@@ -168,7 +168,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             some = data.bound.sample(SAMPLED_CELLS, rows=data.train_rows, seed=model.seed)
             plan.objective.initialize(model.module, some, model.tokenizer)
         model.train_indices_, model.validation_indices_ = data.train_rows, data.validation_rows
-        saving = Saving(
+        saving = SaveOptions(
             write=None if folder is None else _writer(model, folder, how.keep_last),
             every_n_steps=how.checkpoint_every_n_steps,
             best=None if folder is None or how.save_top_k == 0 else _best(model, folder, how.save_top_k),
@@ -251,7 +251,7 @@ def _freeing(
         # A second training of the same model goes on with the numbers of its epochs.
         return lambda: folder.clear(states_only=True)
     if not overwrite:
-        folder.check_free(goes_on=resume == _AUTO)
+        folder.check_free(resumes=resume == _AUTO)
     return folder.clear
 
 

@@ -22,7 +22,7 @@ from scforge._constants import TARGET_SUM
 from scforge._progress import announce, duration
 from scforge.data.cells import choose_rows
 from scforge.data.checks import counts_of
-from scforge.data.neighbors import harmonized
+from scforge.data.neighbors import harmony_correct
 from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
 from scforge.eval.base import check_column
 from scforge.eval.expression import ExpressionSpace, log_expression
@@ -345,7 +345,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
 
 def harmony_embedding(components: np.ndarray, obs: pd.DataFrame, batch_key: str, *, seed: int = 0) -> np.ndarray:
     """Return principal components after Harmony with its defaults, float32, shape (N, D)."""
-    return harmonized(components, obs[batch_key].astype(str).to_numpy(), seed=seed)
+    return harmony_correct(components, obs[batch_key].astype(str).to_numpy(), seed=seed)
 
 
 def scvi_embedding(

@@ -45,7 +45,7 @@ def fingerprints(cells: Cells) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class CellMarks:
+class CellFingerprints:
     """What cells are known by, a number each.
 
     Attributes
@@ -66,27 +66,27 @@ class CellMarks:
         return len(self.numbers)
 
     @classmethod
-    def of(cls, cells: Cells) -> CellMarks:
+    def of(cls, cells: Cells) -> CellFingerprints:
         """Return the marks of cells over the genes of the model."""
         return cls(fingerprints(cells), _names(cells), np.full(len(cells), _panel(cells), dtype=np.int64))
 
     @classmethod
-    def none(cls) -> CellMarks:
+    def none(cls) -> CellFingerprints:
         """Return the marks of no cells."""
         return cls(*np.zeros((3, 0), dtype=np.int64))
 
-    def take(self, rows: np.ndarray) -> CellMarks:
+    def take(self, rows: np.ndarray) -> CellFingerprints:
         """Return those of the cells at `rows`."""
-        return CellMarks(self.numbers[rows], self.names[rows], self.panels[rows])
+        return CellFingerprints(self.numbers[rows], self.names[rows], self.panels[rows])
 
-    def union(self, others: CellMarks) -> CellMarks:
+    def union(self, others: CellFingerprints) -> CellFingerprints:
         """Return those of all cells of both, each once."""
         if not len(others):
             return self
         both = np.concatenate([self.table, others.table], axis=1)
-        return CellMarks(*np.ascontiguousarray(np.unique(both, axis=1)))
+        return CellFingerprints(*np.ascontiguousarray(np.unique(both, axis=1)))
 
-    def among(self, others: CellMarks) -> np.ndarray:
+    def among(self, others: CellFingerprints) -> np.ndarray:
         """Return which of these cells are among others, bool, shape (N,): the same counts, or the same name.
 
         Names tell only where other genes were measured, as then the same cell has other counts.
@@ -97,7 +97,7 @@ class CellMarks:
             found[mine] |= np.isin(self.names[mine], names[names != _NO_NAME])
         return found
 
-    def undecided(self, others: CellMarks) -> np.ndarray:
+    def undecided(self, others: CellFingerprints) -> np.ndarray:
         """Return which of these cells may be among others though neither counts nor names tell, bool, shape (N,)."""
         found = np.zeros(len(self), dtype=bool)
         for panel in np.unique(self.panels):
@@ -141,7 +141,7 @@ _MARKS = ("names", "panel", "learned")
 
 
 @dataclass(frozen=True)
-class SeenCells:
+class HeldOutRegistry:
     """The cells of a fine-tuning, and what each was for.
 
     Attributes
@@ -156,8 +156,8 @@ class SeenCells:
     """
 
     rows: Split
-    marks: CellMarks
-    learned: CellMarks = field(default_factory=CellMarks.none)
+    marks: CellFingerprints
+    learned: CellFingerprints = field(default_factory=CellFingerprints.none)
 
     @property
     def numbers(self) -> np.ndarray:
@@ -165,11 +165,11 @@ class SeenCells:
         return self.marks.numbers
 
     @property
-    def trained(self) -> CellMarks:
+    def trained(self) -> CellFingerprints:
         """Marks of the cells that the fine-tuning trained on, or that chose its best epoch."""
         return self.marks.take(np.concatenate([self.rows.train, self.rows.validation]))
 
-    def with_learned(self, marks: CellMarks) -> SeenCells:
+    def with_learned(self, marks: CellFingerprints) -> HeldOutRegistry:
         """Return the same, with further cells whose labels were learned."""
         return replace(self, learned=self.learned.union(marks))
 
@@ -218,7 +218,7 @@ class SeenCells:
         save_file({**tensors, "cells": self.numbers, **more}, folder / _FILE, metadata=metadata)
 
     @classmethod
-    def load(cls, folder: str | os.PathLike[str], digest: str | None) -> SeenCells | None:
+    def load(cls, folder: str | os.PathLike[str], digest: str | None) -> HeldOutRegistry | None:
         """Read what :meth:`save` wrote into a folder, None if there is nothing.
 
         A folder of scforge before names and earlier fine-tunings were kept has neither.
@@ -240,11 +240,11 @@ class SeenCells:
             rows, numbers = Split(**{part: tensors[part] for part in PARTS}), tensors["cells"]
             if _DIGEST not in metadata:
                 unknown = np.zeros_like(numbers)
-                found, intact = cls(rows, CellMarks(numbers, unknown, unknown)), True
+                found, intact = cls(rows, CellFingerprints(numbers, unknown, unknown)), True
             else:
                 more = {name: tensors[name] for name in _MARKS}
                 panels = np.repeat(more["panel"], len(numbers))
-                found = cls(rows, CellMarks(numbers, more["names"], panels), CellMarks(*more["learned"]))
+                found = cls(rows, CellFingerprints(numbers, more["names"], panels), CellFingerprints(*more["learned"]))
                 intact = metadata[_DIGEST] == _digest_of(more)
         except (OSError, KeyError, TypeError, SafetensorError) as error:
             raise ModelFileError(f"{str(path)!r} cannot be read: {error}; copy the model again.") from error

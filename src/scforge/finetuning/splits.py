@@ -167,12 +167,12 @@ def with_each_in_training(split: Split, has: np.ndarray) -> Split:
     return Split(**parts)
 
 
-def warn_of_unlearned(said: str, names: Sequence[str], n_cells: int) -> None:
+def warn_of_unlearned(prefix: str, names: Sequence[str], n_cells: int) -> None:
     """Tell which labels held-out cells have, and no training cell.
 
     Parameters
     ----------
-    said
+    prefix
         The argument and its value.
     names
         The labels; none if there is nothing to tell.
@@ -181,7 +181,7 @@ def warn_of_unlearned(said: str, names: Sequence[str], n_cells: int) -> None:
     """
     if names:
         warn(
-            f"{said}: no training cell has {listing(names)}, which {n_cells} held-out cells have, so that "
+            f"{prefix}: no training cell has {listing(names)}, which {n_cells} held-out cells have, so that "
             "the model cannot predict that; choose another split, or label more cells."
         )
 

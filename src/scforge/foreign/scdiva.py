@@ -116,8 +116,8 @@ class ScDiVa:
         if not (folder / _CONFIG).is_file() or not (source.is_file() or any((folder / w).is_file() for w in _WEIGHTS)):
             return False
         content = read_options(folder / _CONFIG)
-        said = [content.get("model_type"), content.get("architectures")]
-        return "scdiva" in str(said).lower()
+        names = [content.get("model_type"), content.get("architectures")]
+        return "scdiva" in str(names).lower()
 
     def read(
         self, source: Path, *, vocab: str | os.PathLike[str] | Sequence[str] | Mapping[str, int] | None = None

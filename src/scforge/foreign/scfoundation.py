@@ -84,9 +84,9 @@ class ScFoundation:
         model = content.get(part) if isinstance(content, Mapping) else None
         if not isinstance(model, Mapping) or not isinstance(model.get("config"), Mapping):
             raise ModelFileError(f"{str(path)!r} has no model {part!r} with its config; give the published {_WEIGHTS}.")
-        said = f"the config in {str(path)!r} is of no model that scforge has"
-        found = parsed(_Config, model["config"], said)
-        config = parsed(_Options, {**found.options.mae_autobin, **found.dataset_config.rnaseq}, said)
+        prefix = f"the config in {str(path)!r} is of no model that scforge has"
+        found = parsed(_Config, model["config"], prefix)
+        config = parsed(_Options, {**found.options.mae_autobin, **found.dataset_config.rnaseq}, prefix)
         genes = _panel(vocab, path.parent / _PANEL)
         n_rows = config.seq_len + 1
         if len(genes) + 3 != n_rows:

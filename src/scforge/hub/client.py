@@ -21,8 +21,8 @@ def hub_api(token: str | bool | None) -> HfApi:
 
 
 @contextmanager
-def hub_errors(said: str, repo_id: str, revision: str | None = None) -> Iterator[None]:
-    """Turn an error of huggingface_hub into one sentence that begins with `said`, e.g. ``"name='org/model'"``.
+def hub_errors(prefix: str, repo_id: str, revision: str | None = None) -> Iterator[None]:
+    """Turn an error of huggingface_hub into one sentence that begins with `prefix`, e.g. ``"name='org/model'"``.
 
     Raises
     ------
@@ -60,9 +60,9 @@ def hub_errors(said: str, repo_id: str, revision: str | None = None) -> Iterator
     except (errors.HTTPError, OSError, ValueError, RuntimeError) as error:
         for cls, kind, why in known:
             if isinstance(error, cls):
-                raise kind(f"{said}: {why}.") from safe_cause(error)
+                raise kind(f"{prefix}: {why}.") from safe_cause(error)
         text = " ".join((getattr(error, "server_message", None) or str(error)).split())[:300].rstrip(".")
         status = f"{error.response.status_code}, " if isinstance(error, errors.HfHubHTTPError) else ""
         raise HubError(
-            f"{said}: {place} fails ({status}{text}); check the connection, HF_ENDPOINT, or pass {token}."
+            f"{prefix}: {place} fails ({status}{text}); check the connection, HF_ENDPOINT, or pass {token}."
         ) from safe_cause(error)

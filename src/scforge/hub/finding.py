@@ -150,22 +150,22 @@ def known_models() -> dict[str, str]:
     return {name: entry.description for name, (entry, _) in _entries().items()}
 
 
-def find_registered(text: str, said: str) -> tuple[FoundModel | None, str | None, str | None]:
+def find_registered(text: str, prefix: str) -> tuple[FoundModel | None, str | None, str | None]:
     """Return the folder that ``scforge://name[@version]`` stands for, or a repository and its commit."""
     name, _, version = text.removeprefix(SCHEME).partition("@")
     entries = _entries()
     if name not in entries:
         advice = did_you_mean(name, entries)
         advice = advice or "; read a checkpoint of another package with Encoder.from_checkpoint(folder)"
-        raise OptionError(f"{said} is not in the registry (known: {listing(entries)}){advice}.")
+        raise OptionError(f"{prefix} is not in the registry (known: {listing(entries)}){advice}.")
     entry, file = entries[name]
     version = version or entry.latest
     if version not in entry.versions:
-        raise OptionError(f"{said} has no version {version!r} (known: {listing(entry.versions)})")
+        raise OptionError(f"{prefix} has no version {version!r} (known: {listing(entry.versions)})")
     place = entry.versions[version]
     if place.folder is None:
         return None, place.repo_id, place.revision
-    folder = _checked(file.parent / place.folder, f"{said} (folder {str(file.parent / place.folder)!r})")
+    folder = _checked(file.parent / place.folder, f"{prefix} (folder {str(file.parent / place.folder)!r})")
     is_shipped = file.parent == Path(str(files("scforge.hub")))
     return FoundModel(folder, *origin_of(folder), name=f"{SCHEME}{name}@{version}" if is_shipped else None), None, None
 
@@ -282,7 +282,7 @@ def resolve(
     name = name_or_folder_or_repo_id
     return find_model(
         name,
-        said=f"name={os.fspath(name)!r}",
+        prefix=f"name={os.fspath(name)!r}",
         revision=revision,
         cache_dir=cache_dir,
         token=token,
@@ -293,56 +293,56 @@ def resolve(
 def find_model(
     name: str | os.PathLike[str],
     *,
-    said: str,
+    prefix: str,
     revision: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     token: str | bool | None = None,
     local_files_only: bool = False,
 ) -> FoundModel:
-    """Do what :func:`resolve` says; `said` begins its messages."""
+    """Do what :func:`resolve` says; `prefix` begins its messages."""
     repo_id: str | None
     if is_registry_name(name):
-        registered, repo_id, revision = find_registered(str(name), said)
+        registered, repo_id, revision = find_registered(str(name), prefix)
         if registered is not None:
             return registered
     elif is_hub_name(name):
         repo_id, _, written = str(name).removeprefix(_HUB).rstrip("/").partition("@")
         if written and revision is not None:
-            raise OptionError(f"{said} names a revision, and revision={revision!r} is another one; give one of them.")
+            raise OptionError(f"{prefix} names a revision, and revision={revision!r} is another one; give one of them.")
         revision = written or revision
     else:
-        folder = _checked(Path(name), said)
+        folder = _checked(Path(name), prefix)
         if revision is not None:
-            raise OptionError(f"revision={revision!r} has no use where {said} is a folder here; leave it out.")
+            raise OptionError(f"revision={revision!r} has no use where {prefix} is a folder here; leave it out.")
         return FoundModel(folder, *origin_of(folder))
     assert repo_id is not None
     is_bare = not str(name).startswith((_HUB, SCHEME))
     found = _fetch(
         repo_id,
-        f"{said} (no folder here)" if is_bare else said,
+        f"{prefix} (no folder here)" if is_bare else prefix,
         revision,
         token=token,
         cache_dir=cache_dir,
         local_files_only=local_files_only,
     )
     if is_bare:
-        logger.info("%s is no folder here; it is the repository %s of the hub, at %s.", said, repo_id, found.commit)
+        logger.info("%s is no folder here; it is the repository %s of the hub, at %s.", prefix, repo_id, found.commit)
     return found
 
 
-def _checked(folder: Path, said: str) -> Path:
+def _checked(folder: Path, prefix: str) -> Path:
     """Return a folder, or raise unless it is one."""
     if folder.is_dir():
         return folder
     what = "is a file" if folder.exists() else "does not exist"
-    raise MissingFileError(f"{said} {what}; give a folder, hf://org/name of the hub, or scforge://name.")
+    raise MissingFileError(f"{prefix} {what}; give a folder, hf://org/name of the hub, or scforge://name.")
 
 
-def _fetch(repo_id: str, said: str, revision: str | None, *, token: str | bool | None, **options: Any) -> FoundModel:
+def _fetch(repo_id: str, prefix: str, revision: str | None, *, token: str | bool | None, **options: Any) -> FoundModel:
     """Return the folder of a repository in the cache; fetch what is not there."""
-    with hub_errors(said, repo_id, revision):
+    with hub_errors(prefix, repo_id, revision):
         api = hub_api(token)
         folder = Path(api.snapshot_download(repo_id, revision=revision, allow_patterns=list(SHARED_FILES), **options))
     if kind_of_folder(folder) is None:
-        raise ModelFileError(f"{said}: {repo_id!r} holds no {described_kind()}; see scforge convert-checkpoint.")
+        raise ModelFileError(f"{prefix}: {repo_id!r} holds no {described_kind()}; see scforge convert-checkpoint.")
     return FoundModel(folder, repo_id, folder.name)

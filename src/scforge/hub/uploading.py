@@ -111,8 +111,8 @@ def send_model(
         raise OptionError(f"revision={revision!r} and create_pr=True: pull requests go to the main branch.")
     tell_left_behind(folder)
     names = [name for name in SHARED_FILES if (folder / name).is_file()]
-    said = f"repo_id={repo_id!r}"
-    with hub_errors(said, repo_id, revision):
+    prefix = f"repo_id={repo_id!r}"
+    with hub_errors(prefix, repo_id, revision):
         api = hub_api(token)
         if not create_pr:
             api.create_repo(repo_id, private=private, exist_ok=True)
@@ -120,10 +120,10 @@ def send_model(
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
         info = api.model_info(repo_id, revision=revision)
         if private and not info.private:
-            raise OptionError(f"{said} exists and is public; change it in its settings, or leave private=True out.")
+            raise OptionError(f"{prefix} exists and is public; change it in its settings, or leave private=True out.")
         there = {file.rfilename for file in info.siblings or ()}
         if "config.json" in there and kind_of(there) is None:
-            raise OptionError(f"{said} has a model of another package, which would be lost; push to another one.")
+            raise OptionError(f"{prefix} has a model of another package, which would be lost; push to another one.")
         if {CARD} <= there & set(names) and is_own_card(_text(folder / CARD)):
             theirs = Path(api.hf_hub_download(repo_id, CARD, revision=info.sha))
             if not is_own_card(_text(theirs)):

@@ -32,7 +32,7 @@ from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, ModelConfig, SIGRegConfig, 
 from scforge.soma.v1.torch import Model, SIGReg, compute_loss
 from scforge.training.checkpoint import (
     RunFolder,
-    Saving,
+    SaveOptions,
     SavingError,
     check_settings,
     check_state,
@@ -330,7 +330,7 @@ def train(
         begin: Callable[[], None]
         if found is None:
             if not overwrite:
-                folder.check_free(goes_on=resume == _AUTO)
+                folder.check_free(resumes=resume == _AUTO)
             model, state, begin = Model(config, gradient_checkpointing=gradient_checkpointing), None, folder.clear
         else:
             path, state = found
@@ -350,7 +350,7 @@ def train(
             max_steps=max_steps,
             progress_bar=False,
             callbacks=[ByteProgress()] if progress_bar else [],
-            saving=Saving(
+            saving=SaveOptions(
                 write=_writer(model, folder, seq_len, facts),
                 every_n_steps=checkpoint_every_n_steps,
                 settings=settings,

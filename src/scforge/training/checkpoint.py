@@ -277,7 +277,7 @@ class MovingAverage(Callback):
 _FORMAT = 1
 
 
-class Preempted(Exception):
+class PreemptedError(Exception):
     """A signal asked the process to end, and the state is saved."""
 
 
@@ -294,7 +294,7 @@ class SavingError(TrainingError):
 
 
 @dataclass(frozen=True)
-class Saving:
+class SaveOptions:
     """Where the state of a training goes, and what it goes on with.
 
     Attributes
@@ -349,7 +349,7 @@ class SaveState(Checkpoint):
         Says when the training has to end.
     """
 
-    def __init__(self, saving: Saving, *, data: CellDataModule, stop: GracefulStop) -> None:
+    def __init__(self, saving: SaveOptions, *, data: CellDataModule, stop: GracefulStop) -> None:
         self.saving = saving
         self.data = data
         self.stop = stop
@@ -407,7 +407,7 @@ class SaveState(Checkpoint):
         if due or ends or trainer.should_stop:
             self._save(trainer, pl_module, epoch=trainer.current_epoch, finished=None)
         if ends:
-            raise Preempted
+            raise PreemptedError
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Save the end of a whole epoch."""
@@ -422,7 +422,7 @@ class SaveState(Checkpoint):
         self._seen = trainer.global_step
         self._save(trainer, pl_module, epoch=epoch, finished=finished)
         if self.stop.signal is not None:
-            raise Preempted
+            raise PreemptedError
 
     def _save(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *, epoch: int, finished: str | None
@@ -830,7 +830,7 @@ class RunFolder:
         """Return whether the folder of a state lies in here."""
         return self.path.resolve() in (state.parent.resolve(), state.resolve().parent)
 
-    def check_free(self, *, goes_on: bool = False) -> None:
+    def check_free(self, *, resumes: bool = False) -> None:
         """Raise if a training has left something here.
 
         Parameters
@@ -845,7 +845,7 @@ class RunFolder:
             Saying what can be done.
         """
         found = self.parts()
-        if goes_on and (self.states() or all(part.name.startswith("epoch=") for part in found)):
+        if resumes and (self.states() or all(part.name.startswith("epoch=") for part in found)):
             return
         if found:
             raise OptionError(

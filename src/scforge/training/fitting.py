@@ -32,9 +32,9 @@ from scforge.training.checkpoint import (
     BestWeights,
     GracefulStop,
     MovingAverage,
-    Preempted,
+    PreemptedError,
+    SaveOptions,
     SaveState,
-    Saving,
     SavingError,
     is_better,
     kept_weights,
@@ -417,7 +417,7 @@ def fit(
     strategy: str = "auto",
     progress_bar: bool = True,
     log_every_n_steps: int = 10,
-    saving: Saving | None = None,
+    saving: SaveOptions | None = None,
     callbacks: Sequence[Callback] = (),
     **trainer_options: Any,
 ) -> FitResult:
@@ -501,7 +501,7 @@ def fit(
     # Without held-out cells only the loss says something: figures of training cells are those of a model that changes.
     aim = plan.objective
     monitor, mode = (f"validation_{aim.monitor}", aim.monitor_mode) if has_validation else ("train_loss", "min")
-    saving = Saving() if saving is None else saving
+    saving = SaveOptions() if saving is None else saving
     history, best = History(), BestWeights(monitor, mode)
     stop = GracefulStop(saves=saving.write is not None)
     # History stands first so that a loss that is not a number ends the run before anything is saved.
@@ -662,7 +662,7 @@ def _run(
 
     try:
         trainer.fit(plan, datamodule=data)
-    except Preempted:
+    except PreemptedError:
         return False, None
     except (NotFiniteError, SavingError) as error:
         if isinstance(error, NotFiniteError):

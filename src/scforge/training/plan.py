@@ -20,7 +20,7 @@ from scforge.training.objectives.base import Objective
 from scforge.training.optimizers import make_optimizer, make_schedule, warmup_length
 
 
-class EpochMeans:
+class EpochMetrics:
     """Adds figures up step by step; the sums stay on their device, so that no step waits for them."""
 
     def __init__(self) -> None:
@@ -245,7 +245,7 @@ class TrainingPlan(lightning.LightningModule):
         """Forget an earlier training."""
         self.total_steps: int | None = None
         self.figures: dict[str, float] = {}
-        self.train_means, self.validation_means = EpochMeans(), EpochMeans()
+        self.train_means, self.validation_means = EpochMetrics(), EpochMetrics()
         self.validated = False
 
     def configure_model(self) -> None:
@@ -273,7 +273,7 @@ class TrainingPlan(lightning.LightningModule):
         """Return the figures of the training cells of the epoch, and begin anew."""
         return self._summary(self.train_means)
 
-    def _summary(self, means: EpochMeans) -> dict[str, float]:
+    def _summary(self, means: EpochMetrics) -> dict[str, float]:
         taken = means.take(self.over_processes)
         return self.objective.summarize(taken) if taken else {}
 
@@ -313,7 +313,7 @@ class TrainingPlan(lightning.LightningModule):
                 f"(step {self.global_step}); lower the learning rate (lr), or check the counts for extreme values."
             )
 
-    def _step(self, batch: dict[str, torch.Tensor], means: EpochMeans) -> torch.Tensor:
+    def _step(self, batch: dict[str, torch.Tensor], means: EpochMetrics) -> torch.Tensor:
         loss, figures = self.objective.loss(self.module, batch)
         means.add({"loss": loss, **figures}, self.objective.n_cells(batch))
         return loss

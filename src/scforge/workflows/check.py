@@ -168,9 +168,9 @@ def check_model(config: Config) -> tuple[ModelSpec, bool]:
     with placed(config):
         found = _model_of(config)
         for name in _unread(config):
-            said = f"model.{name}={shown(getattr(config.model, name))}"
+            prefix = f"model.{name}={shown(getattr(config.model, name))}"
             place, architecture = config.place_of(f"model.{name}"), found[0].architecture
-            warn(f"{place}{said} has no effect, as {architecture!r} has no such option.")
+            warn(f"{place}{prefix} has no effect, as {architecture!r} has no such option.")
     if config.model.vocab_size is not None:
         raise ConfigError(
             f"{config.place_of('model.vocab_size')}model.vocab_size={config.model.vocab_size} follows from the genes; "
@@ -545,14 +545,14 @@ def _check_embedding(config: Config, *, replaces: bool) -> None:
         return
     output = Path(config.output.embedding)
     place = output.resolve()
-    said = f"{config.place_of('output.embedding')}output.embedding={str(output)!r}"
+    prefix = f"{config.place_of('output.embedding')}output.embedding={str(output)!r}"
     named = [("data.paths", config.data.paths or []), ("eval.datasets", list(config.eval.datasets.values()))]
     for option, paths in named:
         files = [Path(path).resolve() for path in paths if not is_url(path)]
         if any(file == place or place.match(str(file)) for file in files):  # or what a pattern would find
-            raise ConfigError(f"{said} is one of {option}, and would be overwritten; give another name.")
+            raise ConfigError(f"{prefix} is one of {option}, and would be overwritten; give another name.")
     if output.exists() and not replaces:
-        raise ConfigError(f"{said} exists; give another name, or pass overwrite=True (--overwrite) to replace it.")
+        raise ConfigError(f"{prefix} exists; give another name, or pass overwrite=True (--overwrite) to replace it.")
 
 
 def _check_file(config: Config, location: list[str | int], path: str) -> None:

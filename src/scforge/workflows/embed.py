@@ -33,8 +33,8 @@ from scforge._io import (
     swap_in,
 )
 from scforge.data.cells import Cells, CellSource
-from scforge.data.census import SomaCells
-from scforge.data.readers import ZarrPlace, is_query, is_url, open_streams, table_digest
+from scforge.data.census import CensusCells
+from scforge.data.readers import ZarrLocation, is_query, is_url, open_streams, table_digest
 from scforge.data.sources import open_cells
 from scforge.data.store import StoreCells, StoreInfo, is_store
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, first_line, warn
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from scforge.data.census import CensusQuery
 
 
-def device_for(device: str | torch.device) -> torch.device:
+def resolve_device(device: str | torch.device) -> torch.device:
     """Return a device; ``"auto"`` is a GPU if there is one, of several processes on a machine each another."""
     if device != "auto":
         try:
@@ -107,8 +107,8 @@ def source_identity(source: Any, cells: Cells, *, layer: str | None, gene_key: s
     if isinstance(cells, StoreCells):
         if is_store(cells.place):
             return {"content_hash": StoreInfo.read(cells.place).content_hash}
-        return {"files": ZarrPlace(cells.place).identity()}
-    if isinstance(cells, SomaCells):
+        return {"files": ZarrLocation(cells.place).identity()}
+    if isinstance(cells, CensusCells):
         return {"place": cells.place, "joinids": hashlib.sha256(cells.joinids).hexdigest()}
     if isinstance(source, str | os.PathLike | list | tuple):
         fingerprints = [stream.fingerprint() for stream in open_streams(source, layer=layer)]
@@ -149,7 +149,7 @@ class EmbeddingFiles:
     def __init__(self, output: Path, *, overwrite: bool) -> None:
         if output.suffix not in (".zarr", ".h5ad"):
             raise OptionError(f"output={str(output)!r} ends with neither .zarr nor .h5ad; name the kind of file so.")
-        self._is_zarr, self._said = output.suffix == ".zarr", f"output={str(output)!r}"
+        self._is_zarr, self._prefix = output.suffix == ".zarr", f"output={str(output)!r}"
         output = output.resolve() if output.is_symlink() else output  # the link stays
         self.output, self.overwrite = output, overwrite
         check_folder("output", output.parent)
@@ -172,12 +172,12 @@ class EmbeddingFiles:
             return None
         if output.is_dir() != self._is_zarr:
             what = "a file, but zarr makes a folder" if self._is_zarr else "a folder, but h5ad is a file"
-            raise OptionError(f"{self._said} is {what}; choose another name.")
+            raise OptionError(f"{self._prefix} is {what}; choose another name.")
         if self._is_zarr and not any(output.iterdir()):
             return None
         found = _zarr_mark(output) if self._is_zarr else _h5ad_mark(output)
         if found is None:
-            raise OptionError(f"{self._said} exists and is not an embedding that scforge wrote; choose another name.")
+            raise OptionError(f"{self._prefix} exists and is not an embedding that scforge wrote; choose another name.")
         return found
 
     def begin(self, plan: dict[str, Any], *, alone: bool) -> bool:
@@ -202,7 +202,7 @@ class EmbeddingFiles:
                 return False
             if not self.overwrite and self.mark() not in (None, _hash(plan)):
                 raise OptionError(
-                    f"{self._said} exists and was made of other cells or by another model; choose another "
+                    f"{self._prefix} exists and was made of other cells or by another model; choose another "
                     "name, or pass overwrite=True (--overwrite)."
                 )
             begun = self._begun()
@@ -474,7 +474,7 @@ def embed_to(
     if is_url(output):
         raise OptionError(f"output={output!r} is a URL; give a path, and copy the result from there.")
     files = EmbeddingFiles(Path(output), overwrite=overwrite)
-    where = device_for(device)
+    where = resolve_device(device)
     if not isinstance(model, CellModel):
         model = load_named(model, f"model={str(model)!r} (--model)")
     check_filled(model.module)

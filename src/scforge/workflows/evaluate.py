@@ -15,7 +15,7 @@ from scforge.errors import OptionError, listing
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.evaluate import evaluate_models
 from scforge.eval.report import Report
-from scforge.workflows.embed import device_for, move_to
+from scforge.workflows.embed import move_to, resolve_device
 from scforge.workflows.models import is_shared_name, load_named
 from scforge.workflows.predict import checked_output, in_memory, load_tuned, write
 
@@ -166,7 +166,7 @@ def _evaluate_task(
     base = None
     if base_model is not None:
         base = load_named(base_model, f"base_model={str(base_model)!r} (--base-model)")
-        move_to(base, device_for(device))
+        move_to(base, resolve_device(device))
     adata = in_memory(source)
     found = tuned.evaluate(
         source if adata is None else adata, baselines=baselines, base=base, batch_size=batch_size, seed=seed
@@ -196,7 +196,7 @@ def _evaluate_embeddings(
     adata, keys = _cells_of(source)
     options |= {name: key for name, key in keys.items() if options[name] is None}
     for model in models.values():
-        move_to(model, device_for(device))
+        move_to(model, resolve_device(device))
     report = evaluate_models(
         models,
         adata,

@@ -39,14 +39,14 @@ def is_shared_name(path: str | os.PathLike[str]) -> bool:
     return is_registry_name(path) or is_hub_name(path)
 
 
-def check_model_folder(path: str | os.PathLike[str], said: str) -> Path:
+def check_model_folder(path: str | os.PathLike[str], prefix: str) -> Path:
     """Return the folder of a model; fetch it first if it is on the hub.
 
     Parameters
     ----------
     path
         What the user gave: a folder, ``"org/name"``, ``"hf://org/name@revision"`` or ``"scforge://name@version"``.
-    said
+    prefix
         How the user gave it, the beginning of a message: ``"model='ckpt' (--model)"``.
 
     Raises
@@ -56,44 +56,44 @@ def check_model_folder(path: str | os.PathLike[str], said: str) -> Path:
     ModelFileError, OptionError, HubError
         If it cannot be fetched.
     """
-    return _found(path, said).folder
+    return _found(path, prefix).folder
 
 
-def load_named(path: str | os.PathLike[str], said: str, adata: AnnData | None = None) -> Encoder:
+def load_named(path: str | os.PathLike[str], prefix: str, adata: AnnData | None = None) -> Encoder:
     """Load the model, or the adapters with their model, that a user names; arguments as for `check_model_folder`."""
     from scforge.estimators.encoder import Encoder
     from scforge.estimators.hub import load_found
 
-    return load_found(Encoder, _found(path, said, adapters=True), said, False if adata is None else adata)
+    return load_found(Encoder, _found(path, prefix, adapters=True), prefix, False if adata is None else adata)
 
 
-def _found(path: str | os.PathLike[str], said: str, *, adapters: bool = False) -> FoundModel:
+def _found(path: str | os.PathLike[str], prefix: str, *, adapters: bool = False) -> FoundModel:
     if is_shared_name(path):
-        found = find_model(path, said=said)
+        found = find_model(path, prefix=prefix)
         if not adapters and kind_of_folder(found.folder) == "adapter":
-            raise MissingFileError(f"{said} has adapters only; name the model that they sit on.")
+            raise MissingFileError(f"{prefix} has adapters only; name the model that they sit on.")
         return found
     folder = Path(path)
     if not folder.is_dir():
         if is_url(path):
             raise MissingFileError(
-                f"{said} is a URL; give the folder of a model, {_EXAMPLE}, a repository of the hub (org/name), or a "
+                f"{prefix} is a URL; give the folder of a model, {_EXAMPLE}, a repository of the hub (org/name), or a "
                 "name of the registry (scforge://name)."
             )
         what = "is a file" if folder.exists() else "does not exist"
-        raise MissingFileError(f"{said} {what}; give the folder of a model, {_EXAMPLE}, or hf://org/name of the hub.")
+        raise MissingFileError(f"{prefix} {what}; give the folder of a model, {_EXAMPLE}, or hf://org/name of the hub.")
     if adapters and kind_of_folder(folder) == "adapter":
         return FoundModel(folder)
-    check_holds_model(folder, said)
+    check_holds_model(folder, prefix)
     return FoundModel(folder)
 
 
-def check_holds_model(folder: Path, said: str) -> None:
+def check_holds_model(folder: Path, prefix: str) -> None:
     """Raise :class:`~scforge.errors.MissingFileError` if a folder has no model, saying which could have been meant."""
     if not (folder / "config.json").exists():
         if models := RunFolder(folder).models():
-            raise MissingFileError(f"{said} is the folder of a training; did you mean {str(models[-1])!r}?")
-        raise MissingFileError(f"{said} holds no model; give the folder of one, {_EXAMPLE}.")
+            raise MissingFileError(f"{prefix} is the folder of a training; did you mean {str(models[-1])!r}?")
+        raise MissingFileError(f"{prefix} holds no model; give the folder of one, {_EXAMPLE}.")
 
 
 def push_folder(
@@ -137,15 +137,15 @@ def push_folder(
     """
     from scforge.estimators.encoder import Encoder
 
-    path, said = Path(folder), f"DIR={str(folder)!r}"
+    path, prefix = Path(folder), f"DIR={str(folder)!r}"
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
-        raise MissingFileError(f"{said} {what}; give the folder that model.save() wrote.")
+        raise MissingFileError(f"{prefix} {what}; give the folder that model.save() wrote.")
     is_adapter = kind_of_folder(path) == "adapter"
     if not is_adapter:
-        check_holds_model(path, said)
+        check_holds_model(path, prefix)
         if base is not None:
-            raise OptionError(f"base={base!r} (--base) has no use where {said} is a whole model; leave it out.")
+            raise OptionError(f"base={base!r} (--base) has no use where {prefix} is a whole model; leave it out.")
     flags = {"license": license, "data": data, "citation": citation, "metrics": metrics}
     given = [name for name, value in flags.items() if value is not None]
     told: dict[str, Any] = {"license": license, "data": data, "citation": citation}
@@ -153,8 +153,8 @@ def push_folder(
     card = _card_of_others(path)
     if card is not None and given:
         raise OptionError(
-            f"{said} has a README.md that somebody has written or edited, and {given[0]} (--{given[0]}) asks for a new "
-            "one; say it in README.md and leave the flag out, or remove the file."
+            f"{prefix} has a README.md that somebody has written or edited, and {given[0]} (--{given[0]}) asks for "
+            "a new one; say it in README.md and leave the flag out, or remove the file."
         )
     if card is not None and not is_adapter:
         read_folder(path)
@@ -211,7 +211,7 @@ def pull_folder(
                 f"output={str(output)!r} (--output) exists and is not empty; give another name, or replace it with "
                 "--overwrite."
             )
-    found = find_model(name, said=f"name={name!r}", **options)
+    found = find_model(name, prefix=f"name={name!r}", **options)
     if output is None:
         return found.folder
     return copy_model(found.folder, output, overwrite=overwrite, origin=(found.repo_id, found.commit))
@@ -220,14 +220,14 @@ def pull_folder(
 def _table(path: str | os.PathLike[str]) -> pd.DataFrame:
     import pandas as pd
 
-    said = f"metrics={str(path)!r} (--metrics)"
+    prefix = f"metrics={str(path)!r} (--metrics)"
     try:
         table = pd.read_csv(path)
     except FileNotFoundError as error:
-        raise MissingFileError(f"{said} does not exist; name a CSV file.") from error
+        raise MissingFileError(f"{prefix} does not exist; name a CSV file.") from error
     except (ValueError, OSError) as error:
-        raise DataError(f"{said} is no CSV table: {first_line(error)}.") from error
+        raise DataError(f"{prefix} is no CSV table: {first_line(error)}.") from error
     if not is_long(table):
         table = table.set_index(table.columns[0])
-    scores_of(table, said=said)
+    scores_of(table, prefix=prefix)
     return table

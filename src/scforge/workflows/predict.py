@@ -16,7 +16,7 @@ from scforge.data.sources import read_h5ad
 from scforge.errors import OptionError
 from scforge.estimators.encoder import Encoder
 from scforge.finetuning.base import Task
-from scforge.workflows.embed import device_for, move_to
+from scforge.workflows.embed import move_to, resolve_device
 from scforge.workflows.models import load_named
 from scforge.workflows.train import embedded_adata
 
@@ -101,14 +101,14 @@ def predict_to(
 
 def load_tuned(model: str | os.PathLike[str], device: str, adata: AnnData | None = None) -> Encoder:
     """Load a model that predicts, most often a fine-tuned one, or raise :class:`~scforge.errors.OptionError`."""
-    said = f"model={str(model)!r} (--model)"
-    tuned = load_named(model, said, adata)
+    prefix = f"model={str(model)!r} (--model)"
+    tuned = load_named(model, prefix, adata)
     if tuned.spec.tuning is None and tuned._own_task() is None:
         raise OptionError(
-            f"{said} was not fine-tuned, so it predicts nothing; run scforge finetune --base-model {model} first, or "
+            f"{prefix} was not fine-tuned, so it predicts nothing; run scforge finetune --base-model {model} first, or "
             "scforge embed for its embedding."
         )
-    move_to(tuned, device_for(device))
+    move_to(tuned, resolve_device(device))
     return tuned
 
 

@@ -224,7 +224,7 @@ def check_run(config: Config, *, resume: Any, overwrite: bool, first: bool = Tru
     if run is None or overwrite or not first or (state is not None and run.holds(state)):
         return
     try:
-        run.check_free(goes_on=resume == _AUTO)
+        run.check_free(resumes=resume == _AUTO)
     except OptionError as error:
         raise OptionError(config.place_of("output.checkpoint_dir") + str(error)) from error
 
@@ -288,7 +288,7 @@ def written_files(config: Config) -> list[str]:
     return lines
 
 
-def first_process_speaks() -> bool:
+def mute_other_processes() -> bool:
     """Let only the first of several processes say something; return whether this is the one."""
     if rank_zero_only.rank == 0:
         return True

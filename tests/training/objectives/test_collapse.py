@@ -4,11 +4,11 @@ import torch
 
 from scforge.errors import ScforgeWarning
 from scforge.training.objectives._views import geometry, geometry_moments, warn_of_collapse
-from scforge.training.plan import EpochMeans
+from scforge.training.plan import EpochMetrics
 
 
 def of_steps(*steps: torch.Tensor) -> dict[str, float]:
-    means = EpochMeans()
+    means = EpochMetrics()
     for z_bd in steps:
         means.add(geometry_moments(z_bd), len(z_bd))
     taken = means.take()

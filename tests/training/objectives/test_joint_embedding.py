@@ -131,7 +131,7 @@ CLUSTERS = {**PER_BATCH, "clusters": 2}
 def uneven(adata, tiny_vocab, monkeypatch):
     """The cells of batches x and y; x has 4 of group a and 16 of b, y as many of the one as of the other."""
     # So few cells of such batches are more than Harmony can do.
-    monkeypatch.setattr(joint_embedding, "harmonized", lambda components, batches: components)
+    monkeypatch.setattr(joint_embedding, "harmony_correct", lambda components, batches: components)
     group = adata.obs["group"].cat.codes.to_numpy()
     in_x = np.concatenate([np.flatnonzero(group == 0)[:4], np.flatnonzero(group == 1)[:16]])
     adata.obs["protocol"] = np.where(np.isin(np.arange(60), in_x), "x", "y")

@@ -136,8 +136,8 @@ class TellsBatches(Objective):
             If there is no such column, or a batch that the model does not know.
         """
         self.look_up_batches(cells)
-        if said := self.unknown_batches():
-            raise DataError(f"{said}; rename the batches of the data, or make a new model.")
+        if problem := self.unknown_batches():
+            raise DataError(f"{problem}; rename the batches of the data, or make a new model.")
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the batch of each cell of a query; those of unknown ones are decoded in the mean of all batches."""
@@ -160,8 +160,8 @@ class TellsBatches(Objective):
 
     def warn_of_unknown_batches(self) -> None:
         """Warn if cells are of none of the batches that the decoder can be told."""
-        if said := self.unknown_batches():
-            warn(f"{said}; they are decoded in the mean of all.")
+        if problem := self.unknown_batches():
+            warn(f"{problem}; they are decoded in the mean of all.")
 
     def own_batches(self, cells: Cells) -> np.ndarray:
         """Return a number for each batch that cells have, known to the model or not, int64, shape (N,); -1 without.

@@ -14,7 +14,7 @@ from torch import nn
 
 from scforge._checks import check_bool, check_count, check_share
 from scforge.data.cells import CellBlock, Cells, choose_chunks
-from scforge.data.neighbors import harmonized, principal_components
+from scforge.data.neighbors import harmony_correct, principal_components
 from scforge.errors import DataError, OptionError, warn
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
@@ -181,7 +181,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         others = np.setdiff1d(np.arange(len(cells), dtype=np.int64), train_rows)
         others = choose_chunks(len(cells), self.max_cells, cells.chunk_size, rows=others)
         rows = np.sort(np.concatenate([learned, others]))
-        components = harmonized(principal_components(cells.sample(len(rows), rows=rows)), self._batches[rows])
+        components = harmony_correct(principal_components(cells.sample(len(rows), rows=rows)), self._batches[rows])
         clusters = KMeans(most, n_init=4, random_state=0).fit(components[np.isin(rows, learned)]).predict(components)
         names, batches = np.unique(self._batches[rows], return_inverse=True)
         shares_ec = np.zeros((len(names), most))

@@ -16,7 +16,7 @@ from torch import nn
 
 from scforge._checks import check_choice, check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_chunks
-from scforge.data.neighbors import harmonized, mutual_neighbors, neighbor_weights, principal_components
+from scforge.data.neighbors import harmony_correct, mutual_neighbors, neighbor_weights, principal_components
 from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, warn
 from scforge.models.components.latent import kl_divergence
@@ -65,8 +65,8 @@ class NeighborDenoising(TellsBatches, SeesViews):
         Mutual neighbors of a cell in each other batch, and in its own; at most a tenth of the cells of a batch.
     space
         Where neighbors are looked for: in 50 principal components corrected by Harmony (``"harmony"``,
-        :func:`~scforge.data.neighbors.harmonized`), or in these as they are (``"components"``). Without batches both
-        are the same.
+        :func:`~scforge.data.neighbors.harmony_correct`), or in these as they are (``"components"``). Without batches
+        both are the same.
     temperature
         Neighbors of a cell are drawn with probabilities proportional to exp(cosine / temperature), of the cosine in
         `space`; smaller values favor the nearest. Those in other batches are farther where batches still differ, so
@@ -273,7 +273,7 @@ class _Pool:
         of_pool = np.zeros(len(rows), dtype=np.int64) if batches is None else batches[rows]
         found = principal_components(self.cells)
         if options.space == "harmony":
-            found = harmonized(found, of_pool)
+            found = harmony_correct(found, of_pool)
         self.pairs: sparse.csr_matrix = mutual_neighbors(found, of_pool, across=options.across, within=options.within)
         weights = neighbor_weights(found, self.pairs, temperature=options.temperature)
         self.cumulative = np.concatenate([[0.0], np.cumsum(weights)])

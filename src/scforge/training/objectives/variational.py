@@ -152,8 +152,8 @@ class Variational(TellsBatches):
             If there is no such column, no training cell has a known class, or a batch is unknown.
         """
         super().bind(cells, train_rows)
-        if said := self._no_class(cells, train_rows, needed=True):
-            raise DataError(f"{said}; rename the classes of the data.")
+        if problem := self._no_class(cells, train_rows, needed=True):
+            raise DataError(f"{problem}; rename the classes of the data.")
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the class and the batch of each cell of a query, which need not have any that the model knows.
@@ -164,11 +164,11 @@ class Variational(TellsBatches):
             If no cell has a known class, and the model learns nothing else.
         """
         super().bind_query(cells, train_rows)
-        said = self._no_class(cells, train_rows, needed=False)
-        if said and not self.reconstruction_weight:
-            raise DataError(f"{said}, and reconstruction_weight=0 learns nothing else; label some cells.")
-        if said:
-            warn(f"{said}; the cells train the reconstruction alone.")
+        problem = self._no_class(cells, train_rows, needed=False)
+        if problem and not self.reconstruction_weight:
+            raise DataError(f"{problem}, and reconstruction_weight=0 learns nothing else; label some cells.")
+        if problem:
+            warn(f"{problem}; the cells train the reconstruction alone.")
 
     def _no_class(self, cells: Cells, train_rows: np.ndarray, *, needed: bool) -> str:
         """Look up the class of each cell; say so if no training cell has a known one."""
