@@ -302,9 +302,11 @@ def table(results: pd.DataFrame) -> str:
 
 def difference(linear: pd.DataFrame, method: str) -> str:
     """Return the mean paired difference of F1 of "scforge" from a method, with its 95 % interval over runs."""
-    if method == "scforge" or "scforge" not in linear or len(linear) < 2:
+    if method == "scforge" or "scforge" not in linear:
         return ""
     paired = (linear["scforge"] - linear[method]).dropna()
+    if len(paired) < 2:
+        return f"{paired.mean():+.3f}, one run"
     half = stats.t.ppf(0.975, len(paired) - 1) * paired.std() / np.sqrt(len(paired))
     verdict = "tie" if abs(paired.mean()) <= half else "better" if paired.mean() > 0 else "worse"
     return f"{paired.mean():+.3f} ± {half:.3f}, {verdict}"
