@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from scforge._checks import check_bool
 from scforge.errors import OptionError, ScforgeError, listing, suggest
 
 
@@ -206,8 +205,9 @@ def check_options(
                 raise OptionError(f"{wrong}; {hints[option]}.")
             raise OptionError(f"{wrong}{suggest(option, known, most=20)}")
     for name, parameter in inspect.signature(of).parameters.items() if of is not None else ():
-        if isinstance(parameter.default, bool) and isinstance(options, Mapping) and name in options:
-            check_bool(name, options[name])
+        given = options.get(name, True) if isinstance(options, Mapping) else True
+        if isinstance(parameter.default, bool) and not isinstance(given, bool):
+            raise OptionError(f"{name}={given!r} is neither True nor False.")
 
 
 def _package_of(point: EntryPoint) -> str:
