@@ -6,7 +6,9 @@ from scforge._lazy import lazy_names
 
 _NAMES = {
     "Evaluated": "scforge.finetuning.base",
+    "EvaluationContext": "scforge.finetuning.base",
     "PredictionHead": "scforge.finetuning.heads",
+    "Predictor": "scforge.finetuning.base",
     "Task": "scforge.finetuning.base",
     "get_task": "scforge.finetuning.base",
     "list_tasks": "scforge.finetuning.base",
@@ -19,6 +21,8 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "get_task",
     "list_tasks",
     "PredictionHead",
+    "Predictor",
+    "EvaluationContext",
     "Evaluated",
 ]
 
