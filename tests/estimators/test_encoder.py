@@ -245,6 +245,20 @@ def test_a_custom_tokenizer(trained, tiny_adata: ad.AnnData, tmp_path, request) 
     np.testing.assert_allclose(again.get_latent_representation(), embedding, atol=1e-6)
 
 
+def test_a_custom_tokenizer_without_the_option_max_len(build, tmp_path, request) -> None:
+    request.addfinalizer(lambda: TOKENIZERS._entries.pop("first_genes"))
+
+    @register_tokenizer("first_genes")
+    class FirstGenes(ContinuousProjectionTokenizer):
+        def __init__(self, vocab, *, k=9) -> None:
+            super().__init__(vocab, max_len=k)
+            self.k = k
+
+    build("transformer_encoder", "first_genes").save(tmp_path / "model")
+    again = Encoder.load(tmp_path / "model")
+    assert (again.tokenizer.k, again.spec.model_options["max_seq_len"]) == (9, 9)
+
+
 def test_what_only_scvi_tools_has_says_what_to_do(model: Encoder) -> None:
     for name, instead in (
         ("trainer", "Encoder has no trainer; the scores of a training are in model.history"),

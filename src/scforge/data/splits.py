@@ -114,7 +114,7 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
     if without.any():
         first = np.flatnonzero(without)[0]
         raise DataError(
-            f"groups has no value for {without.sum()} of {len(codes)} cells, the first is cell "
+            f"groups (split_by) has no value for {without.sum()} of {len(codes)} cells, the first is cell "
             f"{first if rows is None else rows[first]}; name their groups or leave them out."
         )
     return codes, names

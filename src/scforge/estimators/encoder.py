@@ -260,7 +260,7 @@ class Encoder(CellModel):
         given = {name: value for name, value in locals().items() if name not in ("self", "plan_kwargs", "options")}
         how = train_options(given, options, plan_kwargs)
         check_filled(self.module)
-        objective = self._spec.build_objective()  # its own, as it learns of the cells
+        objective = self._spec.build_objective()  # learns of the cells, unlike self.objective, and is dropped
         data = self._training_data(
             how.datamodule,
             objective,
@@ -271,6 +271,7 @@ class Encoder(CellModel):
         )
         plan = TrainingPlan(self.module, objective, **{name: getattr(how, name) for name in OF_PLAN})
         try:
+            # Starts the weights, fits with Lightning, and takes over the best weights, the history and the epochs.
             run_training(self, data, plan, how)
         except (NotFiniteError, SavingError):
             self._calibrate(data, after_failure=True)  # for the best weights so far, which the model is left with

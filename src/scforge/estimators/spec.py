@@ -323,7 +323,8 @@ class ModelSpec:
         architecture = defaults.architecture
         check_model_options(architecture, options)
         options = defaults.options | own_names(MODELS.get(architecture), options)
-        if "max_len" not in tokenizer_options and options.get("max_seq_len") is not None:
+        takes_limit = "max_len" in TOKENIZERS.get(name).option_names() and "max_len" not in tokenizer_options
+        if takes_limit and options.get("max_seq_len") is not None:
             tokenizer_options = tokenizer_options | {"max_len": options["max_seq_len"]}
         special = TOKENIZERS.get(name).special_tokens(tokenizer_options)
         if added := [token for token in special if vocab.token_id(token) is None]:
