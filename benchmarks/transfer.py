@@ -196,7 +196,7 @@ def harmony(pair: Pair, seed: int, *, scale: bool) -> tuple[np.ndarray, np.ndarr
     from scforge.eval.baselines import harmony_embedding
 
     both = ad.concat(pair)
-    found, _ = components((both, both[:2].copy()), seed, scale=scale)
+    found, _ = components((both, pair[1]), seed, scale=scale)
     return halves(harmony_embedding(found, both.obs, BATCH, seed=seed), pair)
 
 

@@ -168,15 +168,9 @@ class Registry[T]:
 
 
 def check_options(
-    kind: str,
-    owner: str,
-    options: Iterable[str],
-    known: Sequence[str],
-    hints: Mapping[str, str] | None = None,
-    *,
-    of: Callable[..., Any] | None = None,
+    kind: str, owner: str, options: Iterable[str], known: Sequence[str], hints: Mapping[str, str] | None = None
 ) -> None:
-    """Raise unless all `options` are `known` ones of `owner`, and those of `of` that are true or false are just that.
+    """Raise unless all `options` are `known` ones of `owner`.
 
     Parameters
     ----------
@@ -190,8 +184,6 @@ def check_options(
         Names that there are.
     hints
         Name of an option that users of other packages try, and what to do instead.
-    of
-        What takes the options; then they are given with their values. The text "false" would count as true.
 
     Raises
     ------
@@ -204,10 +196,13 @@ def check_options(
             if hints and option in hints:
                 raise OptionError(f"{wrong}; {hints[option]}.")
             raise OptionError(f"{wrong}{suggest(option, known, most=20)}")
-    for name, parameter in inspect.signature(of).parameters.items() if of is not None else ():
-        given = options.get(name, True) if isinstance(options, Mapping) else True
-        if isinstance(parameter.default, bool) and not isinstance(given, bool):
-            raise OptionError(f"{name}={given!r} is neither True nor False.")
+
+
+def check_switches(owner: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """Raise unless the options of `owner` whose defaults are True or False are just that: the text "false" is true."""
+    for name, parameter in inspect.signature(owner).parameters.items():
+        if name in options and isinstance(parameter.default, bool) and not isinstance(options[name], bool):
+            raise OptionError(f"{name}={options[name]!r} is neither True nor False.")
 
 
 def _package_of(point: EntryPoint) -> str:

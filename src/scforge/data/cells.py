@@ -16,11 +16,7 @@ from scforge.data.checks import row_sums, sound_csr
 from scforge.data.genes import MIN_OVERLAP, map_names
 from scforge.data.sampling import _mix_keys
 from scforge.data.vocab import GeneVocab
-from scforge.errors import (
-    DataError,
-    OptionError,
-    suggest,
-)
+from scforge.errors import DataError, OptionError, suggest
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -24,15 +24,7 @@ from scforge.data.genes import MIN_OVERLAP, GeneMap, map_names, text_columns, wa
 from scforge.data.readers import ENTRIES, missing_column
 from scforge.data.sampling import Window
 from scforge.data.vocab import GeneVocab, open_vocab
-from scforge.errors import (
-    DataError,
-    MissingFileError,
-    OptionError,
-    ScforgeError,
-    first_line,
-    suggest,
-    warn,
-)
+from scforge.errors import DataError, MissingFileError, OptionError, ScforgeError, first_line, suggest, warn
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -34,15 +34,7 @@ from scipy import sparse
 from zarr import storage
 
 from scforge._io import new_h5, put_back
-from scforge.data.checks import (
-    REPAIR,
-    boundary_problem,
-    check_adata,
-    counts_of,
-    index_problem,
-    row_sums,
-    value_problem,
-)
+from scforge.data.checks import REPAIR, boundary_problem, check_adata, counts_of, index_problem, row_sums, value_problem
 from scforge.errors import (
     SECRET,
     DataError,

@@ -21,16 +21,7 @@ import numpy as np
 
 from scforge._constants import CLS_TOKEN, EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, SPECIAL_TOKENS, UNK_TOKEN
 from scforge._io import atomic_write_text, read_json
-from scforge.errors import (
-    DataError,
-    MissingFileError,
-    ModelFileError,
-    OptionError,
-    first_line,
-    listing,
-    suggest,
-    warn,
-)
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, first_line, listing, suggest, warn
 
 if TYPE_CHECKING:
     from anndata import AnnData

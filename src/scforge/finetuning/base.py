@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scforge._registry import Registry, check_options
+from scforge._registry import Registry, check_options, check_switches
 from scforge.data.cells import CellBlock, Cells
 from scforge.errors import OptionError, TrainingError
 from scforge.finetuning.splits import Split
@@ -352,7 +352,8 @@ def get_task(name: str, **options: Any) -> Task:
     'cell_type'
     """
     cls = TASKS.get(name)
-    check_options("task option", name, options, cls.option_names(), of=cls)
+    check_options("task option", name, options, cls.option_names())
+    check_switches(cls, options)
     for option in cls.needed_options():
         if options.get(option) is None:
             raise OptionError(f"the task {name!r} needs {option}; pass {option}=..., in a file finetune.{option}.")

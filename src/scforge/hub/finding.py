@@ -106,7 +106,7 @@ _VARIABLE = "SCFORGE_MODELS"
 
 
 class _Version(BaseModel):
-    """A commit of a repository (a branch or a tag can move), or a folder beside the registry file."""
+    """A commit of a repository (a branch or a tag can move), or a folder next to the registry file."""
 
     model_config = ConfigDict(extra="forbid")
     repo_id: str | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import torch
 from torch import nn
 
-from scforge._registry import check_options
+from scforge._registry import check_options, check_switches
 from scforge.errors import OptionError
 from scforge.models.registry import own_names
 
@@ -130,7 +130,8 @@ class Architecture(nn.Module):
         given = own_names(cls, config.user_options())
         common = set(type(config).model_fields)
         options = {name: value for name, value in given.items() if name in parameters or name not in common}
-        check_options("option", cls.__name__, options, list(parameters), of=cls)
+        check_options("option", cls.__name__, options, list(parameters))
+        check_switches(cls, options)
         needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}
         shared = {name: getattr(config, name) for name in needed - set(options)}
         return cls(vocab_size=config.vocab_size, **shared, **options)

@@ -265,7 +265,7 @@ class ScDiVaModel(Architecture):
     queries and keys learn nothing.
 
     ``mode="tokens"``: the same layer is a sum of a vector for each gene, times its value. That sum is the first token,
-    LAT, and its summands are tokens beside it: the vector of the gene after the norm, plus a vector of the value. So
+    LAT, and its summands are tokens alongside it: the vector of the gene after the norm, plus a vector of the value. So
     genes attend to each other, and LAT is read out. There are H^2 + 6 H more parameters than in the other mode.
 
     The read-out has a mean and a variance of L dimensions. In evaluation the latent is the mean, which is the cell
@@ -283,8 +283,8 @@ class ScDiVaModel(Architecture):
     dropout
         Dropout on embeddings and residual branches.
     max_tokens
-        Most tokens of a cell that are attended to beside LAT, which sums all: hidden ones, then others, in the order of
-        the batch. 0 is the mode ``"vector"``.
+        Most tokens of a cell that are attended to besides LAT, which sums all: hidden ones, then others, in the order
+        of the batch. 0 is the mode ``"vector"``.
     mode
         ``"tokens"`` or ``"vector"``.
     norm_style

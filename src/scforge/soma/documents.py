@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing, suggest
+from scforge._checks import check_choice
+from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing
 
 KINDS = ("auto", "bytes", "fasta", "table")
 """How files are read; ``"auto"`` decides by their suffixes."""
@@ -91,8 +92,7 @@ def read_groups(
     text_column: str | None = None,
 ) -> list[list[Document]]:
     """Read the documents of each group of files, see :func:`read_documents`."""
-    if kind not in KINDS:
-        raise OptionError(f"kind={kind!r} is not known{suggest(kind, KINDS)}")
+    check_choice("kind", kind, KINDS)
     columns = {"gene_column": gene_column, "text_column": text_column}
     kinds = [[(path, _kind_of(path, kind)) for path in _paths(files)] for files in groups]
     there = {this for group in kinds for _, this in group}

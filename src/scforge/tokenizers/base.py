@@ -15,7 +15,7 @@ from scipy import sparse
 
 from scforge._checks import check_bool, check_count
 from scforge._constants import CLS_TOKEN, EOS_TOKEN
-from scforge._registry import Registry, check_options
+from scforge._registry import Registry, check_options, check_switches
 from scforge.data.cells import CellBlock
 from scforge.data.checks import REPAIR, compressed_problem, row_sums, value_problem
 from scforge.data.genes import GeneMap, how_to_convert
@@ -589,5 +589,6 @@ def get_tokenizer(name: str, vocab: GeneVocab, **options: Any) -> Tokenizer:
     ([[3, 4, 6]], 3)
     """
     cls = TOKENIZERS.get(name)
-    check_options("tokenizer option", name, options, cls.option_names(), of=cls)
+    check_options("tokenizer option", name, options, cls.option_names())
+    check_switches(cls, options)
     return cls(vocab, **options)

@@ -13,8 +13,8 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from scforge._checks import check_bool
-from scforge.errors import OptionError, suggest
+from scforge._checks import check_bool, check_choice
+from scforge.errors import OptionError
 from scforge.models.components.transformer import TransformerBlock, TransformerStack
 
 
@@ -96,8 +96,7 @@ def make_strategy(name: str, *, n_processes: int | None) -> Any:
     OptionError
         If `name` is not known.
     """
-    if name not in STRATEGIES:
-        raise OptionError(f"strategy={name!r} is not known{suggest(name, STRATEGIES)}")
+    check_choice("strategy", name, STRATEGIES)
     if name == "fsdp":
         # Each process reads other cells, so all of them are data-parallel.
         size: Any = "auto" if n_processes is None else n_processes

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from scforge.errors import OptionError, suggest
+from scforge._checks import check_choice
+from scforge.errors import OptionError
 from scforge.models.components.transformer import TransformerBlock
 
 
@@ -185,14 +186,12 @@ def make_optimizer(
         raise OptionError("all parameters are frozen, so there is nothing to train; set freeze=False, or train a head.")
     if name in _OF_TORCH:
         return _OF_TORCH[name](parameter_groups(module, weight_decay, lr=lr, factors=factors), lr=lr, fused=fused)
-    if name == "muon":
-        if factors:
-            raise OptionError(
-                "layer_lr_decay does not go with optimizer='muon'; choose 'adamw', or leave layer_lr_decay out."
-            )
-        return MuonWithAdamW(module, lr=lr, weight_decay=weight_decay, fused=fused)
-    known = (*_OF_TORCH, "muon")
-    raise OptionError(f"optimizer={name!r} is not known{suggest(name, known)}")
+    check_choice("optimizer", name, (*_OF_TORCH, "muon"))
+    if factors:
+        raise OptionError(
+            "layer_lr_decay does not go with optimizer='muon'; choose 'adamw', or leave layer_lr_decay out."
+        )
+    return MuonWithAdamW(module, lr=lr, weight_decay=weight_decay, fused=fused)
 
 
 def _one_cycle(optimizer: torch.optim.Optimizer, total: int, warmup: int) -> lr_scheduler.LRScheduler:
@@ -264,9 +263,7 @@ def make_schedule(
     OptionError
         If `name` is not known.
     """
-    if name not in SCHEDULES:
-        known = sorted(SCHEDULES)
-        raise OptionError(f"schedule={name!r} is not known{suggest(name, known)}")
+    check_choice("schedule", name, sorted(SCHEDULES))
     return SCHEDULES[name](optimizer, total_steps, warmup_length(name, total_steps, warmup_steps))
 
 

@@ -225,8 +225,8 @@ def _found_in_cells(task: str, options: dict[str, Any], source: AnnData | Cells)
             raise OptionError(f"perturbation_key={key!r} is not a column of obs{suggest(key, columns, 'obs has')}")
         values = source.obs[key] if isinstance(source, AnnData) else source.column(key)
         found["control"] = _the_one(_CONTROLS, [str(value) for value in values.unique()], "control", task)
-    prefix = " and ".join(f"finetune.{name}={value!r}" for name, value in found.items())
-    logger.info("Taking %s, which the cells have.", prefix)
+    taken = " and ".join(f"finetune.{name}={value!r}" for name, value in found.items())
+    logger.info("Taking %s, which the cells have.", taken)
     return found
 
 

@@ -13,14 +13,7 @@ from scforge.errors import DataError, MissingFileError, OptionError, first_line
 from scforge.estimators.card import is_long, scores_of
 from scforge.estimators.hub import place_of, push_model
 from scforge.estimators.serialize import read_folder
-from scforge.hub.finding import (
-    FoundModel,
-    copy_model,
-    find_model,
-    is_hub_name,
-    is_registry_name,
-    kind_of_folder,
-)
+from scforge.hub.finding import FoundModel, copy_model, find_model, is_hub_name, is_registry_name, kind_of_folder
 from scforge.hub.uploading import is_own_card, tell_left_behind, upload
 from scforge.training.checkpoint import RunFolder
 

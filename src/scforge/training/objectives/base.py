@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from scforge._registry import Registry, check_options
+from scforge._registry import Registry, check_options, check_switches
 from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.errors import OptionError, TrainingError
 from scforge.models.protocol import ModelOutput
@@ -278,5 +278,6 @@ def get_objective(name: str, **options: Any) -> Objective:
     0.3
     """
     cls = OBJECTIVES.get(name)
-    check_options("objective option", name, options, cls.option_names(), of=cls)
+    check_options("objective option", name, options, cls.option_names())
+    check_switches(cls, options)
     return cls(**options)
