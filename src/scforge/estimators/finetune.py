@@ -32,7 +32,7 @@ from scforge.estimators.spec import FineTuneSpec, check_freeze, named_options
 from scforge.finetuning.adapters import base_state, digest_of, is_adapter, load_base, lora_options, merged
 from scforge.finetuning.base import TASKS, Task, get_task
 from scforge.finetuning.held_out import CellFingerprints, HeldOutRegistry
-from scforge.finetuning.labels import check_key, text_labels
+from scforge.finetuning.labels import text_labels
 from scforge.finetuning.splits import Split, check_shares, split_for, split_from
 from scforge.models._weights import read_weights
 from scforge.models.components.gene_vectors import check_filled
@@ -255,7 +255,7 @@ def own_cells(owner: CellModel | None) -> Any:
 
 def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
     """Return the options of a decoder that knows the batches of a query, too."""
-    batches = text_labels(cells.column(check_key("batch_key", key)), key=key, argument="batch_key").categories
+    batches = text_labels(cells.column(key), key=key, argument="batch_key").categories
     if shared := [str(name) for name in batches if name in known]:
         logger.info(
             "Batches of the query in obs[%r] that the reference knows, and that are taken for its own: %s. Rename "

@@ -13,7 +13,7 @@ from torch import nn
 
 from scforge._registry import Registry, check_options, check_switches
 from scforge.data.cells import CellBlock, Cells
-from scforge.errors import OptionError, TrainingError
+from scforge.errors import OptionError, warn
 from scforge.finetuning.splits import Split
 from scforge.tokenizers.base import TokenBatch, Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults
@@ -85,6 +85,10 @@ class Predictor:
         )
 
 
+FROZEN = "frozen_embedding"
+"""Name of the baseline that learns from the embedding of the model before fine-tuning."""
+
+
 @dataclass(frozen=True)
 class EvaluationContext:
     """What a task evaluates.
@@ -153,17 +157,24 @@ class Evaluated:
     tables: dict[str, pd.DataFrame] = field(default_factory=dict)
 
 
+def warn_of_missing_base() -> None:
+    """Warn that the baseline of the frozen embedding is missing."""
+    warn(
+        "the model before fine-tuning is not at hand, so that the baseline of its frozen embedding is missing; pass "
+        "base= (--base-model), the model or its folder."
+    )
+
+
 type Column = Callable[[str], pd.Series]
 """Returns a column of obs."""
 
 
-ADAPTER_LR = 10.0
-"""Learning rate of low-rank adapters in units of that of all weights; measured in ``benchmarks/finetuning.py``."""
-
-
 def with_adapters(defaults: TrainingDefaults) -> TrainingDefaults:
-    """Return defaults with the learning rate that low-rank adapters need."""
-    return replace(defaults, lr=ADAPTER_LR * defaults.lr)
+    """Return defaults with the learning rate of low-rank adapters, ten times that of all weights.
+
+    Measured in ``benchmarks/finetuning.py``.
+    """
+    return replace(defaults, lr=10.0 * defaults.lr)
 
 
 class Task(Objective):
@@ -268,10 +279,7 @@ class Task(Objective):
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss of a batch, and figures."""
-        outputs = module(**batch).logits
-        if outputs is None:
-            raise TrainingError(f"{type(module).__name__}.forward returned no outputs of the head.")
-        return self.loss_of(outputs, batch)
+        return self.loss_of(module(**batch).logits, batch)
 
     @abstractmethod
     def loss_of(

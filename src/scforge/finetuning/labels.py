@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scforge._checks import check_positive
 from scforge._constants import UNS_KEY
-from scforge.errors import DataError, OptionError
+from scforge.errors import DataError, OptionError, listing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,23 +71,31 @@ def codes_of(values: pd.Series, classes: Sequence[str], *, key: str, argument: s
     return lookup[np.asarray(labels.codes)]
 
 
-def check_key(argument: str, value: Any) -> str:
-    """Return the name of a column of obs, or raise :class:`~scforge.errors.OptionError` if it cannot be one."""
-    if not isinstance(value, str) or not value:
-        raise OptionError(f"{argument}={value!r} is not the name of a column of obs.")
-    return value
-
-
-def check_classes(value: Any) -> list[str] | None:
-    """Return the option `classes`, or raise unless it is None or a list of two or more different names."""
-    if value is None:
+def check_names(argument: str, names: Any) -> list[str] | None:
+    """Return an option that lists names, or raise unless it is None or a list of different names."""
+    if names is None:
         return None
-    listed = isinstance(value, Sequence) and not isinstance(value, str)
-    if not listed or not all(isinstance(name, str) for name in value):
-        raise OptionError(f"classes={value!r} is not a list of the names of classes.")
-    if len(set(value)) < len(value):
-        raise OptionError(f"classes={list(value)!r} names a class twice; name each once.")
-    return list(value)
+    listed = isinstance(names, Sequence) and not isinstance(names, str) and len(names) > 0
+    if not listed or not all(isinstance(name, str) for name in names):
+        raise OptionError(f"{argument}={names!r} is not a list of names; give e.g. ['first', 'second'].")
+    if len(set(names)) < len(names):
+        raise OptionError(f"{argument}={list(names)!r} has a name twice; give each once.")
+    return list(names)
+
+
+BALANCED = "balanced"
+
+
+def check_weights(argument: str, weights: Any, classes: Sequence[str] | None) -> str | dict[str, float] | None:
+    """Return an option that weighs classes: None, ``"balanced"`` or weights by class; raise for anything else."""
+    if weights is None or weights == BALANCED:
+        return weights
+    if not isinstance(weights, Mapping):
+        raise OptionError(f"{argument}={weights!r} is neither None, 'balanced' nor a dict of weights by class.")
+    found = {str(name): check_positive(f"{argument}[{name!r}]", weight) for name, weight in weights.items()}
+    if classes is not None and (unknown := set(found) - set(classes)):
+        raise OptionError(f"{argument} has {min(unknown)!r}, which is no class (classes: {listing(classes)}).")
+    return found
 
 
 def _is_number(value: Any) -> bool:

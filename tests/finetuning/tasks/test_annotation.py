@@ -121,7 +121,7 @@ def test_calibration_lowers_the_loss_of_other_cells(cells200, tuned):
     predictor = tuned("annotation", cells200, labels_key="noisy")
     with torch.no_grad():
         predictor.module.head.out.weight *= 10
-    codes = predictor.task.codes_of(cells200.obs["noisy"])
+    codes = predictor.task.read(lambda key: cells200.obs[key])
     predictor.task.calibrate(predictor, np.arange(100, 150))
     temperature = predictor.module.head.temperature
     assert temperature > 1.5
@@ -160,15 +160,14 @@ def test_evaluation(cells200, tuned, context):
 
 def test_evaluation_without_what_baselines_learn_from(cells200, tuned, context):
     predictor = tuned("annotation", cells200, labels_key="group")
-    with pytest.warns(ScforgeWarning, match="no baseline can learn"):
-        evaluated = predictor.task.evaluate(context(predictor, train_cells=None, train_rows=None))
+    evaluated = predictor.task.evaluate(context(predictor, train_cells=None, train_rows=None))
     assert list(evaluated.metrics.index) == ["scforge"]
     with pytest.warns(ScforgeWarning, match="frozen embedding is missing"):
         evaluated = predictor.task.evaluate(context(predictor, base=None))
     assert "frozen_embedding" not in evaluated.metrics.index
     cells200.obs["group"] = "z"
     predictor.cells.obs["group"] = "z"
-    with pytest.raises(DataError, match="no label that the model knows among the 50 scored cells"):
+    with pytest.raises(DataError, match="no value that the model knows for any of the 50 scored cells"):
         predictor.task.evaluate(context(predictor))
 
 
@@ -208,7 +207,7 @@ def test_cells_without_label_do_not_count(cells200, tuned, step):
     torch.testing.assert_close(figures["confusion"] * 30, figures_alone["confusion"] * 10)
     nothing, _ = step(predictor, np.arange(150, 170))
     assert nothing.item() == 0
-    with pytest.raises(DataError, match="1 of 2 training cells have no label in labels_key='label'"):
+    with pytest.raises(DataError, match="1 of 2 training cells have no value in labels_key='label' that"):
         predictor.task.bind(predictor.cells, np.array([149, 150]))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,12 +14,11 @@ from torch.nn import functional as F
 
 from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource
-from scforge.errors import DataError, ModelFileError, OptionError, TrainingError, listing, warn
+from scforge.errors import DataError, ModelFileError, OptionError, listing
 from scforge.eval.baselines import embedding_baselines
 from scforge.eval.scib import integration_scores
-from scforge.finetuning.base import Evaluated, Task, register_task
-from scforge.finetuning.baselines import FROZEN
-from scforge.finetuning.labels import check_classes, check_key, codes_of, text_labels
+from scforge.finetuning.base import FROZEN, Column, Evaluated, Task, register_task, warn_of_missing_base
+from scforge.finetuning.labels import check_names, codes_of, text_labels
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._views import downsample_counts
@@ -198,52 +197,6 @@ def negative_binomial(
     return loss.mean() if measured is None else (loss * measured).mean() * (len(measured) / measured.sum().clamp_min(1))
 
 
-def evaluate_integration(task: Integration, context: EvaluationContext) -> Evaluated:
-    """Score how batches mix and cell types stay apart, beside PCA, Harmony, scVI and the embedding before fine-tuning.
-
-    All methods are scored on the same cells. PCA, Harmony and scVI are fitted on the training cells and the scored ones
-    together, which favors them: PCA and scVI could embed new cells, and Symphony does so for Harmony, but that is not
-    done here. Without labels, scores of biology are missing.
-
-    Figures: ``bio``, ``batch``, ``total`` and what they are means of, see
-    :func:`scforge.eval.scib.integration_scores`.
-
-    Raises
-    ------
-    OptionError
-        If no column with cell types is known.
-    DataError
-        If the scored cells are of one batch or one cell type.
-
-    Warns
-    -----
-    ScforgeWarning
-        If a baseline is missing.
-    """
-    if task.labels_key is None:
-        raise OptionError(
-            'labels_key=None, but integration is scored by cell types; pass finetune("integration", labels_key=...), '
-            "which trains without them all the same."
-        )
-    rows = context.rows
-    methods = {"scforge": context.predictor.embedding(rows)}
-    if context.base is not None:
-        methods[FROZEN] = context.base.embedding(rows)
-    if context.baselines:
-        if context.base is None:
-            warn(
-                "the model before fine-tuning is not at hand, so its embedding is missing; pass base=, the model or "
-                "its folder."
-            )
-        methods |= _baselines(task, context)
-    obs = pd.DataFrame({key: context.cells.column(key).iloc[rows] for key in (task.labels_key, task.batch_key)})
-    scores = {
-        name: integration_scores(embedding, obs, labels_key=task.labels_key, batch_key=task.batch_key)
-        for name, embedding in methods.items()
-    }
-    return Evaluated(pd.DataFrame.from_dict(scores, orient="index").rename_axis("method"))
-
-
 def _baselines(task: Integration, context: EvaluationContext) -> dict[str, np.ndarray]:
     """Embed the scored cells by methods that were fitted on them and on the training cells."""
     import anndata
@@ -317,34 +270,27 @@ class Integration(Task):
         alignment: float = 0.001,
         hidden_dim: int = 128,
     ) -> None:
-        self.batch_key = check_key("batch_key", batch_key)
-        self.labels_key = None if labels_key is None else check_key("labels_key", labels_key)
-        self.batches = check_classes(batches)
+        self.batch_key = batch_key
+        self.labels_key = labels_key
+        self.batches = check_names("batches", batches)
         self.n_reference = n_reference
-        check_positive("alignment", alignment, or_zero=True)
-        check_count("hidden_dim", hidden_dim, "dimensions")
-        if n_reference is not None:
-            check_count("n_reference", n_reference, "batches")
-            if self.batches is None or n_reference > len(self.batches):
-                raise OptionError(f"n_reference={n_reference} are more batches than there are in batches={batches!r}.")
-        self.alignment = float(alignment)
-        self.hidden_dim = int(hidden_dim)
+        if n_reference is not None and (self.batches is None or not 0 < n_reference <= len(self.batches)):
+            raise OptionError(f"n_reference={n_reference} is not a number of some of the batches={batches!r}.")
+        self.alignment = check_positive("alignment", alignment, or_zero=True)
+        self.hidden_dim = check_count("hidden_dim", hidden_dim, "dimensions")
         self._sigreg = SIGReg(_SLICES)
-        self._codes: np.ndarray | None = None
+        self._codes: np.ndarray
         self._measured: torch.Tensor | None = None
 
-    def usable(self, column: Callable[[str], pd.Series]) -> np.ndarray:
+    def usable(self, column: Column) -> np.ndarray:
         """Return which cells have a batch."""
         return np.asarray(column(self.batch_key).notna())
 
-    def strata(self, column: Callable[[str], pd.Series]) -> pd.Series:
+    def strata(self, column: Column) -> pd.Series:
         """Return the batches, so that each keeps its share."""
-        import pandas as pd
+        return pd.Series(text_labels(column(self.batch_key), key=self.batch_key, argument="batch_key"))
 
-        values = column(self.batch_key)
-        return pd.Series(text_labels(values, key=self.batch_key, argument="batch_key"), index=values.index)
-
-    def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
+    def options_from(self, column: Column) -> dict[str, Any]:
         """Return the batches of the training cells, unless they are known already.
 
         Raises
@@ -364,26 +310,15 @@ class Integration(Task):
 
     @property
     def known_batches(self) -> list[str]:
-        """The batches, or an error if they are not known yet."""
-        if self.batches is None:
-            raise TrainingError("batches are not known yet; give batches=[...], or fine-tune with cells.")
+        """The batches, once they are known."""
+        assert self.batches is not None
         return self.batches
 
     def make_head(self, n_latent: int, module: nn.Module) -> IntegrationHead:
         """Make the decoder."""
-        size = getattr(module, "vocab_size", None)
-        if not isinstance(size, int):
-            raise OptionError(
-                f"{type(module).__name__} has no attribute vocab_size, which tells the decoder of 'integration' how "
-                "many tokens there are; add it."
-            )
-        return IntegrationHead(
-            n_latent,
-            size,
-            len(self.known_batches),
-            n_reference=self.n_reference,
-            hidden_dim=self.hidden_dim,
-        )
+        architecture: Any = module
+        options = {"n_reference": self.n_reference, "hidden_dim": self.hidden_dim}
+        return IntegrationHead(n_latent, architecture.vocab_size, len(self.known_batches), **options)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the batch of each cell; -1 for one that the decoder does not know."""
@@ -398,8 +333,6 @@ class Integration(Task):
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenize a view of each cell; add ``counts``, shape (B, G), and ``batch``, shape (B,)."""
-        if self._codes is None:
-            raise TrainingError("the batches of the cells are not known; call bind(cells, train_rows) first.")
         view = downsample_counts(block, keep=_KEEP, gene_dropout=_GENE_DROPOUT, seed=seed, epoch=epoch, view=0)
         tokens = self.arrange(tokenizer(view), tokenizer, block.rows, epoch=epoch, seed=seed)
         counts = np.zeros((len(block), tokenizer.vocab.n_genes), dtype=np.float32)
@@ -425,7 +358,7 @@ class Integration(Task):
         self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Raise: the loss is that of embeddings, not of the expression that the head returns."""
-        raise TrainingError("integration has no loss of the outputs of its head; call loss(module, batch).")
+        raise NotImplementedError("call loss(module, batch)")
 
     def predict(  # type: ignore[override]
         self, predictor: Predictor, adata: AnnData | None, *, key_added: str | None = None
@@ -443,12 +376,46 @@ class Integration(Task):
         -------
         Float32, shape (N, D): what ``get_latent_representation`` returns, too.
         """
-        key = KEY if key_added is None else check_key("key_added", key_added)
         embedding = predictor.embedding()
         if adata is not None:
-            adata.obsm[key] = embedding
+            adata.obsm[key_added or KEY] = embedding
         return embedding
 
     def evaluate(self, context: EvaluationContext) -> Evaluated:
-        """Score mixing and biology; see :func:`evaluate_integration`."""
-        return evaluate_integration(self, context)
+        """Score how batches mix and cell types stay apart, beside PCA, Harmony, scVI and the frozen embedding.
+
+        All methods are scored on the same cells. PCA, Harmony and scVI are fitted on the training cells and the scored
+        ones together, which favors them: PCA and scVI could embed new cells, and Symphony does so for Harmony, but that
+        is not done here. Without labels, scores of biology are missing.
+
+        Figures: ``bio``, ``batch``, ``total`` and what they are means of, see
+        :func:`scforge.eval.scib.integration_scores`.
+
+        Raises
+        ------
+        OptionError
+            If no column with cell types is known.
+        DataError
+            If the scored cells are of one batch or one cell type.
+
+        Warns
+        -----
+        ScforgeWarning
+            If a baseline is missing.
+        """
+        if self.labels_key is None:
+            raise OptionError(
+                'labels_key=None, but integration is scored by cell types; pass finetune("integration", '
+                "labels_key=...), which trains without them all the same."
+            )
+        methods = {"scforge": context.predictor.embedding(context.rows)}
+        if context.base is not None:
+            methods[FROZEN] = context.base.embedding(context.rows)
+        elif context.baselines:
+            warn_of_missing_base()
+        if context.baselines:
+            methods |= _baselines(self, context)
+        keys = {"labels_key": self.labels_key, "batch_key": self.batch_key}
+        obs = pd.DataFrame({key: context.cells.column(key).iloc[context.rows] for key in keys.values()})
+        scores = {name: integration_scores(embedding, obs, **keys) for name, embedding in methods.items()}
+        return Evaluated(pd.DataFrame.from_dict(scores, orient="index").rename_axis("method"))
