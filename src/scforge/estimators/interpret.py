@@ -66,9 +66,7 @@ def gene_numbers(
             measured = gene_names(source, (model._setup_of(source) or model._setup)["gene_key"]).tolist()
         raise GeneMismatchError(_unknown_genes(argument, unknown, model.vocab, measured))
     if twice := [names[i] for i in range(len(names)) if numbers[i] in numbers[:i]]:
-        raise OptionError(
-            f"{argument} names {twice[0]!r} twice, maybe by another name of the gene; name each gene once."
-        )
+        raise OptionError(f"{argument} names {twice[0]!r} twice, maybe by another name of the gene; name it once.")
     return numbers
 
 
@@ -82,12 +80,10 @@ def _unknown_genes(argument: str, unknown: list[str], vocab: GeneVocab, measured
             f"{argument} names {listing(known, most=_MAX_NAMES)}, {'in adata but ' if there else ''}not among the "
             f"model's {vocab.n_genes:,} genes; build the model with Encoder(adata, keep_genes={known[:_MAX_NAMES]!r})."
         )
-    names = [*vocab.genes, *(vocab.symbols or ())]
-    hints = [did_you_mean(name, names).removeprefix("; did you mean ").rstrip("?") for name in unknown[:_MAX_NAMES]]
-    near = ", ".join(hint for hint in hints if hint)
+    hint = did_you_mean(unknown[0], [*vocab.genes, *(vocab.symbols or ())])
     return (
         f"{argument} names {listing(unknown, most=_MAX_NAMES)}, not among the {vocab.n_genes} genes of the model"
-        f"{f'; did you mean {near}?' if near else '; leave them out, or make a model with them.'}"
+        f"{hint or '; leave them out, or make a model with them.'}"
     )
 
 
@@ -230,10 +226,7 @@ def predicting(model: CellModel, adata: Source | None, batch_size: int, seed: in
     source, objective = ready(model, adata, "what it predicts is"), model._pretraining
     check_predicts(objective)
     if model._backbone is not model.module:
-        raise OptionError(
-            "the model was fine-tuned, which what predicts its expression has not followed; call the model that it was "
-            "made of."
-        )
+        raise OptionError("the model was fine-tuned, its decoder was not; call the model that it was made of.")
     return source, objective
 
 
@@ -283,7 +276,4 @@ def check_activated(perturbation: Perturbation, numbers: np.ndarray, genes: Sequ
         return
     silent = [genes[number] for number in numbers if np.isnan(perturbation.shares[number])]
     if silent:
-        raise DataError(
-            f"mode='activate' gives genes the counts that are usual, but no cell expresses {listing(silent, most=5)}; "
-            "leave them out, or choose mode='overexpress'."
-        )
+        raise DataError(f"mode='activate': no cell expresses {listing(silent, most=5)}; leave them out.")

@@ -165,6 +165,12 @@ def warn_of_missing_base() -> None:
     )
 
 
+type Batch = dict[str, torch.Tensor]
+"""Tensors by their names."""
+
+type Loss = tuple[torch.Tensor, Batch]
+"""The loss of a batch, a scalar, and figures: means over its cells."""
+
 type Column = Callable[[str], pd.Series]
 """Returns a column of obs."""
 
@@ -260,7 +266,7 @@ class Task(Objective):
             The architecture.
         """
 
-    def targets(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    def targets(self, rows: np.ndarray) -> Batch:
         """Return what :meth:`loss_of` needs to know of the cells `rows`, besides their tokens."""
         return {}
 
@@ -272,19 +278,17 @@ class Task(Objective):
             return tokens
         return self.pretraining.arrange(tokens, tokenizer, rows, epoch=epoch, seed=seed)
 
-    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> Batch:
         """Return the tokens of the cells and their targets."""
         tokens = self.arrange(tokenizer(block), tokenizer, block.rows, epoch=epoch, seed=seed)
         return {**tokens, **self.targets(block.rows)}
 
-    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """Return the loss of a batch, and figures."""
         return self.loss_of(module(**batch).logits, batch)
 
     @abstractmethod
-    def loss_of(
-        self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         """Return the loss of the outputs of the head, shape (B, K), and figures.
 
         A figure is a tensor of any shape, its mean over the cells of the batch; :meth:`summarize` gets its mean over

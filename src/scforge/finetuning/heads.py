@@ -77,7 +77,6 @@ class FineTunedModule(nn.Module):
         return self
 
 
-HEAD_OPTIONS = ("hidden_dim", "dropout")
 _SMALLEST = 1e-6
 
 
@@ -87,13 +86,10 @@ def check_head(head: Any) -> dict[str, Any]:
         return {}
     if not isinstance(head, Mapping):
         raise OptionError(f"head={head!r} is not a dict of options; give e.g. {{'hidden_dim': 128, 'dropout': 0.1}}.")
-    check_options("option of head", "head", head, list(HEAD_OPTIONS))
-    options = dict(head)
-    if "hidden_dim" in options:
-        check_count("head['hidden_dim']", options["hidden_dim"], "dimensions", least=0)
-    if "dropout" in options:
-        check_share("head['dropout']", options["dropout"])
-    return options
+    check_options("option of head", "head", head, ["hidden_dim", "dropout"])
+    check_count("head['hidden_dim']", head.get("hidden_dim", 0), "dimensions", least=0)
+    check_share("head['dropout']", head.get("dropout", 0))
+    return dict(head)
 
 
 class Standardize(nn.Module):
@@ -173,8 +169,8 @@ class CalibratedHead(PredictionHead):
 
     temperature: torch.Tensor
 
-    def __init__(self, n_in: int, n_out: int, *, hidden_dim: int = 0, dropout: float = 0.1) -> None:
-        super().__init__(n_in, n_out, hidden_dim=hidden_dim, dropout=dropout)
+    def __init__(self, n_in: int, n_out: int, **options: Any) -> None:
+        super().__init__(n_in, n_out, **options)
         self.register_buffer("temperature", torch.ones(()))
 
 

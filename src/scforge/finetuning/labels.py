@@ -27,6 +27,9 @@ def write_probabilities(adata: AnnData, key: str, table: pd.DataFrame) -> None:
     adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), f"{key}_classes": names}
 
 
+UNASSIGNED = "unassigned"
+"""What cells are called whose confidence is below a threshold."""
+
 UNLABELED, UNKNOWN = -1, -2
 """Codes of cells without label, and of cells whose label a model does not know."""
 

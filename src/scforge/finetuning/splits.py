@@ -50,9 +50,7 @@ class Split:
 def check_shares(validation_size: float, test_size: float) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless the shares leave cells to train on."""
     if check_share("validation_size", validation_size) + check_share("test_size", test_size) >= 1:
-        raise OptionError(
-            f"validation_size={validation_size} and test_size={test_size} leave no cell to train on; lower one of them."
-        )
+        raise OptionError(f"validation_size={validation_size} and test_size={test_size} leave no cell to train on.")
 
 
 def split_for(
@@ -182,10 +180,7 @@ def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Spl
     values = np.asarray(column, dtype=object)
     missing = np.asarray(column.isna())
     if unknown := sorted({str(value) for value in values[~missing]} - set(PARTS)):
-        raise DataError(
-            f"split_key={key!r} has the values {listing(unknown)}; name the parts {listing(PARTS)}, and leave the "
-            "others empty."
-        )
+        raise DataError(f"split_key={key!r} has the values {listing(unknown)}; name the parts {listing(PARTS)} alone.")
     taking_part = ~missing if usable is None else ~missing & usable
     rows = {part: np.flatnonzero(taking_part & (values == part)) for part in PARTS}
     if not len(rows["train"]):

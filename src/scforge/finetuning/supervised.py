@@ -96,10 +96,7 @@ class SupervisedTask(Task):
         """Look up the target of each cell."""
         self._targets = self.read(cells.column)
         if lacking := int((~self.has_target(self._targets[train_rows])).sum()):
-            raise DataError(
-                f"{lacking} of {len(train_rows)} training cells have no value in {self.argument} that the model knows; "
-                "leave them out of the training rows."
-            )
+            raise DataError(f"{lacking} of {len(train_rows)} training cells have no known value in {self.argument}.")
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Standardize what the head sees, and start it at a linear model on the embeddings."""

@@ -82,8 +82,6 @@ def test_majority_voting(cells200, tuned):
     assert (np.asarray(table["voted"]) == labeled(cells200)).mean() > 0.95
     with pytest.raises(DataError, match="did you mean 'cluster'"):
         predictor.task.predict(predictor, cells200, majority_voting="clusters")
-    with pytest.raises(OptionError, match="majority_voting=3 "):
-        predictor.task.predict(predictor, cells200, majority_voting=3)
 
 
 def test_loss_is_the_weighted_cross_entropy(cells200, tuned, step):
@@ -207,7 +205,7 @@ def test_cells_without_label_do_not_count(cells200, tuned, step):
     torch.testing.assert_close(figures["confusion"] * 30, figures_alone["confusion"] * 10)
     nothing, _ = step(predictor, np.arange(150, 170))
     assert nothing.item() == 0
-    with pytest.raises(DataError, match="1 of 2 training cells have no value in labels_key='label' that"):
+    with pytest.raises(DataError, match="1 of 2 training cells have no known value in labels_key='label'"):
         predictor.task.bind(predictor.cells, np.array([149, 150]))
 
 
@@ -227,7 +225,7 @@ def test_given_classes_keep_their_order(cells200, tuned):
     assert predictor.task.classes == ["b", "a"]
     table = predictor.task.predict(predictor, None)
     assert (np.asarray(table["label"]) == labeled(cells200)).mean() > 0.97
-    with pytest.raises(DataError, match=r"\(not in both: 'c'\)"):
+    with pytest.raises(DataError, match="classes and labels_key='group' differ in 'c'"):
         get_task("annotation", labels_key="group", classes=["a", "b", "c"]).options_from(lambda key: cells200.obs[key])
 
 

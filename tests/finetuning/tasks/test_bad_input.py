@@ -20,7 +20,6 @@ TABLES = {
     ("name", "options", "message"),
     [
         ("annotation", {"labels_key": None}, "needs labels_key"),
-        ("annotation", {"classes": ["a"]}, "fewer than two classes"),
         ("annotation", {"classes": ["a", "a"]}, "has a name twice"),
         ("annotation", {"classes": "ab"}, "classes='ab' is not a list"),
         ("annotation", {"class_weights": "even"}, "class_weights='even'"),
@@ -32,7 +31,7 @@ TABLES = {
         ("annotation", {"head": {"hidden_dim": -1}}, r"head\['hidden_dim'\]=-1"),
         ("annotation", {"head": {"dropout": 2}}, r"head\['dropout'\]=2"),
         ("annotation", {"label_smoting": 0.1}, "did you mean 'label_smoothing'"),
-        ("multi_label", {"labels_key": None}, "give either columns of truth values, or one column of text"),
+        ("multi_label", {"labels_key": None}, "give either labels_keys, columns of truth values, or labels_key"),
         ("multi_label", {"labels_key": None, "labels_keys": "p"}, "labels_keys='p' is not a list"),
         ("multi_label", {"labels_key": None, "labels_keys": ["p", "p"]}, "has a name twice"),
         ("multi_label", {"labels_key": None, "labels_keys": ["p", "q"], "classes": ["p"]}, "are not labels_keys"),

@@ -158,7 +158,7 @@ def test_the_likelihood_is_that_of_counts():
 def test_the_decoder_takes_over_a_reference():
     reference = IntegrationHead(4, 12, 2)
     query = IntegrationHead(4, 12, 3, n_reference=2)
-    query.take_over(reference, ["a", "b"])
+    query.take_over(reference)
     z, codes = torch.randn(6, 4), torch.tensor([0, 1, 0, 1, 0, 1])
     torch.testing.assert_close(query.decode(z, codes), reference.decode(z, codes))
     torch.testing.assert_close(query.decode(z, codes * 0 + 2), reference.decode(z, codes * 0 - 1))

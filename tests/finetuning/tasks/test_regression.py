@@ -70,7 +70,7 @@ def test_cells_without_number_do_not_count(aged, tuned, step):
     alone, _ = step(predictor, np.arange(140, 150))
     torch.testing.assert_close(with_missing, alone)
     assert step(predictor, np.arange(150, 170))[0].item() == 0
-    with pytest.raises(DataError, match="20 of 30 training cells have no value"):
+    with pytest.raises(DataError, match="20 of 30 training cells have no known value"):
         predictor.task.bind(predictor.cells, np.arange(140, 170))
 
 

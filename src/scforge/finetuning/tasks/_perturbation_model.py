@@ -217,10 +217,7 @@ def _split_controls(conditions: Conditions, rng: np.random.Generator) -> tuple[n
             few.append(name)
         tested[rng.permutation(rows)[: round(len(rows) * _TEST_CONTROLS) or len(rows) // 2]] = True
     if few:
-        raise DataError(
-            f"the contexts {listing(few)} have fewer than 2 control cells, so that effects cannot be measured there; "
-            "leave their cells out, or choose another context_key."
-        )
+        raise DataError(f"the contexts {listing(few)} have fewer than 2 control cells to compare with; leave them out.")
     return conditions.controls & ~tested, tested
 
 
@@ -276,20 +273,14 @@ class BoundEffects:
         partly = (n_trained > 0) & (n_trained < np.bincount(codes, minlength=n_groups))
         if partly.any():
             names = sorted({conditions.names[perturbation] for perturbation in self.groups[partly, 0].tolist()})
-            raise OptionError(
-                f"the split puts cells of the perturbations {listing(names)} both into training and elsewhere; hold "
-                "out whole perturbations, as finetune does without split_key."
-            )
+            raise OptionError(f"the split divides {listing(names)}; hold out whole perturbations (without split_key).")
         self.trained = n_trained > 0
         if not self.trained.any():
-            raise DataError("no training cell is perturbed, so that there is no effect to learn; check the split.")
+            raise DataError("no training cell is perturbed, so there is no effect to learn; check the split.")
         controls = np.flatnonzero(conditions.controls & in_training)
         contexts = conditions.context[controls]
-        if without := sorted({*self.groups[:, 1].tolist()} - {*contexts.tolist()}):
-            raise DataError(
-                f"no training cell of the contexts {listing(conditions.contexts[code] for code in without)} is a "
-                "control, which effects are measured against; leave these contexts out, or split otherwise."
-            )
+        if without := [conditions.contexts[code] for code in sorted({*self.groups[:, 1]} - {*contexts})]:
+            raise DataError(f"the contexts {listing(without)} have no training control to measure effects against.")
         self.group = np.full(len(cells), -1, dtype=np.int64)
         self.group[perturbed] = codes
         # The groups behind the effects are the controls of each context.

@@ -11,7 +11,7 @@ from torch import nn
 from scforge._constants import OBSM_KEY
 from scforge.data.cells import CellBlock, Cells
 from scforge.errors import OptionError
-from scforge.finetuning.base import Task, register_task, with_adapters
+from scforge.finetuning.base import Batch, Loss, Task, register_task, with_adapters
 from scforge.finetuning.tasks.integration import Unchanged
 from scforge.models.components.latent import batch_vectors
 from scforge.tokenizers.base import Tokenizer
@@ -104,22 +104,20 @@ class Adaptation(Task):
         """Return the most tokens of a cell."""
         return self.base_objective.max_tokens(tokenizer)
 
-    def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
+    def n_cells(self, batch: Batch) -> int:
         """Return the number of cells of a batch."""
         return self.base_objective.n_cells(batch)
 
-    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> Batch:
         """Return a batch of the pretraining."""
         return self.base_objective.prepare(block, tokenizer, epoch=epoch, seed=seed)
 
-    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """Return the loss of the pretraining, and its figures."""
         encoder: Any = module.encoder
         return self.base_objective.loss(encoder, batch)
 
-    def loss_of(
-        self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         """Raise: the loss is that of the architecture, not of a head."""
         raise NotImplementedError("call loss(module, batch)")
 

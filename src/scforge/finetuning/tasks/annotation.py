@@ -16,7 +16,7 @@ from scforge.data.cells import column_of
 from scforge.data.checks import names_each_cell
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.baselines import classification_baselines
-from scforge.finetuning.base import Column, register_task
+from scforge.finetuning.base import Batch, Column, Loss, register_task
 from scforge.finetuning.heads import (
     CalibratedHead,
     fit_logistic,
@@ -25,6 +25,7 @@ from scforge.finetuning.heads import (
     probabilities_of,
 )
 from scforge.finetuning.labels import (
+    UNASSIGNED,
     UNKNOWN,
     UNLABELED,
     check_names,
@@ -47,9 +48,6 @@ if TYPE_CHECKING:
 
 HETEROGENEOUS = "Heterogeneous"
 """What cells of a cluster are called of which no label has the share that was asked for."""
-
-UNASSIGNED = "unassigned"
-"""What cells are called whose confidence is below the threshold."""
 
 _RESOLUTIONS = ((5_000, 5.0), (20_000, 10.0), (40_000, 15.0), (100_000, 20.0), (200_000, 25.0))
 _N_NEIGHBORS = 15
@@ -109,9 +107,7 @@ def majority_vote(labels: np.ndarray, clusters: pd.Series | np.ndarray, *, min_s
     """
     codes, names = pd.factorize(clusters)
     if (codes < 0).any():
-        raise DataError(
-            f"majority_voting: {int((codes < 0).sum())} of {len(codes)} cells have no cluster; give them one."
-        )
+        raise DataError(f"majority_voting: {int((codes < 0).sum())} of {len(codes)} cells have no cluster.")
     label_codes, label_names = pd.factorize(np.asarray(labels, dtype=object), sort=True)
     votes = np.zeros((len(names), len(label_names)), dtype=np.int64)
     np.add.at(votes, (codes, label_codes), 1)
@@ -167,8 +163,6 @@ class Annotation(SupervisedTask):
         super().__init__(head, probe_first)
         self.labels_key = labels_key
         self.classes = check_names("classes", classes)
-        if self.classes is not None and len(self.classes) < 2:
-            raise OptionError(f"classes={self.classes!r} has fewer than two classes; give all of them.")
         self.class_weights = check_weights("class_weights", class_weights, self.classes)
         if check_share("label_smoothing", label_smoothing) == 1:
             raise OptionError(f"label_smoothing={label_smoothing!r} leaves nothing of the labels; give less than 1.")
@@ -200,16 +194,11 @@ class Annotation(SupervisedTask):
         values = column(self.labels_key)
         labels = text_labels(values, key=self.labels_key)
         names = [str(name) for name in labels.categories]
-        if self.classes is None and len(names) < 2:
+        if len(names) < 2:
             what = f"one label only ({names[0]!r})" if names else "no label"
-            raise DataError(
-                f"{self.argument} has {what} among the training cells; annotation needs cells of two classes or more."
-            )
+            raise DataError(f"{self.argument} has {what} among the training cells; annotation needs two classes.")
         if names_each_cell(labeled := values.dropna()):
-            raise DataError(
-                f"{self.argument} has another value for each of the {len(labeled):,} training cells "
-                f"(first: {str(labeled.iloc[0])!r}), which are no classes; choose another column."
-            )
+            raise DataError(f"{self.argument} has another value for each of the {len(labeled):,} training cells.")
         if single := [str(name) for name, size in labels.value_counts().items() if size == 1]:
             warn(
                 f"{self.argument}: no more than one training cell has the label {listing(single)}, so that nothing "
@@ -223,10 +212,7 @@ class Annotation(SupervisedTask):
         if self.classes is None:
             return {"classes": names}
         if differing := sorted({*self.classes} ^ {*names}):
-            raise DataError(
-                f"classes={self.classes!r} are not the labels of the training cells in {self.argument} "
-                f"(not in both: {listing(differing)}); name all of these, or leave classes out."
-            )
+            raise DataError(f"classes and {self.argument} differ in {listing(differing)}; leave classes out.")
         return {}
 
     def check_split(self, column: Column, split: Split) -> None:
@@ -262,13 +248,11 @@ class Annotation(SupervisedTask):
         weights = None if self._weights is None else self._weights.numpy()
         return fit_logistic(features, targets, len(self.known_classes), weights)
 
-    def targets(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    def targets(self, rows: np.ndarray) -> Batch:
         """Return the number of the class of each cell, -1 where the model does not know it."""
         return {"target": torch.from_numpy(np.maximum(self._targets[rows], UNLABELED))}
 
-    def loss_of(
-        self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         """Return the weighted mean of the cross entropy over the labeled cells, and their confusion matrix."""
         logits, target = outputs.float(), batch["target"]
         weights = None if self._weights is None else self._weights.to(logits.device)
@@ -345,10 +329,6 @@ class Annotation(SupervisedTask):
         """
         check_bool("soft", soft)
         check_share("min_share", min_share)
-        if not isinstance(majority_voting, bool | str):
-            raise OptionError(
-                f"majority_voting={majority_voting!r} is neither True, False nor the name of a column of obs."
-            )
         clusters = None
         if isinstance(majority_voting, str):  # a column that is missing is told before any time is spent
             of_cells = predictor.cells.column

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource
-from scforge.errors import DataError, ModelFileError, OptionError, listing
+from scforge.errors import DataError, OptionError
 from scforge.eval.baselines import embedding_baselines
 from scforge.eval.scib import integration_scores
-from scforge.finetuning.base import FROZEN, Column, Evaluated, Task, register_task, warn_of_missing_base
+from scforge.finetuning.base import FROZEN, Batch, Column, Evaluated, Loss, Task, register_task, warn_of_missing_base
 from scforge.finetuning.labels import check_names, codes_of, text_labels
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
@@ -91,11 +91,9 @@ class IntegrationHead(nn.Module):
         self.out.weight.mul_(0.1)
 
     @torch.no_grad()
-    def take_over(self, reference: IntegrationHead, names: Sequence[str]) -> None:
-        """Take the decoder of a reference; new batches start at the mean of its batches `names`."""
+    def take_over(self, reference: IntegrationHead) -> None:
+        """Take the decoder of a reference; new batches start at the mean of its batches."""
         vectors = reference.batch_vectors()
-        if len(vectors) != len(names) or len(self.fixed_batches) != len(names):
-            raise ModelFileError(f"the decoder of the reference model does not have the batches {listing(names)}.")
         state = {
             name: value
             for name, value in reference.state_dict().items()
@@ -302,10 +300,7 @@ class Integration(Task):
             return {}
         found = text_labels(column(self.batch_key), key=self.batch_key, argument="batch_key").categories
         if len(found) < 2:
-            raise DataError(
-                f"batch_key={self.batch_key!r} has one batch only among the training cells ({str(found[0])!r}), so "
-                "there is nothing to integrate; choose another column."
-            )
+            raise DataError(f"batch_key={self.batch_key!r} has one batch only among the training cells.")
         return {"batches": [str(name) for name in found]}
 
     @property
@@ -331,7 +326,7 @@ class Integration(Task):
         head: Any = module.head
         head.start_at(np.asarray(cells.counts.sum(axis=0), dtype=np.float64).ravel(), tokenizer.vocab.n_special)
 
-    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> Batch:
         """Tokenize a view of each cell; add ``counts``, shape (B, G), and ``batch``, shape (B,)."""
         view = downsample_counts(block, keep=_KEEP, gene_dropout=_GENE_DROPOUT, seed=seed, epoch=epoch, view=0)
         tokens = self.arrange(tokenizer(view), tokenizer, block.rows, epoch=epoch, seed=seed)
@@ -339,7 +334,7 @@ class Integration(Task):
         counts[np.repeat(np.arange(len(block)), np.diff(block.indptr)), block.genes] = block.counts
         return {**tokens, "counts": torch.from_numpy(counts), "batch": torch.from_numpy(self._codes[block.rows])}
 
-    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """Return the loss, and its parts."""
         model: Any = module
         codes, counts = batch["batch"], batch["counts"]
@@ -354,9 +349,7 @@ class Integration(Task):
         sigreg = align(self._sigreg.to(z_bd.device), z_bd, codes, len(self.known_batches), fresh=module.training)
         return decoder + self.alignment * sigreg, {**figures, "sigreg": sigreg.detach()}
 
-    def loss_of(
-        self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         """Raise: the loss is that of embeddings, not of the expression that the head returns."""
         raise NotImplementedError("call loss(module, batch)")
 
@@ -404,10 +397,7 @@ class Integration(Task):
             If a baseline is missing.
         """
         if self.labels_key is None:
-            raise OptionError(
-                'labels_key=None, but integration is scored by cell types; pass finetune("integration", '
-                "labels_key=...), which trains without them all the same."
-            )
+            raise OptionError("labels_key=None, but scores need cell types; give labels_key to finetune.")
         methods = {"scforge": context.predictor.embedding(context.rows)}
         if context.base is not None:
             methods[FROZEN] = context.base.embedding(context.rows)

@@ -15,7 +15,7 @@ from torch import nn
 from scforge._checks import check_bool, check_share
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.baselines import multi_label_baselines
-from scforge.finetuning.base import Column, register_task
+from scforge.finetuning.base import Batch, Column, Loss, register_task
 from scforge.finetuning.heads import PredictionHead, fit_separate_logistic
 from scforge.finetuning.labels import check_names, check_weights, write_probabilities
 from scforge.finetuning.metrics import mean_of_known, multi_label_figures
@@ -35,10 +35,7 @@ def _truth(values: pd.Series, key: str) -> np.ndarray:
     present = values.dropna()
     odd = [value for value in present.unique() if isinstance(value, str) or value not in (0, 1)]
     if odd:
-        raise DataError(
-            f"labels_keys: {key!r} holds {str(odd[0])!r}, which is neither a truth value nor 0 or 1; name columns of "
-            "these, or one column of text with labels_key."
-        )
+        raise DataError(f"labels_keys: {key!r} holds {str(odd[0])!r}, which is neither a truth value nor 0 or 1.")
     result = np.zeros(len(values), dtype=bool)
     result[np.asarray(values.notna())] = np.asarray(present, dtype=object).astype(bool)
     return result
@@ -84,10 +81,7 @@ class MultiLabel(SupervisedTask):
     ) -> None:
         super().__init__(head, probe_first)
         if (labels_keys is None) == (labels_key is None):
-            raise OptionError(
-                f"labels_keys={labels_keys!r} and labels_key={labels_key!r}: give either columns of truth values, or "
-                "one column of text."
-            )
+            raise OptionError("give either labels_keys, columns of truth values, or labels_key, one column of text.")
         if not separator.strip():
             raise OptionError(f"separator={separator!r} is not a text that can stand between labels.")
         self.labels_keys = check_names("labels_keys", labels_keys)
@@ -118,10 +112,7 @@ class MultiLabel(SupervisedTask):
 
     def _split(self, text: Any) -> list[str]:
         if not isinstance(text, str):
-            raise DataError(
-                f"{self.argument} holds {str(text)!r}, not text such as 'a{self.separator}b'; name columns of truth "
-                "values with labels_keys, or make text of it."
-            )
+            raise DataError(f"{self.argument} holds {str(text)!r}, not text such as 'a{self.separator}b'; convert it.")
         return [label.strip() for label in text.split(self.separator) if label.strip()]
 
     def _lookup(self, column: Column, classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -175,10 +166,7 @@ class MultiLabel(SupervisedTask):
         if not classes:
             raise DataError(f"{self.argument} has no label for any training cell; choose another column.")
         if same := [name for name, has in zip(classes, targets.T, strict=True) if has.all() or not has.any()]:
-            raise DataError(
-                f"{self.argument} has {listing(same)} for all training cells or for none, so that there is nothing to "
-                "learn; leave these labels out."
-            )
+            raise DataError(f"{self.argument} has {listing(same)} for all training cells or none; leave these out.")
         if unknown.any():
             warn(
                 f"classes leaves out {listing(sorted({*self._occurring(column)} - {*classes}))} of "
@@ -210,9 +198,7 @@ class MultiLabel(SupervisedTask):
         """Fit a logistic regression of each label."""
         return fit_separate_logistic(features, targets > 0)
 
-    def loss_of(
-        self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         """Return the mean loss over cells and labels, and right, missed and wrong predictions of each label."""
         logits, target = outputs.float(), batch["target"]
         labeled = ~torch.isnan(target)

@@ -25,7 +25,7 @@ from scforge.eval.perturbation_metrics import (
     score_deltas,
     technical_duplicate,
 )
-from scforge.finetuning.base import Column, Evaluated, Task, register_task
+from scforge.finetuning.base import Batch, Column, Evaluated, Loss, Task, register_task
 from scforge.finetuning.heads import check_head
 from scforge.finetuning.labels import check_names
 from scforge.finetuning.tasks._perturbation_model import (
@@ -115,10 +115,7 @@ def _divide_controls(
     rng = np.random.default_rng(context.seed)
     few = [name for name in sorted(needed) if len(tested.get(name, ())) < (1 if name in inputs else 2)]
     if few:
-        raise DataError(
-            f"the contexts {listing(few)} have too few control cells to measure effects against among the scored "
-            "cells; add controls of the same experiment."
-        )
+        raise DataError(f"the contexts {listing(few)} have too few controls among the scored cells; add some.")
     for name in sorted(needed - {*inputs}):
         shuffled = rng.permutation(tested[name])
         inputs[name] = np.sort(shuffled[: len(shuffled) // 2])
@@ -237,10 +234,7 @@ class Perturbation(Task):
     ) -> Split:
         """Hold out whole perturbations, or contexts."""
         if split_by not in (None, self.perturbation_key, self.context_key):
-            raise OptionError(
-                f"split_by={split_by!r} holds out neither perturbations nor contexts; leave it out, or give that "
-                "column as context_key, too."
-            )
+            raise OptionError(f"split_by={split_by!r} holds out neither perturbations nor contexts (context_key).")
         by_context = self.heldout_contexts is not None or (
             self.context_key is not None and split_by == self.context_key
         )
@@ -289,10 +283,7 @@ class Perturbation(Task):
         for targets, place in conditions.pairs(np.arange(len(conditions.perturbation))):
             found.setdefault(self.name_of(targets), []).append(place)
         if not found:
-            raise DataError(
-                f"perturbation_key={self.perturbation_key!r} has no other label than control={self.control!r} among "
-                "the training cells; there is nothing to learn."
-            )
+            raise DataError(f"no training cell has another label than control={self.control!r}; check the split.")
         return {"perturbations": found}
 
     @property
@@ -384,7 +375,7 @@ class Perturbation(Task):
 
     # --- training
 
-    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> Batch:
         """Return a control for each perturbed cell, and the effect to predict; control cells are passed over."""
         bound = self._bound
         rows = block.rows[bound.group[block.rows] >= 0]
@@ -404,13 +395,11 @@ class Perturbation(Task):
             "counted": torch.from_numpy(counted),
         }
 
-    def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
+    def n_cells(self, batch: Batch) -> int:
         """Return the number of perturbed cells."""
         return int(batch["counted"].sum())
 
-    def loss_of(
-        self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         """Return the (weighted) mean squared error of effects, and their mean cosine similarity."""
         delta = batch["delta"]
         predicted = outputs[:, outputs.shape[1] - delta.shape[1] :].float()
@@ -452,10 +441,7 @@ class Perturbation(Task):
         """Return the effects to predict, each once."""
         for name in contexts or ():
             if name not in controls:
-                raise OptionError(
-                    f"contexts names {name!r}, where there is no control cell"
-                    f"{suggest(name, controls, 'there are some in')}"
-                )
+                raise OptionError(f"contexts names {name!r}, where there is no control cell{suggest(name, controls)}")
         if perturbations is not None:
             targets = self._targets_of("perturbations", check_names("perturbations", perturbations) or [])
             return list(dict.fromkeys(Pair(some, place) for some in targets for place in contexts or controls))
@@ -465,13 +451,9 @@ class Perturbation(Task):
             if not self.is_seen(*pair) and (contexts is None or pair.context in contexts)
         ]
         if not pairs:
-            raise OptionError(
-                "perturbations=None, but the cells have no perturbation that the model was not trained on; name some."
-            )
+            raise OptionError("perturbations=None, but the model was trained on all that the cells have; name some.")
         if without := sorted({pair.context for pair in pairs} - {*controls}):
-            raise DataError(
-                f"the contexts {listing(without)} have no control cell, which a prediction begins with; add controls."
-            )
+            raise DataError(f"the contexts {listing(without)} have no control cell to predict from; add controls.")
         return pairs
 
     def predict(  # type: ignore[override]
@@ -516,10 +498,7 @@ class Perturbation(Task):
             If there are no controls, or no column that says which cells are.
         """
         if key_added is not None:
-            raise OptionError(
-                f"key_added={key_added!r}: the task 'perturbation' writes nothing into adata, it returns an AnnData of "
-                "its own; leave key_added out."
-            )
+            raise OptionError(f"key_added={key_added!r} has no use: 'perturbation' returns cells, and writes nothing.")
         if n_cells is not None:
             check_count("n_cells", n_cells, "controls")
         cells = predictor.cells
@@ -592,10 +571,7 @@ class Perturbation(Task):
         scored = context.rows[conditions.perturbation[context.rows] >= 0]
         pairs = [pair for pair in conditions.pairs(scored) if not self.is_seen(*pair)]
         if not pairs:
-            raise DataError(
-                "none of the scored cells has a perturbation that the model was not trained on; hold some out "
-                "(heldout=[...]), or pass other cells."
-            )
+            raise DataError("none of the scored cells has an unseen perturbation; hold some out (heldout=[...]).")
         inputs, tested = _divide_controls(conditions, context, {pair.context for pair in pairs})
         measured, rows, groups, controls = measured_effects(conditions, cells, scored, pairs, tested)
         genes = _measured(context.predictor)

@@ -17,7 +17,7 @@ from torch import nn
 from scforge._checks import check_choice, check_positive
 from scforge.errors import DataError, OptionError
 from scforge.eval.baselines import regression_baselines
-from scforge.finetuning.base import Column, register_task
+from scforge.finetuning.base import Batch, Column, Loss, register_task
 from scforge.finetuning.heads import PredictionHead, fit_ridge
 from scforge.finetuning.metrics import regression_figures
 from scforge.finetuning.supervised import SupervisedTask
@@ -105,10 +105,7 @@ class Regression(SupervisedTask):
         kinds = values.cat.categories if isinstance(values.dtype, pd.CategoricalDtype) else values
         if pd.api.types.is_bool_dtype(kinds) or not pd.api.types.is_numeric_dtype(kinds):
             first = next(iter(values.dropna()), None)
-            raise DataError(
-                f"{self.argument} does not hold numbers (first: {first!r}); convert them with pandas.to_numeric, or "
-                "fine-tune the task 'annotation' if they are classes."
-            )
+            raise DataError(f"{self.argument} does not hold numbers (first: {first!r}); use 'annotation' for classes.")
         found = np.asarray(values.astype("Float64").to_numpy(dtype=np.float64, na_value=np.nan))
         if np.isinf(found).any():
             raise DataError(f"{self.argument} holds infinite values; replace them by numpy.nan.")
@@ -131,13 +128,11 @@ class Regression(SupervisedTask):
         """Fit a ridge regression."""
         return fit_ridge(features, self._standardized(targets))
 
-    def targets(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    def targets(self, rows: np.ndarray) -> Batch:
         """Return the standardized number of each cell, NaN where there is none."""
         return {"target": torch.from_numpy(self._standardized(self._targets[rows]).astype(np.float32))}
 
-    def loss_of(
-        self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         """Return the mean loss of the cells that have a number, and sums that figures are made of."""
         predicted, target = outputs[:, 0].float(), batch["target"]
         labeled = ~torch.isnan(target)
