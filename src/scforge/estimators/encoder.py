@@ -1206,7 +1206,7 @@ class Encoder(CellModel):
         >>> model.impute(genes=["ISG15", "TNFRSF4"]).shape
         (60, 2)
         """
-        source, objective = interpret.predicting(self, adata, batch_size, seed)
+        source, objective = interpret.predicting(self, adata, seed)
         if not knows_zeros(objective, self.tokenizer):
             has_option = "zero_targets" in objective.option_names()
             advice = (
@@ -1281,7 +1281,7 @@ class Encoder(CellModel):
         True
         """
         check_count("n_folds", n_folds, "folds", least=2)
-        source, objective = interpret.predicting(self, adata, batch_size, seed)
+        source, objective = interpret.predicting(self, adata, seed)
         values = predict_counted(
             self._backbone,
             self._open(source),

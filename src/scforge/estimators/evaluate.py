@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from anndata import AnnData
 
 from scforge._progress import announce
 from scforge._registry import check_options
@@ -16,19 +17,13 @@ from scforge.errors import DataError, OptionError, listing, warn
 from scforge.estimators.base import CellModel
 from scforge.estimators.generate import check_generates
 from scforge.estimators.interpret import untrained_embedder
-from scforge.eval.base import Evaluation, check_column, to_evaluation
+from scforge.eval.base import Entry, Evaluation, check_column, to_evaluation
 from scforge.eval.generation import evaluate_generation
 from scforge.eval.harness import check_seeds, entries_of, evaluate, write_metrics
 from scforge.eval.label_prediction import is_collapsed
 from scforge.eval.networks import check_edges, edges_from_embeddings, evaluate_network, read_network
+from scforge.eval.report import Kind, Report
 from scforge.insilico.gene_embeddings import input_gene_embeddings
-
-if TYPE_CHECKING:
-    from anndata import AnnData
-
-    from scforge.eval.base import Entry
-    from scforge.eval.report import Kind, Report
-
 
 BENCHMARKS_OF_EMBEDDINGS = ("cell_type_probe", "scib", "geometry")
 """What an embedding is scored by, unless told otherwise."""
@@ -390,8 +385,7 @@ def _check_other(one: Evaluation, models: Mapping[str, CellModel], adata: AnnDat
     if one.benchmark not in _OPTIONS:
         raise OptionError(
             f"the benchmark {one.title!r} scores what scforge cannot make of a model by itself; make it, and pass it "
-            "to scforge.eval.compare, or effects of perturbations to evaluate_perturbations (by their names go "
-            f"{listing(_OPTIONS)})."
+            "to scforge.eval.compare or evaluate_perturbations."
         )
     name = str(one.benchmark)
     check_options("option", name, one.options, _OPTIONS[name])
@@ -402,8 +396,8 @@ def _check_other(one: Evaluation, models: Mapping[str, CellModel], adata: AnnDat
     for model_name, model in models.items():
         if model.adata is None or model.adata is adata:
             raise OptionError(
-                f"the benchmark {name!r} compares generated cells with others than those of the training; load the "
-                f"model {model_name!r} with its training cells (--trained-on), and pass held-out cells as adata."
+                f"{name!r} compares generated cells with others than those of the training; load {model_name!r} with "
+                "its training cells (--trained-on), and pass held-out cells as adata."
             )
         check_generates(model)
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning
 import numpy as np
@@ -25,6 +25,7 @@ from scforge._registry import check_options
 from scforge.data.cells import Cells, named_column
 from scforge.data.checks import inherited_batch_key
 from scforge.errors import DataError, ModelFileError, OptionError, listing, warn
+from scforge.estimators.base import CellModel
 from scforge.estimators.card import CardFacts
 from scforge.estimators.serialize import ADAPTER, load_weights, read_description, sealed
 from scforge.estimators.setup import bare_registry
@@ -41,10 +42,6 @@ from scforge.training.datamodule import CellDataModule
 from scforge.training.options import TrainOptions
 from scforge.training.predict import embed
 
-if TYPE_CHECKING:
-    from scforge.estimators.base import CellModel
-
-
 logger = logging.getLogger("scforge")
 
 
@@ -57,9 +54,8 @@ def warn_of_undecided(unclear: np.ndarray) -> None:
     """Warn of cells that may be cells of the fine-tuning."""
     if unclear.any():
         warn(
-            f"{int(unclear.sum())} of the {len(unclear)} cells may be cells of a fine-tuning: other genes are missing "
-            "in one of the two, so counts do not tell, and there are no names of cells to compare; pass cells that "
-            "the model did not see."
+            f"{int(unclear.sum())} of the {len(unclear)} cells may be cells of a fine-tuning: their genes are others, "
+            "so counts do not tell, and they have no names to compare; pass cells that the model did not see."
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -15,19 +15,15 @@ from scipy import sparse
 
 from scforge._checks import check_count, check_positive, check_seed
 from scforge._constants import UNS_KEY
+from scforge.data.cells import Cells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError, suggest, warn
+from scforge.estimators.base import CellModel
 from scforge.estimators.interpret import gene_numbers
 from scforge.models.components.gene_vectors import check_filled
-from scforge.models.protocol import GeneratingModule
-
-if TYPE_CHECKING:
-    from scforge.data.cells import Cells
-    from scforge.estimators.base import CellModel
-    from scforge.models.protocol import GeneratedCells
-    from scforge.tokenizers.base import Tokenizer
-    from scforge.training.objectives.base import Objective
-
+from scforge.models.protocol import GeneratedCells, GeneratingModule
+from scforge.tokenizers.base import Tokenizer
+from scforge.training.objectives.base import Objective
 
 Prompt = dict[str, torch.Tensor]
 """``input_ids``, ``values`` and ``attention_mask`` of shape (B, P)."""
@@ -57,8 +53,22 @@ def generate_with(
         n_cells = check_count("n_cells", n_cells, "cells")
     if not model.is_trained_:
         warn("The model is not trained; what it generates is random.", NotTrainedWarning)
-    unmasks = objective.denoises_values
-    _check_options(model, prompt, options)
+    asked, vocab, unmasks = dict(options), tokenizer.vocab, objective.denoises_values
+    n_steps, max_len = options.pop("n_steps"), options["max_len"]
+    if unmasks:
+        room = min(vocab.n_genes + tokenizer.append_cls, getattr(module, "max_generated", None) or math.inf)
+        if max_len is not None and check_count("max_len", max_len, "tokens") > room:
+            raise OptionError(f"max_len={max_len} but the model has room for {room} tokens; lower it.")
+        options |= {"n_tokens": options.pop("max_len"), "mask_id": vocab.mask_id}
+        options |= {} if n_steps is None else {"n_steps": n_steps}
+    else:
+        if n_steps is not None:
+            raise OptionError(f"n_steps={n_steps!r} is for models of 'masked_diffusion'; leave it out.")
+        if not tokenizer.append_eos and max_len is None:
+            raise OptionError("max_len=None but cells of this model have no end; say how many tokens to generate.")
+        if not tokenizer.append_cls and not isinstance(prompt, Mapping | AnnData):
+            raise OptionError("prompt gives no values, but the model has no CLS token; give a dict of genes to values.")
+        options |= {"eos_id": vocab.eos_id if tokenizer.append_eos else None, "n_special": vocab.n_special}
     if isinstance(prompt, AnnData):
         tokens = prompt_of_cells(model._cells(prompt), tokenizer, objective, options["seed"])
         empty = ~tokens["attention_mask"].any(dim=1)
@@ -69,13 +79,7 @@ def generate_with(
         bin_values = None if unmasks else module.bin_values.cpu().numpy()
         tokens = _prompt_of_genes(prompt, n_cells, model, bin_values, options["seed"])
     classes = class_numbers(condition, getattr(objective, "conditions", None), n_cells)
-    vocab, parts, asked = tokenizer.vocab, [], dict(options)
-    n_steps = options.pop("n_steps")
-    if unmasks:
-        options |= {"n_tokens": options.pop("max_len"), "mask_id": vocab.mask_id}
-        options |= {} if n_steps is None else {"n_steps": n_steps}
-    else:
-        options |= {"eos_id": vocab.eos_id if tokenizer.append_eos else None, "n_special": vocab.n_special}
+    parts = []
     for start in range(0, n_cells, batch_size):
         some = slice(start, min(start + batch_size, n_cells))
         cells_of_batch = module.generate(
@@ -115,23 +119,6 @@ def check_generates(model: CellModel) -> None:
     check_filled(module)
     if spec.tuning is not None and spec.tuning.task != "adaptation":
         raise OptionError(f"the model was fine-tuned for {spec.tuning.task!r}, not to generate; use its base model.")
-
-
-def _check_options(model: CellModel, prompt: Any, options: Mapping[str, Any]) -> None:
-    """Raise unless a model can begin, and end, cells with these options."""
-    tokenizer, max_len = model.tokenizer, options["max_len"]
-    if model._pretraining.denoises_values:
-        room = tokenizer.vocab.n_genes + tokenizer.append_cls
-        room = min(room, getattr(model._backbone, "max_generated", None) or room)
-        if max_len is not None and check_count("max_len", max_len, "tokens") > room:
-            raise OptionError(f"max_len={max_len} but the model has room for {room} tokens; lower it.")
-        return
-    if options["n_steps"] is not None:
-        raise OptionError(f"n_steps={options['n_steps']!r} is for models of 'masked_diffusion'; leave it out.")
-    if not tokenizer.append_eos and max_len is None:
-        raise OptionError("max_len=None but cells of this model have no end; say how many tokens to generate.")
-    if not tokenizer.append_cls and not isinstance(prompt, Mapping | AnnData):
-        raise OptionError("prompt gives no values, but the model has no CLS token; give a dict of genes to values.")
 
 
 def _matrices(cells: GeneratedCells, vocab: GeneVocab) -> tuple[sparse.csr_matrix, sparse.csr_matrix]:

@@ -5,25 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
 import torch
+from anndata import AnnData
 from torch import nn
 
 from scforge._registry import Registry, check_options, check_switches
 from scforge.data.cells import CellBlock, Cells
+from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, warn
 from scforge.finetuning.splits import Split
 from scforge.tokenizers.base import TokenBatch, Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults
 from scforge.training.predict import embed, run_over
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from anndata import AnnData
-
-    from scforge.data.vocab import GeneVocab
 
 
 @dataclass

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,15 +13,13 @@ from torch import nn
 
 from scforge._checks import check_count, check_share
 from scforge._registry import check_options
+from scforge.data.cells import CellSource
 from scforge.errors import OptionError
+from scforge.finetuning.base import Task
 from scforge.models._utils import evaluating
 from scforge.models.protocol import ModelOutput
+from scforge.tokenizers.base import Tokenizer
 from scforge.training.predict import embed
-
-if TYPE_CHECKING:
-    from scforge.data.cells import CellSource
-    from scforge.finetuning.base import Task
-    from scforge.tokenizers.base import Tokenizer
 
 
 class FineTunedModule(nn.Module):

@@ -7,16 +7,12 @@ import os
 from collections.abc import Buffer, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scforge.data.cells import Cells
 from scforge.errors import ModelFileError
 from scforge.finetuning.splits import PARTS, Split
-
-if TYPE_CHECKING:
-    from scforge.data.cells import Cells
-
 
 _PIECE = 1 << 14
 _ODD = tuple(np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from anndata import AnnData
 
 from scforge._checks import check_positive
 from scforge._constants import UNS_KEY
 from scforge.errors import DataError, OptionError, listing
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from anndata import AnnData
 
 
 def write_probabilities(adata: AnnData, key: str, table: pd.DataFrame) -> None:
@@ -51,8 +49,6 @@ def text_labels(values: pd.Series, *, key: str, argument: str = "labels_key") ->
     DataError
         If the column holds numbers that are not whole.
     """
-    import pandas as pd
-
     codes, found = pd.factorize(values)
     fractional = [value for value in found if _is_number(value) and not float(value).is_integer()]
     if fractional and all(_is_number(value) for value in found):

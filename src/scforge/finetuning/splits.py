@@ -7,17 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
 from scforge._checks import check_share
 from scforge.data.splits import split_cells
 from scforge.errors import DataError, OptionError, listing, warn
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 PARTS = ("train", "validation", "test")
 

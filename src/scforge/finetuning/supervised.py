@@ -9,24 +9,21 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import nn
 
+from scforge.data.cells import Cells, CellSource
 from scforge.errors import DataError, listing
 from scforge.eval.baselines import BaselineInputs
-from scforge.finetuning.base import FROZEN, Column, Evaluated, Task, warn_of_missing_base
+from scforge.finetuning.base import FROZEN, Column, Evaluated, EvaluationContext, Predictor, Task, warn_of_missing_base
 from scforge.finetuning.heads import check_head, probe
 from scforge.finetuning.labels import BALANCED
+from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import TrainingDefaults
-
-if TYPE_CHECKING:
-    from scforge.data.cells import Cells, CellSource
-    from scforge.finetuning.base import EvaluationContext, Predictor
-    from scforge.tokenizers.base import Tokenizer
 
 
 class SupervisedTask(Task):

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from anndata import AnnData
 from torch import nn
 
 from scforge._constants import OBSM_KEY
 from scforge.data.cells import CellBlock, Cells
 from scforge.errors import OptionError
-from scforge.finetuning.base import Batch, Loss, Task, register_task, with_adapters
+from scforge.finetuning.base import (
+    Batch,
+    Evaluated,
+    EvaluationContext,
+    Loss,
+    Predictor,
+    Task,
+    register_task,
+    with_adapters,
+)
 from scforge.finetuning.tasks.integration import Unchanged
 from scforge.models.components.latent import batch_vectors
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults
-
-if TYPE_CHECKING:
-    from anndata import AnnData
-
-    from scforge.finetuning.base import Evaluated, EvaluationContext, Predictor
 
 
 @register_task("adaptation")
@@ -77,12 +82,9 @@ class Adaptation(Task):
         """Look up what the objective needs to know of the encoder."""
         encoder: Any = module.encoder
         if self.n_reference is not None and not any(p.requires_grad for p in encoder.parameters()):
-            why = "the decoder of the reference is told no batches; leave train out"
-            if self.n_reference:
-                why = "the query has no new ones; leave train out, or name them: load_query_data(..., batch_key=...)"
             raise OptionError(
-                "the query model has nothing to train: it embeds cells as the reference does and learns batches alone, "
-                f"but {why}."
+                "the query model has nothing to train: it embeds cells as the reference does, and learns new batches "
+                "alone; leave train out, or name such batches: load_query_data(..., batch_key=...)."
             )
         n, vectors = self.n_reference, batch_vectors(encoder)
         if n is not None and vectors is not None and vectors.requires_grad and len(vectors) > n:
@@ -151,7 +153,4 @@ class Adaptation(Task):
         OptionError
             Always.
         """
-        raise OptionError(
-            "the task 'adaptation' has no labels to be scored by; score the embedding with scforge.eval.evaluate, or "
-            "the labels of transfer_labels."
-        )
+        raise OptionError("the task 'adaptation' has no labels to be scored by; use scforge.eval.evaluate.")

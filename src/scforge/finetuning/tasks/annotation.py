@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from anndata import AnnData
 from torch import nn
 
 from scforge._checks import check_bool, check_share
-from scforge.data.cells import column_of
+from scforge.data.cells import Cells, column_of
 from scforge.data.checks import names_each_cell
 from scforge.errors import DataError, OptionError, listing, warn
-from scforge.eval.baselines import classification_baselines
-from scforge.finetuning.base import Batch, Column, Loss, register_task
+from scforge.eval.baselines import BaselineInputs, classification_baselines
+from scforge.finetuning.base import Batch, Column, Loss, Predictor, register_task
 from scforge.finetuning.heads import (
     CalibratedHead,
     fit_logistic,
@@ -37,14 +38,6 @@ from scforge.finetuning.labels import (
 from scforge.finetuning.metrics import calibration_error, class_table, confusion_figures, confusion_of
 from scforge.finetuning.splits import Split, warn_of_unlearned
 from scforge.finetuning.supervised import SupervisedTask
-
-if TYPE_CHECKING:
-    from anndata import AnnData
-
-    from scforge.data.cells import Cells
-    from scforge.eval.baselines import BaselineInputs
-    from scforge.finetuning.base import Predictor
-
 
 HETEROGENEOUS = "Heterogeneous"
 """What cells of a cluster are called of which no label has the share that was asked for."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from anndata import AnnData
 from scipy import sparse
 from torch import nn
 from torch.nn import functional as F
@@ -17,18 +18,23 @@ from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.errors import DataError, OptionError
 from scforge.eval.baselines import embedding_baselines
 from scforge.eval.scib import integration_scores
-from scforge.finetuning.base import FROZEN, Batch, Column, Evaluated, Loss, Task, register_task, warn_of_missing_base
+from scforge.finetuning.base import (
+    FROZEN,
+    Batch,
+    Column,
+    Evaluated,
+    EvaluationContext,
+    Loss,
+    Predictor,
+    Task,
+    register_task,
+    warn_of_missing_base,
+)
 from scforge.finetuning.labels import check_names, codes_of, text_labels
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._views import downsample_counts
 from scforge.training.objectives.base import TrainingDefaults
-
-if TYPE_CHECKING:
-    from anndata import AnnData
-
-    from scforge.finetuning.base import EvaluationContext, Predictor
-
 
 _NOTHING = -30.0
 """Logit of a token that no cell has: its share is nothing in 32 bits."""

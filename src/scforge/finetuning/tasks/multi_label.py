@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from anndata import AnnData
 from scipy.special import expit
 from torch import nn
 
 from scforge._checks import check_bool, check_share
+from scforge.data.cells import Cells
 from scforge.errors import DataError, OptionError, listing, warn
-from scforge.eval.baselines import multi_label_baselines
-from scforge.finetuning.base import Batch, Column, Loss, register_task
+from scforge.eval.baselines import BaselineInputs, multi_label_baselines
+from scforge.finetuning.base import Batch, Column, Loss, Predictor, register_task
 from scforge.finetuning.heads import PredictionHead, fit_separate_logistic
 from scforge.finetuning.labels import check_names, check_weights, write_probabilities
 from scforge.finetuning.metrics import mean_of_known, multi_label_figures
 from scforge.finetuning.splits import Split, split_for, warn_of_unlearned, with_each_in_training
 from scforge.finetuning.supervised import SupervisedTask
-
-if TYPE_CHECKING:
-    from anndata import AnnData
-
-    from scforge.data.cells import Cells
-    from scforge.eval.baselines import BaselineInputs
-    from scforge.finetuning.base import Predictor
 
 
 def _truth(values: pd.Series, key: str) -> np.ndarray:

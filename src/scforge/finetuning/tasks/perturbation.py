@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,8 @@ from torch import nn
 
 from scforge._checks import check_choice, check_count
 from scforge._constants import PAD_ID, UNS_KEY
-from scforge.data.cells import Cells, choose_rows
+from scforge.data.cells import CellBlock, Cells, CellSource, choose_rows
+from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, OptionError, listing, suggest
 from scforge.eval.expression import Effects, effects_of, log_expression, moments
 from scforge.eval.perturbation import N_COMPONENTS, KnownEffects, WantedEffects, baseline_effects
@@ -25,9 +26,10 @@ from scforge.eval.perturbation_metrics import (
     score_deltas,
     technical_duplicate,
 )
-from scforge.finetuning.base import Batch, Column, Evaluated, Loss, Task, register_task
-from scforge.finetuning.heads import check_head
+from scforge.finetuning.base import Batch, Column, Evaluated, EvaluationContext, Loss, Predictor, Task, register_task
+from scforge.finetuning.heads import FineTunedModule, check_head
 from scforge.finetuning.labels import check_names
+from scforge.finetuning.splits import Split
 from scforge.finetuning.tasks._perturbation_model import (
     MAX_FEATURES,
     UNLABELED,
@@ -43,17 +45,9 @@ from scforge.finetuning.tasks._perturbation_model import (
     hold_out,
 )
 from scforge.models._utils import evaluating
+from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import TrainingDefaults
 from scforge.training.predict import embed
-
-if TYPE_CHECKING:
-    from scforge.data.cells import CellBlock, CellSource
-    from scforge.data.vocab import GeneVocab
-    from scforge.finetuning.base import EvaluationContext, Predictor
-    from scforge.finetuning.heads import FineTunedModule
-    from scforge.finetuning.splits import Split
-    from scforge.tokenizers.base import Tokenizer
-
 
 MAX_INPUTS = 2048
 """Controls of a context that a prediction is the mean over."""
@@ -317,9 +311,7 @@ class Perturbation(Task):
         if unknown:
             raise OptionError(
                 f"the targets {listing(sorted(unknown))} are no genes of the model, nor were they perturbed in its "
-                "training, so that nothing is known of them; leave their cells out, train on them (heldout=[...] names "
-                f"others, e.g. among {listing(t for t in self.seen_targets if vocab.gene_indices([t])[0] >= 0)}), or "
-                "choose a model that knows them."
+                "training; leave their cells out, or train on them (heldout=[...] names others)."
             )
         return {"perturbed_tokens": tokens, "perturbed_targets": own}
 

@@ -6,28 +6,22 @@ Shapes: B cells of a batch, N cells, D dimensions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 import torch.nn.functional as F
+from anndata import AnnData
 from torch import nn
 
 from scforge._checks import check_choice, check_positive
 from scforge.errors import DataError, OptionError
-from scforge.eval.baselines import regression_baselines
-from scforge.finetuning.base import Batch, Column, Loss, register_task
+from scforge.eval.baselines import BaselineInputs, regression_baselines
+from scforge.finetuning.base import Batch, Column, Loss, Predictor, register_task
 from scforge.finetuning.heads import PredictionHead, fit_ridge
 from scforge.finetuning.metrics import regression_figures
 from scforge.finetuning.supervised import SupervisedTask
-
-if TYPE_CHECKING:
-    from anndata import AnnData
-
-    from scforge.eval.baselines import BaselineInputs
-    from scforge.finetuning.base import Predictor
-
 
 _LOSSES: dict[str, Callable[..., torch.Tensor]] = {"huber": F.huber_loss, "mse": F.mse_loss}
 
