@@ -158,11 +158,9 @@ def evaluate_models(
         )
     for one in others:
         if one.subject == "network":
-            truth: Any = network
-            if not isinstance(network, pd.DataFrame):
-                truth = read_network(truth)
-            options = {"untrained": untrained, "seed": seeds[0], "intervals": intervals}
-            found = _networks(every, adata, one, truth, gene_key, **options)
+            found = _networks(
+                every, adata, one, network, gene_key, untrained=untrained, seed=seeds[0], intervals=intervals
+            )
         else:
             found = _generated(every, adata, one, seeds=seeds, intervals=intervals, batch_size=batch_size)
         if report is None:
@@ -406,7 +404,7 @@ def _networks(
     models: Mapping[str, CellModel],
     adata: AnnData,
     evaluation: Evaluation,
-    truth: pd.DataFrame,
+    network: Any,
     gene_key: str | None,
     *,
     untrained: bool,
@@ -424,6 +422,7 @@ def _networks(
     vectors = {name: table[~table.index.duplicated()] for name, table in vectors.items()}
     # What is asked is what models know of genes that all of them know.
     named = set.intersection(*(set(table.index) for table in vectors.values()))
+    truth = network if isinstance(network, pd.DataFrame) else read_network(network)
     check_edges("the true edges", truth)
     sources = sorted(set(truth["source"]) & named)
     if not sources:

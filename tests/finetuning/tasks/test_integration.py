@@ -1,5 +1,3 @@
-import json
-
 import anndata as ad
 import numpy as np
 import pandas as pd
@@ -114,8 +112,6 @@ def test_cells_without_batch_take_no_part(base, tmp_path):
 def test_figures_and_the_validation_loss(cells200, tuned, step):
     cells200.obs["lane"] = [f"l{i % 3}" for i in range(200)]
     predictor = tuned("integration", cells200, batch_key="lane", alignment=0.1)
-    config = predictor.task.config()
-    assert get_task("integration", **json.loads(json.dumps(config))).config() == config
     predictor.module.eval()
     first, figures = step(predictor, np.arange(40))
     again, _ = step(predictor, np.arange(40))

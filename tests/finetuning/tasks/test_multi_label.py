@@ -1,5 +1,3 @@
-import json
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -47,8 +45,6 @@ def test_planted_labels_are_found(sets, tuned, options):
     soft = predictor.task.predict(predictor, None, soft=True)
     np.testing.assert_allclose(soft, probabilities)
     assert predictor.task.predict(predictor, None, threshold=0.0).all(axis=None)
-    task = predictor.task
-    assert get_task("multi_label", **json.loads(json.dumps(task.config()))).config() == task.config()
 
 
 def test_loss_and_figures_by_hand(sets, tuned, step):

@@ -59,13 +59,12 @@ def resolution_for(n_cells: int) -> float:
 
 def over_cluster(embedding: np.ndarray) -> np.ndarray:
     """Return many small Leiden clusters of cells, as text, shape (N,)."""
-    import anndata
     import scanpy as sc
 
     n_cells = len(embedding)
     if n_cells < 3:  # no graph
         return np.array([str(i) for i in range(n_cells)])
-    cells = anndata.AnnData(obs=pd.DataFrame(index=[str(i) for i in range(n_cells)]), obsm={"X": embedding})
+    cells = AnnData(obs=pd.DataFrame(index=[str(i) for i in range(n_cells)]), obsm={"X": embedding})
     sc.pp.neighbors(cells, n_neighbors=min(_N_NEIGHBORS, n_cells - 1), use_rep="X", random_state=0)
     sc.tl.leiden(
         cells, resolution=resolution_for(n_cells), flavor="igraph", n_iterations=2, directed=False, random_state=0

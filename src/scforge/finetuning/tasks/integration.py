@@ -203,23 +203,15 @@ def negative_binomial(
 
 def _baselines(task: Integration, context: EvaluationContext) -> dict[str, np.ndarray]:
     """Embed the scored cells by methods that were fitted on them and on the training cells."""
-    import anndata
-
     scored, parts = context.rows, [(context.cells, context.rows)]
     if context.train_cells is not None and context.train_rows is not None:
         parts.append((context.train_cells, context.train_rows))
-    counts = sparse.vstack([_counts(cells, rows) for cells, rows in parts], format="csr")
+    counts = sparse.vstack([cells.sample(len(rows), rows=rows).counts for cells, rows in parts], format="csr")
     batches = pd.concat([cells.column(task.batch_key).iloc[rows].astype(str) for cells, rows in parts])
     names = pd.RangeIndex(len(batches)).astype(str)  # scored and training cells may have the same
-    adata = anndata.AnnData(counts, obs=pd.DataFrame({task.batch_key: batches.to_numpy()}, index=names))
+    adata = AnnData(counts, obs=pd.DataFrame({task.batch_key: batches.to_numpy()}, index=names))
     found = embedding_baselines(adata, ("pca", "harmony", "scvi"), batch_key=task.batch_key, seed=context.seed)
     return {name: embedding[: len(scored)] for name, embedding in found.items()}
-
-
-def _counts(cells: Cells, rows: np.ndarray) -> sparse.csr_matrix:
-    block = cells.block(np.asarray(rows))
-    assert cells.vocab is not None
-    return sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=(len(block), cells.vocab.n_genes))
 
 
 KEY = "X_scforge_integrated"
@@ -318,8 +310,8 @@ class Integration(Task):
     def make_head(self, n_latent: int, module: nn.Module) -> IntegrationHead:
         """Make the decoder."""
         architecture: Any = module
-        options = {"n_reference": self.n_reference, "hidden_dim": self.hidden_dim}
-        return IntegrationHead(n_latent, architecture.vocab_size, len(self.known_batches), **options)
+        n_tokens, n_batches = architecture.vocab_size, len(self.known_batches)
+        return IntegrationHead(n_latent, n_tokens, n_batches, n_reference=self.n_reference, hidden_dim=self.hidden_dim)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the batch of each cell; -1 for one that the decoder does not know."""
