@@ -33,6 +33,9 @@ _UNTRAINED = "X_untrained"
 _MIN_FOR_SCIB = 91
 """Cells with a label that scib-metrics needs for its 90 neighbors."""
 
+_OPTIONS = {"gene_network": ["tfs", "targets"], "generation": ["labels_key", "n_comps", "max_cells"]}
+"""Benchmarks of other subjects that a model is enough for, with their options."""
+
 _KEYS = ("labels_key", "batch_key", "groups_key")
 
 
@@ -133,8 +136,22 @@ def evaluate_models(
     }
     if network is not None and not any(one.subject == "network" for one in others):
         raise OptionError("network names true edges, which only the benchmark gene_network needs; leave it out.")
-    for one in others:
-        _check_other(one, every, adata, network)
+    for one in others:  # before any time is spent
+        if one.benchmark not in _OPTIONS:
+            raise OptionError(
+                f"the benchmark {one.title!r} scores what scforge cannot make of a model by itself; make it, and pass "
+                "it to scforge.eval.compare or evaluate_perturbations."
+            )
+        check_options("option", str(one.benchmark), one.options, _OPTIONS[str(one.benchmark)])
+        if one.subject == "network" and network is None:
+            raise OptionError(f"{one.benchmark!r} needs true edges; pass network=FILE (--network), e.g. of TRRUST.")
+        for name, model in every.items() if one.subject == "expression" else ():
+            if model.adata is None or model.adata is adata:
+                raise OptionError(
+                    f"{one.benchmark!r} compares generated cells with others than those of the training; load {name!r} "
+                    "with its training cells (--trained-on), and pass held-out cells as adata."
+                )
+            check_generates(model)
     if others and not of_embeddings and (obsm_keys or baselines is not True):
         unused = "obsm_keys" if obsm_keys else "baselines"
         raise OptionError(f"{unused} is for embeddings, and benchmarks names none that scores them; leave it out.")
@@ -374,30 +391,6 @@ def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Se
 
 
 _UNTRAINED_NAME = "untrained"
-_OPTIONS = {"gene_network": ["tfs", "targets"], "generation": ["labels_key", "n_comps", "max_cells"]}
-"""Benchmarks of other subjects that a model is enough for, with their options."""
-
-
-def _check_other(one: Evaluation, models: Mapping[str, CellModel], adata: AnnData, network: Any) -> None:
-    """Raise, before any time is spent, where a benchmark of another subject than embeddings cannot be run."""
-    if one.benchmark not in _OPTIONS:
-        raise OptionError(
-            f"the benchmark {one.title!r} scores what scforge cannot make of a model by itself; make it, and pass it "
-            "to scforge.eval.compare or evaluate_perturbations."
-        )
-    name = str(one.benchmark)
-    check_options("option", name, one.options, _OPTIONS[name])
-    if one.subject == "network" and network is None:
-        raise OptionError(f"the benchmark {name!r} needs true edges; pass network=FILE (--network), e.g. of TRRUST.")
-    if one.subject != "expression":
-        return
-    for model_name, model in models.items():
-        if model.adata is None or model.adata is adata:
-            raise OptionError(
-                f"{name!r} compares generated cells with others than those of the training; load {model_name!r} with "
-                "its training cells (--trained-on), and pass held-out cells as adata."
-            )
-        check_generates(model)
 
 
 def _networks(

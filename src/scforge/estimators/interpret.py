@@ -90,10 +90,7 @@ def widely_expressed(vocab: GeneVocab, cells: CellSource) -> np.ndarray:
         raise DataError(f"no gene of the model is expressed in {least} of {len(cells)} cells; name genes.")
     chosen = np.sort(found[np.argsort(-n_cells[found], kind="stable")[:_MAX_GENES]])
     if len(chosen) < len(found):
-        warn(
-            f"genes=None takes the {len(chosen)} most widely expressed of {len(found)} expressed genes; name genes for "
-            "others."
-        )
+        warn(f"genes=None takes the {len(chosen)} most widely expressed of {len(found)} expressed genes; name others.")
     return chosen.astype(np.int32)
 
 

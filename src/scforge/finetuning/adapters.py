@@ -65,7 +65,7 @@ def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
         blocks = [name for name, part in encoder.named_modules() if isinstance(part, TransformerBlock)]
         inside = [name for name in linear if any(name.startswith(f"{block}.") for block in blocks)]
         found = inside or [name for name in linear if not any("head" in part for part in name.split("."))]
-    for target in wanted or ():
+    for target in [wanted] if isinstance(wanted, str) else wanted or ():
         of_target = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not of_target:
             hint = suggest(target, sorted({name.rpartition(".")[2] for name in linear}), "there are")

@@ -156,10 +156,7 @@ class Evaluated:
 
 def warn_of_missing_base() -> None:
     """Warn that the baseline of the frozen embedding is missing."""
-    warn(
-        "the model before fine-tuning is not at hand, so that the baseline of its frozen embedding is missing; pass "
-        "base= (--base-model), the model or its folder."
-    )
+    warn("the model before fine-tuning is not at hand, so its frozen embedding is missing; pass base= (--base-model).")
 
 
 type Batch = dict[str, torch.Tensor]

@@ -74,7 +74,7 @@ def check_names(argument: str, names: Any) -> list[str] | None:
     """Return an option that lists names, or raise unless it is None or a list of different names."""
     if names is None:
         return None
-    listed = isinstance(names, Sequence) and not isinstance(names, str) and len(names) > 0
+    listed = pd.api.types.is_list_like(names, allow_sets=False) and len(names) > 0
     if not listed or not all(isinstance(name, str) for name in names):
         raise OptionError(f"{argument}={names!r} is not a list of names; give e.g. ['first', 'second'].")
     if len(set(names)) < len(names):

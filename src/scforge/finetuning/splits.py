@@ -159,10 +159,7 @@ def warn_of_unlearned(prefix: str, names: Sequence[str], n_cells: int) -> None:
         How many held-out cells have one of them.
     """
     if names:
-        warn(
-            f"{prefix}: no training cell has {listing(names)}, which {n_cells} held-out cells have, so that "
-            "the model cannot predict that; choose another split, or label more cells."
-        )
+        warn(f"{prefix}: no training cell has {listing(names)}, which {n_cells} held-out cells have; split otherwise.")
 
 
 def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Split:

@@ -211,7 +211,7 @@ def test_cells_without_label_do_not_count(cells200, tuned, step):
 
 def test_odd_labels_are_told_and_kept(cells200):
     for odd, n, message in (
-        ("rare", 1, "no more than one training cell has the label 'rare'"),
+        ("rare", 1, "the labels 'rare' have one training cell each"),
         ("nan", 4, "the label 'nan'"),
     ):
         cells200.obs["label"] = np.array([odd] * n + ["a", "b"] * 100, dtype=object)[:200]

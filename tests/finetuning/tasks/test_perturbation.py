@@ -92,7 +92,7 @@ def test_predictions_are_an_anndata(tuned: Encoder, tmp_path) -> None:
     assert named.obs["n_controls"].tolist() == [3, 3]
     named.write_h5ad(tmp_path / "predicted.h5ad")
     # Genes that are not measured have an effect, and no mean.
-    made = tuned.predict(tuned.adata[:, 5:].copy(), perturbations=["gene0"])
+    made = tuned.predict(tuned.adata[:, 5:].copy(), perturbations=np.array(["gene0"]))
     np.testing.assert_array_equal(made.var["measured"], np.arange(30) >= 5)
     np.testing.assert_array_equal(np.isnan(made.X[0]), np.arange(30) < 5)
     assert (made.layers["delta"] != 0).all()

@@ -192,15 +192,9 @@ class Annotation(SupervisedTask):
         if names_each_cell(labeled := values.dropna()):
             raise DataError(f"{self.argument} has another value for each of the {len(labeled):,} training cells.")
         if single := [str(name) for name, size in labels.value_counts().items() if size == 1]:
-            warn(
-                f"{self.argument}: no more than one training cell has the label {listing(single)}, so that nothing "
-                "measures how well the model finds it; label more cells, or leave these without label."
-            )
+            warn(f"{self.argument}: the labels {listing(single)} have one training cell each, and none to score.")
         if odd := [name for name in names if name in _MISSING_TEXTS]:
-            warn(
-                f"{self.argument} has the label {listing(odd)}, which is taken for a class; if it stands for a missing "
-                "label, replace it by numpy.nan."
-            )
+            warn(f"{self.argument} has the label {listing(odd)}, taken for a class; a missing label is numpy.nan.")
         if self.classes is None:
             return {"classes": names}
         if differing := sorted({*self.classes} ^ {*names}):
@@ -326,10 +320,7 @@ class Annotation(SupervisedTask):
             of_cells = predictor.cells.column
             clusters = of_cells(majority_voting) if adata is None else column_of(adata.obs, majority_voting)
         if threshold is not None and check_share("threshold", threshold) and predictor.module.head.temperature == 1.0:
-            warn(
-                f"threshold={threshold}: the confidence of this model is not calibrated: it had no validation cells or "
-                "is a state of its training, and may be too high; use what finetune returned, with validation_size > 0."
-            )
+            warn(f"threshold={threshold}: confidence is not calibrated; fine-tune to the end with validation_size > 0.")
         probabilities = self.estimate(predictor)
         categories = list(self.known_classes)
         labels = np.array(categories, dtype=object)[probabilities.argmax(axis=1)]
