@@ -116,11 +116,17 @@ class MultiLabel(SupervisedTask):
             targets = np.stack([_truth(column(key), key) for key in self.labels_keys], axis=1)
             return targets, np.zeros(len(targets), dtype=bool)
         codes, texts = pd.factorize(column(str(self.labels_key)))
+        number = {name: i for i, name in enumerate(classes)}
         # One row a text that occurs, and an empty one at the end for the missing, whose code is -1.
-        sets = [set(self._split(text)) for text in texts] + [set()]
-        targets = np.array([[name in some for name in classes] for some in sets], dtype=bool)
-        unknown = np.array([bool(some - set(classes)) for some in sets])
-        return targets.reshape(len(sets), len(classes))[codes], unknown[codes]
+        targets = np.zeros((len(texts) + 1, len(classes)), dtype=bool)
+        unknown = np.zeros(len(texts) + 1, dtype=bool)
+        for row, text in enumerate(texts):
+            for label in self._split(text):
+                if label in number:
+                    targets[row, number[label]] = True
+                else:
+                    unknown[row] = True
+        return targets[codes], unknown[codes]
 
     def split(
         self, column: Column, *, validation_size: float, test_size: float, split_by: str | None, seed: int
