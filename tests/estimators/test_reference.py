@@ -133,7 +133,7 @@ def test_batches_of_the_query_have_a_column_of_their_own(reference, query):
     Encoder.setup_anndata(query, batch_key="plate")
     assert Encoder.load_query_data(query, reference).spec.objective_options["batch_key"] == "plate"
     known = Encoder.load_query_data(query[query.obs["plate"] == "b1"].copy(), reference, batch_key="plate")
-    with pytest.raises(OptionError, match="the query has no new ones"):
+    with pytest.raises(OptionError, match="learns new batches alone"):
         known.train(max_epochs=1, **QUIET)
 
 

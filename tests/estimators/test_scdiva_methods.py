@@ -177,11 +177,11 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
     for call, options, message in [
         (plain.generate, {}, r"'scdiva' and 'variational' generates no cells; .* 'masked_diffusion'"),
         (plain.denoise, {}, r"predicts no expression of hidden genes; .* objective='masked_diffusion'"),
-        (model.generate, {"condition": "a"}, "condition='a' but 'masked_diffusion' learns no classes; leave it out"),
-        (model.generate, {"n_cells": None, "prompt": ["gene0"]}, "n_cells=None is no number of cells; give a whole"),
+        (model.generate, {"condition": "a"}, "the model knows no classes; leave it out"),
+        (model.generate, {"n_cells": None, "prompt": ["gene0"]}, "n_cells=None is not a whole number of cells"),
         (small.generate, {"max_len": 9}, "max_len=9 but the model has room for 8 tokens; lower it"),
         (other.generate, {"n_steps": 4}, "n_steps=4 is for models of 'masked_diffusion'; leave it out"),
-        (tuned.generate, {}, "was fine-tuned for 'annotation', which what generates cells has not foll"),
+        (tuned.generate, {}, "was fine-tuned for 'annotation', not to generate; use its base model"),
         (untrained.get_latent_representation, {"return_dist": True}, "with these options trains no variances"),
     ]:
         given = {"n_cells": 2, **options} if call.__name__ == "generate" else options

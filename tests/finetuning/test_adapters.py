@@ -3,7 +3,7 @@ import copy
 import pytest
 import torch
 
-from scforge.errors import ModelFileError, OptionError
+from scforge.errors import OptionError
 from scforge.finetuning.adapters import (
     adapters_disabled,
     base_state,
@@ -96,8 +96,6 @@ def test_weights_of_the_base_have_their_plain_names(encoder) -> None:
     assert digest_of(other) != digest_of(encoder)
     load_base(tuned, base_state(other))
     assert digest_of(tuned) == digest_of(other)
-    with pytest.raises(ModelFileError, match="of another architecture"):
-        load_base(tuned, {"a": torch.zeros(1)})
 
 
 def test_options(encoder) -> None:
@@ -106,7 +104,7 @@ def test_options(encoder) -> None:
         ("yes", "lora='yes' is neither true, false nor a dict"),
         ({"rank": 3}, "'rank' is unknown to"),
         ({"alpha": 0}, r"lora\['alpha'\]=0"),
-        ({"targets": []}, r"lora\['targets'\]=\[\] is not a list"),
+        ({"targets": []}, r"lora\['targets'\]=\[\] are no linear layers of TransformerEncoder"),
         ({"targets": ["nothing"]}, "'nothing', which is no linear layer of TransformerEncoder"),
     ):
         with pytest.raises(OptionError, match=message):

@@ -2,7 +2,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scforge.errors import DataError, OptionError
+from scforge.errors import DataError
 from scforge.finetuning.tasks.annotation import majority_vote, resolution_for
 
 
@@ -25,7 +25,5 @@ def test_ties_and_cells_without_cluster():
     assert majority_vote(labels, np.array(["x", "x"])).tolist() == ["B", "B"]
     with pytest.raises(DataError, match="1 of 2 cells have no cluster"):
         majority_vote(labels, pd.Series(["x", None]))
-    with pytest.raises(OptionError, match="min_share=2"):
-        majority_vote(labels, np.zeros(2), min_share=2)
     numbers = {4_999: 5, 5_000: 10, 20_000: 15, 40_000: 20, 100_000: 25, 200_000: 30}
     assert {n_cells: resolution_for(n_cells) for n_cells in numbers} == numbers

@@ -28,7 +28,6 @@ from scforge.estimators import interpret
 from scforge.estimators.base import CellModel
 from scforge.estimators.card import CardFacts
 from scforge.estimators.finetune import (
-    UNASSIGNED,
     finetune,
     is_scored_by_labels,
     options_of,
@@ -58,7 +57,7 @@ from scforge.estimators.training import OF_PLAN, run_training, train_options
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, merge_lora, merged
 from scforge.finetuning.base import EvaluationContext, Predictor, Task
 from scforge.finetuning.held_out import CellFingerprints, fingerprints
-from scforge.finetuning.labels import text_labels
+from scforge.finetuning.labels import UNASSIGNED, text_labels
 from scforge.finetuning.splits import Split
 from scforge.foreign.base import Foreign, read_checkpoint
 from scforge.hub.finding import find_model
@@ -869,7 +868,7 @@ class Encoder(CellModel):
         model: Encoder = finetune(base, task, source, {}, freeze=stays, lora=False if stays else lora, **split)
         if integrated:
             head: Any = model.module.head
-            head.take_over(reference.module.head, known["batches"])
+            head.take_over(reference.module.head)
         made = model.spec.tuning
         assert made is not None
         digest = digest_of(merged(reference._backbone))  # not that of the copy with room for batches
@@ -1207,7 +1206,7 @@ class Encoder(CellModel):
         >>> model.impute(genes=["ISG15", "TNFRSF4"]).shape
         (60, 2)
         """
-        source, objective = interpret.predicting(self, adata, batch_size, seed)
+        source, objective = interpret.predicting(self, adata, seed)
         if not knows_zeros(objective, self.tokenizer):
             has_option = "zero_targets" in objective.option_names()
             advice = (
@@ -1282,7 +1281,7 @@ class Encoder(CellModel):
         True
         """
         check_count("n_folds", n_folds, "folds", least=2)
-        source, objective = interpret.predicting(self, adata, batch_size, seed)
+        source, objective = interpret.predicting(self, adata, seed)
         values = predict_counted(
             self._backbone,
             self._open(source),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from anndata import AnnData
 
 from scforge._progress import announce
 from scforge._registry import check_options
@@ -16,19 +17,13 @@ from scforge.errors import DataError, OptionError, listing, warn
 from scforge.estimators.base import CellModel
 from scforge.estimators.generate import check_generates
 from scforge.estimators.interpret import untrained_embedder
-from scforge.eval.base import Evaluation, check_column, to_evaluation
+from scforge.eval.base import Entry, Evaluation, check_column, to_evaluation
 from scforge.eval.generation import evaluate_generation
 from scforge.eval.harness import check_seeds, entries_of, evaluate, write_metrics
 from scforge.eval.label_prediction import is_collapsed
 from scforge.eval.networks import check_edges, edges_from_embeddings, evaluate_network, read_network
+from scforge.eval.report import Kind, Report
 from scforge.insilico.gene_embeddings import input_gene_embeddings
-
-if TYPE_CHECKING:
-    from anndata import AnnData
-
-    from scforge.eval.base import Entry
-    from scforge.eval.report import Kind, Report
-
 
 BENCHMARKS_OF_EMBEDDINGS = ("cell_type_probe", "scib", "geometry")
 """What an embedding is scored by, unless told otherwise."""
@@ -37,6 +32,9 @@ _BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi")
 _UNTRAINED = "X_untrained"
 _MIN_FOR_SCIB = 91
 """Cells with a label that scib-metrics needs for its 90 neighbors."""
+
+_OPTIONS = {"gene_network": ["tfs", "targets"], "generation": ["labels_key", "n_comps", "max_cells"]}
+"""Benchmarks of other subjects that a model is enough for, with their options."""
 
 _KEYS = ("labels_key", "batch_key", "groups_key")
 
@@ -132,11 +130,28 @@ def evaluate_models(
     evaluations = [] if benchmarks is None else [to_evaluation(entry) for entry in entries_of(benchmarks)]
     others = [one for one in evaluations if one.subject != "embedding"]
     of_embeddings = [one for one in evaluations if one.subject == "embedding"]
-    every = each_model(trained)
+    # Each training has a name of its own; those of one model are called name_0, name_1, ...
+    every = {
+        f"{name}_{i}" if len(some) > 1 else name: one for name, some in trained.items() for i, one in enumerate(some)
+    }
     if network is not None and not any(one.subject == "network" for one in others):
         raise OptionError("network names true edges, which only the benchmark gene_network needs; leave it out.")
-    for one in others:
-        _check_other(one, every, adata, network)
+    for one in others:  # before any time is spent
+        if one.benchmark not in _OPTIONS:
+            raise OptionError(
+                f"the benchmark {one.title!r} scores what scforge cannot make of a model by itself; make it, and pass "
+                "it to scforge.eval.compare or evaluate_perturbations."
+            )
+        check_options("option", str(one.benchmark), one.options, _OPTIONS[str(one.benchmark)])
+        if one.subject == "network" and network is None:
+            raise OptionError(f"{one.benchmark!r} needs true edges; pass network=FILE (--network), e.g. of TRRUST.")
+        for name, model in every.items() if one.subject == "expression" else ():
+            if model.adata is None or model.adata is adata:
+                raise OptionError(
+                    f"{one.benchmark!r} compares generated cells with others than those of the training; load {name!r} "
+                    "with its training cells (--trained-on), and pass held-out cells as adata."
+                )
+            check_generates(model)
     if others and not of_embeddings and (obsm_keys or baselines is not True):
         unused = "obsm_keys" if obsm_keys else "baselines"
         raise OptionError(f"{unused} is for embeddings, and benchmarks names none that scores them; leave it out.")
@@ -144,6 +159,7 @@ def evaluate_models(
     if of_embeddings or not others:
         report = _evaluate_embeddings(
             trained,
+            every,
             adata,
             of_embeddings,
             obsm_keys=[obsm_keys] if isinstance(obsm_keys, str) else list(obsm_keys),
@@ -159,10 +175,8 @@ def evaluate_models(
         )
     for one in others:
         if one.subject == "network":
-            assert network is not None  # it was looked for
-            truth = network if isinstance(network, pd.DataFrame) else read_network(network)
             found = _networks(
-                every, adata, one, truth, gene_key, untrained=untrained, seed=seeds[0], intervals=intervals
+                every, adata, one, network, gene_key, untrained=untrained, seed=seeds[0], intervals=intervals
             )
         else:
             found = _generated(every, adata, one, seeds=seeds, intervals=intervals, batch_size=batch_size)
@@ -179,6 +193,7 @@ def evaluate_models(
 
 def _evaluate_embeddings(
     trained: Mapping[str, Sequence[CellModel]],
+    every: Mapping[str, CellModel],
     adata: AnnData,
     evaluations: list[Evaluation],
     *,
@@ -194,19 +209,15 @@ def _evaluate_embeddings(
 ) -> Report:
     """Embed cells with models and score the embeddings beside baselines."""
     if baselines is False or (isinstance(baselines, Sequence) and not len(baselines)):
-        raise OptionError(
-            "baselines=False leaves embeddings with nothing to compare with; name at least one, e.g. baselines=['pca'] "
-            "(--against pca)."
-        )
-    every = each_model(trained)
+        raise OptionError("baselines=False leaves embeddings with nothing to compare with; name one, e.g. ['pca'].")
     keys = _keys(every, adata, given)
     chosen: list[Any] = evaluations or list(BENCHMARKS_OF_EMBEDDINGS)
     if not evaluations and keys["labels_key"] is None:
-        raise OptionError(
-            "labels_key=None, but cell types are needed to score embeddings; name their column of obs, or pass "
-            "benchmarks=['geometry']."
-        )
-    _check_names(every, trained, obsm_keys, untrained=untrained)
+        raise OptionError("labels_key=None, but cell types are needed to score embeddings; name their column.")
+    several = {name: len(some) for name, some in trained.items() if len(some) > 1}
+    names = [*(f"X_{name}" for name in (*every, *several)), *obsm_keys, *([_UNTRAINED] if untrained else [])]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise OptionError(f"two rows are called {twice[0]!r}; give the model or the embedding another name.")
     rows = _unseen(every, adata)
     notes = [] if evaluations else _fit_to(chosen, keys, adata, rows, given=given["batch_key"])
     before = dict(adata.obsm)
@@ -229,7 +240,6 @@ def _evaluate_embeddings(
                 notes.append(f"{_UNTRAINED} has the architecture of {first_name!r}.")
         if baselines is True:
             baselines = [name for name in _BASELINES if name != "harmony" or keys["batch_key"] is not None]
-        several = {name: len(some) for name, some in trained.items() if len(some) > 1}
         report = evaluate(
             adata,
             chosen,
@@ -265,16 +275,6 @@ def _evaluate_embeddings(
     return report
 
 
-def _check_names(
-    every: Mapping[str, CellModel], models: Mapping[str, Sequence[CellModel]], obsm_keys: list[str], *, untrained: bool
-) -> None:
-    """Raise :class:`~scforge.errors.OptionError` if two rows of a report would have one name."""
-    several = [f"X_{name}" for name, some in models.items() if len(some) > 1]
-    rows = [*(f"X_{name}" for name in every), *several, *obsm_keys, *([_UNTRAINED] if untrained else [])]
-    if twice := sorted({row for row in rows if rows.count(row) > 1}):
-        raise OptionError(f"two rows are called {twice[0]!r}; give the model or the embedding another name.")
-
-
 def _fit_to(
     chosen: list[Any], keys: dict[str, str | None], adata: AnnData, rows: np.ndarray | None, *, given: str | None
 ) -> list[str]:
@@ -294,20 +294,12 @@ def _fit_to(
     return notes
 
 
-def each_model(models: Mapping[str, CellModel | Sequence[CellModel]]) -> dict[str, CellModel]:
-    """Return each training by a name of its own; of one model in several trainings ``name_0``, ``name_1``, ..."""
-    lists = _lists(models).items()
-    return {f"{name}_{i}" if len(some) > 1 else name: one for name, some in lists for i, one in enumerate(some)}
-
-
-def _lists(models: Mapping[str, CellModel | Sequence[CellModel]]) -> dict[str, list[CellModel]]:
-    several = isinstance(models, Mapping) and len(models) > 0
-    lists = (
-        {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
-        if several
-        else {}
-    )
-    if not several or not all(some and all(isinstance(one, CellModel) for one in some) for some in lists.values()):
+def _lists(models: Any) -> dict[str, list[CellModel]]:
+    """Return the trainings of each model by its name."""
+    lists = {}
+    if isinstance(models, Mapping):
+        lists = {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
+    if not lists or not all(some and all(isinstance(one, CellModel) for one in some) for some in lists.values()):
         raise OptionError("models is no model and no {name: model}; load what is in a folder with Encoder.load.")
     return lists
 
@@ -344,10 +336,7 @@ def _unseen(models: Mapping[str, CellModel], adata: AnnData) -> np.ndarray | Non
             continue
         kept &= ~model._learned_labels_of(model._cells(adata))
         if not kept.any():
-            raise DataError(
-                f"the model {name!r} was fine-tuned on all these {adata.n_obs} cells, so their labels are in its "
-                "embedding; pass other cells."
-            )
+            raise DataError(f"the model {name!r} was fine-tuned on all these cells: their labels are in its embedding.")
     if kept.all():
         return None
     warn(f"A model was fine-tuned on {int((~kept).sum())} of the {adata.n_obs} cells; they are not scored.")
@@ -402,38 +391,13 @@ def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Se
 
 
 _UNTRAINED_NAME = "untrained"
-_OPTIONS = {"gene_network": ["tfs", "targets"], "generation": ["labels_key", "n_comps", "max_cells"]}
-"""Benchmarks of other subjects that a model is enough for, with their options."""
-
-
-def _check_other(one: Evaluation, models: Mapping[str, CellModel], adata: AnnData, network: Any) -> None:
-    """Raise, before any time is spent, where a benchmark of another subject than embeddings cannot be run."""
-    if one.benchmark not in _OPTIONS:
-        raise OptionError(
-            f"the benchmark {one.title!r} scores what scforge cannot make of a model by itself; make it, and pass it "
-            "to scforge.eval.compare, or effects of perturbations to evaluate_perturbations (by their names go "
-            f"{listing(_OPTIONS)})."
-        )
-    name = str(one.benchmark)
-    check_options("option", name, one.options, _OPTIONS[name])
-    if one.subject == "network" and network is None:
-        raise OptionError(f"the benchmark {name!r} needs true edges; pass network=FILE (--network), e.g. of TRRUST.")
-    if one.subject != "expression":
-        return
-    for model_name, model in models.items():
-        if model.adata is None or model.adata is adata:
-            raise OptionError(
-                f"the benchmark {name!r} compares generated cells with others than those of the training; load the "
-                f"model {model_name!r} with its training cells (--trained-on), and pass held-out cells as adata."
-            )
-        check_generates(model)
 
 
 def _networks(
     models: Mapping[str, CellModel],
     adata: AnnData,
     evaluation: Evaluation,
-    truth: pd.DataFrame,
+    network: Any,
     gene_key: str | None,
     *,
     untrained: bool,
@@ -446,17 +410,16 @@ def _networks(
         module, tokenizer = first.spec.build_untrained(seed=0)
         genes = pd.Index(first.vocab.genes, dtype=str)
         vectors[_UNTRAINED_NAME] = pd.DataFrame(input_gene_embeddings(module, tokenizer), index=genes)
-    known = _names_of(adata, gene_key)
+    known = dict(zip(adata.var_names.astype(str), gene_names(adata, gene_key), strict=True))
     vectors = {name: table.rename(index=known) for name, table in vectors.items()}
     vectors = {name: table[~table.index.duplicated()] for name, table in vectors.items()}
     # What is asked is what models know of genes that all of them know.
     named = set.intersection(*(set(table.index) for table in vectors.values()))
+    truth = network if isinstance(network, pd.DataFrame) else read_network(network)
     check_edges("the true edges", truth)
     sources = sorted(set(truth["source"]) & named)
     if not sources:
-        raise DataError(
-            f"no source of the true edges is among the {len(named)} genes that the models know; check gene_key."
-        )
+        raise DataError(f"none of the {len(named)} genes that the models know is a source of an edge; check gene_key.")
     scores = {name: edges_from_embeddings(table, sources, center=True) for name, table in vectors.items()}
     return evaluate_network(
         scores,
@@ -471,11 +434,6 @@ def _networks(
     )
 
 
-def _names_of(adata: AnnData, gene_key: str | None) -> dict[str, str]:
-    """Return what `gene_key` calls the genes of the cells."""
-    return dict(zip(adata.var_names.astype(str), gene_names(adata, gene_key), strict=True))
-
-
 def _generated(
     models: Mapping[str, CellModel], adata: AnnData, evaluation: Evaluation, *, batch_size: int, **options: Any
 ) -> Report:
@@ -484,10 +442,7 @@ def _generated(
     computed = {name: model.generate(adata.n_obs, seed=seed, batch_size=batch_size) for name, model in models.items()}
     cells = {id(model.adata): model.adata for model in models.values()}
     if len(cells) > 1:
-        raise OptionError(
-            f"the models {listing(models)} have training cells of their own, and generated cells are compared with "
-            "those of one training; evaluate one model at a time, or load all with the same AnnData."
-        )
+        raise OptionError(f"the models {listing(models)} have different training cells; evaluate one at a time.")
     (trained,) = cells.values()
     layer = (next(iter(models.values()))._setup_of(adata) or {}).get("layer")
     return evaluate_generation(computed, adata, trained, layer=layer, **options, **dict(evaluation.options))

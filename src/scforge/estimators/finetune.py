@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning
 import numpy as np
@@ -24,7 +24,8 @@ from scforge._io import atomic_folder, sha256_of
 from scforge._registry import check_options
 from scforge.data.cells import Cells, named_column
 from scforge.data.checks import inherited_batch_key
-from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing, warn
+from scforge.errors import DataError, ModelFileError, OptionError, listing, warn
+from scforge.estimators.base import CellModel
 from scforge.estimators.card import CardFacts
 from scforge.estimators.serialize import ADAPTER, load_weights, read_description, sealed
 from scforge.estimators.setup import bare_registry
@@ -32,7 +33,7 @@ from scforge.estimators.spec import FineTuneSpec, check_freeze, named_options
 from scforge.finetuning.adapters import base_state, digest_of, is_adapter, load_base, lora_options, merged
 from scforge.finetuning.base import TASKS, Task, get_task
 from scforge.finetuning.held_out import CellFingerprints, HeldOutRegistry
-from scforge.finetuning.labels import check_key, text_labels
+from scforge.finetuning.labels import text_labels
 from scforge.finetuning.splits import Split, check_shares, split_for, split_from
 from scforge.models._weights import read_weights
 from scforge.models.components.gene_vectors import check_filled
@@ -40,10 +41,6 @@ from scforge.models.components.latent import batch_vectors
 from scforge.training.datamodule import CellDataModule
 from scforge.training.options import TrainOptions
 from scforge.training.predict import embed
-
-if TYPE_CHECKING:
-    from scforge.estimators.base import CellModel
-
 
 logger = logging.getLogger("scforge")
 
@@ -57,13 +54,11 @@ def warn_of_undecided(unclear: np.ndarray) -> None:
     """Warn of cells that may be cells of the fine-tuning."""
     if unclear.any():
         warn(
-            f"{int(unclear.sum())} of the {len(unclear)} cells may be cells of a fine-tuning: other genes are missing "
-            "in one of the two, so counts do not tell, and there are no names of cells to compare; pass cells that "
-            "the model did not see."
+            f"{int(unclear.sum())} of the {len(unclear)} cells may be cells of a fine-tuning: their genes are others, "
+            "so counts do not tell, and they have no names to compare; pass cells that the model did not see."
         )
 
 
-NAME = "scforge"
 _LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
 
 
@@ -100,9 +95,8 @@ def finetune(
     seed = model.seed if seed is None else check_seed(seed)
     source = model._source(source)
     setup = (model._setup_of(source) if isinstance(source, AnnData) else None) or model._setup
-    name, task_options = _task_options(
-        task, options, {"labels_key": labels_key, "batch_key": batch_key, "head": head}, setup
-    )
+    common = {"labels_key": labels_key, "batch_key": batch_key, "head": head}
+    name, task_options = _task_options(task, options, common, setup)
     cells = model._open(source)
     how: dict[str, Any] = {
         "validation_size": float(validation_size),
@@ -111,15 +105,17 @@ def finetune(
         "split_key": split_key,
         "seed": seed,
     }
-    split = make_split(get_task(name, **task_options), cells, **how)
+    made = get_task(name, **task_options)
+    split = make_split(made, cells, **how)
     seen = HeldOutRegistry(split, CellFingerprints.of(cells), model._learned or CellFingerprints.none())
-    task_options |= get_task(name, **task_options).options_from(lambda key: cells.column(key).iloc[split.train])
-    get_task(name, **task_options).check_split(cells.column, split)
+    found = made.options_from(lambda key: cells.column(key).iloc[split.train])
+    made = get_task(name, **{**task_options, **found})
+    made.check_split(cells.column, split)
     encoder = merged(model._backbone)
     n_latent = embed(model.module, cells, model.tokenizer, objective=model.objective, rows=split.train[:1]).shape[1]
     tuning = FineTuneSpec(
         task=name,
-        task_options=get_task(name, **task_options).config(),
+        task_options=made.config(),
         n_latent=n_latent,
         lora=lora_options(encoder, lora),
         freeze=freeze,
@@ -144,23 +140,16 @@ def finetune(
 
 
 def _task_options(
-    task: str | Mapping[str, Any],
-    options: dict[str, Any],
-    common: dict[str, Any],
-    setup: Mapping[str, Any],
+    task: str | Mapping[str, Any], options: dict[str, Any], common: dict[str, Any], setup: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any]]:
     """Return name and options of the task; take its options out of `options`, which train gets."""
-    if isinstance(task, Mapping) and "name" not in task:
-        raise OptionError(f"task={task!r} has no 'name'; see scforge.finetuning.list_tasks().")
     name, found = named_options("task", dict(task) if isinstance(task, Mapping) else task, "")
     cls = TASKS.get(name)
     known = cls.option_names()
     check_options("task option", name, found, known)
-    of_train = TrainOptions.names()
-    of_trainer = set(inspect.signature(lightning.Trainer).parameters)
-    check_options(
-        "option of finetune", name, [key for key in options if key not in of_trainer], sorted({*known, *of_train})
-    )
+    of_trainer = inspect.signature(lightning.Trainer).parameters
+    others = [key for key in options if key not in of_trainer]
+    check_options("option of finetune", name, others, sorted({*known, *TrainOptions.names()}))
     if "datamodule" in options:
         raise OptionError("datamodule is of no use to finetune; pass the cells, or the path of a store, as adata.")
     beside = {key: value for key, value in common.items() if value is not None}
@@ -177,16 +166,7 @@ def _task_options(
     return name, found
 
 
-def make_split(
-    task: Task,
-    cells: Cells,
-    *,
-    validation_size: float,
-    test_size: float,
-    split_by: str | None,
-    split_key: str | None,
-    seed: int,
-) -> Split:
+def make_split(task: Task, cells: Cells, *, split_by: str | None, split_key: str | None, **how: Any) -> Split:
     """Split cells, over the genes of the model, as the task wants it."""
     task.vocab = cells.vocab
     names = {value: name for name in task.keys if isinstance(value := getattr(task, name, None), str)}
@@ -202,18 +182,11 @@ def make_split(
         if split_by is not None:
             raise OptionError(f"split_by={split_by!r} has no use beside split_key={split_key!r}; give one of them.")
         return split_from(named_column(cells, split_key, argument="split_key"), usable, key=split_key)
-    own = task.split(column, validation_size=validation_size, test_size=test_size, split_by=split_by, seed=seed)
+    own = task.split(column, split_by=split_by, **how)
     if own is not None:
         return own
-    return split_for(
-        len(cells),
-        validation_size=validation_size,
-        test_size=test_size,
-        seed=seed,
-        usable=usable,
-        strata=task.strata(column),
-        groups=None if split_by is None else named_column(cells, split_by, argument="split_by"),
-    )
+    groups = None if split_by is None else named_column(cells, split_by, argument="split_by")
+    return split_for(len(cells), usable=usable, strata=task.strata(column), groups=groups, **how)
 
 
 def set_up(
@@ -236,26 +209,16 @@ def set_up(
     return adata
 
 
-type Source = AnnData | Cells | str | os.PathLike[str]
-
-UNASSIGNED = "unassigned"
-
-
 def own_cells(owner: CellModel | None) -> Any:
     """Return the cells of the reference model."""
-    if owner is None:
-        raise OptionError(
-            "the reference is not at hand, because the query model was loaded; pass reference=, its labeled cells or "
-            "the reference model."
-        )
-    if owner.adata is None and owner._data is None:
-        raise OptionError("the reference model was loaded without its cells; pass them as reference=.")
+    if owner is None or (owner.adata is None and owner._data is None):
+        raise OptionError("the model was loaded without its cells; pass reference=, labeled cells or a model.")
     return owner._source(None)
 
 
 def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
     """Return the options of a decoder that knows the batches of a query, too."""
-    batches = text_labels(cells.column(check_key("batch_key", key)), key=key, argument="batch_key").categories
+    batches = text_labels(cells.column(key), key=key, argument="batch_key").categories
     if shared := [str(name) for name in batches if name in known]:
         logger.info(
             "Batches of the query in obs[%r] that the reference knows, and that are taken for its own: %s. Rename "
@@ -326,8 +289,6 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
 def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None) -> CellModel:
     """Put adapters and a head on the model that they were trained on, whose weights they share."""
     cls = type(base) if issubclass(type(base), cls) else cls
-    if not (folder / _CONFIG).is_file() or not (folder / _WEIGHTS).is_file():
-        raise MissingFileError(f"dir_path={str(folder)!r} has no {_CONFIG} or {_WEIGHTS}; copy the adapter again.")
     content = read_description(ADAPTER, folder / _CONFIG)
     n_epochs, history, vocab, seed = (content[key] for key in ("n_epochs", "history", "vocab", "seed"))
     weights = read_weights(folder / _WEIGHTS)
@@ -335,9 +296,7 @@ def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None)
         raise ModelFileError(f"{str(folder / _WEIGHTS)!r} is corrupted: its checksum is another one; copy it again.")
     encoder = merged(base._backbone)
     if vocab != base.vocab.hash or digest_of(encoder) != content["tuning"]["base"].get("sha256"):
-        raise ModelFileError(
-            f"the adapter {str(folder)!r} was trained on another base model (other weights or genes); load that one."
-        )
+        raise ModelFileError(f"{str(folder)!r} was trained on another base model (weights or genes); load that one.")
     tuning = FineTuneSpec.from_json(content["tuning"], source=str(folder))
     assert tuning is not None
     adata = base.adata if adata is None else cls._set_up_as(adata, base._setup)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-import reprlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,19 +15,15 @@ from scipy import sparse
 
 from scforge._checks import check_count, check_positive, check_seed
 from scforge._constants import UNS_KEY
+from scforge.data.cells import Cells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError, suggest, warn
+from scforge.estimators.base import CellModel
 from scforge.estimators.interpret import gene_numbers
 from scforge.models.components.gene_vectors import check_filled
-from scforge.models.protocol import GeneratingModule
-
-if TYPE_CHECKING:
-    from scforge.data.cells import Cells
-    from scforge.estimators.base import CellModel
-    from scforge.models.protocol import GeneratedCells
-    from scforge.tokenizers.base import Tokenizer
-    from scforge.training.objectives.base import Objective
-
+from scforge.models.protocol import GeneratedCells, GeneratingModule
+from scforge.tokenizers.base import Tokenizer
+from scforge.training.objectives.base import Objective
 
 Prompt = dict[str, torch.Tensor]
 """``input_ids``, ``values`` and ``attention_mask`` of shape (B, P)."""
@@ -49,42 +44,42 @@ def generate_with(
     check_generates(model)
     check_seed(options["seed"])
     check_count("batch_size", batch_size, "cells")
+    tokens = None
     if isinstance(prompt, AnnData):
         if n_cells is not None:
             raise OptionError(f"n_cells={n_cells!r} but prompt is AnnData, which says how many; leave n_cells out.")
-    elif not isinstance(n_cells, numbers.Integral):
-        raise OptionError(
-            f"n_cells={_shown(n_cells)} is no number of cells; give a whole number, or cells to go on with as prompt=."
-        )
+        n_cells = prompt.n_obs
     else:
-        check_count("n_cells", n_cells, "cells")
+        n_cells = check_count("n_cells", n_cells, "cells")
     if not model.is_trained_:
         warn("The model is not trained; what it generates is random.", NotTrainedWarning)
-    unmasks = objective.denoises_values
+    asked, vocab, unmasks = dict(options), tokenizer.vocab, objective.denoises_values
+    n_steps, max_len = options.pop("n_steps"), options["max_len"]
     if unmasks:
-        _check_unmasking(module, tokenizer, options["max_len"], condition, model.spec.objective)
-    else:
-        _check_next_genes(tokenizer, prompt, options)
-    tokens = None
-    if isinstance(prompt, AnnData):
-        cells = model._cells(prompt)
-        n_cells = len(cells)
-        tokens = prompt_of_cells(cells, tokenizer, objective, options["seed"])
-        if not unmasks and not bool(tokens["attention_mask"].any(dim=1).all()):
-            row = int(tokens["attention_mask"].any(dim=1).logical_not().nonzero()[0])
-            raise DataError(f"prompt has no counts in cell {row}, and the model no CLS token to begin with; remove it.")
-    elif prompt is not None:
-        bin_values = None if unmasks else module.bin_values.cpu().numpy()
-        tokens = _prompt_of_genes(prompt, int(n_cells or 0), model, bin_values, options["seed"])
-    n_cells = int(n_cells or 0)
-    classes = class_numbers(condition, getattr(objective, "conditions", None), n_cells)
-    vocab, parts, asked = tokenizer.vocab, [], dict(options)
-    n_steps = options.pop("n_steps")
-    if unmasks:
+        room = min(vocab.n_genes + tokenizer.append_cls, getattr(module, "max_generated", None) or math.inf)
+        if max_len is not None and check_count("max_len", max_len, "tokens") > room:
+            raise OptionError(f"max_len={max_len} but the model has room for {room} tokens; lower it.")
         options |= {"n_tokens": options.pop("max_len"), "mask_id": vocab.mask_id}
         options |= {} if n_steps is None else {"n_steps": n_steps}
     else:
+        if n_steps is not None:
+            raise OptionError(f"n_steps={n_steps!r} is for models of 'masked_diffusion'; leave it out.")
+        if not tokenizer.append_eos and max_len is None:
+            raise OptionError("max_len=None but cells of this model have no end; say how many tokens to generate.")
+        if not tokenizer.append_cls and not isinstance(prompt, Mapping | AnnData):
+            raise OptionError("prompt gives no values, but the model has no CLS token; give a dict of genes to values.")
         options |= {"eos_id": vocab.eos_id if tokenizer.append_eos else None, "n_special": vocab.n_special}
+    if isinstance(prompt, AnnData):
+        tokens = prompt_of_cells(model._cells(prompt), tokenizer, objective, options["seed"])
+        empty = ~tokens["attention_mask"].any(dim=1)
+        if not unmasks and empty.any():
+            row = int(empty.nonzero()[0])
+            raise DataError(f"prompt has no counts in cell {row}, and the model no CLS token to begin with; remove it.")
+    elif prompt is not None:
+        bin_values = None if unmasks else module.bin_values.cpu().numpy()
+        tokens = _prompt_of_genes(prompt, n_cells, model, bin_values, options["seed"])
+    classes = class_numbers(condition, getattr(objective, "conditions", None), n_cells)
+    parts = []
     for start in range(0, n_cells, batch_size):
         some = slice(start, min(start + batch_size, n_cells))
         cells_of_batch = module.generate(
@@ -123,35 +118,7 @@ def check_generates(model: CellModel) -> None:
         )
     check_filled(module)
     if spec.tuning is not None and spec.tuning.task != "adaptation":
-        raise OptionError(
-            f"the model was fine-tuned for {spec.tuning.task!r}, which what generates cells has not followed; call the "
-            "model that it was made of."
-        )
-
-
-def _check_unmasking(module: Any, tokenizer: Tokenizer, max_len: int | None, condition: Any, objective: str) -> None:
-    """Raise unless a model that unmasks cells can do so with these options."""
-    if max_len is not None:
-        check_count("max_len", max_len, "tokens")
-        room = tokenizer.vocab.n_genes + tokenizer.append_cls
-        room = min(room, getattr(module, "max_generated", None) or room)
-        if max_len > room:
-            raise OptionError(f"max_len={max_len} but the model has room for {room} tokens; lower it.")
-    if not _is_missing(condition):
-        raise OptionError(f"condition={_shown(condition)} but {objective!r} learns no classes; leave it out.")
-
-
-def _check_next_genes(tokenizer: Tokenizer, prompt: Any, options: Mapping[str, Any]) -> None:
-    """Raise unless a model that makes cells token by token can begin and end them."""
-    if options["n_steps"] is not None:
-        raise OptionError(f"n_steps={options['n_steps']!r} is for models of 'masked_diffusion'; leave it out.")
-    if not tokenizer.append_eos and options["max_len"] is None:
-        raise OptionError("max_len=None but cells of this model have no end; say how many tokens to generate.")
-    if prompt is None and not tokenizer.append_cls:
-        raise OptionError(
-            "prompt=None but the cells of the model have no CLS token to begin with; name a first gene with its value, "
-            f"such as prompt={{{tokenizer.vocab.genes[0]!r}: 1.0}}."
-        )
+        raise OptionError(f"the model was fine-tuned for {spec.tuning.task!r}, not to generate; use its base model.")
 
 
 def _matrices(cells: GeneratedCells, vocab: GeneVocab) -> tuple[sparse.csr_matrix, sparse.csr_matrix]:
@@ -176,13 +143,8 @@ def _prompt_of_genes(
     """
     tokenizer, objective = model.tokenizer, model._pretraining
     # A set has no order that stays, and of a Series either names or values could be meant.
-    if not isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) or isinstance(genes, (str, bytes)):
-        raise OptionError(f"prompt={_shown(genes)} is no list of genes, no dict of genes to values, and no AnnData.")
-    if bin_values is not None and not isinstance(genes, Mapping) and not tokenizer.append_cls:
-        raise OptionError(
-            f"prompt={_shown(genes)} gives no values, but the model has no CLS token (append_cls=False of the "
-            f"tokenizer) to draw the first from; give them, such as prompt={{{tokenizer.vocab.genes[0]!r}: 1.0}}."
-        )
+    if not isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) or isinstance(genes, str):
+        raise OptionError(f"prompt={type(genes).__name__} is no list of genes, no dict of values, and no AnnData.")
     index = gene_numbers(model, list(genes), argument="prompt")
     ids = torch.from_numpy(index.astype(np.int64) + tokenizer.vocab.n_special).expand(n_cells, -1)
     values = torch.full(ids.shape, torch.nan)
@@ -205,10 +167,7 @@ def prompt_of_cells(cells: Cells, tokenizer: Tokenizer, objective: Objective, se
     n_genes = np.diff(block.indptr)
     if (n_genes > tokenizer.most_genes).any():
         cell = int(np.flatnonzero(n_genes > tokenizer.most_genes)[0])
-        raise DataError(
-            f"prompt has {n_genes[cell]} genes of the model in cell {cell}, but its cells have {tokenizer.most_genes} "
-            "at most; keep fewer genes."
-        )
+        raise DataError(f"prompt has {n_genes[cell]} genes in cell {cell}, which has room for {tokenizer.most_genes}.")
     tokens = objective.arrange(tokenizer(block), tokenizer, block.rows, epoch=0, seed=seed)
     mask = tokens["attention_mask"]
     if tokenizer.append_eos:
@@ -221,27 +180,16 @@ def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int
     if _is_missing(condition):
         return None
     if not conditions:
-        raise OptionError(
-            f"condition={_shown(condition)} but the model knows no classes; make it with "
-            "objective={'name': 'next_gene_prediction', 'condition_key': ...}."
-        )
-    if not pd.api.types.is_list_like(condition):
-        condition = str(condition)
-    names: list[Any] = [condition] * n_cells if isinstance(condition, str) else list(condition)
+        raise OptionError("condition has no use, as the model knows no classes; leave it out.")
+    names = list(condition) if pd.api.types.is_list_like(condition) else [str(condition)] * n_cells
     if len(names) != n_cells:
         raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; give one name, or one for each.")
     numbers_of = {name: i + 1 for i, name in enumerate(conditions)}
     if unknown := [name for name in names if not _is_missing(name) and name not in numbers_of]:
-        raise OptionError(f"condition={_shown(unknown[0])} is no class of the model{suggest(unknown[0], conditions)}")
+        raise OptionError(f"condition={unknown[0]!r} is no class of the model{suggest(unknown[0], conditions)}")
     return np.array([0 if _is_missing(name) else numbers_of[name] for name in names], dtype=np.int64)
 
 
 def _is_missing(name: Any) -> bool:
     """Whether a class is None, or what stands for it in a column of obs."""
     return name is None or name is pd.NA or name is pd.NaT or (isinstance(name, numbers.Real) and math.isnan(name))
-
-
-def _shown(value: Any) -> str:
-    """Return a value for an error of one line: itself if it is plain, else what it is."""
-    plain = isinstance(value, (str, bytes, numbers.Number, list, tuple, dict, set)) or value is None
-    return reprlib.repr(value) if plain else type(value).__name__

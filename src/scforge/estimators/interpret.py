@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import combinations as combinations_of
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,16 +21,13 @@ from scforge.data.checks import gene_names
 from scforge.data.genes import GeneMap
 from scforge.data.vocab import SPECIES, GeneVocab, gene_table
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
+from scforge.estimators.base import CellModel
 from scforge.finetuning.labels import text_of
 from scforge.insilico.imputation import check_predicts
 from scforge.insilico.screening import Perturbation
 from scforge.models.components.gene_vectors import check_filled
 from scforge.training.objectives.base import Objective
 from scforge.training.predict import embed
-
-if TYPE_CHECKING:
-    from scforge.estimators.base import CellModel
-
 
 type Source = AnnData | Cells | str | os.PathLike[str]
 """What cells are read from."""
@@ -60,34 +57,27 @@ def gene_numbers(
         raise OptionError(f"{argument}={names!r} is not a list of gene names; name at least one.")
     numbers = GeneMap.of(names, model.vocab).columns
     if unknown := [name for name, number in zip(names, numbers, strict=True) if number < 0]:
-        source = model.adata if source is None else source
-        measured: list[str] = []
-        if isinstance(source, AnnData):
-            measured = gene_names(source, (model._setup_of(source) or model._setup)["gene_key"]).tolist()
-        raise GeneMismatchError(_unknown_genes(argument, unknown, model.vocab, measured))
+        raise _unknown_genes(model, unknown, model.adata if source is None else source, argument)
     if twice := [names[i] for i in range(len(names)) if numbers[i] in numbers[:i]]:
-        raise OptionError(
-            f"{argument} names {twice[0]!r} twice, maybe by another name of the gene; name each gene once."
-        )
+        raise OptionError(f"{argument} names {twice[0]!r} twice, maybe by another name of the gene; name it once.")
     return numbers
 
 
-def _unknown_genes(argument: str, unknown: list[str], vocab: GeneVocab, measured: Iterable[str]) -> str:
-    """Say which names are no genes of a model; a name is guessed only for one that is no gene at all."""
-    in_data = set(measured)
-    there = [name for name in unknown if name in in_data]
+def _unknown_genes(model: CellModel, unknown: list[str], source: Any, argument: str) -> GeneMismatchError:
+    """Return the error that names are no genes of a model; a name is guessed only for one that is no gene at all."""
+    vocab, measured = model.vocab, []
+    if isinstance(source, AnnData):
+        measured = gene_names(source, (model._setup_of(source) or model._setup)["gene_key"]).tolist()
+    there = sorted(set(unknown) & set(measured), key=unknown.index)
     tables = [names for species in SPECIES for names in (gene_table(species).ids, gene_table(species).symbols)]
     if known := there or [name for name in unknown if any(name in names for names in tables)]:
-        return (
+        return GeneMismatchError(
             f"{argument} names {listing(known, most=_MAX_NAMES)}, {'in adata but ' if there else ''}not among the "
             f"model's {vocab.n_genes:,} genes; build the model with Encoder(adata, keep_genes={known[:_MAX_NAMES]!r})."
         )
-    names = [*vocab.genes, *(vocab.symbols or ())]
-    hints = [did_you_mean(name, names).removeprefix("; did you mean ").rstrip("?") for name in unknown[:_MAX_NAMES]]
-    near = ", ".join(hint for hint in hints if hint)
-    return (
-        f"{argument} names {listing(unknown, most=_MAX_NAMES)}, not among the {vocab.n_genes} genes of the model"
-        f"{f'; did you mean {near}?' if near else '; leave them out, or make a model with them.'}"
+    hint = did_you_mean(unknown[0], [*vocab.genes, *(vocab.symbols or ())]) or "; leave them out."
+    return GeneMismatchError(
+        f"{argument} names {listing(unknown, most=_MAX_NAMES)}, not among the {vocab.n_genes} genes of the model{hint}"
     )
 
 
@@ -100,10 +90,7 @@ def widely_expressed(vocab: GeneVocab, cells: CellSource) -> np.ndarray:
         raise DataError(f"no gene of the model is expressed in {least} of {len(cells)} cells; name genes.")
     chosen = np.sort(found[np.argsort(-n_cells[found], kind="stable")[:_MAX_GENES]])
     if len(chosen) < len(found):
-        warn(
-            f"genes=None takes the {len(chosen)} most widely expressed of {len(found)} expressed genes; name genes for "
-            "others."
-        )
+        warn(f"genes=None takes the {len(chosen)} most widely expressed of {len(found)} expressed genes; name others.")
     return chosen.astype(np.int32)
 
 
@@ -224,16 +211,13 @@ def over_columns(
     return sparse.csr_matrix(spread.T @ matrix @ spread if both else matrix @ spread)
 
 
-def predicting(model: CellModel, adata: Source | None, batch_size: int, seed: int) -> tuple[Source, Objective]:
+def predicting(model: CellModel, adata: Source | None, seed: int) -> tuple[Source, Objective]:
     """Return cells, and the objective of a model that predicts expression."""
     check_seed(seed)
     source, objective = ready(model, adata, "what it predicts is"), model._pretraining
     check_predicts(objective)
     if model._backbone is not model.module:
-        raise OptionError(
-            "the model was fine-tuned, which what predicts its expression has not followed; call the model that it was "
-            "made of."
-        )
+        raise OptionError("the model was fine-tuned, its decoder was not; call the model that it was made of.")
     return source, objective
 
 
@@ -257,8 +241,8 @@ def lowest_fdr(results: pd.DataFrame, n_controls: int) -> float:
     lowest = min(1.0, sides * n_tests / (n_controls + 1))
     if not any(name.endswith("_untrained") for name in results):
         warn(
-            "Genes are compared with genes of similar mean expression, not of a similar dose; markers stand out in a "
-            "network with random weights as well; compare z-scores with those of untrained=True."
+            "Genes are compared with genes of similar mean expression, not of a similar dose; compare z-scores with "
+            "those of untrained=True, as markers stand out in a network with random weights, too."
         )
     if lowest > _HIGH_FDR:
         warn(
@@ -283,7 +267,4 @@ def check_activated(perturbation: Perturbation, numbers: np.ndarray, genes: Sequ
         return
     silent = [genes[number] for number in numbers if np.isnan(perturbation.shares[number])]
     if silent:
-        raise DataError(
-            f"mode='activate' gives genes the counts that are usual, but no cell expresses {listing(silent, most=5)}; "
-            "leave them out, or choose mode='overexpress'."
-        )
+        raise DataError(f"mode='activate': no cell expresses {listing(silent, most=5)}; leave them out.")

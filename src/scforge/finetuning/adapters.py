@@ -13,7 +13,7 @@ from torch import nn
 
 from scforge._checks import check_bool, check_count, check_positive, check_share
 from scforge._registry import check_options
-from scforge.errors import ModelFileError, OptionError, listing, suggest
+from scforge.errors import OptionError, suggest
 from scforge.models.components.transformer import TransformerBlock
 
 _DEFAULTS: dict[str, Any] = {"r": 8, "alpha": 16.0, "dropout": 0.0, "targets": None, "use_dora": False}
@@ -59,25 +59,20 @@ def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str
 
 def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
     linear = [name for name, part in encoder.named_modules() if isinstance(part, nn.Linear)]
+    kind = type(encoder).__name__
+    found = []
     if wanted is None:
         blocks = [name for name, part in encoder.named_modules() if isinstance(part, TransformerBlock)]
         inside = [name for name in linear if any(name.startswith(f"{block}.") for block in blocks)]
         found = inside or [name for name in linear if not any("head" in part for part in name.split("."))]
-        if not found:
-            raise OptionError(f"lora: {type(encoder).__name__} has no linear layers; fine-tune it without lora.")
-        return found
-    if isinstance(wanted, str) or not all(isinstance(name, str) for name in wanted) or not list(wanted):
-        raise OptionError(f"lora['targets']={wanted!r} is not a list of names of linear layers.")
-    found = []
-    ends = sorted({name.rpartition(".")[2] for name in linear})
-    for target in wanted:
+    for target in [wanted] if isinstance(wanted, str) else wanted or ():
         of_target = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not of_target:
-            raise OptionError(
-                f"lora['targets'] has {target!r}, which is no linear layer of {type(encoder).__name__}"
-                f"{suggest(target, ends, 'there are')}"
-            )
+            hint = suggest(target, sorted({name.rpartition(".")[2] for name in linear}), "there are")
+            raise OptionError(f"lora['targets'] has {target!r}, which is no linear layer of {kind}{hint}")
         found += of_target
+    if not found:
+        raise OptionError(f"lora['targets']={wanted!r} are no linear layers of {kind}; fine-tune it without lora.")
     return sorted(set(found), key=linear.index)
 
 
@@ -157,19 +152,8 @@ def base_state(encoder: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def load_base(encoder: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Load plain weights into an architecture that may hold adapters, strictly.
-
-    Raises
-    ------
-    ModelFileError
-        If the weights are of another architecture.
-    """
+    """Load plain weights into an architecture that may hold adapters."""
     own = {name: name.replace(".base_layer.", ".") for name in encoder.state_dict() if not is_adapter(name)}
-    if set(own.values()) != set(weights):
-        odd = sorted(set(own.values()) ^ set(weights))
-        raise ModelFileError(
-            f"the weights of the base model are of another architecture (they differ in {listing(odd)})."
-        )
     encoder.load_state_dict({name: weights[plain] for name, plain in own.items()}, strict=False)
 
 

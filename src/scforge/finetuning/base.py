@@ -5,25 +5,22 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import pandas as pd
 import torch
+from anndata import AnnData
 from torch import nn
 
 from scforge._registry import Registry, check_options, check_switches
 from scforge.data.cells import CellBlock, Cells
-from scforge.errors import OptionError, TrainingError
+from scforge.data.vocab import GeneVocab
+from scforge.errors import OptionError, warn
 from scforge.finetuning.splits import Split
 from scforge.tokenizers.base import TokenBatch, Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults
 from scforge.training.predict import embed, run_over
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from anndata import AnnData
-
-    from scforge.data.vocab import GeneVocab
 
 
 @dataclass
@@ -83,6 +80,10 @@ class Predictor:
         return embed(
             self.module, self.cells, self.tokenizer, objective=self.objective, batch_size=self.batch_size, rows=rows
         )
+
+
+FROZEN = "frozen_embedding"
+"""Name of the baseline that learns from the embedding of the model before fine-tuning."""
 
 
 @dataclass(frozen=True)
@@ -153,17 +154,27 @@ class Evaluated:
     tables: dict[str, pd.DataFrame] = field(default_factory=dict)
 
 
+def warn_of_missing_base() -> None:
+    """Warn that the baseline of the frozen embedding is missing."""
+    warn("the model before fine-tuning is not at hand, so its frozen embedding is missing; pass base= (--base-model).")
+
+
+type Batch = dict[str, torch.Tensor]
+"""Tensors by their names."""
+
+type Loss = tuple[torch.Tensor, Batch]
+"""The loss of a batch, a scalar, and figures: means over its cells."""
+
 type Column = Callable[[str], pd.Series]
 """Returns a column of obs."""
 
 
-ADAPTER_LR = 10.0
-"""Learning rate of low-rank adapters in units of that of all weights; measured in ``benchmarks/finetuning.py``."""
-
-
 def with_adapters(defaults: TrainingDefaults) -> TrainingDefaults:
-    """Return defaults with the learning rate that low-rank adapters need."""
-    return replace(defaults, lr=ADAPTER_LR * defaults.lr)
+    """Return defaults with the learning rate of low-rank adapters, ten times that of all weights.
+
+    Measured in ``benchmarks/finetuning.py``.
+    """
+    return replace(defaults, lr=10.0 * defaults.lr)
 
 
 class Task(Objective):
@@ -249,7 +260,7 @@ class Task(Objective):
             The architecture.
         """
 
-    def targets(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+    def targets(self, rows: np.ndarray) -> Batch:
         """Return what :meth:`loss_of` needs to know of the cells `rows`, besides their tokens."""
         return {}
 
@@ -261,22 +272,17 @@ class Task(Objective):
             return tokens
         return self.pretraining.arrange(tokens, tokenizer, rows, epoch=epoch, seed=seed)
 
-    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> Batch:
         """Return the tokens of the cells and their targets."""
         tokens = self.arrange(tokenizer(block), tokenizer, block.rows, epoch=epoch, seed=seed)
         return {**tokens, **self.targets(block.rows)}
 
-    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """Return the loss of a batch, and figures."""
-        outputs = module(**batch).logits
-        if outputs is None:
-            raise TrainingError(f"{type(module).__name__}.forward returned no outputs of the head.")
-        return self.loss_of(outputs, batch)
+        return self.loss_of(module(**batch).logits, batch)
 
     @abstractmethod
-    def loss_of(
-        self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         """Return the loss of the outputs of the head, shape (B, K), and figures.
 
         A figure is a tensor of any shape, its mean over the cells of the batch; :meth:`summarize` gets its mean over

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,15 +13,13 @@ from torch import nn
 
 from scforge._checks import check_count, check_share
 from scforge._registry import check_options
+from scforge.data.cells import CellSource
 from scforge.errors import OptionError
+from scforge.finetuning.base import Task
 from scforge.models._utils import evaluating
 from scforge.models.protocol import ModelOutput
+from scforge.tokenizers.base import Tokenizer
 from scforge.training.predict import embed
-
-if TYPE_CHECKING:
-    from scforge.data.cells import CellSource
-    from scforge.finetuning.base import Task
-    from scforge.tokenizers.base import Tokenizer
 
 
 class FineTunedModule(nn.Module):
@@ -77,7 +75,6 @@ class FineTunedModule(nn.Module):
         return self
 
 
-HEAD_OPTIONS = ("hidden_dim", "dropout")
 _SMALLEST = 1e-6
 
 
@@ -87,13 +84,10 @@ def check_head(head: Any) -> dict[str, Any]:
         return {}
     if not isinstance(head, Mapping):
         raise OptionError(f"head={head!r} is not a dict of options; give e.g. {{'hidden_dim': 128, 'dropout': 0.1}}.")
-    check_options("option of head", "head", head, list(HEAD_OPTIONS))
-    options = dict(head)
-    if "hidden_dim" in options:
-        check_count("head['hidden_dim']", options["hidden_dim"], "dimensions", least=0)
-    if "dropout" in options:
-        check_share("head['dropout']", options["dropout"])
-    return options
+    check_options("option of head", "head", head, ["hidden_dim", "dropout"])
+    check_count("head['hidden_dim']", head.get("hidden_dim", 0), "dimensions", least=0)
+    check_share("head['dropout']", head.get("dropout", 0))
+    return dict(head)
 
 
 class Standardize(nn.Module):
@@ -173,8 +167,8 @@ class CalibratedHead(PredictionHead):
 
     temperature: torch.Tensor
 
-    def __init__(self, n_in: int, n_out: int, *, hidden_dim: int = 0, dropout: float = 0.1) -> None:
-        super().__init__(n_in, n_out, hidden_dim=hidden_dim, dropout=dropout)
+    def __init__(self, n_in: int, n_out: int, **options: Any) -> None:
+        super().__init__(n_in, n_out, **options)
         self.register_buffer("temperature", torch.ones(()))
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Buffer, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from scforge.data.cells import Cells
 from scforge.errors import ModelFileError
 from scforge.finetuning.splits import PARTS, Split
-
-if TYPE_CHECKING:
-    from scforge.data.cells import Cells
-
 
 _PIECE = 1 << 14
 _ODD = tuple(np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -137,7 +134,6 @@ def _panel(cells: Cells) -> int:
 
 _FILE = "split.safetensors"
 _DIGEST = "sha256"
-_MARKS = ("names", "panel", "learned")
 
 
 @dataclass(frozen=True)
@@ -190,23 +186,15 @@ class HeldOutRegistry:
             taken[parts[part]] = True
         return Split(**parts)
 
-    def learned_from(self, numbers: np.ndarray) -> np.ndarray:
-        """Return which cells were trained on, or chose the best epoch, bool."""
-        rows = np.concatenate([self.rows.train, self.rows.validation])
-        return np.isin(numbers, self.numbers[rows])
-
     def tested(self, numbers: np.ndarray) -> np.ndarray:
         """Return which cells were held out for the test, bool."""
-        return np.isin(numbers, self.numbers[self.rows.test]) & ~self.learned_from(numbers)
+        return np.isin(numbers, self.numbers[self.rows.test]) & ~np.isin(numbers, self.trained.numbers)
 
     @property
     def digest(self) -> str:
         """Checksum of the split and its cells."""
-        total = hashlib.sha256(np.ascontiguousarray(self.numbers).data)
-        for part in PARTS:
-            total.update(np.ascontiguousarray(getattr(self.rows, part), dtype=np.int64).data)
-            total.update(b"|")
-        return total.hexdigest()
+        parts = [np.asarray(getattr(self.rows, part), dtype=np.int64) for part in PARTS]
+        return _sha256(parts, start=np.ascontiguousarray(self.numbers).data)
 
     def save(self, folder: Path) -> None:
         """Write them into a model folder."""
@@ -214,14 +202,13 @@ class HeldOutRegistry:
 
         tensors = {part: np.asarray(getattr(self.rows, part), dtype=np.int64) for part in PARTS}
         more = {"names": self.marks.names, "panel": self.marks.panels[:1], "learned": self.learned.table}
-        metadata = {_DIGEST: _digest_of(more)}
-        save_file({**tensors, "cells": self.numbers, **more}, folder / _FILE, metadata=metadata)
+        save_file(
+            {**tensors, "cells": self.numbers, **more}, folder / _FILE, metadata={_DIGEST: _sha256(more.values())}
+        )
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], digest: str | None) -> HeldOutRegistry | None:
         """Read what :meth:`save` wrote into a folder, None if there is nothing.
-
-        A folder of scforge before names and earlier fine-tunings were kept has neither.
 
         Raises
         ------
@@ -238,14 +225,10 @@ class HeldOutRegistry:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
                 metadata = file.metadata() or {}
             rows, numbers = Split(**{part: tensors[part] for part in PARTS}), tensors["cells"]
-            if _DIGEST not in metadata:
-                unknown = np.zeros_like(numbers)
-                found, intact = cls(rows, CellFingerprints(numbers, unknown, unknown)), True
-            else:
-                more = {name: tensors[name] for name in _MARKS}
-                panels = np.repeat(more["panel"], len(numbers))
-                found = cls(rows, CellFingerprints(numbers, more["names"], panels), CellFingerprints(*more["learned"]))
-                intact = metadata[_DIGEST] == _digest_of(more)
+            names, panel, learned = (tensors[name] for name in ("names", "panel", "learned"))
+            marks = CellFingerprints(numbers, names, np.repeat(panel, len(numbers)))
+            found = cls(rows, marks, CellFingerprints(*learned))
+            intact = metadata[_DIGEST] == _sha256([names, panel, learned])
         except (OSError, KeyError, TypeError, SafetensorError) as error:
             raise ModelFileError(f"{str(path)!r} cannot be read: {error}; copy the model again.") from error
         if not intact or found.digest != digest:
@@ -253,9 +236,9 @@ class HeldOutRegistry:
         return found
 
 
-def _digest_of(tensors: dict[str, np.ndarray]) -> str:
-    total = hashlib.sha256()
-    for name in _MARKS:
-        total.update(np.ascontiguousarray(tensors[name]).data)
+def _sha256(arrays: Iterable[np.ndarray], start: Buffer = b"") -> str:
+    total = hashlib.sha256(start)
+    for array in arrays:
+        total.update(np.ascontiguousarray(array).data)
         total.update(b"|")
     return total.hexdigest()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import pandas as pd
+from anndata import AnnData
 
+from scforge._checks import check_positive
 from scforge._constants import UNS_KEY
-from scforge.errors import DataError, OptionError
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from anndata import AnnData
+from scforge.errors import DataError, OptionError, listing
 
 
 def write_probabilities(adata: AnnData, key: str, table: pd.DataFrame) -> None:
@@ -25,6 +24,9 @@ def write_probabilities(adata: AnnData, key: str, table: pd.DataFrame) -> None:
     names = np.array([str(name) for name in table.columns], dtype=object)
     adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), f"{key}_classes": names}
 
+
+UNASSIGNED = "unassigned"
+"""What cells are called whose confidence is below a threshold."""
 
 UNLABELED, UNKNOWN = -1, -2
 """Codes of cells without label, and of cells whose label a model does not know."""
@@ -47,8 +49,6 @@ def text_labels(values: pd.Series, *, key: str, argument: str = "labels_key") ->
     DataError
         If the column holds numbers that are not whole.
     """
-    import pandas as pd
-
     codes, found = pd.factorize(values)
     fractional = [value for value in found if _is_number(value) and not float(value).is_integer()]
     if fractional and all(_is_number(value) for value in found):
@@ -70,23 +70,31 @@ def codes_of(values: pd.Series, classes: Sequence[str], *, key: str, argument: s
     return lookup[np.asarray(labels.codes)]
 
 
-def check_key(argument: str, value: Any) -> str:
-    """Return the name of a column of obs, or raise :class:`~scforge.errors.OptionError` if it cannot be one."""
-    if not isinstance(value, str) or not value:
-        raise OptionError(f"{argument}={value!r} is not the name of a column of obs.")
-    return value
-
-
-def check_classes(value: Any) -> list[str] | None:
-    """Return the option `classes`, or raise unless it is None or a list of two or more different names."""
-    if value is None:
+def check_names(argument: str, names: Any) -> list[str] | None:
+    """Return an option that lists names, or raise unless it is None or a list of different names."""
+    if names is None:
         return None
-    listed = isinstance(value, Sequence) and not isinstance(value, str)
-    if not listed or not all(isinstance(name, str) for name in value):
-        raise OptionError(f"classes={value!r} is not a list of the names of classes.")
-    if len(set(value)) < len(value):
-        raise OptionError(f"classes={list(value)!r} names a class twice; name each once.")
-    return list(value)
+    listed = pd.api.types.is_list_like(names, allow_sets=False) and len(names) > 0
+    if not listed or not all(isinstance(name, str) for name in names):
+        raise OptionError(f"{argument}={names!r} is not a list of names; give e.g. ['first', 'second'].")
+    if len(set(names)) < len(names):
+        raise OptionError(f"{argument}={list(names)!r} has a name twice; give each once.")
+    return list(names)
+
+
+BALANCED = "balanced"
+
+
+def check_weights(argument: str, weights: Any, classes: Sequence[str] | None) -> str | dict[str, float] | None:
+    """Return an option that weighs classes: None, ``"balanced"`` or weights by class; raise for anything else."""
+    if weights is None or weights == BALANCED:
+        return weights
+    if not isinstance(weights, Mapping):
+        raise OptionError(f"{argument}={weights!r} is neither None, 'balanced' nor a dict of weights by class.")
+    found = {str(name): check_positive(f"{argument}[{name!r}]", weight) for name, weight in weights.items()}
+    if classes is not None and (unknown := set(found) - set(classes)):
+        raise OptionError(f"{argument} has {min(unknown)!r}, which is no class (classes: {listing(classes)}).")
+    return found
 
 
 def _is_number(value: Any) -> bool:

@@ -5,19 +5,15 @@ Shapes: N cells.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
+from scforge._checks import check_share
 from scforge.data.splits import split_cells
 from scforge.errors import DataError, OptionError, listing, warn
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 PARTS = ("train", "validation", "test")
 
@@ -46,23 +42,11 @@ class Split:
     validation: np.ndarray
     test: np.ndarray
 
-    def __post_init__(self) -> None:
-        rows = np.concatenate([self.train, self.validation, self.test])
-        if len(np.unique(rows)) < len(rows):
-            raise OptionError("train, validation and test share cells; a split must be disjoint.")
-        if not len(self.train):
-            raise OptionError("no cell is left to train on; lower validation_size or test_size.")
-
 
 def check_shares(validation_size: float, test_size: float) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless the shares leave cells to train on."""
-    for name, value in {"validation_size": validation_size, "test_size": test_size}.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value < 1:
-            raise OptionError(f"{name}={value!r} is not in [0, 1).")
-    if validation_size + test_size >= 1:
-        raise OptionError(
-            f"validation_size={validation_size} and test_size={test_size} leave no cell to train on; lower one of them."
-        )
+    if check_share("validation_size", validation_size) + check_share("test_size", test_size) >= 1:
+        raise OptionError(f"validation_size={validation_size} and test_size={test_size} leave no cell to train on.")
 
 
 def split_for(
@@ -99,10 +83,8 @@ def split_for(
 
     Raises
     ------
-    OptionError
-        If no cell is left to train on.
     DataError
-        If no cell is usable, or there are too few groups.
+        If there are too few groups.
 
     Examples
     --------
@@ -112,10 +94,7 @@ def split_for(
     >>> donors[split.train].nunique(), donors[split.test].nunique(), len(split.test)
     (2, 1, 5)
     """
-    check_shares(validation_size, test_size)
     rows = np.arange(n_cells) if usable is None else np.flatnonzero(usable)
-    if not len(rows):
-        raise DataError("no cell can be trained on, because none has a target.")
     if groups is not None:
         rest, test = split_cells(n_cells, test_size, seed, groups=groups, rows=rows)
         share = validation_size / (1 - test_size)
@@ -159,7 +138,7 @@ def with_each_in_training(split: Split, has: np.ndarray) -> Split:
     for of_label in has.T:
         if of_label[parts["train"]].any():
             continue
-        for part in ("validation", "test"):  # a label that nothing is scored on is the greater loss
+        for part in ("validation", "test"):  # a label that the test lacks cannot be scored
             if len(rows := parts[part][of_label[parts[part]]]) and len(parts[part]) > 1:
                 parts["train"] = np.union1d(parts["train"], rows[:1])
                 parts[part] = np.setdiff1d(parts[part], rows[:1])
@@ -180,10 +159,7 @@ def warn_of_unlearned(prefix: str, names: Sequence[str], n_cells: int) -> None:
         How many held-out cells have one of them.
     """
     if names:
-        warn(
-            f"{prefix}: no training cell has {listing(names)}, which {n_cells} held-out cells have, so that "
-            "the model cannot predict that; choose another split, or label more cells."
-        )
+        warn(f"{prefix}: no training cell has {listing(names)}, which {n_cells} held-out cells have; split otherwise.")
 
 
 def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Split:
@@ -197,10 +173,7 @@ def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Spl
     values = np.asarray(column, dtype=object)
     missing = np.asarray(column.isna())
     if unknown := sorted({str(value) for value in values[~missing]} - set(PARTS)):
-        raise DataError(
-            f"split_key={key!r} has the values {listing(unknown)}; name the parts {listing(PARTS)}, and leave the "
-            "others empty."
-        )
+        raise DataError(f"split_key={key!r} has the values {listing(unknown)}; name the parts {listing(PARTS)} alone.")
     taking_part = ~missing if usable is None else ~missing & usable
     rows = {part: np.flatnonzero(taking_part & (values == part)) for part in PARTS}
     if not len(rows["train"]):

@@ -5,27 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 
 from scforge._constants import PAD_ID
-from scforge.data.cells import Cells, CellSource, choose_rows
+from scforge.data.cells import Cells, choose_rows
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, OptionError, listing, suggest
-from scforge.eval.expression import Moments, effects_of, moments
+from scforge.eval.expression import effects_of, moments
 from scforge.eval.perturbation_metrics import de_weights
+from scforge.finetuning.base import Column
 from scforge.finetuning.heads import Standardize
 from scforge.finetuning.labels import text_labels
-from scforge.finetuning.splits import Split, check_shares
+from scforge.finetuning.splits import Split
 from scforge.models.components.gene_vectors import GeneVectorEmbedding
-
-if TYPE_CHECKING:
-    import pandas as pd
-
 
 CONTROL, UNLABELED = -1, -2
 """Codes of control cells, and of cells without a label."""
@@ -34,6 +32,13 @@ ALL = "all"
 """Name of the context where there is one only."""
 
 _TEST_CONTROLS = 1 / 3
+
+
+class Pair(NamedTuple):
+    """A perturbation in a context."""
+
+    targets: tuple[str, ...]
+    context: str
 
 
 @dataclass(frozen=True)
@@ -63,13 +68,7 @@ class Conditions:
 
     @classmethod
     def read(
-        cls,
-        column: Callable[[str], pd.Series],
-        *,
-        perturbation_key: str,
-        control: str,
-        separator: str | None,
-        context_key: str | None,
+        cls, column: Column, perturbation_key: str, control: str, separator: str | None, context_key: str | None
     ) -> Conditions:
         """Read them out of columns of obs.
 
@@ -78,8 +77,6 @@ class Conditions:
         DataError
             If a column is missing, cannot be read, or has no control.
         """
-        import pandas as pd
-
         labels = column(perturbation_key)
         labeled = np.asarray(labels.notna())
         context = np.zeros(len(labels), dtype=np.int64)
@@ -100,11 +97,6 @@ class Conditions:
         return cls(names, tuple(targets), contexts, perturbation, context)
 
     @property
-    def usable(self) -> np.ndarray:
-        """Cells with a label, bool, shape (N,)."""
-        return self.perturbation != UNLABELED
-
-    @property
     def perturbed(self) -> np.ndarray:
         """Perturbed cells, bool, shape (N,)."""
         return self.perturbation >= 0
@@ -114,14 +106,11 @@ class Conditions:
         """Control cells, bool, shape (N,)."""
         return self.perturbation == CONTROL
 
-    def pairs(self, rows: np.ndarray) -> dict[str, list[str]]:
-        """Return the perturbations of cells, and the contexts in which each is."""
+    def pairs(self, rows: np.ndarray) -> list[Pair]:
+        """Return each perturbation of cells in each context."""
         rows = rows[self.perturbation[rows] >= 0]
         found = np.unique(np.stack([self.perturbation[rows], self.context[rows]], axis=1), axis=0)
-        pairs: dict[str, list[str]] = {}
-        for perturbation, context in found.tolist():
-            pairs.setdefault(self.names[perturbation], []).append(self.contexts[context])
-        return pairs
+        return [Pair(self.targets[perturbation], self.contexts[context]) for perturbation, context in found.tolist()]
 
 
 def hold_out(
@@ -129,7 +118,6 @@ def hold_out(
     *,
     by_context: bool,
     named: Sequence[str] | None,
-    argument: str,
     known: Callable[[str], bool] | None,
     validation_size: float,
     test_size: float,
@@ -147,8 +135,6 @@ def hold_out(
         Hold out contexts, rather than perturbations.
     named
         Names of what is tested; None draws a share of `test_size`.
-    argument
-        What `named` is called in messages.
     known
         Says whether a target has a vector without being seen in training, e.g. because it is a gene of the model.
         Others are drawn only while a perturbation with the same target is left. None: all are.
@@ -164,53 +150,43 @@ def hold_out(
     DataError
         If no cell is perturbed, or a context has too few controls.
     """
-    check_shares(validation_size, test_size)
     names = conditions.contexts if by_context else conditions.names
+    what, argument = ("context", "heldout_contexts") if by_context else ("perturbation", "heldout")
     known = None if by_context else known
     codes = np.where(conditions.perturbed, conditions.context if by_context else conditions.perturbation, UNLABELED)
     present = [int(code) for code in np.unique(codes[codes >= 0])]
-    what = "context" if by_context else "perturbation"
     if not present:
         raise DataError("no cell is perturbed, all are controls; there is nothing to learn from.")
+    number = {names[code]: code for code in present}
+    if unknown := [name for name in named or () if name not in number]:
+        raise OptionError(
+            f"{argument} names {unknown[0]!r}, which no perturbed cell has{suggest(unknown[0], number, 'there is')}"
+        )
     rng = np.random.default_rng(seed)
     order = [int(code) for code in rng.permutation(present)]
     if named is None:
         test = _draw(order, test_size, len(present), known, conditions.targets)
     else:
-        test = _numbers(names, present, named, argument)
+        test = [number[name] for name in named]
     rest = [code for code in order if code not in test]
     if not rest or (named is None and test_size and not test):
         raise OptionError(
-            f"holding out {listing(names[code] for code in test or order)} leaves no {what} to train on (there is: "
-            f"{listing(names[code] for code in present)}); name fewer in {argument}, or set test_size=0 to train on "
-            "all."
+            f"holding out {listing(names[code] for code in sorted(test) or order)} leaves no {what} to train on (there "
+            f"is: {listing(number)}); name fewer in {argument}, or set test_size=0 to train on all."
         )
     validation: list[int] = []
     if len(rest) > 1:
         validation = _draw(rest, validation_size, len(present), known, conditions.targets)
     train = [code for code in rest if code not in validation]
-    assert train
-    assert len({*train, *validation, *test}) == len(train) + len(validation) + len(test) == len(present)
     input_controls, test_controls = _split_controls(conditions, rng)
     if not test:
         # Nothing is tested against them.
-        input_controls = conditions.controls
-    parts = [np.isin(codes, some) for some in (train, validation, test)]
+        input_controls, test_controls = conditions.controls, np.zeros_like(test_controls)
     return Split(
-        train=np.flatnonzero(parts[0] | input_controls),
-        validation=np.flatnonzero(parts[1]),
-        test=np.flatnonzero(parts[2] | test_controls) if test else np.empty(0, dtype=np.int64),
+        train=np.flatnonzero(np.isin(codes, train) | input_controls),
+        validation=np.flatnonzero(np.isin(codes, validation)),
+        test=np.flatnonzero(np.isin(codes, test) | test_controls),
     )
-
-
-def _numbers(names: Sequence[str], present: list[int], named: Sequence[str], argument: str) -> list[int]:
-    number = {names[code]: code for code in present}
-    for name in named:
-        if name not in number:
-            raise OptionError(
-                f"{argument} names {name!r}, which no perturbed cell has{suggest(name, number, 'there is')}"
-            )
-    return sorted({number[name] for name in named})
 
 
 def _draw(
@@ -241,10 +217,7 @@ def _split_controls(conditions: Conditions, rng: np.random.Generator) -> tuple[n
             few.append(name)
         tested[rng.permutation(rows)[: round(len(rows) * _TEST_CONTROLS) or len(rows) // 2]] = True
     if few:
-        raise DataError(
-            f"the contexts {listing(few)} have fewer than 2 control cells, so that effects cannot be measured there; "
-            "leave their cells out, or choose another context_key."
-        )
+        raise DataError(f"the contexts {listing(few)} have fewer than 2 control cells to compare with; leave them out.")
     return conditions.controls & ~tested, tested
 
 
@@ -254,9 +227,10 @@ _MAX_CONTROLS = 2048
 _STREAM = 0x6374726C  # "ctrl"
 
 
-@dataclass(frozen=True)
 class BoundEffects:
     """Effects in the cells of a training, and its controls.
+
+    Each effect is that of training cells or of held-out ones, never of both.
 
     Attributes
     ----------
@@ -278,80 +252,54 @@ class BoundEffects:
         Training controls, in memory.
     inputs
         Rows of `pool` of each context.
+
+    Raises
+    ------
+    OptionError
+        If a perturbation is in training and in held-out cells.
+    DataError
+        If there is nothing to learn from, or a context has no controls to begin with.
     """
 
-    conditions: Conditions
-    groups: np.ndarray
-    group: np.ndarray
-    trained: np.ndarray
-    deltas: np.ndarray
-    weights: np.ndarray
-    n_cells: np.ndarray
-    pool: CellSource
-    inputs: tuple[np.ndarray, ...]
-
-    @classmethod
-    def of(cls, cells: Cells, conditions: Conditions, train_rows: np.ndarray, *, weighted: bool) -> BoundEffects:
-        """Measure effects; each is that of training cells or of held-out ones, never of both.
-
-        Raises
-        ------
-        OptionError
-            If a perturbation is in training and in held-out cells.
-        DataError
-            If there is nothing to learn from, or a context has no controls to begin with.
-        """
+    def __init__(self, cells: Cells, conditions: Conditions, train_rows: np.ndarray, *, weighted: bool) -> None:
+        self.conditions = conditions
         in_training = np.zeros(len(cells), dtype=bool)
         in_training[train_rows] = True
         perturbed = np.flatnonzero(conditions.perturbed)
         pairs = np.stack([conditions.perturbation[perturbed], conditions.context[perturbed]], axis=1)
-        groups, codes = np.unique(pairs, axis=0, return_inverse=True)
-        codes = codes.ravel()
-        n_trained = np.bincount(codes, weights=in_training[perturbed], minlength=len(groups))
-        n_cells = np.bincount(codes, minlength=len(groups))
-        partly = (n_trained > 0) & (n_trained < n_cells)
+        self.groups, codes = np.unique(pairs, axis=0, return_inverse=True)
+        codes, n_groups = codes.ravel(), len(self.groups)
+        n_trained = np.bincount(codes, weights=in_training[perturbed], minlength=n_groups)
+        partly = (n_trained > 0) & (n_trained < np.bincount(codes, minlength=n_groups))
         if partly.any():
-            raise OptionError(
-                f"the split puts cells of the perturbations {listing(_names(conditions, groups[partly]))} both into "
-                "training and elsewhere; hold out whole perturbations, as finetune does without split_key."
-            )
-        if not (n_trained > 0).any():
-            raise DataError("no training cell is perturbed, so that there is no effect to learn; check the split.")
+            names = sorted({conditions.names[perturbation] for perturbation in self.groups[partly, 0].tolist()})
+            raise OptionError(f"the split divides {listing(names)}; hold out whole perturbations (without split_key).")
+        self.trained = n_trained > 0
+        if not self.trained.any():
+            raise DataError("no training cell is perturbed, so there is no effect to learn; check the split.")
         controls = np.flatnonzero(conditions.controls & in_training)
-        without = sorted({*groups[:, 1].tolist()} - {*conditions.context[controls].tolist()})
-        if without:
-            raise DataError(
-                f"no training cell of the contexts {listing(conditions.contexts[code] for code in without)} is a "
-                "control, which effects are measured against; leave these contexts out, or split otherwise."
-            )
-        group = np.full(len(cells), -1, dtype=np.int64)
-        group[perturbed] = codes
-        measured = _moments(cells, conditions, perturbed, codes, controls, len(groups))
-        effects = effects_of(measured, np.arange(len(groups)), len(groups) + groups[:, 1])
+        contexts = conditions.context[controls]
+        if without := [conditions.contexts[code] for code in sorted({*self.groups[:, 1]} - {*contexts})]:
+            raise DataError(f"the contexts {listing(without)} have no training control to measure effects against.")
+        self.group = np.full(len(cells), -1, dtype=np.int64)
+        self.group[perturbed] = codes
+        # The groups behind the effects are the controls of each context.
+        rows, of_rows = np.concatenate([perturbed, controls]), np.concatenate([codes, n_groups + contexts])
+        order = np.argsort(rows)
+        measured = moments(cells, rows[order], of_rows[order], n_groups + len(conditions.contexts))
+        effects = effects_of(measured, np.arange(n_groups), n_groups + self.groups[:, 1])
+        self.deltas, self.n_cells = effects.deltas.astype(np.float32), effects.n_cells
         seen = np.ones(effects.deltas.shape[1], dtype=bool) if cells.measured is None else cells.measured
-        weights = np.zeros(effects.deltas.shape, dtype=np.float32)
-        weights[:, seen] = de_weights(effects.scores[:, seen]) if weighted else 1.0
-        weights /= weights.mean(axis=1, keepdims=True)
+        self.weights = np.zeros(effects.deltas.shape, dtype=np.float32)
+        self.weights[:, seen] = de_weights(effects.scores[:, seen]) if weighted else 1.0
+        self.weights /= self.weights.mean(axis=1, keepdims=True)
         chosen = [
-            choose_rows(len(cells), _MAX_CONTROLS, rows=controls[conditions.context[controls] == code])
+            choose_rows(len(cells), _MAX_CONTROLS, rows=controls[contexts == code])
             for code in range(len(conditions.contexts))
         ]
         pooled = np.sort(np.concatenate(chosen))
-        return cls(
-            conditions=conditions,
-            groups=groups,
-            group=group,
-            trained=n_trained > 0,
-            deltas=effects.deltas.astype(np.float32),
-            weights=weights,
-            n_cells=effects.n_cells,
-            pool=cells.sample(len(pooled), rows=pooled),
-            inputs=tuple(np.searchsorted(pooled, rows) for rows in chosen),
-        )
-
-    def targets_of(self, group: int) -> tuple[str, ...]:
-        """Return the targets of an effect."""
-        return self.conditions.targets[int(self.groups[group, 0])]
+        self.pool = cells.sample(len(pooled), rows=pooled)
+        self.inputs = [np.searchsorted(pooled, rows) for rows in chosen]
 
     def draw(self, rows: np.ndarray, *, epoch: int, seed: int) -> np.ndarray:
         """Return a random training control of the context of each perturbed cell, as rows of the pool, (B,)."""
@@ -363,20 +311,6 @@ class BoundEffects:
             candidates = self.inputs[context]
             drawn[here] = candidates[(keys[here] % np.uint64(len(candidates))).astype(np.int64)]
         return drawn
-
-
-def _names(conditions: Conditions, groups: np.ndarray) -> list[str]:
-    return sorted({conditions.names[perturbation] for perturbation in groups[:, 0].tolist()})
-
-
-def _moments(
-    cells: Cells, conditions: Conditions, perturbed: np.ndarray, codes: np.ndarray, controls: np.ndarray, n: int
-) -> Moments:
-    """Return mean and variance of the effects' cells, and behind them those of the controls of each context."""
-    rows = np.concatenate([perturbed, controls])
-    of_rows = np.concatenate([codes, n + conditions.context[controls]])
-    order = np.argsort(rows)
-    return moments(cells, rows[order], of_rows[order], n + len(conditions.contexts))
 
 
 MAX_FEATURES = 64
@@ -465,63 +399,46 @@ class PerturbationHead(nn.Module):
         return found if self.mlp is None else found + self.mlp(torch.cat([z_bd, c_br], dim=1))
 
 
-def gene_table(module: nn.Module) -> nn.Module:
-    """Return the embedding of genes of an architecture; the architecture itself where it has a ``token_table``.
+@torch.no_grad()
+def gene_vectors(module: nn.Module) -> torch.Tensor:
+    """Return the embedding of each token of an architecture, shape (V, H).
 
     Raises
     ------
     OptionError
         If it has none.
     """
-    if callable(getattr(module, "token_table", None)):
-        return module
+    if callable(token_table := getattr(module, "token_table", None)):
+        return token_table()
     parts = list(module.modules())
     # A GeneVectorEmbedding has a plain one inside, for tokens without a vector.
     for part in parts:
         if isinstance(part, GeneVectorEmbedding):
-            return part
+            ids = torch.arange(part.vocab_size, device=part.learned.weight.device)
+            # (A bag of one token is the embedding of that token.)
+            return GeneVectorEmbedding.forward(part, ids)
     for part in parts:
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.padding_idx == PAD_ID:
-            return part
+            return part.weight.detach()
     raise OptionError(
         f"{type(module).__name__} has no embedding of genes with padding_idx={PAD_ID}, by which the task "
         "'perturbation' knows what is perturbed; choose another architecture."
     )
 
 
-def table_shape(table: nn.Module) -> tuple[int, int]:
-    """Return the number of tokens V and the width H of an embedding of genes."""
-    if callable(made := getattr(table, "token_table", None)):
-        n_tokens, width = made().shape
-        return n_tokens, width
-    if isinstance(table, GeneVectorEmbedding):
-        return table.vocab_size, table.learned.embedding_dim
-    return table.num_embeddings, table.embedding_dim
-
-
-@torch.no_grad()
-def gene_features(table: nn.Module, n_special: int, n_features: int) -> torch.Tensor:
+def gene_features(vectors: torch.Tensor, n_special: int, n_features: int) -> torch.Tensor:
     """Return principal components of gene embeddings with a mean square length of 1, zeros for special tokens.
 
     Returns
     -------
     Float32, shape (V, F); zero columns where there are fewer components.
     """
-    n_tokens, _ = table_shape(table)
-    weight = next(table.parameters())
-    if isinstance(table, GeneVectorEmbedding):
-        # (A bag of one token is the embedding of that token.)
-        vectors = GeneVectorEmbedding.forward(table, torch.arange(n_tokens, device=weight.device))
-    elif callable(made := getattr(table, "token_table", None)):
-        vectors = made()
-    else:
-        vectors = weight
     genes = vectors[n_special:].float()
     genes = genes - genes.mean(dim=0)
     _, axes = torch.linalg.eigh(genes.T @ genes)
     scores = genes @ axes.flip(1)[:, :n_features]
     length = scores.square().sum(dim=1).mean().sqrt()
-    features = torch.zeros(n_tokens, n_features, device=weight.device)
+    features = torch.zeros(len(vectors), n_features, device=vectors.device)
     if length > 0:
         features[n_special:, : scores.shape[1]] = scores / length
     return features
@@ -564,26 +481,6 @@ class Observed:
     blocks: np.ndarray
 
 
-@dataclass(frozen=True)
-class LinearStart:
-    """A linear model: parameters of :class:`PerturbationHead`, whose shapes they have.
-
-    Attributes
-    ----------
-    base, of_features, own, of_cell, basis
-        The parameters.
-    scales
-        Prior variance of the part that features explain, that of the part that cells explain, and the penalty.
-    """
-
-    base: np.ndarray
-    of_features: np.ndarray
-    own: np.ndarray
-    of_cell: np.ndarray
-    basis: np.ndarray
-    scales: tuple[float, float, float]
-
-
 def blocks_of(groups: np.ndarray, trained: np.ndarray, *, by_context: bool) -> np.ndarray:
     """Return what is left out together to compare scales: what was held out, perturbations or contexts.
 
@@ -607,8 +504,8 @@ def blocks_of(groups: np.ndarray, trained: np.ndarray, *, by_context: bool) -> n
     return own[:, axis if several[axis] or not several[1 - axis] else 1 - axis]
 
 
-def fit_linear(observed: Observed, rank: int) -> LinearStart:
-    """Fit the linear part of the head by ridge regression.
+def fit_linear(observed: Observed, rank: int) -> dict[str, np.ndarray]:
+    """Fit the linear part of the head by ridge regression; return its parameters by their names.
 
     The basis is that of the principal components of the effects, not centered. In it the effects are regressed on the
     number of targets, the features of the targets, the targets themselves and the cells. How far features and cells
@@ -622,45 +519,39 @@ def fit_linear(observed: Observed, rank: int) -> LinearStart:
     rank
         Rank R of the basis; rows of zeros where there are fewer effects.
     """
-    deltas = observed.deltas.astype(np.float64)
+    deltas, members = observed.deltas.astype(np.float64), observed.members
     _, values, axes = np.linalg.svd(deltas, full_matrices=False)
     kept = int((values[:rank] > 1e-10 * max(values[0], 1e-300)).sum())
     basis = np.zeros((rank, deltas.shape[1]))
     basis[:kept] = axes[:kept]
     scores = deltas @ basis.T
-    kernels = _kernels(observed)
+    counts, n_dims = members.sum(axis=1), observed.cells.shape[1]
+    # The covariances that the four parts of the model give the effects.
+    kernels = [
+        np.outer(counts, counts),
+        observed.features @ observed.features.T,
+        members @ members.T,
+        observed.cells @ observed.cells.T / n_dims,
+    ]
     noise = observed.n_cells.mean() / np.maximum(observed.n_cells, 1)
     of_features, of_cells, penalty = _choose(kernels, noise, scores, observed)
     kernel = _BASE * kernels[0] + of_features * kernels[1] + kernels[2] + of_cells * kernels[3]
     dual = np.linalg.solve(kernel + penalty * np.diag(noise), scores)
-    own = np.zeros((observed.members.shape[1] + 1, rank))
-    own[1:] = observed.members.T @ dual
-    n_dims = observed.cells.shape[1]
-    return LinearStart(
-        base=_BASE * observed.members.sum(axis=1) @ dual,
-        of_features=of_features * dual.T @ observed.features,
-        own=own,
-        of_cell=of_cells / n_dims * dual.T @ observed.cells,
-        basis=basis,
-        scales=(of_features, of_cells, penalty),
-    )
-
-
-def _kernels(observed: Observed) -> list[np.ndarray]:
-    """Return the covariances that the four parts of the model give the effects, each of shape (N, N)."""
-    counts = observed.members.sum(axis=1)
-    return [
-        np.outer(counts, counts),
-        observed.features @ observed.features.T,
-        observed.members @ observed.members.T,
-        observed.cells @ observed.cells.T / observed.cells.shape[1],
-    ]
+    own = np.zeros((members.shape[1] + 1, rank))
+    own[1:] = members.T @ dual
+    return {
+        "base": _BASE * counts @ dual,
+        "of_features.weight": of_features * dual.T @ observed.features,
+        "own.weight": own,
+        "of_cell.weight": of_cells / n_dims * dual.T @ observed.cells,
+        "basis": basis,
+    }
 
 
 def _choose(
     kernels: list[np.ndarray], noise: np.ndarray, scores: np.ndarray, observed: Observed
 ) -> tuple[float, float, float]:
-    """Return the scales and the penalty with the least error on blocks that are left out."""
+    """Return the scales of features and cells and the penalty with the least error on blocks that are left out."""
     blocks = observed.blocks
     if len(np.unique(blocks)) < 2:
         # A single effect: nothing to compare scales with.

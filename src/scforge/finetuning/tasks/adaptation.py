@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from anndata import AnnData
 from torch import nn
 
-from scforge._checks import check_count
 from scforge._constants import OBSM_KEY
 from scforge.data.cells import CellBlock, Cells
-from scforge.errors import OptionError, TrainingError
-from scforge.finetuning.base import Task, register_task, with_adapters
-from scforge.finetuning.labels import check_key
+from scforge.errors import OptionError
+from scforge.finetuning.base import (
+    Batch,
+    Evaluated,
+    EvaluationContext,
+    Loss,
+    Predictor,
+    Task,
+    register_task,
+    with_adapters,
+)
 from scforge.finetuning.tasks.integration import Unchanged
 from scforge.models.components.latent import batch_vectors
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults
-
-if TYPE_CHECKING:
-    from anndata import AnnData
-
-    from scforge.finetuning.base import Evaluated, EvaluationContext, Predictor
 
 
 @register_task("adaptation")
@@ -43,21 +46,18 @@ class Adaptation(Task):
     learns_labels = False
 
     def __init__(self, *, n_reference: int | None = None) -> None:
-        if n_reference is not None:
-            check_count("n_reference", n_reference, "batches", least=0)
         self.n_reference = n_reference
 
     @property
-    def aim(self) -> Objective:
+    def base_objective(self) -> Objective:
         """The objective of the pretraining."""
-        if self.pretraining is None:
-            raise TrainingError("the objective of the pretraining is not known; fine-tune a model.")
+        assert self.pretraining is not None
         return self.pretraining
 
     @property
     def defaults(self) -> TrainingDefaults:  # type: ignore[override]
         """Those of the pretraining; vectors of batches learn as fast as adapters."""
-        return self.aim.defaults if self.n_reference is None else with_adapters(self.aim.defaults)
+        return self.base_objective.defaults if self.n_reference is None else with_adapters(self.base_objective.defaults)
 
     def for_adapters(self) -> None:
         """Leave the learning rate of the pretraining, which goes on."""
@@ -65,11 +65,11 @@ class Adaptation(Task):
     @property
     def random_batches(self) -> bool:  # type: ignore[override]
         """As in the pretraining."""
-        return self.aim.random_batches
+        return self.base_objective.random_batches
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Raise :class:`~scforge.errors.OptionError` if the objective makes no sense with a tokenizer."""
-        self.aim.check(tokenizer)
+        self.base_objective.check(tokenizer)
 
     def make_head(self, n_latent: int, module: nn.Module) -> Unchanged:
         """Make a head that passes embeddings on; let the decoder of the module learn new batches, if these are all."""
@@ -82,12 +82,9 @@ class Adaptation(Task):
         """Look up what the objective needs to know of the encoder."""
         encoder: Any = module.encoder
         if self.n_reference is not None and not any(p.requires_grad for p in encoder.parameters()):
-            why = "the decoder of the reference is told no batches; leave train out"
-            if self.n_reference:
-                why = "the query has no new ones; leave train out, or name them: load_query_data(..., batch_key=...)"
             raise OptionError(
-                "the query model has nothing to train: it embeds cells as the reference does and learns batches alone, "
-                f"but {why}."
+                "the query model has nothing to train: it embeds cells as the reference does, and learns new batches "
+                "alone; leave train out, or name such batches: load_query_data(..., batch_key=...)."
             )
         n, vectors = self.n_reference, batch_vectors(encoder)
         if n is not None and vectors is not None and vectors.requires_grad and len(vectors) > n:
@@ -95,40 +92,40 @@ class Adaptation(Task):
             # stays as it is.
             new = (torch.arange(len(vectors)) >= n).unsqueeze(1)
             vectors.register_hook(lambda gradient: gradient * new.to(gradient))
-        self.aim.learn_from(encoder)
+        self.base_objective.learn_from(encoder)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up what the objective needs to know of cells, which may lack classes and batches of the pretraining."""
-        aim: Any = self.aim
+        objective: Any = self.base_objective
         # Neighbors teach an encoder, which here may stay as it is.
-        getattr(aim, "bind_query", aim.bind)(cells, train_rows if self.n_reference is None else train_rows[:0])
+        getattr(objective, "bind_query", objective.bind)(
+            cells, train_rows if self.n_reference is None else train_rows[:0]
+        )
 
     def max_tokens(self, tokenizer: Tokenizer) -> int:
         """Return the most tokens of a cell."""
-        return self.aim.max_tokens(tokenizer)
+        return self.base_objective.max_tokens(tokenizer)
 
-    def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
+    def n_cells(self, batch: Batch) -> int:
         """Return the number of cells of a batch."""
-        return self.aim.n_cells(batch)
+        return self.base_objective.n_cells(batch)
 
-    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> Batch:
         """Return a batch of the pretraining."""
-        return self.aim.prepare(block, tokenizer, epoch=epoch, seed=seed)
+        return self.base_objective.prepare(block, tokenizer, epoch=epoch, seed=seed)
 
-    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """Return the loss of the pretraining, and its figures."""
         encoder: Any = module.encoder
-        return self.aim.loss(encoder, batch)
+        return self.base_objective.loss(encoder, batch)
 
-    def loss_of(
-        self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         """Raise: the loss is that of the architecture, not of a head."""
-        raise TrainingError("adaptation has no head to compute a loss of; call loss(module, batch).")
+        raise NotImplementedError("call loss(module, batch)")
 
     def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return what the pretraining logs of an epoch."""
-        return self.aim.summarize(means)
+        return self.base_objective.summarize(means)
 
     def predict(  # type: ignore[override]
         self, predictor: Predictor, adata: AnnData | None, *, key_added: str | None = None
@@ -139,10 +136,9 @@ class Adaptation(Task):
         -------
         Float32, shape (N, D).
         """
-        key = OBSM_KEY if key_added is None else check_key("key_added", key_added)
         embedding = predictor.embedding()
         if adata is not None:
-            adata.obsm[key] = embedding
+            adata.obsm[key_added or OBSM_KEY] = embedding
         return embedding
 
     def evaluate(self, context: EvaluationContext) -> Evaluated:
@@ -157,7 +153,4 @@ class Adaptation(Task):
         OptionError
             Always.
         """
-        raise OptionError(
-            "the task 'adaptation' has no labels to be scored by; score the embedding with scforge.eval.evaluate, or "
-            "the labels of transfer_labels."
-        )
+        raise OptionError("the task 'adaptation' has no labels to be scored by; use scforge.eval.evaluate.")

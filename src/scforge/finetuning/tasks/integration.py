@@ -2,34 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from anndata import AnnData
 from scipy import sparse
 from torch import nn
 from torch.nn import functional as F
 
 from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource
-from scforge.errors import DataError, ModelFileError, OptionError, TrainingError, listing, warn
+from scforge.errors import DataError, OptionError
 from scforge.eval.baselines import embedding_baselines
 from scforge.eval.scib import integration_scores
-from scforge.finetuning.base import Evaluated, Task, register_task
-from scforge.finetuning.baselines import FROZEN
-from scforge.finetuning.labels import check_classes, check_key, codes_of, text_labels
+from scforge.finetuning.base import (
+    FROZEN,
+    Batch,
+    Column,
+    Evaluated,
+    EvaluationContext,
+    Loss,
+    Predictor,
+    Task,
+    register_task,
+    warn_of_missing_base,
+)
+from scforge.finetuning.labels import check_names, codes_of, text_labels
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._views import downsample_counts
 from scforge.training.objectives.base import TrainingDefaults
-
-if TYPE_CHECKING:
-    from anndata import AnnData
-
-    from scforge.finetuning.base import EvaluationContext, Predictor
-
 
 _NOTHING = -30.0
 """Logit of a token that no cell has: its share is nothing in 32 bits."""
@@ -92,11 +97,9 @@ class IntegrationHead(nn.Module):
         self.out.weight.mul_(0.1)
 
     @torch.no_grad()
-    def take_over(self, reference: IntegrationHead, names: Sequence[str]) -> None:
-        """Take the decoder of a reference; new batches start at the mean of its batches `names`."""
+    def take_over(self, reference: IntegrationHead) -> None:
+        """Take the decoder of a reference; new batches start at the mean of its batches."""
         vectors = reference.batch_vectors()
-        if len(vectors) != len(names) or len(self.fixed_batches) != len(names):
-            raise ModelFileError(f"the decoder of the reference model does not have the batches {listing(names)}.")
         state = {
             name: value
             for name, value in reference.state_dict().items()
@@ -198,71 +201,17 @@ def negative_binomial(
     return loss.mean() if measured is None else (loss * measured).mean() * (len(measured) / measured.sum().clamp_min(1))
 
 
-def evaluate_integration(task: Integration, context: EvaluationContext) -> Evaluated:
-    """Score how batches mix and cell types stay apart, beside PCA, Harmony, scVI and the embedding before fine-tuning.
-
-    All methods are scored on the same cells. PCA, Harmony and scVI are fitted on the training cells and the scored ones
-    together, which favors them: PCA and scVI could embed new cells, and Symphony does so for Harmony, but that is not
-    done here. Without labels, scores of biology are missing.
-
-    Figures: ``bio``, ``batch``, ``total`` and what they are means of, see
-    :func:`scforge.eval.scib.integration_scores`.
-
-    Raises
-    ------
-    OptionError
-        If no column with cell types is known.
-    DataError
-        If the scored cells are of one batch or one cell type.
-
-    Warns
-    -----
-    ScforgeWarning
-        If a baseline is missing.
-    """
-    if task.labels_key is None:
-        raise OptionError(
-            'labels_key=None, but integration is scored by cell types; pass finetune("integration", labels_key=...), '
-            "which trains without them all the same."
-        )
-    rows = context.rows
-    methods = {"scforge": context.predictor.embedding(rows)}
-    if context.base is not None:
-        methods[FROZEN] = context.base.embedding(rows)
-    if context.baselines:
-        if context.base is None:
-            warn(
-                "the model before fine-tuning is not at hand, so its embedding is missing; pass base=, the model or "
-                "its folder."
-            )
-        methods |= _baselines(task, context)
-    obs = pd.DataFrame({key: context.cells.column(key).iloc[rows] for key in (task.labels_key, task.batch_key)})
-    scores = {
-        name: integration_scores(embedding, obs, labels_key=task.labels_key, batch_key=task.batch_key)
-        for name, embedding in methods.items()
-    }
-    return Evaluated(pd.DataFrame.from_dict(scores, orient="index").rename_axis("method"))
-
-
 def _baselines(task: Integration, context: EvaluationContext) -> dict[str, np.ndarray]:
     """Embed the scored cells by methods that were fitted on them and on the training cells."""
-    import anndata
-
     scored, parts = context.rows, [(context.cells, context.rows)]
     if context.train_cells is not None and context.train_rows is not None:
         parts.append((context.train_cells, context.train_rows))
-    counts = sparse.vstack([_counts(cells, rows) for cells, rows in parts], format="csr")
+    counts = sparse.vstack([cells.sample(len(rows), rows=rows).counts for cells, rows in parts], format="csr")
     batches = pd.concat([cells.column(task.batch_key).iloc[rows].astype(str) for cells, rows in parts])
     names = pd.RangeIndex(len(batches)).astype(str)  # scored and training cells may have the same
-    adata = anndata.AnnData(counts, obs=pd.DataFrame({task.batch_key: batches.to_numpy()}, index=names))
+    adata = AnnData(counts, obs=pd.DataFrame({task.batch_key: batches.to_numpy()}, index=names))
     found = embedding_baselines(adata, ("pca", "harmony", "scvi"), batch_key=task.batch_key, seed=context.seed)
     return {name: embedding[: len(scored)] for name, embedding in found.items()}
-
-
-def _counts(cells: Cells, rows: np.ndarray) -> sparse.csr_matrix:
-    block = cells.block(np.asarray(rows))
-    assert cells.vocab is not None
-    return sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=(len(block), cells.vocab.n_genes))
 
 
 KEY = "X_scforge_integrated"
@@ -317,34 +266,27 @@ class Integration(Task):
         alignment: float = 0.001,
         hidden_dim: int = 128,
     ) -> None:
-        self.batch_key = check_key("batch_key", batch_key)
-        self.labels_key = None if labels_key is None else check_key("labels_key", labels_key)
-        self.batches = check_classes(batches)
+        self.batch_key = batch_key
+        self.labels_key = labels_key
+        self.batches = check_names("batches", batches)
         self.n_reference = n_reference
-        check_positive("alignment", alignment, or_zero=True)
-        check_count("hidden_dim", hidden_dim, "dimensions")
-        if n_reference is not None:
-            check_count("n_reference", n_reference, "batches")
-            if self.batches is None or n_reference > len(self.batches):
-                raise OptionError(f"n_reference={n_reference} are more batches than there are in batches={batches!r}.")
-        self.alignment = float(alignment)
-        self.hidden_dim = int(hidden_dim)
+        if n_reference is not None and (self.batches is None or not 0 < n_reference <= len(self.batches)):
+            raise OptionError(f"n_reference={n_reference} is not a number of some of the batches={batches!r}.")
+        self.alignment = check_positive("alignment", alignment, or_zero=True)
+        self.hidden_dim = check_count("hidden_dim", hidden_dim, "dimensions")
         self._sigreg = SIGReg(_SLICES)
-        self._codes: np.ndarray | None = None
+        self._codes: np.ndarray
         self._measured: torch.Tensor | None = None
 
-    def usable(self, column: Callable[[str], pd.Series]) -> np.ndarray:
+    def usable(self, column: Column) -> np.ndarray:
         """Return which cells have a batch."""
         return np.asarray(column(self.batch_key).notna())
 
-    def strata(self, column: Callable[[str], pd.Series]) -> pd.Series:
+    def strata(self, column: Column) -> pd.Series:
         """Return the batches, so that each keeps its share."""
-        import pandas as pd
+        return pd.Series(text_labels(column(self.batch_key), key=self.batch_key, argument="batch_key"))
 
-        values = column(self.batch_key)
-        return pd.Series(text_labels(values, key=self.batch_key, argument="batch_key"), index=values.index)
-
-    def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
+    def options_from(self, column: Column) -> dict[str, Any]:
         """Return the batches of the training cells, unless they are known already.
 
         Raises
@@ -356,34 +298,20 @@ class Integration(Task):
             return {}
         found = text_labels(column(self.batch_key), key=self.batch_key, argument="batch_key").categories
         if len(found) < 2:
-            raise DataError(
-                f"batch_key={self.batch_key!r} has one batch only among the training cells ({str(found[0])!r}), so "
-                "there is nothing to integrate; choose another column."
-            )
+            raise DataError(f"batch_key={self.batch_key!r} has one batch only among the training cells.")
         return {"batches": [str(name) for name in found]}
 
     @property
     def known_batches(self) -> list[str]:
-        """The batches, or an error if they are not known yet."""
-        if self.batches is None:
-            raise TrainingError("batches are not known yet; give batches=[...], or fine-tune with cells.")
+        """The batches, once they are known."""
+        assert self.batches is not None
         return self.batches
 
     def make_head(self, n_latent: int, module: nn.Module) -> IntegrationHead:
         """Make the decoder."""
-        size = getattr(module, "vocab_size", None)
-        if not isinstance(size, int):
-            raise OptionError(
-                f"{type(module).__name__} has no attribute vocab_size, which tells the decoder of 'integration' how "
-                "many tokens there are; add it."
-            )
-        return IntegrationHead(
-            n_latent,
-            size,
-            len(self.known_batches),
-            n_reference=self.n_reference,
-            hidden_dim=self.hidden_dim,
-        )
+        architecture: Any = module
+        n_tokens, n_batches = architecture.vocab_size, len(self.known_batches)
+        return IntegrationHead(n_latent, n_tokens, n_batches, n_reference=self.n_reference, hidden_dim=self.hidden_dim)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the batch of each cell; -1 for one that the decoder does not know."""
@@ -396,17 +324,15 @@ class Integration(Task):
         head: Any = module.head
         head.start_at(np.asarray(cells.counts.sum(axis=0), dtype=np.float64).ravel(), tokenizer.vocab.n_special)
 
-    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> Batch:
         """Tokenize a view of each cell; add ``counts``, shape (B, G), and ``batch``, shape (B,)."""
-        if self._codes is None:
-            raise TrainingError("the batches of the cells are not known; call bind(cells, train_rows) first.")
         view = downsample_counts(block, keep=_KEEP, gene_dropout=_GENE_DROPOUT, seed=seed, epoch=epoch, view=0)
         tokens = self.arrange(tokenizer(view), tokenizer, block.rows, epoch=epoch, seed=seed)
         counts = np.zeros((len(block), tokenizer.vocab.n_genes), dtype=np.float32)
         counts[np.repeat(np.arange(len(block)), np.diff(block.indptr)), block.genes] = block.counts
         return {**tokens, "counts": torch.from_numpy(counts), "batch": torch.from_numpy(self._codes[block.rows])}
 
-    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, module: nn.Module, batch: Batch) -> Loss:
         """Return the loss, and its parts."""
         model: Any = module
         codes, counts = batch["batch"], batch["counts"]
@@ -421,11 +347,9 @@ class Integration(Task):
         sigreg = align(self._sigreg.to(z_bd.device), z_bd, codes, len(self.known_batches), fresh=module.training)
         return decoder + self.alignment * sigreg, {**figures, "sigreg": sigreg.detach()}
 
-    def loss_of(
-        self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         """Raise: the loss is that of embeddings, not of the expression that the head returns."""
-        raise TrainingError("integration has no loss of the outputs of its head; call loss(module, batch).")
+        raise NotImplementedError("call loss(module, batch)")
 
     def predict(  # type: ignore[override]
         self, predictor: Predictor, adata: AnnData | None, *, key_added: str | None = None
@@ -443,12 +367,43 @@ class Integration(Task):
         -------
         Float32, shape (N, D): what ``get_latent_representation`` returns, too.
         """
-        key = KEY if key_added is None else check_key("key_added", key_added)
         embedding = predictor.embedding()
         if adata is not None:
-            adata.obsm[key] = embedding
+            adata.obsm[key_added or KEY] = embedding
         return embedding
 
     def evaluate(self, context: EvaluationContext) -> Evaluated:
-        """Score mixing and biology; see :func:`evaluate_integration`."""
-        return evaluate_integration(self, context)
+        """Score how batches mix and cell types stay apart, beside PCA, Harmony, scVI and the frozen embedding.
+
+        All methods are scored on the same cells. PCA, Harmony and scVI are fitted on the training cells and the scored
+        ones together, which favors them: PCA and scVI could embed new cells, and Symphony does so for Harmony, but that
+        is not done here. Without labels, scores of biology are missing.
+
+        Figures: ``bio``, ``batch``, ``total`` and what they are means of, see
+        :func:`scforge.eval.scib.integration_scores`.
+
+        Raises
+        ------
+        OptionError
+            If no column with cell types is known.
+        DataError
+            If the scored cells are of one batch or one cell type.
+
+        Warns
+        -----
+        ScforgeWarning
+            If a baseline is missing.
+        """
+        if self.labels_key is None:
+            raise OptionError("labels_key=None, but scores need cell types; give labels_key to finetune.")
+        methods = {"scforge": context.predictor.embedding(context.rows)}
+        if context.base is not None:
+            methods[FROZEN] = context.base.embedding(context.rows)
+        elif context.baselines:
+            warn_of_missing_base()
+        if context.baselines:
+            methods |= _baselines(self, context)
+        keys = {"labels_key": self.labels_key, "batch_key": self.batch_key}
+        obs = pd.DataFrame({key: context.cells.column(key).iloc[context.rows] for key in keys.values()})
+        scores = {name: integration_scores(embedding, obs, **keys) for name, embedding in methods.items()}
+        return Evaluated(pd.DataFrame.from_dict(scores, orient="index").rename_axis("method"))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
+from anndata import AnnData
 from torch import nn
 
 from scforge._checks import check_choice, check_count
 from scforge._constants import PAD_ID, UNS_KEY
-from scforge.data.cells import Cells, choose_rows
-from scforge.errors import DataError, OptionError, TrainingError, listing, suggest
+from scforge.data.cells import CellBlock, Cells, CellSource, choose_rows
+from scforge.data.vocab import GeneVocab
+from scforge.errors import DataError, OptionError, listing, suggest
 from scforge.eval.expression import Effects, effects_of, log_expression, moments
 from scforge.eval.perturbation import N_COMPONENTS, KnownEffects, WantedEffects, baseline_effects
 from scforge.eval.perturbation_metrics import (
@@ -23,201 +26,40 @@ from scforge.eval.perturbation_metrics import (
     score_deltas,
     technical_duplicate,
 )
-from scforge.finetuning.base import Evaluated, Task, register_task
-from scforge.finetuning.heads import check_head
-from scforge.finetuning.labels import check_key
+from scforge.finetuning.base import Batch, Column, Evaluated, EvaluationContext, Loss, Predictor, Task, register_task
+from scforge.finetuning.heads import FineTunedModule, check_head
+from scforge.finetuning.labels import check_names
+from scforge.finetuning.splits import Split
 from scforge.finetuning.tasks._perturbation_model import (
     MAX_FEATURES,
+    UNLABELED,
     BoundEffects,
     Conditions,
     Observed,
+    Pair,
     PerturbationHead,
     blocks_of,
     fit_linear,
     gene_features,
-    gene_table,
+    gene_vectors,
     hold_out,
-    table_shape,
 )
 from scforge.models._utils import evaluating
+from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import TrainingDefaults
 from scforge.training.predict import embed
-
-if TYPE_CHECKING:
-    import pandas as pd
-    from anndata import AnnData
-
-    from scforge.data.cells import CellBlock, CellSource
-    from scforge.data.vocab import GeneVocab
-    from scforge.finetuning.base import EvaluationContext, Predictor
-    from scforge.finetuning.heads import FineTunedModule
-    from scforge.finetuning.splits import Split
-    from scforge.tokenizers.base import Tokenizer
-
 
 MAX_INPUTS = 2048
 """Controls of a context that a prediction is the mean over."""
 
-
-class Pair(NamedTuple):
-    """A perturbation in a context."""
-
-    targets: tuple[str, ...]
-    context: str
-
-
-def predict_effects(
-    task: Perturbation,
-    predictor: Predictor,
-    *,
-    perturbations: Sequence[str] | None,
-    contexts: Sequence[str] | None,
-    n_cells: int | None,
-) -> AnnData:
-    """Predict mean expression under perturbations.
-
-    Parameters
-    ----------
-    task
-        The task.
-    predictor
-        The model over cells, the controls of which are its inputs.
-    perturbations
-        Names, combinations joined by `separator`; None takes those of the cells that the model was not trained on.
-    contexts
-        Names of contexts; None takes those in which the perturbations are among the cells, or if `perturbations` are
-        given, all that have controls.
-    n_cells
-        Most controls of a context that the prediction is the mean over; None takes up to 2,048.
-
-    Returns
-    -------
-    One row for each perturbation in each context, over the genes of the model: ``X``, the predicted mean log1p CP10K
-    (float32; the mean of the controls plus the effect, and not below 0), ``layers["delta"]``, the effect, ``obs`` with
-    ``perturbation``, ``context``, ``n_controls`` and ``is_seen`` (whether it was trained on), ``var`` with ``measured``
-    (whether the cells have the gene; where not, the mean of the controls is not known and ``X`` is NaN, the effect is
-    there all the same), and the units in ``uns["scforge"]["predicted"]``.
-
-    Raises
-    ------
-    OptionError
-        If a name is unknown, or there is nothing to predict.
-    DataError
-        If there are no controls, or no column that says which cells are.
-    """
-    import pandas as pd
-    from anndata import AnnData
-
-    if n_cells is not None:
-        check_count("n_cells", n_cells, "controls")
-    cells = predictor.cells
-    assert cells.vocab is not None
-    try:
-        cells.column(task.perturbation_key)
-    except DataError as error:
-        raise DataError(
-            f"perturbation_key={task.perturbation_key!r} is not a column of obs of these cells; where none of them is "
-            f"perturbed, set adata.obs[{task.perturbation_key!r}] = {task.control!r}."
-        ) from error
-    conditions = task.conditions(cells.column)
-    controls = rows_by_context(conditions, np.flatnonzero(conditions.controls))
-    pairs = _wanted(task, conditions, controls, perturbations, contexts)
-    used = {
-        name: choose_rows(len(cells), n_cells or MAX_INPUTS, rows=controls[name]) for name in {p.context for p in pairs}
-    }
-    deltas = effects_for(task, predictor, pairs, used)
-    means = control_means(cells, controls)
-    absolute = np.maximum(np.array([means[pair.context] for pair in pairs]) + deltas, 0.0)
-    measured = np.ones(cells.vocab.n_genes, dtype=bool) if cells.measured is None else cells.measured
-    absolute[:, ~measured] = np.nan
-    obs = pd.DataFrame(
-        {
-            "perturbation": pd.Categorical([task.name_of(pair.targets) for pair in pairs]),
-            "context": pd.Categorical([pair.context for pair in pairs]),
-            "n_controls": [len(used[pair.context]) for pair in pairs],
-            "is_seen": [task.is_seen(*pair) for pair in pairs],
-        },
-        index=[_row_name(task, pair) for pair in pairs],
-    )
-    var = pd.DataFrame({"measured": measured}, index=list(cells.vocab.genes))
-    made = AnnData(absolute.astype(np.float32), obs=obs, var=var)
-    made.layers["delta"] = deltas.astype(np.float32)
-    made.uns[UNS_KEY] = {
-        "predicted": {
-            "X": "mean of log1p of counts per 10,000",
-            "delta": "difference of X to the controls of the context",
-            "control": task.control,
-            "perturbation_key": task.perturbation_key,
-        }
-    }
-    return made
-
-
-def _row_name(task: Perturbation, pair: Pair) -> str:
-    name = task.name_of(pair.targets)
-    return name if task.context_key is None else f"{name} in {pair.context}"
+_PROBED_CELLS = 256
+"""Controls of a context that the linear model is fitted with."""
 
 
 def rows_by_context(conditions: Conditions, rows: np.ndarray) -> dict[str, np.ndarray]:
     """Return the rows of each context that has some."""
     found = {name: rows[conditions.context[rows] == code] for code, name in enumerate(conditions.contexts)}
     return {name: some for name, some in found.items() if len(some)}
-
-
-def _wanted(
-    task: Perturbation,
-    conditions: Conditions,
-    controls: Mapping[str, np.ndarray],
-    perturbations: Sequence[str] | None,
-    contexts: Sequence[str] | None,
-) -> list[Pair]:
-    """Return the effects to predict, each once."""
-    for name in contexts or ():
-        if name not in controls:
-            raise OptionError(
-                f"contexts names {name!r}, where there is no control cell{suggest(name, controls, 'there are some in')}"
-            )
-    if perturbations is None:
-        present = conditions.pairs(np.arange(len(conditions.perturbation)))
-        pairs = [Pair(task.parts(name), place) for name, where in present.items() for place in where]
-        pairs = [pair for pair in pairs if not task.is_seen(*pair) and (contexts is None or pair.context in contexts)]
-        if not pairs:
-            raise OptionError(
-                "perturbations=None, but the cells have no perturbation that the model was not trained on; name some."
-            )
-        if without := sorted({pair.context for pair in pairs} - {*controls}):
-            raise DataError(
-                f"the contexts {listing(without)} have no control cell, which a prediction begins with; add controls."
-            )
-        return pairs
-    if isinstance(perturbations, str) or not len(perturbations):
-        raise OptionError(f"perturbations={perturbations!r} is not a list of names; give e.g. ['STAT1'].")
-    targets = [task.parts(name) for name in perturbations]
-    if () in targets:
-        name = perturbations[targets.index(())]
-        raise OptionError(f"perturbations names {name!r}, which is the control; leave it out.")
-    return list(dict.fromkeys(Pair(some, place) for some in targets for place in contexts or controls))
-
-
-@torch.inference_mode()
-def effects_for(
-    task: Perturbation, predictor: Predictor, pairs: Sequence[Pair], inputs: Mapping[str, np.ndarray]
-) -> np.ndarray:
-    """Return the predicted effects, means over the inputs of the context, float64, shape (Q, G)."""
-    vocab = predictor.cells.vocab
-    assert vocab is not None
-    encoded = task.encode_targets([pair.targets for pair in pairs], vocab)
-    head: PerturbationHead = predictor.module.head
-    device = head.basis.device
-    found = np.empty((len(pairs), vocab.n_genes))
-    with evaluating(head):
-        for place in sorted({pair.context for pair in pairs}):
-            z_bd = torch.from_numpy(predictor.embedding(inputs[place])).to(device)
-            for row in (i for i, pair in enumerate(pairs) if pair.context == place):
-                given = {name: value[row : row + 1].expand(len(z_bd), -1).to(device) for name, value in encoded.items()}
-                mean = head.coefficients(z_bd, given["perturbed_tokens"], given["perturbed_targets"]).mean(dim=0)
-                found[row] = (mean @ head.basis)[vocab.n_special :].float().cpu().numpy()
-    return found
 
 
 def control_means(cells: Cells, controls: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -229,113 +71,32 @@ def control_means(cells: Cells, controls: Mapping[str, np.ndarray]) -> dict[str,
     return dict(zip(names, moments(cells, rows[order], codes[order], len(names)).mean, strict=True))
 
 
-def evaluate_effects(task: Perturbation, context: EvaluationContext) -> Evaluated:
-    """Score effects of perturbations that the model was not trained on, on means of their cells.
-
-    The controls among the scored cells are what effects are measured against; the other controls of the same data are
-    the inputs of the model. Where a context has no others, half of its controls are inputs.
+def measured_effects(
+    conditions: Conditions, cells: Cells, scored: np.ndarray, pairs: Sequence[Pair], tested: Mapping[str, np.ndarray]
+) -> tuple[Effects, np.ndarray, np.ndarray, np.ndarray]:
+    """Measure effects of `pairs` in the cells `scored`, against the controls `tested` of their context.
 
     Returns
     -------
-    The mean of each metric of :func:`~scforge.eval.perturbation_metrics.score_deltas` over perturbations, for the
-    model, each of :func:`~scforge.eval.perturbation.baseline_effects`, and ``technical_duplicate``; the
-    tables ``per_perturbation``, and ``calibrated`` (0: the mean of the training effects, 1: the duplicate; over the
-    effects that have enough cells for a duplicate). Without baselines, ``no_change`` and, where the training cells are
-    at hand, ``train_mean`` stay.
-
-    Raises
-    ------
-    DataError
-        If no scored cell has a perturbation that the model was not trained on, or there are too few controls.
+    The effects, the rows of the cells behind them, the group of each of these (that of a control is behind those of the
+    effects), and the group of the controls of each effect.
     """
-    import pandas as pd
-
-    cells = context.predictor.cells
-    assert cells.vocab is not None
-    conditions = task.conditions(cells.column)
-    scored = context.rows[conditions.perturbation[context.rows] >= 0]
-    pairs = [
-        pair
-        for name, where in conditions.pairs(scored).items()
-        for pair in (Pair(task.parts(name), place) for place in where)
-        if not task.is_seen(*pair)
+    places = sorted({pair.context for pair in pairs})
+    number = {pair: place for place, pair in enumerate(pairs)}
+    of_cells = [
+        number.get(Pair(conditions.targets[p], conditions.contexts[c]), -1)
+        for p, c in zip(conditions.perturbation[scored], conditions.context[scored], strict=True)
     ]
-    if not pairs:
-        raise DataError(
-            "none of the scored cells has a perturbation that the model was not trained on; hold some out "
-            "(heldout=[...]), or pass other cells."
-        )
-    inputs, tested = _divide_controls(conditions, context, {pair.context for pair in pairs})
-    real = _Real.of(conditions, cells, scored, pairs, tested)
-    genes = _measured(context.predictor, context.train)
-    known = None if context.train is None else _known(task, context, inputs)
-    predictions = {"scforge": effects_for(task, context.predictor, pairs, inputs)[:, genes]}
-    predictions |= _baselines(task, context, pairs, inputs, known, genes, cells.vocab)
-    effects, scores = real.effects.deltas[:, genes], real.effects.scores[:, genes]
-    changed = de_genes(real.effects.p_values[:, genes])
-    center = predictions.get("train_mean")
-    places = [pair.context for pair in pairs]
-    tables = {name: score_deltas(made, effects, scores, changed, center, places) for name, made in predictions.items()}
-    tables["technical_duplicate"] = technical_duplicate(
-        log_expression(cells, real.rows)[:, genes],
-        real.groups,
-        real.controls,
-        center,
-        places,
-        seed=context.seed,
-    )
-    described = pd.DataFrame(
-        {
-            "perturbation": [task.name_of(pair.targets) for pair in pairs],
-            "context": [pair.context for pair in pairs],
-            "n_cells": real.effects.n_cells,
-            "n_controls": real.effects.n_controls,
-        }
-    )
-    metrics = pd.DataFrame({name: table.mean() for name, table in tables.items()}).T[list(METRICS)]
-    whole = [pd.concat([described.assign(method=name), table], axis=1) for name, table in tables.items()]
-    found = {"per_perturbation": pd.concat(whole, ignore_index=True)}
-    if "train_mean" in metrics.index:
-        same = comparable(found["per_perturbation"], "technical_duplicate")
-        means = same.groupby("method")[list(METRICS)].mean().reindex(metrics.index)
-        found["calibrated"] = calibrated(means, "train_mean", "technical_duplicate")
-    return Evaluated(metrics, found)
-
-
-class _Real(NamedTuple):
-    """Measured effects, and the cells behind them: `rows`, their `groups`, and the group of `controls` of each."""
-
-    effects: Effects
-    rows: np.ndarray
-    groups: np.ndarray
-    controls: np.ndarray
-
-    @classmethod
-    def of(
-        cls,
-        conditions: Conditions,
-        cells: Cells,
-        scored: np.ndarray,
-        pairs: Sequence[Pair],
-        tested: Mapping[str, np.ndarray],
-    ) -> _Real:
-        """Measure effects of `pairs` in the cells `scored`, against the controls `tested` of their context."""
-        places = sorted({pair.context for pair in pairs})
-        number = {pair: place for place, pair in enumerate(pairs)}
-        of_cells = [
-            number.get(Pair(conditions.targets[p], conditions.contexts[c]), -1)
-            for p, c in zip(conditions.perturbation[scored], conditions.context[scored], strict=True)
-        ]
-        rows = np.concatenate([scored, *(tested[place] for place in places)])
-        groups = np.concatenate(
-            [of_cells, *(np.full(len(tested[place]), len(pairs) + i) for i, place in enumerate(places))]
-        ).astype(np.int64)
-        order = np.argsort(rows)
-        order = order[groups[order] >= 0]
-        rows, groups = rows[order], groups[order]
-        controls = np.array([len(pairs) + places.index(pair.context) for pair in pairs])
-        found = moments(cells, rows, groups, len(pairs) + len(places))
-        return cls(effects_of(found, np.arange(len(pairs)), controls), rows, groups, controls)
+    rows = np.concatenate([scored, *(tested[place] for place in places)])
+    groups = np.concatenate(
+        [of_cells, *(np.full(len(tested[place]), len(pairs) + i) for i, place in enumerate(places))]
+    ).astype(np.int64)
+    order = np.argsort(rows)
+    order = order[groups[order] >= 0]
+    rows, groups = rows[order], groups[order]
+    controls = np.array([len(pairs) + places.index(pair.context) for pair in pairs])
+    found = moments(cells, rows, groups, len(pairs) + len(places))
+    return effects_of(found, np.arange(len(pairs)), controls), rows, groups, controls
 
 
 def _divide_controls(
@@ -348,10 +109,7 @@ def _divide_controls(
     rng = np.random.default_rng(context.seed)
     few = [name for name in sorted(needed) if len(tested.get(name, ())) < (1 if name in inputs else 2)]
     if few:
-        raise DataError(
-            f"the contexts {listing(few)} have too few control cells to measure effects against among the scored "
-            "cells; add controls of the same experiment."
-        )
+        raise DataError(f"the contexts {listing(few)} have too few controls among the scored cells; add some.")
     for name in sorted(needed - {*inputs}):
         shuffled = rng.permutation(tested[name])
         inputs[name] = np.sort(shuffled[: len(shuffled) // 2])
@@ -360,73 +118,11 @@ def _divide_controls(
     return inputs, tested
 
 
-def _measured(*predictors: Predictor | None) -> np.ndarray:
-    """Return the genes that the cells of all predictors have, int64."""
-    vocab = next(predictor.cells.vocab for predictor in predictors if predictor is not None)
-    assert vocab is not None
-    measured = np.ones(vocab.n_genes, dtype=bool)
-    for predictor in predictors:
-        if predictor is not None and predictor.cells.measured is not None:
-            measured &= predictor.cells.measured
-    return np.flatnonzero(measured)
-
-
-def _known(task: Perturbation, context: EvaluationContext, inputs: Mapping[str, np.ndarray]) -> KnownEffects:
-    """Measure the effects of the training cells alone, over all genes that these have."""
-    assert context.train is not None
-    assert context.train_rows is not None
-    cells = context.train.cells
-    conditions = task.conditions(cells.column)
-    rows = context.train_rows
-    controls = rows_by_context(conditions, rows[conditions.controls[rows]])
-    pairs = [Pair(task.parts(name), place) for name, where in conditions.pairs(rows).items() for place in where]
-    of_training = _Real.of(conditions, cells, rows[conditions.perturbation[rows] >= 0], pairs, controls)
-    means = control_means(cells, controls)
-    elsewhere = {name: some for name, some in inputs.items() if name not in means}
-    if elsewhere:
-        scored = context.predictor.cells
-        seen = np.True_ if scored.measured is None else scored.measured
-        means |= {name: np.where(seen, mean, np.nan) for name, mean in control_means(scored, elsewhere).items()}
-    genes = _measured(context.train)
-    return KnownEffects(
-        targets=tuple(pair.targets for pair in pairs),
-        contexts=tuple(pair.context for pair in pairs),
-        deltas=of_training.effects.deltas[:, genes],
-        controls={name: mean[genes] for name, mean in means.items()},
-    )
-
-
-def _baselines(
-    task: Perturbation,
-    context: EvaluationContext,
-    pairs: Sequence[Pair],
-    inputs: Mapping[str, np.ndarray],
-    known: KnownEffects | None,
-    genes: np.ndarray,
-    vocab: GeneVocab,
-) -> dict[str, np.ndarray]:
-    if known is None:
-        return {"no_change": np.zeros((len(pairs), len(genes)))}
-    targets = sorted({target for some in (*known.targets, *(pair.targets for pair in pairs)) for target in some})
-    # A baseline knows what the training tells of a gene, also where the scored data lack it.
-    trained = _measured(context.train)
-    number = {int(gene): place for place, gene in enumerate(trained)}
-    indices = {target: int(index) for target, index in zip(targets, vocab.gene_indices(targets), strict=True)}
-    head: PerturbationHead = context.predictor.module.head
-    features = head.features[vocab.n_special :, :N_COMPONENTS].cpu().numpy().astype(np.float64)
-    spread = features.std(axis=0)
-    # In units of their spread: the penalty of the linear model is for features of that size.
-    features = np.divide(features, spread, out=np.zeros_like(features), where=spread > 0)
-    wanted = WantedEffects(
-        targets=tuple(pair.targets for pair in pairs),
-        contexts=tuple(pair.context for pair in pairs),
-        genes={target: number[index] for target, index in indices.items() if index in number},
-        gene_features={target: features[index] for target, index in indices.items() if index >= 0},
-        context_features=_context_features(context, inputs) if task.context_key is not None else {},
-    )
-    common = np.isin(trained, genes)
-    found = {name: made[:, common] for name, made in baseline_effects(known, wanted).items()}
-    return found if context.baselines else {name: found[name] for name in ("no_change", "train_mean")}
+def _measured(predictor: Predictor) -> np.ndarray:
+    """Return which genes the cells have, bool, shape (G,)."""
+    cells = predictor.cells
+    assert cells.vocab is not None
+    return np.ones(cells.vocab.n_genes, dtype=bool) if cells.measured is None else cells.measured
 
 
 def _context_features(context: EvaluationContext, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -437,10 +133,6 @@ def _context_features(context: EvaluationContext, inputs: Mapping[str, np.ndarra
     scores = (left * values)[:, :N_COMPONENTS]
     scale = max(float(scores.std()), 1e-12)
     return dict(zip(inputs, scores / scale, strict=True))
-
-
-_PROBED_CELLS = 256
-"""Controls of a context that the linear model is fitted with."""
 
 
 @register_task("perturbation")
@@ -489,8 +181,6 @@ class Perturbation(Task):
     keys = ("perturbation_key", "context_key")
     makes_cells = True
     defaults = TrainingDefaults(batch_size=64, lr=1e-4, weight_decay=0.01, schedule="cosine_warmup", max_epochs=10)
-    vocab: GeneVocab | None = None
-    """Genes of the model, set before cells are split, so that only perturbations that it can know are drawn."""
 
     def __init__(
         self,
@@ -506,95 +196,75 @@ class Perturbation(Task):
         head: Mapping[str, Any] | None = None,
         perturbations: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        self.perturbation_key = check_key("perturbation_key", perturbation_key)
-        if not isinstance(control, str) or not control:
-            raise OptionError(f"control={control!r} is no label; give that of the cells that were not perturbed.")
+        self.perturbation_key = perturbation_key
         self.control = control
         self.separator = separator
-        self.context_key = None if context_key is None else check_key("context_key", context_key)
-        self.heldout = _checked_names("heldout", heldout)
-        self.heldout_contexts = _checked_names("heldout_contexts", heldout_contexts)
+        self.context_key = context_key
+        self.heldout = check_names("heldout", heldout)
+        self.heldout_contexts = check_names("heldout_contexts", heldout_contexts)
         if self.heldout is not None and self.heldout_contexts is not None:
             raise OptionError("heldout and heldout_contexts are both given; hold out perturbations, or contexts.")
         if self.heldout_contexts is not None and self.context_key is None:
             raise OptionError(f"heldout_contexts={self.heldout_contexts!r} needs context_key; name that column.")
-        check_choice("delta_loss", delta_loss, ["mse", "wmse"])
-        self.delta_loss = delta_loss
-        check_count("rank", rank, "directions")
-        self.rank = int(rank)
+        self.delta_loss = check_choice("delta_loss", delta_loss, ["mse", "wmse"])
+        self.rank = check_count("rank", rank, "directions")
         self.head = check_head(head)
-        if perturbations is not None and not isinstance(perturbations, Mapping):
-            raise OptionError("perturbations is no dict of perturbations and their contexts; leave it out.")
         self.perturbations = None if perturbations is None else {k: list(v) for k, v in perturbations.items()}
-        self._bound: BoundEffects | None = None
-        self._genes: GeneVocab | None = None
+        self._bound: BoundEffects
+        self._genes: GeneVocab
 
     # --- cells
 
-    def conditions(self, column: Callable[[str], pd.Series]) -> Conditions:
+    def conditions(self, column: Column) -> Conditions:
         """Read perturbation and context of cells."""
-        return Conditions.read(
-            column,
-            perturbation_key=self.perturbation_key,
-            control=self.control,
-            separator=self.separator,
-            context_key=self.context_key,
-        )
+        return Conditions.read(column, self.perturbation_key, self.control, self.separator, self.context_key)
 
-    def usable(self, column: Callable[[str], pd.Series]) -> np.ndarray:
+    def usable(self, column: Column) -> np.ndarray:
         """Return which cells have a perturbation, or are controls, and have a context."""
-        return self.conditions(column).usable
+        return self.conditions(column).perturbation != UNLABELED
 
     def split(
-        self,
-        column: Callable[[str], pd.Series],
-        *,
-        validation_size: float,
-        test_size: float,
-        split_by: str | None,
-        seed: int,
+        self, column: Column, *, validation_size: float, test_size: float, split_by: str | None, seed: int
     ) -> Split:
         """Hold out whole perturbations, or contexts."""
         if split_by not in (None, self.perturbation_key, self.context_key):
-            raise OptionError(
-                f"split_by={split_by!r} holds out neither perturbations nor contexts; leave it out, or give that "
-                "column as context_key, too."
-            )
-        conditions = self.conditions(column)
+            raise OptionError(f"split_by={split_by!r} holds out neither perturbations nor contexts (context_key).")
         by_context = self.heldout_contexts is not None or (
             self.context_key is not None and split_by == self.context_key
         )
         if by_context and self.heldout is not None:
             raise OptionError(f"heldout={self.heldout!r} names perturbations, but split_by={split_by!r}; give one.")
+        named = self.heldout_contexts
+        if not by_context and self.heldout is not None:
+            named = [self.name_of(targets) for targets in self._targets_of("heldout", self.heldout)]
         vocab = self.vocab
         return hold_out(
-            conditions,
+            self.conditions(column),
             by_context=by_context,
-            named=self.heldout_contexts if by_context else self._canonical(self.heldout),
-            argument="heldout_contexts" if by_context else "heldout",
+            named=named,
             known=None if vocab is None else (lambda target: bool(vocab.gene_indices([target])[0] >= 0)),
             validation_size=validation_size,
             test_size=test_size,
             seed=seed,
         )
 
-    def _canonical(self, names: Sequence[str] | None) -> list[str] | None:
-        """Return names of perturbations with sorted parts, without the control."""
-        for name in names or ():
-            if not self.parts(name):
-                raise OptionError(f"heldout names {name!r}, which is the control; leave it out.")
-        return None if names is None else [self.name_of(self.parts(name)) for name in names]
-
     def parts(self, name: str) -> tuple[str, ...]:
         """Return the targets of the name of a perturbation."""
         found = [name] if self.separator is None else [part.strip() for part in name.split(self.separator)]
         return tuple(sorted({part for part in found if part and part != self.control}))
 
+    def _targets_of(self, argument: str, names: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return the targets of perturbations that a user names."""
+        targets = [self.parts(name) for name in names]
+        if () in targets:
+            raise OptionError(f"{argument} names {names[targets.index(())]!r}, which is the control; leave it out.")
+        return targets
+
     def name_of(self, targets: Sequence[str]) -> str:
         """Return the name of a perturbation."""
         return (self.separator or "+").join(targets)
 
-    def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
+    def options_from(self, column: Column) -> dict[str, Any]:
         """Return the perturbations of the training cells.
 
         Raises
@@ -603,12 +273,11 @@ class Perturbation(Task):
             If there is none.
         """
         conditions = self.conditions(column)
-        found = conditions.pairs(np.arange(len(conditions.perturbation)))
+        found: dict[str, list[str]] = {}
+        for targets, place in conditions.pairs(np.arange(len(conditions.perturbation))):
+            found.setdefault(self.name_of(targets), []).append(place)
         if not found:
-            raise DataError(
-                f"perturbation_key={self.perturbation_key!r} has no other label than control={self.control!r} among "
-                "the training cells; there is nothing to learn."
-            )
+            raise DataError(f"no training cell has another label than control={self.control!r}; check the split.")
         return {"perturbations": found}
 
     @property
@@ -642,9 +311,7 @@ class Perturbation(Task):
         if unknown:
             raise OptionError(
                 f"the targets {listing(sorted(unknown))} are no genes of the model, nor were they perturbed in its "
-                "training, so that nothing is known of them; leave their cells out, train on them (heldout=[...] names "
-                f"others, e.g. among {listing(t for t in self.seen_targets if vocab.gene_indices([t])[0] >= 0)}), or "
-                "choose a model that knows them."
+                "training; leave their cells out, or train on them (heldout=[...] names others)."
             )
         return {"perturbed_tokens": tokens, "perturbed_targets": own}
 
@@ -652,7 +319,7 @@ class Perturbation(Task):
 
     def make_head(self, n_latent: int, module: nn.Module) -> PerturbationHead:
         """Make the head, see :class:`PerturbationHead`."""
-        n_tokens, width = table_shape(gene_table(module))
+        n_tokens, width = gene_vectors(module).shape
         options = {"hidden_dim": 64, "dropout": 0.1} | self.head
         return PerturbationHead(
             n_latent, n_tokens, min(MAX_FEATURES, width), len(self.seen_targets), self.rank, **options
@@ -663,18 +330,15 @@ class Perturbation(Task):
         assert cells.vocab is not None
         self._genes = cells.vocab
         conditions = self.conditions(cells.column)
-        self._bound = BoundEffects.of(cells, conditions, train_rows, weighted=self.delta_loss == "wmse")
-        self._encoded = self.encode_targets(
-            [self._bound.targets_of(group) for group in range(len(self._bound.groups))], cells.vocab
-        )
+        self._bound = BoundEffects(cells, conditions, train_rows, weighted=self.delta_loss == "wmse")
+        targets = [conditions.targets[perturbation] for perturbation in self._bound.groups[:, 0]]
+        self._encoded = self.encode_targets(targets, cells.vocab)
 
     def initialize(self, module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Start the head at a ridge regression on gene embeddings and controls."""
-        bound, vocab = self._bound, self._genes
-        if bound is None or vocab is None:
-            raise TrainingError("the task 'perturbation' is not bound to cells; call bind(cells, train_rows) first.")
+        bound, n_special = self._bound, self._genes.n_special
         head: PerturbationHead = module.head
-        head.features.copy_(gene_features(gene_table(module.encoder), vocab.n_special, head.features.shape[1]))
+        head.features.copy_(gene_features(gene_vectors(module.encoder), n_special, head.features.shape[1]))
         chosen = [rows[:_PROBED_CELLS] for rows in bound.inputs]
         embeddings = embed(module, bound.pool, tokenizer, objective=self, rows=np.concatenate(chosen))
         head.standardize.set_from(embeddings)
@@ -682,42 +346,30 @@ class Perturbation(Task):
         ends = np.cumsum([len(rows) for rows in chosen])
         means = np.array([part.mean(axis=0) if len(part) else scaled[0] * 0 for part in np.split(scaled, ends[:-1])])
         trained = np.flatnonzero(bound.trained)
-        groups = bound.groups[trained]
         features = head.features.cpu()[self._encoded["perturbed_tokens"][trained]].sum(dim=1).numpy()
         members = np.zeros((len(trained), len(self.seen_targets)))
         numbers = self._encoded["perturbed_targets"][trained].numpy()
         rows, places = np.nonzero(numbers)
         members[rows, numbers[rows, places] - 1] = 1.0
         deltas = np.zeros((len(trained), head.basis.shape[1]))
-        deltas[:, vocab.n_special :] = bound.deltas[trained]
-        start = fit_linear(
-            Observed(
-                deltas=deltas,
-                n_cells=bound.n_cells[trained],
-                members=members,
-                features=features.astype(np.float64),
-                cells=means[groups[:, 1]].astype(np.float64),
-                blocks=blocks_of(bound.groups, bound.trained, by_context=self.heldout_contexts is not None),
-            ),
-            self.rank,
+        deltas[:, n_special:] = bound.deltas[trained]
+        observed = Observed(
+            deltas=deltas,
+            n_cells=bound.n_cells[trained],
+            members=members,
+            features=features.astype(np.float64),
+            cells=means[bound.groups[trained, 1]].astype(np.float64),
+            blocks=blocks_of(bound.groups, bound.trained, by_context=self.heldout_contexts is not None),
         )
         with torch.no_grad():
-            for parameter, values in (
-                (head.base, start.base),
-                (head.of_features.weight, start.of_features),
-                (head.own.weight, start.own),
-                (head.of_cell.weight, start.of_cell),
-                (head.basis, start.basis),
-            ):
-                parameter.copy_(torch.from_numpy(values))
+            for name, values in fit_linear(observed, self.rank).items():
+                head.get_parameter(name).copy_(torch.from_numpy(values))
 
     # --- training
 
-    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> Batch:
         """Return a control for each perturbed cell, and the effect to predict; control cells are passed over."""
-        bound, vocab = self._bound, self._genes
-        if bound is None or vocab is None:
-            raise TrainingError("the task 'perturbation' is not bound to cells; call bind(cells, train_rows) first.")
+        bound = self._bound
         rows = block.rows[bound.group[block.rows] >= 0]
         counted = np.ones(len(rows), dtype=np.float32)
         if not len(rows):
@@ -735,13 +387,11 @@ class Perturbation(Task):
             "counted": torch.from_numpy(counted),
         }
 
-    def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
+    def n_cells(self, batch: Batch) -> int:
         """Return the number of perturbed cells."""
         return int(batch["counted"].sum())
 
-    def loss_of(
-        self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
         """Return the (weighted) mean squared error of effects, and their mean cosine similarity."""
         delta = batch["delta"]
         predicted = outputs[:, outputs.shape[1] - delta.shape[1] :].float()
@@ -753,6 +403,51 @@ class Perturbation(Task):
 
     # --- afterwards
 
+    @torch.inference_mode()
+    def _effects(self, predictor: Predictor, pairs: Sequence[Pair], inputs: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Return the predicted effects, means over the inputs of the context, float64, shape (Q, G)."""
+        vocab = predictor.cells.vocab
+        assert vocab is not None
+        encoded = self.encode_targets([pair.targets for pair in pairs], vocab)
+        head: PerturbationHead = predictor.module.head
+        device = head.basis.device
+        found = np.empty((len(pairs), vocab.n_genes))
+        with evaluating(head):
+            for place in sorted({pair.context for pair in pairs}):
+                z_bd = torch.from_numpy(predictor.embedding(inputs[place])).to(device)
+                for row in (i for i, pair in enumerate(pairs) if pair.context == place):
+                    tokens, targets = (
+                        value[row : row + 1].expand(len(z_bd), -1).to(device) for value in encoded.values()
+                    )
+                    mean = head.coefficients(z_bd, tokens, targets).mean(dim=0)
+                    found[row] = (mean @ head.basis)[vocab.n_special :].float().cpu().numpy()
+        return found
+
+    def _wanted(
+        self,
+        conditions: Conditions,
+        controls: Mapping[str, np.ndarray],
+        perturbations: Sequence[str] | None,
+        contexts: Sequence[str] | None,
+    ) -> list[Pair]:
+        """Return the effects to predict, each once."""
+        for name in contexts or ():
+            if name not in controls:
+                raise OptionError(f"contexts names {name!r}, where there is no control cell{suggest(name, controls)}")
+        if perturbations is not None:
+            targets = self._targets_of("perturbations", check_names("perturbations", perturbations) or [])
+            return list(dict.fromkeys(Pair(some, place) for some in targets for place in contexts or controls))
+        pairs = [
+            pair
+            for pair in conditions.pairs(np.arange(len(conditions.perturbation)))
+            if not self.is_seen(*pair) and (contexts is None or pair.context in contexts)
+        ]
+        if not pairs:
+            raise OptionError("perturbations=None, but the model was trained on all that the cells have; name some.")
+        if without := sorted({pair.context for pair in pairs} - {*controls}):
+            raise DataError(f"the contexts {listing(without)} have no control cell to predict from; add controls.")
+        return pairs
+
     def predict(  # type: ignore[override]
         self,
         predictor: Predictor,
@@ -763,23 +458,200 @@ class Perturbation(Task):
         contexts: Sequence[str] | None = None,
         n_cells: int | None = None,
     ) -> AnnData:
-        """Predict mean expression under perturbations; see :func:`predict_effects`."""
+        """Predict mean expression under perturbations.
+
+        Parameters
+        ----------
+        predictor
+            The model over cells, the controls of which are its inputs.
+        adata, key_added
+            Of no use: nothing is written.
+        perturbations
+            Names, combinations joined by `separator`; None takes those of the cells that the model was not trained on.
+        contexts
+            Names of contexts; None takes those in which the perturbations are among the cells, or if `perturbations`
+            are given, all that have controls.
+        n_cells
+            Most controls of a context that the prediction is the mean over; None takes up to 2,048.
+
+        Returns
+        -------
+        One row for each perturbation in each context, over the genes of the model: ``X``, the predicted mean log1p
+        CP10K (float32; the mean of the controls plus the effect, and not below 0), ``layers["delta"]``, the effect,
+        ``obs`` with ``perturbation``, ``context``, ``n_controls`` and ``is_seen`` (whether it was trained on), ``var``
+        with ``measured`` (whether the cells have the gene; where not, the mean of the controls is not known and ``X``
+        is NaN, the effect is there all the same), and the units in ``uns["scforge"]["predicted"]``.
+
+        Raises
+        ------
+        OptionError
+            If a name is unknown, or there is nothing to predict.
+        DataError
+            If there are no controls, or no column that says which cells are.
+        """
         if key_added is not None:
-            raise OptionError(
-                f"key_added={key_added!r}: the task 'perturbation' writes nothing into adata, it returns an AnnData of "
-                "its own; leave key_added out."
-            )
-        return predict_effects(self, predictor, perturbations=perturbations, contexts=contexts, n_cells=n_cells)
+            raise OptionError(f"key_added={key_added!r} has no use: 'perturbation' returns cells, and writes nothing.")
+        if n_cells is not None:
+            check_count("n_cells", n_cells, "controls")
+        cells = predictor.cells
+        assert cells.vocab is not None
+        try:
+            cells.column(self.perturbation_key)
+        except DataError as error:
+            raise DataError(
+                f"perturbation_key={self.perturbation_key!r} is not a column of obs of these cells; where none of them "
+                f"is perturbed, set adata.obs[{self.perturbation_key!r}] = {self.control!r}."
+            ) from error
+        conditions = self.conditions(cells.column)
+        controls = rows_by_context(conditions, np.flatnonzero(conditions.controls))
+        pairs = self._wanted(conditions, controls, perturbations, contexts)
+        used = {
+            name: choose_rows(len(cells), n_cells or MAX_INPUTS, rows=controls[name])
+            for name in {pair.context for pair in pairs}
+        }
+        deltas = self._effects(predictor, pairs, used)
+        means = control_means(cells, controls)
+        absolute = np.maximum(np.array([means[pair.context] for pair in pairs]) + deltas, 0.0)
+        measured = _measured(predictor)
+        absolute[:, ~measured] = np.nan
+        names = [self.name_of(pair.targets) for pair in pairs]
+        obs = pd.DataFrame(
+            {
+                "perturbation": pd.Categorical(names),
+                "context": pd.Categorical([pair.context for pair in pairs]),
+                "n_controls": [len(used[pair.context]) for pair in pairs],
+                "is_seen": [self.is_seen(*pair) for pair in pairs],
+            },
+            index=names,
+        )
+        if self.context_key is not None:
+            obs.index = [f"{name} in {pair.context}" for name, pair in zip(names, pairs, strict=True)]
+        var = pd.DataFrame({"measured": measured}, index=list(cells.vocab.genes))
+        made = AnnData(absolute.astype(np.float32), obs=obs, var=var)
+        made.layers["delta"] = deltas.astype(np.float32)
+        made.uns[UNS_KEY] = {
+            "predicted": {
+                "X": "mean of log1p of counts per 10,000",
+                "delta": "difference of X to the controls of the context",
+                "control": self.control,
+                "perturbation_key": self.perturbation_key,
+            }
+        }
+        return made
 
     def evaluate(self, context: EvaluationContext) -> Evaluated:
-        """Score effects of held-out perturbations; see :func:`evaluate_effects`."""
-        return evaluate_effects(self, context)
+        """Score effects of perturbations that the model was not trained on, on means of their cells.
 
+        The controls among the scored cells are what effects are measured against; the other controls of the same data
+        are the inputs of the model. Where a context has no others, half of its controls are inputs.
 
-def _checked_names(argument: str, value: Any) -> list[str] | None:
-    if value is None:
-        return None
-    listed = isinstance(value, Sequence) and not isinstance(value, str)
-    if not listed or not value or not all(isinstance(name, str) for name in value):
-        raise OptionError(f"{argument}={value!r} is not a list of names; give e.g. ['STAT1'], or leave it out.")
-    return list(value)
+        Returns
+        -------
+        The mean of each metric of :func:`~scforge.eval.perturbation_metrics.score_deltas` over perturbations, for the
+        model, each of :func:`~scforge.eval.perturbation.baseline_effects`, and ``technical_duplicate``; the tables
+        ``per_perturbation``, and ``calibrated`` (0: the mean of the training effects, 1: the duplicate; over the
+        effects that have enough cells for a duplicate). Without baselines, ``no_change`` and, where the training cells
+        are at hand, ``train_mean`` stay.
+
+        Raises
+        ------
+        DataError
+            If no scored cell has a perturbation that the model was not trained on, or there are too few controls.
+        """
+        cells = context.predictor.cells
+        conditions = self.conditions(cells.column)
+        scored = context.rows[conditions.perturbation[context.rows] >= 0]
+        pairs = [pair for pair in conditions.pairs(scored) if not self.is_seen(*pair)]
+        if not pairs:
+            raise DataError("none of the scored cells has an unseen perturbation; hold some out (heldout=[...]).")
+        inputs, tested = _divide_controls(conditions, context, {pair.context for pair in pairs})
+        measured, rows, groups, controls = measured_effects(conditions, cells, scored, pairs, tested)
+        genes = _measured(context.predictor)
+        predictions = {"scforge": self._effects(context.predictor, pairs, inputs)}
+        if context.train is None:
+            predictions["no_change"] = np.zeros((len(pairs), len(genes)))
+        else:
+            genes = genes & _measured(context.train)
+            predictions |= self._baselines(context, context.train, pairs, inputs)
+        predictions = {name: made[:, genes] for name, made in predictions.items()}
+        effects, scores = measured.deltas[:, genes], measured.scores[:, genes]
+        changed = de_genes(measured.p_values[:, genes])
+        center = predictions.get("train_mean")
+        places = [pair.context for pair in pairs]
+        tables = {
+            name: score_deltas(made, effects, scores, changed, center, places) for name, made in predictions.items()
+        }
+        expression = log_expression(cells, rows)[:, genes]
+        tables["technical_duplicate"] = technical_duplicate(
+            expression, groups, controls, center, places, seed=context.seed
+        )
+        described = pd.DataFrame(
+            {
+                "perturbation": [self.name_of(pair.targets) for pair in pairs],
+                "context": places,
+                "n_cells": measured.n_cells,
+                "n_controls": measured.n_controls,
+            }
+        )
+        metrics = pd.DataFrame({name: table.mean() for name, table in tables.items()}).T[list(METRICS)]
+        whole = [pd.concat([described.assign(method=name), table], axis=1) for name, table in tables.items()]
+        found = {"per_perturbation": pd.concat(whole, ignore_index=True)}
+        if "train_mean" in metrics.index:
+            same = comparable(found["per_perturbation"], "technical_duplicate")
+            means = same.groupby("method")[list(METRICS)].mean().reindex(metrics.index)
+            found["calibrated"] = calibrated(means, "train_mean", "technical_duplicate")
+        return Evaluated(metrics, found)
+
+    def _baselines(
+        self,
+        context: EvaluationContext,
+        train: Predictor,
+        pairs: Sequence[Pair],
+        inputs: Mapping[str, np.ndarray],
+    ) -> dict[str, np.ndarray]:
+        """Return the effects that baselines predict, shape (Q, G), zeros for genes that the training cells lack."""
+        known, trained = self._known(context, train, inputs), np.flatnonzero(_measured(train))
+        vocab = train.cells.vocab
+        assert vocab is not None
+        targets = sorted({target for some in (*known.targets, *(pair.targets for pair in pairs)) for target in some})
+        # A baseline knows what the training tells of a gene, also where the scored data lack it.
+        number = {int(gene): place for place, gene in enumerate(trained)}
+        indices = {target: int(index) for target, index in zip(targets, vocab.gene_indices(targets), strict=True)}
+        head: PerturbationHead = context.predictor.module.head
+        features = head.features[vocab.n_special :, :N_COMPONENTS].cpu().numpy().astype(np.float64)
+        spread = features.std(axis=0)
+        # In units of their spread: the penalty of the linear model is for features of that size.
+        features = np.divide(features, spread, out=np.zeros_like(features), where=spread > 0)
+        wanted = WantedEffects(
+            targets=tuple(pair.targets for pair in pairs),
+            contexts=tuple(pair.context for pair in pairs),
+            genes={target: number[index] for target, index in indices.items() if index in number},
+            gene_features={target: features[index] for target, index in indices.items() if index >= 0},
+            context_features=_context_features(context, inputs) if self.context_key is not None else {},
+        )
+        found = {}
+        for name, made in baseline_effects(known, wanted).items():
+            if context.baselines or name in ("no_change", "train_mean"):
+                found[name] = np.zeros((len(pairs), vocab.n_genes))
+                found[name][:, trained] = made
+        return found
+
+    def _known(self, context: EvaluationContext, train: Predictor, inputs: Mapping[str, np.ndarray]) -> KnownEffects:
+        """Measure the effects of the training cells alone, over all genes that these have."""
+        assert context.train_rows is not None
+        cells, rows, genes = train.cells, context.train_rows, _measured(train)
+        conditions = self.conditions(cells.column)
+        controls = rows_by_context(conditions, rows[conditions.controls[rows]])
+        pairs = conditions.pairs(rows)
+        effects, *_ = measured_effects(conditions, cells, rows[conditions.perturbation[rows] >= 0], pairs, controls)
+        means = control_means(cells, controls)
+        if elsewhere := {name: some for name, some in inputs.items() if name not in means}:
+            scored = control_means(context.predictor.cells, elsewhere)
+            seen = _measured(context.predictor)
+            means |= {name: np.where(seen, mean, np.nan) for name, mean in scored.items()}
+        return KnownEffects(
+            targets=tuple(pair.targets for pair in pairs),
+            contexts=tuple(pair.context for pair in pairs),
+            deltas=effects.deltas[:, genes],
+            controls={name: mean[genes] for name, mean in means.items()},
+        )

@@ -1,0 +1,153 @@
+"""What the tasks with a target for each cell share: annotation, multi_label and regression.
+
+Shapes: N cells, D dimensions, C classes, labels or numbers.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import nn
+
+from scforge.data.cells import Cells, CellSource
+from scforge.errors import DataError, listing
+from scforge.eval.baselines import BaselineInputs
+from scforge.finetuning.base import FROZEN, Column, Evaluated, EvaluationContext, Predictor, Task, warn_of_missing_base
+from scforge.finetuning.heads import check_head, probe
+from scforge.finetuning.labels import BALANCED
+from scforge.tokenizers.base import Tokenizer
+from scforge.training.objectives.base import TrainingDefaults
+
+
+class SupervisedTask(Task):
+    """A task with a target for each cell, whose head starts at a linear model on the embeddings.
+
+    Parameters
+    ----------
+    head
+        Options of the head, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
+    probe_first
+        Start the last layer of the head at a linear model on the embeddings of the training cells.
+    """
+
+    defaults = TrainingDefaults(batch_size=64, lr=3e-4, weight_decay=0.01, schedule="cosine_warmup", max_epochs=15)
+    labels_key: str | None
+    classes: list[str] | None = None
+    _targets: np.ndarray
+
+    def __init__(self, head: Mapping[str, Any] | None, probe_first: bool) -> None:
+        self.head = check_head(head)
+        self.probe_first = probe_first
+
+    @property
+    def argument(self) -> str:
+        """The option that names the targets, and its value."""
+        return f"labels_key={self.labels_key!r}"
+
+    @property
+    def known_classes(self) -> list[str]:
+        """The classes, once they are known."""
+        assert self.classes is not None
+        return self.classes
+
+    @abstractmethod
+    def read(self, column: Column) -> np.ndarray:
+        """Return the target of each cell, shape (N,) or (N, C)."""
+
+    @abstractmethod
+    def has_target(self, targets: np.ndarray) -> np.ndarray:
+        """Return which targets are known, bool, shape (N,)."""
+
+    @abstractmethod
+    def fit(self, features: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Fit the last layer of the head: weights, shape (C, F), and biases, shape (C,)."""
+
+    @abstractmethod
+    def estimate(self, predictor: Predictor, rows: np.ndarray | None = None) -> np.ndarray:
+        """Return what is scored: probabilities or numbers."""
+
+    @abstractmethod
+    def baselines(self, inputs: BaselineInputs, targets: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the estimates of baselines that learn from the targets of the training cells."""
+
+    @abstractmethod
+    def scores(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, float]:
+        """Return the figures of estimates."""
+
+    def tables(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, pd.DataFrame]:
+        """Return further tables of the estimates of the model."""
+        return {}
+
+    def count_unscored(self, targets: np.ndarray, column: Column) -> dict[str, int]:
+        """Return how many cells are not scored, and why."""
+        return {"n_unlabeled": int((~self.has_target(targets)).sum())}
+
+    def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
+        """Look up the target of each cell."""
+        self._targets = self.read(cells.column)
+        if lacking := int((~self.has_target(self._targets[train_rows])).sum()):
+            raise DataError(f"{lacking} of {len(train_rows)} training cells have no known value in {self.argument}.")
+
+    def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+        """Standardize what the head sees, and start it at a linear model on the embeddings."""
+        targets = self.read(cells.column)
+        rows = np.flatnonzero(self.has_target(targets))
+        fit = partial(self.fit, targets=targets[rows]) if self.probe_first else None
+        probe(module, cells.take(rows), tokenizer, self, fit)
+
+    def targets(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """Return the targets of cells."""
+        return {"target": torch.from_numpy(self._targets[rows])}
+
+    def weights_of(self, option: Any, balanced: np.ndarray) -> torch.Tensor | None:
+        """Return the weight of each class that an option asks for, float32, shape (C,); None for no weights."""
+        if option is None:
+            return None
+        if option == BALANCED:
+            return torch.from_numpy(balanced).float()
+        return torch.tensor([option.get(name, 1.0) for name in self.known_classes])
+
+    def evaluate(self, context: EvaluationContext) -> Evaluated:
+        """Score the estimates of cells, beside baselines that learned from the same training cells.
+
+        Figures are of the ``n_scored`` cells whose target the model knows: see the method ``scores``. Other cells
+        cannot be right whatever the method, so that they do not count as wrong; columns say how many there are.
+
+        Raises
+        ------
+        DataError
+            If there is none.
+        """
+
+        def column(key: str) -> pd.Series:
+            return context.cells.column(key).iloc[context.rows]
+
+        targets = self.read(column)
+        known = self.has_target(targets)
+        if not known.any():
+            raise DataError(
+                f"{self.argument} has no value that the model knows for any of the {len(known)} scored cells"
+                f"{f' (it knows: {listing(self.classes)})' if self.classes else ''}; choose others, or mend the column."
+            )
+        rows, truth = context.rows[known], targets[known]
+        methods = {"scforge": self.estimate(context.predictor, rows)}
+        if context.baselines and context.train_cells is not None and context.train_rows is not None:
+            inputs = BaselineInputs.of(context.train_cells, context.train_rows, context.cells, rows, seed=context.seed)
+            if context.base is None or context.base_train is None:
+                warn_of_missing_base()
+            else:
+                frozen = context.base_train.embedding(inputs.rows), context.base.embedding(rows)
+                inputs = replace(inputs, embeddings={FROZEN: frozen})
+            train_cells = context.train_cells
+            methods |= self.baselines(inputs, self.read(lambda key: train_cells.column(key).iloc[inputs.rows]))
+        counts = {"n_scored": len(rows), **self.count_unscored(targets, column)}
+        table = {name: {**self.scores(truth, found), **counts} for name, found in methods.items()}
+        metrics = pd.DataFrame.from_dict(table, orient="index").rename_axis("method")
+        return Evaluated(metrics, self.tables(truth, methods["scforge"]))
