@@ -267,6 +267,7 @@ BENCHMARKS: Registry[type[Benchmark]] = Registry(
     "benchmark",
     group="scforge.benchmarks",
     base="scforge.eval.Benchmark",
+    members=("metrics",),
     builtin={
         "batch_integration": "scforge.eval.scib",
         "cell_type_annotation": "scforge.eval.label_prediction",

@@ -16,6 +16,7 @@ from scforge.errors import DataError, listing
 
 if TYPE_CHECKING:
     from anndata import AnnData
+    from sklearn.decomposition import PCA
 
 
 _ROOM = 1.01
@@ -130,6 +131,13 @@ def scale_difference(one: sparse.csr_matrix, other: sparse.csr_matrix, *, profil
     return f"a median total of {totals[0]:,.0f} where the others have {totals[1]:,.0f}"
 
 
+def principal_components(cells: sparse.csr_matrix, n_comps: int, seed: int) -> PCA:
+    """Fit the principal components of a sparse matrix; fewer where there are not so many."""
+    from sklearn.decomposition import PCA
+
+    return PCA(min(n_comps, min(cells.shape) - 1), svd_solver="arpack", random_state=seed).fit(cells)
+
+
 def totals_of(logs: sparse.csr_matrix) -> np.ndarray:
     """Return the total of ``expm1`` of each cell, float64, shape (N,)."""
     return np.asarray(logs.astype(np.float64).expm1().sum(axis=1)).ravel()
@@ -215,7 +223,6 @@ class ExpressionSpace:
         """
         import anndata
         import scanpy as sc
-        from sklearn.decomposition import PCA
         from sklearn.utils.sparsefuncs import mean_variance_axis
 
         genes = np.flatnonzero(expression.getnnz(axis=0) >= _MIN_CELLS)
@@ -230,10 +237,9 @@ class ExpressionSpace:
             genes = genes[np.asarray(work.var["highly_variable"], dtype=bool)]
         mean, variance = mean_variance_axis(expression[:, genes], axis=0)
         scale = np.sqrt(np.where(variance > 0, variance, 1.0))
-        space = cls(genes, mean.astype(np.float32), scale.astype(np.float32), None)
-        scaled = space.scaled(expression)
-        pca = PCA(min(n_comps, min(scaled.shape) - 1), svd_solver="arpack", random_state=seed).fit(scaled)
-        return cls(space.genes, space.mean, space.scale, pca)
+        mean, scale = mean.astype(np.float32), scale.astype(np.float32)
+        scaled = cls(genes, mean, scale, None).scaled(expression)
+        return cls(genes, mean, scale, principal_components(scaled, n_comps, seed))
 
     def scaled(self, expression: sparse.csr_matrix) -> sparse.csr_matrix:
         """Return the variable genes in units of their standard deviation, CSR float32, shape (N, H).

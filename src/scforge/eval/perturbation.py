@@ -16,7 +16,7 @@ from scforge._constants import UNS_KEY
 from scforge.data.checks import content_mark
 from scforge.errors import DataError, listing
 from scforge.eval.base import Benchmark, register_benchmark
-from scforge.eval.expression import Effects, scale_difference
+from scforge.eval.expression import principal_components, scale_difference
 from scforge.eval.generation import (
     SAME_CELL,
     check_complete,
@@ -36,7 +36,6 @@ from scforge.eval.perturbation_metrics import (
     de_genes,
     discrimination_scores,
     energy_distance,
-    mean_distance,
     own_genes,
     score_deltas,
     technical_duplicate,
@@ -311,15 +310,13 @@ class CellSpace:
     @classmethod
     def fit(cls, expression: sparse.csr_matrix, *, n_comps: int, seed: int) -> CellSpace:
         """Find them on the 2,000 genes of the largest variance, of at most 20,000 cells drawn at random."""
-        from sklearn.decomposition import PCA
         from sklearn.utils.sparsefuncs import mean_variance_axis
 
         rows = np.random.default_rng(seed).permutation(expression.shape[0])[:_MAX_FITTED]
         expression = expression[np.sort(rows)].astype(np.float64)
         _, variance = mean_variance_axis(expression, axis=0)
         genes = np.sort(np.argsort(-variance, kind="stable")[:_N_VARIABLE])
-        n_comps = min(n_comps, min(expression.shape[0], len(genes)) - 1)
-        return cls(genes, PCA(n_comps, svd_solver="arpack", random_state=seed).fit(expression[:, genes]))
+        return cls(genes, principal_components(expression[:, genes], n_comps, seed))
 
     def cells(self, expression: sparse.csr_matrix) -> np.ndarray:
         """Return the coordinates of cells, float64, shape (N, D)."""
@@ -330,7 +327,6 @@ class CellSpace:
         return deltas[:, self.genes] @ self.pca.components_.T
 
 
-@dataclass
 class Reference:
     """Measured effects with what figures need; see :class:`PerturbationPrediction`.
 
@@ -338,86 +334,56 @@ class Reference:
     ----------
     cells, effects
         The measured cells, over the scored genes, and their effects.
+    contexts
+        Context of each effect.
     changed, own_genes
         Genes that change, and perturbed genes, bool, shape (Q, G).
-    base
-        The mean training effect in the context of each effect as a prediction; None without training cells.
+    base, center
+        The mean training effect in the context of each effect as a prediction, and as an array of shape (Q, G); None
+        without training cells.
     controls
         Mean of the controls of each context that predictions start from, shape (G,).
     space, coordinates, of_controls
         Components, and where the measured cells and the controls that predictions start from are there.
+
+    Raises
+    ------
+    DataError
+        If a context has no controls, or the training lacks a gene.
     """
 
-    cells: PerturbedCells
-    effects: Effects
-    changed: np.ndarray
-    own_genes: np.ndarray
-    base: pd.DataFrame | None
-    controls: dict[str, np.ndarray]
-    space: CellSpace
-    coordinates: np.ndarray
-    of_controls: dict[str, np.ndarray]
-    max_cells: int
-    seed: int
-    spreads: dict[int, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, real: AnnData, train: AnnData | None, benchmark: PerturbationPrediction) -> Reference:
-        """Measure what there is to measure.
-
-        Raises
-        ------
-        DataError
-            If a context has no controls, or the training lacks a gene.
-        """
+    def __init__(self, real: AnnData, train: AnnData | None, benchmark: PerturbationPrediction) -> None:
         keys, n_top_genes = benchmark.keys, benchmark.n_top_genes
-        cells = PerturbedCells.read(real, keys, argument="real")
+        cells = starts = PerturbedCells.read(real, keys, argument="real")
         groups = cells.moments()
         if n_top_genes is not None and n_top_genes < len(cells.genes):
             # Ahlmann-Eltze et al. score the genes that are highest in the controls, too.
             share = groups.n[len(cells.effects) :].astype(np.float64)
             highest = np.argsort(-(share @ groups.mean[len(cells.effects) :]), kind="stable")[:n_top_genes]
-            cells = cells.over(cells.genes[np.sort(highest)], argument="real")
+            cells = starts = cells.over(cells.genes[np.sort(highest)], argument="real")
             groups = cells.moments()
-        effects = cells.measured(groups, argument="real")
-        plain = {name: groups.mean[len(cells.effects) + i] for i, name in enumerate(cells.contexts)}
-        base, starts = None, cells
+        self.max_cells, self.seed = benchmark.max_cells, benchmark.seed
+        self.cells, self.effects = cells, cells.measured(groups, argument="real")
+        self.contexts = [effect.context for effect in cells.effects]
+        self.changed = de_genes(self.effects.p_values)
+        self.own_genes = own_genes([effect.targets for effect in cells.effects], np.asarray(cells.genes))
+        self.controls = {name: groups.mean[len(cells.effects) + i] for i, name in enumerate(cells.contexts)}
+        self.base: pd.DataFrame | None = None
+        self.center: np.ndarray | None = None
         if train is not None:
             starts = PerturbedCells.read(train, keys, argument="train").over(cells.genes, argument="train")
-            known = known_effects(starts, {effect.context for effect in cells.effects})
-            center = [known.mean(effect.context) for effect in cells.effects]
-            base = pd.DataFrame(center, index=keys.index(cells.effects), columns=cells.genes)
-            plain = dict(known.controls)
-        space = CellSpace.fit(starts.expression, n_comps=benchmark.n_comps, seed=benchmark.seed)
-        rng = np.random.default_rng(benchmark.seed)
-        of_controls = {}
+            known = known_effects(starts, set(self.contexts))
+            self.controls = dict(known.controls)
+            self.center = np.array([known.mean(context) for context in self.contexts])
+            self.base = pd.DataFrame(self.center, index=keys.index(cells.effects), columns=cells.genes)
+        self.space = CellSpace.fit(starts.expression, n_comps=benchmark.n_comps, seed=self.seed)
+        self.coordinates = self.space.cells(cells.expression)
+        rng = np.random.default_rng(self.seed)
+        self.of_controls = {}
         for name in starts.contexts:
             rows = starts.rows(Effect((), name))
-            if name in plain and len(rows):
-                of_controls[name] = space.cells(starts.expression[_some(rows, benchmark.max_cells, rng)])
-        return cls(
-            cells,
-            effects,
-            de_genes(effects.p_values),
-            own_genes([effect.targets for effect in cells.effects], np.asarray(cells.genes)),
-            base,
-            plain,
-            space,
-            space.cells(cells.expression),
-            of_controls,
-            benchmark.max_cells,
-            benchmark.seed,
-        )
-
-    @property
-    def contexts(self) -> list[str]:
-        """Context of each effect."""
-        return [effect.context for effect in self.cells.effects]
-
-    @property
-    def center(self) -> np.ndarray | None:
-        """Mean training effect in the context of each effect, shape (Q, G); None without training cells."""
-        return None if self.base is None else self.base.to_numpy()
+            if name in self.controls and len(rows):
+                self.of_controls[name] = self.space.cells(starts.expression[_some(rows, self.max_cells, rng)])
 
     def discriminated(self, predicted: np.ndarray, measured: np.ndarray) -> dict[str, np.ndarray]:
         """Return the discrimination scores of effects, shape (Q,) each."""
@@ -442,13 +408,11 @@ class Reference:
             # The same cells for all methods, whatever was scored before.
             rng = np.random.default_rng((self.seed, number))
             target = self.coordinates[_some(self.cells.rows(effect), self.max_cells, rng)]
-            if number not in self.spreads:
-                self.spreads[number] = mean_distance(target, target)
             if made is None:
                 predicted = self.of_controls[effect.context] + shifts[number]
             else:
                 predicted = self.space.cells(made.expression[_some(made.rows(effect), self.max_cells, rng)])
-            found[number] = energy_distance(predicted, target, within=(None, self.spreads[number]), unbiased=True)
+            found[number] = energy_distance(predicted, target)
         return found
 
     def duplicate(self) -> pd.DataFrame:
@@ -463,7 +427,7 @@ class Reference:
                 rows = cells.rows(effect)
                 if len(rows) > 1:
                     sides = [_some(rows[half[rows] == side], self.max_cells, rng) for side in (0, 1)]
-                    energy[number] = energy_distance(*(self.coordinates[side] for side in sides), unbiased=True)
+                    energy[number] = energy_distance(*(self.coordinates[side] for side in sides))
             return {**self.discriminated(one, other), "energy_distance": energy}
 
         return technical_duplicate(
@@ -595,7 +559,6 @@ class PerturbationPrediction(Benchmark):
     ) -> None:
         if n_top_genes is not None:
             check_count("n_top_genes", n_top_genes, "genes", least=2)
-        check_count("n_comps", n_comps, "components")
         check_count("max_cells", max_cells, "cells", least=2)
         self.keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
         self.n_top_genes = n_top_genes
@@ -709,7 +672,7 @@ class PerturbationPrediction(Benchmark):
         mark = _mark_of(reference)
         if self._kept is None or mark is None or self._kept[:2] != (self.seed, mark):
             self._tables = []
-            self._kept = (self.seed, mark, Reference.of(reference, self._train, self))
+            self._kept = (self.seed, mark, Reference(reference, self._train, self))
         return self._kept[2]
 
     def _predicted(self, made: Any, known: Reference) -> tuple[np.ndarray, PerturbedCells | None]:

@@ -1,29 +1,22 @@
-"""Metrics of predicted perturbation responses, also those of pertpy and cell-eval.
+"""Metrics of predicted effects of perturbations, and how cells with their perturbations are read.
 
-Metrics of effects are ours: those of cell-eval, an extra, need cells and not effects, and equal these to 1e-6.
+They equal those of cell-eval and pertpy to 1e-6, which need cells and not effects.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import tempfile
-import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
-import anndata
 import numpy as np
 import pandas as pd
 from scipy import sparse
 
-from scforge._checks import check_known
 from scforge.data.checks import check_is_adata
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
-from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing
+from scforge.errors import DataError, did_you_mean, listing
 from scforge.eval.base import check_column
 from scforge.eval.expression import Effects, Moments, effects_of, log_normalized, moments_of
 
@@ -71,7 +64,6 @@ def discrimination_scores(
     ([1.0, 1.0, 1.0, 1.0], [0.625, 0.625, 0.625, 0.625])
     """
     left_out = np.zeros(measured.shape, dtype=bool) if left_out is None else left_out
-    _check_shapes(measured, contexts, predicted=predicted, left_out=left_out)
     found = np.full(len(measured), np.nan)
     for rows in _within(contexts, len(measured)):
         if len(rows) > 1:
@@ -86,18 +78,6 @@ def _within(contexts: Sequence[object] | None, n_effects: int) -> list[np.ndarra
         return [np.arange(n_effects)]
     codes = pd.factorize(np.asarray(contexts, dtype=object), use_na_sentinel=False)[0]
     return [np.flatnonzero(codes == code) for code in range(codes.max(initial=-1) + 1)]
-
-
-def _check_shapes(measured: np.ndarray, contexts: Sequence[object] | None, **others: np.ndarray | None) -> None:
-    """Raise :class:`~scforge.errors.DataError` unless there is an entry for each effect and gene."""
-    for name, values in others.items():
-        if values is not None and np.shape(values) != measured.shape:
-            raise DataError(
-                f"{name} has the shape {np.shape(values)}, measured {measured.shape}; give one row a perturbation and "
-                "one column a gene."
-            )
-    if contexts is not None and len(contexts) != len(measured):
-        raise DataError(f"contexts has {len(contexts)} entries for {len(measured)} effects; give one for each.")
 
 
 def _nearer(distances: np.ndarray, *, atol: float) -> np.ndarray:
@@ -412,11 +392,10 @@ def calibrated(table: pd.DataFrame, base: str, ceiling: str) -> pd.DataFrame:
     0.667
     """
     columns = [name for name in table.columns if name in METRICS]
-    better = np.array([1.0 if METRICS[name] else -1.0 for name in columns])
-    room = table.loc[ceiling, columns].to_numpy(dtype=np.float64) - table.loc[base, columns].to_numpy(dtype=np.float64)
-    gain = table[columns].to_numpy(dtype=np.float64) - table.loc[base, columns].to_numpy(dtype=np.float64)
-    shown = np.where(room * better > 0, room, np.nan)
-    return pd.DataFrame(gain / shown, index=table.index, columns=columns)
+    better = [1.0 if METRICS[name] else -1.0 for name in columns]
+    gains = table[columns].astype(np.float64) - table.loc[base, columns].astype(np.float64)
+    room = gains.loc[ceiling]
+    return gains / room.where(room * better > 0)
 
 
 def comparable(effects: pd.DataFrame, ceiling: str) -> pd.DataFrame:
@@ -590,11 +569,6 @@ class PerturbedCells:
         """Group of the controls of each effect, int64, shape (Q,)."""
         return np.array([len(self.effects) + self.contexts.index(e.context) for e in self.effects], dtype=np.int64)
 
-    @property
-    def n_groups(self) -> int:
-        """Number of groups, Q + C."""
-        return len(self.effects) + len(self.contexts)
-
     def rows(self, effect: Effect) -> np.ndarray:
         """Return the cells of an effect, or with no targets the controls of a context, int64."""
         known = [*self.effects, *(Effect((), place) for place in self.contexts)]
@@ -613,7 +587,7 @@ class PerturbedCells:
 
     def moments(self) -> Moments:
         """Return mean and variance of each group."""
-        return moments_of(self.expression, self.groups, self.n_groups)
+        return moments_of(self.expression, self.groups, len(self.effects) + len(self.contexts))
 
     def measured(self, groups: Moments, *, argument: str) -> Effects:
         """Return the effects against the controls of the same context.
@@ -645,271 +619,30 @@ def columns_of(names: pd.Index, genes: pd.Index, argument: str) -> np.ndarray:
     return columns
 
 
-def cell_eval_scores(
-    predicted: AnnData,
-    real: AnnData,
-    *,
-    perturbation_key: str,
-    control: str,
-    context_key: str | None = None,
-    separator: str | None = "+",
-    layer: str | None = None,
-    profile: str = "full",
-    skip_metrics: Sequence[str] = (),
-    n_threads: int = 1,
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Score predicted cells with cell-eval.
+def energy_distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the energy distance between two groups of cells, without bias.
 
-    Both are handed over as log1p CP10K (cell-eval itself would scale counts to the median of their totals). Needs
-    ``pip install 'scforge[eval]'``.
-
-    Parameters
-    ----------
-    predicted
-        Predicted cells of all perturbations that were measured; its controls are those that effects are seen from.
-        Without controls, those of `real` are taken.
-    real
-        Measured cells with controls, over the same genes in any order.
-    perturbation_key, control, context_key, separator, layer
-        As for :class:`PerturbationPrediction`. Contexts are scored one by one, because cell-eval knows none.
-    profile
-        ``"full"``, ``"minimal"``, ``"vcc"`` (the Virtual Cell Challenge), ``"de"``, ``"anndata"`` or ``"pds"``.
-    skip_metrics
-        Names of metrics of cell-eval that are left out.
-    n_threads
-        Threads of its tests of differential expression.
-
-    Returns
-    -------
-    cell-eval's two tables: one row a perturbation (with a context: the column ``context`` first), and its summary
-    (count, mean, spread and quantiles in the column ``statistic``) of each metric.
-
-    Raises
-    ------
-    MissingFileError
-        If cell-eval is not installed.
-    DataError
-        If a perturbation, control or gene is missing in `predicted`, or a figure cannot be computed.
-
-    See Also
-    --------
-    PerturbationPrediction : ours: ``pearson_delta``, ``mse`` (cell-eval's ``mse_delta``), ``mae`` (``mae_delta``) and
-        ``discrimination_*`` are the same figures, unless controls are of several contexts.
-
-    Examples
-    --------
-    >>> import anndata, numpy as np
-    >>> def experiment(seed, genes):
-    ...     names = np.repeat(["control", *(f"gene{gene}" for gene in genes)], 30)
-    ...     counts = np.random.default_rng(seed).poisson(5.0, size=(len(names), 20)).astype("float32")
-    ...     for number, gene in enumerate(genes, start=1):
-    ...         counts[30 * number : 30 * (number + 1), gene] *= 3
-    ...     obs = pd.DataFrame({"target": names}, index=[f"{seed}-{i}" for i in range(len(names))])
-    ...     return anndata.AnnData(counts, obs, pd.DataFrame(index=[f"gene{i}" for i in range(20)]))
-    >>> keys = {"perturbation_key": "target", "control": "control"}
-    >>> predicted, real = experiment(0, [3, 4]), experiment(1, [3, 4])
-    >>> table, summary = cell_eval_scores(predicted, real, **keys, profile="minimal")
-    >>> bool(summary.set_index("statistic").loc["mean", "pearson_delta"] > 0.5)
-    True
-    """
-    with warnings.catch_warnings():
-        # Its dependencies warn about each other.
-        warnings.simplefilter("ignore")
-        try:
-            package = import_module("cell_eval")
-        except ModuleNotFoundError as error:
-            raise MissingFileError(f"{first_line(error)}; pip install 'scforge[eval]'.") from error
-    keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
-    measured = PerturbedCells.read(real, keys, argument="real")
-    made = PerturbedCells.read(predicted, keys, argument="predicted", made=True)
-    made = made.over(measured.genes, argument="predicted")
-    tables: list[list[pd.DataFrame]] = []
-    for context in sorted({effect.context for effect in measured.effects}):
-        effects = [effect for effect in measured.effects if effect.context == context]
-        pair = [_for_cell_eval(some, effects, keys, measured) for some in (made, measured)]
-        # Its progress bars stay its own, and the warnings of its dependencies.
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            contextlib.redirect_stderr(io.StringIO()),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            evaluator = package.MetricsEvaluator(
-                *pair,
-                control_pert=control,
-                pert_col="target",
-                num_threads=n_threads,
-                outdir=folder,
-                skip_de=profile in ("anndata", "pds"),
-            )
-            found = evaluator.compute(
-                profile=profile, skip_metrics=list(skip_metrics) or None, write_csv=False, break_on_error=True
-            )
-        tables.append([table.to_pandas() for table in found])
-        if context_key is not None:
-            for table in tables[-1]:
-                table.insert(0, "context", context)
-    whole, summary = (pd.concat(parts, ignore_index=True) for parts in zip(*tables, strict=True))
-    return whole, summary
-
-
-def _for_cell_eval(
-    cells: PerturbedCells, effects: Sequence[Effect], keys: EffectKeys, measured: PerturbedCells
-) -> AnnData:
-    """Return the cells of effects of one context, and their controls (of the measured ones if it has none)."""
-    plain = Effect((), effects[0].context)
-    source = cells if len(cells.rows(plain)) else measured
-    rows = {keys.name_of(effect.targets): cells.rows(effect) for effect in effects} | {keys.control: source.rows(plain)}
-    if without := [name for name, some in rows.items() if not len(some)]:
-        raise DataError(
-            f"predicted has no cells of {listing(without)} (context {plain.context!r}); predict all of real, which "
-            "needs controls in each context."
-        )
-    parts = [(source if name == keys.control else cells).expression[some] for name, some in rows.items()]
-    labels = np.repeat(list(rows), [part.shape[0] for part in parts])
-    obs = pd.DataFrame({"target": labels.astype(object)}, index=[f"cell {i}" for i in range(len(labels))])
-    return anndata.AnnData(sparse.vstack(parts, format="csr"), obs, pd.DataFrame(index=cells.genes.astype(str)))
-
-
-def mean_distance(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the mean Euclidean distance between all pairs of rows of two arrays, shapes (N, D) and (M, D)."""
-    from scipy.spatial.distance import cdist
-
-    return float(cdist(one, other).mean())
-
-
-def energy_distance(
-    one: np.ndarray,
-    other: np.ndarray,
-    *,
-    within: tuple[float | None, float | None] = (None, None),
-    unbiased: bool = False,
-) -> float:
-    """Return the energy distance between two groups of cells.
-
-    With x, x' of the one group and y, y' of the other, ``2 E|x - y| - E|x - x'| - E|y - y'|`` with Euclidean distances,
-    means over all pairs, each cell with itself among them (Szekely and Rizzo 2013; the E-distance of Peidli et al., Nat
-    Methods 2024, takes squared distances). This is ``edistance`` of pertpy. It is 0 for the same cells, and positive
-    for two samples of the same distribution, the more so the fewer cells there are.
+    Twice the mean Euclidean distance between cells of both, less the mean distance between two cells of either. Of
+    equal distributions it is 0 on average, and below 0 by chance. pertpy's ``edistance`` counts the distance of a cell
+    to itself, too, by which few cells seem to be nearer.
 
     Parameters
     ----------
     one, other
-        Coordinates, shapes (N, D) and (M, D).
-    within
-        The mean distances within each group, each cell with itself among them, where they are known.
-    unbiased
-        Leave the distance of each cell to itself out: 0 on average for two samples of the same distribution, however
-        few cells there are, and NaN for a group of one cell.
+        Coordinates of cells, shapes (N, D) and (M, D).
 
     Returns
     -------
-    The distance, in the unit of the coordinates.
+    NaN where a group has one cell.
 
     Examples
     --------
-    >>> energy_distance(np.zeros((3, 2)), np.ones((4, 2)) * [3.0, 4.0])
-    10.0
+    >>> cells = np.array([[0.0], [2.0]])
+    >>> energy_distance(cells, cells + 10), energy_distance(cells[:1], cells)
+    (16.0, nan)
     """
-    first, second = (
-        mean_distance(group, group) if known is None else known
-        for group, known in zip((one, other), within, strict=True)
-    )
-    if unbiased:
-        # Also pertpy's has no estimate without the distance of a cell to itself, which pairs of few cells need.
-        if min(len(one), len(other)) < 2:
-            return float("nan")
-        first, second = first * len(one) / (len(one) - 1), second * len(other) / (len(other) - 1)
-    return 2 * mean_distance(one, other) - first - second
+    from scipy.spatial.distance import cdist, pdist
 
-
-def distances(
-    real: AnnData,
-    predictions: AnnData | Mapping[str, AnnData],
-    *,
-    perturbation_key: str,
-    control: str,
-    context_key: str | None = None,
-    separator: str | None = "+",
-    metric: str = "edistance",
-    obsm_key: str | None = None,
-    layer: str | None = None,
-) -> pd.DataFrame:
-    """Return how far predicted cells are from the measured ones of the same perturbation, by pertpy.
-
-    Parameters
-    ----------
-    real
-        Measured cells, with controls.
-    predictions
-        Predicted cells; several by name.
-    perturbation_key, control, context_key, separator
-        Columns of obs, as for :func:`evaluate_perturbations`.
-    metric
-        Name of a distance of :class:`pertpy.tl.Distance`, e.g. ``"edistance"``, ``"mmd"`` or ``"wasserstein"``.
-    obsm_key
-        Coordinates in obsm, e.g. an embedding of all cells by the same model; None takes log1p CP10K over the genes
-        that all have, which is slow for distances between cells.
-    layer
-        Key in layers with counts or log1p CP10K; None reads X.
-
-    Returns
-    -------
-    One row for each method and effect: ``method``, ``perturbation``, ``context`` and ``distance``. The method
-    ``"control"``, what controls are away, is the baseline: a prediction that is not nearer has learnt nothing.
-
-    Raises
-    ------
-    OptionError
-        If pertpy does not know the metric.
-    DataError
-        If coordinates are missing, or an effect is not predicted.
-
-    Examples
-    --------
-    >>> import anndata
-    >>> def experiment(seed, genes):
-    ...     names = np.repeat(["control", *(f"gene{gene}" for gene in genes)], 30)
-    ...     counts = np.random.default_rng(seed).poisson(5.0, size=(len(names), 20)).astype("float32")
-    ...     for number, gene in enumerate(genes, start=1):
-    ...         counts[30 * number : 30 * (number + 1), gene] *= 3
-    ...     obs = pd.DataFrame({"target": names}, index=[f"{seed}-{i}" for i in range(len(names))])
-    ...     return anndata.AnnData(counts, obs, pd.DataFrame(index=[f"gene{i}" for i in range(20)]))
-    >>> keys = {"perturbation_key": "target", "control": "control"}
-    >>> table = distances(experiment(0, [3]), experiment(1, [3]), **keys)
-    >>> table.sort_values("distance")["method"].tolist()
-    ['prediction', 'control']
-    """
-    from pertpy.tools import Distance
-
-    keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
-    named = dict(predictions) if isinstance(predictions, Mapping) else {"prediction": predictions}
-    read = {name: PerturbedCells.read(adata, keys, argument=name, made=True) for name, adata in named.items()}
-    read["real"] = PerturbedCells.read(real, keys, argument="real")
-    if obsm_key is None:
-        genes = read["real"].genes
-        for cells in read.values():
-            genes = genes[genes.isin(cells.genes)]
-        places = {name: cells.over(genes, argument=name).expression.toarray() for name, cells in read.items()}
-    else:
-        places = {}
-        for name, adata in {**named, "real": real}.items():
-            check_known("obsm_key", obsm_key, adata.obsm, f"{name}.obsm", fix="compute it first")
-            places[name] = np.asarray(adata.obsm[obsm_key])
-    try:
-        away: Callable[[np.ndarray, np.ndarray], float] = Distance(cast("Any", metric), obsm_key="coordinates")
-    except ValueError as error:
-        raise OptionError(
-            f"metric={metric!r} is no distance of pertpy; see pertpy.tl.Distance for its names."
-        ) from error
-    rows = []
-    for effect in read["real"].effects:
-        target = places["real"][read["real"].rows(effect)]
-        groups = {"control": ("real", Effect((), effect.context)), **{name: (name, effect) for name in named}}
-        for method, (name, group) in groups.items():
-            cells = places[name][read[name].rows(group)]
-            if not len(cells):
-                label = keys.name_of(group.targets) or control
-                raise DataError(f"{name} lacks {label!r} (context {effect.context!r}); give cells of it.")
-            rows.append((method, keys.name_of(effect.targets), effect.context, float(away(cells, target))))
-    return pd.DataFrame(rows, columns=["method", "perturbation", "context", "distance"])
+    if min(len(one), len(other)) < 2:
+        return float("nan")
+    return float(2 * cdist(one, other).mean() - pdist(one).mean() - pdist(other).mean())
