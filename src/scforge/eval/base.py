@@ -390,13 +390,10 @@ class Evaluation:
     def __post_init__(self) -> None:
         if self.max_cells is not None:
             check_count("max_cells", self.max_cells, "cells")
-        if isinstance(self.benchmark, Benchmark):
-            if self.options:
-                raise OptionError(f"options={dict(self.options)} are for a benchmark given by name; leave them out.")
-            return
-        if not isinstance(self.benchmark, str):
-            raise OptionError(f"benchmark={self.benchmark!r} is neither a registered name nor a Benchmark.")
-        _check_given(self.benchmark, self.options, besides=KEYS)
+        if not isinstance(self.benchmark, Benchmark):
+            _check_given(self.benchmark, self.options, besides=KEYS)
+        elif self.options:
+            raise OptionError(f"options={dict(self.options)} are for a benchmark given by name; leave them out.")
 
     @property
     def held_out(self) -> bool:
@@ -473,16 +470,12 @@ def to_evaluation(entry: Entry) -> Evaluation:
         return entry
     if not isinstance(entry, Mapping):
         return Evaluation(entry)
-    if len(entry) != 1:
+    if len(entry) != 1 or not isinstance(next(iter(entry.values())), Mapping | None):
         raise OptionError(
-            f"an entry of benchmarks has the keys {listing(entry)}; write one benchmark an entry, "
-            "e.g. cell_type_annotation: {dataset: held_out}."
+            f"{dict(entry)} is no entry of benchmarks; write one benchmark an entry, with its options, e.g. "
+            "cell_type_annotation: {dataset: held_out}."
         )
     ((benchmark, given),) = entry.items()
-    if given is not None and not isinstance(given, Mapping):
-        raise OptionError(
-            f"the benchmark {benchmark!r} is given {given!r}; give it options, e.g. {{dataset: held_out}}."
-        )
     options = dict(given or {})
     theirs = options_of(benchmark) if benchmark in BENCHMARKS.names() else {}
     own = {

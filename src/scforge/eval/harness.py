@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pandas as pd
 
-from scforge._checks import check_seed
+from scforge._checks import check_choice, check_known, check_seed
 from scforge._constants import UNS_KEY
 from scforge._progress import announce, duration
-from scforge.errors import DataError, OptionError, did_you_mean, listing, suggest
+from scforge.errors import DataError, OptionError, listing
 from scforge.eval.base import Benchmark, Entry, title_of, to_evaluation
 from scforge.eval.baselines import check_baselines, embedding_baselines
 from scforge.eval.label_prediction import check_embedding
@@ -50,7 +50,7 @@ def score(
     report.facts |= {f"{name}: {fact}": value for fact, value in benchmark.describe(reference).items()}
     versions = _versions(benchmark, seeds)
     scores: dict[str, pd.DataFrame] = {}
-    draws: dict[str, pd.DataFrame | None] = {}
+    draws: dict[str, pd.DataFrame] = {}
     # What is no contest is quick, and its scores mean nothing by themselves.
     speaks, start = progress_bar and benchmark.ranks, time.perf_counter()
     if speaks:
@@ -65,7 +65,7 @@ def score(
             for run in runs
         ]
         tables = [table for table in drawn if table is not None]
-        draws[method] = sum(tables[1:], start=tables[0]) / len(tables) if tables else None
+        draws[method] = sum(tables[1:], start=tables[0]) / len(tables) if tables else pd.DataFrame()
         if speaks:
             took = time.perf_counter() - start
             left = took / n_done * (len(made) - n_done)
@@ -86,7 +86,8 @@ def score(
                     other,
                     means[method][metric],
                     means[other][metric],
-                    *_columns(metric, table, draws[other]),
+                    table.get(metric),
+                    draws[other].get(metric),
                     n_units=n_units,
                 )
                 for metric, other in best.items()
@@ -100,11 +101,9 @@ def score(
                 int(runs_of(one)[0].shape[1]) if benchmark.subject == "embedding" else None,
                 seconds.get(method),
                 name,
-                intervals={}
-                if table is None
-                else {
-                    metric: interval(means[method][metric], table[metric].to_numpy(), n_units=n_units)
-                    for metric in table
+                intervals={
+                    str(metric): interval(means[method][metric], drawn.to_numpy(), n_units=n_units)
+                    for metric, drawn in table.items()
                 },
                 spreads={str(metric): float(found.std(ddof=1)) for metric, found in scores[method].items()}
                 if len(scores[method]) > 1
@@ -131,10 +130,6 @@ def _best(
     values = {method: found.get(metric, np.nan) for method, found in means.items() if kinds[method] == "baseline"}
     values = {method: value for method, value in values.items() if np.isfinite(value)}
     return max(values, key=lambda method: measured.sign(metric) * values[method], default=None)
-
-
-def _columns(metric: str, *tables: pd.DataFrame | None) -> list[np.ndarray | None]:
-    return [None if table is None or metric not in table else table[metric].to_numpy() for table in tables]
 
 
 _BASELINES = (15, 50)
@@ -234,12 +229,7 @@ def evaluate(
     kinds: dict[str, Kind] = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else dict.fromkeys(obsm_keys, "model")
     _check_kinds(kinds)
     for key in kinds:
-        if key not in adata.obsm:
-            known = list(adata.obsm)
-            raise DataError(
-                f"obsm_keys names {key!r}, which is not in adata.obsm{did_you_mean(key, known)} "
-                f"(adata.obsm has: {listing(known)})"
-            )
+        check_known("obsm_keys", key, adata.obsm, "adata.obsm")
     keys = {"labels_key": labels_key, "batch_key": batch_key, "groups_key": groups_key}
     made = made_of(benchmarks, keys)
     obs = adata.obs if rows is None else adata.obs.iloc[rows]
@@ -389,10 +379,11 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
     found: dict[str, Benchmark] = {}
     for entry in entries_of(benchmarks):
         evaluation = to_evaluation(entry)
-        if evaluation.max_cells not in (None, 10_000):
-            raise OptionError(f"max_cells={evaluation.max_cells} has no use here; pass so many cells as adata.")
-        if not evaluation.held_out:
-            raise OptionError(f"dataset={evaluation.dataset!r} has no use here; pass those cells as adata.")
+        if not evaluation.held_out or evaluation.max_cells not in (None, 10_000):
+            raise OptionError(
+                f"dataset={evaluation.dataset!r} and max_cells={evaluation.max_cells} of {evaluation.title!r} have no "
+                "use here; pass those cells as adata."
+            )
         if evaluation.title in found:
             raise OptionError(f"two benchmarks are called {evaluation.title!r}; give one of them a name.")
         found[evaluation.title] = evaluation.made(keys)
@@ -414,8 +405,7 @@ def write_metrics(adata: AnnData, report: Report, key: str) -> None:
 
 def _check_kinds(kinds: Mapping[str, Any]) -> None:
     for method, kind in kinds.items():
-        if kind not in KINDS:
-            raise OptionError(f"the kind of {method!r} is {kind!r}, which is not known{suggest(str(kind), KINDS)}")
+        check_choice(f"kinds[{method!r}]", kind, KINDS)
 
 
 def _of_rows(one: Any, rows: np.ndarray | None) -> Any:
