@@ -78,7 +78,7 @@ def test_mistakes(cells) -> None:
     embedding, obs = cells
     mixed = obs.assign(label=np.array([1, "1", 2], dtype=object)[np.arange(120) % 3])
     labels, annotation = LabelPrediction("label"), CellTypeAnnotation("label")
-    with pytest.raises(OptionError, match="n_folds=1 is too few"):
+    with pytest.raises(OptionError, match="n_folds=1 is not at least 2"):
         LabelPrediction("label", n_folds=1)
     with pytest.raises(DataError, match="labels_key='labels' is not a column of obs; did you mean 'label'"):
         LabelPrediction("labels").run(embedding, obs)

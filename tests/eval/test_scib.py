@@ -148,7 +148,6 @@ def test_bad_input(obs) -> None:
     for options, message in [
         ({"neighbors": "approximate"}, "neighbors='approximate' is not known .known: 'exact', 'pynndescent'"),
         ({"max_cells": 90}, "max_cells=90 is not at least 91"),
-        ({"pre_integrated": np.zeros((N, 2))}, "pre_integrated, a ndarray, is not a DataFrame"),
     ]:
         with pytest.raises(OptionError, match=message):
             Scib("label", "batch", **options)

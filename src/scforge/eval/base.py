@@ -29,7 +29,6 @@ KEYS = ("labels_key", "batch_key", "groups_key")
 
 _MIN_GROUPS = 4
 """Groups whose halves are several groups, and differ."""
-SUBJECTS = ("embedding", "perturbation", "network", "expression", "ranking")
 
 
 class Benchmark(ABC):
@@ -81,8 +80,6 @@ class Benchmark(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if cls.subject not in SUBJECTS:
-            raise OptionError(f"subject={cls.subject!r} of {cls.__name__} is none of {listing(SUBJECTS)}.")
         if "main" not in vars(cls) and "metrics" in vars(cls):
             cls.main = cls.metrics[0]
 
@@ -235,7 +232,7 @@ def half_samples(
             yield np.sort(order[rng.integers(2) :: 2]).astype(np.int64)
 
 
-def as_array(made: Any) -> np.ndarray:
+def as_array(made: Any, name: str = "the embedding") -> np.ndarray:
     """Return an embedding as an array: a dense one of a sparse matrix, and the numbers of a table.
 
     Raises
@@ -246,13 +243,13 @@ def as_array(made: Any) -> np.ndarray:
     if sparse.issparse(made):
         made = made.toarray()
     elif isinstance(made, pd.DataFrame):
-        if odd := [name for name, dtype in made.dtypes.items() if not pd.api.types.is_numeric_dtype(dtype)]:
-            raise DataError(f"the embedding has columns that are not numbers ({listing(odd)}); leave them out.")
+        if odd := [column for column, dtype in made.dtypes.items() if not pd.api.types.is_numeric_dtype(dtype)]:
+            raise DataError(f"{name} has columns that are not numbers ({listing(odd)}); leave them out.")
         kept = {np.dtype(np.float32)} == set(made.dtypes)
         made = made.to_numpy(dtype=np.float32 if kept else np.float64, na_value=np.nan)
     array = np.asarray(made)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"the embedding holds {array.dtype} in place of numbers; give an array of numbers.")
+        raise DataError(f"{name} holds {array.dtype} in place of numbers; give an array of numbers.")
     return array
 
 
@@ -329,13 +326,23 @@ def _check_given(name: str, options: Mapping[str, Any], besides: Sequence[str] =
     check_options("benchmark option", name, options, list(known))
     for option, needed in known.items():
         if needed and option not in options and option not in besides:
-            raise OptionError(f"the benchmark {name!r} needs the option {option}; give it.")
+            what = f"{option}, a column of obs" if option in KEYS else f"the option {option}"
+            raise OptionError(f"the benchmark {name!r} needs {what}; give it.")
 
 
 def options_of(name: str) -> dict[str, bool]:
     """Return the options of a benchmark, and of each whether it has to be given."""
     parameters = inspect.signature(BENCHMARKS.get(name)).parameters
     return {option: parameter.default is parameter.empty for option, parameter in parameters.items()}
+
+
+def check_scores_embeddings(title: str, subject: str) -> None:
+    """Raise :class:`~scforge.errors.OptionError` unless it is embeddings that a benchmark scores."""
+    if subject != "embedding":
+        raise OptionError(
+            f"the benchmark {title!r} scores no embedding (its subject is {subject!r}); pass what it scores to "
+            "scforge.eval.compare."
+        )
 
 
 def title_of(benchmark: Benchmark) -> str:
@@ -437,11 +444,6 @@ class Evaluation:
         """
         if isinstance(self.benchmark, Benchmark):
             return self.benchmark
-        for key in self.missing(keys):
-            raise OptionError(
-                f"the benchmark {self.benchmark!r} needs {key}, a column of obs, but neither its options nor the "
-                f"data name one; give it {key}."
-            )
         return get_benchmark(self.benchmark, **{**self._from_data(keys), **self.options})
 
     def _from_data(self, keys: Mapping[str, str | None]) -> dict[str, str]:
@@ -570,9 +572,6 @@ class ScoredCells:
     @classmethod
     def choose(cls, cells: Cells, rows: np.ndarray | None, max_cells: int | None) -> ScoredCells:
         """Take at most `max_cells` of `rows` of `cells` (of all if None), always the same."""
-        obs: pd.DataFrame | None = getattr(cells, "obs", None)
-        if obs is None:
-            raise DataError("the cells have no obs, so there is nothing to score an embedding against.")
         rows = np.arange(len(cells)) if rows is None else rows
         if max_cells is not None and len(rows) > max_cells:
             # Whole chunks are quick to read, and as good as single cells where the order is random.
@@ -580,11 +579,9 @@ class ScoredCells:
                 rows = choose_chunks(len(cells), max_cells, cells.chunk_size, rows=rows)
             else:
                 rows = choose_rows(len(cells), max_cells, rows=rows)
-        return cls(cells, rows, obs.iloc[rows])
+        return cls(cells, rows, cast("Any", cells).obs.iloc[rows])
 
     @classmethod
     def open(cls, source: Any, vocab: GeneVocab | None, max_cells: int | None) -> ScoredCells:
         """Open a source over the genes of a model."""
-        if vocab is None:
-            raise OptionError("the training cells have no vocabulary; open them with scforge.data.open_cells.")
         return cls.choose(open_cells(source, vocab), None, max_cells)

@@ -11,19 +11,20 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from scipy import sparse
 
-from scforge._checks import check_bool, check_count, check_seed
+from scforge._checks import check_bool, check_count, check_known, check_seed
 from scforge._constants import TARGET_SUM
 from scforge._progress import announce, duration
 from scforge.data.cells import choose_rows
 from scforge.data.checks import counts_of
 from scforge.data.neighbors import harmony_correct
-from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
+from scforge.errors import DataError, OptionError, warn
 from scforge.eval.base import check_column
 from scforge.eval.expression import ExpressionSpace, log_expression
 
@@ -261,16 +262,10 @@ def embedding_baselines(
     genes: dict[str, Any] = {"n_top_genes": n_top_genes, "layer": layer, "batch_key": batch_key}
     chosen = variable_genes(adata, **genes)
     dims = min(n_comps, min(chosen.shape) - 1)
-    if dims < 1:
-        raise DataError(
-            f"one gene of {adata.n_vars} is left, which is too few for baselines; take more cells or genes."
-        )
-    known: dict[tuple[int, bool], np.ndarray] = {}
 
+    @cache
     def components(n_comps: int, scale: bool = False) -> np.ndarray:
-        if (n_comps, scale) not in known:
-            known[n_comps, scale] = pca_embedding(adata, n_comps=n_comps, scale=scale, seed=seed, **genes)
-        return known[n_comps, scale]
+        return pca_embedding(adata, n_comps=n_comps, scale=scale, seed=seed, **genes)
 
     found: dict[str, np.ndarray] = {}
     for name in names:
@@ -281,14 +276,12 @@ def embedding_baselines(
             found[str(name)] = components(dims, name == "pca_scaled")
         elif name == "harmony":
             assert batch_key is not None
-            found[name] = harmony_embedding(components(dims), adata.obs, batch_key, seed=seed)
+            found[name] = harmony_correct(components(dims), adata.obs[batch_key].astype(str).to_numpy(), seed=seed)
         elif name == "scvi":
             if progress_bar:
-                others = [other for other in names if other != "scvi"] or ["pca"]
-                flags = " ".join(map(str, others))
                 announce(
                     f"baseline 'scvi': training scVI on {adata.n_obs:,} cells, the slowest of the baselines; to leave "
-                    f"it out: baselines={others} (--against {flags}) ..."
+                    "it out: baselines=['pca'] (--against pca) ..."
                 )
             found[name] = scvi_embedding(
                 *(adata, batch_key),
@@ -322,16 +315,11 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
         raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; take more of them.")
     for name in names:
         if isinstance(name, str):
-            if name not in BASELINES:
-                raise OptionError(
-                    f"baselines names {name!r}, which is none{did_you_mean(name, BASELINES)} "
-                    f"(there are: {listing(BASELINES)}, and numbers of principal components)"
-                )
+            fix = "or name a number of principal components"
+            check_known("baselines", name, BASELINES, "the baselines", fix=fix, error=OptionError)
         else:
             check_count("baselines", name, "principal components")
             check_n_comps(name, adata)
-        if list(names).count(name) > 1:
-            raise OptionError(f"baselines names {name!r} twice; name it once.")
         if name == "harmony" and batch_key is None:
             raise OptionError("baselines names 'harmony', which corrects batches; give batch_key, or leave it out.")
         if batch_key is not None and name != "random":
@@ -341,11 +329,6 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
                 raise DataError(f"obs[{batch_key!r}] has missing values; give each cell a batch for {name!r}.")
             if name == "harmony" and adata.obs[batch_key].nunique() < 2:
                 raise DataError(f"obs[{batch_key!r}] holds one batch, so there is nothing for 'harmony' to correct.")
-
-
-def harmony_embedding(components: np.ndarray, obs: pd.DataFrame, batch_key: str, *, seed: int = 0) -> np.ndarray:
-    """Return principal components after Harmony with its defaults, float32, shape (N, D)."""
-    return harmony_correct(components, obs[batch_key].astype(str).to_numpy(), seed=seed)
 
 
 def scvi_embedding(
@@ -467,6 +450,8 @@ def _quiet(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
+_MAX_FITTED = 50_000
+"""Training cells that baselines are fitted on at most."""
 _N_NEIGHBORS = 15
 _RIDGE = np.logspace(-2, 4, 13)
 """Penalties that ridge regression chooses among, by leave-one-out cross-validation on the training cells."""
@@ -501,7 +486,6 @@ class BaselineInputs:
         cells: Cells,
         rows: np.ndarray,
         *,
-        max_cells: int = 50_000,
         seed: int = 0,
     ) -> BaselineInputs:
         """Choose genes and find components on the training cells, and see all cells through them.
@@ -512,25 +496,20 @@ class BaselineInputs:
             The training cells, and which of them.
         cells, rows
             The scored cells over the same vocabulary, and which of them.
-        max_cells
-            Fit baselines on at most so many training cells, drawn at random.
         seed
             Seed of that and of the components.
 
         Raises
         ------
         DataError
-            If the vocabularies differ, or there are too few training cells.
+            If there are too few training cells.
 
         Warns
         -----
         ScforgeWarning
             If not all training cells are taken.
         """
-        check_count("max_cells", max_cells, "cells")
-        if train_cells.vocab is not None and cells.vocab is not None and train_cells.vocab.genes != cells.vocab.genes:
-            raise DataError("cells are over another vocabulary than train_cells; open both over the same genes.")
-        chosen = choose_rows(len(train_cells), max_cells, rows=train_rows, seed=seed)
+        chosen = choose_rows(len(train_cells), _MAX_FITTED, rows=train_rows, seed=seed)
         if len(chosen) < len(train_rows):
             warn(f"baselines are fitted on {len(chosen):,} of the {len(train_rows):,} training cells.")
         expression = log_expression(train_cells, chosen), log_expression(cells, rows)

@@ -17,7 +17,8 @@ from torch import nn
 
 from scforge._checks import check_count
 from scforge.errors import OptionError, ScforgeError, warn
-from scforge.eval.base import Benchmark, Entry, Evaluation, ScoredCells, resolve, to_evaluation
+from scforge.eval.base import Benchmark, Entry, ScoredCells, check_scores_embeddings, resolve, to_evaluation
+from scforge.eval.harness import entries_of
 from scforge.training.datamodule import CellDataModule
 from scforge.training.predict import embed
 
@@ -61,25 +62,17 @@ class BenchmarkCallback(Callback):
 
     def __init__(
         self,
-        benchmarks: Sequence[Entry],
+        benchmarks: Entry | Sequence[Entry],
         *,
         every_n_epochs: int = 1,
         datasets: Mapping[str, Any] | None = None,
         labels_key: str | None = None,
         batch_key: str | None = None,
     ) -> None:
-        if isinstance(benchmarks, str | Benchmark | Evaluation | Mapping):
-            raise OptionError(f"benchmarks={benchmarks!r} is one; give a list, [{benchmarks!r}].")
-        if not benchmarks:
-            raise OptionError("benchmarks=[] names no benchmark; name at least one, or leave the callback out.")
         check_count("every_n_epochs", every_n_epochs, "epochs")
-        self.evaluations = resolve([to_evaluation(one) for one in benchmarks], datasets or {})
+        self.evaluations = resolve([to_evaluation(one) for one in entries_of(benchmarks)], datasets or {})
         for one in self.evaluations:
-            if one.subject != "embedding":
-                raise OptionError(
-                    f"the benchmark {one.title!r} scores no embedding (its subject is {one.subject!r}), so it cannot "
-                    "run while a model is trained; leave it out and evaluate afterwards."
-                )
+            check_scores_embeddings(one.title, one.subject)
         self.every_n_epochs = every_n_epochs
         self._keys = {"labels_key": labels_key, "batch_key": batch_key}
         self._runs: list[tuple[str, Benchmark, ScoredCells]] = []

@@ -14,8 +14,8 @@ import pandas as pd
 from scforge._checks import check_choice, check_known, check_seed
 from scforge._constants import UNS_KEY
 from scforge._progress import announce, duration
-from scforge.errors import DataError, OptionError, listing
-from scforge.eval.base import Benchmark, Entry, title_of, to_evaluation
+from scforge.errors import OptionError, listing
+from scforge.eval.base import Benchmark, Entry, check_scores_embeddings, title_of, to_evaluation
 from scforge.eval.baselines import check_baselines, embedding_baselines
 from scforge.eval.label_prediction import check_embedding
 from scforge.eval.report import KINDS, Kind, Measured, Report, Row, compare_paired, interval
@@ -234,19 +234,12 @@ def evaluate(
     made = made_of(benchmarks, keys)
     obs = adata.obs if rows is None else adata.obs.iloc[rows]
     for benchmark in made.values():
-        if benchmark.subject != "embedding":
-            raise OptionError(
-                f"the benchmark {title_of(benchmark)!r} scores no embedding (its subject is {benchmark.subject!r}); "
-                "pass it to scforge.eval.compare with what it scores."
-            )
+        check_scores_embeddings(title_of(benchmark), benchmark.subject)
         benchmark.check(obs)
     check_baselines(adata, baselines, batch_key=batch_key)
-    embeddings: dict[str, Any] = {}
-    for key in kinds:
-        try:
-            embeddings[key] = check_embedding(adata.obsm[key], adata.n_obs)
-        except DataError as error:
-            raise DataError(f"adata.obsm[{key!r}]: {error}") from error
+    embeddings: dict[str, Any] = {
+        key: check_embedding(adata.obsm[key], adata.n_obs, f"adata.obsm[{key!r}]") for key in kinds
+    }
     embeddings = _with_replicates(embeddings, kinds, replicates or {})
     genes: dict[str, Any] = {"batch_key": batch_key, "layer": layer}
     found = embedding_baselines(adata, baselines, **genes, seed=int(seeds[0]), progress_bar=progress_bar)
@@ -427,8 +420,6 @@ def _with_replicates(
         missing = [key for key in keys if key not in embeddings]
         if missing or not keys:
             raise OptionError(f"replicates names {listing(missing)} for {name!r}, not among obsm_keys; add them there.")
-        if len({kinds[key] for key in keys}) > 1:
-            raise OptionError(f"replicates of {name!r} are of several kinds ({listing(keys)}); give them one kind.")
         kind = kinds[keys[0]]
         found = Replicates(embeddings.pop(key) for key in keys)
         for key in keys:

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from scforge._checks import check_count, check_seed, check_share
-from scforge.errors import DataError, OptionError, listing, warn
+from scforge.errors import DataError, listing, warn
 from scforge.eval.base import Benchmark, as_array, check_column, register_benchmark
 
 _MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "", "unknown")
@@ -22,19 +22,19 @@ _MAX_CACHED = 64
 """Embeddings whose predictions are kept."""
 
 
-def check_embedding(embedding: np.ndarray, n_cells: int) -> np.ndarray:
+def check_embedding(embedding: np.ndarray, n_cells: int, name: str = "the embedding") -> np.ndarray:
     """Return an embedding of so many cells as floats, shape (N, D), or raise :class:`~scforge.errors.DataError`.
 
     A sparse matrix, or a table of numbers, is one, too.
     """
-    embedding = as_array(embedding)
+    embedding = as_array(embedding, name)
     if embedding.ndim != 2 or embedding.shape[0] != n_cells or embedding.shape[1] == 0:
         raise DataError(
-            f"the embedding has the shape {embedding.shape}, but there are {n_cells} cells; give one row for each, in "
+            f"{name} has the shape {embedding.shape}, but there are {n_cells} cells; give one row for each, in "
             "the order of obs."
         )
     if not np.isfinite(embedding).all():
-        raise DataError("the embedding holds values that are not numbers; it cannot be evaluated.")
+        raise DataError(f"{name} holds values that are not numbers; it cannot be evaluated.")
     return embedding if embedding.dtype in (np.float32, np.float64) else embedding.astype(np.float32)
 
 
@@ -138,8 +138,7 @@ class CellTypeProbe(Benchmark):
         rare_share: float = 0.02,
         seed: int = 0,
     ) -> None:
-        if n_folds < 2:
-            raise OptionError(f"n_folds={n_folds} is too few; cross-validation needs at least 2.")
+        check_count("n_folds", n_folds, "folds", least=2)
         check_count("n_neighbors", n_neighbors, "cells")
         self.labels_key = labels_key
         self.groups_key = groups_key

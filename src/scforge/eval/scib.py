@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from scforge._checks import check_bool, check_choice, check_count
-from scforge.errors import DataError, OptionError, listing
+from scforge.errors import DataError, listing
 from scforge.eval.base import Benchmark, register_benchmark
 from scforge.eval.label_prediction import check_embedding, check_names, labeled, warn_of_missing
 
@@ -280,11 +280,6 @@ class Scib(Benchmark):
         self.batch_key = batch_key
         self.leiden = check_bool("leiden", leiden)
         self.kbet = check_bool("kbet", kbet)
-        if pre_integrated is not None and (not isinstance(pre_integrated, pd.DataFrame) or batch_key is None):
-            raise OptionError(
-                f"pre_integrated, a {type(pre_integrated).__name__}, is not a DataFrame with the cells as index beside "
-                "a batch_key; give both, or leave it out."
-            )
         if max_cells is not None:
             check_count("max_cells", max_cells, "cells", least=_WIDEST + 1)
         self.neighbors = check_choice("neighbors", neighbors, NEIGHBORS)
@@ -443,7 +438,7 @@ class Scib(Benchmark):
             "ilisi_knn": batches,
             "kbet_per_label": batches and self.kbet,
             "graph_connectivity": batches,
-            "pcr_comparison": self.pre_integrated is not None,
+            "pcr_comparison": batches and self.pre_integrated is not None,
             "sbee": False,
         }
 
