@@ -134,33 +134,21 @@ class BenchmarkCallback(Callback):
         data: CellDataModule = trainer.datamodule
         assert data.tokenizer is not None
         figures: dict[str, float] = {}
-        embeddings: dict[int, np.ndarray | ScforgeError] = {}
+        embeddings: dict[int, np.ndarray] = {}
         for name, benchmark, scored in self._runs:
-            if id(scored) not in embeddings:
-                try:
-                    embeddings[id(scored)] = embed(
-                        module, scored.cells, data.tokenizer, rows=scored.rows, objective=data.objective
-                    )
-                except ScforgeError as error:
-                    embeddings[id(scored)] = error
-            if not trainer.is_global_zero:
-                continue
             scores = dict.fromkeys(benchmark.metrics, math.nan)
             try:
-                found = embeddings[id(scored)]
-                if isinstance(found, ScforgeError):
-                    raise found
-                scores |= benchmark.run(found, scored.obs)
+                if id(scored) not in embeddings:
+                    options: dict[str, Any] = {"rows": scored.rows, "objective": data.objective}
+                    embeddings[id(scored)] = embed(module, scored.cells, data.tokenizer, **options)
+                if trainer.is_global_zero:
+                    scores |= benchmark.run(embeddings[id(scored)], scored.obs)
             except ScforgeError as error:
-                self._warn(name, error)
+                if name not in self._failed:  # once a training
+                    self._failed.add(name)
+                    warn(f"the benchmark {name!r} failed during training, its figures are NaN: {error}")
             figures |= {f"{name}_{metric}": float(score) for metric, score in scores.items()}
         return figures
-
-    def _warn(self, name: str, error: ScforgeError) -> None:
-        """Say once a training that an evaluation failed."""
-        if name not in self._failed:
-            self._failed.add(name)
-            warn(f"the benchmark {name!r} failed during training, its figures are NaN: {error}")
 
 
 def _embeds(trainer: lightning.Trainer) -> bool:

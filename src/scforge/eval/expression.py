@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -331,21 +332,15 @@ def moments(cells: Cells, rows: np.ndarray, codes: np.ndarray, n_groups: int) ->
     n_groups
         Number of groups P.
     """
-    assert cells.vocab is not None
-    n_genes = cells.vocab.n_genes
-    total, squares = np.zeros((n_groups, n_genes)), np.zeros((n_groups, n_genes))
-    for start in range(0, len(rows), _BLOCK):
-        taken = slice(start, start + _BLOCK)
-        _add(total, squares, log_expression(cells, rows[taken]), codes[taken])
-    return _moments(total, squares, np.bincount(codes, minlength=n_groups))
+    starts = range(0, max(len(rows), 1), _BLOCK)
+    taken = (slice(start, start + _BLOCK) for start in starts)
+    return _moments(((log_expression(cells, rows[some]), codes[some]) for some in taken), n_groups)
 
 
 def moments_of(expression: sparse.csr_matrix, codes: np.ndarray, n_groups: int) -> Moments:
     """Return mean and variance of groups of the rows of a matrix of shape (N, G); a code of -1 takes no part."""
-    total, squares = (np.zeros((n_groups, expression.shape[1])) for _ in range(2))
     chosen = codes >= 0
-    _add(total, squares, expression[chosen], codes[chosen])
-    return _moments(total, squares, np.bincount(codes[chosen], minlength=n_groups))
+    return _moments([(expression[chosen], codes[chosen])], n_groups)
 
 
 def effects_of(groups: Moments, perturbed: np.ndarray, controls: np.ndarray) -> Effects:
@@ -370,16 +365,16 @@ def effects_of(groups: Moments, perturbed: np.ndarray, controls: np.ndarray) -> 
     return Effects(deltas, scores, groups.n[perturbed], groups.n[controls], freedom)
 
 
-def _add(total: np.ndarray, squares: np.ndarray, expression: sparse.csr_matrix, codes: np.ndarray) -> None:
-    n_cells = len(codes)
-    members = sparse.csr_matrix((np.ones(n_cells), (codes, np.arange(n_cells))), shape=(len(total), n_cells))
-    total += (members @ expression).toarray()
-    squares += (members @ expression.multiply(expression).tocsr()).toarray()
-
-
-def _moments(total: np.ndarray, squares: np.ndarray, n: np.ndarray) -> Moments:
+def _moments(blocks: Iterable[tuple[sparse.csr_matrix, np.ndarray]], n_groups: int) -> Moments:
+    """Return the moments of cells that come in blocks, each with the groups of its cells."""
+    n, total, squares = np.zeros(n_groups, dtype=np.int64), np.float64(0), np.float64(0)
+    for expression, codes in blocks:
+        members = sparse.csr_matrix((np.ones(len(codes)), (codes, np.arange(len(codes)))), shape=(n_groups, len(codes)))
+        n += np.bincount(codes, minlength=n_groups)
+        total = total + (members @ expression).toarray()
+        squares = squares + (members @ expression.multiply(expression).tocsr()).toarray()
     mean = total / np.maximum(n, 1)[:, None]
     # Rounding must not make a variance negative.
     variance = np.maximum(squares - n[:, None] * mean**2, 0.0) / np.maximum(n - 1, 1)[:, None]
     variance[n < 2] = 0.0
-    return Moments(n.astype(np.int64), mean, variance)
+    return Moments(n, mean, variance)

@@ -16,7 +16,7 @@ from scforge.data.checks import content_mark, counts_of, value_problem
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.base import Benchmark, check_column, register_benchmark
-from scforge.eval.expression import log_normalized, scale_difference, totals_of
+from scforge.eval.expression import log_normalized, principal_components, scale_difference, totals_of
 from scforge.eval.harness import check_seeds, compare
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Generation(Benchmark):
         rng = np.random.default_rng(self.seed)
         n_cells = min(self.max_cells, *(matrix.shape[0] for matrix in (real, cells)))
         rows_real, rows_made = (np.sort(rng.permutation(matrix.shape[0])[:n_cells]) for matrix in (real, cells))
-        pca = _components(real, self.n_comps, self.seed)
+        pca = principal_components(real, self.n_comps, self.seed)
         kernels = _kernels(pca.transform(cells[rows_made]), pca.transform(real[rows_real]))
         scores = _told_apart(cells[rows_made], real[rows_real], self.n_comps, self.seed)
         groups, genes = self._groups(made, reference), np.flatnonzero(real.getnnz(axis=0))
@@ -253,12 +253,6 @@ def _halves(n_cells: int, n: int, rng: np.random.Generator) -> np.ndarray:
     return (rng.random((n, n_cells)).argsort(axis=1) < n_cells // 2).astype(np.float64)
 
 
-def _components(cells: sparse.csr_matrix, n_comps: int, seed: int) -> Any:
-    from sklearn.decomposition import PCA
-
-    return PCA(min(n_comps, min(cells.shape) - 1), svd_solver="arpack", random_state=seed).fit(cells)
-
-
 def _kernels(made: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return Gaussian kernels, as wide as the median distance of real cells."""
     from sklearn.metrics.pairwise import euclidean_distances, rbf_kernel
@@ -276,7 +270,7 @@ def _told_apart(made: sparse.csr_matrix, real: sparse.csr_matrix, n_comps: int, 
 
     cells = sparse.vstack([made, real], format="csr")
     # Components of one side would lie nearer to its own cells, which alone would tell them.
-    pca = _components(cells, n_comps, seed)
+    pca = principal_components(cells, n_comps, seed)
     places = np.asarray(pca.transform(cells), dtype=np.float64)
     lengths = np.asarray(cells.power(2).sum(axis=1)).ravel() - 2 * (cells @ pca.mean_) + pca.mean_ @ pca.mean_
     away = np.sqrt(np.maximum(lengths - (places**2).sum(axis=1), 0.0))
@@ -547,9 +541,8 @@ _MISSING = 0.01
 
 def generation_baselines(
     train: AnnData,
-    n_cells: int | None = None,
+    labels: int | Sequence[str] | pd.Series,
     *,
-    labels: Sequence[str] | pd.Series | None = None,
     labels_key: str | None = None,
     layer: str | None = None,
     seed: int = 0,
@@ -566,23 +559,23 @@ def generation_baselines(
         Counts drawn about the mean share of each gene, times the library size of a training cell: every cell is of the
         same kind.
 
-    `n_cells` cells are made, or one for each of `labels` from the training cells with this value of
+    So many cells are made as `labels` says, or one for each of these from the training cells with this value of
     ``obs[labels_key]``: log1p CP10K in ``X`` (CSR, float32) and the labels in ``obs[labels_key]``.
 
     Examples
     --------
     >>> import anndata, numpy as np
     >>> train = anndata.AnnData(np.random.default_rng(0).poisson(np.arange(1, 31), size=(80, 30)).astype("float32"))
-    >>> {name: part.shape for name, part in generation_baselines(train, n_cells=20).items()}
+    >>> {name: part.shape for name, part in generation_baselines(train, 20).items()}
     {'training cells': (20, 30), 'independent genes': (20, 30), 'mean and Poisson': (20, 30)}
     """
     rng = np.random.default_rng(seed)
     counts = counts_of(train, layer).astype(np.float64)
-    wanted = np.array([""] * int(n_cells or 0), dtype=object) if labels is None else np.asarray(labels).astype(str)
-    known = (
-        np.array([""] * train.n_obs, dtype=object) if labels is None else train.obs[labels_key].astype(str).to_numpy()
+    wanted = np.full(labels, "") if isinstance(labels, int) else np.asarray(labels).astype(str)
+    known = np.full(train.n_obs, "") if labels_key is None else train.obs[labels_key].astype(str).to_numpy()
+    obs = pd.DataFrame(
+        {} if labels_key is None else {labels_key: wanted}, index=[f"cell{i}" for i in range(len(wanted))]
     )
-    obs = pd.DataFrame({} if labels is None else {labels_key: wanted}, index=[f"cell{i}" for i in range(len(wanted))])
     if missing := sorted(set(wanted) - set(known)):
         raise DataError(
             f"no training cell has the label {listing(missing, most=3)} of obs[{labels_key!r}]; leave those cells out."
@@ -685,7 +678,8 @@ def evaluate_generation(
             f"{len(names)} genes are in real, train and all generated cells, fewer than {_MIN_GENES}; give all of "
             "them the same var_names."
         )
-    labels, notes = None, []
+    notes: list[str] = []
+    labels: Any = real.n_obs
     if labels_key is not None:
         check_column("labels_key", labels_key, real.obs)
         check_column("labels_key", labels_key, train.obs)
@@ -694,9 +688,7 @@ def evaluate_generation(
             notes.append(f"{int((~labeled).sum())} real cells without obs[{labels_key!r}] are left out.")
         real = real[labeled]
         labels = real.obs[labels_key].astype(str)
-    baselines = generation_baselines(
-        train, real.n_obs, labels=labels, labels_key=labels_key, layer=layer, seed=int(seeds[0])
-    )
+    baselines = generation_baselines(train, labels, labels_key=labels_key, layer=layer, seed=int(seeds[0]))
     reference = _on_genes(real, "the real cells", names, layer)
     cells = {name: _on_genes(some, f"the cells of {name!r}", names, made=True) for name, some in made.items()}
     learned = _on_genes(train, "train", names, layer)
@@ -730,7 +722,7 @@ def evaluate_generation(
         title=title,
     )
     report.facts |= {"real cells": real.n_obs, "training cells": train.n_obs, "genes": len(names)}
-    report.facts |= {"cells of each in mmd and c2st": benchmark.max_cells}
+    report.facts["cells of each in mmd and c2st"] = benchmark.max_cells
     report.notes += notes
     report.notes.append(
         f"Figures are over {len(names)} of {real.n_vars} genes of the real cells, those that all cells have, on log1p "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 _MAX_PAIRS = 100_000_000
 """Edges of a table at most: ten bytes each, and some more while it is made."""
 
-_MEASURES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "cosine": lambda vectors: _units(vectors),
-    "correlation": lambda vectors: _units(vectors - vectors.mean(axis=1, keepdims=True)),
-    "dot": lambda vectors: vectors,
-}
+_MEASURES = ("cosine", "correlation", "dot")
 
 
 def edges_from_embeddings(
@@ -84,13 +80,18 @@ def edges_from_embeddings(
     >>> edges_from_embeddings(vectors, tfs=["C"], measure="dot").values.tolist()
     [['C', 'A', 0.0], ['C', 'B', 2.0]]
     """
+    from sklearn.preprocessing import normalize
+
     check_known("measure", measure, _MEASURES, "the measures", error=OptionError)
     vectors = embeddings.to_numpy(dtype=np.float64)
     kept = np.isfinite(vectors).all(axis=1)
     names, vectors = _unique(embeddings.index[kept]), vectors[kept]
     if center:
         vectors = vectors - vectors.mean(axis=0)
-    vectors = _MEASURES[measure](vectors)
+    if measure == "correlation":
+        vectors = vectors - vectors.mean(axis=1, keepdims=True)
+    if measure != "dot":
+        vectors = normalize(vectors)
     rows, columns = _chosen("tfs", tfs, names), _chosen("targets", targets, names)
     if len(rows) * len(columns) > _MAX_PAIRS:
         raise OptionError(
@@ -263,11 +264,6 @@ def _unique(names: Any) -> pd.Index:
     if not index.is_unique:
         raise DataError(f"the genes {listing(index[index.duplicated()].unique(), most=3)} stand there twice; keep one.")
     return index
-
-
-def _units(vectors: np.ndarray) -> np.ndarray:
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return vectors / np.where(lengths > 0, lengths, 1.0)
 
 
 def _deltas(predicted: AnnData) -> pd.DataFrame:
@@ -483,18 +479,6 @@ class Universe:
     edges: np.ndarray
     pairs: np.ndarray
     n_left_out: int
-
-    def describe(self) -> dict[str, int | float]:
-        """Return how many transcription factors, genes, pairs and true edges there are."""
-        n_pairs, n_edges = int(self.pairs.sum()), int(self.edges.sum())
-        return {
-            "transcription factors": len(self.tfs),
-            "genes": len(self.genes),
-            "pairs": n_pairs,
-            "true edges": n_edges,
-            "share of true edges": round(n_edges / n_pairs, 6),
-            "true edges left out": self.n_left_out,
-        }
 
     def matrix(self, made: pd.DataFrame) -> np.ndarray:
         """Return the weights of edges as float64, shape (T, G); -inf for pairs without one.
@@ -956,8 +940,15 @@ def evaluate_network(
         adata, universe, baselines, layer=layer, gene_key=gene_key, max_cells=max_cells, seed=seed
     )
     report = compare_beside(benchmark, "scores", scores, simple, truth, kinds=kinds, intervals=intervals, title=title)
-    report.facts |= universe.describe()
-    n_pairs = int(universe.pairs.sum())
+    n_pairs, n_edges = int(universe.pairs.sum()), int(universe.edges.sum())
+    report.facts |= {
+        "transcription factors": len(universe.tfs),
+        "genes": len(universe.genes),
+        "pairs": n_pairs,
+        "true edges": n_edges,
+        "share of true edges": round(n_edges / n_pairs, 6),
+        "true edges left out": universe.n_left_out,
+    }
     for name, made in scores.items():
         n_scored = int((np.isfinite(universe.matrix(made)) & universe.pairs).sum())
         if n_scored < n_pairs:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import numba
 import numpy as np
 import pandas as pd
-from scipy import sparse
 from scipy.stats import spearmanr
 
 from scforge.errors import DataError
@@ -107,33 +106,6 @@ class RankReconstruction(Benchmark):
                 f"there are {len(found)} reconstructed and {len(true)} true orders; give one of each for each cell."
             )
         return np.array([_of_cell(one, other) for one, other in zip(found, true, strict=True)])
-
-
-def gene_orders(expression: np.ndarray | sparse.csr_matrix, *, max_genes: int | None = None) -> np.ndarray:
-    """Return the genes of each cell by their expression, highest first; ties by the number of the gene.
-
-    Parameters
-    ----------
-    expression
-        True or predicted expression on any scale, shape (N, G). Genes at or below zero are left out.
-    max_genes
-        Keep so many of the highest; None keeps all.
-
-    Returns
-    -------
-    Column numbers, int64, shape (N, S) with S the most genes of a cell; -1 behind the last.
-
-    Examples
-    --------
-    >>> gene_orders(np.array([[0.0, 2.0, 5.0, 2.0], [1.0, 0.0, 0.0, 0.0]])).tolist()
-    [[2, 1, 3], [0, -1, -1]]
-    """
-    rows = []
-    for cell in sparse.csr_matrix(expression):
-        genes = cell.indices[cell.data > 0]
-        order = np.lexsort([genes, -cell.data[cell.data > 0].astype(np.float64)])
-        rows.append(genes[order][:max_genes].astype(np.int64))
-    return _padded(rows, max((len(row) for row in rows), default=0))
 
 
 def ranking_baselines(train: np.ndarray, reference: np.ndarray, *, seed: int = 0) -> dict[str, np.ndarray]:

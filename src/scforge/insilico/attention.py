@@ -13,7 +13,7 @@ from torch import nn
 
 from scforge.data.cells import CellSource
 from scforge.errors import OptionError, warn
-from scforge.insilico.gene_embeddings import offers, that_offer, visit
+from scforge.insilico.gene_embeddings import check_offers, of_layer, visit
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 
@@ -83,11 +83,7 @@ def attention_between_genes(
     >>> graph.shape[0] == cells.vocab.n_genes, bool(np.diff(graph.indptr).max() <= 5)
     (True, True)
     """
-    if not offers(type(module), "output_attentions"):
-        raise OptionError(
-            f"{type(module).__name__} has no attention; choose an architecture that has "
-            f"({that_offer('output_attentions')})."
-        )
+    check_offers(module, "output_attentions", "has no attention")
     n_genes, n_special = tokenizer.vocab.n_genes, tokenizer.vocab.n_special
     used, n_seen = _widely_expressed(cells, max_genes)
     if n_seen > len(used):
@@ -102,10 +98,8 @@ def attention_between_genes(
     longest = int(tokenizer.lengths(cells.n_expressed).max())
 
     def add(batch: dict[str, torch.Tensor]) -> None:
-        weights = module(**batch, return_logits=False, output_attentions=True).attentions
-        if not weights or not -len(weights) <= layer < len(weights):
-            raise OptionError(f"layer={layer} is none of the {len(weights or ())} layers; -1 is the last.")
-        one = _over_heads(weights[layer], heads).float().cpu().numpy()
+        output = module(**batch, return_logits=False, output_attentions=True)
+        one = _over_heads(of_layer(output.attentions, layer), heads).float().cpu().numpy()
         at = place[batch["input_ids"].cpu().numpy()]
         at[~batch["attention_mask"].cpu().numpy()] = -1
         at[~one.any(axis=2)] = -1  # a token that had no room

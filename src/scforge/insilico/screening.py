@@ -107,15 +107,6 @@ def compare(value: float, controls: np.ndarray, *, two_sided: bool) -> tuple[flo
     return float((value - controls.mean()) / spread) if spread > 0 else np.nan, float(p_value)
 
 
-def adjust(p_values: np.ndarray) -> np.ndarray:
-    """Return the false discovery rates of p-values (Benjamini and Hochberg 1995); NaN stays."""
-    adjusted = np.full(len(p_values), np.nan)
-    known = np.isfinite(p_values)
-    if known.any():
-        adjusted[known] = false_discovery_control(p_values[known])
-    return adjusted
-
-
 MODES = ("delete", "overexpress", "activate")
 
 _ROUNDING = 1e-6
@@ -424,17 +415,6 @@ _MIN_CELLS = 3
 """Cells that a gene has to be perturbed in to be compared."""
 
 
-@dataclass(frozen=True)
-class _Moves:
-    """Mean and standard deviation over cells of what combinations do, each of shape (C,); NaN without cells."""
-
-    n_cells: np.ndarray
-    shift: np.ndarray
-    shift_sd: np.ndarray
-    goal: np.ndarray
-    goal_sd: np.ndarray
-
-
 def screen(
     cells: CellSource,
     embed_cells: Callable[[Cells], np.ndarray],
@@ -507,29 +487,29 @@ def screen(
         cells = replace(cells, measured=measured)
     before = units(embed_cells(cells))
     tested = _measure(cells, embed_cells, before, perturbation, combinations, goal)
-    table = pd.DataFrame({"n_cells": tested.n_cells})
+    table = tested[["n_cells"]].copy()
     levels = expression_levels(cells)
-    groups, moves = combinations[:0], []
+    groups, controls = combinations[:0], tested[:0]
+    n_drawn = 0
     if n_controls:
         eligible = _eligible(cells, perturbation, combinations)
         groups = draw_controls(combinations, levels, eligible, n_controls, rng)
-        moves = [_measure(cells, embed_cells, before, perturbation, groups, goal, most=_CONTROL_CELLS, rng=rng)]
+        controls = _measure(cells, embed_cells, before, perturbation, groups, goal, most=_CONTROL_CELLS, rng=rng)
+        n_drawn = len(groups)
         if len(eligible) < len(np.unique(combinations)):
             # Where most genes are tested, few like them are left.
-            groups, moves = np.concatenate([groups, combinations]), [*moves, tested]
-    n_drawn = len(groups) - (len(combinations) if len(moves) > 1 else 0)
+            groups, controls = np.concatenate([groups, combinations]), pd.concat([controls, tested])
     level_of = [levels[some].sum(axis=1) for some in (combinations, groups)]
+    usable = controls["n_cells"].to_numpy() >= _MIN_CELLS
     named = [("shift", "", False), ("goal", "goal_", True)]
     for name, prefix, two_sided in named[: 1 if goal is None else 2]:
-        pooled = np.concatenate([getattr(part, name) for part in moves]) if moves else np.empty(0)
-        usable = np.concatenate([part.n_cells for part in moves]) >= _MIN_CELLS if moves else pooled > 0
-        results = []
-        for number, value in enumerate(getattr(tested, name)):
+        pooled, results = controls[name].to_numpy(), []
+        for number, value in enumerate(tested[name]):
             others = usable & (np.arange(len(pooled)) != n_drawn + number)
             like = nearest(level_of[0][number], level_of[1], others, n_controls)
-            known = value if tested.n_cells[number] >= _MIN_CELLS else np.nan
+            known = value if table["n_cells"][number] >= _MIN_CELLS else np.nan
             results.append(compare(known, pooled[like], two_sided=two_sided))
-        table[f"{prefix}shift"], table[f"{prefix}shift_sd"] = getattr(tested, name), getattr(tested, f"{name}_sd")
+        table[f"{prefix}shift"], table[f"{prefix}shift_sd"] = tested[name], tested[f"{name}_sd"]
         table[f"{prefix or 'shift_'}z"], table[f"{prefix}p_value"] = np.array(results).reshape(-1, 2).T
     return table
 
@@ -582,15 +562,17 @@ def with_rates(table: pd.DataFrame) -> pd.DataFrame:
     for name in ("p_value", "goal_p_value"):
         if name in table:
             place = int(table.columns.get_loc(name)) + 1
-            table.insert(place, name.replace("p_value", "fdr"), adjust(table[name].to_numpy()))
+            known = table[name].dropna()
+            rates = pd.Series(false_discovery_control(known), known.index, dtype=np.float64)
+            table.insert(place, name.replace("p_value", "fdr"), rates.reindex(table.index))
     return table
 
 
 def units(embedding: np.ndarray) -> np.ndarray:
     """Return the rows scaled to length 1, float64; rows of zeros stay."""
-    embedding = embedding.astype(np.float64)
-    lengths = np.linalg.norm(embedding, axis=1, keepdims=True)
-    return embedding / np.where(lengths > 0, lengths, 1.0)
+    from sklearn.preprocessing import normalize
+
+    return normalize(embedding.astype(np.float64))
 
 
 def centroid(embedding: np.ndarray) -> np.ndarray:
@@ -623,8 +605,12 @@ def _measure(
     *,
     most: int | None = None,
     rng: np.random.Generator | None = None,
-) -> _Moves:
-    """Perturb each combination in the cells that it applies to, or in `most` of them."""
+) -> pd.DataFrame:
+    """Perturb each combination in the cells that it applies to, or in `most` of them; mean and spread of what it does.
+
+    One row a combination, with the columns ``n_cells``, ``shift``, ``shift_sd``, ``goal`` and ``goal_sd``; NaN without
+    cells.
+    """
     n = len(combinations)
     sums = np.zeros((5, n))
     near = None if goal is None else before @ goal
@@ -635,12 +621,13 @@ def _measure(
         weights = (np.ones(len(rows)), shift, shift**2, closer, closer**2)
         sums += np.array([np.bincount(which, weights=weight, minlength=n) for weight in weights])
     n_cells = sums[0]
+    table = pd.DataFrame({"n_cells": n_cells.astype(np.int64)})
     with np.errstate(invalid="ignore", divide="ignore"):
-        shift_mean, goal_mean = sums[1] / n_cells, sums[3] / n_cells
-        shift_sd = np.sqrt(np.maximum(0, sums[2] - n_cells * shift_mean**2) / (n_cells - 1))
-        goal_sd = np.sqrt(np.maximum(0, sums[4] - n_cells * goal_mean**2) / (n_cells - 1))
-    shift_sd[n_cells < 2] = goal_sd[n_cells < 2] = np.nan
-    return _Moves(n_cells.astype(np.int64), shift_mean, shift_sd, goal_mean, goal_sd)
+        for name, total, squares in (("shift", sums[1], sums[2]), ("goal", sums[3], sums[4])):
+            mean = total / n_cells
+            spread = np.sqrt(np.maximum(0, squares - n_cells * mean**2) / (n_cells - 1))
+            table[name], table[f"{name}_sd"] = mean, np.where(n_cells < 2, np.nan, spread)
+    return table
 
 
 def _pairs(
