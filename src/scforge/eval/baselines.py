@@ -513,7 +513,7 @@ class BaselineInputs:
         if len(chosen) < len(train_rows):
             warn(f"baselines are fitted on {len(chosen):,} of the {len(train_rows):,} training cells.")
         expression = log_expression(train_cells, chosen), log_expression(cells, rows)
-        space = ExpressionSpace.fit(expression[0], seed=seed)
+        space = ExpressionSpace(expression[0], seed=seed)
         return cls(
             rows=chosen,
             components=(space.components(expression[0]), space.components(expression[1])),

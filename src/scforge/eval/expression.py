@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy import sparse
@@ -181,9 +181,21 @@ def log_expression(cells: Cells, rows: np.ndarray | None = None) -> sparse.csr_m
     return sparse.vstack(parts, format="csr")
 
 
-@dataclass(frozen=True)
 class ExpressionSpace:
     """Variable genes, their scaling and their principal components, all fitted on training cells alone.
+
+    Genes are chosen as :func:`scanpy.pp.highly_variable_genes` does (``flavor="seurat"``).
+
+    Parameters
+    ----------
+    expression
+        log1p CP10K of the training cells, shape (N, G).
+    n_top_genes
+        Number of genes, among those that three cells express.
+    n_comps
+        Number of components; fewer where there are not so many.
+    seed
+        Seed of the solver.
 
     Attributes
     ----------
@@ -193,35 +205,16 @@ class ExpressionSpace:
         Mean and standard deviation of each, float32, shape (H,).
     pca
         The fitted :class:`sklearn.decomposition.PCA`.
+
+    Raises
+    ------
+    DataError
+        If there are too few cells or genes.
     """
 
-    genes: np.ndarray
-    mean: np.ndarray
-    scale: np.ndarray
-    pca: Any
-
-    @classmethod
-    def fit(
-        cls, expression: sparse.csr_matrix, *, n_top_genes: int = 2_000, n_comps: int = 50, seed: int = 0
-    ) -> ExpressionSpace:
-        """Choose genes as :func:`scanpy.pp.highly_variable_genes` does (``flavor="seurat"``), scale them, and find PCs.
-
-        Parameters
-        ----------
-        expression
-            log1p CP10K of the training cells, shape (N, G).
-        n_top_genes
-            Number of genes, among those that three cells express.
-        n_comps
-            Number of components; fewer where there are not so many.
-        seed
-            Seed of the solver.
-
-        Raises
-        ------
-        DataError
-            If there are too few cells or genes.
-        """
+    def __init__(
+        self, expression: sparse.csr_matrix, *, n_top_genes: int = 2_000, n_comps: int = 50, seed: int = 0
+    ) -> None:
         import anndata
         import scanpy as sc
         from sklearn.utils.sparsefuncs import mean_variance_axis
@@ -237,10 +230,9 @@ class ExpressionSpace:
             sc.pp.highly_variable_genes(work, n_top_genes=n_top_genes)
             genes = genes[np.asarray(work.var["highly_variable"], dtype=bool)]
         mean, variance = mean_variance_axis(expression[:, genes], axis=0)
-        scale = np.sqrt(np.where(variance > 0, variance, 1.0))
-        mean, scale = mean.astype(np.float32), scale.astype(np.float32)
-        scaled = cls(genes, mean, scale, None).scaled(expression)
-        return cls(genes, mean, scale, principal_components(scaled, n_comps, seed))
+        self.genes, self.mean = genes, mean.astype(np.float32)
+        self.scale = np.sqrt(np.where(variance > 0, variance, 1.0)).astype(np.float32)
+        self.pca = principal_components(self.scaled(expression), n_comps, seed)
 
     def scaled(self, expression: sparse.csr_matrix) -> sparse.csr_matrix:
         """Return the variable genes in units of their standard deviation, CSR float32, shape (N, H).

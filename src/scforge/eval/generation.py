@@ -29,6 +29,17 @@ MIN_CELLS = 20
 _ROUNDING = 1e-12
 
 
+def mark_of(made: AnnData | pd.DataFrame | str) -> Any:
+    """Return what changes with made or real cells, or effects; None if that cannot be told."""
+    if isinstance(made, str):
+        return made
+    if isinstance(made, pd.DataFrame):
+        return content_mark(made.to_numpy()), hash(tuple(made.index)), hash(tuple(made.columns))
+    mark = content_mark(made.X)
+    table = pd.util.hash_pandas_object(made.obs.astype(str), index=True).sum()
+    return None if mark is None else (mark, hash(tuple(made.var_names)), int(table))
+
+
 class _Parts(NamedTuple):
     """What the figures are made of; rows of made cells first, then of real ones, where both are in one array."""
 
@@ -152,8 +163,8 @@ class Generation(Benchmark):
 
     def _parts(self, made: AnnData, reference: AnnData) -> _Parts:
         """Compute what does not depend on the draw, once for the figures and their draws."""
-        key = ((self.seed, self.n_comps, self.max_cells), self._mark(made), self._mark(reference))
-        if self._last is not None and self._last[0] == key and None not in (key[1][0], key[2][0]):
+        key = ((self.seed, self.n_comps, self.max_cells), mark_of(made), mark_of(reference))
+        if self._last is not None and self._last[0] == key and None not in key:
             return self._last[1]
         real, cells = self._cells(reference, "real"), self._cells(made, "generated")
         if {*made.var_names} != {*reference.var_names}:
@@ -173,11 +184,6 @@ class Generation(Benchmark):
         parts = _Parts(cells[:, genes], real[:, genes], rows_made, rows_real, kernels, scores, groups)
         self._last = (key, parts)
         return parts
-
-    def _mark(self, adata: AnnData) -> tuple[Any, ...]:
-        """Return what changes with the cells, the names of their genes and their labels."""
-        labels = () if self.labels_key is None else adata.obs.get(self.labels_key, ())
-        return content_mark(adata.X), hash(tuple(adata.var_names)), hash(tuple(map(str, labels)))
 
     def _groups(self, made: AnnData, reference: AnnData) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return which made and which real cells have each label."""

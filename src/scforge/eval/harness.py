@@ -280,9 +280,7 @@ def compare(
     kinds: Mapping[str, Kind],
     seeds: Sequence[int] = (0,),
     intervals: bool = True,
-    seconds: Mapping[str, float] | None = None,
     title: str = "Methods compared",
-    name: str | None = None,
 ) -> Report:
     """Score what methods made with a benchmark of any subject.
 
@@ -300,12 +298,8 @@ def compare(
         Seeds of a benchmark that has one; figures are means over them.
     intervals
         Add 95 % intervals, and tests of the models against the best baseline.
-    seconds
-        Wall time of a method.
     title
         Heading of the report.
-    name
-        What the benchmark is called in it; None takes its registered name.
 
     Returns
     -------
@@ -337,14 +331,14 @@ def compare(
     report = Report(title)
     score(
         report,
-        title_of(benchmark) if name is None else name,
+        title_of(benchmark),
         benchmark,
         made,
         reference,
         kinds=kinds,
         seeds=seeds,
         intervals=intervals,
-        seconds=seconds or {},
+        seconds={},
     )
     report.check()
     return report

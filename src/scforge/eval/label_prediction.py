@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
@@ -148,11 +148,6 @@ class CellTypeProbe(Benchmark):
         self.seed = check_seed(seed)
         self._cache: dict[bytes, dict[str, np.ndarray]] = {}
         self._warned_of: tuple[str, ...] = ()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        cls.metrics = tuple(cls._scores)
-        super().__init_subclass__(**options)
-        cls.main = cls.metrics[0]
 
     def check(self, obs: pd.DataFrame) -> None:
         """Raise :class:`~scforge.errors.DataError` where :meth:`run` would."""
@@ -359,6 +354,7 @@ class LabelPrediction(CellTypeProbe):
     """
 
     _scores = {"knn_macro_f1": ("knn", "macro_f1"), "logreg_macro_f1": ("linear", "macro_f1")}
+    metrics = tuple(_scores)
 
 
 @register_benchmark("cell_type_annotation")
@@ -375,6 +371,7 @@ class CellTypeAnnotation(CellTypeProbe):
     """
 
     _scores = {"macro_f1": ("knn", "macro_f1"), "accuracy": ("knn", "accuracy")}
+    metrics = tuple(_scores)
 
 
 _CONSTANT = 1e-6

@@ -505,9 +505,8 @@ class Universe:
         return found.reshape(self.edges.shape)
 
 
-@dataclass(frozen=True)
 class RankedPairs:
-    """Pairs by falling weight.
+    """Pairs of a universe by falling weight of edges.
 
     Attributes
     ----------
@@ -525,34 +524,24 @@ class RankedPairs:
         Where ties begin, and the number of pairs.
     """
 
-    tfs: np.ndarray
-    true: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
-    n_scored: int
-    within: np.ndarray
-    bounds: np.ndarray
-
-    @classmethod
-    def of(cls, made: pd.DataFrame, universe: Universe) -> RankedPairs:
-        """Rank the pairs of a universe by the weights of edges."""
+    def __init__(self, made: pd.DataFrame, universe: Universe) -> None:
         from scipy.stats import rankdata
 
         matrix = universe.matrix(made)
         kept = np.flatnonzero(universe.pairs)
         kept = kept[np.argsort(-matrix.ravel()[kept])]
         ranked = matrix.ravel()[kept]
-        bounds = np.concatenate([[0], np.flatnonzero(ranked[1:] != ranked[:-1]) + 1, [len(ranked)]])
-        true = np.flatnonzero(universe.edges.ravel()[kept])
-        tie = np.searchsorted(bounds, true, side="right")
+        self.tfs, self.n_scored = kept // len(universe.genes), int(np.isfinite(ranked).sum())
+        self.bounds = np.concatenate([[0], np.flatnonzero(ranked[1:] != ranked[:-1]) + 1, [len(ranked)]])
+        self.true = np.flatnonzero(universe.edges.ravel()[kept])
+        tie = np.searchsorted(self.bounds, self.true, side="right")
+        self.starts, self.ends = self.bounds[tie - 1], self.bounds[tie]
         # The area is how often a true pair is ranked above another one (Mann and Whitney 1947).
         ranks = rankdata(np.where(universe.pairs, matrix, np.nan), axis=1, nan_policy="omit")
         n_true = universe.edges.sum(axis=1)
         n_other = universe.pairs.sum(axis=1) - n_true
         above = np.where(universe.edges, ranks, 0.0).sum(axis=1) - n_true * (n_true + 1) / 2
-        within = np.divide(above, n_true * n_other, out=np.full(len(above), np.nan), where=n_other > 0)
-        n_scored = int(np.isfinite(ranked).sum())
-        return cls(kept // len(universe.genes), true, bounds[tie - 1], bounds[tie], n_scored, within, bounds)
+        self.within = np.divide(above, n_true * n_other, out=np.full(len(above), np.nan), where=n_other > 0)
 
     def figures(self, weights: np.ndarray) -> dict[str, float]:
         """Return the metrics where each transcription factor counts as often as `weights` (T,) says.
@@ -705,12 +694,12 @@ class GeneNetwork(Benchmark):
             True edges, with the columns ``source`` and ``target``.
         """
         universe = self.universe(reference)
-        return RankedPairs.of(made, universe).figures(np.ones(len(universe.tfs)))
+        return RankedPairs(made, universe).figures(np.ones(len(universe.tfs)))
 
     def resampled(self, made: pd.DataFrame, reference: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame:
         """Return the figures on bootstrapped transcription factors; NaN where those drawn regulate all genes."""
         universe = self.universe(reference)
-        ranked = RankedPairs.of(made, universe)
+        ranked = RankedPairs(made, universe)
         draws = bootstrap_weights(len(universe.tfs), n, seed=seed).astype(np.float64)
         return pd.DataFrame([ranked.figures(weights) for weights in draws], columns=list(self.metrics))
 

@@ -13,7 +13,6 @@ from scipy import sparse
 
 from scforge._checks import check_count, check_seed
 from scforge._constants import UNS_KEY
-from scforge.data.checks import content_mark
 from scforge.errors import DataError, listing
 from scforge.eval.base import Benchmark, register_benchmark
 from scforge.eval.expression import principal_components, scale_difference
@@ -25,6 +24,7 @@ from scforge.eval.generation import (
     check_features,
     compare_beside,
     copied_rows,
+    mark_of,
 )
 from scforge.eval.perturbation_metrics import (
     DISCRIMINATION,
@@ -300,23 +300,20 @@ _N_VARIABLE = 2_000
 _MAX_FITTED = 20_000
 
 
-@dataclass(frozen=True)
 class CellSpace:
-    """Principal components of the genes of the largest variance, in which an effect on the mean is a shift."""
+    """Principal components of the genes of the largest variance, in which an effect on the mean is a shift.
 
-    genes: np.ndarray
-    pca: Any
+    They are found on 2,000 genes, of at most 20,000 cells drawn at random.
+    """
 
-    @classmethod
-    def fit(cls, expression: sparse.csr_matrix, *, n_comps: int, seed: int) -> CellSpace:
-        """Find them on the 2,000 genes of the largest variance, of at most 20,000 cells drawn at random."""
+    def __init__(self, expression: sparse.csr_matrix, *, n_comps: int, seed: int) -> None:
         from sklearn.utils.sparsefuncs import mean_variance_axis
 
         rows = np.random.default_rng(seed).permutation(expression.shape[0])[:_MAX_FITTED]
         expression = expression[np.sort(rows)].astype(np.float64)
         _, variance = mean_variance_axis(expression, axis=0)
-        genes = np.sort(np.argsort(-variance, kind="stable")[:_N_VARIABLE])
-        return cls(genes, principal_components(expression[:, genes], n_comps, seed))
+        self.genes = np.sort(np.argsort(-variance, kind="stable")[:_N_VARIABLE])
+        self.pca = principal_components(expression[:, self.genes], n_comps, seed)
 
     def cells(self, expression: sparse.csr_matrix) -> np.ndarray:
         """Return the coordinates of cells, float64, shape (N, D)."""
@@ -376,7 +373,7 @@ class Reference:
             self.controls = dict(known.controls)
             self.center = np.array([known.mean(context) for context in self.contexts])
             self.base = pd.DataFrame(self.center, index=keys.index(cells.effects), columns=cells.genes)
-        self.space = CellSpace.fit(starts.expression, n_comps=benchmark.n_comps, seed=self.seed)
+        self.space = CellSpace(starts.expression, n_comps=benchmark.n_comps, seed=self.seed)
         self.coordinates = self.space.cells(cells.expression)
         rng = np.random.default_rng(self.seed)
         self.of_controls = {}
@@ -462,17 +459,6 @@ def _some(rows: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
 
 
 _CALIBRATED = ("pearson_delta", "wmse")
-
-
-def _mark_of(cells: AnnData | pd.DataFrame | str) -> Any:
-    """Return what changes with predicted or measured effects; None if that cannot be told."""
-    if isinstance(cells, str):
-        return cells
-    if isinstance(cells, pd.DataFrame):
-        return content_mark(cells.to_numpy()), hash(tuple(cells.index)), hash(tuple(cells.columns))
-    mark = content_mark(cells.X)
-    table = pd.util.hash_pandas_object(cells.obs.astype(str), index=True).sum()
-    return None if mark is None else (mark, hash(tuple(cells.var_names)), int(table))
 
 
 @register_benchmark("perturbation_prediction")
@@ -625,7 +611,7 @@ class PerturbationPrediction(Benchmark):
         effect with fewer than two cells.
         """
         known = self._reference(reference)
-        mark = _mark_of(made)
+        mark = mark_of(made)
         for its_mark, table in self._tables:
             if mark is not None and its_mark == mark:
                 return table
@@ -669,7 +655,7 @@ class PerturbationPrediction(Benchmark):
         return found[list(self.metrics)]
 
     def _reference(self, reference: AnnData) -> Reference:
-        mark = _mark_of(reference)
+        mark = mark_of(reference)
         if self._kept is None or mark is None or self._kept[:2] != (self.seed, mark):
             self._tables = []
             self._kept = (self.seed, mark, Reference(reference, self._train, self))

@@ -246,11 +246,10 @@ class Perturbation:
         return after_bk
 
 
-@dataclass(frozen=True)
 class PerturbedCells:
     """Perturbed copies of cells, made as they are read: a :class:`scforge.data.Cells` that takes no memory.
 
-    Attributes
+    Parameters
     ----------
     source
         The cells.
@@ -273,39 +272,17 @@ class PerturbedCells:
     2
     """
 
-    source: CellSource
-    perturbation: Perturbation
-    rows: np.ndarray
-    genes: np.ndarray
     chunk_size: ClassVar[int] = 1
+
+    def __init__(self, source: CellSource, perturbation: Perturbation, rows: np.ndarray, genes: np.ndarray) -> None:
+        self.source, self.perturbation, self.rows, self.genes = source, perturbation, rows, genes
+        self.vocab, self.measured = source.vocab, source.measured
+        self.overlap, self.counts_kept = source.overlap, source.counts_kept
+        # At most.
+        self.n_expressed = source.n_expressed[rows] + genes.shape[1]
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def vocab(self) -> GeneVocab | None:
-        """The genes that the counts are over."""
-        return self.source.vocab
-
-    @property
-    def overlap(self) -> float:
-        """Share of the vocabulary's genes that the data have."""
-        return self.source.overlap
-
-    @property
-    def counts_kept(self) -> float:
-        """Share of all counts that lie in vocabulary genes, before anything was perturbed."""
-        return self.source.counts_kept
-
-    @property
-    def measured(self) -> np.ndarray | None:
-        """True for the vocabulary genes that the data have, bool, shape (G,)."""
-        return self.source.measured
-
-    @property
-    def n_expressed(self) -> np.ndarray:
-        """Number of expressed genes of each copy at most, int64, shape (N,)."""
-        return self.source.n_expressed[self.rows] + self.genes.shape[1]
 
     def column(self, key: str) -> pd.Series:
         """Return a column of obs, length N."""
