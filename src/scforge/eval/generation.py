@@ -450,14 +450,10 @@ def check_features(
     for where, matrix in _representations(real) if len(known) else ():
         means = np.array([_mean(matrix, cells_of[name]) for name in known.index])
         plain = 0.0 if controls is None else _mean(matrix, controls)
-        copied = []
+        copied = known.index[:0]
         if own.shape == means.shape:
-            copied = [
-                name
-                for name, row, mean in zip(known.index, own, means, strict=True)
-                if _same(row, mean) or _same(row, mean - plain)
-            ]
-        if copied or _same_columns(own, means):
+            copied = known.index[_same_rows(own, means) | _same_rows(own, means - plain)]
+        if len(copied) or _same_columns(own, means):
             name = [*copied, known.index[0]][0]
             raise DataError(
                 f"{argument} has for {name!r} the mean of {where} over the held-out cells under {name!r} themselves, "
@@ -481,14 +477,12 @@ def _mean(matrix: np.ndarray | sparse.csr_matrix, rows: np.ndarray) -> np.ndarra
     return np.asarray(matrix[rows].mean(axis=0), dtype=np.float64).ravel()
 
 
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether two vectors are the same up to a factor; without one where a direction is soon met by chance."""
-    lengths = np.linalg.norm(one) * np.linalg.norm(other)
-    if not np.isfinite(lengths) or lengths == 0:
-        return False
-    if len(one) < 3:
-        return bool(np.allclose(one, other, rtol=_SAME, atol=0))
-    return bool(one @ other / lengths > 1 - _SAME**2)
+def _same_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return which rows are the same up to a factor; without one where a direction is soon met by chance."""
+    if one.shape[1] < 3:
+        return np.isclose(one, other, rtol=_SAME, atol=0).all(axis=1) & one.any(axis=1)
+    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    return ((one * other).sum(axis=1) > (1 - _SAME**2) * lengths) & (lengths > 0) & np.isfinite(lengths)
 
 
 def _same_columns(ours: np.ndarray, means: np.ndarray) -> bool:

@@ -727,6 +727,8 @@ def _places(names: pd.Series, index: pd.Index) -> np.ndarray:
 
 
 NETWORK_BASELINES = ("pearson", "spearman", "mean_expression", "degree", "in_degree", "random")
+_N_FOLDS = 5
+"""Folds in which edges are counted apart from those that are asked for."""
 _N_RANDOM = 3
 """Random scores, each a method of its own."""
 
@@ -789,7 +791,7 @@ def _correlations(values: sparse.csc_matrix, rows: np.ndarray, columns: np.ndarr
     return (products - np.outer(mean[rows], mean[columns])) / np.outer(scale[rows], scale[columns])
 
 
-def degree_weights(universe: Universe, *, out: bool = True, n_folds: int = 5, seed: int = 0) -> np.ndarray:
+def degree_weights(universe: Universe, *, out: bool = True, seed: int = 0) -> np.ndarray:
     """Score pairs of genes by the share of true edges of either, apart from what is asked for, shape (T, G).
 
     The weight of an edge is the out-degree of its source (with `out`) times the in-degree of its target, as shares.
@@ -803,13 +805,13 @@ def degree_weights(universe: Universe, *, out: bool = True, n_folds: int = 5, se
     """
     rng = np.random.default_rng(seed)
     edges, pairs = universe.edges, universe.pairs
-    of_tf, of_gene = (rng.permutation(size) % n_folds for size in edges.shape)
+    of_tf, of_gene = (rng.permutation(size) % _N_FOLDS for size in edges.shape)
     share = edges.sum() / pairs.sum()
     weights = np.empty(edges.shape)
-    for fold in range(n_folds):
+    for fold in range(_N_FOLDS):
         rest = of_tf != fold
         weights[~rest] = (edges[rest].sum(axis=0) + share) / (pairs[rest].sum(axis=0) + 1.0)
-    for fold in range(n_folds) if out else ():
+    for fold in range(_N_FOLDS) if out else ():
         rest = of_gene != fold
         weights[:, ~rest] *= ((edges[:, rest].sum(axis=1) + share) / (pairs[:, rest].sum(axis=1) + 1.0))[:, None]
     return weights

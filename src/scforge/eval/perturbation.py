@@ -193,15 +193,13 @@ def gene_scores(known: KnownEffects, n_comps: int = N_COMPONENTS) -> np.ndarray:
     return (left * values)[:, :n_comps]
 
 
-def linear_effects(
-    deltas: np.ndarray, genes: np.ndarray, seen: np.ndarray, wanted: np.ndarray, *, penalty: float = PENALTY
-) -> np.ndarray:
+def linear_effects(deltas: np.ndarray, genes: np.ndarray, seen: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Predict effects by the bilinear model of Ahlmann-Eltze, Huber and Anders (Nat Methods 2025).
 
     With Y the training effects (genes x perturbations) less their mean b over perturbations, A features of genes, B
     features of perturbations (one column each) and I the identity::
 
-        W = (A'A + penalty I)^-1 A' Y B' (B B' + penalty I)^-1,    prediction = A W B_wanted + b
+        W = (A'A + 0.1 I)^-1 A' Y B' (B B' + 0.1 I)^-1,    prediction = A W B_wanted + b
 
     Parameters
     ----------
@@ -212,8 +210,6 @@ def linear_effects(
     seen, wanted
         Features of the training perturbations, (N, E), and of those to predict, (Q, E); rows of NaN where there are
         none. Such a training perturbation counts for b alone, such a wanted one is predicted to be b.
-    penalty
-        Of both ridge regressions.
 
     Returns
     -------
@@ -226,8 +222,8 @@ def linear_effects(
     if not fitted.any() or not known.any():
         return predicted
     y_gn, b_en = (deltas[fitted] - center).T, seen[fitted].T
-    of_genes = np.linalg.solve(genes.T @ genes + penalty * np.eye(genes.shape[1]), genes.T @ y_gn @ b_en.T)
-    weights = np.linalg.solve(b_en @ b_en.T + penalty * np.eye(len(b_en)), of_genes.T).T
+    of_genes = np.linalg.solve(genes.T @ genes + PENALTY * np.eye(genes.shape[1]), genes.T @ y_gn @ b_en.T)
+    weights = np.linalg.solve(b_en @ b_en.T + PENALTY * np.eye(len(b_en)), of_genes.T).T
     predicted[known] += (genes @ weights @ wanted[known].T).T
     return predicted
 

@@ -279,6 +279,10 @@ def _centered(values: np.ndarray) -> np.ndarray:
     return centered
 
 
+_N_SPLITS = 5
+"""Splits into halves, of which the mean is taken."""
+
+
 def technical_duplicate(
     expression: sparse.csr_matrix,
     groups: np.ndarray,
@@ -286,7 +290,6 @@ def technical_duplicate(
     center: np.ndarray | None = None,
     contexts: Sequence[object] | None = None,
     *,
-    n_splits: int = 5,
     seed: int = 0,
     more: Callable[[np.ndarray, np.ndarray, np.ndarray, np.random.Generator], dict[str, np.ndarray]] | None = None,
 ) -> pd.DataFrame:
@@ -313,8 +316,6 @@ def technical_duplicate(
         For each perturbation the group of its controls, shape (Q,).
     center, contexts
         See :func:`score_deltas`.
-    n_splits
-        Splits, of which the mean is returned.
     seed
         Seed of the splits.
     more
@@ -339,7 +340,7 @@ def technical_duplicate(
     perturbed = np.arange(len(controls))
     starts = np.cumsum(sizes) - sizes
     tables = []
-    for _ in range(n_splits):
+    for _ in range(_N_SPLITS):
         # Ranks of random numbers within a group are even for one half and odd for the other.
         order = np.lexsort([rng.random(len(groups)), groups])
         half = np.empty(len(groups), dtype=np.int64)
@@ -349,7 +350,7 @@ def technical_duplicate(
         other = effects_of(both, perturbed + n_groups, controls + n_groups)
         table = of_whole(score_deltas(one, other.deltas, other.scores, de_genes(other.p_values), center, contexts))
         tables.append(table if more is None else table.assign(**more(one, other.deltas, half, rng)))
-    mean = sum(tables[1:], start=tables[0]) / n_splits
+    mean = sum(tables[1:], start=tables[0]) / _N_SPLITS
     mean.loc[(sizes[perturbed] < 2) | (sizes[controls] < 2)] = np.nan
     return mean
 

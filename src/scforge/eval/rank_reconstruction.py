@@ -5,6 +5,7 @@ Shapes: N cells, S places, G genes, R draws.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -245,7 +246,7 @@ def _of_cell(made: np.ndarray, true: np.ndarray) -> np.ndarray:
     """Return edits, edits by length, both lengths, Spearman, then matches of runs, then their numbers; (5 + 2 * 4,)."""
     edits = _edits(made, true)
     longest = max(len(made), len(true))
-    runs = [_matches(made, true, length) for length in range(1, _LONGEST + 1)]
+    runs = [_matches(made.tolist(), true.tolist(), length) for length in range(1, _LONGEST + 1)]
     matches, numbers = zip(*runs, strict=True)
     return np.array([edits, edits / longest, len(made), len(true), _spearman(made, true), *matches, *numbers])
 
@@ -269,19 +270,10 @@ def _figures(table: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
         }
 
 
-def _matches(made: np.ndarray, true: np.ndarray, length: int) -> tuple[int, int]:
+def _matches(made: list[int], true: list[int], length: int) -> tuple[int, int]:
     """Return how many runs of so many genes are in the true order, at most as often as there, and their number."""
-    if len(made) < length:
-        return 0, 0
-    runs = [
-        np.unique(np.lib.stride_tricks.sliding_window_view(row, length), axis=0, return_counts=True)
-        if len(row) >= length
-        else (np.empty((0, length), dtype=np.int64), np.empty(0, dtype=np.int64))
-        for row in (made, true)
-    ]
-    known = {run.tobytes(): int(n) for run, n in zip(*runs[1], strict=True)}
-    found = sum(min(int(n), known.get(run.tobytes(), 0)) for run, n in zip(*runs[0], strict=True))
-    return found, len(made) - length + 1
+    of_made, of_true = (Counter(zip(*(row[i:] for i in range(length)), strict=False)) for row in (made, true))
+    return (of_made & of_true).total(), of_made.total()
 
 
 def _spearman(made: np.ndarray, true: np.ndarray) -> float:

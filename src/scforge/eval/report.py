@@ -217,6 +217,8 @@ KINDS: tuple[Kind, ...] = ("model", "supervised", "untrained", "baseline", "ceil
 """Kinds of rows, in the order of a table."""
 
 _ALPHA = 0.05
+_WIDTH = 100
+"""Characters of a line in a terminal."""
 
 
 @dataclass(frozen=True)
@@ -579,11 +581,11 @@ def to_markdown(report: Report) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def to_text(report: Report, width: int = 100) -> str:
-    """Return the verdicts of a report, and of each benchmark the columns that fit into `width` characters."""
+def to_text(report: Report) -> str:
+    """Return the verdicts of a report, and of each benchmark the columns that fit into 100 characters."""
     lines = [report.title]
     lines += [
-        textwrap.fill(one, width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+        textwrap.fill(one, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
         for one in report.verdicts()
     ]
     n_left_out = 0
@@ -591,7 +593,7 @@ def to_text(report: Report, width: int = 100) -> str:
         columns = [[title, *(text for text, _ in cells)] for title, cells in _columns(report, benchmark)]
         columns = [one for one in columns if any(one[1:]) and one[0] not in ("dimensions", "seconds")]
         sizes = [max(map(len, column)) for column in columns]
-        n_shown = next((i for i in range(len(sizes), 3, -1) if sum(sizes[:i]) + 2 * i <= width), 3)
+        n_shown = next((i for i in range(len(sizes), 3, -1) if sum(sizes[:i]) + 2 * i <= _WIDTH), 3)
         n_left_out += len(columns) - n_shown
         lines += ["", benchmark] if benchmark else [""]
         for row in zip(*columns[:n_shown], strict=True):
