@@ -532,17 +532,14 @@ def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
         )
     if name in list_cards():
         return str(find_file(name))
-    folder = os.environ.get(DATA_FOLDER)
-    if folder is not None and (file := Path(folder) / f"{name}.h5ad").exists():
+    file = Path(os.environ.get(DATA_FOLDER, f"${DATA_FOLDER}"), f"{name}.h5ad")
+    if file.exists():
         return str(file)
-    where = f"${DATA_FOLDER}" if folder is None else folder
     known = f" (datasets has: {listing(datasets)})" if datasets else ""
     near = did_you_mean(name, [*datasets, *list_cards()])
-    hint = f"{near} Otherwise" if near else ";"
     raise OptionError(
-        f"dataset={name!r} of the benchmark {evaluation.title!r} is not known{hint} put the file at "
-        f"{where}/{name}.h5ad{f' and set {DATA_FOLDER}' if folder is None else ''}, or say where it is in "
-        f"eval.datasets, {name}: PATH{known}."
+        f"dataset={name!r} of the benchmark {evaluation.title!r} is not known{f'{near} Otherwise' if near else ';'} "
+        f"put the file at {file}, or say where it is in eval.datasets, {name}: PATH{known}."
     )
 
 
