@@ -336,7 +336,7 @@ def test_transcription_factors_are_drawn_and_the_same_for_all_scores(planted) ->
         (
             {"genes": ["ENSG1"]},
             DataError,
-            r"of the .* true edges is left among genes \('ENSG1'\); name genes as the truth",
+            r"of the .* true edges is left among genes and tfs .*; name genes as the truth",
         ),
         (
             {"truth": lambda t: t.rename(columns={"source": "tf"})},

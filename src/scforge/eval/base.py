@@ -200,21 +200,10 @@ class Benchmark(ABC):
 def half_samples(
     obs: pd.DataFrame, n: int, *, seed: int, labels_key: str | None = None, groups_key: str | None = None
 ) -> Iterator[np.ndarray]:
-    """Yield rows of random halves, ascending, int64.
+    """Yield rows of random halves of the cells, ascending, int64, `n` times; of whole groups with `groups_key`.
 
-    Parameters
-    ----------
-    obs
-        Annotation of the cells, N rows.
-    n
-        Number of halves.
-    seed
-        Seed.
-    labels_key
-        Keep the share of each of these labels; missing ones count as one label.
-    groups_key
-        Draw whole groups in place of cells, the smaller half of an odd number; then labels do not matter. With fewer
-        than four groups nothing is yielded, since no half tells how groups differ.
+    Halves of cells keep the share of each label of `labels_key`; missing ones count as one label. Of an odd number of
+    groups the smaller half is drawn, and nothing of fewer than four, as no half tells how groups differ.
     """
     rng = np.random.default_rng(seed)
     for _ in range(n):

@@ -114,32 +114,12 @@ def check_n_comps(n_comps: int, adata: AnnData) -> None:
 def variable_genes(
     adata: AnnData, *, n_top_genes: int = 2_000, layer: str | None = None, batch_key: str | None = None
 ) -> AnnData:
-    """Return the highly variable genes of cells, log-normalized, with their counts in a layer.
+    """Return the highly variable genes of cells, log-normalized, CSR float32, and their counts in ``layers["counts"]``.
 
     Genes in fewer than three cells are left out; library-size normalization to 10,000, log1p, highly variable genes
-    (``flavor="seurat"``).
-
-    Parameters
-    ----------
-    adata
-        Annotated data with raw counts; not changed.
-    n_top_genes
-        Number of genes; all, if there are fewer.
-    layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
-    batch_key
-        Column of obs with the batches: genes are ranked in each, and taken by the number of batches in which they are
-        variable, so that what differs between batches alone is not chosen. Cells without a batch are one of their own.
-        None, or a single batch, ranks genes over all cells.
-
-    Returns
-    -------
-    CSR float32 in ``X`` and ``layers["counts"]``, with the names of the cells and genes, and nothing of their obs.
-
-    Raises
-    ------
-    DataError
-        If there are no raw counts, no gene is in three cells, or `batch_key` is no column.
+    (``flavor="seurat"``). With several batches genes are ranked in each, and taken by the number of batches in which
+    they are variable, so that what differs between batches alone is not chosen; cells without a batch are one of their
+    own.
     """
     import anndata
     import scanpy as sc
@@ -157,10 +137,9 @@ def variable_genes(
     chosen = np.ones(work.n_vars, dtype=bool)
     # All genes are all genes, however they are ranked.
     if n_top_genes < work.n_vars:
-        batches = None if batch_key is None else np.asarray(adata.obs[batch_key], dtype=object).astype(str)
-        several = batches is not None and len(np.unique(batches)) > 1
-        if several:
-            work.obs["batch"] = pd.Categorical(batches)
+        if batch_key is not None:
+            work.obs["batch"] = pd.Categorical(np.asarray(adata.obs[batch_key], dtype=object).astype(str))
+        several = batch_key is not None and work.obs["batch"].nunique() > 1
         sc.pp.highly_variable_genes(work, n_top_genes=n_top_genes, batch_key="batch" if several else None)
         chosen = np.asarray(work.var["highly_variable"])
     work.obs = work.obs[[]].copy()
@@ -347,19 +326,6 @@ def scvi_embedding(
     stops after 15 epochs without a better ELBO of these. The weight of the KL term rises over the first 50 epochs, a
     quarter of all epochs at most, in place of 400, and nothing stops before that is done. The weights are those of the
     epoch with the best ELBO since; scvi-tools would keep the last ones.
-
-    Parameters
-    ----------
-    adata, layer, n_top_genes
-        As in :func:`embedding_baselines`.
-    batch_key
-        Column of obs that scVI corrects for, or None.
-    max_epochs
-        Most epochs; None for scVI's own number, as in :func:`embedding_baselines`.
-    seed
-        Seed of the weights, of the order of the cells and of those that are held out.
-    progress_bar
-        Show a line every so often.
     """
     import scvi
     import torch
@@ -490,24 +456,7 @@ class BaselineInputs:
     ) -> BaselineInputs:
         """Choose genes and find components on the training cells, and see all cells through them.
 
-        Parameters
-        ----------
-        train_cells, train_rows
-            The training cells, and which of them.
-        cells, rows
-            The scored cells over the same vocabulary, and which of them.
-        seed
-            Seed of that and of the components.
-
-        Raises
-        ------
-        DataError
-            If there are too few training cells.
-
-        Warns
-        -----
-        ScforgeWarning
-            If not all training cells are taken.
+        At most 50,000 training cells are taken, drawn at random, with a warning if there are more.
         """
         chosen = choose_rows(len(train_cells), _MAX_FITTED, rows=train_rows, seed=seed)
         if len(chosen) < len(train_rows):
@@ -529,15 +478,6 @@ def classification_baselines(inputs: BaselineInputs, classes: np.ndarray, n_clas
     ``logistic_regression_genes`` is CellTypist's model (Dominguez Conde et al. 2022: one logistic regression for each
     class, L2, C = 1, on scaled log1p CP10K) over the variable genes; ``majority_class`` knows the shares of the
     classes. Each further embedding gets a logistic regression of its standardized dimensions.
-
-    Parameters
-    ----------
-    inputs
-        What the baselines see.
-    classes
-        Class of each training cell, 0 to C - 1, shape (M,).
-    n_classes
-        Number of classes C.
     """
     from sklearn.multiclass import OneVsRestClassifier
     from sklearn.neighbors import KNeighborsClassifier
@@ -567,13 +507,6 @@ def regression_baselines(inputs: BaselineInputs, target: np.ndarray) -> dict[str
 
     ``ridge_pca`` and ``knn_pca`` see 50 principal components, ``mean`` the mean of the training cells. Each further
     embedding gets a ridge regression of its standardized dimensions. Penalties are chosen on the training cells.
-
-    Parameters
-    ----------
-    inputs
-        What the baselines see.
-    target
-        Target of each training cell, shape (M,).
     """
     from sklearn.neighbors import KNeighborsRegressor
 
@@ -595,13 +528,6 @@ def multi_label_baselines(inputs: BaselineInputs, targets: np.ndarray) -> dict[s
 
     One logistic regression a label on 50 principal components (``logistic_regression_pca``) and on each further
     embedding; ``label_frequency`` knows the share of the training cells that have a label.
-
-    Parameters
-    ----------
-    inputs
-        What the baselines see.
-    targets
-        Whether each training cell has each label, bool, shape (M, C).
     """
 
     def probabilities(features: tuple[np.ndarray, np.ndarray]) -> np.ndarray:

@@ -36,30 +36,11 @@ _SAME_TOTAL = 1e-3
 def log_normalized(
     adata: AnnData, layer: str | None = None, *, argument: str = "adata", made: bool = False
 ) -> sparse.csr_matrix:
-    """Return log1p CP10K of counts, or of values that are that already.
+    """Return log1p CP10K of counts, or of values that are that already: CSR without stored zeros, shape (N, G).
 
     Whole numbers are counts. Other values are log1p CP10K if ``expm1`` of them has a total of 10,000 in each cell, or
-    less where the data hold part of the genes only.
-
-    Parameters
-    ----------
-    adata
-        The cells.
-    layer
-        Key in ``adata.layers``; None reads ``adata.X``.
-    argument
-        What `adata` is called in messages.
-    made
-        Whether values are predicted: their totals may vary about 10,000, by ten times at most in the median.
-
-    Returns
-    -------
-    CSR without stored zeros, float64 if the values are, else float32, shape (N, G).
-
-    Raises
-    ------
-    DataError
-        If values are missing, negative, or of another scale, or the cells are in a file and not in memory.
+    less where the data hold part of the genes only. With `made` they are predicted: totals may vary about 10,000, by
+    ten times at most in the median. `argument` is what the cells are called in messages.
     """
     where = f"X of {argument}" if layer is None else f"layers[{layer!r}] of {argument}"
     if layer is not None:
@@ -153,21 +134,9 @@ _PIECE = 1 << 14
 
 
 def log_expression(cells: Cells, rows: np.ndarray | None = None) -> sparse.csr_matrix:
-    """Return log1p CP10K of cells over the genes of their vocabulary.
+    """Return log1p CP10K of cells over the genes of their vocabulary, CSR, float32, shape (N, G).
 
     Library sizes are those over all genes of the data, also over those outside the vocabulary.
-
-    Parameters
-    ----------
-    cells
-        The cells.
-    rows
-        Only these, in this order; all if None.
-
-    Returns
-    -------
-    CSR, float32, shape (N, G).
-
     """
     assert cells.vocab is not None
     rows = np.arange(len(cells)) if rows is None else np.asarray(rows, dtype=np.int64)
@@ -311,19 +280,7 @@ class Effects:
 
 
 def moments(cells: Cells, rows: np.ndarray, codes: np.ndarray, n_groups: int) -> Moments:
-    """Return mean and variance of groups of cells, read a few thousand at a time.
-
-    Parameters
-    ----------
-    cells
-        The cells, over a vocabulary.
-    rows
-        Those that take part, ascending, int64, shape (N,).
-    codes
-        Group of each of them, from 0 to `n_groups` - 1, shape (N,).
-    n_groups
-        Number of groups P.
-    """
+    """Return mean and variance of groups of cells: of `rows`, ascending, whose groups are `codes`."""
     starts = range(0, max(len(rows), 1), _BLOCK)
     taken = (slice(start, start + _BLOCK) for start in starts)
     return _moments(((log_expression(cells, rows[some]), codes[some]) for some in taken), n_groups)
@@ -336,15 +293,7 @@ def moments_of(expression: sparse.csr_matrix, codes: np.ndarray, n_groups: int) 
 
 
 def effects_of(groups: Moments, perturbed: np.ndarray, controls: np.ndarray) -> Effects:
-    """Compare groups of perturbed cells with their controls.
-
-    Parameters
-    ----------
-    groups
-        Mean and variance of all groups.
-    perturbed, controls
-        Numbers of the perturbed groups and, for each, of its controls, shape (Q,).
-    """
+    """Compare groups of perturbed cells, Q of them, each with the group of its controls."""
     deltas = groups.mean[perturbed] - groups.mean[controls]
     errors = [groups.variance[side] / np.maximum(groups.n[side], 1)[:, None] for side in (perturbed, controls)]
     spread = errors[0] + errors[1]

@@ -240,7 +240,7 @@ def evaluate(
     embeddings: dict[str, Any] = {
         key: check_embedding(adata.obsm[key], adata.n_obs, f"adata.obsm[{key!r}]") for key in kinds
     }
-    embeddings = _with_replicates(embeddings, kinds, replicates or {})
+    _join_replicates(embeddings, kinds, replicates or {})
     genes: dict[str, Any] = {"batch_key": batch_key, "layer": layer}
     found = embedding_baselines(adata, baselines, **genes, seed=int(seeds[0]), progress_bar=progress_bar)
     of_baselines = {_TITLES.get(name, name): embedding for name, embedding in found.items()}
@@ -354,15 +354,7 @@ def entries_of(benchmarks: Entry | Sequence[Entry]) -> list[Entry]:
 
 
 def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None]) -> dict[str, Benchmark]:
-    """Make the benchmarks of a list, by names that differ.
-
-    Parameters
-    ----------
-    benchmarks
-        As in :func:`evaluate`.
-    keys
-        ``labels_key``, ``batch_key`` and ``groups_key`` of the data, for those that are not told.
-    """
+    """Make the benchmarks of a list, by names that differ; `keys` are columns of the data, where none is told."""
     found: dict[str, Benchmark] = {}
     for entry in entries_of(benchmarks):
         evaluation = to_evaluation(entry)
@@ -406,17 +398,14 @@ def _versions_of_packages() -> str:
     return ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
 
 
-def _with_replicates(
+def _join_replicates(
     embeddings: dict[str, Any], kinds: dict[str, Kind], replicates: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
+) -> None:
     """Put one row in place of those that are the same method; `kinds` as well."""
     for name, keys in replicates.items():
         missing = [key for key in keys if key not in embeddings]
         if missing or not keys:
             raise OptionError(f"replicates names {listing(missing)} for {name!r}, not among obsm_keys; add them there.")
-        kind = kinds[keys[0]]
         found = Replicates(embeddings.pop(key) for key in keys)
-        for key in keys:
-            kinds.pop(key)
-        embeddings, kinds[name] = {**embeddings, name: found}, kind
-    return embeddings
+        kinds[name] = [kinds.pop(key) for key in keys][0]
+        embeddings[name] = found

@@ -104,19 +104,9 @@ def edges_from_embeddings(
 def edges_from_matrix(
     matrix: Any, names: Any, targets: Any = None, *, tfs: Sequence[str] | None = None
 ) -> pd.DataFrame:
-    """Read a matrix of weights, whose rows regulate its columns, as edges.
+    """Read a matrix of weights, whose rows regulate its columns, shape (S, T), as edges.
 
-    Parameters
-    ----------
-    matrix
-        Array or sparse matrix, shape (S, T). Of a sparse one only stored values other than 0 are edges; of an array all
-        but NaN.
-    names
-        Names of the rows.
-    targets
-        Names of the columns; None for the same as of the rows.
-    tfs
-        Sources to keep; None keeps all.
+    Of a sparse one only stored values other than 0 are edges; of an array all but NaN.
     """
     rows = _unique(names)
     columns = rows if targets is None else _unique(targets)
@@ -668,11 +658,9 @@ class GeneNetwork(Benchmark):
         if self.genes is not None:
             kept = kept[kept["source"].isin(self.genes) & kept["target"].isin(self.genes)]
         if kept.empty:
-            asked = {"tfs": self.tfs, "genes": self.genes}
-            chosen = [f"{name} ({listing(some, most=3)})" for name, some in asked.items() if some is not None]
             raise DataError(
-                f"none of the {len(given)} true edges is left{' among ' if chosen else ''}{' and '.join(chosen)}; name "
-                f"genes as the truth does, e.g. by symbols (its sources: {listing(given['source'].unique(), most=3)})."
+                f"none of the {len(given)} true edges is left among genes and tfs that were asked for; name genes as "
+                f"the truth does, e.g. by symbols (its sources: {listing(given['source'].unique(), most=3)})."
             )
         tfs = pd.Index(np.sort(kept["source"].unique()))
         targets = kept["target"] if self.targets == "truth" else pd.Series(self.genes)

@@ -374,17 +374,7 @@ def of_whole(table: pd.DataFrame) -> pd.DataFrame:
 def calibrated(table: pd.DataFrame, base: str, ceiling: str) -> pd.DataFrame:
     """Return ``(m - base) / (ceiling - base)`` of each metric: 0 is as good as `base`, 1 as `ceiling`.
 
-    Parameters
-    ----------
-    table
-        Metrics (columns) of methods (rows).
-    base, ceiling
-        Rows of the table, e.g. ``"train_mean"`` and ``"technical_duplicate"``.
-
-    Returns
-    -------
-    A table like `table`, with NaN for metrics in which the ceiling is not better than the base: there is nothing that a
-    method could show.
+    NaN for metrics in which the ceiling is not better than the base: there is nothing that a method could show.
 
     Examples
     --------
@@ -402,13 +392,8 @@ def calibrated(table: pd.DataFrame, base: str, ceiling: str) -> pd.DataFrame:
 def comparable(effects: pd.DataFrame, ceiling: str) -> pd.DataFrame:
     """Return the scores of those effects that the ceiling has, so that means are over the same ones.
 
-    Parameters
-    ----------
-    effects
-        Scores (columns) of each effect by each method (rows), with the columns ``method``, ``perturbation`` and
-        ``context``.
-    ceiling
-        The method that may lack some, e.g. ``"technical_duplicate"``, which has none for effects of single cells.
+    `effects` has the scores of each effect by each method, and the columns ``method``, ``perturbation`` and
+    ``context``.
 
     Examples
     --------

@@ -186,20 +186,7 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
 def bootstrap_weights(n_rows: int, n: int, *, seed: int, groups: np.ndarray | None = None) -> np.ndarray:
     """Return how often each row is drawn, with replacement.
 
-    Parameters
-    ----------
-    n_rows
-        Number of rows.
-    n
-        Number of draws R.
-    seed
-        Seed.
-    groups
-        Group of each row, whole numbers from 0; whole groups are drawn. None draws rows.
-
-    Returns
-    -------
-    int64, shape (R, n_rows).
+    Rows of one group, whole numbers from 0, are drawn together. Int64, shape (R, n_rows).
 
     Examples
     --------

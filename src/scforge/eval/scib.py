@@ -168,24 +168,6 @@ def integration_scores(
     connectivity), ``total`` 0.6 bio + 0.4 batch [1]_. Figures are not scaled to the range of the methods compared, so
     that they do not depend on which these are.
 
-    Parameters
-    ----------
-    embedding
-        Shape (N, D).
-    obs
-        Table of the cells, N rows.
-    labels_key, batch_key
-        Its columns with cell types and batches.
-
-    Returns
-    -------
-    Name of a figure to the figure, in [0, 1], higher is better.
-
-    Raises
-    ------
-    DataError
-        If cell types or batches cannot be compared.
-
     References
     ----------
     .. [1] Luecken et al. (2022), Nature Methods 19, 41-50.

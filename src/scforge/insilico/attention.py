@@ -40,38 +40,9 @@ def attention_between_genes(
     for the first ones only). Attention of a gene to itself, and to special tokens, is left out; what is left is not
     scaled to sum to 1.
 
-    Parameters
-    ----------
-    module
-        An architecture that returns attention weights.
-    cells
-        The cells.
-    tokenizer
-        Its tokenizer.
-    objective
-        The objective it was trained with, which may order tokens.
-    layer
-        Layer whose attention is taken; -1 for the last.
-    heads
-        ``"mean"`` or ``"max"`` over heads, or the number of one.
-    top_k
-        Genes to keep of each row: those looked at most.
-    min_cells
-        Cells in which two genes must be tokens together.
-    max_genes
-        Genes to look at, at most: sums over all pairs are kept, eight bytes for each. The most widely expressed ones
-        are taken.
-    batch_size
-        Cells a batch; fewer where cells are long.
-
-    Returns
-    -------
-    Float32, shape (G, G), at most `top_k` entries a row.
-
-    Raises
-    ------
-    OptionError
-        If the architecture has no attention, or no such layer or head.
+    Float32, shape (G, G), at most `top_k` entries a row, of genes that are tokens together in `min_cells` cells at
+    least. Sums over all pairs are kept, eight bytes for each, so that only the `max_genes` most widely expressed genes
+    are looked at. `heads` is ``"mean"`` or ``"max"``, or the number of one.
 
     Examples
     --------

@@ -28,22 +28,6 @@ from scforge.training.predict import run_over
 def input_gene_embeddings(module: nn.Module, tokenizer: Tokenizer) -> np.ndarray:
     """Return what a model embeds the token of each gene by, before positions and values, float32, shape (G, H).
 
-    Parameters
-    ----------
-    module
-        The model.
-    tokenizer
-        Its tokenizer.
-
-    Returns
-    -------
-    Vectors of the genes in the order of the vocabulary.
-
-    Raises
-    ------
-    OptionError
-        If the module has no embedding of the tokens.
-
     Examples
     --------
     >>> import scforge
@@ -80,29 +64,8 @@ def contextual_gene_embeddings(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean state of the token of each gene over the cells in which it is one (and has room).
 
-    Parameters
-    ----------
-    module
-        An architecture that returns hidden states of tokens.
-    cells
-        The cells.
-    tokenizer
-        Its tokenizer.
-    objective
-        The objective it was trained with, which may order tokens.
-    batch_size
-        Cells a batch.
-    layer
-        Layer whose states are taken; -1 for the last.
-
-    Returns
-    -------
-    Means, float32, shape (G, H), NaN for genes that are no token of any cell; number of cells, int64, shape (G,).
-
-    Raises
-    ------
-    OptionError
-        If the architecture has no states of tokens, or no such layer.
+    Means, float32, shape (G, H), NaN for genes that are no token of any cell, and the number of cells, int64, shape
+    (G,).
 
     Examples
     --------
