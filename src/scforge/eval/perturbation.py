@@ -13,6 +13,7 @@ from scipy import sparse
 
 from scforge._checks import check_count, check_seed
 from scforge._constants import UNS_KEY
+from scforge.data.checks import content_mark
 from scforge.errors import DataError, listing
 from scforge.eval.base import Benchmark, register_benchmark
 from scforge.eval.expression import principal_components, scale_difference
@@ -345,7 +346,12 @@ class Reference:
         If a context has no controls, or the training lacks a gene.
     """
 
-    def __init__(self, real: AnnData, train: AnnData | None, benchmark: PerturbationPrediction) -> None:
+    def __init__(
+        self,
+        real: AnnData | PerturbedCells,
+        train: AnnData | PerturbedCells | None,
+        benchmark: PerturbationPrediction,
+    ) -> None:
         keys, n_top_genes = benchmark.keys, benchmark.n_top_genes
         cells = starts = PerturbedCells.read(real, keys, argument="real")
         groups = cells.moments()
@@ -457,6 +463,14 @@ def _some(rows: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
 _CALIBRATED = ("pearson_delta", "wmse")
 
 
+def _mark_of(made: AnnData | PerturbedCells | pd.DataFrame | str) -> Any:
+    """Return what changes with predicted or measured effects; None if that cannot be told."""
+    if not isinstance(made, PerturbedCells):
+        return mark_of(made)
+    names = hash((made.effects, made.contexts, tuple(made.genes)))
+    return content_mark(made.expression), content_mark(made.groups), names
+
+
 @register_benchmark("perturbation_prediction")
 class PerturbationPrediction(Benchmark):
     """How well effects of perturbations are predicted that the training did not see.
@@ -547,7 +561,7 @@ class PerturbationPrediction(Benchmark):
         self.n_comps = n_comps
         self.max_cells = max_cells
         self.seed = check_seed(seed)
-        self._train: AnnData | None = None
+        self._train: AnnData | PerturbedCells | None = None
         # What was read last: the seed and the data it belongs to, and the tables of what was scored against it.
         self._kept: tuple[int, Any, Reference] | None = None
         self._tables: list[tuple[Any, pd.DataFrame]] = []
@@ -607,7 +621,7 @@ class PerturbationPrediction(Benchmark):
         effect with fewer than two cells.
         """
         known = self._reference(reference)
-        mark = mark_of(made)
+        mark = _mark_of(made)
         for its_mark, table in self._tables:
             if mark is not None and its_mark == mark:
                 return table
@@ -650,8 +664,8 @@ class PerturbationPrediction(Benchmark):
                 found.loc[room, f"calibrated_{name}"] = (score[room] - low[room]) / (top[room] - low[room])
         return found[list(self.metrics)]
 
-    def _reference(self, reference: AnnData) -> Reference:
-        mark = mark_of(reference)
+    def _reference(self, reference: AnnData | PerturbedCells) -> Reference:
+        mark = _mark_of(reference)
         if self._kept is None or mark is None or self._kept[:2] != (self.seed, mark):
             self._tables = []
             self._kept = (self.seed, mark, Reference(reference, self._train, self))
@@ -787,20 +801,20 @@ def evaluate_perturbations(
     controls = [Effect((), context) for context in {effect.context for effect in held_out.effects}]
     plain = [cells.expression[np.concatenate([cells.rows(e) for e in controls])] for cells in (trained, held_out)]
     _check_scale(plain[0], plain[1], "controls of train")
-    kept_out = _adata(held_out, keys)
     benchmark = PerturbationPrediction(perturbation_key, control, context_key, separator, n_top_genes=n_top_genes)
-    benchmark.trained_on(_adata(trained, keys)).check(kept_out)
-    made: dict[str, AnnData | pd.DataFrame] = {}
+    # It takes cells that are read already, too.
+    benchmark.trained_on(trained).check(held_out)
+    made: dict[str, PerturbedCells | pd.DataFrame] = {}
     for name, one in named.items():
         if isinstance(one, pd.DataFrame):
             effects = keys.effects_of(one)
             made[name] = one[genes]
         else:
             cells = _checked_cells(one, f"predictions[{name!r}]", genes, keys, held_out, real)
-            made[name], effects = _adata(cells, keys), list(cells.effects)
+            made[name], effects = cells, list(cells.effects)
             own = (cells.groups >= len(cells.effects)).any()
             notes.append(f"Effects of {name} are seen from {'its own' if own else 'the training'} controls.")
-        _check_effects(benchmark, name, made[name], kept_out)
+        _check_effects(benchmark, name, made[name], held_out)
         if more := [effect for effect in effects if effect not in held_out.effects]:
             notes.append(
                 f"{name} predicts more than was measured (effects: {len(more)}), which is not scored: "
@@ -821,7 +835,7 @@ def evaluate_perturbations(
         "predictions",
         made,
         {**baselines, TECHNICAL_DUPLICATE: TECHNICAL_DUPLICATE},
-        kept_out,
+        held_out,
         kinds=kinds,
         ceiling=TECHNICAL_DUPLICATE,
         seeds=seeds,
@@ -937,7 +951,9 @@ def _check_scale(one: sparse.csr_matrix, real: sparse.csr_matrix, what: str, *, 
         )
 
 
-def _check_effects(benchmark: PerturbationPrediction, name: str, one: AnnData | pd.DataFrame, real: AnnData) -> None:
+def _check_effects(
+    benchmark: PerturbationPrediction, name: str, one: PerturbedCells | pd.DataFrame, real: PerturbedCells
+) -> None:
     """Raise where predicted effects are the measured ones."""
     predicted, measured = (table.to_numpy() for table in benchmark.deltas(one, real))
     size = np.abs(measured).max(axis=1)
@@ -947,15 +963,3 @@ def _check_effects(benchmark: PerturbationPrediction, name: str, one: AnnData | 
             f"predictions[{name!r}] has for {int(same.sum())} of {len(same)} effects what was measured in the held-out "
             "cells, gene by gene; a prediction may not see what it is scored on."
         )
-
-
-def _adata(cells: PerturbedCells, keys: EffectKeys) -> AnnData:
-    """Return log-normalized cells as AnnData with the columns of `keys`, except that the values are in X."""
-    groups = [*cells.effects, *(Effect((), name) for name in cells.contexts)]
-    labels = np.array(
-        [keys.name_of(group.targets) if group.targets else keys.control for group in groups], dtype=object
-    )
-    obs = pd.DataFrame({keys.perturbation_key: labels[cells.groups]}, index=cells.names)
-    if keys.context_key is not None:
-        obs[keys.context_key] = np.array([group.context for group in groups], dtype=object)[cells.groups]
-    return anndata.AnnData(cells.expression, obs=obs, var=pd.DataFrame(index=cells.genes))

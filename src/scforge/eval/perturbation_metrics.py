@@ -503,7 +503,9 @@ class PerturbedCells:
     groups: np.ndarray
 
     @classmethod
-    def read(cls, adata: AnnData, keys: EffectKeys, *, argument: str, made: bool = False) -> PerturbedCells:
+    def read(
+        cls, adata: AnnData | PerturbedCells, keys: EffectKeys, *, argument: str, made: bool = False
+    ) -> PerturbedCells:
         """Read them.
 
         Parameters
@@ -523,6 +525,8 @@ class PerturbedCells:
         DataError
             If a column is missing or incomplete, genes have no names of their own, or the values are of another kind.
         """
+        if isinstance(adata, PerturbedCells):
+            return adata
         check_is_adata(adata, argument=argument)
         check_column("perturbation_key", keys.perturbation_key, adata.obs)
         labels = adata.obs[[keys.perturbation_key]].astype(object)
