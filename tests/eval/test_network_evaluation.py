@@ -83,7 +83,7 @@ def test_pairs_are_restricted(tiny_adata: ad.AnnData, truth: pd.DataFrame, score
         (
             lambda scores: {"degree": scores},
             {},
-            "scores names 'degree'; name at least one method, by a name that no baseline has",
+            "scores names 'degree'; name at least one method, and none as a baseline",
         ),
         (
             lambda scores: {"mine": scores},

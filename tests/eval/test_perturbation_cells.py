@@ -67,7 +67,7 @@ def test_mistakes_are_told(perturbed, tmp_path) -> None:
     twice.var_names = ["g0", *twice.var_names[:-1]]
     for some, message in [
         (adata[adata.obs["target"] == "g0"].copy(), "control='control' is no label"),
-        (missing, "no value for 1 of 200 cells"),
+        (missing, "no value for 1 cells of real"),
         (twice, "'g0' more than once"),
         (backed, r"X of real is backed by a file; pass it as adata.to_memory\(\)"),
     ]:

@@ -141,8 +141,8 @@ def test_training_cells_among_the_true_ones(orders: np.ndarray) -> None:
         (TRUE, np.array([[0, 1], [2, 2]]), "the true orders have a gene twice in row 1"),
         (TRUE, np.array([[0, 1], [-1, 2]]), "have -1 before a gene in row 1"),
         (TRUE, np.array([[0, 1], [-1, -1]]), "have no gene in row 1"),
-        (TRUE - 1, TRUE, "give numbers of genes from 0"),
-        (TRUE.astype(float), TRUE, "are an array of float64 with shape"),
+        (TRUE - 1, TRUE, "give genes from 0"),
+        (TRUE.astype(float), TRUE, "are float64, shape"),
     ],
 )
 def test_bad_orders(made: np.ndarray, true: np.ndarray, message: str) -> None:

@@ -151,7 +151,7 @@ def test_bad_input(obs) -> None:
     ]:
         with pytest.raises(OptionError, match=message):
             Scib("label", "batch", **options)
-    with pytest.raises(DataError, match="the 90 nearest of other cells, but there are 90 cells with a label;"):
+    with pytest.raises(DataError, match="the 90 nearest cells of each of 90 cells;"):
         Scib("label").check(obs[:90])
     with pytest.raises(DataError, match=r"pre_integrated .* lacks 140 of 240 \(first: 'cell100', 'cell101', 'cell102'"):
         Scib("label", "batch", pre_integrated=before).check(obs)
@@ -162,7 +162,7 @@ def test_bad_input(obs) -> None:
         BatchIntegration("label", "batch", n_neighbors=3)
     for some, message in [
         (obs.assign(batch="x"), r"batch_key='batch' has one value only \('x'\)"),
-        (obs[116:124], "needs at least 16 cells .* but there are 8 of 3 and 2"),
+        (obs[116:124], "needs 16 cells of 2 labels .* there are 8 of 3 and 2"),
         (obs.assign(batch=obs["label"]), r"no label of obs\['label'\] has cells of several batches"),
     ]:
         with pytest.raises(DataError, match=message):
@@ -184,7 +184,7 @@ def test_coordinates_before_integration_come_later(obs) -> None:
     without = Scib("label")
     assert without.before_integration(components) is without
     twice = obs.set_axis(["cell1", *obs.index[:-1]])
-    message = r"^1 names of obs stand on several cells \(first: 'cell1'\); remove the copies"
+    message = r"^1 names of obs stand on several cells \('cell1'\); make them unique"
     with pytest.raises(DataError, match=message):
         mine.check(twice)
     without.check(twice)

@@ -323,10 +323,7 @@ def options_of(name: str) -> dict[str, bool]:
 def check_scores_embeddings(title: str, subject: str) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless it is embeddings that a benchmark scores."""
     if subject != "embedding":
-        raise OptionError(
-            f"the benchmark {title!r} scores no embedding (its subject is {subject!r}); pass what it scores to "
-            "scforge.eval.compare."
-        )
+        raise OptionError(f"the benchmark {title!r} scores no embedding but a {subject}; score it with eval.compare.")
 
 
 def title_of(benchmark: Benchmark) -> str:
@@ -457,10 +454,7 @@ def to_evaluation(entry: Entry) -> Evaluation:
     if not isinstance(entry, Mapping):
         return Evaluation(entry)
     if len(entry) != 1 or not isinstance(next(iter(entry.values())), Mapping | None):
-        raise OptionError(
-            f"{dict(entry)} is no entry of benchmarks; write one benchmark an entry, with its options, e.g. "
-            "cell_type_annotation: {dataset: held_out}."
-        )
+        raise OptionError(f"write one benchmark an entry, with its options, in place of {dict(entry)}.")
     ((benchmark, given),) = entry.items()
     options = dict(given or {})
     theirs = options_of(benchmark) if benchmark in BENCHMARKS.names() else {}
@@ -516,9 +510,7 @@ def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
     if is_url(place) or Path(place).exists():
         return place
     if name in datasets or Path(name).suffix or len(Path(name).parts) > 1:
-        raise MissingFileError(
-            f"the data set {place!r} of the benchmark {evaluation.title!r} does not exist; check the path."
-        )
+        raise MissingFileError(f"the data set {place!r} of {evaluation.title!r} does not exist; check the path.")
     if name in list_cards():
         return str(find_file(name))
     file = Path(os.environ.get(DATA_FOLDER, f"${DATA_FOLDER}"), f"{name}.h5ad")

@@ -94,10 +94,7 @@ def pca_embedding(
     check_n_comps(n_comps, adata)
     work = variable_genes(adata, n_top_genes=n_top_genes, layer=layer, batch_key=batch_key)
     if n_comps >= work.n_vars:
-        raise OptionError(
-            f"n_comps={n_comps} is too many: of {adata.n_vars} genes {work.n_vars} are highly variable and in at least "
-            f"{_MIN_CELLS} cells, which have at most {work.n_vars - 1} components; lower it, or raise n_top_genes."
-        )
+        raise OptionError(f"n_comps={n_comps} is too many for {work.n_vars} variable genes; lower it.")
     if scale:
         work.X = work.X.toarray()  # scaled values are not sparse, and scanpy would warn of it
         sc.pp.scale(work, max_value=10)

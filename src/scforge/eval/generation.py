@@ -169,10 +169,7 @@ class Generation(Benchmark):
         real, cells = self._cells(reference, "real"), self._cells(made, "generated")
         if {*made.var_names} != {*reference.var_names}:
             of_one = made.var_names.symmetric_difference(reference.var_names)
-            raise DataError(
-                f"{len(of_one)} genes are in the generated or in the real cells only (first: {str(of_one[0])!r}); take "
-                "the genes of both."
-            )
+            raise DataError(f"{len(of_one)} genes are in the generated or in the real cells only; leave them out.")
         cells = cells[:, made.var_names.get_indexer(reference.var_names)]
         rng = np.random.default_rng(self.seed)
         n_cells = min(self.max_cells, *(matrix.shape[0] for matrix in (real, cells)))
@@ -197,10 +194,7 @@ class Generation(Benchmark):
         told = {"leave out": (few, "real"), "are NaN, for": (lacking, "generated")}
         for what, (labels, of) in told.items():
             if len(labels):
-                warn(
-                    f"Figures of each label {what} {listing(labels)} of obs[{self.labels_key!r}]: fewer than "
-                    f"{MIN_CELLS} {of} cells."
-                )
+                warn(f"Figures of each label {what} {listing(labels)}: fewer than {MIN_CELLS} {of} cells.")
         return [((of_made == name).to_numpy(), (of_real == name).to_numpy()) for name in names]
 
     def _figures(self, parts: _Parts, of_made: np.ndarray, of_real: np.ndarray) -> dict[str, np.ndarray]:
@@ -523,9 +517,7 @@ def compare_beside(
         check_known("kinds", name, made, argument, error=OptionError)
     taken = [name for name in made if name in baselines]
     if taken or not made:
-        raise OptionError(
-            f"{argument} names {listing(taken)}; name at least one method, by a name that no baseline has."
-        )
+        raise OptionError(f"{argument} names {listing(taken)}; name at least one method, and none as a baseline.")
     told: dict[str, Kind] = {**dict.fromkeys(made, "model"), **(kinds or {}), **dict.fromkeys(baselines, "baseline")}
     if ceiling is not None:
         told[ceiling] = "ceiling"
@@ -577,9 +569,7 @@ def generation_baselines(
         {} if labels_key is None else {labels_key: wanted}, index=[f"cell{i}" for i in range(len(wanted))]
     )
     if missing := sorted(set(wanted) - set(known)):
-        raise DataError(
-            f"no training cell has the label {listing(missing, most=3)} of obs[{labels_key!r}]; leave those cells out."
-        )
+        raise DataError(f"no training cell has the label {listing(missing, most=3)}; leave those cells out.")
     totals = np.asarray(counts.sum(axis=1)).ravel()
     logs = log_normalized(train, layer, argument="train")
     parts: dict[str, list[sparse.csr_matrix]] = {CEILING: [], "independent genes": [], "mean and Poisson": []}
@@ -674,10 +664,7 @@ def evaluate_generation(
     for some in (train, *made.values()):
         names = names[names.isin(some.var_names)]
     if len(names) < _MIN_GENES:
-        raise DataError(
-            f"{len(names)} genes are in real, train and all generated cells, fewer than {_MIN_GENES}; give all of "
-            "them the same var_names."
-        )
+        raise DataError(f"only {len(names)} genes are in real, train and all generated cells; name them in one way.")
     notes: list[str] = []
     labels: Any = real.n_obs
     if labels_key is not None:

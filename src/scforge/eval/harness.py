@@ -359,10 +359,7 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
     for entry in entries_of(benchmarks):
         evaluation = to_evaluation(entry)
         if not evaluation.held_out or evaluation.max_cells not in (None, 10_000):
-            raise OptionError(
-                f"dataset={evaluation.dataset!r} and max_cells={evaluation.max_cells} of {evaluation.title!r} have no "
-                "use here; pass those cells as adata."
-            )
+            raise OptionError(f"dataset and max_cells of {evaluation.title!r} have no use here; pass such cells.")
         if evaluation.title in found:
             raise OptionError(f"two benchmarks are called {evaluation.title!r}; give one of them a name.")
         found[evaluation.title] = evaluation.made(keys)

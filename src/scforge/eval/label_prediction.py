@@ -29,10 +29,7 @@ def check_embedding(embedding: np.ndarray, n_cells: int, name: str = "the embedd
     """
     embedding = as_array(embedding, name)
     if embedding.ndim != 2 or embedding.shape[0] != n_cells or embedding.shape[1] == 0:
-        raise DataError(
-            f"{name} has the shape {embedding.shape}, but there are {n_cells} cells; give one row for each, in "
-            "the order of obs."
-        )
+        raise DataError(f"{name} has the shape {embedding.shape}, but there are {n_cells} cells; give a row for each.")
     if not np.isfinite(embedding).all():
         raise DataError(f"{name} holds values that are not numbers; it cannot be evaluated.")
     return embedding if embedding.dtype in (np.float32, np.float64) else embedding.astype(np.float32)
@@ -51,10 +48,7 @@ def labeled(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> np.
     values = np.asarray(obs[key], dtype=object)[known]
     labels = np.unique(values.astype(str))
     if len(labels) < len(pd.unique(values)):
-        raise DataError(
-            f"{argument}={key!r} holds different values that are the same text, e.g. 1 and '1'; rename one of them, or "
-            "make all of them text."
-        )
+        raise DataError(f"{argument}={key!r} holds different values of one text, e.g. 1 and '1'; rename one of them.")
     if len(labels) < 2:
         found = f"one value only ({str(labels[0])!r})" if len(labels) else "no value in any cell"
         raise DataError(f"{argument}={key!r} has {found}; choose a column with two or more.")
@@ -65,19 +59,13 @@ def check_names(obs: pd.DataFrame) -> None:
     """Raise :class:`~scforge.errors.DataError` if cells cannot be told by their names."""
     if not obs.index.is_unique:
         twice = obs.index[obs.index.duplicated()].unique()
-        raise DataError(
-            f"{len(twice)} names of obs stand on several cells (first: {listing(twice[:3])}); remove the copies, or "
-            "call adata.obs_names_make_unique() if they are different cells."
-        )
+        raise DataError(f"{len(twice)} names of obs stand on several cells ({listing(twice[:3])}); make them unique.")
 
 
 def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> None:
     """Warn of labels that may stand for a missing one, e.g. the text "nan"."""
     if odd := [text for text in _MISSING_TEXTS if (obs[key].astype(object) == text).any()]:
-        warn(
-            f"{argument}={key!r} has the label {listing(odd)}, which is taken for a class; if it stands for a missing "
-            "label, replace it by numpy.nan."
-        )
+        warn(f"{argument}={key!r} has the label {listing(odd)}; if it says that one is missing, put numpy.nan there.")
 
 
 @register_benchmark("cell_type_probe")
@@ -224,10 +212,8 @@ class CellTypeProbe(Benchmark):
         self._warn_of_left_out(tuple(left_out.values()), len(names))
         fewest = int(kept.sum() - np.bincount(folds[kept]).max())
         if self.n_neighbors > fewest:
-            raise DataError(
-                f"n_neighbors={self.n_neighbors} is more than the {fewest} labeled cells that n_folds={self.n_folds} "
-                "leaves to learn from; lower it or score more cells."
-            )
+            most = f"the {fewest} labeled cells that n_folds={self.n_folds} leaves to learn from"
+            raise DataError(f"n_neighbors={self.n_neighbors} is more than {most}; lower it or score more cells.")
         group_codes = None if groups is None else np.unique(groups[kept], return_inverse=True)[1]
         return _Plan(rows[kept], codes, len(names), folds[kept], group_codes, tuple(left_out.values()))
 

@@ -94,9 +94,7 @@ def edges_from_embeddings(
         vectors = normalize(vectors)
     rows, columns = _chosen("tfs", tfs, names), _chosen("targets", targets, names)
     if len(rows) * len(columns) > _MAX_PAIRS:
-        raise OptionError(
-            f"{len(rows)} x {len(columns)} pairs are more than {_MAX_PAIRS}; name the transcription factors with tfs."
-        )
+        raise OptionError(f"{len(rows)} x {len(columns)} pairs are more than {_MAX_PAIRS}; name the factors with tfs.")
     weights = vectors[rows] @ vectors[columns].T
     return edges_of(np.abs(weights) if absolute else weights, names[rows], names[columns])
 
@@ -241,10 +239,8 @@ def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.n
     asked = pd.Index(names).astype(str).unique()
     places = known.get_indexer(asked)
     if not (places >= 0).any():
-        raise DataError(
-            f"none of {argument} ({listing(asked, most=3)}) is among the {len(known)} genes "
-            f"({listing(known, most=3)}); name genes in the same way, e.g. by symbols."
-        )
+        some = f"{len(known)} genes ({listing(known, most=3)})"
+        raise DataError(f"none of {argument} ({listing(asked, most=3)}) is among the {some}; name genes alike.")
     return places[places >= 0]
 
 
@@ -274,10 +270,7 @@ def _deltas(predicted: AnnData) -> pd.DataFrame:
 def _of_pairs(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
     """Return how far the shifts of pairs are from a sum of what each gene does."""
     if "gene_2" not in table:
-        raise DataError(
-            "effects has one gene a row, which says nothing of pairs; call model.perturb_in_silico(genes, "
-            "combinations=2), or give predicted effects on genes."
-        )
+        raise DataError("effects says nothing of pairs; call model.perturb_in_silico(genes, combinations=2).")
     names = pd.Index(pd.unique(pd.concat([table["gene"], table["gene_2"]]))).astype(str)
     groups = table["group"] if "group" in table else pd.Series("", index=table.index)
     found = np.full((len(names), len(names)), np.nan)
@@ -377,10 +370,8 @@ def _edges_of_file(path: Path, source: str | int | None, target: str | int | Non
         raise DataError(f"path={str(path)!r} cannot be read as a network: {first_line(error)}.") from error
     missing = (edges[["source", "target"]].isna() | (edges[["source", "target"]] == "")).any(axis=1)
     if missing.any():
-        raise DataError(
-            f"path={str(path)!r} has {int(missing.sum())} edges without a source or target (first: row "
-            f"{int(missing.argmax()) + 1}); fill or remove them."
-        )
+        n_missing = int(missing.sum())
+        raise DataError(f"path={str(path)!r} has {n_missing} edges without a source or target; fill or remove them.")
     return edges.astype({"source": str, "target": str})
 
 
@@ -700,10 +691,7 @@ def check_edges(what: str, edges: pd.DataFrame, *more: str) -> None:
     """Raise unless a table has the columns ``source``, ``target`` and `more`, and no name is missing."""
     for column in ("source", "target", *more):
         if column not in edges or (column not in more and edges[column].isna().any()):
-            raise DataError(
-                f"{what} have no column {column!r}, or lack names in it (there is: {listing(edges.columns)}); rename "
-                "the one that it is, and leave incomplete edges out."
-            )
+            raise DataError(f"{what} have no column {column!r}, or lack names in it (there is: {listing(edges)}).")
 
 
 def _places(names: pd.Series, index: pd.Index) -> np.ndarray:

@@ -444,10 +444,7 @@ def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
         if groups.n[len(train.effects) + i]
     }
     if without := sorted(contexts - {*plain}):
-        raise DataError(
-            f"train has no control cell in the contexts {listing(without)}, where predictions and baselines start; "
-            "give a part of the controls there to train, and the others to real."
-        )
+        raise DataError(f"train has no control cell in the contexts {listing(without)}; give it a part of those there.")
     return KnownEffects(
         tuple(effect.targets for effect in train.effects),
         tuple(effect.context for effect in train.effects),
@@ -922,10 +919,7 @@ def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> 
             )
             genes = genes[genes.isin(some)]
     if len(genes) < max(2, _FEW_GENES * len(real)):
-        raise DataError(
-            f"only {len(genes)} of {len(real)} measured genes are in all of {listing(columns)}; use the same names in "
-            "var_names, or take real over the genes that are predicted (after normalizing it)."
-        )
+        raise DataError(f"{listing(columns)} share {len(genes)} of {len(real)} measured genes; name them alike.")
     return genes, notes
 
 

@@ -539,10 +539,7 @@ class PerturbedCells:
             check_column("context_key", keys.context_key, adata.obs)
             column = adata.obs[keys.context_key]
             if n_missing := int(column.isna().sum()):
-                raise DataError(
-                    f"{argument}.obs[{keys.context_key!r}] has no value for {n_missing} of {adata.n_obs} cells; label "
-                    "them or leave them out."
-                )
+                raise DataError(f"context_key={keys.context_key!r} has no value for {n_missing} cells of {argument}.")
             places = column.astype(str).tolist()
         # Models predict into X, whatever layer the measured values are in.
         layer = None if made and keys.layer not in adata.layers else keys.layer
@@ -591,9 +588,7 @@ class PerturbedCells:
             raise DataError(f"{argument} has no perturbed cells, only controls; there is no effect to measure.")
         without = sorted({e.context for e, n in zip(self.effects, groups.n[self.controls], strict=True) if not n})
         if without:
-            raise DataError(
-                f"{argument} has no control cell in the contexts {listing(without)}; add controls of its own there."
-            )
+            raise DataError(f"{argument} has no control cell in the contexts {listing(without)}; add some there.")
         return effects_of(groups, np.arange(len(self.effects)), self.controls)
 
 
@@ -601,11 +596,9 @@ def columns_of(names: pd.Index, genes: pd.Index, argument: str) -> np.ndarray:
     """Return where genes are among names, int64, or raise if one is missing."""
     columns = names.get_indexer(genes)
     if (missing := columns < 0).any():
-        raise DataError(
-            f"{argument} lacks {int(missing.sum())} of {len(genes)} genes (first: {str(genes[missing][0])!r}"
-            f"{did_you_mean(genes[missing][0], names[:5000])}); leave them out of the measured cells too, or use "
-            "evaluate_perturbations, which scores the genes that all have."
-        )
+        first = f"{str(genes[missing][0])!r}{did_you_mean(genes[missing][0], names[:5000])}"
+        n_missing = int(missing.sum())
+        raise DataError(f"{argument} lacks {n_missing} of {len(genes)} genes (first: {first}); take the genes of both.")
     return columns
 
 

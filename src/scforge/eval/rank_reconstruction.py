@@ -103,9 +103,7 @@ class RankReconstruction(Benchmark):
         true = _rows(reference, "the true orders", repeated=False)
         found = _rows(made, "the reconstructed orders", repeated=True)
         if len(found) != len(true):
-            raise DataError(
-                f"there are {len(found)} reconstructed and {len(true)} true orders; give one of each for each cell."
-            )
+            raise DataError(f"there are {len(found)} reconstructed and {len(true)} true orders; give pairs of them.")
         return np.array([_of_cell(one, other) for one, other in zip(found, true, strict=True)])
 
 
@@ -219,10 +217,7 @@ def _rows(orders: np.ndarray, what: str, *, repeated: bool) -> list[np.ndarray]:
     """Return the genes of each cell, without padding."""
     orders = np.asarray(orders)
     if orders.ndim != 2 or orders.dtype.kind not in "iu" or orders.min(initial=0) < _PAD:
-        raise DataError(
-            f"{what} are an array of {orders.dtype} with shape {orders.shape}; give numbers of genes from 0, one row a "
-            "cell, and -1 behind the last gene."
-        )
+        raise DataError(f"{what} are {orders.dtype}, shape {orders.shape}; give genes from 0, a row a cell, and -1.")
     orders = orders.astype(np.int64)
     sizes = (orders != _PAD).sum(axis=1)
     gaps = ((orders != _PAD) != (np.arange(orders.shape[1]) < sizes[:, None])).any(axis=1)

@@ -127,17 +127,13 @@ class BatchIntegration(Benchmark):
         labels, batches = (np.asarray(obs[key].iloc[rows].astype(str)) for key in (self.labels_key, self.batch_key))
         n_labels, n_batches = len(np.unique(labels)), len(np.unique(batches))
         if len(rows) < _MIN_CELLS or min(n_labels, n_batches) < 2:
-            raise DataError(
-                f"batch_integration needs at least {_MIN_CELLS} cells with a label and a batch, of 2 labels and 2 "
-                f"batches, but there are {len(rows)} of {n_labels} and {n_batches}; score more cells."
-            )
+            found = f"{len(rows)} of {n_labels} and {n_batches}"
+            raise DataError(f"batch_integration needs {_MIN_CELLS} cells of 2 labels and 2 batches; there are {found}.")
         pairs = pd.DataFrame({"label": labels, "batch": batches})
         n_cells, n_pairs = pairs.groupby("label").size(), pairs.drop_duplicates().groupby("label").size()
         if not ((n_pairs > 1) & (n_pairs < n_cells)).any():
-            raise DataError(
-                f"no label of obs[{self.labels_key!r}] has cells of several batches of obs[{self.batch_key!r}], so "
-                "mixing cannot be told from biology; choose other columns or score more cells."
-            )
+            columns = f"label of obs[{self.labels_key!r}] has cells of several batches of obs[{self.batch_key!r}]"
+            raise DataError(f"no {columns}, so that mixing cannot be told from biology; choose other columns.")
         return rows, labels, batches
 
 
@@ -431,10 +427,7 @@ class Scib(Benchmark):
         else:
             rows, _, _ = BatchIntegration(self.labels_key, self.batch_key)._columns(obs)
         if len(rows) <= _WIDEST:
-            raise DataError(
-                f"scib looks at the {_WIDEST} nearest of other cells, but there are {len(rows)} cells with a label"
-                f"{'' if self.batch_key is None else ' and a batch'}; score more cells."
-            )
+            raise DataError(f"scib looks at the {_WIDEST} nearest cells of each of {len(rows)} cells; score more.")
         if self.max_cells is not None and len(rows) > self.max_cells:
             rows = rows[_drawn(obs[self.labels_key].iloc[rows], self.max_cells, np.random.default_rng(0))]
         if self.pre_integrated is not None:

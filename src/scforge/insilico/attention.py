@@ -58,10 +58,7 @@ def attention_between_genes(
     n_genes, n_special = tokenizer.vocab.n_genes, tokenizer.vocab.n_special
     used, n_seen = _widely_expressed(cells, max_genes)
     if n_seen > len(used):
-        warn(
-            f"{n_seen} genes are expressed, of which the {len(used)} most widely expressed are looked at; raise "
-            "max_genes for more."
-        )
+        warn(f"the {len(used)} most widely expressed of {n_seen} genes are looked at; raise max_genes for more.")
     place = np.full(len(tokenizer.vocab), -1, dtype=np.int64)
     place[n_special + used] = np.arange(len(used))
     sums = np.zeros((len(used), len(used)), dtype=np.float32)

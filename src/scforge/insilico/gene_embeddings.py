@@ -44,8 +44,7 @@ def input_gene_embeddings(module: nn.Module, tokenizer: Tokenizer) -> np.ndarray
     embedding = _token_embedding(module, len(vocab))
     if embedding is None:
         raise OptionError(
-            f"{type(module).__name__} has no embedding of {len(vocab)} tokens; make one with "
-            "scforge.models.components.GeneExpressionEmbedding."
+            f"{type(module).__name__} has no embedding of {len(vocab)} tokens; make one with GeneExpressionEmbedding."
         )
     is_bag = isinstance(embedding, nn.EmbeddingBag | GeneVectorBag)
     # A bag sums: bags of one token each.
@@ -87,10 +86,8 @@ def contextual_gene_embeddings(
         output = module(**batch, return_logits=False, output_hidden_states=True)
         states = of_layer(output.hidden_states, layer)
         if states.stride(1) == 0 and states.shape[1] > 1:
-            raise OptionError(
-                f"{type(module).__name__} with these options has one state for all tokens of a cell; choose "
-                "contextual=False, or an architecture with a state for each token, such as 'transformer_encoder'."
-            )
+            what = f"{type(module).__name__} with these options has one state for all tokens of a cell"
+            raise OptionError(f"{what}; choose contextual=False, or e.g. the architecture 'transformer_encoder'.")
         chosen = batch["attention_mask"] & (batch["input_ids"] >= n_special)
         chosen &= states.any(dim=2)  # tokens that had no room have zeros
         ids, of_tokens = batch["input_ids"][chosen].cpu(), states[chosen].double().cpu()

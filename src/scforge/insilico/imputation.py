@@ -253,9 +253,7 @@ def _values_of_tokens(module: nn.Module, batch: _Batch) -> torch.Tensor:
         bins = torch.arange(raw.shape[2], dtype=torch.float32, device=raw.device)
         return raw.float().softmax(dim=2) @ bins
     if raw is None or raw.ndim != 2:
-        raise OptionError(
-            f"{type(module).__name__} predicts no value of each token; choose the architecture 'masked_autoencoder'."
-        )
+        raise OptionError(f"{type(module).__name__} predicts no value of each token; choose 'masked_autoencoder'.")
     return raw
 
 
@@ -325,8 +323,8 @@ def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objec
         return size
     room = int(embedding.max_seq_len) - int(lengths.max())
     if room < 1:
+        beside = f"the {int(lengths.max())} tokens of a cell"
         raise OptionError(
-            f"max_seq_len={embedding.max_seq_len} leaves no room for hidden genes beside the {int(lengths.max())} "
-            "tokens of a cell; make the model with a larger one."
+            f"max_seq_len={embedding.max_seq_len} leaves no room for hidden genes beside {beside}; raise it."
         )
     return min(size, room)
