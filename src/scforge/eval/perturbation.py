@@ -197,24 +197,13 @@ def gene_scores(known: KnownEffects, n_comps: int = N_COMPONENTS) -> np.ndarray:
 def linear_effects(deltas: np.ndarray, genes: np.ndarray, seen: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Predict effects by the bilinear model of Ahlmann-Eltze, Huber and Anders (Nat Methods 2025).
 
-    With Y the training effects (genes x perturbations) less their mean b over perturbations, A features of genes, B
-    features of perturbations (one column each) and I the identity::
+    With Y the training effects (N, G) less their mean b over perturbations, transposed, A features of genes (G, D), B
+    features of perturbations (N, E), transposed, and I the identity::
 
         W = (A'A + 0.1 I)^-1 A' Y B' (B B' + 0.1 I)^-1,    prediction = A W B_wanted + b
 
-    Parameters
-    ----------
-    deltas
-        Training effects, shape (N, G).
-    genes
-        Features of all genes, shape (G, D).
-    seen, wanted
-        Features of the training perturbations, (N, E), and of those to predict, (Q, E); rows of NaN where there are
-        none. Such a training perturbation counts for b alone, such a wanted one is predicted to be b.
-
-    Returns
-    -------
-    Float64, shape (Q, G).
+    Rows of `seen` and `wanted` are NaN where a perturbation has no features: in the training it counts for b alone, and
+    what is wanted is predicted to be b. Float64, shape (Q, G).
     """
     center = deltas.mean(axis=0)
     fitted = np.isfinite(seen).all(axis=1)

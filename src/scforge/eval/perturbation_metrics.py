@@ -135,11 +135,6 @@ def de_weights(scores: np.ndarray) -> np.ndarray:
     After the weighted error of Mejia et al. (arXiv:2506.22641): with s the absolute value of the score of a gene, the
     weight is ``((s - min s) / (max s - min s))^2``, divided by its mean over genes.
 
-    Parameters
-    ----------
-    scores
-        Scores of differential expression, e.g. Welch's t, shape (Q, G).
-
     Returns
     -------
     Float64, shape (Q, G); ones where all scores of a perturbation are the same.

@@ -74,15 +74,6 @@ def interval(value: float, draws: np.ndarray, *, n_units: int | None = None) -> 
     bootstrap, Efron and Tibshirani 1993), with fewer it is that of Student's t. Bootstraps of few units vary too
     little, which is made up for (Hesterberg 2015).
 
-    Parameters
-    ----------
-    value
-        The figure.
-    draws
-        The figure on resampled data, shape (R,); NaN where it was not defined there.
-    n_units
-        Number of independent units that were drawn among, e.g. donors; None for cells.
-
     Returns
     -------
     Lower and upper end; NaN where fewer than two draws, or fewer than half of them, are numbers.
@@ -120,17 +111,6 @@ def compare_paired(
     The test is Student's t of the difference over its standard deviation between draws, which estimates the error of
     the difference on all data, for the bootstrap as for halves drawn without replacement. The interval is that of the
     same test, so that it excludes 0 where p is below 0.05.
-
-    Parameters
-    ----------
-    baseline
-        Name of the other method.
-    value, other
-        The figures of both.
-    draws, other_draws
-        The figures on the same resampled data, shape (R,) each; None where there are none.
-    n_units
-        As for :func:`interval`; they limit the degrees of freedom.
 
     Examples
     --------

@@ -57,30 +57,10 @@ def predict_uncounted(
     The genes that are asked about are hidden tokens, as in training. They are asked about some at a time, about as many
     for each visible gene as in training; which ones together depends on the seed.
 
-    Parameters
-    ----------
-    module
-        An architecture that predicts the values of hidden tokens.
-    cells
-        The cells.
-    tokenizer, objective
-        Those it was trained with.
-    genes
-        Genes that are asked for, index among the genes of the vocabulary, shape (R,).
-    batch_size
-        Cells a batch.
-    seed
-        Seed of which genes are asked about together.
-
     Returns
     -------
     Float32, shape (number of cells, R), in the unit of the tokenizer's values: those of counted genes as they are,
     those of others predicted, at least 0.
-
-    Raises
-    ------
-    OptionError
-        If a cell leaves no room for hidden tokens.
 
     Examples
     --------
@@ -128,15 +108,6 @@ def predict_counted(
     value is predicted from itself. Where a model has room for few tokens, those of a fold are hidden some at a time.
     (Its counts stay in the library size that the other values are scaled by. Bins that are quantiles of a cell are
     those of the visible genes.)
-
-    Parameters
-    ----------
-    module, cells, tokenizer, objective, batch_size
-        As for :func:`predict_uncounted`.
-    n_folds
-        Number of folds, at least 2.
-    seed
-        Seed of which genes are in which fold.
 
     Returns
     -------

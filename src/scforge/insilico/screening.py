@@ -411,22 +411,8 @@ def screen(
     in a model with random weights as well. Cells are no replicates of it. Where fewer genes are left than are tested,
     the tested ones serve as controls of each other as well.
 
-    Parameters
-    ----------
-    cells
-        Cells to perturb.
-    embed_cells
-        Returns the embedding of cells, shape (N, D).
-    perturbation
-        What happens to the genes.
-    combinations
-        Genes that are perturbed together, each once, index among the genes of the vocabulary, shape (C, K).
-    goal
-        Centroid of the cells that others might move to, see :func:`centroid`, shape (D,).
-    n_controls
-        Controls for each combination; 0 for no p-values.
-    seed
-        Seed of the choice of controls and of their cells.
+    `combinations` are genes that are perturbed together, as their number in the vocabulary, shape (C, K); `goal` is the
+    :func:`centroid` of cells that others might move to.
 
     Returns
     -------
@@ -434,11 +420,6 @@ def screen(
     ``goal_shift``, ``goal_shift_sd``, ``goal_z``, ``goal_p_value``. NaN where nothing was perturbed; z-scores and
     p-values also where that was in fewer than 3 cells. False discovery rates are up to whoever knows all tests, see
     :func:`with_rates`.
-
-    Raises
-    ------
-    DataError
-        If there are no cells.
 
     Examples
     --------
@@ -501,11 +482,6 @@ def mean_moves(
 
     Genes whose perturbations do alike have moves of a high cosine. Subtract the mean over genes before comparing them:
     what is common to all perturbations says nothing of a gene.
-
-    Parameters
-    ----------
-    cells, embed_cells, perturbation, combinations
-        As for :func:`screen`.
 
     Returns
     -------
