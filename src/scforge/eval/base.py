@@ -323,7 +323,7 @@ def options_of(name: str) -> dict[str, bool]:
 def check_scores_embeddings(title: str, subject: str) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless it is embeddings that a benchmark scores."""
     if subject != "embedding":
-        raise OptionError(f"the benchmark {title!r} scores no embedding but a {subject}; score it with eval.compare.")
+        raise OptionError(f"the benchmark {title!r} scores no embedding (but: {subject}); pass it to eval.compare.")
 
 
 def title_of(benchmark: Benchmark) -> str:
