@@ -165,13 +165,9 @@ def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer:
         treated = ids[conditions == name]
         drawn = rng.choice(controls, size=len(treated), replace=len(treated) > len(controls))
         pairs[name] = dict(zip(treated, (str(one) for one in drawn), strict=True))
-    effects = pd.DataFrame(
-        {
-            "condition": changed["group"].astype(str).to_numpy(),
-            "gene_id": changed["names"].astype(str).to_numpy(),
-            "logfoldchange": changed["logfoldchanges"].to_numpy(dtype=float),
-        }
-    )
+    columns = {"group": "condition", "names": "gene_id", "logfoldchanges": "logfoldchange"}
+    effects = changed[list(columns)].rename(columns=columns).astype({"condition": str, "gene_id": str})
+    effects = effects.reset_index(drop=True)
     cells.uns = {
         "config": {"condition_key": "condition", "control_name": control},
         "de_results": effects,

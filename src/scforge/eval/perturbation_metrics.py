@@ -506,7 +506,7 @@ class PerturbedCells:
         Parameters
         ----------
         adata
-            Counts, or log1p of counts per 10,000.
+            Counts, or log1p of counts per 10,000; what was read already is returned as it is.
         keys
             Its columns.
         argument
