@@ -339,7 +339,7 @@ def scvi_embedding(
         max_epochs = max(1, min(_MAX_EPOCHS, round(_MAX_EPOCHS * 20_000 / adata.n_obs)))
     warm_up = min(_WARM_UP, max_epochs // 4)
     best = _best_epoch(warm_up, progress_bar=progress_bar)
-    with _quiet("scvi", "lightning.pytorch", "lightning.fabric"), warnings.catch_warnings(), torch.random.fork_rng():
+    with quiet("scvi", "lightning.pytorch", "lightning.fabric"), warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")  # what scvi-tools and Lightning advise is not up to the user
         torch.manual_seed(seed)
         scvi.model.SCVI.setup_anndata(work, batch_key="batch")
@@ -399,7 +399,7 @@ def _best_epoch(warm_up: int, *, progress_bar: bool) -> Any:
 
 
 @contextmanager
-def _quiet(*names: str) -> Iterator[None]:
+def quiet(*names: str) -> Iterator[None]:
     """Let only errors of these loggers through, and nothing that is printed: scvi-tools prints why it stopped."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]

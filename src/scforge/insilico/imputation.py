@@ -23,6 +23,7 @@ from scforge.tokenizers.binned_expression import BinnedExpressionTokenizer
 from scforge.training.objectives.base import Objective
 
 _MIN_HIDDEN = 32
+_NO_LIMIT = 2**31
 
 _Batch = dict[str, torch.Tensor]
 
@@ -139,8 +140,8 @@ def predict_counted(
             shown = _tokens(_without(block, fold_of.numpy() == fold), tokenizer, objective) if relative else tokens
             for hidden in _some_at_a_time(of_fold, most):
                 values = torch.where(hidden, _predict(module, shown, hidden, tokenizer, objective), values)
-        cell = np.repeat(np.arange(len(block)), np.diff(block.indptr))
-        entries = (values.numpy()[cell, block.genes], block.genes, block.indptr)
+        # Genes ascend within a cell.
+        entries = (values.numpy()[counted.numpy()], block.genes, block.indptr)
         parts.append(sparse.csr_matrix(entries, shape=(len(block), n_genes)))
     return sparse.vstack(parts, format="csr")
 
@@ -262,17 +263,14 @@ def _counted(block: CellBlock, tokenizer: Tokenizer) -> torch.Tensor:
     return counted
 
 
-def _room_for_hidden(module: nn.Module, objective: Objective) -> int | None:
-    """Return how many genes of a cell can be hidden at a time, None for any number."""
+def _room_for_hidden(module: nn.Module, objective: Objective) -> int:
+    """Return how many genes of a cell can be hidden at a time."""
     room = getattr(module, "attended_tokens", None) if objective.denoises_values else None
-    return None if room is None else max(1, room // 2)  # the others are visible
+    return _NO_LIMIT if room is None else max(1, room // 2)  # the others are visible
 
 
-def _some_at_a_time(hidden: torch.Tensor, most: int | None) -> Iterator[torch.Tensor]:
+def _some_at_a_time(hidden: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
     """Part the genes to hide of each cell, bool (B, G), such that no part has more than `most` of a cell."""
-    if most is None:
-        yield hidden
-        return
     part = (hidden.cumsum(dim=1) - 1) // most
     for number in range(-(-int(hidden.sum(dim=1).max()) // most)):
         yield hidden & (part == number)
@@ -286,9 +284,7 @@ def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objec
     for_each = share
     if not tokenizer.lists_all_genes:  # hidden genes are added to those of the cell, of which none is hidden
         for_each *= (1 + getattr(objective, "zero_targets", 0.0)) / (1 - share)
-    size = max(_MIN_HIDDEN, int(for_each * lengths.mean()))
-    if (most := _room_for_hidden(module, objective)) is not None:
-        size = min(size, most)
+    size = min(max(_MIN_HIDDEN, int(for_each * lengths.mean())), _room_for_hidden(module, objective))
     embedding = getattr(module, "embedding", None)
     if getattr(module, "expression_head", None) is None or embedding is None:
         return size

@@ -351,12 +351,9 @@ def usual_shares(cells: CellSource) -> np.ndarray:
 
     Float64, shape (G,).
     """
-    by_gene = cells.counts.tocsc()
-    shares = by_gene.data / np.maximum(cells.totals[by_gene.indices], 1.0)
-    usual = np.full(by_gene.shape[1], np.nan)
-    for gene in np.flatnonzero(np.diff(by_gene.indptr)):
-        usual[gene] = np.median(shares[by_gene.indptr[gene] : by_gene.indptr[gene + 1]])
-    return usual
+    totals = np.repeat(np.maximum(cells.totals, 1.0), np.diff(cells.counts.indptr))
+    shares = pd.Series(cells.counts.data / totals).groupby(cells.counts.indices)
+    return shares.median().reindex(range(cells.counts.shape[1])).to_numpy()
 
 
 def _cell_of(block: CellBlock) -> np.ndarray:
