@@ -180,18 +180,21 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np
     return found
 
 
-def gene_scores(known: KnownEffects, n_comps: int = N_COMPONENTS) -> np.ndarray:
+def gene_scores(known: KnownEffects) -> np.ndarray:
     """Return scores of genes in the PCA of the expression under all training perturbations, float64, shape (G, D).
 
     Genes are the observations, the mean expression of each group of cells is a variable, as in the linear model of
-    Ahlmann-Eltze et al. 2025; D is `n_comps`, or less where there are fewer effects.
+    Ahlmann-Eltze et al. 2025.
     """
     expression = np.array([known.controls[name] for name in known.contexts]) + known.deltas
     plain = np.array([known.controls[name] for name in sorted(set(known.contexts))])
-    of_genes = np.concatenate([plain, expression]).T
-    of_genes = of_genes - of_genes.mean(axis=0)
-    left, values, _ = np.linalg.svd(of_genes, full_matrices=False)
-    return (left * values)[:, :n_comps]
+    return _scores(np.concatenate([plain, expression]).T)
+
+
+def _scores(values: np.ndarray) -> np.ndarray:
+    """Return the scores of rows on their leading principal components."""
+    left, sizes, _ = np.linalg.svd(values - values.mean(axis=0), full_matrices=False)
+    return (left * sizes)[:, :N_COMPONENTS]
 
 
 def linear_effects(deltas: np.ndarray, genes: np.ndarray, seen: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -237,9 +240,7 @@ def _context_scores(known: KnownEffects) -> dict[str, np.ndarray]:
     names = sorted(known.controls)
     means = np.array([known.controls[name] for name in names])
     means = means[:, np.isfinite(means).all(axis=0)]
-    left, values, _ = np.linalg.svd(means - means.mean(axis=0), full_matrices=False)
-    scores = (left * values)[:, :N_COMPONENTS]
-    return dict(zip(names, scores, strict=True))
+    return dict(zip(names, _scores(means), strict=True))
 
 
 def linear_baseline(
@@ -874,8 +875,7 @@ def _reduced(features: pd.DataFrame) -> dict[str, np.ndarray]:
     values = features.to_numpy(dtype=np.float64)
     if not np.isfinite(values).all() or not features.index.is_unique:
         raise DataError("gene_features holds values that are not numbers, or a target twice; give one row a target.")
-    left, sizes, _ = np.linalg.svd(values - values.mean(axis=0), full_matrices=False)
-    scores = (left * sizes)[:, : min(N_COMPONENTS, values.shape[1])]
+    scores = _scores(values)
     spread = scores.std(axis=0)
     scores = np.divide(
         scores, spread, out=np.zeros_like(scores), where=spread > 1e-9 * max(spread.max(initial=0), 1e-300)
