@@ -1,11 +1,15 @@
+import sys
+
 import numpy as np
 import pertpy
 import pytest
-from cell_eval import MetricsEvaluator
 
+from scforge.errors import DataError, MissingFileError, OptionError
 from scforge.eval import PerturbationPrediction
 from scforge.eval.expression import log_normalized
-from scforge.eval.perturbation_metrics import energy_distance
+from scforge.eval.perturbation_metrics import cell_eval_scores, distances, energy_distance
+
+KEYS = {"perturbation_key": "target", "control": "control"}
 
 
 @pytest.fixture(scope="module")
@@ -20,11 +24,8 @@ def cells(perturbed):
     return made, real
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_ours_are_the_figures_of_cell_eval(cells, tmp_path) -> None:
-    evaluator = MetricsEvaluator(*cells, control_pert="control", pert_col="target", outdir=str(tmp_path), skip_de=True)
-    table, _ = evaluator.compute(profile="anndata", skip_metrics=["clustering_agreement"], write_csv=False)
-    table = table.to_pandas().sort_values("perturbation", ignore_index=True)
+def test_ours_are_the_figures_of_cell_eval(cells) -> None:
+    table, summary = cell_eval_scores(*cells, **KEYS, profile="anndata", skip_metrics=["clustering_agreement"])
     ours = PerturbationPrediction("target", "control").table(*cells)
     assert table["perturbation"].tolist() == ours["perturbation"].tolist()
     theirs = {"pearson_delta": "pearson_delta", "mse": "mse_delta", "mae": "mae_delta"}
@@ -33,6 +34,20 @@ def test_ours_are_the_figures_of_cell_eval(cells, tmp_path) -> None:
         np.testing.assert_allclose(ours[name], table[their].to_numpy(dtype=float), atol=1e-6, rtol=0, err_msg=name)
         # They differ between perturbations, or nothing was compared.
         assert ours[name].nunique() > 1, name
+    means = summary.set_index("statistic").loc["mean"]
+    assert float(means["pearson_delta"]) == pytest.approx(ours["pearson_delta"].mean(), abs=1e-6)
+
+
+def test_contexts_are_scored_one_by_one_and_controls_are_lent(perturbed) -> None:
+    real, made = (perturbed(("g0", "g1"), contexts=("x", "y"), seed=seed) for seed in (0, 1))
+    options = {**KEYS, "profile": "pds"}
+    both, summary = cell_eval_scores(made, real, context_key="type", **options)
+    assert both["context"].tolist() == ["x", "x", "y", "y"]
+    assert set(summary["context"]) == {"x", "y"}
+    alone, _ = cell_eval_scores(made[made.obs["type"] == "y"].copy(), real[real.obs["type"] == "y"].copy(), **options)
+    assert alone["discrimination_score_l1"].tolist() == both["discrimination_score_l1"][2:].tolist()
+    without = made[made.obs["target"] != "control"].copy()
+    assert len(cell_eval_scores(without, real, context_key="type", **options)[0]) == 4
 
 
 def test_energy_distance_is_its_formula_and_that_of_pertpy() -> None:
@@ -48,3 +63,41 @@ def test_energy_distance_is_its_formula_and_that_of_pertpy() -> None:
     own = mean(one, one) / 29 + mean(other, other) / 40
     assert found + own == pytest.approx(float(pertpy.tl.Distance("edistance", obsm_key="x")(one, other)), abs=1e-6)
     assert np.isnan(energy_distance(one[:1], other))
+
+
+@pytest.mark.parametrize("metric", ["edistance", "euclidean", "pearson_distance", "mmd"])
+def test_the_right_cells_are_nearer_than_controls(perturbed, metric: str) -> None:
+    real, made = (perturbed(("g0", "g1"), seed=seed) for seed in (0, 1))
+    table = distances(real, {"same": made}, metric=metric, **KEYS)
+    assert table["method"].tolist() == ["control", "same"] * 2
+    assert table["perturbation"].tolist() == ["g0", "g0", "g1", "g1"]
+    away = table.set_index(["method", "perturbation"])["distance"]
+    assert (away["same"] < away["control"]).all()
+
+
+def test_distances_in_an_embedding(perturbed) -> None:
+    adatas, own = [perturbed(("g0",), seed=seed) for seed in (0, 1)], []
+    rng = np.random.default_rng(0)
+    for adata in adatas:
+        chosen = (adata.obs["target"] == "g0").to_numpy()
+        adata.obsm["X_model"] = rng.normal(size=(adata.n_obs, 3)) + chosen[:, None]
+        own.append(adata.obsm["X_model"][chosen])
+    found = distances(*adatas, obsm_key="X_model", **KEYS)
+    assert found["method"].tolist() == ["control", "prediction"]
+    theirs = pertpy.tl.Distance("edistance", obsm_key="x")(*own)
+    assert found["distance"][1] == pytest.approx(float(theirs), abs=1e-6)
+
+
+def test_mistakes_are_told(perturbed, monkeypatch) -> None:
+    real, made = perturbed(("g0", "g1")), perturbed(("g0",))
+    with pytest.raises(DataError, match="predicted has no cells of 'g1'"):
+        cell_eval_scores(made, real, **KEYS, profile="pds")
+    monkeypatch.setitem(sys.modules, "cell_eval", None)
+    with pytest.raises(MissingFileError, match=r"pip install 'scforge\[eval\]'"):
+        cell_eval_scores(made, real, **KEYS)
+    with pytest.raises(OptionError, match="metric='edist' is no distance of pertpy"):
+        distances(real, made, metric="edist", **KEYS)
+    with pytest.raises(DataError, match="prediction lacks 'g1'"):
+        distances(real, made, **KEYS)
+    with pytest.raises(DataError, match="obsm_key='X_x' is not in prediction.obsm"):
+        distances(real, made, obsm_key="X_x", **KEYS)

@@ -403,6 +403,8 @@ def _join_replicates(
         missing = [key for key in keys if key not in embeddings]
         if missing or not keys:
             raise OptionError(f"replicates names {listing(missing)} for {name!r}, not among obsm_keys; add them there.")
+        if len({kinds[key] for key in keys}) > 1:
+            raise OptionError(f"replicates of {name!r} are of several kinds ({listing(keys)}); give them one kind.")
         found = Replicates(embeddings.pop(key) for key in keys)
         kinds[name] = [kinds.pop(key) for key in keys][0]
         embeddings[name] = found

@@ -1,22 +1,29 @@
 """Metrics of predicted effects of perturbations, and how cells with their perturbations are read.
 
-They equal those of cell-eval and pertpy to 1e-6, which need cells and not effects.
+They equal those of cell-eval and pertpy to 1e-6, which need cells and not effects and are called at the end.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
+import tempfile
+import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import anndata
 import numpy as np
 import pandas as pd
 from scipy import sparse
 
+from scforge._checks import check_known
 from scforge.data.checks import check_is_adata
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
-from scforge.errors import DataError, did_you_mean, listing
+from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing
 from scforge.eval.base import check_column
 from scforge.eval.expression import Effects, Moments, effects_of, log_normalized, moments_of
 
@@ -624,3 +631,221 @@ def energy_distance(one: np.ndarray, other: np.ndarray) -> float:
     if min(len(one), len(other)) < 2:
         return float("nan")
     return float(2 * cdist(one, other).mean() - pdist(one).mean() - pdist(other).mean())
+
+
+def cell_eval_scores(
+    predicted: AnnData,
+    real: AnnData,
+    *,
+    perturbation_key: str,
+    control: str,
+    context_key: str | None = None,
+    separator: str | None = "+",
+    layer: str | None = None,
+    profile: str = "full",
+    skip_metrics: Sequence[str] = (),
+    n_threads: int = 1,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Score predicted cells with cell-eval.
+
+    Both are handed over as log1p CP10K (cell-eval itself would scale counts to the median of their totals). Needs
+    ``pip install 'scforge[eval]'``.
+
+    Parameters
+    ----------
+    predicted
+        Predicted cells of all perturbations that were measured; its controls are those that effects are seen from.
+        Without controls, those of `real` are taken.
+    real
+        Measured cells with controls, over the same genes in any order.
+    perturbation_key, control, context_key, separator, layer
+        As for :class:`PerturbationPrediction`. Contexts are scored one by one, because cell-eval knows none.
+    profile
+        ``"full"``, ``"minimal"``, ``"vcc"`` (the Virtual Cell Challenge), ``"de"``, ``"anndata"`` or ``"pds"``.
+    skip_metrics
+        Names of metrics of cell-eval that are left out.
+    n_threads
+        Threads of its tests of differential expression.
+
+    Returns
+    -------
+    cell-eval's two tables: one row a perturbation (with a context: the column ``context`` first), and its summary
+    (count, mean, spread and quantiles in the column ``statistic``) of each metric.
+
+    Raises
+    ------
+    MissingFileError
+        If cell-eval is not installed.
+    DataError
+        If a perturbation, control or gene is missing in `predicted`, or a figure cannot be computed.
+
+    See Also
+    --------
+    PerturbationPrediction : ours: ``pearson_delta``, ``mse`` (cell-eval's ``mse_delta``), ``mae`` (``mae_delta``) and
+        ``discrimination_*`` are the same figures, unless controls are of several contexts.
+
+    Examples
+    --------
+    >>> import anndata, numpy as np
+    >>> def experiment(seed, genes):
+    ...     names = np.repeat(["control", *(f"gene{gene}" for gene in genes)], 30)
+    ...     counts = np.random.default_rng(seed).poisson(5.0, size=(len(names), 20)).astype("float32")
+    ...     for number, gene in enumerate(genes, start=1):
+    ...         counts[30 * number : 30 * (number + 1), gene] *= 3
+    ...     obs = pd.DataFrame({"target": names}, index=[f"{seed}-{i}" for i in range(len(names))])
+    ...     return anndata.AnnData(counts, obs, pd.DataFrame(index=[f"gene{i}" for i in range(20)]))
+    >>> keys = {"perturbation_key": "target", "control": "control"}
+    >>> predicted, real = experiment(0, [3, 4]), experiment(1, [3, 4])
+    >>> table, summary = cell_eval_scores(predicted, real, **keys, profile="minimal")
+    >>> bool(summary.set_index("statistic").loc["mean", "pearson_delta"] > 0.5)
+    True
+    """
+    with warnings.catch_warnings():
+        # Its dependencies warn about each other.
+        warnings.simplefilter("ignore")
+        try:
+            package = import_module("cell_eval")
+        except ModuleNotFoundError as error:
+            raise MissingFileError(f"{first_line(error)}; pip install 'scforge[eval]'.") from error
+    keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
+    measured = PerturbedCells.read(real, keys, argument="real")
+    made = PerturbedCells.read(predicted, keys, argument="predicted", made=True)
+    made = made.over(measured.genes, argument="predicted")
+    tables: list[list[pd.DataFrame]] = []
+    for context in sorted({effect.context for effect in measured.effects}):
+        effects = [effect for effect in measured.effects if effect.context == context]
+        pair = [_for_cell_eval(some, effects, keys, measured) for some in (made, measured)]
+        # Its progress bars stay its own, and the warnings of its dependencies.
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            evaluator = package.MetricsEvaluator(
+                *pair,
+                control_pert=control,
+                pert_col="target",
+                num_threads=n_threads,
+                outdir=folder,
+                skip_de=profile in ("anndata", "pds"),
+            )
+            found = evaluator.compute(
+                profile=profile, skip_metrics=list(skip_metrics) or None, write_csv=False, break_on_error=True
+            )
+        tables.append([table.to_pandas() for table in found])
+        if context_key is not None:
+            for table in tables[-1]:
+                table.insert(0, "context", context)
+    whole, summary = (pd.concat(parts, ignore_index=True) for parts in zip(*tables, strict=True))
+    return whole, summary
+
+
+def _for_cell_eval(
+    cells: PerturbedCells, effects: Sequence[Effect], keys: EffectKeys, measured: PerturbedCells
+) -> AnnData:
+    """Return the cells of effects of one context, and their controls (of the measured ones if it has none)."""
+    plain = Effect((), effects[0].context)
+    source = cells if len(cells.rows(plain)) else measured
+    rows = {keys.name_of(effect.targets): cells.rows(effect) for effect in effects} | {keys.control: source.rows(plain)}
+    if without := [name for name, some in rows.items() if not len(some)]:
+        raise DataError(
+            f"predicted has no cells of {listing(without)} (context {plain.context!r}); predict all of real, which "
+            "needs controls in each context."
+        )
+    parts = [(source if name == keys.control else cells).expression[some] for name, some in rows.items()]
+    labels = np.repeat(list(rows), [part.shape[0] for part in parts])
+    obs = pd.DataFrame({"target": labels.astype(object)}, index=[f"cell {i}" for i in range(len(labels))])
+    return anndata.AnnData(sparse.vstack(parts, format="csr"), obs, pd.DataFrame(index=cells.genes.astype(str)))
+
+
+def distances(
+    real: AnnData,
+    predictions: AnnData | Mapping[str, AnnData],
+    *,
+    perturbation_key: str,
+    control: str,
+    context_key: str | None = None,
+    separator: str | None = "+",
+    metric: str = "edistance",
+    obsm_key: str | None = None,
+    layer: str | None = None,
+) -> pd.DataFrame:
+    """Return how far predicted cells are from the measured ones of the same perturbation, by pertpy.
+
+    Parameters
+    ----------
+    real
+        Measured cells, with controls.
+    predictions
+        Predicted cells; several by name.
+    perturbation_key, control, context_key, separator
+        Columns of obs, as for :func:`evaluate_perturbations`.
+    metric
+        Name of a distance of :class:`pertpy.tl.Distance`, e.g. ``"edistance"``, ``"mmd"`` or ``"wasserstein"``.
+    obsm_key
+        Coordinates in obsm, e.g. an embedding of all cells by the same model; None takes log1p CP10K over the genes
+        that all have, which is slow for distances between cells.
+    layer
+        Key in layers with counts or log1p CP10K; None reads X.
+
+    Returns
+    -------
+    One row for each method and effect: ``method``, ``perturbation``, ``context`` and ``distance``. The method
+    ``"control"``, what controls are away, is the baseline: a prediction that is not nearer has learnt nothing.
+
+    Raises
+    ------
+    OptionError
+        If pertpy does not know the metric.
+    DataError
+        If coordinates are missing, or an effect is not predicted.
+
+    Examples
+    --------
+    >>> import anndata
+    >>> def experiment(seed, genes):
+    ...     names = np.repeat(["control", *(f"gene{gene}" for gene in genes)], 30)
+    ...     counts = np.random.default_rng(seed).poisson(5.0, size=(len(names), 20)).astype("float32")
+    ...     for number, gene in enumerate(genes, start=1):
+    ...         counts[30 * number : 30 * (number + 1), gene] *= 3
+    ...     obs = pd.DataFrame({"target": names}, index=[f"{seed}-{i}" for i in range(len(names))])
+    ...     return anndata.AnnData(counts, obs, pd.DataFrame(index=[f"gene{i}" for i in range(20)]))
+    >>> keys = {"perturbation_key": "target", "control": "control"}
+    >>> table = distances(experiment(0, [3]), experiment(1, [3]), **keys)
+    >>> table.sort_values("distance")["method"].tolist()
+    ['prediction', 'control']
+    """
+    from pertpy.tools import Distance
+
+    keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
+    named = dict(predictions) if isinstance(predictions, Mapping) else {"prediction": predictions}
+    read = {name: PerturbedCells.read(adata, keys, argument=name, made=True) for name, adata in named.items()}
+    read["real"] = PerturbedCells.read(real, keys, argument="real")
+    if obsm_key is None:
+        genes = read["real"].genes
+        for cells in read.values():
+            genes = genes[genes.isin(cells.genes)]
+        places = {name: cells.over(genes, argument=name).expression.toarray() for name, cells in read.items()}
+    else:
+        places = {}
+        for name, adata in {**named, "real": real}.items():
+            check_known("obsm_key", obsm_key, adata.obsm, f"{name}.obsm", fix="compute it first")
+            places[name] = np.asarray(adata.obsm[obsm_key])
+    try:
+        away: Callable[[np.ndarray, np.ndarray], float] = Distance(cast("Any", metric), obsm_key="coordinates")
+    except ValueError as error:
+        raise OptionError(
+            f"metric={metric!r} is no distance of pertpy; see pertpy.tl.Distance for its names."
+        ) from error
+    rows = []
+    for effect in read["real"].effects:
+        target = places["real"][read["real"].rows(effect)]
+        groups = {"control": ("real", Effect((), effect.context)), **{name: (name, effect) for name in named}}
+        for method, (name, group) in groups.items():
+            cells = places[name][read[name].rows(group)]
+            if not len(cells):
+                label = keys.name_of(group.targets) or control
+                raise DataError(f"{name} lacks {label!r} (context {effect.context!r}); give cells of it.")
+            rows.append((method, keys.name_of(effect.targets), effect.context, float(away(cells, target))))
+    return pd.DataFrame(rows, columns=["method", "perturbation", "context", "distance"])
