@@ -193,11 +193,11 @@ def components(pair: Pair, seed: int, *, scale: bool) -> tuple[np.ndarray, np.nd
 
 def harmony(pair: Pair, seed: int, *, scale: bool) -> tuple[np.ndarray, np.ndarray]:
     """Components of both, of which Harmony takes the batches."""
-    from scforge.eval.baselines import harmony_embedding
+    from scforge.data.neighbors import harmony_correct
 
     both = ad.concat(pair)
     found, _ = components((both, pair[1]), seed, scale=scale)
-    return halves(harmony_embedding(found, both.obs, BATCH, seed=seed), pair)
+    return halves(harmony_correct(found, both.obs[BATCH].astype(str).to_numpy(), seed=seed), pair)
 
 
 def scvi(pair: Pair, seed: int, *, tuned: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -8,9 +8,12 @@ from scforge._registry import Registry
 from scforge.config import ModelConfig
 from scforge.data import GeneVocab
 from scforge.errors import OptionError
+from scforge.eval.base import BENCHMARKS, Benchmark
+from scforge.finetuning.base import TASKS, Task
 from scforge.models import get_model
 from scforge.tokenizers import get_tokenizer
-from scforge.training import get_objective
+from scforge.training import Objective, get_objective
+from scforge.training.objectives.base import OBJECTIVES
 
 
 @pytest.fixture
@@ -73,7 +76,7 @@ Part.__module__ = "package.parts"
 
 @pytest.fixture
 def strict() -> Registry:
-    return Registry("part", group="scforge.test_parts", base="package.Part", methods=("run", "make"))
+    return Registry("part", group="scforge.test_parts", base="package.Part", members=("run", "make"))
 
 
 def test_a_class_of_another_family_is_told(strict):
@@ -92,6 +95,19 @@ def test_a_method_that_is_missing_is_told(strict):
     assert strict.get("partial") is partial
     whole = strict.register("whole")(type("Whole", (Part,), {"make": lambda self: None}))
     assert strict.get("whole") is whole
+
+
+@pytest.mark.parametrize(
+    ("registry", "base", "attribute"),
+    [(OBJECTIVES, Objective, "defaults"), (TASKS, Task, "defaults"), (BENCHMARKS, Benchmark, "metrics")],
+)
+def test_an_attribute_that_is_missing_is_told(monkeypatch, registry, base, attribute):
+    methods = {name: lambda self: None for name in base.__abstractmethods__}
+    monkeypatch.setitem(registry._entries, "bare", type("Bare", (base,), methods))
+    with pytest.raises(OptionError, match=f"'bare' is Bare, which does not define '{attribute}'; add it."):
+        registry.get("bare")
+    monkeypatch.setitem(registry._entries, "whole", type("Whole", (base,), methods | {attribute: ("one",)}))
+    assert registry.get("whole").__name__ == "Whole"
 
 
 @pytest.mark.parametrize(

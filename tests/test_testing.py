@@ -48,6 +48,14 @@ class Drawn(Sorted):
         return np.random.default_rng(key).permutation(len(counts))[: self.most_genes]
 
 
+class Few(Sorted):
+    """Five genes of a cell at most, whatever `max_len` is. Correct."""
+
+    @property
+    def most_genes(self):
+        return min(5, super().most_genes)
+
+
 class AllGenes(Tokenizer):
     """All measured genes, also those without counts, in the order of their counts. Correct."""
 
@@ -98,7 +106,7 @@ class Broken(Sorted):
         return self.tokens(super()._tokenize(block))
 
 
-@pytest.mark.parametrize("cls", [Sorted, Drawn, AllGenes, Broken])
+@pytest.mark.parametrize("cls", [Sorted, Drawn, Few, AllGenes, Broken])
 @pytest.mark.parametrize("options", [{}, {"append_cls": False}, {"append_eos": True}, {"max_len": 9}])
 def test_correct_ones_pass(cls, options):
     before = torch.get_num_threads(), numba.get_num_threads()

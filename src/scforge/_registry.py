@@ -25,8 +25,8 @@ class Registry[T]:
         asked for, and registers itself.
     base
         Public path of the class that entries derive from, e.g. ``"torch.nn.Module"``; None for any object.
-    methods
-        What entries have to define, besides the abstract methods of `base`.
+    members
+        Methods and attributes that entries have to define, besides the abstract methods of `base`.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class Registry[T]:
         group: str,
         builtin: dict[str, str] | None = None,
         base: str | None = None,
-        methods: Sequence[str] = (),
+        members: Sequence[str] = (),
     ) -> None:
         self.kind = kind
         self.group = group
         self._builtin = dict(builtin or {})
         self._base = base
-        self._methods = tuple(methods)
+        self._members = tuple(members)
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -141,7 +141,7 @@ class Registry[T]:
         what = f"{self.kind}={name!r} is {getattr(entry, '__qualname__', entry)!s}"
         if not _derives(entry, self._base):
             raise OptionError(f"{what}, which is no subclass of {self._base}; derive it from that.")
-        check_defines(what, entry, self._methods)
+        check_defines(what, entry, self._members)
 
     def _plugins(self) -> dict[str, list[EntryPoint]]:
         """Return who offers each name, most often one."""
@@ -217,20 +217,20 @@ def _derives(entry: object, base: str) -> bool:
     return any(cls.__qualname__ == last and f"{cls.__module__}.".startswith(f"{package}.") for cls in bases)
 
 
-def check_defines(what: str, found: object, methods: Sequence[str]) -> None:
-    """Raise unless a class or an object has these methods, and leaves none abstract; `what` begins the message."""
+def check_defines(what: str, found: object, members: Sequence[str]) -> None:
+    """Raise unless a class or an object has these members, and leaves none abstract; `what` begins the message."""
     abstract: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
-    lacking = sorted({*abstract, *(method for method in methods if not _defines(found, method))})
+    lacking = sorted({*abstract, *(name for name in members if not _defines(found, name))})
     if lacking:
         raise OptionError(
             f"{what}, which does not define {listing(lacking)}; add {'it' if len(lacking) == 1 else 'them'}."
         )
 
 
-def _defines(entry: object, method: str) -> bool:
-    found = getattr(entry, method, None)
+def _defines(entry: object, name: str) -> bool:
+    found = getattr(entry, name, None)
     # torch gives every module a forward of this name, which raises.
-    return callable(found) and getattr(found, "__name__", "") != "_forward_unimplemented"
+    return found is not None and getattr(found, "__name__", "") != "_forward_unimplemented"
 
 
 def _identity(obj: object) -> tuple[str | None, str | None]:

@@ -141,12 +141,11 @@ def test_a_failure_costs_the_figure_only(tiny_adata: ad.AnnData) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ("cell_type_annotation", OptionError, r"is one; give a list"),
         ([], OptionError, r"benchmarks=\[\] names no benchmark"),
         (["cell_type_anotation"], OptionError, "did you mean 'cell_type_annotation'"),
-        ([3], OptionError, "benchmark=3 is neither a registered name nor a Benchmark"),
+        ([3], OptionError, "benchmark=3 is not known"),
         ([{"label_prediction": {"folds": 3}}], OptionError, "option 'folds' is unknown to 'label_prediction'"),
-        ([{"label_prediction": 3}], OptionError, "the benchmark 'label_prediction' is given 3; give it options"),
+        ([{"label_prediction": 3}], OptionError, "write one benchmark an entry, with its options"),
         ([{"label_prediction": None, "dataset": "x"}], OptionError, "write one benchmark an entry"),
         ([Evaluation(Draws(), max_cells=5), Draws()], OptionError, "two evaluations are called 'Draws_held_out'"),
         ([{"label_prediction": {"n_folds": n, "name": "same"}} for n in (3, 4)], OptionError, "are called 'same'"),
@@ -169,8 +168,8 @@ def test_bad_input_on_construction(wrong: Any, error: type[Exception], message: 
 @pytest.mark.parametrize(
     ("benchmark", "options", "error", "message"),
     [
-        ("label_prediction", {"keys": {}}, OptionError, "needs labels_key, a column of obs, but"),
-        ("batch_integration", {"keys": {"labels_key": "group"}}, OptionError, "needs batch_key, a column of obs, but"),
+        ("label_prediction", {"keys": {}}, OptionError, "needs labels_key, a column of obs"),
+        ("batch_integration", {"keys": {"labels_key": "group"}}, OptionError, "needs batch_key, a column of obs"),
         ("label_prediction", {"validation_size": 0.0}, OptionError, "no cells are held out; give validation_size abov"),
         ({"label_prediction": {"labels_key": "grup"}}, {}, DataError, "held-out cells: .*'grup' .* mean 'group'"),
         ("cell_type_annotation", {"validation_size": 0.3}, DataError, "n_neighbors=15 is more than the .* lower it"),

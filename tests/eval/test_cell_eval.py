@@ -3,12 +3,11 @@ import sys
 import numpy as np
 import pertpy
 import pytest
-from scipy import stats
 
 from scforge.errors import DataError, MissingFileError, OptionError
 from scforge.eval import PerturbationPrediction
 from scforge.eval.expression import log_normalized
-from scforge.eval.perturbation_metrics import cell_eval_scores, distances, energy_distance, mean_distance
+from scforge.eval.perturbation_metrics import cell_eval_scores, distances, energy_distance
 
 KEYS = {"perturbation_key": "target", "control": "control"}
 
@@ -37,16 +36,6 @@ def test_ours_are_the_figures_of_cell_eval(cells) -> None:
         assert ours[name].nunique() > 1, name
     means = summary.set_index("statistic").loc["mean"]
     assert float(means["pearson_delta"]) == pytest.approx(ours["pearson_delta"].mean(), abs=1e-6)
-    targets = cells[0].obs["target"].unique()
-    of = [{name: some[some.obs["target"] == name].X.toarray() for name in targets} for some in cells]
-    names = ours["perturbation"]
-    away = [[energy_distance(one[name], one["control"]) for name in names] for one in of]
-    assert table["pearson_edistance"].to_numpy(dtype=float) == pytest.approx(stats.pearsonr(*away).statistic, abs=1e-6)
-    table, _ = cell_eval_scores(*cells, **KEYS, profile="minimal")
-    error = np.array([of[0][name].mean(axis=0) - of[1][name].mean(axis=0) for name in table["perturbation"]])
-    np.testing.assert_allclose(table["mse"].to_numpy(dtype=float), np.square(error).mean(axis=1), atol=1e-6)
-    np.testing.assert_allclose(table["mae"].to_numpy(dtype=float), np.abs(error).mean(axis=1), atol=1e-6)
-    assert {"overlap_at_N", "precision_at_N"} <= {*table}
 
 
 def test_contexts_are_scored_one_by_one_and_controls_are_lent(perturbed) -> None:
@@ -69,13 +58,11 @@ def test_energy_distance_is_its_formula_and_that_of_pertpy() -> None:
         return float(np.linalg.norm(a[:, None] - b[None], axis=2).mean())
 
     found = energy_distance(one, other)
-    assert found == pytest.approx(2 * mean(one, other) - mean(one, one) - mean(other, other))
-    assert found == pytest.approx(float(pertpy.tl.Distance("edistance", obsm_key="x")(one, other)), abs=1e-6)
-    assert found == pytest.approx(energy_distance(one, other, within=(mean_distance(one, one), None)))
-    unbiased = 2 * mean(one, other) - mean(one, one) * 30 / 29 - mean(other, other) * 41 / 40
-    assert energy_distance(one, other, unbiased=True) == pytest.approx(unbiased)
-    assert np.isnan(energy_distance(one[:1], other, unbiased=True))
-    assert energy_distance(one, one[::-1]) == pytest.approx(0.0, abs=1e-12)
+    assert found == pytest.approx(2 * mean(one, other) - mean(one, one) * 30 / 29 - mean(other, other) * 41 / 40)
+    # pertpy counts the distances of cells to themselves.
+    own = mean(one, one) / 29 + mean(other, other) / 40
+    assert found + own == pytest.approx(float(pertpy.tl.Distance("edistance", obsm_key="x")(one, other)), abs=1e-6)
+    assert np.isnan(energy_distance(one[:1], other))
 
 
 @pytest.mark.parametrize("metric", ["edistance", "euclidean", "pearson_distance", "mmd"])
@@ -97,7 +84,8 @@ def test_distances_in_an_embedding(perturbed) -> None:
         own.append(adata.obsm["X_model"][chosen])
     found = distances(*adatas, obsm_key="X_model", **KEYS)
     assert found["method"].tolist() == ["control", "prediction"]
-    assert found["distance"][1] == pytest.approx(energy_distance(*own), abs=1e-6)
+    theirs = pertpy.tl.Distance("edistance", obsm_key="x")(*own)
+    assert found["distance"][1] == pytest.approx(float(theirs), abs=1e-6)
 
 
 def test_mistakes_are_told(perturbed, monkeypatch) -> None:

@@ -191,9 +191,9 @@ def test_a_registered_task_gives_the_scores_of_the_package(name: str, cells: ad.
         ("clustering", {"labels_key": "cell_typ"}, DataError, "labels_key='cell_typ' is not a column of obs; did you"),
         (
             "clustering",
-            {**LABELS, "flavor": "igraph"},
+            {**LABELS, "flavr": "igraph"},
             OptionError,
-            "option 'flavor' is unknown to 'clustering'; did you mean 'flavor'",
+            "option 'flavr' is unknown to 'clustering'; did you mean 'flavor'",
         ),
         ("clustering", {**LABELS, "n_iterations": -1}, OptionError, "n_iterations=-1 is refused by 'clustering'"),
         ("embedding", {"labels_key": "some"}, DataError, "labels_key='some' is missing for 3 cells"),

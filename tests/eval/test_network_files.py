@@ -93,7 +93,7 @@ def test_several_files(tmp_path: Path) -> None:
     [
         ("a\tb\nx\ty\n", {}, r"there is no column source or tf .*\(there are: 'a', 'b'\); name those"),
         ("", {}, "cannot be read as a network"),
-        ("source,target\nA,\n", {}, "has 1 edges without a source or target .first: row 1.; fill or remove"),
+        ("source,target\nA,\n", {}, "has 1 edges without a source or target; fill or remove"),
         ("source,target,weight\nA,x,much\n", {}, "Unable to parse string"),
         ("source,target\nA,x\n", {"source": "src", "target": "target"}, "there is no column src"),
         (ENCODE.replace("A2M\tna\t2\tATF2", "A1BG\tna\t1\tJUN"), {}, "it has more factors than targets"),

@@ -188,7 +188,7 @@ def test_mistakes_are_told(real, train, made) -> None:
             "kinds='god' is not in predictions; did you mean 'good'",
         ),
         (twice, {}, DataError, r"predictions has 'g0\+g1' more than once"),
-        (logs(made)[:, :20].copy(), {}, DataError, "only 20 of 60 measured genes"),
+        (logs(made)[:, :20].copy(), {}, DataError, "share 20 of 60 measured genes"),
         (made[:, :50].copy(), {}, DataError, "are counts without 10 genes that hold"),
         (made, {"train": train[:, :50].copy()}, DataError, "train are counts without 10 genes"),
         (made, {"train": other}, DataError, "controls of train have a median total of .* others have 10,000"),

@@ -6,7 +6,7 @@ from torchmetrics.functional.text import bleu_score
 
 from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.eval import RankReconstruction
-from scforge.eval.rank_reconstruction import evaluate_reconstruction, gene_orders, ranking_baselines
+from scforge.eval.rank_reconstruction import evaluate_reconstruction, ranking_baselines
 
 TRUE = np.array([[0, 1, 2, 3, 4, 5], [9, 8, 7, 6, -1, -1]])
 
@@ -18,7 +18,9 @@ def score(made: list[int], true: list[int]) -> dict[str, float]:
 @pytest.fixture(scope="module")
 def orders(pbmc: ad.AnnData) -> np.ndarray:
     """The 40 highest genes of 60 cells of PBMC 3k."""
-    return gene_orders(pbmc.X[:60], max_genes=40)
+    counts = pbmc.X[:60].toarray()
+    order = np.argsort(-counts, axis=1, kind="stable")[:, :40]
+    return np.where(np.take_along_axis(counts, order, axis=1) > 0, order, -1)
 
 
 def test_edits_are_those_of_the_full_table(orders: np.ndarray) -> None:
@@ -95,7 +97,6 @@ def test_nothing_right_scores_nothing() -> None:
 
 
 def test_orders_of_expression_and_baselines(orders: np.ndarray) -> None:
-    assert gene_orders(np.array([[1, 3, 0, 3], [0, 0, 2, 1]]), max_genes=1).tolist() == [[1], [2]]
     known, chance = "mean order of the cell's genes", "random order of the cell's genes"
     made = ranking_baselines(orders[:30], orders[30:])
     scores = {name: RankReconstruction().run(some, orders[30:]) for name, some in made.items()}
@@ -140,8 +141,8 @@ def test_training_cells_among_the_true_ones(orders: np.ndarray) -> None:
         (TRUE, np.array([[0, 1], [2, 2]]), "the true orders have a gene twice in row 1"),
         (TRUE, np.array([[0, 1], [-1, 2]]), "have -1 before a gene in row 1"),
         (TRUE, np.array([[0, 1], [-1, -1]]), "have no gene in row 1"),
-        (TRUE - 1, TRUE, "give numbers of genes from 0"),
-        (TRUE.astype(float), TRUE, "are an array of float64 with shape"),
+        (TRUE - 1, TRUE, "give genes from 0"),
+        (TRUE.astype(float), TRUE, "are float64, shape"),
     ],
 )
 def test_bad_orders(made: np.ndarray, true: np.ndarray, message: str) -> None:

@@ -7,7 +7,7 @@ import torch
 import scforge.eval.baselines as room
 from scforge.errors import DataError, OptionError
 from scforge.eval import embedding_baselines, pca_embedding
-from scforge.eval.baselines import check_baselines, harmony_embedding
+from scforge.eval.baselines import check_baselines
 
 
 def gap(embedding: np.ndarray, adata: ad.AnnData, key: str) -> float:
@@ -67,7 +67,8 @@ def test_each_is_what_it_says(shifted) -> None:
     # Harmony brings the batches together, and the groups stay apart.
     assert gap(found["harmony"], shifted, "batch") < gap(found["pca"], shifted, "batch") / 3
     assert gap(found["harmony"], shifted, "group") > 1
-    assert harmony_embedding(found["pca"], shifted.obs, "site").shape == (60, 5), "batches may be numbers"
+    by_number = embedding_baselines(shifted, ["harmony"], batch_key="site", n_comps=5)
+    assert by_number["harmony"].shape == (60, 5), "batches may be numbers"
 
 
 def test_scvi_with_and_without_batches(shifted, monkeypatch) -> None:
@@ -130,13 +131,8 @@ def test_components_are_no_more_than_the_genes_that_are_left(shifted) -> None:
     few.X[:, :6] += 1
     found = embedding_baselines(few, ["pca", "harmony", "random"], batch_key="batch")
     assert {embedding.shape for embedding in found.values()} == {(60, 5)}
-    with pytest.raises(OptionError, match="n_comps=10 is too many: of 80 genes 6 are highly variable and in at least"):
+    with pytest.raises(OptionError, match="n_comps=10 is too many for 6 variable genes"):
         embedding_baselines(few, [10])
-    few.X[:] = 0
-    few.X[0] = 1
-    few.X[1:, 0] = 1
-    with pytest.raises(DataError, match="one gene of 80 is left"):
-        embedding_baselines(few, ["pca"])
 
 
 def test_labels_are_not_looked_at_and_the_data_are_not_changed(shifted) -> None:
@@ -151,9 +147,12 @@ def test_labels_are_not_looked_at_and_the_data_are_not_changed(shifted) -> None:
 @pytest.mark.parametrize(
     ("names", "options", "message"),
     [
-        (["harmoni"], {}, r"names 'harmoni', which is none; did you mean 'harmony'\? \(there are: 'hvg', 'pca'"),
+        (
+            ["harmoni"],
+            {},
+            r"baselines='harmoni' is not in the baselines; did you mean 'harmony'\? \(.*or name a number",
+        ),
         ("pca", {}, r"baselines='pca' is not a list of baselines; write \['pca'\]"),
-        (["pca", "pca"], {}, "names 'pca' twice"),
         (["harmony"], {}, "names 'harmony', which corrects batches; give batch_key"),
         ([60], {}, r"n_comps=60 is not between 1 and the smaller side of \(60, 80\)"),
         ([0], {}, "baselines=0 is not a positive number of principal components"),

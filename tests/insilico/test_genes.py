@@ -86,7 +86,7 @@ def test_strongest_are_kept(tiny_adata: ad.AnnData, tiny_vocab: GeneVocab):
     few = attention_between_genes(module, cells, tokenizer, top_k=5, layer=0)
     assert np.diff(few.indptr).max() == 5
     np.testing.assert_allclose(np.sort(few.toarray(), axis=1)[:, -5:], np.sort(whole, axis=1)[:, -5:], atol=1e-6)
-    with pytest.warns(ScforgeWarning, match="80 genes are expressed, of which the 30 most widely"):
+    with pytest.warns(ScforgeWarning, match="the 30 most widely expressed of 80 genes"):
         some = attention_between_genes(module, cells, tokenizer, max_genes=30, top_k=80)
     assert (np.diff(some.indptr) > 0).sum() == 30
 

@@ -29,7 +29,6 @@ KEYS = ("labels_key", "batch_key", "groups_key")
 
 _MIN_GROUPS = 4
 """Groups whose halves are several groups, and differ."""
-SUBJECTS = ("embedding", "perturbation", "network", "expression", "ranking")
 
 
 class Benchmark(ABC):
@@ -81,8 +80,6 @@ class Benchmark(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if cls.subject not in SUBJECTS:
-            raise OptionError(f"subject={cls.subject!r} of {cls.__name__} is none of {listing(SUBJECTS)}.")
         if "main" not in vars(cls) and "metrics" in vars(cls):
             cls.main = cls.metrics[0]
 
@@ -203,21 +200,10 @@ class Benchmark(ABC):
 def half_samples(
     obs: pd.DataFrame, n: int, *, seed: int, labels_key: str | None = None, groups_key: str | None = None
 ) -> Iterator[np.ndarray]:
-    """Yield rows of random halves, ascending, int64.
+    """Yield rows of random halves of the cells, ascending, int64, `n` times; of whole groups with `groups_key`.
 
-    Parameters
-    ----------
-    obs
-        Annotation of the cells, N rows.
-    n
-        Number of halves.
-    seed
-        Seed.
-    labels_key
-        Keep the share of each of these labels; missing ones count as one label.
-    groups_key
-        Draw whole groups in place of cells, the smaller half of an odd number; then labels do not matter. With fewer
-        than four groups nothing is yielded, since no half tells how groups differ.
+    Halves of cells keep the share of each label of `labels_key`; missing ones count as one label. Of an odd number of
+    groups the smaller half is drawn, and nothing of fewer than four, as no half tells how groups differ.
     """
     rng = np.random.default_rng(seed)
     for _ in range(n):
@@ -235,7 +221,7 @@ def half_samples(
             yield np.sort(order[rng.integers(2) :: 2]).astype(np.int64)
 
 
-def as_array(made: Any) -> np.ndarray:
+def as_array(made: Any, name: str = "the embedding") -> np.ndarray:
     """Return an embedding as an array: a dense one of a sparse matrix, and the numbers of a table.
 
     Raises
@@ -246,13 +232,13 @@ def as_array(made: Any) -> np.ndarray:
     if sparse.issparse(made):
         made = made.toarray()
     elif isinstance(made, pd.DataFrame):
-        if odd := [name for name, dtype in made.dtypes.items() if not pd.api.types.is_numeric_dtype(dtype)]:
-            raise DataError(f"the embedding has columns that are not numbers ({listing(odd)}); leave them out.")
+        if odd := [column for column, dtype in made.dtypes.items() if not pd.api.types.is_numeric_dtype(dtype)]:
+            raise DataError(f"{name} has columns that are not numbers ({listing(odd)}); leave them out.")
         kept = {np.dtype(np.float32)} == set(made.dtypes)
         made = made.to_numpy(dtype=np.float32 if kept else np.float64, na_value=np.nan)
     array = np.asarray(made)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"the embedding holds {array.dtype} in place of numbers; give an array of numbers.")
+        raise DataError(f"{name} holds {array.dtype} in place of numbers; give an array of numbers.")
     return array
 
 
@@ -267,20 +253,16 @@ BENCHMARKS: Registry[type[Benchmark]] = Registry(
     "benchmark",
     group="scforge.benchmarks",
     base="scforge.eval.Benchmark",
+    members=("metrics",),
     builtin={
         "batch_integration": "scforge.eval.scib",
         "cell_type_annotation": "scforge.eval.label_prediction",
         "cell_type_probe": "scforge.eval.label_prediction",
-        **dict.fromkeys(
-            (
-                "cz_batch_integration",
-                "cz_clustering",
-                "cz_embedding",
-                "cz_label_prediction",
-                "cz_sequential_organization",
-            ),
-            "scforge.eval.cz_benchmarks",
-        ),
+        "cz_batch_integration": "scforge.eval.cz_benchmarks",
+        "cz_clustering": "scforge.eval.cz_benchmarks",
+        "cz_embedding": "scforge.eval.cz_benchmarks",
+        "cz_label_prediction": "scforge.eval.cz_benchmarks",
+        "cz_sequential_organization": "scforge.eval.cz_benchmarks",
         "gene_network": "scforge.eval.networks",
         "generation": "scforge.eval.generation",
         "geometry": "scforge.eval.label_prediction",
@@ -328,13 +310,20 @@ def _check_given(name: str, options: Mapping[str, Any], besides: Sequence[str] =
     check_options("benchmark option", name, options, list(known))
     for option, needed in known.items():
         if needed and option not in options and option not in besides:
-            raise OptionError(f"the benchmark {name!r} needs the option {option}; give it.")
+            what = f"{option}, a column of obs" if option in KEYS else f"the option {option}"
+            raise OptionError(f"the benchmark {name!r} needs {what}; give it.")
 
 
 def options_of(name: str) -> dict[str, bool]:
     """Return the options of a benchmark, and of each whether it has to be given."""
     parameters = inspect.signature(BENCHMARKS.get(name)).parameters
     return {option: parameter.default is parameter.empty for option, parameter in parameters.items()}
+
+
+def check_scores_embeddings(title: str, subject: str) -> None:
+    """Raise :class:`~scforge.errors.OptionError` unless it is embeddings that a benchmark scores."""
+    if subject != "embedding":
+        raise OptionError(f"the benchmark {title!r} scores no embedding (but: {subject}); pass it to eval.compare.")
 
 
 def title_of(benchmark: Benchmark) -> str:
@@ -389,13 +378,10 @@ class Evaluation:
     def __post_init__(self) -> None:
         if self.max_cells is not None:
             check_count("max_cells", self.max_cells, "cells")
-        if isinstance(self.benchmark, Benchmark):
-            if self.options:
-                raise OptionError(f"options={dict(self.options)} are for a benchmark given by name; leave them out.")
-            return
-        if not isinstance(self.benchmark, str):
-            raise OptionError(f"benchmark={self.benchmark!r} is neither a registered name nor a Benchmark.")
-        _check_given(self.benchmark, self.options, besides=KEYS)
+        if not isinstance(self.benchmark, Benchmark):
+            _check_given(self.benchmark, self.options, besides=KEYS)
+        elif self.options:
+            raise OptionError(f"options={dict(self.options)} are for a benchmark given by name; leave them out.")
 
     @property
     def held_out(self) -> bool:
@@ -439,11 +425,6 @@ class Evaluation:
         """
         if isinstance(self.benchmark, Benchmark):
             return self.benchmark
-        for key in self.missing(keys):
-            raise OptionError(
-                f"the benchmark {self.benchmark!r} needs {key}, a column of obs, but neither its options nor the "
-                f"data name one; give it {key}."
-            )
         return get_benchmark(self.benchmark, **{**self._from_data(keys), **self.options})
 
     def _from_data(self, keys: Mapping[str, str | None]) -> dict[str, str]:
@@ -472,16 +453,9 @@ def to_evaluation(entry: Entry) -> Evaluation:
         return entry
     if not isinstance(entry, Mapping):
         return Evaluation(entry)
-    if len(entry) != 1:
-        raise OptionError(
-            f"an entry of benchmarks has the keys {listing(entry)}; write one benchmark an entry, "
-            "e.g. cell_type_annotation: {dataset: held_out}."
-        )
+    if len(entry) != 1 or not isinstance(next(iter(entry.values())), Mapping | None):
+        raise OptionError(f"write one benchmark an entry, with its options, in place of {dict(entry)}.")
     ((benchmark, given),) = entry.items()
-    if given is not None and not isinstance(given, Mapping):
-        raise OptionError(
-            f"the benchmark {benchmark!r} is given {given!r}; give it options, e.g. {{dataset: held_out}}."
-        )
     options = dict(given or {})
     theirs = options_of(benchmark) if benchmark in BENCHMARKS.names() else {}
     own = {
@@ -536,22 +510,17 @@ def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
     if is_url(place) or Path(place).exists():
         return place
     if name in datasets or Path(name).suffix or len(Path(name).parts) > 1:
-        raise MissingFileError(
-            f"the data set {place!r} of the benchmark {evaluation.title!r} does not exist; check the path."
-        )
+        raise MissingFileError(f"the data set {place!r} of {evaluation.title!r} does not exist; check the path.")
     if name in list_cards():
         return str(find_file(name))
-    folder = os.environ.get(DATA_FOLDER)
-    if folder is not None and (file := Path(folder) / f"{name}.h5ad").exists():
+    file = Path(os.environ.get(DATA_FOLDER, f"${DATA_FOLDER}"), f"{name}.h5ad")
+    if file.exists():
         return str(file)
-    where = f"${DATA_FOLDER}" if folder is None else folder
     known = f" (datasets has: {listing(datasets)})" if datasets else ""
     near = did_you_mean(name, [*datasets, *list_cards()])
-    hint = f"{near} Otherwise" if near else ";"
     raise OptionError(
-        f"dataset={name!r} of the benchmark {evaluation.title!r} is not known{hint} put the file at "
-        f"{where}/{name}.h5ad{f' and set {DATA_FOLDER}' if folder is None else ''}, or say where it is in "
-        f"eval.datasets, {name}: PATH{known}."
+        f"dataset={name!r} of the benchmark {evaluation.title!r} is not known{f'{near} Otherwise' if near else ';'} "
+        f"put the file at {file}, or say where it is in eval.datasets, {name}: PATH{known}."
     )
 
 
@@ -576,9 +545,6 @@ class ScoredCells:
     @classmethod
     def choose(cls, cells: Cells, rows: np.ndarray | None, max_cells: int | None) -> ScoredCells:
         """Take at most `max_cells` of `rows` of `cells` (of all if None), always the same."""
-        obs: pd.DataFrame | None = getattr(cells, "obs", None)
-        if obs is None:
-            raise DataError("the cells have no obs, so there is nothing to score an embedding against.")
         rows = np.arange(len(cells)) if rows is None else rows
         if max_cells is not None and len(rows) > max_cells:
             # Whole chunks are quick to read, and as good as single cells where the order is random.
@@ -586,11 +552,9 @@ class ScoredCells:
                 rows = choose_chunks(len(cells), max_cells, cells.chunk_size, rows=rows)
             else:
                 rows = choose_rows(len(cells), max_cells, rows=rows)
-        return cls(cells, rows, obs.iloc[rows])
+        return cls(cells, rows, cast("Any", cells).obs.iloc[rows])
 
     @classmethod
     def open(cls, source: Any, vocab: GeneVocab | None, max_cells: int | None) -> ScoredCells:
         """Open a source over the genes of a model."""
-        if vocab is None:
-            raise OptionError("the training cells have no vocabulary; open them with scforge.data.open_cells.")
         return cls.choose(open_cells(source, vocab), None, max_cells)

@@ -11,19 +11,20 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 from scipy import sparse
 
-from scforge._checks import check_bool, check_count, check_seed
+from scforge._checks import check_bool, check_count, check_known, check_seed
 from scforge._constants import TARGET_SUM
 from scforge._progress import announce, duration
 from scforge.data.cells import choose_rows
 from scforge.data.checks import counts_of
 from scforge.data.neighbors import harmony_correct
-from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
+from scforge.errors import DataError, OptionError, warn
 from scforge.eval.base import check_column
 from scforge.eval.expression import ExpressionSpace, log_expression
 
@@ -93,10 +94,7 @@ def pca_embedding(
     check_n_comps(n_comps, adata)
     work = variable_genes(adata, n_top_genes=n_top_genes, layer=layer, batch_key=batch_key)
     if n_comps >= work.n_vars:
-        raise OptionError(
-            f"n_comps={n_comps} is too many: of {adata.n_vars} genes {work.n_vars} are highly variable and in at least "
-            f"{_MIN_CELLS} cells, which have at most {work.n_vars - 1} components; lower it, or raise n_top_genes."
-        )
+        raise OptionError(f"n_comps={n_comps} is too many for {work.n_vars} variable genes; lower it.")
     if scale:
         work.X = work.X.toarray()  # scaled values are not sparse, and scanpy would warn of it
         sc.pp.scale(work, max_value=10)
@@ -113,32 +111,12 @@ def check_n_comps(n_comps: int, adata: AnnData) -> None:
 def variable_genes(
     adata: AnnData, *, n_top_genes: int = 2_000, layer: str | None = None, batch_key: str | None = None
 ) -> AnnData:
-    """Return the highly variable genes of cells, log-normalized, with their counts in a layer.
+    """Return the highly variable genes of cells, log-normalized, CSR float32, and their counts in ``layers["counts"]``.
 
     Genes in fewer than three cells are left out; library-size normalization to 10,000, log1p, highly variable genes
-    (``flavor="seurat"``).
-
-    Parameters
-    ----------
-    adata
-        Annotated data with raw counts; not changed.
-    n_top_genes
-        Number of genes; all, if there are fewer.
-    layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
-    batch_key
-        Column of obs with the batches: genes are ranked in each, and taken by the number of batches in which they are
-        variable, so that what differs between batches alone is not chosen. Cells without a batch are one of their own.
-        None, or a single batch, ranks genes over all cells.
-
-    Returns
-    -------
-    CSR float32 in ``X`` and ``layers["counts"]``, with the names of the cells and genes, and nothing of their obs.
-
-    Raises
-    ------
-    DataError
-        If there are no raw counts, no gene is in three cells, or `batch_key` is no column.
+    (``flavor="seurat"``). With several batches genes are ranked in each, and taken by the number of batches in which
+    they are variable, so that what differs between batches alone is not chosen; cells without a batch are one of their
+    own.
     """
     import anndata
     import scanpy as sc
@@ -156,10 +134,9 @@ def variable_genes(
     chosen = np.ones(work.n_vars, dtype=bool)
     # All genes are all genes, however they are ranked.
     if n_top_genes < work.n_vars:
-        batches = None if batch_key is None else np.asarray(adata.obs[batch_key], dtype=object).astype(str)
-        several = batches is not None and len(np.unique(batches)) > 1
-        if several:
-            work.obs["batch"] = pd.Categorical(batches)
+        if batch_key is not None:
+            work.obs["batch"] = pd.Categorical(np.asarray(adata.obs[batch_key], dtype=object).astype(str))
+        several = batch_key is not None and work.obs["batch"].nunique() > 1
         sc.pp.highly_variable_genes(work, n_top_genes=n_top_genes, batch_key="batch" if several else None)
         chosen = np.asarray(work.var["highly_variable"])
     work.obs = work.obs[[]].copy()
@@ -261,16 +238,10 @@ def embedding_baselines(
     genes: dict[str, Any] = {"n_top_genes": n_top_genes, "layer": layer, "batch_key": batch_key}
     chosen = variable_genes(adata, **genes)
     dims = min(n_comps, min(chosen.shape) - 1)
-    if dims < 1:
-        raise DataError(
-            f"one gene of {adata.n_vars} is left, which is too few for baselines; take more cells or genes."
-        )
-    known: dict[tuple[int, bool], np.ndarray] = {}
 
+    @cache
     def components(n_comps: int, scale: bool = False) -> np.ndarray:
-        if (n_comps, scale) not in known:
-            known[n_comps, scale] = pca_embedding(adata, n_comps=n_comps, scale=scale, seed=seed, **genes)
-        return known[n_comps, scale]
+        return pca_embedding(adata, n_comps=n_comps, scale=scale, seed=seed, **genes)
 
     found: dict[str, np.ndarray] = {}
     for name in names:
@@ -281,14 +252,12 @@ def embedding_baselines(
             found[str(name)] = components(dims, name == "pca_scaled")
         elif name == "harmony":
             assert batch_key is not None
-            found[name] = harmony_embedding(components(dims), adata.obs, batch_key, seed=seed)
+            found[name] = harmony_correct(components(dims), adata.obs[batch_key].astype(str).to_numpy(), seed=seed)
         elif name == "scvi":
             if progress_bar:
-                others = [other for other in names if other != "scvi"] or ["pca"]
-                flags = " ".join(map(str, others))
                 announce(
                     f"baseline 'scvi': training scVI on {adata.n_obs:,} cells, the slowest of the baselines; to leave "
-                    f"it out: baselines={others} (--against {flags}) ..."
+                    "it out: baselines=['pca'] (--against pca) ..."
                 )
             found[name] = scvi_embedding(
                 *(adata, batch_key),
@@ -322,16 +291,11 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
         raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; take more of them.")
     for name in names:
         if isinstance(name, str):
-            if name not in BASELINES:
-                raise OptionError(
-                    f"baselines names {name!r}, which is none{did_you_mean(name, BASELINES)} "
-                    f"(there are: {listing(BASELINES)}, and numbers of principal components)"
-                )
+            fix = "or name a number of principal components"
+            check_known("baselines", name, BASELINES, "the baselines", fix=fix, error=OptionError)
         else:
             check_count("baselines", name, "principal components")
             check_n_comps(name, adata)
-        if list(names).count(name) > 1:
-            raise OptionError(f"baselines names {name!r} twice; name it once.")
         if name == "harmony" and batch_key is None:
             raise OptionError("baselines names 'harmony', which corrects batches; give batch_key, or leave it out.")
         if batch_key is not None and name != "random":
@@ -341,11 +305,6 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
                 raise DataError(f"obs[{batch_key!r}] has missing values; give each cell a batch for {name!r}.")
             if name == "harmony" and adata.obs[batch_key].nunique() < 2:
                 raise DataError(f"obs[{batch_key!r}] holds one batch, so there is nothing for 'harmony' to correct.")
-
-
-def harmony_embedding(components: np.ndarray, obs: pd.DataFrame, batch_key: str, *, seed: int = 0) -> np.ndarray:
-    """Return principal components after Harmony with its defaults, float32, shape (N, D)."""
-    return harmony_correct(components, obs[batch_key].astype(str).to_numpy(), seed=seed)
 
 
 def scvi_embedding(
@@ -364,19 +323,6 @@ def scvi_embedding(
     stops after 15 epochs without a better ELBO of these. The weight of the KL term rises over the first 50 epochs, a
     quarter of all epochs at most, in place of 400, and nothing stops before that is done. The weights are those of the
     epoch with the best ELBO since; scvi-tools would keep the last ones.
-
-    Parameters
-    ----------
-    adata, layer, n_top_genes
-        As in :func:`embedding_baselines`.
-    batch_key
-        Column of obs that scVI corrects for, or None.
-    max_epochs
-        Most epochs; None for scVI's own number, as in :func:`embedding_baselines`.
-    seed
-        Seed of the weights, of the order of the cells and of those that are held out.
-    progress_bar
-        Show a line every so often.
     """
     import scvi
     import torch
@@ -393,7 +339,7 @@ def scvi_embedding(
         max_epochs = max(1, min(_MAX_EPOCHS, round(_MAX_EPOCHS * 20_000 / adata.n_obs)))
     warm_up = min(_WARM_UP, max_epochs // 4)
     best = _best_epoch(warm_up, progress_bar=progress_bar)
-    with _quiet("scvi", "lightning.pytorch", "lightning.fabric"), warnings.catch_warnings(), torch.random.fork_rng():
+    with quiet("scvi", "lightning.pytorch", "lightning.fabric"), warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")  # what scvi-tools and Lightning advise is not up to the user
         torch.manual_seed(seed)
         scvi.model.SCVI.setup_anndata(work, batch_key="batch")
@@ -453,7 +399,7 @@ def _best_epoch(warm_up: int, *, progress_bar: bool) -> Any:
 
 
 @contextmanager
-def _quiet(*names: str) -> Iterator[None]:
+def quiet(*names: str) -> Iterator[None]:
     """Let only errors of these loggers through, and nothing that is printed: scvi-tools prints why it stopped."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
@@ -467,6 +413,8 @@ def _quiet(*names: str) -> Iterator[None]:
             logger.setLevel(level)
 
 
+_MAX_FITTED = 50_000
+"""Training cells that baselines are fitted on at most."""
 _N_NEIGHBORS = 15
 _RIDGE = np.logspace(-2, 4, 13)
 """Penalties that ridge regression chooses among, by leave-one-out cross-validation on the training cells."""
@@ -501,40 +449,17 @@ class BaselineInputs:
         cells: Cells,
         rows: np.ndarray,
         *,
-        max_cells: int = 50_000,
         seed: int = 0,
     ) -> BaselineInputs:
         """Choose genes and find components on the training cells, and see all cells through them.
 
-        Parameters
-        ----------
-        train_cells, train_rows
-            The training cells, and which of them.
-        cells, rows
-            The scored cells over the same vocabulary, and which of them.
-        max_cells
-            Fit baselines on at most so many training cells, drawn at random.
-        seed
-            Seed of that and of the components.
-
-        Raises
-        ------
-        DataError
-            If the vocabularies differ, or there are too few training cells.
-
-        Warns
-        -----
-        ScforgeWarning
-            If not all training cells are taken.
+        At most 50,000 training cells are taken, drawn at random, with a warning if there are more.
         """
-        check_count("max_cells", max_cells, "cells")
-        if train_cells.vocab is not None and cells.vocab is not None and train_cells.vocab.genes != cells.vocab.genes:
-            raise DataError("cells are over another vocabulary than train_cells; open both over the same genes.")
-        chosen = choose_rows(len(train_cells), max_cells, rows=train_rows, seed=seed)
+        chosen = choose_rows(len(train_cells), _MAX_FITTED, rows=train_rows, seed=seed)
         if len(chosen) < len(train_rows):
             warn(f"baselines are fitted on {len(chosen):,} of the {len(train_rows):,} training cells.")
         expression = log_expression(train_cells, chosen), log_expression(cells, rows)
-        space = ExpressionSpace.fit(expression[0], seed=seed)
+        space = ExpressionSpace(expression[0], seed=seed)
         return cls(
             rows=chosen,
             components=(space.components(expression[0]), space.components(expression[1])),
@@ -550,15 +475,6 @@ def classification_baselines(inputs: BaselineInputs, classes: np.ndarray, n_clas
     ``logistic_regression_genes`` is CellTypist's model (Dominguez Conde et al. 2022: one logistic regression for each
     class, L2, C = 1, on scaled log1p CP10K) over the variable genes; ``majority_class`` knows the shares of the
     classes. Each further embedding gets a logistic regression of its standardized dimensions.
-
-    Parameters
-    ----------
-    inputs
-        What the baselines see.
-    classes
-        Class of each training cell, 0 to C - 1, shape (M,).
-    n_classes
-        Number of classes C.
     """
     from sklearn.multiclass import OneVsRestClassifier
     from sklearn.neighbors import KNeighborsClassifier
@@ -588,13 +504,6 @@ def regression_baselines(inputs: BaselineInputs, target: np.ndarray) -> dict[str
 
     ``ridge_pca`` and ``knn_pca`` see 50 principal components, ``mean`` the mean of the training cells. Each further
     embedding gets a ridge regression of its standardized dimensions. Penalties are chosen on the training cells.
-
-    Parameters
-    ----------
-    inputs
-        What the baselines see.
-    target
-        Target of each training cell, shape (M,).
     """
     from sklearn.neighbors import KNeighborsRegressor
 
@@ -616,13 +525,6 @@ def multi_label_baselines(inputs: BaselineInputs, targets: np.ndarray) -> dict[s
 
     One logistic regression a label on 50 principal components (``logistic_regression_pca``) and on each further
     embedding; ``label_frequency`` knows the share of the training cells that have a label.
-
-    Parameters
-    ----------
-    inputs
-        What the baselines see.
-    targets
-        Whether each training cell has each label, bool, shape (M, C).
     """
 
     def probabilities(features: tuple[np.ndarray, np.ndarray]) -> np.ndarray:

@@ -17,7 +17,8 @@ from torch import nn
 
 from scforge._checks import check_count
 from scforge.errors import OptionError, ScforgeError, warn
-from scforge.eval.base import Benchmark, Entry, Evaluation, ScoredCells, resolve, to_evaluation
+from scforge.eval.base import Benchmark, Entry, ScoredCells, check_scores_embeddings, resolve, to_evaluation
+from scforge.eval.harness import entries_of
 from scforge.training.datamodule import CellDataModule
 from scforge.training.predict import embed
 
@@ -61,25 +62,17 @@ class BenchmarkCallback(Callback):
 
     def __init__(
         self,
-        benchmarks: Sequence[Entry],
+        benchmarks: Entry | Sequence[Entry],
         *,
         every_n_epochs: int = 1,
         datasets: Mapping[str, Any] | None = None,
         labels_key: str | None = None,
         batch_key: str | None = None,
     ) -> None:
-        if isinstance(benchmarks, str | Benchmark | Evaluation | Mapping):
-            raise OptionError(f"benchmarks={benchmarks!r} is one; give a list, [{benchmarks!r}].")
-        if not benchmarks:
-            raise OptionError("benchmarks=[] names no benchmark; name at least one, or leave the callback out.")
         check_count("every_n_epochs", every_n_epochs, "epochs")
-        self.evaluations = resolve([to_evaluation(one) for one in benchmarks], datasets or {})
+        self.evaluations = resolve([to_evaluation(one) for one in entries_of(benchmarks)], datasets or {})
         for one in self.evaluations:
-            if one.subject != "embedding":
-                raise OptionError(
-                    f"the benchmark {one.title!r} scores no embedding (its subject is {one.subject!r}), so it cannot "
-                    "run while a model is trained; leave it out and evaluate afterwards."
-                )
+            check_scores_embeddings(one.title, one.subject)
         self.every_n_epochs = every_n_epochs
         self._keys = {"labels_key": labels_key, "batch_key": batch_key}
         self._runs: list[tuple[str, Benchmark, ScoredCells]] = []
@@ -91,10 +84,7 @@ class BenchmarkCallback(Callback):
         if not isinstance(data, CellDataModule):
             raise OptionError("BenchmarkCallback needs a trainer that was given a CellDataModule as its datamodule.")
         if not len(data.validation_rows):
-            raise OptionError(
-                "benchmarks run after validation, but no cells are held out; give validation_size above 0, or leave "
-                "the benchmarks out."
-            )
+            raise OptionError("no cells are held out; give validation_size above 0, or leave the benchmarks out.")
         keys = {name: key if key is not None else getattr(data, name) for name, key in self._keys.items()}
         opened: dict[tuple[Any, int | None], ScoredCells] = {}
         self._runs, self._failed = [], set()
@@ -141,33 +131,21 @@ class BenchmarkCallback(Callback):
         data: CellDataModule = trainer.datamodule
         assert data.tokenizer is not None
         figures: dict[str, float] = {}
-        embeddings: dict[int, np.ndarray | ScforgeError] = {}
+        embeddings: dict[int, np.ndarray] = {}
         for name, benchmark, scored in self._runs:
-            if id(scored) not in embeddings:
-                try:
-                    embeddings[id(scored)] = embed(
-                        module, scored.cells, data.tokenizer, rows=scored.rows, objective=data.objective
-                    )
-                except ScforgeError as error:
-                    embeddings[id(scored)] = error
-            if not trainer.is_global_zero:
-                continue
             scores = dict.fromkeys(benchmark.metrics, math.nan)
             try:
-                found = embeddings[id(scored)]
-                if isinstance(found, ScforgeError):
-                    raise found
-                scores |= benchmark.run(found, scored.obs)
+                if id(scored) not in embeddings:
+                    options: dict[str, Any] = {"rows": scored.rows, "objective": data.objective}
+                    embeddings[id(scored)] = embed(module, scored.cells, data.tokenizer, **options)
+                if trainer.is_global_zero:
+                    scores |= benchmark.run(embeddings[id(scored)], scored.obs)
             except ScforgeError as error:
-                self._warn(name, error)
+                if name not in self._failed:  # once a training
+                    self._failed.add(name)
+                    warn(f"the benchmark {name!r} failed during training, its figures are NaN: {error}")
             figures |= {f"{name}_{metric}": float(score) for metric, score in scores.items()}
         return figures
-
-    def _warn(self, name: str, error: ScforgeError) -> None:
-        """Say once a training that an evaluation failed."""
-        if name not in self._failed:
-            self._failed.add(name)
-            warn(f"the benchmark {name!r} failed during training, its figures are NaN: {error}")
 
 
 def _embeds(trainer: lightning.Trainer) -> bool:

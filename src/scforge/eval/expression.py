@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy import sparse
@@ -16,6 +17,7 @@ from scforge.errors import DataError, listing
 
 if TYPE_CHECKING:
     from anndata import AnnData
+    from sklearn.decomposition import PCA
 
 
 _ROOM = 1.01
@@ -34,30 +36,11 @@ _SAME_TOTAL = 1e-3
 def log_normalized(
     adata: AnnData, layer: str | None = None, *, argument: str = "adata", made: bool = False
 ) -> sparse.csr_matrix:
-    """Return log1p CP10K of counts, or of values that are that already.
+    """Return log1p CP10K of counts, or of values that are that already: CSR without stored zeros, shape (N, G).
 
     Whole numbers are counts. Other values are log1p CP10K if ``expm1`` of them has a total of 10,000 in each cell, or
-    less where the data hold part of the genes only.
-
-    Parameters
-    ----------
-    adata
-        The cells.
-    layer
-        Key in ``adata.layers``; None reads ``adata.X``.
-    argument
-        What `adata` is called in messages.
-    made
-        Whether values are predicted: their totals may vary about 10,000, by ten times at most in the median.
-
-    Returns
-    -------
-    CSR without stored zeros, float64 if the values are, else float32, shape (N, G).
-
-    Raises
-    ------
-    DataError
-        If values are missing, negative, or of another scale, or the cells are in a file and not in memory.
+    less where the data hold part of the genes only. With `made` they are predicted: totals may vary about 10,000, by
+    ten times at most in the median. `argument` is what the cells are called in messages.
     """
     where = f"X of {argument}" if layer is None else f"layers[{layer!r}] of {argument}"
     if layer is not None:
@@ -130,6 +113,13 @@ def scale_difference(one: sparse.csr_matrix, other: sparse.csr_matrix, *, profil
     return f"a median total of {totals[0]:,.0f} where the others have {totals[1]:,.0f}"
 
 
+def principal_components(cells: sparse.csr_matrix, n_comps: int, seed: int) -> PCA:
+    """Fit the principal components of a sparse matrix; fewer where there are not so many."""
+    from sklearn.decomposition import PCA
+
+    return PCA(min(n_comps, min(cells.shape) - 1), svd_solver="arpack", random_state=seed).fit(cells)
+
+
 def totals_of(logs: sparse.csr_matrix) -> np.ndarray:
     """Return the total of ``expm1`` of each cell, float64, shape (N,)."""
     return np.asarray(logs.astype(np.float64).expm1().sum(axis=1)).ravel()
@@ -144,21 +134,9 @@ _PIECE = 1 << 14
 
 
 def log_expression(cells: Cells, rows: np.ndarray | None = None) -> sparse.csr_matrix:
-    """Return log1p CP10K of cells over the genes of their vocabulary.
+    """Return log1p CP10K of cells over the genes of their vocabulary, CSR, float32, shape (N, G).
 
     Library sizes are those over all genes of the data, also over those outside the vocabulary.
-
-    Parameters
-    ----------
-    cells
-        The cells.
-    rows
-        Only these, in this order; all if None.
-
-    Returns
-    -------
-    CSR, float32, shape (N, G).
-
     """
     assert cells.vocab is not None
     rows = np.arange(len(cells)) if rows is None else np.asarray(rows, dtype=np.int64)
@@ -172,9 +150,21 @@ def log_expression(cells: Cells, rows: np.ndarray | None = None) -> sparse.csr_m
     return sparse.vstack(parts, format="csr")
 
 
-@dataclass(frozen=True)
 class ExpressionSpace:
     """Variable genes, their scaling and their principal components, all fitted on training cells alone.
+
+    Genes are chosen as :func:`scanpy.pp.highly_variable_genes` does (``flavor="seurat"``).
+
+    Parameters
+    ----------
+    expression
+        log1p CP10K of the training cells, shape (N, G).
+    n_top_genes
+        Number of genes, among those that three cells express.
+    n_comps
+        Number of components; fewer where there are not so many.
+    seed
+        Seed of the solver.
 
     Attributes
     ----------
@@ -184,56 +174,32 @@ class ExpressionSpace:
         Mean and standard deviation of each, float32, shape (H,).
     pca
         The fitted :class:`sklearn.decomposition.PCA`.
+
+    Raises
+    ------
+    DataError
+        If there are too few cells or genes.
     """
 
-    genes: np.ndarray
-    mean: np.ndarray
-    scale: np.ndarray
-    pca: Any
-
-    @classmethod
-    def fit(
-        cls, expression: sparse.csr_matrix, *, n_top_genes: int = 2_000, n_comps: int = 50, seed: int = 0
-    ) -> ExpressionSpace:
-        """Choose genes as :func:`scanpy.pp.highly_variable_genes` does (``flavor="seurat"``), scale them, and find PCs.
-
-        Parameters
-        ----------
-        expression
-            log1p CP10K of the training cells, shape (N, G).
-        n_top_genes
-            Number of genes, among those that three cells express.
-        n_comps
-            Number of components; fewer where there are not so many.
-        seed
-            Seed of the solver.
-
-        Raises
-        ------
-        DataError
-            If there are too few cells or genes.
-        """
+    def __init__(
+        self, expression: sparse.csr_matrix, *, n_top_genes: int = 2_000, n_comps: int = 50, seed: int = 0
+    ) -> None:
         import anndata
         import scanpy as sc
-        from sklearn.decomposition import PCA
         from sklearn.utils.sparsefuncs import mean_variance_axis
 
         genes = np.flatnonzero(expression.getnnz(axis=0) >= _MIN_CELLS)
         if len(genes) < 2 or expression.shape[0] < 3:
-            raise DataError(
-                f"{expression.shape[0]} training cells with {len(genes)} genes that {_MIN_CELLS} of them express are "
-                "too few for baselines on expression; take more cells, or baselines=False."
-            )
+            found = f"{expression.shape[0]} training cells with {len(genes)} genes"
+            raise DataError(f"{found} are too few for baselines on expression; take more cells, or baselines=False.")
         if n_top_genes < len(genes):
             work = anndata.AnnData(expression[:, genes], uns={"log1p": {"base": None}})
             sc.pp.highly_variable_genes(work, n_top_genes=n_top_genes)
             genes = genes[np.asarray(work.var["highly_variable"], dtype=bool)]
         mean, variance = mean_variance_axis(expression[:, genes], axis=0)
-        scale = np.sqrt(np.where(variance > 0, variance, 1.0))
-        space = cls(genes, mean.astype(np.float32), scale.astype(np.float32), None)
-        scaled = space.scaled(expression)
-        pca = PCA(min(n_comps, min(scaled.shape) - 1), svd_solver="arpack", random_state=seed).fit(scaled)
-        return cls(space.genes, space.mean, space.scale, pca)
+        self.genes, self.mean = genes, mean.astype(np.float32)
+        self.scale = np.sqrt(np.where(variance > 0, variance, 1.0)).astype(np.float32)
+        self.pca = principal_components(self.scaled(expression), n_comps, seed)
 
     def scaled(self, expression: sparse.csr_matrix) -> sparse.csr_matrix:
         """Return the variable genes in units of their standard deviation, CSR float32, shape (N, H).
@@ -312,46 +278,20 @@ class Effects:
 
 
 def moments(cells: Cells, rows: np.ndarray, codes: np.ndarray, n_groups: int) -> Moments:
-    """Return mean and variance of groups of cells, read a few thousand at a time.
-
-    Parameters
-    ----------
-    cells
-        The cells, over a vocabulary.
-    rows
-        Those that take part, ascending, int64, shape (N,).
-    codes
-        Group of each of them, from 0 to `n_groups` - 1, shape (N,).
-    n_groups
-        Number of groups P.
-    """
-    assert cells.vocab is not None
-    n_genes = cells.vocab.n_genes
-    total, squares = np.zeros((n_groups, n_genes)), np.zeros((n_groups, n_genes))
-    for start in range(0, len(rows), _BLOCK):
-        taken = slice(start, start + _BLOCK)
-        _add(total, squares, log_expression(cells, rows[taken]), codes[taken])
-    return _moments(total, squares, np.bincount(codes, minlength=n_groups))
+    """Return mean and variance of groups of cells: of `rows`, ascending, whose groups are `codes`."""
+    starts = range(0, max(len(rows), 1), _BLOCK)
+    taken = (slice(start, start + _BLOCK) for start in starts)
+    return _moments(((log_expression(cells, rows[some]), codes[some]) for some in taken), n_groups)
 
 
 def moments_of(expression: sparse.csr_matrix, codes: np.ndarray, n_groups: int) -> Moments:
     """Return mean and variance of groups of the rows of a matrix of shape (N, G); a code of -1 takes no part."""
-    total, squares = (np.zeros((n_groups, expression.shape[1])) for _ in range(2))
     chosen = codes >= 0
-    _add(total, squares, expression[chosen], codes[chosen])
-    return _moments(total, squares, np.bincount(codes[chosen], minlength=n_groups))
+    return _moments([(expression[chosen], codes[chosen])], n_groups)
 
 
 def effects_of(groups: Moments, perturbed: np.ndarray, controls: np.ndarray) -> Effects:
-    """Compare groups of perturbed cells with their controls.
-
-    Parameters
-    ----------
-    groups
-        Mean and variance of all groups.
-    perturbed, controls
-        Numbers of the perturbed groups and, for each, of its controls, shape (Q,).
-    """
+    """Compare groups of perturbed cells, Q of them, each with the group of its controls."""
     deltas = groups.mean[perturbed] - groups.mean[controls]
     errors = [groups.variance[side] / np.maximum(groups.n[side], 1)[:, None] for side in (perturbed, controls)]
     spread = errors[0] + errors[1]
@@ -364,16 +304,16 @@ def effects_of(groups: Moments, perturbed: np.ndarray, controls: np.ndarray) -> 
     return Effects(deltas, scores, groups.n[perturbed], groups.n[controls], freedom)
 
 
-def _add(total: np.ndarray, squares: np.ndarray, expression: sparse.csr_matrix, codes: np.ndarray) -> None:
-    n_cells = len(codes)
-    members = sparse.csr_matrix((np.ones(n_cells), (codes, np.arange(n_cells))), shape=(len(total), n_cells))
-    total += (members @ expression).toarray()
-    squares += (members @ expression.multiply(expression).tocsr()).toarray()
-
-
-def _moments(total: np.ndarray, squares: np.ndarray, n: np.ndarray) -> Moments:
+def _moments(blocks: Iterable[tuple[sparse.csr_matrix, np.ndarray]], n_groups: int) -> Moments:
+    """Return the moments of cells that come in blocks, each with the groups of its cells."""
+    n, total, squares = np.zeros(n_groups, dtype=np.int64), np.float64(0), np.float64(0)
+    for expression, codes in blocks:
+        members = sparse.csr_matrix((np.ones(len(codes)), (codes, np.arange(len(codes)))), shape=(n_groups, len(codes)))
+        n += np.bincount(codes, minlength=n_groups)
+        total = total + (members @ expression).toarray()
+        squares = squares + (members @ expression.multiply(expression).tocsr()).toarray()
     mean = total / np.maximum(n, 1)[:, None]
     # Rounding must not make a variance negative.
     variance = np.maximum(squares - n[:, None] * mean**2, 0.0) / np.maximum(n - 1, 1)[:, None]
     variance[n < 2] = 0.0
-    return Moments(n.astype(np.int64), mean, variance)
+    return Moments(n, mean, variance)

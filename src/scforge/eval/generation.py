@@ -16,7 +16,7 @@ from scforge.data.checks import content_mark, counts_of, value_problem
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.base import Benchmark, check_column, register_benchmark
-from scforge.eval.expression import log_normalized, scale_difference, totals_of
+from scforge.eval.expression import log_normalized, principal_components, scale_difference, totals_of
 from scforge.eval.harness import check_seeds, compare
 
 if TYPE_CHECKING:
@@ -27,6 +27,17 @@ if TYPE_CHECKING:
 
 MIN_CELLS = 20
 _ROUNDING = 1e-12
+
+
+def mark_of(made: AnnData | pd.DataFrame | str) -> Any:
+    """Return what changes with made or real cells, or effects; None if that cannot be told."""
+    if isinstance(made, str):
+        return made
+    if isinstance(made, pd.DataFrame):
+        return content_mark(made.to_numpy()), hash(tuple(made.index)), hash(tuple(made.columns))
+    mark = content_mark(made.X)
+    table = pd.util.hash_pandas_object(made.obs.astype(str), index=True).sum()
+    return None if mark is None else (mark, hash(tuple(made.var_names)), int(table))
 
 
 class _Parts(NamedTuple):
@@ -152,32 +163,24 @@ class Generation(Benchmark):
 
     def _parts(self, made: AnnData, reference: AnnData) -> _Parts:
         """Compute what does not depend on the draw, once for the figures and their draws."""
-        key = ((self.seed, self.n_comps, self.max_cells), self._mark(made), self._mark(reference))
-        if self._last is not None and self._last[0] == key and None not in (key[1][0], key[2][0]):
+        key = ((self.seed, self.n_comps, self.max_cells), mark_of(made), mark_of(reference))
+        if self._last is not None and self._last[0] == key and None not in key:
             return self._last[1]
         real, cells = self._cells(reference, "real"), self._cells(made, "generated")
         if {*made.var_names} != {*reference.var_names}:
             of_one = made.var_names.symmetric_difference(reference.var_names)
-            raise DataError(
-                f"{len(of_one)} genes are in the generated or in the real cells only (first: {str(of_one[0])!r}); take "
-                "the genes of both."
-            )
+            raise DataError(f"{len(of_one)} genes are in the generated or in the real cells only; leave them out.")
         cells = cells[:, made.var_names.get_indexer(reference.var_names)]
         rng = np.random.default_rng(self.seed)
         n_cells = min(self.max_cells, *(matrix.shape[0] for matrix in (real, cells)))
         rows_real, rows_made = (np.sort(rng.permutation(matrix.shape[0])[:n_cells]) for matrix in (real, cells))
-        pca = _components(real, self.n_comps, self.seed)
+        pca = principal_components(real, self.n_comps, self.seed)
         kernels = _kernels(pca.transform(cells[rows_made]), pca.transform(real[rows_real]))
         scores = _told_apart(cells[rows_made], real[rows_real], self.n_comps, self.seed)
         groups, genes = self._groups(made, reference), np.flatnonzero(real.getnnz(axis=0))
         parts = _Parts(cells[:, genes], real[:, genes], rows_made, rows_real, kernels, scores, groups)
         self._last = (key, parts)
         return parts
-
-    def _mark(self, adata: AnnData) -> tuple[Any, ...]:
-        """Return what changes with the cells, the names of their genes and their labels."""
-        labels = () if self.labels_key is None else adata.obs.get(self.labels_key, ())
-        return content_mark(adata.X), hash(tuple(adata.var_names)), hash(tuple(map(str, labels)))
 
     def _groups(self, made: AnnData, reference: AnnData) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return which made and which real cells have each label."""
@@ -191,10 +194,7 @@ class Generation(Benchmark):
         told = {"leave out": (few, "real"), "are NaN, for": (lacking, "generated")}
         for what, (labels, of) in told.items():
             if len(labels):
-                warn(
-                    f"Figures of each label {what} {listing(labels)} of obs[{self.labels_key!r}]: fewer than "
-                    f"{MIN_CELLS} {of} cells."
-                )
+                warn(f"Figures of each label {what} {listing(labels)}: fewer than {MIN_CELLS} {of} cells.")
         return [((of_made == name).to_numpy(), (of_real == name).to_numpy()) for name in names]
 
     def _figures(self, parts: _Parts, of_made: np.ndarray, of_real: np.ndarray) -> dict[str, np.ndarray]:
@@ -253,12 +253,6 @@ def _halves(n_cells: int, n: int, rng: np.random.Generator) -> np.ndarray:
     return (rng.random((n, n_cells)).argsort(axis=1) < n_cells // 2).astype(np.float64)
 
 
-def _components(cells: sparse.csr_matrix, n_comps: int, seed: int) -> Any:
-    from sklearn.decomposition import PCA
-
-    return PCA(min(n_comps, min(cells.shape) - 1), svd_solver="arpack", random_state=seed).fit(cells)
-
-
 def _kernels(made: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
     """Return Gaussian kernels, as wide as the median distance of real cells."""
     from sklearn.metrics.pairwise import euclidean_distances, rbf_kernel
@@ -276,7 +270,7 @@ def _told_apart(made: sparse.csr_matrix, real: sparse.csr_matrix, n_comps: int, 
 
     cells = sparse.vstack([made, real], format="csr")
     # Components of one side would lie nearer to its own cells, which alone would tell them.
-    pca = _components(cells, n_comps, seed)
+    pca = principal_components(cells, n_comps, seed)
     places = np.asarray(pca.transform(cells), dtype=np.float64)
     lengths = np.asarray(cells.power(2).sum(axis=1)).ravel() - 2 * (cells @ pca.mean_) + pca.mean_ @ pca.mean_
     away = np.sqrt(np.maximum(lengths - (places**2).sum(axis=1), 0.0))
@@ -450,14 +444,10 @@ def check_features(
     for where, matrix in _representations(real) if len(known) else ():
         means = np.array([_mean(matrix, cells_of[name]) for name in known.index])
         plain = 0.0 if controls is None else _mean(matrix, controls)
-        copied = []
+        copied = known.index[:0]
         if own.shape == means.shape:
-            copied = [
-                name
-                for name, row, mean in zip(known.index, own, means, strict=True)
-                if _same(row, mean) or _same(row, mean - plain)
-            ]
-        if copied or _same_columns(own, means):
+            copied = known.index[_same_rows(own, means) | _same_rows(own, means - plain)]
+        if len(copied) or _same_columns(own, means):
             name = [*copied, known.index[0]][0]
             raise DataError(
                 f"{argument} has for {name!r} the mean of {where} over the held-out cells under {name!r} themselves, "
@@ -481,14 +471,12 @@ def _mean(matrix: np.ndarray | sparse.csr_matrix, rows: np.ndarray) -> np.ndarra
     return np.asarray(matrix[rows].mean(axis=0), dtype=np.float64).ravel()
 
 
-def _same(one: np.ndarray, other: np.ndarray) -> bool:
-    """Return whether two vectors are the same up to a factor; without one where a direction is soon met by chance."""
-    lengths = np.linalg.norm(one) * np.linalg.norm(other)
-    if not np.isfinite(lengths) or lengths == 0:
-        return False
-    if len(one) < 3:
-        return bool(np.allclose(one, other, rtol=_SAME, atol=0))
-    return bool(one @ other / lengths > 1 - _SAME**2)
+def _same_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Return which rows are the same up to a factor; without one where a direction is soon met by chance."""
+    if one.shape[1] < 3:
+        return np.isclose(one, other, rtol=_SAME, atol=0).all(axis=1) & one.any(axis=1)
+    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    return ((one * other).sum(axis=1) > (1 - _SAME**2) * lengths) & (lengths > 0) & np.isfinite(lengths)
 
 
 def _same_columns(ours: np.ndarray, means: np.ndarray) -> bool:
@@ -529,9 +517,7 @@ def compare_beside(
         check_known("kinds", name, made, argument, error=OptionError)
     taken = [name for name in made if name in baselines]
     if taken or not made:
-        raise OptionError(
-            f"{argument} names {listing(taken)}; name at least one method, by a name that no baseline has."
-        )
+        raise OptionError(f"{argument} names {listing(taken)}; name at least one method, and none as a baseline.")
     told: dict[str, Kind] = {**dict.fromkeys(made, "model"), **(kinds or {}), **dict.fromkeys(baselines, "baseline")}
     if ceiling is not None:
         told[ceiling] = "ceiling"
@@ -547,9 +533,8 @@ _MISSING = 0.01
 
 def generation_baselines(
     train: AnnData,
-    n_cells: int | None = None,
+    labels: int | Sequence[str] | pd.Series,
     *,
-    labels: Sequence[str] | pd.Series | None = None,
     labels_key: str | None = None,
     layer: str | None = None,
     seed: int = 0,
@@ -566,27 +551,25 @@ def generation_baselines(
         Counts drawn about the mean share of each gene, times the library size of a training cell: every cell is of the
         same kind.
 
-    `n_cells` cells are made, or one for each of `labels` from the training cells with this value of
+    So many cells are made as `labels` says, or one for each of these from the training cells with this value of
     ``obs[labels_key]``: log1p CP10K in ``X`` (CSR, float32) and the labels in ``obs[labels_key]``.
 
     Examples
     --------
     >>> import anndata, numpy as np
     >>> train = anndata.AnnData(np.random.default_rng(0).poisson(np.arange(1, 31), size=(80, 30)).astype("float32"))
-    >>> {name: part.shape for name, part in generation_baselines(train, n_cells=20).items()}
+    >>> {name: part.shape for name, part in generation_baselines(train, 20).items()}
     {'training cells': (20, 30), 'independent genes': (20, 30), 'mean and Poisson': (20, 30)}
     """
     rng = np.random.default_rng(seed)
     counts = counts_of(train, layer).astype(np.float64)
-    wanted = np.array([""] * int(n_cells or 0), dtype=object) if labels is None else np.asarray(labels).astype(str)
-    known = (
-        np.array([""] * train.n_obs, dtype=object) if labels is None else train.obs[labels_key].astype(str).to_numpy()
+    wanted = np.full(labels, "") if isinstance(labels, int) else np.asarray(labels).astype(str)
+    known = np.full(train.n_obs, "") if labels_key is None else train.obs[labels_key].astype(str).to_numpy()
+    obs = pd.DataFrame(
+        {} if labels_key is None else {labels_key: wanted}, index=[f"cell{i}" for i in range(len(wanted))]
     )
-    obs = pd.DataFrame({} if labels is None else {labels_key: wanted}, index=[f"cell{i}" for i in range(len(wanted))])
     if missing := sorted(set(wanted) - set(known)):
-        raise DataError(
-            f"no training cell has the label {listing(missing, most=3)} of obs[{labels_key!r}]; leave those cells out."
-        )
+        raise DataError(f"no training cell has the label {listing(missing, most=3)}; leave those cells out.")
     totals = np.asarray(counts.sum(axis=1)).ravel()
     logs = log_normalized(train, layer, argument="train")
     parts: dict[str, list[sparse.csr_matrix]] = {CEILING: [], "independent genes": [], "mean and Poisson": []}
@@ -681,11 +664,9 @@ def evaluate_generation(
     for some in (train, *made.values()):
         names = names[names.isin(some.var_names)]
     if len(names) < _MIN_GENES:
-        raise DataError(
-            f"{len(names)} genes are in real, train and all generated cells, fewer than {_MIN_GENES}; give all of "
-            "them the same var_names."
-        )
-    labels, notes = None, []
+        raise DataError(f"only {len(names)} genes are in real, train and all generated cells; name them in one way.")
+    notes: list[str] = []
+    labels: Any = real.n_obs
     if labels_key is not None:
         check_column("labels_key", labels_key, real.obs)
         check_column("labels_key", labels_key, train.obs)
@@ -694,9 +675,7 @@ def evaluate_generation(
             notes.append(f"{int((~labeled).sum())} real cells without obs[{labels_key!r}] are left out.")
         real = real[labeled]
         labels = real.obs[labels_key].astype(str)
-    baselines = generation_baselines(
-        train, real.n_obs, labels=labels, labels_key=labels_key, layer=layer, seed=int(seeds[0])
-    )
+    baselines = generation_baselines(train, labels, labels_key=labels_key, layer=layer, seed=int(seeds[0]))
     reference = _on_genes(real, "the real cells", names, layer)
     cells = {name: _on_genes(some, f"the cells of {name!r}", names, made=True) for name, some in made.items()}
     learned = _on_genes(train, "train", names, layer)
@@ -730,7 +709,7 @@ def evaluate_generation(
         title=title,
     )
     report.facts |= {"real cells": real.n_obs, "training cells": train.n_obs, "genes": len(names)}
-    report.facts |= {"cells of each in mmd and c2st": benchmark.max_cells}
+    report.facts["cells of each in mmd and c2st"] = benchmark.max_cells
     report.notes += notes
     report.notes.append(
         f"Figures are over {len(names)} of {real.n_vars} genes of the real cells, those that all cells have, on log1p "

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pandas as pd
 
-from scforge._checks import check_seed
+from scforge._checks import check_choice, check_known, check_seed
 from scforge._constants import UNS_KEY
 from scforge._progress import announce, duration
-from scforge.errors import DataError, OptionError, did_you_mean, listing, suggest
-from scforge.eval.base import Benchmark, Entry, title_of, to_evaluation
+from scforge.errors import OptionError, listing
+from scforge.eval.base import Benchmark, Entry, check_scores_embeddings, title_of, to_evaluation
 from scforge.eval.baselines import check_baselines, embedding_baselines
 from scforge.eval.label_prediction import check_embedding
 from scforge.eval.report import KINDS, Kind, Measured, Report, Row, compare_paired, interval
@@ -50,7 +50,7 @@ def score(
     report.facts |= {f"{name}: {fact}": value for fact, value in benchmark.describe(reference).items()}
     versions = _versions(benchmark, seeds)
     scores: dict[str, pd.DataFrame] = {}
-    draws: dict[str, pd.DataFrame | None] = {}
+    draws: dict[str, pd.DataFrame] = {}
     # What is no contest is quick, and its scores mean nothing by themselves.
     speaks, start = progress_bar and benchmark.ranks, time.perf_counter()
     if speaks:
@@ -65,7 +65,7 @@ def score(
             for run in runs
         ]
         tables = [table for table in drawn if table is not None]
-        draws[method] = sum(tables[1:], start=tables[0]) / len(tables) if tables else None
+        draws[method] = sum(tables[1:], start=tables[0]) / len(tables) if tables else pd.DataFrame()
         if speaks:
             took = time.perf_counter() - start
             left = took / n_done * (len(made) - n_done)
@@ -86,7 +86,8 @@ def score(
                     other,
                     means[method][metric],
                     means[other][metric],
-                    *_columns(metric, table, draws[other]),
+                    table.get(metric),
+                    draws[other].get(metric),
                     n_units=n_units,
                 )
                 for metric, other in best.items()
@@ -100,11 +101,9 @@ def score(
                 int(runs_of(one)[0].shape[1]) if benchmark.subject == "embedding" else None,
                 seconds.get(method),
                 name,
-                intervals={}
-                if table is None
-                else {
-                    metric: interval(means[method][metric], table[metric].to_numpy(), n_units=n_units)
-                    for metric in table
+                intervals={
+                    str(metric): interval(means[method][metric], drawn.to_numpy(), n_units=n_units)
+                    for metric, drawn in table.items()
                 },
                 spreads={str(metric): float(found.std(ddof=1)) for metric, found in scores[method].items()}
                 if len(scores[method]) > 1
@@ -131,10 +130,6 @@ def _best(
     values = {method: found.get(metric, np.nan) for method, found in means.items() if kinds[method] == "baseline"}
     values = {method: value for method, value in values.items() if np.isfinite(value)}
     return max(values, key=lambda method: measured.sign(metric) * values[method], default=None)
-
-
-def _columns(metric: str, *tables: pd.DataFrame | None) -> list[np.ndarray | None]:
-    return [None if table is None or metric not in table else table[metric].to_numpy() for table in tables]
 
 
 _BASELINES = (15, 50)
@@ -234,30 +229,18 @@ def evaluate(
     kinds: dict[str, Kind] = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else dict.fromkeys(obsm_keys, "model")
     _check_kinds(kinds)
     for key in kinds:
-        if key not in adata.obsm:
-            known = list(adata.obsm)
-            raise DataError(
-                f"obsm_keys names {key!r}, which is not in adata.obsm{did_you_mean(key, known)} "
-                f"(adata.obsm has: {listing(known)})"
-            )
+        check_known("obsm_keys", key, adata.obsm, "adata.obsm")
     keys = {"labels_key": labels_key, "batch_key": batch_key, "groups_key": groups_key}
     made = made_of(benchmarks, keys)
     obs = adata.obs if rows is None else adata.obs.iloc[rows]
     for benchmark in made.values():
-        if benchmark.subject != "embedding":
-            raise OptionError(
-                f"the benchmark {title_of(benchmark)!r} scores no embedding (its subject is {benchmark.subject!r}); "
-                "pass it to scforge.eval.compare with what it scores."
-            )
+        check_scores_embeddings(title_of(benchmark), benchmark.subject)
         benchmark.check(obs)
     check_baselines(adata, baselines, batch_key=batch_key)
-    embeddings: dict[str, Any] = {}
-    for key in kinds:
-        try:
-            embeddings[key] = check_embedding(adata.obsm[key], adata.n_obs)
-        except DataError as error:
-            raise DataError(f"adata.obsm[{key!r}]: {error}") from error
-    embeddings = _with_replicates(embeddings, kinds, replicates or {})
+    embeddings: dict[str, Any] = {
+        key: check_embedding(adata.obsm[key], adata.n_obs, f"adata.obsm[{key!r}]") for key in kinds
+    }
+    _join_replicates(embeddings, kinds, replicates or {})
     genes: dict[str, Any] = {"batch_key": batch_key, "layer": layer}
     found = embedding_baselines(adata, baselines, **genes, seed=int(seeds[0]), progress_bar=progress_bar)
     of_baselines = {_TITLES.get(name, name): embedding for name, embedding in found.items()}
@@ -297,9 +280,7 @@ def compare(
     kinds: Mapping[str, Kind],
     seeds: Sequence[int] = (0,),
     intervals: bool = True,
-    seconds: Mapping[str, float] | None = None,
     title: str = "Methods compared",
-    name: str | None = None,
 ) -> Report:
     """Score what methods made with a benchmark of any subject.
 
@@ -317,12 +298,8 @@ def compare(
         Seeds of a benchmark that has one; figures are means over them.
     intervals
         Add 95 % intervals, and tests of the models against the best baseline.
-    seconds
-        Wall time of a method.
     title
         Heading of the report.
-    name
-        What the benchmark is called in it; None takes its registered name.
 
     Returns
     -------
@@ -354,14 +331,14 @@ def compare(
     report = Report(title)
     score(
         report,
-        title_of(benchmark) if name is None else name,
+        title_of(benchmark),
         benchmark,
         made,
         reference,
         kinds=kinds,
         seeds=seeds,
         intervals=intervals,
-        seconds=seconds or {},
+        seconds={},
     )
     report.check()
     return report
@@ -377,22 +354,12 @@ def entries_of(benchmarks: Entry | Sequence[Entry]) -> list[Entry]:
 
 
 def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None]) -> dict[str, Benchmark]:
-    """Make the benchmarks of a list, by names that differ.
-
-    Parameters
-    ----------
-    benchmarks
-        As in :func:`evaluate`.
-    keys
-        ``labels_key``, ``batch_key`` and ``groups_key`` of the data, for those that are not told.
-    """
+    """Make the benchmarks of a list, by names that differ; `keys` are columns of the data, where none is told."""
     found: dict[str, Benchmark] = {}
     for entry in entries_of(benchmarks):
         evaluation = to_evaluation(entry)
-        if evaluation.max_cells not in (None, 10_000):
-            raise OptionError(f"max_cells={evaluation.max_cells} has no use here; pass so many cells as adata.")
-        if not evaluation.held_out:
-            raise OptionError(f"dataset={evaluation.dataset!r} has no use here; pass those cells as adata.")
+        if not evaluation.held_out or evaluation.max_cells not in (None, 10_000):
+            raise OptionError(f"dataset and max_cells of {evaluation.title!r} have no use here; pass such cells.")
         if evaluation.title in found:
             raise OptionError(f"two benchmarks are called {evaluation.title!r}; give one of them a name.")
         found[evaluation.title] = evaluation.made(keys)
@@ -414,8 +381,7 @@ def write_metrics(adata: AnnData, report: Report, key: str) -> None:
 
 def _check_kinds(kinds: Mapping[str, Any]) -> None:
     for method, kind in kinds.items():
-        if kind not in KINDS:
-            raise OptionError(f"the kind of {method!r} is {kind!r}, which is not known{suggest(str(kind), KINDS)}")
+        check_choice(f"kinds[{method!r}]", kind, KINDS)
 
 
 def _of_rows(one: Any, rows: np.ndarray | None) -> Any:
@@ -429,9 +395,9 @@ def _versions_of_packages() -> str:
     return ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
 
 
-def _with_replicates(
+def _join_replicates(
     embeddings: dict[str, Any], kinds: dict[str, Kind], replicates: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
+) -> None:
     """Put one row in place of those that are the same method; `kinds` as well."""
     for name, keys in replicates.items():
         missing = [key for key in keys if key not in embeddings]
@@ -439,9 +405,6 @@ def _with_replicates(
             raise OptionError(f"replicates names {listing(missing)} for {name!r}, not among obsm_keys; add them there.")
         if len({kinds[key] for key in keys}) > 1:
             raise OptionError(f"replicates of {name!r} are of several kinds ({listing(keys)}); give them one kind.")
-        kind = kinds[keys[0]]
         found = Replicates(embeddings.pop(key) for key in keys)
-        for key in keys:
-            kinds.pop(key)
-        embeddings, kinds[name] = {**embeddings, name: found}, kind
-    return embeddings
+        kinds[name] = [kinds.pop(key) for key in keys][0]
+        embeddings[name] = found

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pandas as pd
 
 from scforge._checks import check_count, check_seed, check_share
-from scforge.errors import DataError, OptionError, listing, warn
+from scforge.errors import DataError, listing, warn
 from scforge.eval.base import Benchmark, as_array, check_column, register_benchmark
 
 _MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "", "unknown")
@@ -22,53 +22,50 @@ _MAX_CACHED = 64
 """Embeddings whose predictions are kept."""
 
 
-def check_embedding(embedding: np.ndarray, n_cells: int) -> np.ndarray:
+def check_embedding(embedding: np.ndarray, n_cells: int, name: str = "the embedding") -> np.ndarray:
     """Return an embedding of so many cells as floats, shape (N, D), or raise :class:`~scforge.errors.DataError`.
 
     A sparse matrix, or a table of numbers, is one, too.
     """
-    embedding = as_array(embedding)
+    embedding = as_array(embedding, name)
     if embedding.ndim != 2 or embedding.shape[0] != n_cells or embedding.shape[1] == 0:
-        raise DataError(
-            f"the embedding has the shape {embedding.shape}, but there are {n_cells} cells; give one row for each, in "
-            "the order of obs."
-        )
+        raise DataError(f"{name} has the shape {embedding.shape}, but there are {n_cells} cells; give a row for each.")
     if not np.isfinite(embedding).all():
-        raise DataError("the embedding holds values that are not numbers; it cannot be evaluated.")
+        raise DataError(f"{name} holds values that are not numbers; it cannot be evaluated.")
     return embedding if embedding.dtype in (np.float32, np.float64) else embedding.astype(np.float32)
 
 
-def labels_of(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> tuple[np.ndarray, np.ndarray]:
-    """Return which cells have a label, bool, shape (N,), and the labels of those, as text.
+def labeled(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> np.ndarray:
+    """Return which cells have a label, bool, shape (N,).
 
     Raises
     ------
     DataError
-        If the column is missing, there are fewer than two labels, or two of them are the same text, e.g. 1 and "1".
+        If the column is missing, holds fewer than two labels, or different values that are the same text.
     """
     check_column(argument, key, obs)
-    labeled = np.asarray(obs[key].notna())
-    values = np.asarray(obs[key], dtype=object)[labeled]
-    labels = values.astype(str)
-    n_labels = len(np.unique(labels))
-    if n_labels < len(pd.unique(values)):
-        raise DataError(
-            f"{argument}={key!r} holds different values that are the same text, e.g. 1 and '1'; rename one of them, or "
-            "make all of them text."
-        )
-    if n_labels < 2:
-        found = f"one value only ({str(labels[0])!r})" if n_labels else "no value in any cell"
+    known = obs[key].notna().to_numpy()
+    values = np.asarray(obs[key], dtype=object)[known]
+    labels = np.unique(values.astype(str))
+    if len(labels) < len(pd.unique(values)):
+        raise DataError(f"{argument}={key!r} holds different values of one text, e.g. 1 and '1'; rename one of them.")
+    if len(labels) < 2:
+        found = f"one value only ({str(labels[0])!r})" if len(labels) else "no value in any cell"
         raise DataError(f"{argument}={key!r} has {found}; choose a column with two or more.")
-    return labeled, labels
+    return known
+
+
+def check_names(obs: pd.DataFrame) -> None:
+    """Raise :class:`~scforge.errors.DataError` if cells cannot be told by their names."""
+    if not obs.index.is_unique:
+        twice = obs.index[obs.index.duplicated()].unique()
+        raise DataError(f"{len(twice)} names of obs stand on several cells ({listing(twice[:3])}); make them unique.")
 
 
 def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> None:
     """Warn of labels that may stand for a missing one, e.g. the text "nan"."""
     if odd := [text for text in _MISSING_TEXTS if (obs[key].astype(object) == text).any()]:
-        warn(
-            f"{argument}={key!r} has the label {listing(odd)}, which is taken for a class; if it stands for a missing "
-            "label, replace it by numpy.nan."
-        )
+        warn(f"{argument}={key!r} has the label {listing(odd)}; if it says that one is missing, put numpy.nan there.")
 
 
 @register_benchmark("cell_type_probe")
@@ -129,8 +126,7 @@ class CellTypeProbe(Benchmark):
         rare_share: float = 0.02,
         seed: int = 0,
     ) -> None:
-        if n_folds < 2:
-            raise OptionError(f"n_folds={n_folds} is too few; cross-validation needs at least 2.")
+        check_count("n_folds", n_folds, "folds", least=2)
         check_count("n_neighbors", n_neighbors, "cells")
         self.labels_key = labels_key
         self.groups_key = groups_key
@@ -140,11 +136,6 @@ class CellTypeProbe(Benchmark):
         self.seed = check_seed(seed)
         self._cache: dict[bytes, dict[str, np.ndarray]] = {}
         self._warned_of: tuple[str, ...] = ()
-
-    def __init_subclass__(cls, **options: Any) -> None:
-        cls.metrics = tuple(cls._scores)
-        super().__init_subclass__(**options)
-        cls.main = cls.metrics[0]
 
     def check(self, obs: pd.DataFrame) -> None:
         """Raise :class:`~scforge.errors.DataError` where :meth:`run` would."""
@@ -200,16 +191,10 @@ class CellTypeProbe(Benchmark):
 
     def _plan(self, obs: pd.DataFrame) -> _Plan:
         """Choose the cells that take part, and their folds; warn of labels that are left out."""
-        taken, _ = labels_of(obs, self.labels_key)
+        taken = labeled(obs, self.labels_key)
         if self.groups_key is not None:
-            if not obs.index.is_unique:
-                twice = obs.index[obs.index.duplicated()].unique()
-                raise DataError(
-                    f"{len(twice)} names of obs stand on several cells (first: {listing(twice[:3])}), so that one cell "
-                    "could be learned from and tested; remove the copies, or call adata.obs_names_make_unique() if "
-                    "they are different cells."
-                )
-            taken = taken & labels_of(obs, self.groups_key, argument="groups_key")[0]
+            check_names(obs)  # one cell could be learned from and tested
+            taken = taken & labeled(obs, self.groups_key, argument="groups_key")
         rows = np.flatnonzero(taken)
         labels = np.asarray(obs[self.labels_key], dtype=object)[rows].astype(str)
         groups = None
@@ -227,10 +212,8 @@ class CellTypeProbe(Benchmark):
         self._warn_of_left_out(tuple(left_out.values()), len(names))
         fewest = int(kept.sum() - np.bincount(folds[kept]).max())
         if self.n_neighbors > fewest:
-            raise DataError(
-                f"n_neighbors={self.n_neighbors} is more than the {fewest} labeled cells that n_folds={self.n_folds} "
-                "leaves to learn from; lower it or score more cells."
-            )
+            most = f"the {fewest} labeled cells that n_folds={self.n_folds} leaves to learn from"
+            raise DataError(f"n_neighbors={self.n_neighbors} is more than {most}; lower it or score more cells.")
         group_codes = None if groups is None else np.unique(groups[kept], return_inverse=True)[1]
         return _Plan(rows[kept], codes, len(names), folds[kept], group_codes, tuple(left_out.values()))
 
@@ -319,6 +302,7 @@ def _untested(labels: np.ndarray, groups: np.ndarray | None, n_folds: int) -> di
 def _out_of_fold(classifier: str, cells: np.ndarray, plan: _Plan, n_neighbors: int) -> np.ndarray:
     """Return the label that a classifier predicts for each cell, int64, shape (N,)."""
     from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import PredefinedSplit, cross_val_predict
     from sklearn.neighbors import KNeighborsClassifier
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
@@ -327,11 +311,7 @@ def _out_of_fold(classifier: str, cells: np.ndarray, plan: _Plan, n_neighbors: i
     if classifier == "linear":
         model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2_000))
         cells = cells.astype(np.float64)  # makes its line search three times as fast
-    predicted = np.empty(len(cells), dtype=np.int64)
-    for fold in np.unique(plan.folds):
-        test = plan.folds == fold
-        predicted[test] = model.fit(cells[~test], plan.labels[~test]).predict(cells[test])
-    return predicted
+    return cross_val_predict(model, cells, plan.labels, cv=PredefinedSplit(plan.folds))
 
 
 def _warn_of_duplicates(cells: np.ndarray, folds: np.ndarray) -> None:
@@ -360,6 +340,7 @@ class LabelPrediction(CellTypeProbe):
     """
 
     _scores = {"knn_macro_f1": ("knn", "macro_f1"), "logreg_macro_f1": ("linear", "macro_f1")}
+    metrics = tuple(_scores)
 
 
 @register_benchmark("cell_type_annotation")
@@ -376,6 +357,7 @@ class CellTypeAnnotation(CellTypeProbe):
     """
 
     _scores = {"macro_f1": ("knn", "macro_f1"), "accuracy": ("knn", "accuracy")}
+    metrics = tuple(_scores)
 
 
 _CONSTANT = 1e-6

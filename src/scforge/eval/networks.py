@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,11 +30,7 @@ if TYPE_CHECKING:
 _MAX_PAIRS = 100_000_000
 """Edges of a table at most: ten bytes each, and some more while it is made."""
 
-_MEASURES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
-    "cosine": lambda vectors: _units(vectors),
-    "correlation": lambda vectors: _units(vectors - vectors.mean(axis=1, keepdims=True)),
-    "dot": lambda vectors: vectors,
-}
+_MEASURES = ("cosine", "correlation", "dot")
 
 
 def edges_from_embeddings(
@@ -84,18 +80,21 @@ def edges_from_embeddings(
     >>> edges_from_embeddings(vectors, tfs=["C"], measure="dot").values.tolist()
     [['C', 'A', 0.0], ['C', 'B', 2.0]]
     """
+    from sklearn.preprocessing import normalize
+
     check_known("measure", measure, _MEASURES, "the measures", error=OptionError)
     vectors = embeddings.to_numpy(dtype=np.float64)
     kept = np.isfinite(vectors).all(axis=1)
     names, vectors = _unique(embeddings.index[kept]), vectors[kept]
     if center:
         vectors = vectors - vectors.mean(axis=0)
-    vectors = _MEASURES[measure](vectors)
+    if measure == "correlation":
+        vectors = vectors - vectors.mean(axis=1, keepdims=True)
+    if measure != "dot":
+        vectors = normalize(vectors)
     rows, columns = _chosen("tfs", tfs, names), _chosen("targets", targets, names)
     if len(rows) * len(columns) > _MAX_PAIRS:
-        raise OptionError(
-            f"{len(rows)} x {len(columns)} pairs are more than {_MAX_PAIRS}; name the transcription factors with tfs."
-        )
+        raise OptionError(f"{len(rows)} x {len(columns)} pairs are more than {_MAX_PAIRS}; name the factors with tfs.")
     weights = vectors[rows] @ vectors[columns].T
     return edges_of(np.abs(weights) if absolute else weights, names[rows], names[columns])
 
@@ -103,19 +102,9 @@ def edges_from_embeddings(
 def edges_from_matrix(
     matrix: Any, names: Any, targets: Any = None, *, tfs: Sequence[str] | None = None
 ) -> pd.DataFrame:
-    """Read a matrix of weights, whose rows regulate its columns, as edges.
+    """Read a matrix of weights, whose rows regulate its columns, shape (S, T), as edges.
 
-    Parameters
-    ----------
-    matrix
-        Array or sparse matrix, shape (S, T). Of a sparse one only stored values other than 0 are edges; of an array all
-        but NaN.
-    names
-        Names of the rows.
-    targets
-        Names of the columns; None for the same as of the rows.
-    tfs
-        Sources to keep; None keeps all.
+    Of a sparse one only stored values other than 0 are edges; of an array all but NaN.
     """
     rows = _unique(names)
     columns = rows if targets is None else _unique(targets)
@@ -250,10 +239,8 @@ def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.n
     asked = pd.Index(names).astype(str).unique()
     places = known.get_indexer(asked)
     if not (places >= 0).any():
-        raise DataError(
-            f"none of {argument} ({listing(asked, most=3)}) is among the {len(known)} genes "
-            f"({listing(known, most=3)}); name genes in the same way, e.g. by symbols."
-        )
+        some = f"{len(known)} genes ({listing(known, most=3)})"
+        raise DataError(f"none of {argument} ({listing(asked, most=3)}) is among the {some}; name genes alike.")
     return places[places >= 0]
 
 
@@ -263,11 +250,6 @@ def _unique(names: Any) -> pd.Index:
     if not index.is_unique:
         raise DataError(f"the genes {listing(index[index.duplicated()].unique(), most=3)} stand there twice; keep one.")
     return index
-
-
-def _units(vectors: np.ndarray) -> np.ndarray:
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return vectors / np.where(lengths > 0, lengths, 1.0)
 
 
 def _deltas(predicted: AnnData) -> pd.DataFrame:
@@ -288,10 +270,7 @@ def _deltas(predicted: AnnData) -> pd.DataFrame:
 def _of_pairs(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
     """Return how far the shifts of pairs are from a sum of what each gene does."""
     if "gene_2" not in table:
-        raise DataError(
-            "effects has one gene a row, which says nothing of pairs; call model.perturb_in_silico(genes, "
-            "combinations=2), or give predicted effects on genes."
-        )
+        raise DataError("effects says nothing of pairs; call model.perturb_in_silico(genes, combinations=2).")
     names = pd.Index(pd.unique(pd.concat([table["gene"], table["gene_2"]]))).astype(str)
     groups = table["group"] if "group" in table else pd.Series("", index=table.index)
     found = np.full((len(names), len(names)), np.nan)
@@ -391,10 +370,8 @@ def _edges_of_file(path: Path, source: str | int | None, target: str | int | Non
         raise DataError(f"path={str(path)!r} cannot be read as a network: {first_line(error)}.") from error
     missing = (edges[["source", "target"]].isna() | (edges[["source", "target"]] == "")).any(axis=1)
     if missing.any():
-        raise DataError(
-            f"path={str(path)!r} has {int(missing.sum())} edges without a source or target (first: row "
-            f"{int(missing.argmax()) + 1}); fill or remove them."
-        )
+        n_missing = int(missing.sum())
+        raise DataError(f"path={str(path)!r} has {n_missing} edges without a source or target; fill or remove them.")
     return edges.astype({"source": str, "target": str})
 
 
@@ -484,18 +461,6 @@ class Universe:
     pairs: np.ndarray
     n_left_out: int
 
-    def describe(self) -> dict[str, int | float]:
-        """Return how many transcription factors, genes, pairs and true edges there are."""
-        n_pairs, n_edges = int(self.pairs.sum()), int(self.edges.sum())
-        return {
-            "transcription factors": len(self.tfs),
-            "genes": len(self.genes),
-            "pairs": n_pairs,
-            "true edges": n_edges,
-            "share of true edges": round(n_edges / n_pairs, 6),
-            "true edges left out": self.n_left_out,
-        }
-
     def matrix(self, made: pd.DataFrame) -> np.ndarray:
         """Return the weights of edges as float64, shape (T, G); -inf for pairs without one.
 
@@ -521,9 +486,8 @@ class Universe:
         return found.reshape(self.edges.shape)
 
 
-@dataclass(frozen=True)
 class RankedPairs:
-    """Pairs by falling weight.
+    """Pairs of a universe by falling weight of edges.
 
     Attributes
     ----------
@@ -541,34 +505,24 @@ class RankedPairs:
         Where ties begin, and the number of pairs.
     """
 
-    tfs: np.ndarray
-    true: np.ndarray
-    starts: np.ndarray
-    ends: np.ndarray
-    n_scored: int
-    within: np.ndarray
-    bounds: np.ndarray
-
-    @classmethod
-    def of(cls, made: pd.DataFrame, universe: Universe) -> RankedPairs:
-        """Rank the pairs of a universe by the weights of edges."""
+    def __init__(self, made: pd.DataFrame, universe: Universe) -> None:
         from scipy.stats import rankdata
 
         matrix = universe.matrix(made)
         kept = np.flatnonzero(universe.pairs)
         kept = kept[np.argsort(-matrix.ravel()[kept])]
         ranked = matrix.ravel()[kept]
-        bounds = np.concatenate([[0], np.flatnonzero(ranked[1:] != ranked[:-1]) + 1, [len(ranked)]])
-        true = np.flatnonzero(universe.edges.ravel()[kept])
-        tie = np.searchsorted(bounds, true, side="right")
+        self.tfs, self.n_scored = kept // len(universe.genes), int(np.isfinite(ranked).sum())
+        self.bounds = np.concatenate([[0], np.flatnonzero(ranked[1:] != ranked[:-1]) + 1, [len(ranked)]])
+        self.true = np.flatnonzero(universe.edges.ravel()[kept])
+        tie = np.searchsorted(self.bounds, self.true, side="right")
+        self.starts, self.ends = self.bounds[tie - 1], self.bounds[tie]
         # The area is how often a true pair is ranked above another one (Mann and Whitney 1947).
         ranks = rankdata(np.where(universe.pairs, matrix, np.nan), axis=1, nan_policy="omit")
         n_true = universe.edges.sum(axis=1)
         n_other = universe.pairs.sum(axis=1) - n_true
         above = np.where(universe.edges, ranks, 0.0).sum(axis=1) - n_true * (n_true + 1) / 2
-        within = np.divide(above, n_true * n_other, out=np.full(len(above), np.nan), where=n_other > 0)
-        n_scored = int(np.isfinite(ranked).sum())
-        return cls(kept // len(universe.genes), true, bounds[tie - 1], bounds[tie], n_scored, within, bounds)
+        self.within = np.divide(above, n_true * n_other, out=np.full(len(above), np.nan), where=n_other > 0)
 
     def figures(self, weights: np.ndarray) -> dict[str, float]:
         """Return the metrics where each transcription factor counts as often as `weights` (T,) says.
@@ -695,11 +649,9 @@ class GeneNetwork(Benchmark):
         if self.genes is not None:
             kept = kept[kept["source"].isin(self.genes) & kept["target"].isin(self.genes)]
         if kept.empty:
-            asked = {"tfs": self.tfs, "genes": self.genes}
-            chosen = [f"{name} ({listing(some, most=3)})" for name, some in asked.items() if some is not None]
             raise DataError(
-                f"none of the {len(given)} true edges is left{' among ' if chosen else ''}{' and '.join(chosen)}; name "
-                f"genes as the truth does, e.g. by symbols (its sources: {listing(given['source'].unique(), most=3)})."
+                f"none of the {len(given)} true edges is left among genes and tfs that were asked for; name genes as "
+                f"the truth does, e.g. by symbols (its sources: {listing(given['source'].unique(), most=3)})."
             )
         tfs = pd.Index(np.sort(kept["source"].unique()))
         targets = kept["target"] if self.targets == "truth" else pd.Series(self.genes)
@@ -721,12 +673,12 @@ class GeneNetwork(Benchmark):
             True edges, with the columns ``source`` and ``target``.
         """
         universe = self.universe(reference)
-        return RankedPairs.of(made, universe).figures(np.ones(len(universe.tfs)))
+        return RankedPairs(made, universe).figures(np.ones(len(universe.tfs)))
 
     def resampled(self, made: pd.DataFrame, reference: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame:
         """Return the figures on bootstrapped transcription factors; NaN where those drawn regulate all genes."""
         universe = self.universe(reference)
-        ranked = RankedPairs.of(made, universe)
+        ranked = RankedPairs(made, universe)
         draws = bootstrap_weights(len(universe.tfs), n, seed=seed).astype(np.float64)
         return pd.DataFrame([ranked.figures(weights) for weights in draws], columns=list(self.metrics))
 
@@ -739,10 +691,7 @@ def check_edges(what: str, edges: pd.DataFrame, *more: str) -> None:
     """Raise unless a table has the columns ``source``, ``target`` and `more`, and no name is missing."""
     for column in ("source", "target", *more):
         if column not in edges or (column not in more and edges[column].isna().any()):
-            raise DataError(
-                f"{what} have no column {column!r}, or lack names in it (there is: {listing(edges.columns)}); rename "
-                "the one that it is, and leave incomplete edges out."
-            )
+            raise DataError(f"{what} have no column {column!r}, or lack names in it (there is: {listing(edges)}).")
 
 
 def _places(names: pd.Series, index: pd.Index) -> np.ndarray:
@@ -754,6 +703,8 @@ def _places(names: pd.Series, index: pd.Index) -> np.ndarray:
 
 
 NETWORK_BASELINES = ("pearson", "spearman", "mean_expression", "degree", "in_degree", "random")
+_N_FOLDS = 5
+"""Folds in which edges are counted apart from those that are asked for."""
 _N_RANDOM = 3
 """Random scores, each a method of its own."""
 
@@ -816,7 +767,7 @@ def _correlations(values: sparse.csc_matrix, rows: np.ndarray, columns: np.ndarr
     return (products - np.outer(mean[rows], mean[columns])) / np.outer(scale[rows], scale[columns])
 
 
-def degree_weights(universe: Universe, *, out: bool = True, n_folds: int = 5, seed: int = 0) -> np.ndarray:
+def degree_weights(universe: Universe, *, out: bool = True, seed: int = 0) -> np.ndarray:
     """Score pairs of genes by the share of true edges of either, apart from what is asked for, shape (T, G).
 
     The weight of an edge is the out-degree of its source (with `out`) times the in-degree of its target, as shares.
@@ -830,13 +781,13 @@ def degree_weights(universe: Universe, *, out: bool = True, n_folds: int = 5, se
     """
     rng = np.random.default_rng(seed)
     edges, pairs = universe.edges, universe.pairs
-    of_tf, of_gene = (rng.permutation(size) % n_folds for size in edges.shape)
+    of_tf, of_gene = (rng.permutation(size) % _N_FOLDS for size in edges.shape)
     share = edges.sum() / pairs.sum()
     weights = np.empty(edges.shape)
-    for fold in range(n_folds):
+    for fold in range(_N_FOLDS):
         rest = of_tf != fold
         weights[~rest] = (edges[rest].sum(axis=0) + share) / (pairs[rest].sum(axis=0) + 1.0)
-    for fold in range(n_folds) if out else ():
+    for fold in range(_N_FOLDS) if out else ():
         rest = of_gene != fold
         weights[:, ~rest] *= ((edges[:, rest].sum(axis=1) + share) / (pairs[:, rest].sum(axis=1) + 1.0))[:, None]
     return weights
@@ -956,8 +907,15 @@ def evaluate_network(
         adata, universe, baselines, layer=layer, gene_key=gene_key, max_cells=max_cells, seed=seed
     )
     report = compare_beside(benchmark, "scores", scores, simple, truth, kinds=kinds, intervals=intervals, title=title)
-    report.facts |= universe.describe()
-    n_pairs = int(universe.pairs.sum())
+    n_pairs, n_edges = int(universe.pairs.sum()), int(universe.edges.sum())
+    report.facts |= {
+        "transcription factors": len(universe.tfs),
+        "genes": len(universe.genes),
+        "pairs": n_pairs,
+        "true edges": n_edges,
+        "share of true edges": round(n_edges / n_pairs, 6),
+        "true edges left out": universe.n_left_out,
+    }
     for name, made in scores.items():
         n_scored = int((np.isfinite(universe.matrix(made)) & universe.pairs).sum())
         if n_scored < n_pairs:

@@ -16,7 +16,7 @@ from scforge._constants import UNS_KEY
 from scforge.data.checks import content_mark
 from scforge.errors import DataError, listing
 from scforge.eval.base import Benchmark, register_benchmark
-from scforge.eval.expression import Effects, scale_difference
+from scforge.eval.expression import principal_components, scale_difference
 from scforge.eval.generation import (
     SAME_CELL,
     check_complete,
@@ -25,6 +25,7 @@ from scforge.eval.generation import (
     check_features,
     compare_beside,
     copied_rows,
+    mark_of,
 )
 from scforge.eval.perturbation_metrics import (
     DISCRIMINATION,
@@ -36,7 +37,6 @@ from scforge.eval.perturbation_metrics import (
     de_genes,
     discrimination_scores,
     energy_distance,
-    mean_distance,
     own_genes,
     score_deltas,
     technical_duplicate,
@@ -180,45 +180,33 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np
     return found
 
 
-def gene_scores(known: KnownEffects, n_comps: int = N_COMPONENTS) -> np.ndarray:
+def gene_scores(known: KnownEffects) -> np.ndarray:
     """Return scores of genes in the PCA of the expression under all training perturbations, float64, shape (G, D).
 
     Genes are the observations, the mean expression of each group of cells is a variable, as in the linear model of
-    Ahlmann-Eltze et al. 2025; D is `n_comps`, or less where there are fewer effects.
+    Ahlmann-Eltze et al. 2025.
     """
     expression = np.array([known.controls[name] for name in known.contexts]) + known.deltas
     plain = np.array([known.controls[name] for name in sorted(set(known.contexts))])
-    of_genes = np.concatenate([plain, expression]).T
-    of_genes = of_genes - of_genes.mean(axis=0)
-    left, values, _ = np.linalg.svd(of_genes, full_matrices=False)
-    return (left * values)[:, :n_comps]
+    return _scores(np.concatenate([plain, expression]).T)
 
 
-def linear_effects(
-    deltas: np.ndarray, genes: np.ndarray, seen: np.ndarray, wanted: np.ndarray, *, penalty: float = PENALTY
-) -> np.ndarray:
+def _scores(values: np.ndarray) -> np.ndarray:
+    """Return the scores of rows on their leading principal components."""
+    left, sizes, _ = np.linalg.svd(values - values.mean(axis=0), full_matrices=False)
+    return (left * sizes)[:, :N_COMPONENTS]
+
+
+def linear_effects(deltas: np.ndarray, genes: np.ndarray, seen: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Predict effects by the bilinear model of Ahlmann-Eltze, Huber and Anders (Nat Methods 2025).
 
-    With Y the training effects (genes x perturbations) less their mean b over perturbations, A features of genes, B
-    features of perturbations (one column each) and I the identity::
+    With Y the training effects (N, G) less their mean b over perturbations, transposed, A features of genes (G, D), B
+    features of perturbations (N, E), transposed, and I the identity::
 
-        W = (A'A + penalty I)^-1 A' Y B' (B B' + penalty I)^-1,    prediction = A W B_wanted + b
+        W = (A'A + 0.1 I)^-1 A' Y B' (B B' + 0.1 I)^-1,    prediction = A W B_wanted + b
 
-    Parameters
-    ----------
-    deltas
-        Training effects, shape (N, G).
-    genes
-        Features of all genes, shape (G, D).
-    seen, wanted
-        Features of the training perturbations, (N, E), and of those to predict, (Q, E); rows of NaN where there are
-        none. Such a training perturbation counts for b alone, such a wanted one is predicted to be b.
-    penalty
-        Of both ridge regressions.
-
-    Returns
-    -------
-    Float64, shape (Q, G).
+    Rows of `seen` and `wanted` are NaN where a perturbation has no features: in the training it counts for b alone, and
+    what is wanted is predicted to be b. Float64, shape (Q, G).
     """
     center = deltas.mean(axis=0)
     fitted = np.isfinite(seen).all(axis=1)
@@ -227,8 +215,8 @@ def linear_effects(
     if not fitted.any() or not known.any():
         return predicted
     y_gn, b_en = (deltas[fitted] - center).T, seen[fitted].T
-    of_genes = np.linalg.solve(genes.T @ genes + penalty * np.eye(genes.shape[1]), genes.T @ y_gn @ b_en.T)
-    weights = np.linalg.solve(b_en @ b_en.T + penalty * np.eye(len(b_en)), of_genes.T).T
+    of_genes = np.linalg.solve(genes.T @ genes + PENALTY * np.eye(genes.shape[1]), genes.T @ y_gn @ b_en.T)
+    weights = np.linalg.solve(b_en @ b_en.T + PENALTY * np.eye(len(b_en)), of_genes.T).T
     predicted[known] += (genes @ weights @ wanted[known].T).T
     return predicted
 
@@ -252,9 +240,7 @@ def _context_scores(known: KnownEffects) -> dict[str, np.ndarray]:
     names = sorted(known.controls)
     means = np.array([known.controls[name] for name in names])
     means = means[:, np.isfinite(means).all(axis=0)]
-    left, values, _ = np.linalg.svd(means - means.mean(axis=0), full_matrices=False)
-    scores = (left * values)[:, :N_COMPONENTS]
-    return dict(zip(names, scores, strict=True))
+    return dict(zip(names, _scores(means), strict=True))
 
 
 def linear_baseline(
@@ -301,25 +287,20 @@ _N_VARIABLE = 2_000
 _MAX_FITTED = 20_000
 
 
-@dataclass(frozen=True)
 class CellSpace:
-    """Principal components of the genes of the largest variance, in which an effect on the mean is a shift."""
+    """Principal components of the genes of the largest variance, in which an effect on the mean is a shift.
 
-    genes: np.ndarray
-    pca: Any
+    They are found on 2,000 genes, of at most 20,000 cells drawn at random.
+    """
 
-    @classmethod
-    def fit(cls, expression: sparse.csr_matrix, *, n_comps: int, seed: int) -> CellSpace:
-        """Find them on the 2,000 genes of the largest variance, of at most 20,000 cells drawn at random."""
-        from sklearn.decomposition import PCA
+    def __init__(self, expression: sparse.csr_matrix, *, n_comps: int, seed: int) -> None:
         from sklearn.utils.sparsefuncs import mean_variance_axis
 
         rows = np.random.default_rng(seed).permutation(expression.shape[0])[:_MAX_FITTED]
         expression = expression[np.sort(rows)].astype(np.float64)
         _, variance = mean_variance_axis(expression, axis=0)
-        genes = np.sort(np.argsort(-variance, kind="stable")[:_N_VARIABLE])
-        n_comps = min(n_comps, min(expression.shape[0], len(genes)) - 1)
-        return cls(genes, PCA(n_comps, svd_solver="arpack", random_state=seed).fit(expression[:, genes]))
+        self.genes = np.sort(np.argsort(-variance, kind="stable")[:_N_VARIABLE])
+        self.pca = principal_components(expression[:, self.genes], n_comps, seed)
 
     def cells(self, expression: sparse.csr_matrix) -> np.ndarray:
         """Return the coordinates of cells, float64, shape (N, D)."""
@@ -330,7 +311,6 @@ class CellSpace:
         return deltas[:, self.genes] @ self.pca.components_.T
 
 
-@dataclass
 class Reference:
     """Measured effects with what figures need; see :class:`PerturbationPrediction`.
 
@@ -338,86 +318,61 @@ class Reference:
     ----------
     cells, effects
         The measured cells, over the scored genes, and their effects.
+    contexts
+        Context of each effect.
     changed, own_genes
         Genes that change, and perturbed genes, bool, shape (Q, G).
-    base
-        The mean training effect in the context of each effect as a prediction; None without training cells.
+    base, center
+        The mean training effect in the context of each effect as a prediction, and as an array of shape (Q, G); None
+        without training cells.
     controls
         Mean of the controls of each context that predictions start from, shape (G,).
     space, coordinates, of_controls
         Components, and where the measured cells and the controls that predictions start from are there.
+
+    Raises
+    ------
+    DataError
+        If a context has no controls, or the training lacks a gene.
     """
 
-    cells: PerturbedCells
-    effects: Effects
-    changed: np.ndarray
-    own_genes: np.ndarray
-    base: pd.DataFrame | None
-    controls: dict[str, np.ndarray]
-    space: CellSpace
-    coordinates: np.ndarray
-    of_controls: dict[str, np.ndarray]
-    max_cells: int
-    seed: int
-    spreads: dict[int, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, real: AnnData, train: AnnData | None, benchmark: PerturbationPrediction) -> Reference:
-        """Measure what there is to measure.
-
-        Raises
-        ------
-        DataError
-            If a context has no controls, or the training lacks a gene.
-        """
+    def __init__(
+        self,
+        real: AnnData | PerturbedCells,
+        train: AnnData | PerturbedCells | None,
+        benchmark: PerturbationPrediction,
+    ) -> None:
         keys, n_top_genes = benchmark.keys, benchmark.n_top_genes
-        cells = PerturbedCells.read(real, keys, argument="real")
+        cells = starts = PerturbedCells.read(real, keys, argument="real")
         groups = cells.moments()
         if n_top_genes is not None and n_top_genes < len(cells.genes):
             # Ahlmann-Eltze et al. score the genes that are highest in the controls, too.
             share = groups.n[len(cells.effects) :].astype(np.float64)
             highest = np.argsort(-(share @ groups.mean[len(cells.effects) :]), kind="stable")[:n_top_genes]
-            cells = cells.over(cells.genes[np.sort(highest)], argument="real")
+            cells = starts = cells.over(cells.genes[np.sort(highest)], argument="real")
             groups = cells.moments()
-        effects = cells.measured(groups, argument="real")
-        plain = {name: groups.mean[len(cells.effects) + i] for i, name in enumerate(cells.contexts)}
-        base, starts = None, cells
+        self.max_cells, self.seed = benchmark.max_cells, benchmark.seed
+        self.cells, self.effects = cells, cells.measured(groups, argument="real")
+        self.contexts = [effect.context for effect in cells.effects]
+        self.changed = de_genes(self.effects.p_values)
+        self.own_genes = own_genes([effect.targets for effect in cells.effects], np.asarray(cells.genes))
+        self.controls = {name: groups.mean[len(cells.effects) + i] for i, name in enumerate(cells.contexts)}
+        self.base: pd.DataFrame | None = None
+        self.center: np.ndarray | None = None
         if train is not None:
             starts = PerturbedCells.read(train, keys, argument="train").over(cells.genes, argument="train")
-            known = known_effects(starts, {effect.context for effect in cells.effects})
-            center = [known.mean(effect.context) for effect in cells.effects]
-            base = pd.DataFrame(center, index=keys.index(cells.effects), columns=cells.genes)
-            plain = dict(known.controls)
-        space = CellSpace.fit(starts.expression, n_comps=benchmark.n_comps, seed=benchmark.seed)
-        rng = np.random.default_rng(benchmark.seed)
-        of_controls = {}
+            known = known_effects(starts, set(self.contexts))
+            self.controls = dict(known.controls)
+            self.center = np.array([known.mean(context) for context in self.contexts])
+            self.base = pd.DataFrame(self.center, index=keys.index(cells.effects), columns=cells.genes)
+        self.space = CellSpace(starts.expression, n_comps=benchmark.n_comps, seed=self.seed)
+        self.coordinates = self.space.cells(cells.expression)
+        rng = np.random.default_rng(self.seed)
+        self.of_controls = {}
         for name in starts.contexts:
             rows = starts.rows(Effect((), name))
-            if name in plain and len(rows):
-                of_controls[name] = space.cells(starts.expression[_some(rows, benchmark.max_cells, rng)])
-        return cls(
-            cells,
-            effects,
-            de_genes(effects.p_values),
-            own_genes([effect.targets for effect in cells.effects], np.asarray(cells.genes)),
-            base,
-            plain,
-            space,
-            space.cells(cells.expression),
-            of_controls,
-            benchmark.max_cells,
-            benchmark.seed,
-        )
-
-    @property
-    def contexts(self) -> list[str]:
-        """Context of each effect."""
-        return [effect.context for effect in self.cells.effects]
-
-    @property
-    def center(self) -> np.ndarray | None:
-        """Mean training effect in the context of each effect, shape (Q, G); None without training cells."""
-        return None if self.base is None else self.base.to_numpy()
+            if name in self.controls and len(rows):
+                self.of_controls[name] = self.space.cells(starts.expression[_some(rows, self.max_cells, rng)])
 
     def discriminated(self, predicted: np.ndarray, measured: np.ndarray) -> dict[str, np.ndarray]:
         """Return the discrimination scores of effects, shape (Q,) each."""
@@ -442,13 +397,11 @@ class Reference:
             # The same cells for all methods, whatever was scored before.
             rng = np.random.default_rng((self.seed, number))
             target = self.coordinates[_some(self.cells.rows(effect), self.max_cells, rng)]
-            if number not in self.spreads:
-                self.spreads[number] = mean_distance(target, target)
             if made is None:
                 predicted = self.of_controls[effect.context] + shifts[number]
             else:
                 predicted = self.space.cells(made.expression[_some(made.rows(effect), self.max_cells, rng)])
-            found[number] = energy_distance(predicted, target, within=(None, self.spreads[number]), unbiased=True)
+            found[number] = energy_distance(predicted, target)
         return found
 
     def duplicate(self) -> pd.DataFrame:
@@ -463,7 +416,7 @@ class Reference:
                 rows = cells.rows(effect)
                 if len(rows) > 1:
                     sides = [_some(rows[half[rows] == side], self.max_cells, rng) for side in (0, 1)]
-                    energy[number] = energy_distance(*(self.coordinates[side] for side in sides), unbiased=True)
+                    energy[number] = energy_distance(*(self.coordinates[side] for side in sides))
             return {**self.discriminated(one, other), "energy_distance": energy}
 
         return technical_duplicate(
@@ -481,10 +434,7 @@ def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
         if groups.n[len(train.effects) + i]
     }
     if without := sorted(contexts - {*plain}):
-        raise DataError(
-            f"train has no control cell in the contexts {listing(without)}, where predictions and baselines start; "
-            "give a part of the controls there to train, and the others to real."
-        )
+        raise DataError(f"train has no control cell in the contexts {listing(without)}; give it a part of those there.")
     return KnownEffects(
         tuple(effect.targets for effect in train.effects),
         tuple(effect.context for effect in train.effects),
@@ -500,15 +450,12 @@ def _some(rows: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
 _CALIBRATED = ("pearson_delta", "wmse")
 
 
-def _mark_of(cells: AnnData | pd.DataFrame | str) -> Any:
+def _mark_of(made: AnnData | PerturbedCells | pd.DataFrame | str) -> Any:
     """Return what changes with predicted or measured effects; None if that cannot be told."""
-    if isinstance(cells, str):
-        return cells
-    if isinstance(cells, pd.DataFrame):
-        return content_mark(cells.to_numpy()), hash(tuple(cells.index)), hash(tuple(cells.columns))
-    mark = content_mark(cells.X)
-    table = pd.util.hash_pandas_object(cells.obs.astype(str), index=True).sum()
-    return None if mark is None else (mark, hash(tuple(cells.var_names)), int(table))
+    if not isinstance(made, PerturbedCells):
+        return mark_of(made)
+    names = hash((made.effects, made.contexts, tuple(made.genes)))
+    return content_mark(made.expression), content_mark(made.groups), names
 
 
 @register_benchmark("perturbation_prediction")
@@ -595,14 +542,13 @@ class PerturbationPrediction(Benchmark):
     ) -> None:
         if n_top_genes is not None:
             check_count("n_top_genes", n_top_genes, "genes", least=2)
-        check_count("n_comps", n_comps, "components")
         check_count("max_cells", max_cells, "cells", least=2)
         self.keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
         self.n_top_genes = n_top_genes
         self.n_comps = n_comps
         self.max_cells = max_cells
         self.seed = check_seed(seed)
-        self._train: AnnData | None = None
+        self._train: AnnData | PerturbedCells | None = None
         # What was read last: the seed and the data it belongs to, and the tables of what was scored against it.
         self._kept: tuple[int, Any, Reference] | None = None
         self._tables: list[tuple[Any, pd.DataFrame]] = []
@@ -705,11 +651,11 @@ class PerturbationPrediction(Benchmark):
                 found.loc[room, f"calibrated_{name}"] = (score[room] - low[room]) / (top[room] - low[room])
         return found[list(self.metrics)]
 
-    def _reference(self, reference: AnnData) -> Reference:
+    def _reference(self, reference: AnnData | PerturbedCells) -> Reference:
         mark = _mark_of(reference)
         if self._kept is None or mark is None or self._kept[:2] != (self.seed, mark):
             self._tables = []
-            self._kept = (self.seed, mark, Reference.of(reference, self._train, self))
+            self._kept = (self.seed, mark, Reference(reference, self._train, self))
         return self._kept[2]
 
     def _predicted(self, made: Any, known: Reference) -> tuple[np.ndarray, PerturbedCells | None]:
@@ -842,20 +788,20 @@ def evaluate_perturbations(
     controls = [Effect((), context) for context in {effect.context for effect in held_out.effects}]
     plain = [cells.expression[np.concatenate([cells.rows(e) for e in controls])] for cells in (trained, held_out)]
     _check_scale(plain[0], plain[1], "controls of train")
-    kept_out = _adata(held_out, keys)
     benchmark = PerturbationPrediction(perturbation_key, control, context_key, separator, n_top_genes=n_top_genes)
-    benchmark.trained_on(_adata(trained, keys)).check(kept_out)
-    made: dict[str, AnnData | pd.DataFrame] = {}
+    # It takes cells that are read already, too.
+    benchmark.trained_on(trained).check(held_out)
+    made: dict[str, PerturbedCells | pd.DataFrame] = {}
     for name, one in named.items():
         if isinstance(one, pd.DataFrame):
             effects = keys.effects_of(one)
             made[name] = one[genes]
         else:
             cells = _checked_cells(one, f"predictions[{name!r}]", genes, keys, held_out, real)
-            made[name], effects = _adata(cells, keys), list(cells.effects)
+            made[name], effects = cells, list(cells.effects)
             own = (cells.groups >= len(cells.effects)).any()
             notes.append(f"Effects of {name} are seen from {'its own' if own else 'the training'} controls.")
-        _check_effects(benchmark, name, made[name], kept_out)
+        _check_effects(benchmark, name, made[name], held_out)
         if more := [effect for effect in effects if effect not in held_out.effects]:
             notes.append(
                 f"{name} predicts more than was measured (effects: {len(more)}), which is not scored: "
@@ -876,7 +822,7 @@ def evaluate_perturbations(
         "predictions",
         made,
         {**baselines, TECHNICAL_DUPLICATE: TECHNICAL_DUPLICATE},
-        kept_out,
+        held_out,
         kinds=kinds,
         ceiling=TECHNICAL_DUPLICATE,
         seeds=seeds,
@@ -929,8 +875,7 @@ def _reduced(features: pd.DataFrame) -> dict[str, np.ndarray]:
     values = features.to_numpy(dtype=np.float64)
     if not np.isfinite(values).all() or not features.index.is_unique:
         raise DataError("gene_features holds values that are not numbers, or a target twice; give one row a target.")
-    left, sizes, _ = np.linalg.svd(values - values.mean(axis=0), full_matrices=False)
-    scores = (left * sizes)[:, : min(N_COMPONENTS, values.shape[1])]
+    scores = _scores(values)
     spread = scores.std(axis=0)
     scores = np.divide(
         scores, spread, out=np.zeros_like(scores), where=spread > 1e-9 * max(spread.max(initial=0), 1e-300)
@@ -963,10 +908,7 @@ def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> 
             )
             genes = genes[genes.isin(some)]
     if len(genes) < max(2, _FEW_GENES * len(real)):
-        raise DataError(
-            f"only {len(genes)} of {len(real)} measured genes are in all of {listing(columns)}; use the same names in "
-            "var_names, or take real over the genes that are predicted (after normalizing it)."
-        )
+        raise DataError(f"{listing(columns)} share {len(genes)} of {len(real)} measured genes; name them alike.")
     return genes, notes
 
 
@@ -992,7 +934,9 @@ def _check_scale(one: sparse.csr_matrix, real: sparse.csr_matrix, what: str, *, 
         )
 
 
-def _check_effects(benchmark: PerturbationPrediction, name: str, one: AnnData | pd.DataFrame, real: AnnData) -> None:
+def _check_effects(
+    benchmark: PerturbationPrediction, name: str, one: PerturbedCells | pd.DataFrame, real: PerturbedCells
+) -> None:
     """Raise where predicted effects are the measured ones."""
     predicted, measured = (table.to_numpy() for table in benchmark.deltas(one, real))
     size = np.abs(measured).max(axis=1)
@@ -1002,15 +946,3 @@ def _check_effects(benchmark: PerturbationPrediction, name: str, one: AnnData | 
             f"predictions[{name!r}] has for {int(same.sum())} of {len(same)} effects what was measured in the held-out "
             "cells, gene by gene; a prediction may not see what it is scored on."
         )
-
-
-def _adata(cells: PerturbedCells, keys: EffectKeys) -> AnnData:
-    """Return log-normalized cells as AnnData with the columns of `keys`, except that the values are in X."""
-    groups = [*cells.effects, *(Effect((), name) for name in cells.contexts)]
-    labels = np.array(
-        [keys.name_of(group.targets) if group.targets else keys.control for group in groups], dtype=object
-    )
-    obs = pd.DataFrame({keys.perturbation_key: labels[cells.groups]}, index=cells.names)
-    if keys.context_key is not None:
-        obs[keys.context_key] = np.array([group.context for group in groups], dtype=object)[cells.groups]
-    return anndata.AnnData(cells.expression, obs=obs, var=pd.DataFrame(index=cells.genes))

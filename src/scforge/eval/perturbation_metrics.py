@@ -1,6 +1,6 @@
-"""Metrics of predicted perturbation responses, also those of pertpy and cell-eval.
+"""Metrics of predicted effects of perturbations, and how cells with their perturbations are read.
 
-Metrics of effects are ours: those of cell-eval, an extra, need cells and not effects, and equal these to 1e-6.
+They equal those of cell-eval and pertpy to 1e-6, which need cells and not effects and are called at the end.
 """
 
 from __future__ import annotations
@@ -71,7 +71,6 @@ def discrimination_scores(
     ([1.0, 1.0, 1.0, 1.0], [0.625, 0.625, 0.625, 0.625])
     """
     left_out = np.zeros(measured.shape, dtype=bool) if left_out is None else left_out
-    _check_shapes(measured, contexts, predicted=predicted, left_out=left_out)
     found = np.full(len(measured), np.nan)
     for rows in _within(contexts, len(measured)):
         if len(rows) > 1:
@@ -86,18 +85,6 @@ def _within(contexts: Sequence[object] | None, n_effects: int) -> list[np.ndarra
         return [np.arange(n_effects)]
     codes = pd.factorize(np.asarray(contexts, dtype=object), use_na_sentinel=False)[0]
     return [np.flatnonzero(codes == code) for code in range(codes.max(initial=-1) + 1)]
-
-
-def _check_shapes(measured: np.ndarray, contexts: Sequence[object] | None, **others: np.ndarray | None) -> None:
-    """Raise :class:`~scforge.errors.DataError` unless there is an entry for each effect and gene."""
-    for name, values in others.items():
-        if values is not None and np.shape(values) != measured.shape:
-            raise DataError(
-                f"{name} has the shape {np.shape(values)}, measured {measured.shape}; give one row a perturbation and "
-                "one column a gene."
-            )
-    if contexts is not None and len(contexts) != len(measured):
-        raise DataError(f"contexts has {len(contexts)} entries for {len(measured)} effects; give one for each.")
 
 
 def _nearer(distances: np.ndarray, *, atol: float) -> np.ndarray:
@@ -154,11 +141,6 @@ def de_weights(scores: np.ndarray) -> np.ndarray:
 
     After the weighted error of Mejia et al. (arXiv:2506.22641): with s the absolute value of the score of a gene, the
     weight is ``((s - min s) / (max s - min s))^2``, divided by its mean over genes.
-
-    Parameters
-    ----------
-    scores
-        Scores of differential expression, e.g. Welch's t, shape (Q, G).
 
     Returns
     -------
@@ -299,6 +281,10 @@ def _centered(values: np.ndarray) -> np.ndarray:
     return centered
 
 
+_N_SPLITS = 5
+"""Splits into halves, of which the mean is taken."""
+
+
 def technical_duplicate(
     expression: sparse.csr_matrix,
     groups: np.ndarray,
@@ -306,7 +292,6 @@ def technical_duplicate(
     center: np.ndarray | None = None,
     contexts: Sequence[object] | None = None,
     *,
-    n_splits: int = 5,
     seed: int = 0,
     more: Callable[[np.ndarray, np.ndarray, np.ndarray, np.random.Generator], dict[str, np.ndarray]] | None = None,
 ) -> pd.DataFrame:
@@ -333,8 +318,6 @@ def technical_duplicate(
         For each perturbation the group of its controls, shape (Q,).
     center, contexts
         See :func:`score_deltas`.
-    n_splits
-        Splits, of which the mean is returned.
     seed
         Seed of the splits.
     more
@@ -359,7 +342,7 @@ def technical_duplicate(
     perturbed = np.arange(len(controls))
     starts = np.cumsum(sizes) - sizes
     tables = []
-    for _ in range(n_splits):
+    for _ in range(_N_SPLITS):
         # Ranks of random numbers within a group are even for one half and odd for the other.
         order = np.lexsort([rng.random(len(groups)), groups])
         half = np.empty(len(groups), dtype=np.int64)
@@ -369,7 +352,7 @@ def technical_duplicate(
         other = effects_of(both, perturbed + n_groups, controls + n_groups)
         table = of_whole(score_deltas(one, other.deltas, other.scores, de_genes(other.p_values), center, contexts))
         tables.append(table if more is None else table.assign(**more(one, other.deltas, half, rng)))
-    mean = sum(tables[1:], start=tables[0]) / n_splits
+    mean = sum(tables[1:], start=tables[0]) / _N_SPLITS
     mean.loc[(sizes[perturbed] < 2) | (sizes[controls] < 2)] = np.nan
     return mean
 
@@ -393,17 +376,7 @@ def of_whole(table: pd.DataFrame) -> pd.DataFrame:
 def calibrated(table: pd.DataFrame, base: str, ceiling: str) -> pd.DataFrame:
     """Return ``(m - base) / (ceiling - base)`` of each metric: 0 is as good as `base`, 1 as `ceiling`.
 
-    Parameters
-    ----------
-    table
-        Metrics (columns) of methods (rows).
-    base, ceiling
-        Rows of the table, e.g. ``"train_mean"`` and ``"technical_duplicate"``.
-
-    Returns
-    -------
-    A table like `table`, with NaN for metrics in which the ceiling is not better than the base: there is nothing that a
-    method could show.
+    NaN for metrics in which the ceiling is not better than the base: there is nothing that a method could show.
 
     Examples
     --------
@@ -412,23 +385,17 @@ def calibrated(table: pd.DataFrame, base: str, ceiling: str) -> pd.DataFrame:
     0.667
     """
     columns = [name for name in table.columns if name in METRICS]
-    better = np.array([1.0 if METRICS[name] else -1.0 for name in columns])
-    room = table.loc[ceiling, columns].to_numpy(dtype=np.float64) - table.loc[base, columns].to_numpy(dtype=np.float64)
-    gain = table[columns].to_numpy(dtype=np.float64) - table.loc[base, columns].to_numpy(dtype=np.float64)
-    shown = np.where(room * better > 0, room, np.nan)
-    return pd.DataFrame(gain / shown, index=table.index, columns=columns)
+    better = [1.0 if METRICS[name] else -1.0 for name in columns]
+    gains = table[columns].astype(np.float64) - table.loc[base, columns].astype(np.float64)
+    room = gains.loc[ceiling]
+    return gains / room.where(room * better > 0)
 
 
 def comparable(effects: pd.DataFrame, ceiling: str) -> pd.DataFrame:
     """Return the scores of those effects that the ceiling has, so that means are over the same ones.
 
-    Parameters
-    ----------
-    effects
-        Scores (columns) of each effect by each method (rows), with the columns ``method``, ``perturbation`` and
-        ``context``.
-    ceiling
-        The method that may lack some, e.g. ``"technical_duplicate"``, which has none for effects of single cells.
+    `effects` has the scores of each effect by each method, and the columns ``method``, ``perturbation`` and
+    ``context``.
 
     Examples
     --------
@@ -538,13 +505,15 @@ class PerturbedCells:
     groups: np.ndarray
 
     @classmethod
-    def read(cls, adata: AnnData, keys: EffectKeys, *, argument: str, made: bool = False) -> PerturbedCells:
+    def read(
+        cls, adata: AnnData | PerturbedCells, keys: EffectKeys, *, argument: str, made: bool = False
+    ) -> PerturbedCells:
         """Read them.
 
         Parameters
         ----------
         adata
-            Counts, or log1p of counts per 10,000.
+            Counts, or log1p of counts per 10,000; what was read already is returned as it is.
         keys
             Its columns.
         argument
@@ -558,6 +527,8 @@ class PerturbedCells:
         DataError
             If a column is missing or incomplete, genes have no names of their own, or the values are of another kind.
         """
+        if isinstance(adata, PerturbedCells):
+            return adata
         check_is_adata(adata, argument=argument)
         check_column("perturbation_key", keys.perturbation_key, adata.obs)
         labels = adata.obs[[keys.perturbation_key]].astype(object)
@@ -570,10 +541,7 @@ class PerturbedCells:
             check_column("context_key", keys.context_key, adata.obs)
             column = adata.obs[keys.context_key]
             if n_missing := int(column.isna().sum()):
-                raise DataError(
-                    f"{argument}.obs[{keys.context_key!r}] has no value for {n_missing} of {adata.n_obs} cells; label "
-                    "them or leave them out."
-                )
+                raise DataError(f"context_key={keys.context_key!r} has no value for {n_missing} cells of {argument}.")
             places = column.astype(str).tolist()
         # Models predict into X, whatever layer the measured values are in.
         layer = None if made and keys.layer not in adata.layers else keys.layer
@@ -589,11 +557,6 @@ class PerturbedCells:
     def controls(self) -> np.ndarray:
         """Group of the controls of each effect, int64, shape (Q,)."""
         return np.array([len(self.effects) + self.contexts.index(e.context) for e in self.effects], dtype=np.int64)
-
-    @property
-    def n_groups(self) -> int:
-        """Number of groups, Q + C."""
-        return len(self.effects) + len(self.contexts)
 
     def rows(self, effect: Effect) -> np.ndarray:
         """Return the cells of an effect, or with no targets the controls of a context, int64."""
@@ -613,7 +576,7 @@ class PerturbedCells:
 
     def moments(self) -> Moments:
         """Return mean and variance of each group."""
-        return moments_of(self.expression, self.groups, self.n_groups)
+        return moments_of(self.expression, self.groups, len(self.effects) + len(self.contexts))
 
     def measured(self, groups: Moments, *, argument: str) -> Effects:
         """Return the effects against the controls of the same context.
@@ -627,9 +590,7 @@ class PerturbedCells:
             raise DataError(f"{argument} has no perturbed cells, only controls; there is no effect to measure.")
         without = sorted({e.context for e, n in zip(self.effects, groups.n[self.controls], strict=True) if not n})
         if without:
-            raise DataError(
-                f"{argument} has no control cell in the contexts {listing(without)}; add controls of its own there."
-            )
+            raise DataError(f"{argument} has no control cell in the contexts {listing(without)}; add some there.")
         return effects_of(groups, np.arange(len(self.effects)), self.controls)
 
 
@@ -637,12 +598,39 @@ def columns_of(names: pd.Index, genes: pd.Index, argument: str) -> np.ndarray:
     """Return where genes are among names, int64, or raise if one is missing."""
     columns = names.get_indexer(genes)
     if (missing := columns < 0).any():
-        raise DataError(
-            f"{argument} lacks {int(missing.sum())} of {len(genes)} genes (first: {str(genes[missing][0])!r}"
-            f"{did_you_mean(genes[missing][0], names[:5000])}); leave them out of the measured cells too, or use "
-            "evaluate_perturbations, which scores the genes that all have."
-        )
+        first = f"{str(genes[missing][0])!r}{did_you_mean(genes[missing][0], names[:5000])}"
+        n_missing = int(missing.sum())
+        raise DataError(f"{argument} lacks {n_missing} of {len(genes)} genes (first: {first}); take the genes of both.")
     return columns
+
+
+def energy_distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the energy distance between two groups of cells, without bias.
+
+    Twice the mean Euclidean distance between cells of both, less the mean distance between two cells of either. Of
+    equal distributions it is 0 on average, and below 0 by chance. pertpy's ``edistance`` counts the distance of a cell
+    to itself, too, by which few cells seem to be nearer.
+
+    Parameters
+    ----------
+    one, other
+        Coordinates of cells, shapes (N, D) and (M, D).
+
+    Returns
+    -------
+    NaN where a group has one cell.
+
+    Examples
+    --------
+    >>> cells = np.array([[0.0], [2.0]])
+    >>> energy_distance(cells, cells + 10), energy_distance(cells[:1], cells)
+    (16.0, nan)
+    """
+    from scipy.spatial.distance import cdist, pdist
+
+    if min(len(one), len(other)) < 2:
+        return float("nan")
+    return float(2 * cdist(one, other).mean() - pdist(one).mean() - pdist(other).mean())
 
 
 def cell_eval_scores(
@@ -769,58 +757,6 @@ def _for_cell_eval(
     labels = np.repeat(list(rows), [part.shape[0] for part in parts])
     obs = pd.DataFrame({"target": labels.astype(object)}, index=[f"cell {i}" for i in range(len(labels))])
     return anndata.AnnData(sparse.vstack(parts, format="csr"), obs, pd.DataFrame(index=cells.genes.astype(str)))
-
-
-def mean_distance(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the mean Euclidean distance between all pairs of rows of two arrays, shapes (N, D) and (M, D)."""
-    from scipy.spatial.distance import cdist
-
-    return float(cdist(one, other).mean())
-
-
-def energy_distance(
-    one: np.ndarray,
-    other: np.ndarray,
-    *,
-    within: tuple[float | None, float | None] = (None, None),
-    unbiased: bool = False,
-) -> float:
-    """Return the energy distance between two groups of cells.
-
-    With x, x' of the one group and y, y' of the other, ``2 E|x - y| - E|x - x'| - E|y - y'|`` with Euclidean distances,
-    means over all pairs, each cell with itself among them (Szekely and Rizzo 2013; the E-distance of Peidli et al., Nat
-    Methods 2024, takes squared distances). This is ``edistance`` of pertpy. It is 0 for the same cells, and positive
-    for two samples of the same distribution, the more so the fewer cells there are.
-
-    Parameters
-    ----------
-    one, other
-        Coordinates, shapes (N, D) and (M, D).
-    within
-        The mean distances within each group, each cell with itself among them, where they are known.
-    unbiased
-        Leave the distance of each cell to itself out: 0 on average for two samples of the same distribution, however
-        few cells there are, and NaN for a group of one cell.
-
-    Returns
-    -------
-    The distance, in the unit of the coordinates.
-
-    Examples
-    --------
-    >>> energy_distance(np.zeros((3, 2)), np.ones((4, 2)) * [3.0, 4.0])
-    10.0
-    """
-    first, second = (
-        mean_distance(group, group) if known is None else known
-        for group, known in zip((one, other), within, strict=True)
-    )
-    if unbiased:
-        # Also pertpy's has no estimate without the distance of a cell to itself, which pairs of few cells need.
-        if min(len(one), len(other)) < 2:
-            return float("nan")
-        first, second = first * len(one) / (len(one) - 1), second * len(other) / (len(other) - 1)
-    return 2 * mean_distance(one, other) - first - second
 
 
 def distances(

@@ -5,13 +5,13 @@ Shapes: N cells, S places, G genes, R draws.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
 import pandas as pd
-from scipy import sparse
 from scipy.stats import spearmanr
 
 from scforge.errors import DataError
@@ -103,37 +103,8 @@ class RankReconstruction(Benchmark):
         true = _rows(reference, "the true orders", repeated=False)
         found = _rows(made, "the reconstructed orders", repeated=True)
         if len(found) != len(true):
-            raise DataError(
-                f"there are {len(found)} reconstructed and {len(true)} true orders; give one of each for each cell."
-            )
+            raise DataError(f"there are {len(found)} reconstructed and {len(true)} true orders; give pairs of them.")
         return np.array([_of_cell(one, other) for one, other in zip(found, true, strict=True)])
-
-
-def gene_orders(expression: np.ndarray | sparse.csr_matrix, *, max_genes: int | None = None) -> np.ndarray:
-    """Return the genes of each cell by their expression, highest first; ties by the number of the gene.
-
-    Parameters
-    ----------
-    expression
-        True or predicted expression on any scale, shape (N, G). Genes at or below zero are left out.
-    max_genes
-        Keep so many of the highest; None keeps all.
-
-    Returns
-    -------
-    Column numbers, int64, shape (N, S) with S the most genes of a cell; -1 behind the last.
-
-    Examples
-    --------
-    >>> gene_orders(np.array([[0.0, 2.0, 5.0, 2.0], [1.0, 0.0, 0.0, 0.0]])).tolist()
-    [[2, 1, 3], [0, -1, -1]]
-    """
-    rows = []
-    for cell in sparse.csr_matrix(expression):
-        genes = cell.indices[cell.data > 0]
-        order = np.lexsort([genes, -cell.data[cell.data > 0].astype(np.float64)])
-        rows.append(genes[order][:max_genes].astype(np.int64))
-    return _padded(rows, max((len(row) for row in rows), default=0))
 
 
 def ranking_baselines(train: np.ndarray, reference: np.ndarray, *, seed: int = 0) -> dict[str, np.ndarray]:
@@ -246,10 +217,7 @@ def _rows(orders: np.ndarray, what: str, *, repeated: bool) -> list[np.ndarray]:
     """Return the genes of each cell, without padding."""
     orders = np.asarray(orders)
     if orders.ndim != 2 or orders.dtype.kind not in "iu" or orders.min(initial=0) < _PAD:
-        raise DataError(
-            f"{what} are an array of {orders.dtype} with shape {orders.shape}; give numbers of genes from 0, one row a "
-            "cell, and -1 behind the last gene."
-        )
+        raise DataError(f"{what} are {orders.dtype}, shape {orders.shape}; give genes from 0, a row a cell, and -1.")
     orders = orders.astype(np.int64)
     sizes = (orders != _PAD).sum(axis=1)
     gaps = ((orders != _PAD) != (np.arange(orders.shape[1]) < sizes[:, None])).any(axis=1)
@@ -273,7 +241,7 @@ def _of_cell(made: np.ndarray, true: np.ndarray) -> np.ndarray:
     """Return edits, edits by length, both lengths, Spearman, then matches of runs, then their numbers; (5 + 2 * 4,)."""
     edits = _edits(made, true)
     longest = max(len(made), len(true))
-    runs = [_matches(made, true, length) for length in range(1, _LONGEST + 1)]
+    runs = [_matches(made.tolist(), true.tolist(), length) for length in range(1, _LONGEST + 1)]
     matches, numbers = zip(*runs, strict=True)
     return np.array([edits, edits / longest, len(made), len(true), _spearman(made, true), *matches, *numbers])
 
@@ -297,19 +265,10 @@ def _figures(table: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
         }
 
 
-def _matches(made: np.ndarray, true: np.ndarray, length: int) -> tuple[int, int]:
+def _matches(made: list[int], true: list[int], length: int) -> tuple[int, int]:
     """Return how many runs of so many genes are in the true order, at most as often as there, and their number."""
-    if len(made) < length:
-        return 0, 0
-    runs = [
-        np.unique(np.lib.stride_tricks.sliding_window_view(row, length), axis=0, return_counts=True)
-        if len(row) >= length
-        else (np.empty((0, length), dtype=np.int64), np.empty(0, dtype=np.int64))
-        for row in (made, true)
-    ]
-    known = {run.tobytes(): int(n) for run, n in zip(*runs[1], strict=True)}
-    found = sum(min(int(n), known.get(run.tobytes(), 0)) for run, n in zip(*runs[0], strict=True))
-    return found, len(made) - length + 1
+    of_made, of_true = (Counter(zip(*(row[i:] for i in range(length)), strict=False)) for row in (made, true))
+    return (of_made & of_true).total(), of_made.total()
 
 
 def _spearman(made: np.ndarray, true: np.ndarray) -> float:

@@ -10,10 +10,10 @@ import json
 import math
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -51,9 +51,9 @@ class Comparison:
 
     baseline: str
     difference: float
-    low: float
-    high: float
-    p_value: float
+    low: float = math.nan
+    high: float = math.nan
+    p_value: float = math.nan
     error: float = math.nan
     degrees: float = math.inf
 
@@ -66,26 +66,13 @@ class Comparison:
         return self.difference - half, self.difference + half
 
 
-def interval(
-    value: float, draws: np.ndarray, level: float = 0.95, *, n_units: int | None = None
-) -> tuple[float, float]:
-    """Return an interval around a figure from how it varies over draws of the data.
+def interval(value: float, draws: np.ndarray, *, n_units: int | None = None) -> tuple[float, float]:
+    """Return the 95 % interval around a figure from how it varies over draws of the data.
 
     The draws are taken as deviations from their own mean, since figures on resampled data may all lie somewhat too low.
     With 100 draws or more, and as many units, the interval runs between percentiles of the deviations (the percentile
     bootstrap, Efron and Tibshirani 1993), with fewer it is that of Student's t. Bootstraps of few units vary too
     little, which is made up for (Hesterberg 2015).
-
-    Parameters
-    ----------
-    value
-        The figure.
-    draws
-        The figure on resampled data, shape (R,); NaN where it was not defined there.
-    level
-        Coverage.
-    n_units
-        Number of independent units that were drawn among, e.g. donors; None for cells.
 
     Returns
     -------
@@ -97,17 +84,15 @@ def interval(
     [0.405, 0.595]
     """
     found = draws[np.isfinite(draws)]
-    if not np.isfinite(value) or len(found) < 2 or 2 * len(found) < len(draws):
-        return float("nan"), float("nan")
     degrees = _degrees(found, n_units)
-    if degrees < 1:
-        return float("nan"), float("nan")
+    if not np.isfinite(value) or degrees < 1 or 2 * len(found) < len(draws):
+        return math.nan, math.nan
     if degrees >= _ENOUGH - 1:
-        low, high = np.quantile(found - found.mean(), [(1 - level) / 2, (1 + level) / 2])
+        low, high = np.quantile(found - found.mean(), [0.025, 0.975])
     else:
         from scipy.stats import t
 
-        high = float(t.ppf((1 + level) / 2, degrees)) * _spread(found, n_units)
+        high = float(t.ppf(0.975, degrees)) * _spread(found, n_units)
         low = -high
     return float(value + low), float(value + high)
 
@@ -116,8 +101,8 @@ def compare_paired(
     baseline: str,
     value: float,
     other: float,
-    draws: np.ndarray | None,
-    other_draws: np.ndarray | None,
+    draws: np.ndarray | pd.Series | None,
+    other_draws: np.ndarray | pd.Series | None,
     *,
     n_units: int | None = None,
 ) -> Comparison:
@@ -127,38 +112,26 @@ def compare_paired(
     the difference on all data, for the bootstrap as for halves drawn without replacement. The interval is that of the
     same test, so that it excludes 0 where p is below 0.05.
 
-    Parameters
-    ----------
-    baseline
-        Name of the other method.
-    value, other
-        The figures of both.
-    draws, other_draws
-        The figures on the same resampled data, shape (R,) each; None where there are none.
-    n_units
-        As for :func:`interval`; they limit the degrees of freedom.
-
     Examples
     --------
     >>> same = np.random.default_rng(0).normal(size=200)
     >>> compare_paired("PCA", 0.9, 0.8, same, same + np.random.default_rng(1).normal(0, 0.02, 200)).p_value < 0.001
     True
     """
-    nothing = float("nan")
     difference = value - other
     if draws is None or other_draws is None or not np.isfinite(difference):
-        return Comparison(baseline, difference, nothing, nothing, nothing)
+        return Comparison(baseline, difference)
     both = np.asarray(draws) - np.asarray(other_draws)
     if np.isnan(interval(difference, both, n_units=n_units)[0]):
-        return Comparison(baseline, difference, nothing, nothing, nothing)
+        return Comparison(baseline, difference)
     both = both[np.isfinite(both)]
     spread, degrees = _spread(both, n_units), _degrees(both, n_units)
     if spread == 0.0:
-        return Comparison(baseline, difference, difference, difference, 1.0 if difference == 0.0 else nothing)
+        return Comparison(baseline, difference, difference, difference, 1.0 if difference == 0.0 else math.nan)
     from scipy.stats import t
 
     p_value = float(2 * t.sf(abs(difference) / spread, degrees))
-    found = Comparison(baseline, difference, nothing, nothing, p_value, spread, degrees)
+    found = Comparison(baseline, difference, p_value=p_value, error=spread, degrees=degrees)
     low, high = found.interval()
     return replace(found, low=low, high=high)
 
@@ -193,20 +166,7 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
 def bootstrap_weights(n_rows: int, n: int, *, seed: int, groups: np.ndarray | None = None) -> np.ndarray:
     """Return how often each row is drawn, with replacement.
 
-    Parameters
-    ----------
-    n_rows
-        Number of rows.
-    n
-        Number of draws R.
-    seed
-        Seed.
-    groups
-        Group of each row, whole numbers from 0; whole groups are drawn. None draws rows.
-
-    Returns
-    -------
-    int64, shape (R, n_rows).
+    Rows of one group, whole numbers from 0, are drawn together. Int64, shape (R, n_rows).
 
     Examples
     --------
@@ -224,6 +184,8 @@ KINDS: tuple[Kind, ...] = ("model", "supervised", "untrained", "baseline", "ceil
 """Kinds of rows, in the order of a table."""
 
 _ALPHA = 0.05
+_WIDTH = 100
+"""Characters of a line in a terminal."""
 
 
 @dataclass(frozen=True)
@@ -399,12 +361,11 @@ class Report:
             If there is a model but no baseline.
         """
         self.check()
-        nothing = float("nan")
         lines = []
         for row in self.rows:
             for metric, value in row.scores.items():
-                low, high = row.intervals.get(metric, (nothing, nothing))
-                compared = row.comparisons.get(metric, Comparison("", nothing, nothing, nothing, nothing))
+                low, high = row.intervals.get(metric, (math.nan, math.nan))
+                compared = row.comparisons.get(metric, Comparison("", math.nan))
                 lines.append(
                     {
                         "benchmark": row.benchmark,
@@ -414,7 +375,7 @@ class Report:
                         "value": float(value),
                         "low": low,
                         "high": high,
-                        "sd_seeds": row.spreads.get(metric, nothing),
+                        "sd_seeds": row.spreads.get(metric, math.nan),
                         "lower_is_better": metric in self.about(row.benchmark).lower_is_better,
                         "best_baseline": compared.baseline,
                         "difference": compared.difference,
@@ -483,7 +444,7 @@ class Report:
 
     def _repr_html_(self) -> str | None:
         """Return the verdicts and tables for a notebook."""
-        return to_fragment(self) if self._problem() is None and self.rows else None
+        return to_html(self, pictures=False) if self._problem() is None and self.rows else None
 
     def _repr_markdown_(self) -> str | None:
         return self.to_markdown() if self._problem() is None and self.rows else None
@@ -496,7 +457,11 @@ class Report:
     def to_html(self) -> str:
         """Return the report as one page of HTML, with plots in it."""
         self.check()
-        return to_html(self)
+        title = html.escape(self.title)
+        return (
+            f"<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><title>{title}</title></head>\n"
+            f"<body style='max-width: 72rem; margin: 2rem auto; padding: 0 1rem'>\n{to_html(self)}\n</body></html>\n"
+        )
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write ``report.md``, ``report.html``, ``report.json`` and ``report.csv`` into `folder`.
@@ -553,26 +518,16 @@ def _plain(value: Any) -> Any:
     return value
 
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
-table { border-collapse: collapse; font-size: 0.85rem; display: block; overflow-x: auto; }
-th, td { padding: 0.3rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
-th { background: #f5f5f5; vertical-align: bottom; } tr.model td { background: #eef4fb; }
-.best { font-weight: bold; } img { max-width: 100%; } .verdicts li { margin: 0.3rem 0; }
-"""
-
 # Colors that a light and a dark notebook can show.
-_STYLE_OF_FRAGMENT = """
-.scforge-report { font-size: 0.95em; line-height: 1.45; }
-.scforge-report h2 { font-size: 1.05em; margin: 1em 0 0.3em; }
+_STYLE = """
+.scforge-report { font: 0.95em/1.45 system-ui, sans-serif; }
+.scforge-report h2 { font-size: 1.1em; margin: 1em 0 0.3em; }
 .scforge-report table { border-collapse: collapse; display: block; overflow-x: auto; font-size: 0.9em; }
 .scforge-report th, .scforge-report td { padding: 0.2em 0.6em; text-align: right; white-space: nowrap; }
 .scforge-report th:nth-child(-n+2), .scforge-report td:nth-child(-n+2) { text-align: left; }
 .scforge-report table tr { background: none; border-bottom: 1px solid rgba(128, 128, 128, 0.3); }
 .scforge-report table tr.model td { background: rgba(0, 114, 178, 0.12); }
-.scforge-report .best { font-weight: bold; }
+.scforge-report .best { font-weight: bold; } .scforge-report img { max-width: 100%; }
 """
 
 
@@ -585,28 +540,27 @@ def to_markdown(report: Report) -> str:
     for benchmark in report.benchmarks:
         if len(report.benchmarks) > 1:
             lines += ["", f"## {benchmark}"]
-        header, body = _cells(report, benchmark)
-        lines += ["", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
-        for _, row in body:
+        columns = _columns(report, benchmark)
+        lines += ["", f"| {' | '.join(column.title for column in columns)} |", f"|{'---|' * len(columns)}"]
+        for row in zip(*(column.cells for column in columns), strict=True):
             lines.append(f"| {' | '.join(f'**{text}**' if best else text for text, best in row)} |")
     lines += ["", *report.notes]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def to_text(report: Report, width: int = 100) -> str:
-    """Return the verdicts of a report, and of each benchmark the columns that fit into `width` characters."""
+def to_text(report: Report) -> str:
+    """Return the verdicts of a report, and of each benchmark the columns that fit into 100 characters."""
     lines = [report.title]
     lines += [
-        textwrap.fill(one, width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+        textwrap.fill(one, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
         for one in report.verdicts()
     ]
     n_left_out = 0
     for benchmark in report.benchmarks:
-        header, body = _cells(report, benchmark)
-        columns = [[name, *(row[i][0] for _, row in body)] for i, name in enumerate(header)]
+        columns = [[title, *(text for text, _ in cells)] for title, cells in _columns(report, benchmark)]
         columns = [one for one in columns if any(one[1:]) and one[0] not in ("dimensions", "seconds")]
         sizes = [max(map(len, column)) for column in columns]
-        n_shown = next((i for i in range(len(sizes), 3, -1) if sum(sizes[:i]) + 2 * i <= width), 3)
+        n_shown = next((i for i in range(len(sizes), 3, -1) if sum(sizes[:i]) + 2 * i <= _WIDTH), 3)
         n_left_out += len(columns) - n_shown
         lines += ["", benchmark] if benchmark else [""]
         for row in zip(*columns[:n_shown], strict=True):
@@ -617,92 +571,62 @@ def to_text(report: Report, width: int = 100) -> str:
     return "\n".join(lines)
 
 
-def to_fragment(report: Report) -> str:
-    """Return a report as the HTML of a notebook's cell: facts and notes are folded."""
-    facts = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)
-    return (
-        f"<div class='scforge-report'><style>{_STYLE_OF_FRAGMENT}</style>"
-        f"<b>{html.escape(report.title)}</b>\n" + "\n".join([*_verdicts(report), *_tables(report)]) + "\n"
-        f"<details><summary>Facts and notes</summary>{_facts(report)}{facts}</details></div>"
-    )
-
-
-def to_html(report: Report) -> str:
-    """Return a report as one page of HTML that needs no other file."""
-    parts = [f"<h1>{html.escape(report.title)}</h1>", _facts(report), *_verdicts(report)]
-    parts += _tables(report, pictures=True)
-    parts += [f"<p>{html.escape(note)}</p>" for note in report.notes]
-    title = html.escape(report.title)
-    return (
-        f"<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
-        f"<style>{_STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
-    )
-
-
-def _facts(report: Report) -> str:
-    facts = (f"<li>{html.escape(str(name))}: {html.escape(str(value))}</li>" for name, value in report.facts.items())
-    return f"<ul>{''.join(facts)}</ul>"
-
-
-def _verdicts(report: Report) -> list[str]:
-    verdicts = report.verdicts()
-    return [f"<ul class='verdicts'>{''.join(f'<li>{html.escape(one)}</li>' for one in verdicts)}</ul>"] * bool(verdicts)
-
-
-def _tables(report: Report, *, pictures: bool = False) -> list[str]:
-    """Return heading and table of each benchmark; with a picture of the main score where one method can be better."""
-    parts, frame = [], report.to_frame()
+def to_html(report: Report, *, pictures: bool = True) -> str:
+    """Return a report as HTML that needs no other file; facts and notes are folded where there are no pictures."""
+    verdicts = "".join(f"<li>{html.escape(one)}</li>" for one in report.verdicts())
+    facts = "".join(f"<li>{html.escape(f'{name}: {value}')}</li>" for name, value in report.facts.items())
+    notes = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)
+    parts = [f"<div class='scforge-report'><style>{_STYLE}</style>", f"<h1>{html.escape(report.title)}</h1>"]
+    parts += [f"<ul>{verdicts}</ul>"] * bool(verdicts)
+    frame = report.to_frame()
     for benchmark in report.benchmarks:
-        if benchmark:
-            parts.append(f"<h2>{html.escape(benchmark)}</h2>")
-        header, body = _cells(report, benchmark)
-        parts.append(f"<table><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in header)}</tr>")
-        for kind, row in body:
-            cells = (f"<td{' class=best' if best else ''}>{html.escape(text)}</td>" for text, best in row)
-            parts.append(f"<tr class='{kind}'>{''.join(cells)}</tr>")
+        columns, about = _columns(report, benchmark), report.about(benchmark)
+        parts += [f"<h2>{html.escape(benchmark)}</h2>"] * bool(benchmark)
+        parts.append(f"<table><tr>{''.join(f'<th>{html.escape(column.title)}</th>' for column in columns)}</tr>")
+        for row, cells in zip(
+            report.of(benchmark), zip(*(column.cells for column in columns), strict=True), strict=True
+        ):
+            texts = (f"<td{' class=best' if best else ''}>{html.escape(text)}</td>" for text, best in cells)
+            parts.append(f"<tr class='{row.kind}'>{''.join(texts)}</tr>")
         parts.append("</table>")
-        about = report.about(benchmark)
         if pictures and about.ranks:
             parts.append(_picture(frame[frame["benchmark"] == benchmark], about))
-    return parts
+    parts.append(
+        f"<details{' open' * pictures}><summary>Facts and notes</summary><ul>{facts}</ul>{notes}</details></div>"
+    )
+    return "\n".join(parts)
 
 
-def _cells(report: Report, benchmark: str) -> tuple[list[str], list[tuple[str, list[tuple[str, bool]]]]]:
-    """Return the header, and of each row its kind and its texts, each with whether it is the best of its column."""
+class _Column(NamedTuple):
+    """A column of a report: its title, and its texts, each with whether it is the best of the column."""
+
+    title: str
+    cells: list[tuple[str, bool]]
+
+
+def _columns(report: Report, benchmark: str) -> list[_Column]:
+    """Return the columns of the table of a benchmark; those of which there is nothing are left out."""
     rows, about = report.of(benchmark), report.about(benchmark)
-    has_dims = any(row.n_dims is not None for row in rows)
-    has_interval = any(not math.isnan(row.intervals.get(about.main, (math.nan,))[0]) for row in rows)
-    has_spread = any(not math.isnan(row.spreads.get(about.main, math.nan)) for row in rows)
-    has_seconds = any(row.seconds is not None for row in rows)
+
+    def plain(title: str, texts: Iterable[str]) -> list[_Column]:
+        cells = [(text, False) for text in texts]
+        return [_Column(title, cells)] if any(text for text, _ in cells) else []
+
+    found = plain("method", (row.name for row in rows)) + plain("kind", (row.kind for row in rows))
+    found += plain("dimensions", ("" if row.n_dims is None else str(row.n_dims) for row in rows))
     shown = [name for name in about.metrics if any(name in row.scores for row in rows)]
-    shown.sort(key=lambda name: name != about.main)
-    header = ["method", "kind", *(["dimensions"] if has_dims else [])]
-    for metric in shown:
-        header.append(f"{metric} ↓" if metric in about.lower_is_better else metric)
-        if metric == about.main and has_interval:
-            header.append("95 % interval")
-        if metric == about.main and has_spread:
-            header.append("sd of seeds")
-    if has_seconds:
-        header.append("seconds")
-    best = {metric: _best(rows, metric, about) for metric in shown}
-    body: list[tuple[str, list[tuple[str, bool]]]] = []
-    for row in rows:
-        texts = [(row.name, False), (row.kind, False)]
-        if has_dims:
-            texts.append(("" if row.n_dims is None else str(row.n_dims), False))
-        for metric in shown:
-            value = row.scores.get(metric, math.nan)
-            texts.append((_number(value), about.ranks and value == best[metric] and row.kind != "ceiling"))
-            if metric == about.main and has_interval:
-                low, high = row.intervals.get(metric, (math.nan, math.nan))
-                texts.append(("" if math.isnan(low) else f"{_number(low)} to {_number(high)}", False))
-            if metric == about.main and has_spread:
-                texts.append((_number(row.spreads.get(metric, math.nan)), False))
-        if has_seconds:
-            texts.append(("" if row.seconds is None else f"{row.seconds:.0f}", False))
-        body.append((row.kind, texts))
-    return header, body
+    for metric in sorted(shown, key=lambda name: name != about.main):
+        values, best = [row.scores.get(metric, math.nan) for row in rows], _best(rows, metric, about)
+        is_best = [
+            about.ranks and value == best and row.kind != "ceiling" for value, row in zip(values, rows, strict=True)
+        ]
+        title = f"{metric} ↓" if metric in about.lower_is_better else metric
+        found.append(_Column(title, list(zip(map(_number, values), is_best, strict=True))))
+        if metric == about.main:
+            ends = [map(_number, row.intervals.get(metric, (math.nan, math.nan))) for row in rows]
+            found += plain("95 % interval", (" to ".join(filter(None, pair)) for pair in ends))
+            found += plain("sd of seeds", (_number(row.spreads.get(metric, math.nan)) for row in rows))
+    return found + plain("seconds", ("" if row.seconds is None else f"{row.seconds:.0f}" for row in rows))
 
 
 def _best(rows: list[Row], metric: str, about: Measured) -> float:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
-from scforge._checks import check_bool, check_count
-from scforge.errors import DataError, OptionError, listing
+from scforge._checks import check_bool, check_choice, check_count
+from scforge.errors import DataError, listing
 from scforge.eval.base import Benchmark, register_benchmark
-from scforge.eval.label_prediction import check_embedding, labels_of, warn_of_missing
+from scforge.eval.label_prediction import check_embedding, check_names, labeled, warn_of_missing
 
 if TYPE_CHECKING:
     from scib_metrics.benchmark import Benchmarker
@@ -27,6 +27,30 @@ _NARROW = 15
 """Neighbors of the graph whose connectivity is looked at, as scib-metrics' own benchmark has it."""
 
 _MIN_CELLS = 16
+
+_BIO = {
+    "isolated_labels": "isolated_labels",
+    "leiden_nmi": "nmi_ari_cluster_labels_leiden_nmi",
+    "leiden_ari": "nmi_ari_cluster_labels_leiden_ari",
+    "kmeans_nmi": "nmi_ari_cluster_labels_kmeans_nmi",
+    "kmeans_ari": "nmi_ari_cluster_labels_kmeans_ari",
+    "silhouette_label": "silhouette_label",
+    "clisi": "clisi_knn",
+}
+_BATCH = {
+    "bras": "bras",
+    "ilisi": "ilisi_knn",
+    "kbet": "kbet_per_label",
+    "graph_connectivity": "graph_connectivity",
+    "pcr_comparison": "pcr_comparison",
+}
+_MEANS = {"total": "Total", "bio": "Bio conservation", "batch": "Batch correction"}
+_NAMES = {**_MEANS, **_BIO, **_BATCH}
+"""Our names to those of scib-metrics."""
+
+BIO = tuple(name for name in _BIO.values() if "leiden" not in name)
+BATCH = ("bras", "ilisi_knn", "graph_connectivity")
+_BIO_WEIGHT = 0.6
 
 
 @register_benchmark("batch_integration")
@@ -59,17 +83,7 @@ class BatchIntegration(Benchmark):
     (0.9, 1.0)
     """
 
-    metrics = (
-        "isolated_labels",
-        "nmi_ari_cluster_labels_kmeans_nmi",
-        "nmi_ari_cluster_labels_kmeans_ari",
-        "silhouette_label",
-        "clisi_knn",
-        "silhouette_batch",
-        "bras",
-        "ilisi_knn",
-        "graph_connectivity",
-    )
+    metrics = (*BIO, "silhouette_batch", *BATCH)
 
     def __init__(self, labels_key: str, batch_key: str, n_neighbors: int = 90) -> None:
         check_count("n_neighbors", n_neighbors, "cells", least=_NARROW)
@@ -109,23 +123,17 @@ class BatchIntegration(Benchmark):
 
     def _columns(self, obs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the rows of the cells that take part, and their labels and batches."""
-        with_label, _ = labels_of(obs, self.labels_key)
-        with_batch, _ = labels_of(obs, self.batch_key, argument="batch_key")
-        rows = np.flatnonzero(with_label & with_batch)
+        rows = np.flatnonzero(labeled(obs, self.labels_key) & labeled(obs, self.batch_key, argument="batch_key"))
         labels, batches = (np.asarray(obs[key].iloc[rows].astype(str)) for key in (self.labels_key, self.batch_key))
         n_labels, n_batches = len(np.unique(labels)), len(np.unique(batches))
         if len(rows) < _MIN_CELLS or min(n_labels, n_batches) < 2:
-            raise DataError(
-                f"batch_integration needs at least {_MIN_CELLS} cells with a label and a batch, of 2 labels and 2 "
-                f"batches, but there are {len(rows)} of {n_labels} and {n_batches}; score more cells."
-            )
+            found = f"{len(rows)} of {n_labels} and {n_batches}"
+            raise DataError(f"batch_integration needs {_MIN_CELLS} cells of 2 labels and 2 batches; there are {found}.")
         pairs = pd.DataFrame({"label": labels, "batch": batches})
         n_cells, n_pairs = pairs.groupby("label").size(), pairs.drop_duplicates().groupby("label").size()
         if not ((n_pairs > 1) & (n_pairs < n_cells)).any():
-            raise DataError(
-                f"no label of obs[{self.labels_key!r}] has cells of several batches of obs[{self.batch_key!r}], so "
-                "mixing cannot be told from biology; choose other columns or score more cells."
-            )
+            columns = f"label of obs[{self.labels_key!r}] has cells of several batches of obs[{self.batch_key!r}]"
+            raise DataError(f"no {columns}, so that mixing cannot be told from biology; choose other columns.")
         return rows, labels, batches
 
 
@@ -147,17 +155,6 @@ def _neighbors(cells: np.ndarray, n_neighbors: int) -> NeighborsResults:
     return NeighborsResults(indices=indices, distances=distances)
 
 
-BIO = (
-    "isolated_labels",
-    "nmi_ari_cluster_labels_kmeans_nmi",
-    "nmi_ari_cluster_labels_kmeans_ari",
-    "silhouette_label",
-    "clisi_knn",
-)
-BATCH = ("bras", "ilisi_knn", "graph_connectivity")
-_BIO_WEIGHT = 0.6
-
-
 def integration_scores(
     embedding: np.ndarray, obs: pd.DataFrame, *, labels_key: str, batch_key: str
 ) -> dict[str, float]:
@@ -166,24 +163,6 @@ def integration_scores(
     ``bio`` is the mean of scIB's figures of biology, ``batch`` that of its figures of mixing (BRAS, iLISI, graph
     connectivity), ``total`` 0.6 bio + 0.4 batch [1]_. Figures are not scaled to the range of the methods compared, so
     that they do not depend on which these are.
-
-    Parameters
-    ----------
-    embedding
-        Shape (N, D).
-    obs
-        Table of the cells, N rows.
-    labels_key, batch_key
-        Its columns with cell types and batches.
-
-    Returns
-    -------
-    Name of a figure to the figure, in [0, 1], higher is better.
-
-    Raises
-    ------
-    DataError
-        If cell types or batches cannot be compared.
 
     References
     ----------
@@ -205,25 +184,6 @@ def integration_scores(
     return {"bio": bio, "batch": batch, "total": total, **{name: figures[name] for name in (*BIO, *BATCH)}}
 
 
-_BIO = {
-    "isolated_labels": "isolated_labels",
-    "leiden_nmi": "nmi_ari_cluster_labels_leiden_nmi",
-    "leiden_ari": "nmi_ari_cluster_labels_leiden_ari",
-    "kmeans_nmi": "nmi_ari_cluster_labels_kmeans_nmi",
-    "kmeans_ari": "nmi_ari_cluster_labels_kmeans_ari",
-    "silhouette_label": "silhouette_label",
-    "clisi": "clisi_knn",
-}
-_BATCH = {
-    "bras": "bras",
-    "ilisi": "ilisi_knn",
-    "kbet": "kbet_per_label",
-    "graph_connectivity": "graph_connectivity",
-    "pcr_comparison": "pcr_comparison",
-}
-_MEANS = {"total": "Total", "bio": "Bio conservation", "batch": "Batch correction"}
-_NAMES = {**_MEANS, **_BIO, **_BATCH}
-"""Our names to those of scib-metrics."""
 _WIDEST = 90
 """Neighbors of a cell, itself among them, that scib-metrics' benchmark asks for."""
 _DRAWN = 1_000
@@ -237,8 +197,7 @@ class Scib(Benchmark):
 
     ``bio`` is the mean of the figures of biology that was kept, ``batch`` that of batches that were mixed, and
     ``total`` 0.6 bio + 0.4 batch, as in [1]_. All lie in [0, 1], and higher is better. The numbers are scib-metrics'
-    own, not scaled to the range of the methods compared, so that they do not depend on which these are;
-    :meth:`table` can scale them.
+    own, not scaled to the range of the methods compared, so that they do not depend on which these are.
 
     Without ``batch_key`` only the figures of biology are there, without ``isolated_labels``, which needs batches;
     ``pcr_comparison`` is there only where ``pre_integrated`` is given. The means are over those that are there. Cells
@@ -299,16 +258,9 @@ class Scib(Benchmark):
         self.batch_key = batch_key
         self.leiden = check_bool("leiden", leiden)
         self.kbet = check_bool("kbet", kbet)
-        if neighbors not in NEIGHBORS:
-            raise OptionError(f"neighbors={neighbors!r} is none of {listing(NEIGHBORS)}.")
-        if pre_integrated is not None and (not isinstance(pre_integrated, pd.DataFrame) or batch_key is None):
-            raise OptionError(
-                f"pre_integrated, a {type(pre_integrated).__name__}, is not a DataFrame with the cells as index beside "
-                "a batch_key; give both, or leave it out."
-            )
         if max_cells is not None:
             check_count("max_cells", max_cells, "cells", least=_WIDEST + 1)
-        self.neighbors = neighbors
+        self.neighbors = check_choice("neighbors", neighbors, NEIGHBORS)
         self.max_cells = max_cells
         self.pre_integrated = pre_integrated
         self.metrics = self._computed()
@@ -333,7 +285,7 @@ class Scib(Benchmark):
         """Raise :class:`~scforge.errors.DataError` where :meth:`run` would, after :meth:`before_integration`, too."""
         self._rows(obs)
         if self.batch_key is not None:
-            _check_names(obs)
+            check_names(obs)
             warn_of_missing(obs, self.batch_key, argument="batch_key")
         warn_of_missing(obs, self.labels_key)
 
@@ -387,9 +339,7 @@ class Scib(Benchmark):
         n_drawn = len(parts[0])
         return table.mean() + (table - table.mean()) * np.sqrt(n_drawn / (len(rows) - n_drawn))
 
-    def table(
-        self, embeddings: Mapping[str, np.ndarray], obs: pd.DataFrame, *, min_max_scale: bool = False
-    ) -> pd.DataFrame:
+    def table(self, embeddings: Mapping[str, np.ndarray], obs: pd.DataFrame) -> pd.DataFrame:
         """Return the figures of several embeddings of the same cells, a row each.
 
         Parameters
@@ -398,18 +348,12 @@ class Scib(Benchmark):
             Name to embedding, shape (N, D).
         obs
             Annotation of the cells, N rows.
-        min_max_scale
-            Scale each figure to the range of these embeddings before the means, as the tables of [1]_ do; needs two.
 
         Raises
         ------
-        OptionError
-            If one embedding is to be scaled.
         DataError
             As in :meth:`run`.
         """
-        if check_bool("min_max_scale", min_max_scale) and len(embeddings) < 2:
-            raise OptionError("min_max_scale=True scales to the range of several embeddings; give at least 2.")
         rows = self._rows(obs)
         # Copies, because the k-means of scib-metrics shifts what it is given, there and back.
         cells = {name: check_embedding(one, len(obs))[rows].astype(np.float32) for name, one in embeddings.items()}
@@ -426,21 +370,9 @@ class Scib(Benchmark):
                 benchmarker.benchmark()
             finally:
                 gc.unfreeze()
-            found = benchmarker.get_results(min_max_scale=False, clean_names=False)
+            found = benchmarker.get_results(clean_names=False)
         found = found.rename(columns={theirs: ours for ours, theirs in _NAMES.items()})
-        found = found.loc[list(embeddings), list(self.metrics)].astype(np.float64)
-        return self._scaled(found) if min_max_scale else found
-
-    def _scaled(self, found: pd.DataFrame) -> pd.DataFrame:
-        """Scale figures to [0, 1] and take their means; scib-metrics' own scaling fails with pandas 3."""
-        parts = {mean: [name for name in names if name in found] for mean, names in (("bio", _BIO), ("batch", _BATCH))}
-        figures = found[parts["bio"] + parts["batch"]]
-        spans = figures.max() - figures.min()
-        scaled = (figures - figures.min()) / spans.where(spans > 0, 1.0)
-        for mean, names in parts.items():
-            scaled[mean] = scaled[names].mean(axis=1)
-        scaled["total"] = 0.6 * scaled["bio"] + 0.4 * scaled["batch"]
-        return scaled[list(self.metrics)]
+        return found.loc[list(embeddings), list(self.metrics)].astype(np.float64)
 
     def _benchmarker(self, cells: dict[str, np.ndarray], obs: pd.DataFrame) -> Benchmarker:
         import anndata
@@ -484,25 +416,22 @@ class Scib(Benchmark):
             "ilisi_knn": batches,
             "kbet_per_label": batches and self.kbet,
             "graph_connectivity": batches,
-            "pcr_comparison": self.pre_integrated is not None,
+            "pcr_comparison": batches and self.pre_integrated is not None,
             "sbee": False,
         }
 
     def _rows(self, obs: pd.DataFrame) -> np.ndarray:
         """Return the rows of the cells that take part."""
         if self.batch_key is None:
-            rows = np.flatnonzero(labels_of(obs, self.labels_key)[0])
+            rows = np.flatnonzero(labeled(obs, self.labels_key))
         else:
             rows, _, _ = BatchIntegration(self.labels_key, self.batch_key)._columns(obs)
         if len(rows) <= _WIDEST:
-            raise DataError(
-                f"scib looks at the {_WIDEST} nearest of other cells, but there are {len(rows)} cells with a label"
-                f"{'' if self.batch_key is None else ' and a batch'}; score more cells."
-            )
+            raise DataError(f"scib looks at the {_WIDEST} nearest cells of each of {len(rows)} cells; score more.")
         if self.max_cells is not None and len(rows) > self.max_cells:
             rows = rows[_drawn(obs[self.labels_key].iloc[rows], self.max_cells, np.random.default_rng(0))]
         if self.pre_integrated is not None:
-            _check_names(obs)
+            check_names(obs)
             names = obs.index[rows]
             lacking = names[~names.isin(self.pre_integrated.index)]
             if len(lacking) or not self.pre_integrated.index.is_unique:
@@ -523,16 +452,6 @@ def _drawn(labels: pd.Series, size: int, rng: np.random.Generator) -> np.ndarray
     order = np.lexsort([rng.random(len(codes)), codes])
     rank = np.arange(len(codes)) - np.searchsorted(codes[order], codes[order])
     return np.sort(order[rank < wanted[codes[order]]])
-
-
-def _check_names(obs: pd.DataFrame) -> None:
-    """Raise :class:`~scforge.errors.DataError` if cells cannot be told by their names."""
-    if not obs.index.is_unique:
-        twice = obs.index[obs.index.duplicated()].unique()
-        raise DataError(
-            f"{len(twice)} names of obs stand on several cells (first: {listing(twice[:3])}); remove the copies, or "
-            "call adata.obs_names_make_unique() if they are different cells."
-        )
 
 
 def _group_of(name: str) -> str:

@@ -320,6 +320,7 @@ TASKS: Registry[type[Task]] = Registry(
     "task",
     group="scforge.tasks",
     base="scforge.finetuning.Task",
+    members=("defaults",),
     builtin={
         "adaptation": "scforge.finetuning.tasks.adaptation",
         "annotation": "scforge.finetuning.tasks.annotation",

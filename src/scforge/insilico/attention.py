@@ -13,7 +13,7 @@ from torch import nn
 
 from scforge.data.cells import CellSource
 from scforge.errors import OptionError, warn
-from scforge.insilico.gene_embeddings import offers, that_offer, visit
+from scforge.insilico.gene_embeddings import check_offers, of_layer, visit
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 
@@ -40,38 +40,9 @@ def attention_between_genes(
     for the first ones only). Attention of a gene to itself, and to special tokens, is left out; what is left is not
     scaled to sum to 1.
 
-    Parameters
-    ----------
-    module
-        An architecture that returns attention weights.
-    cells
-        The cells.
-    tokenizer
-        Its tokenizer.
-    objective
-        The objective it was trained with, which may order tokens.
-    layer
-        Layer whose attention is taken; -1 for the last.
-    heads
-        ``"mean"`` or ``"max"`` over heads, or the number of one.
-    top_k
-        Genes to keep of each row: those looked at most.
-    min_cells
-        Cells in which two genes must be tokens together.
-    max_genes
-        Genes to look at, at most: sums over all pairs are kept, eight bytes for each. The most widely expressed ones
-        are taken.
-    batch_size
-        Cells a batch; fewer where cells are long.
-
-    Returns
-    -------
-    Float32, shape (G, G), at most `top_k` entries a row.
-
-    Raises
-    ------
-    OptionError
-        If the architecture has no attention, or no such layer or head.
+    Float32, shape (G, G), at most `top_k` entries a row, of genes that are tokens together in `min_cells` cells at
+    least. Sums over all pairs are kept, eight bytes for each, so that only the `max_genes` most widely expressed genes
+    are looked at. `heads` is ``"mean"`` or ``"max"``, or the number of one.
 
     Examples
     --------
@@ -83,18 +54,11 @@ def attention_between_genes(
     >>> graph.shape[0] == cells.vocab.n_genes, bool(np.diff(graph.indptr).max() <= 5)
     (True, True)
     """
-    if not offers(type(module), "output_attentions"):
-        raise OptionError(
-            f"{type(module).__name__} has no attention; choose an architecture that has "
-            f"({that_offer('output_attentions')})."
-        )
+    check_offers(module, "output_attentions", "has no attention")
     n_genes, n_special = tokenizer.vocab.n_genes, tokenizer.vocab.n_special
     used, n_seen = _widely_expressed(cells, max_genes)
     if n_seen > len(used):
-        warn(
-            f"{n_seen} genes are expressed, of which the {len(used)} most widely expressed are looked at; raise "
-            "max_genes for more."
-        )
+        warn(f"the {len(used)} most widely expressed of {n_seen} genes are looked at; raise max_genes for more.")
     place = np.full(len(tokenizer.vocab), -1, dtype=np.int64)
     place[n_special + used] = np.arange(len(used))
     sums = np.zeros((len(used), len(used)), dtype=np.float32)
@@ -102,10 +66,8 @@ def attention_between_genes(
     longest = int(tokenizer.lengths(cells.n_expressed).max())
 
     def add(batch: dict[str, torch.Tensor]) -> None:
-        weights = module(**batch, return_logits=False, output_attentions=True).attentions
-        if not weights or not -len(weights) <= layer < len(weights):
-            raise OptionError(f"layer={layer} is none of the {len(weights or ())} layers; -1 is the last.")
-        one = _over_heads(weights[layer], heads).float().cpu().numpy()
+        output = module(**batch, return_logits=False, output_attentions=True)
+        one = _over_heads(of_layer(output.attentions, layer), heads).float().cpu().numpy()
         at = place[batch["input_ids"].cpu().numpy()]
         at[~batch["attention_mask"].cpu().numpy()] = -1
         at[~one.any(axis=2)] = -1  # a token that had no room

@@ -6,6 +6,7 @@ Shapes: B cells, S tokens, H hidden, G genes of the vocabulary, V tokens of the 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,22 +28,6 @@ from scforge.training.predict import run_over
 def input_gene_embeddings(module: nn.Module, tokenizer: Tokenizer) -> np.ndarray:
     """Return what a model embeds the token of each gene by, before positions and values, float32, shape (G, H).
 
-    Parameters
-    ----------
-    module
-        The model.
-    tokenizer
-        Its tokenizer.
-
-    Returns
-    -------
-    Vectors of the genes in the order of the vocabulary.
-
-    Raises
-    ------
-    OptionError
-        If the module has no embedding of the tokens.
-
     Examples
     --------
     >>> import scforge
@@ -59,8 +44,7 @@ def input_gene_embeddings(module: nn.Module, tokenizer: Tokenizer) -> np.ndarray
     embedding = _token_embedding(module, len(vocab))
     if embedding is None:
         raise OptionError(
-            f"{type(module).__name__} has no embedding of {len(vocab)} tokens; make one with "
-            "scforge.models.components.GeneExpressionEmbedding."
+            f"{type(module).__name__} has no embedding of {len(vocab)} tokens; make one with GeneExpressionEmbedding."
         )
     is_bag = isinstance(embedding, nn.EmbeddingBag | GeneVectorBag)
     # A bag sums: bags of one token each.
@@ -79,29 +63,8 @@ def contextual_gene_embeddings(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the mean state of the token of each gene over the cells in which it is one (and has room).
 
-    Parameters
-    ----------
-    module
-        An architecture that returns hidden states of tokens.
-    cells
-        The cells.
-    tokenizer
-        Its tokenizer.
-    objective
-        The objective it was trained with, which may order tokens.
-    batch_size
-        Cells a batch.
-    layer
-        Layer whose states are taken; -1 for the last.
-
-    Returns
-    -------
-    Means, float32, shape (G, H), NaN for genes that are no token of any cell; number of cells, int64, shape (G,).
-
-    Raises
-    ------
-    OptionError
-        If the architecture has no states of tokens, or no such layer.
+    Means, float32, shape (G, H), NaN for genes that are no token of any cell, and the number of cells, int64, shape
+    (G,).
 
     Examples
     --------
@@ -113,28 +76,21 @@ def contextual_gene_embeddings(
     >>> means.shape == (cells.vocab.n_genes, 8), bool(np.isnan(means[n_cells == 0]).all())
     (True, True)
     """
-    if not offers(type(module), "output_hidden_states"):
-        raise OptionError(
-            f"{type(module).__name__} returns no states of tokens; choose an architecture that does "
-            f"({that_offer('output_hidden_states')}), or contextual=False."
-        )
+    check_offers(module, "output_hidden_states", "returns no states of tokens", ", or contextual=False")
     n_special, n_tokens = tokenizer.vocab.n_special, len(tokenizer.vocab)
     sums: torch.Tensor | None = None
     numbers = torch.zeros(n_tokens, dtype=torch.int64)
 
     def add(batch: dict[str, torch.Tensor]) -> None:
         nonlocal sums
-        states = module(**batch, return_logits=False, output_hidden_states=True).hidden_states
-        if not states or not -len(states) <= layer < len(states):
-            raise OptionError(f"layer={layer} is none of the {len(states or ())} layers; -1 is the last.")
-        if states[layer].stride(1) == 0 and states[layer].shape[1] > 1:
-            raise OptionError(
-                f"{type(module).__name__} with these options has one state for all tokens of a cell; choose "
-                "contextual=False, or an architecture with a state for each token, such as 'transformer_encoder'."
-            )
+        output = module(**batch, return_logits=False, output_hidden_states=True)
+        states = of_layer(output.hidden_states, layer)
+        if states.stride(1) == 0 and states.shape[1] > 1:
+            what = f"{type(module).__name__} with these options has one state for all tokens of a cell"
+            raise OptionError(f"{what}; choose contextual=False, or e.g. the architecture 'transformer_encoder'.")
         chosen = batch["attention_mask"] & (batch["input_ids"] >= n_special)
-        chosen &= states[layer].any(dim=2)  # tokens that had no room have zeros
-        ids, of_tokens = batch["input_ids"][chosen].cpu(), states[layer][chosen].double().cpu()
+        chosen &= states.any(dim=2)  # tokens that had no room have zeros
+        ids, of_tokens = batch["input_ids"][chosen].cpu(), states[chosen].double().cpu()
         if sums is None:
             sums = torch.zeros(n_tokens, of_tokens.shape[1], dtype=torch.float64)
         sums.index_add_(0, ids, of_tokens)
@@ -156,30 +112,33 @@ def visit(module: nn.Module, cells: Cells, tokenizer: Tokenizer, do: Any, **opti
     run_over(module, cells, tokenizer, compute, **options)
 
 
-def offers(architecture: type[nn.Module], option: str) -> bool:
-    """Return whether ``forward`` of an architecture has an option."""
-    return option in inspect.signature(architecture.forward).parameters
+def of_layer(parts: Sequence[torch.Tensor] | None, layer: int) -> torch.Tensor:
+    """Return what a model gives of one layer, or raise :class:`~scforge.errors.OptionError` if there is no such one."""
+    if not parts or not -len(parts) <= layer < len(parts):
+        raise OptionError(f"layer={layer} is none of the {len(parts or ())} layers; -1 is the last.")
+    return parts[layer]
 
 
-def that_offer(option: str) -> str:
-    """Return the names of the architectures whose ``forward`` has an option."""
+def check_offers(module: nn.Module, option: str, lack: str, fix: str = "") -> None:
+    """Raise unless ``forward`` of an architecture has an option; `lack` says what the others have not."""
+    if _offers(type(module), option):
+        return
     found = []
     for name in MODELS.names():
         with suppress(ScforgeError):  # of a part that cannot be used, which is another matter
-            found += [name] if offers(MODELS.get(name), option) else []
-    return listing(found)
+            found += [name] if _offers(MODELS.get(name), option) else []
+    raise OptionError(f"{type(module).__name__} {lack}; choose another architecture ({listing(found)}){fix}.")
+
+
+def _offers(architecture: type[nn.Module], option: str) -> bool:
+    return option in inspect.signature(architecture.forward).parameters
 
 
 def _token_embedding(module: nn.Module, n_tokens: int) -> nn.Module | None:
     """Return the module that embeds tokens: that of a known component, else the first of the size of the vocabulary."""
     parts = list(module.modules())
-    for part in parts:
-        if isinstance(part, GeneExpressionEmbedding):
-            return part.gene_embedding
-    for part in parts:
-        if isinstance(part, GeneVectorBag):
-            return part
-    for part in parts:
-        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.num_embeddings == n_tokens:
-            return part
-    return None
+    found: list[nn.Module] = [part.gene_embedding for part in parts if isinstance(part, GeneExpressionEmbedding)]
+    found += [part for part in parts if isinstance(part, GeneVectorBag)]
+    tables = [part for part in parts if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+    found += [part for part in tables if part.num_embeddings == n_tokens]
+    return next(iter(found), None)

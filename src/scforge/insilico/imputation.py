@@ -23,6 +23,7 @@ from scforge.tokenizers.binned_expression import BinnedExpressionTokenizer
 from scforge.training.objectives.base import Objective
 
 _MIN_HIDDEN = 32
+_NO_LIMIT = 2**31
 
 _Batch = dict[str, torch.Tensor]
 
@@ -57,30 +58,10 @@ def predict_uncounted(
     The genes that are asked about are hidden tokens, as in training. They are asked about some at a time, about as many
     for each visible gene as in training; which ones together depends on the seed.
 
-    Parameters
-    ----------
-    module
-        An architecture that predicts the values of hidden tokens.
-    cells
-        The cells.
-    tokenizer, objective
-        Those it was trained with.
-    genes
-        Genes that are asked for, index among the genes of the vocabulary, shape (R,).
-    batch_size
-        Cells a batch.
-    seed
-        Seed of which genes are asked about together.
-
     Returns
     -------
     Float32, shape (number of cells, R), in the unit of the tokenizer's values: those of counted genes as they are,
     those of others predicted, at least 0.
-
-    Raises
-    ------
-    OptionError
-        If a cell leaves no room for hidden tokens.
 
     Examples
     --------
@@ -129,15 +110,6 @@ def predict_counted(
     (Its counts stay in the library size that the other values are scaled by. Bins that are quantiles of a cell are
     those of the visible genes.)
 
-    Parameters
-    ----------
-    module, cells, tokenizer, objective, batch_size
-        As for :func:`predict_uncounted`.
-    n_folds
-        Number of folds, at least 2.
-    seed
-        Seed of which genes are in which fold.
-
     Returns
     -------
     Float32, shape (number of cells, G), in the unit of the tokenizer's values, with an entry where there is a count.
@@ -168,8 +140,8 @@ def predict_counted(
             shown = _tokens(_without(block, fold_of.numpy() == fold), tokenizer, objective) if relative else tokens
             for hidden in _some_at_a_time(of_fold, most):
                 values = torch.where(hidden, _predict(module, shown, hidden, tokenizer, objective), values)
-        cell = np.repeat(np.arange(len(block)), np.diff(block.indptr))
-        entries = (values.numpy()[cell, block.genes], block.genes, block.indptr)
+        # Genes ascend within a cell.
+        entries = (values.numpy()[counted.numpy()], block.genes, block.indptr)
         parts.append(sparse.csr_matrix(entries, shape=(len(block), n_genes)))
     return sparse.vstack(parts, format="csr")
 
@@ -253,9 +225,7 @@ def _values_of_tokens(module: nn.Module, batch: _Batch) -> torch.Tensor:
         bins = torch.arange(raw.shape[2], dtype=torch.float32, device=raw.device)
         return raw.float().softmax(dim=2) @ bins
     if raw is None or raw.ndim != 2:
-        raise OptionError(
-            f"{type(module).__name__} predicts no value of each token; choose the architecture 'masked_autoencoder'."
-        )
+        raise OptionError(f"{type(module).__name__} predicts no value of each token; choose 'masked_autoencoder'.")
     return raw
 
 
@@ -293,17 +263,14 @@ def _counted(block: CellBlock, tokenizer: Tokenizer) -> torch.Tensor:
     return counted
 
 
-def _room_for_hidden(module: nn.Module, objective: Objective) -> int | None:
-    """Return how many genes of a cell can be hidden at a time, None for any number."""
+def _room_for_hidden(module: nn.Module, objective: Objective) -> int:
+    """Return how many genes of a cell can be hidden at a time."""
     room = getattr(module, "attended_tokens", None) if objective.denoises_values else None
-    return None if room is None else max(1, room // 2)  # the others are visible
+    return _NO_LIMIT if room is None else max(1, room // 2)  # the others are visible
 
 
-def _some_at_a_time(hidden: torch.Tensor, most: int | None) -> Iterator[torch.Tensor]:
+def _some_at_a_time(hidden: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
     """Part the genes to hide of each cell, bool (B, G), such that no part has more than `most` of a cell."""
-    if most is None:
-        yield hidden
-        return
     part = (hidden.cumsum(dim=1) - 1) // most
     for number in range(-(-int(hidden.sum(dim=1).max()) // most)):
         yield hidden & (part == number)
@@ -317,16 +284,14 @@ def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objec
     for_each = share
     if not tokenizer.lists_all_genes:  # hidden genes are added to those of the cell, of which none is hidden
         for_each *= (1 + getattr(objective, "zero_targets", 0.0)) / (1 - share)
-    size = max(_MIN_HIDDEN, int(for_each * lengths.mean()))
-    if (most := _room_for_hidden(module, objective)) is not None:
-        size = min(size, most)
+    size = min(max(_MIN_HIDDEN, int(for_each * lengths.mean())), _room_for_hidden(module, objective))
     embedding = getattr(module, "embedding", None)
     if getattr(module, "expression_head", None) is None or embedding is None:
         return size
     room = int(embedding.max_seq_len) - int(lengths.max())
     if room < 1:
+        beside = f"the {int(lengths.max())} tokens of a cell"
         raise OptionError(
-            f"max_seq_len={embedding.max_seq_len} leaves no room for hidden genes beside the {int(lengths.max())} "
-            "tokens of a cell; make the model with a larger one."
+            f"max_seq_len={embedding.max_seq_len} leaves no room for hidden genes beside {beside}; raise it."
         )
     return min(size, room)

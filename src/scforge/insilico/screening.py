@@ -107,15 +107,6 @@ def compare(value: float, controls: np.ndarray, *, two_sided: bool) -> tuple[flo
     return float((value - controls.mean()) / spread) if spread > 0 else np.nan, float(p_value)
 
 
-def adjust(p_values: np.ndarray) -> np.ndarray:
-    """Return the false discovery rates of p-values (Benjamini and Hochberg 1995); NaN stays."""
-    adjusted = np.full(len(p_values), np.nan)
-    known = np.isfinite(p_values)
-    if known.any():
-        adjusted[known] = false_discovery_control(p_values[known])
-    return adjusted
-
-
 MODES = ("delete", "overexpress", "activate")
 
 _ROUNDING = 1e-6
@@ -255,11 +246,10 @@ class Perturbation:
         return after_bk
 
 
-@dataclass(frozen=True)
 class PerturbedCells:
     """Perturbed copies of cells, made as they are read: a :class:`scforge.data.Cells` that takes no memory.
 
-    Attributes
+    Parameters
     ----------
     source
         The cells.
@@ -282,39 +272,17 @@ class PerturbedCells:
     2
     """
 
-    source: CellSource
-    perturbation: Perturbation
-    rows: np.ndarray
-    genes: np.ndarray
     chunk_size: ClassVar[int] = 1
+
+    def __init__(self, source: CellSource, perturbation: Perturbation, rows: np.ndarray, genes: np.ndarray) -> None:
+        self.source, self.perturbation, self.rows, self.genes = source, perturbation, rows, genes
+        self.vocab, self.measured = source.vocab, source.measured
+        self.overlap, self.counts_kept = source.overlap, source.counts_kept
+        # At most.
+        self.n_expressed = source.n_expressed[rows] + genes.shape[1]
 
     def __len__(self) -> int:
         return len(self.rows)
-
-    @property
-    def vocab(self) -> GeneVocab | None:
-        """The genes that the counts are over."""
-        return self.source.vocab
-
-    @property
-    def overlap(self) -> float:
-        """Share of the vocabulary's genes that the data have."""
-        return self.source.overlap
-
-    @property
-    def counts_kept(self) -> float:
-        """Share of all counts that lie in vocabulary genes, before anything was perturbed."""
-        return self.source.counts_kept
-
-    @property
-    def measured(self) -> np.ndarray | None:
-        """True for the vocabulary genes that the data have, bool, shape (G,)."""
-        return self.source.measured
-
-    @property
-    def n_expressed(self) -> np.ndarray:
-        """Number of expressed genes of each copy at most, int64, shape (N,)."""
-        return self.source.n_expressed[self.rows] + self.genes.shape[1]
 
     def column(self, key: str) -> pd.Series:
         """Return a column of obs, length N."""
@@ -383,12 +351,9 @@ def usual_shares(cells: CellSource) -> np.ndarray:
 
     Float64, shape (G,).
     """
-    by_gene = cells.counts.tocsc()
-    shares = by_gene.data / np.maximum(cells.totals[by_gene.indices], 1.0)
-    usual = np.full(by_gene.shape[1], np.nan)
-    for gene in np.flatnonzero(np.diff(by_gene.indptr)):
-        usual[gene] = np.median(shares[by_gene.indptr[gene] : by_gene.indptr[gene + 1]])
-    return usual
+    totals = np.repeat(np.maximum(cells.totals, 1.0), np.diff(cells.counts.indptr))
+    shares = pd.Series(cells.counts.data / totals).groupby(cells.counts.indices)
+    return shares.median().reindex(range(cells.counts.shape[1])).to_numpy()
 
 
 def _cell_of(block: CellBlock) -> np.ndarray:
@@ -424,17 +389,6 @@ _MIN_CELLS = 3
 """Cells that a gene has to be perturbed in to be compared."""
 
 
-@dataclass(frozen=True)
-class _Moves:
-    """Mean and standard deviation over cells of what combinations do, each of shape (C,); NaN without cells."""
-
-    n_cells: np.ndarray
-    shift: np.ndarray
-    shift_sd: np.ndarray
-    goal: np.ndarray
-    goal_sd: np.ndarray
-
-
 def screen(
     cells: CellSource,
     embed_cells: Callable[[Cells], np.ndarray],
@@ -454,22 +408,8 @@ def screen(
     in a model with random weights as well. Cells are no replicates of it. Where fewer genes are left than are tested,
     the tested ones serve as controls of each other as well.
 
-    Parameters
-    ----------
-    cells
-        Cells to perturb.
-    embed_cells
-        Returns the embedding of cells, shape (N, D).
-    perturbation
-        What happens to the genes.
-    combinations
-        Genes that are perturbed together, each once, index among the genes of the vocabulary, shape (C, K).
-    goal
-        Centroid of the cells that others might move to, see :func:`centroid`, shape (D,).
-    n_controls
-        Controls for each combination; 0 for no p-values.
-    seed
-        Seed of the choice of controls and of their cells.
+    `combinations` are genes that are perturbed together, as their number in the vocabulary, shape (C, K); `goal` is the
+    :func:`centroid` of cells that others might move to.
 
     Returns
     -------
@@ -477,11 +417,6 @@ def screen(
     ``goal_shift``, ``goal_shift_sd``, ``goal_z``, ``goal_p_value``. NaN where nothing was perturbed; z-scores and
     p-values also where that was in fewer than 3 cells. False discovery rates are up to whoever knows all tests, see
     :func:`with_rates`.
-
-    Raises
-    ------
-    DataError
-        If there are no cells.
 
     Examples
     --------
@@ -507,29 +442,29 @@ def screen(
         cells = replace(cells, measured=measured)
     before = units(embed_cells(cells))
     tested = _measure(cells, embed_cells, before, perturbation, combinations, goal)
-    table = pd.DataFrame({"n_cells": tested.n_cells})
+    table = tested[["n_cells"]].copy()
     levels = expression_levels(cells)
-    groups, moves = combinations[:0], []
+    groups, controls = combinations[:0], tested[:0]
+    n_drawn = 0
     if n_controls:
         eligible = _eligible(cells, perturbation, combinations)
         groups = draw_controls(combinations, levels, eligible, n_controls, rng)
-        moves = [_measure(cells, embed_cells, before, perturbation, groups, goal, most=_CONTROL_CELLS, rng=rng)]
+        controls = _measure(cells, embed_cells, before, perturbation, groups, goal, most=_CONTROL_CELLS, rng=rng)
+        n_drawn = len(groups)
         if len(eligible) < len(np.unique(combinations)):
             # Where most genes are tested, few like them are left.
-            groups, moves = np.concatenate([groups, combinations]), [*moves, tested]
-    n_drawn = len(groups) - (len(combinations) if len(moves) > 1 else 0)
+            groups, controls = np.concatenate([groups, combinations]), pd.concat([controls, tested])
     level_of = [levels[some].sum(axis=1) for some in (combinations, groups)]
+    usable = controls["n_cells"].to_numpy() >= _MIN_CELLS
     named = [("shift", "", False), ("goal", "goal_", True)]
     for name, prefix, two_sided in named[: 1 if goal is None else 2]:
-        pooled = np.concatenate([getattr(part, name) for part in moves]) if moves else np.empty(0)
-        usable = np.concatenate([part.n_cells for part in moves]) >= _MIN_CELLS if moves else pooled > 0
-        results = []
-        for number, value in enumerate(getattr(tested, name)):
+        pooled, results = controls[name].to_numpy(), []
+        for number, value in enumerate(tested[name]):
             others = usable & (np.arange(len(pooled)) != n_drawn + number)
             like = nearest(level_of[0][number], level_of[1], others, n_controls)
-            known = value if tested.n_cells[number] >= _MIN_CELLS else np.nan
+            known = value if table["n_cells"][number] >= _MIN_CELLS else np.nan
             results.append(compare(known, pooled[like], two_sided=two_sided))
-        table[f"{prefix}shift"], table[f"{prefix}shift_sd"] = getattr(tested, name), getattr(tested, f"{name}_sd")
+        table[f"{prefix}shift"], table[f"{prefix}shift_sd"] = tested[name], tested[f"{name}_sd"]
         table[f"{prefix or 'shift_'}z"], table[f"{prefix}p_value"] = np.array(results).reshape(-1, 2).T
     return table
 
@@ -544,11 +479,6 @@ def mean_moves(
 
     Genes whose perturbations do alike have moves of a high cosine. Subtract the mean over genes before comparing them:
     what is common to all perturbations says nothing of a gene.
-
-    Parameters
-    ----------
-    cells, embed_cells, perturbation, combinations
-        As for :func:`screen`.
 
     Returns
     -------
@@ -582,15 +512,17 @@ def with_rates(table: pd.DataFrame) -> pd.DataFrame:
     for name in ("p_value", "goal_p_value"):
         if name in table:
             place = int(table.columns.get_loc(name)) + 1
-            table.insert(place, name.replace("p_value", "fdr"), adjust(table[name].to_numpy()))
+            known = table[name].dropna()
+            rates = pd.Series(false_discovery_control(known), known.index, dtype=np.float64)
+            table.insert(place, name.replace("p_value", "fdr"), rates.reindex(table.index))
     return table
 
 
 def units(embedding: np.ndarray) -> np.ndarray:
     """Return the rows scaled to length 1, float64; rows of zeros stay."""
-    embedding = embedding.astype(np.float64)
-    lengths = np.linalg.norm(embedding, axis=1, keepdims=True)
-    return embedding / np.where(lengths > 0, lengths, 1.0)
+    from sklearn.preprocessing import normalize
+
+    return normalize(embedding.astype(np.float64))
 
 
 def centroid(embedding: np.ndarray) -> np.ndarray:
@@ -623,8 +555,12 @@ def _measure(
     *,
     most: int | None = None,
     rng: np.random.Generator | None = None,
-) -> _Moves:
-    """Perturb each combination in the cells that it applies to, or in `most` of them."""
+) -> pd.DataFrame:
+    """Perturb each combination in the cells that it applies to, or in `most` of them; mean and spread of what it does.
+
+    One row a combination, with the columns ``n_cells``, ``shift``, ``shift_sd``, ``goal`` and ``goal_sd``; NaN without
+    cells.
+    """
     n = len(combinations)
     sums = np.zeros((5, n))
     near = None if goal is None else before @ goal
@@ -635,12 +571,13 @@ def _measure(
         weights = (np.ones(len(rows)), shift, shift**2, closer, closer**2)
         sums += np.array([np.bincount(which, weights=weight, minlength=n) for weight in weights])
     n_cells = sums[0]
+    table = pd.DataFrame({"n_cells": n_cells.astype(np.int64)})
     with np.errstate(invalid="ignore", divide="ignore"):
-        shift_mean, goal_mean = sums[1] / n_cells, sums[3] / n_cells
-        shift_sd = np.sqrt(np.maximum(0, sums[2] - n_cells * shift_mean**2) / (n_cells - 1))
-        goal_sd = np.sqrt(np.maximum(0, sums[4] - n_cells * goal_mean**2) / (n_cells - 1))
-    shift_sd[n_cells < 2] = goal_sd[n_cells < 2] = np.nan
-    return _Moves(n_cells.astype(np.int64), shift_mean, shift_sd, goal_mean, goal_sd)
+        for name, total, squares in (("shift", sums[1], sums[2]), ("goal", sums[3], sums[4])):
+            mean = total / n_cells
+            spread = np.sqrt(np.maximum(0, squares - n_cells * mean**2) / (n_cells - 1))
+            table[name], table[f"{name}_sd"] = mean, np.where(n_cells < 2, np.nan, spread)
+    return table
 
 
 def _pairs(

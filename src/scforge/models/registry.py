@@ -19,7 +19,7 @@ MODELS: Registry[Any] = Registry(
     group="scforge.models",
     base="torch.nn.Module",
     # What a made module has to have, `Encoder` asks of the module: it may be set in the constructor.
-    methods=("from_config",),
+    members=("from_config",),
     builtin={
         "autoregressive_transformer": "scforge.models.autoregressive",
         "gene_pooling": "scforge.models.gene_pooling",

@@ -18,18 +18,6 @@ _NAMES = {
     "training_curves": "scforge.pl.curves",
 }
 
-__all__ = [
-    "attention_heatmap",
-    "calibration",
-    "confusion_matrix",
-    "embeddings",
-    "in_silico_ranking",
-    "metrics",
-    "perturbation_ranks",
-    "perturbation_scatter",
-    "precision_recall",
-    "scib_table",
-    "training_curves",
-]
+__all__ = list(_NAMES)
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -49,8 +49,8 @@ def name_rows(
 
 def say_undefined(ax: Axes, row: int) -> None:
     """Say at a row that its figure is not defined."""
-    where: Any = {"xycoords": ("axes fraction", "data"), "va": "center"}
-    ax.annotate("not defined", (0.02, row), color="0.5", fontsize="x-small", **where)
+    place = ("axes fraction", "data")
+    ax.annotate("not defined", (0.02, row), xycoords=place, va="center", color="0.5", fontsize="x-small")
 
 
 def legend_beside(ax: Axes, **options: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -154,13 +154,8 @@ def perturbation_ranks(
     ax = new_axes(ax, 5.4, 1.1 + 0.36 * len(order))
     if metric == "rank":
         ax.axvline(0.5, color="0.4", linestyle="--", linewidth=1, zorder=0)
-        where: Any = {
-            "xycoords": ("data", "axes fraction"),
-            "xytext": (0, 3),
-            "textcoords": "offset points",
-            "ha": "center",
-        }
-        ax.annotate("chance", (0.5, 1), color="0.4", fontsize="small", **where)
+        above = ("data", "axes fraction")
+        ax.annotate("chance", (0.5, 1), (0, 3), above, "offset points", ha="center", color="0.4", fontsize="small")
     counts = []
     for place, method in enumerate(order):
         known = table.loc[table["method"] == method, metric].dropna().to_numpy(dtype=float)

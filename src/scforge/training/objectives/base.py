@@ -238,6 +238,7 @@ def loss_of(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 OBJECTIVES: Registry[type[Objective]] = Registry(
     "objective",
     group="scforge.objectives",
+    members=("defaults",),
     builtin={
         "joint_embedding": "scforge.training.objectives.joint_embedding",
         "masked_diffusion": "scforge.training.objectives.masked_diffusion",
