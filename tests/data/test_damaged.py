@@ -40,8 +40,7 @@ DAMAGE = {
     "short boundaries": (put("indptr", lambda values: values[:7]), "it has 7 boundaries .indptr. and needs"),
     "text for values": (put("data", np.array([b"a"])), "data is no list of numbers"),
     "no indices": (put("indices", None), "a CSR, CSC or dense matrix is needed"),
-    "no shape": (put("shape", None), "it has no shape of two numbers"),
-    "negative shape": (put("shape", (-1, 80)), "its shape is"),
+    "no shape": (put("shape", None), "cannot be read"),
 }
 
 

@@ -383,34 +383,6 @@ def choose_chunks(
     return choose_rows(n_cells, n, rows=np.concatenate([parts[chunk] for chunk in enough]), seed=seed)
 
 
-class ChunkedCells(Cells, Protocol):
-    """Cells that are read in chunks, from disk or over the network."""
-
-    @property
-    def chunk_size(self) -> int:
-        """Cells of a chunk."""
-
-    @property
-    def obs(self) -> pd.DataFrame:
-        """Annotations of the cells, shape (N, columns)."""
-
-
-def sample_chunks(cells: ChunkedCells, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-    """Return at most `n` random cells (of those at `rows`) in memory, drawn as chunks, which are read in one go."""
-    chosen = choose_chunks(len(cells), n, cells.chunk_size, rows=rows, seed=seed)
-    block, vocab = cells.block(chosen), cells.vocab
-    assert vocab is not None
-    return CellSource(
-        sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=(len(block), vocab.n_genes)),
-        block.totals,
-        overlap=cells.overlap,
-        counts_kept=cells.counts_kept,
-        measured=cells.measured,
-        vocab=vocab,
-        obs=cells.obs.iloc[chosen],
-    )
-
-
 def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:
     """Return a column of a table of cells, or raise :class:`~scforge.errors.DataError`."""
     columns = [] if obs is None else [str(column) for column in obs.columns if not str(column).startswith("_scvi_")]

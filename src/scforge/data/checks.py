@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 import zlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -189,6 +190,15 @@ def check_adata(adata: Any, *, argument: str = "adata") -> None:
         raise DataError(f"{argument} is empty ({adata.n_obs} cells x {adata.n_vars} genes); it needs cells and genes.")
     if not isinstance(adata.obs, pd.DataFrame):
         raise DataError(f"{argument} was read lazily and is not in memory; load it with {argument}.to_memory() first.")
+
+
+def listed_columns(obs: Any) -> list[str] | None:
+    """Return names of columns of obs as a list, None as it is; raise if they are one text, or no list."""
+    if obs is None:
+        return None
+    if isinstance(obs, str) or not isinstance(obs, Iterable):
+        raise OptionError(f"obs={obs!r} is no list of columns; give e.g. obs=['cell_type'].")
+    return list(obs)
 
 
 def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:

@@ -24,7 +24,7 @@ from scforge._checks import check_seed
 from scforge._io import check_folder, put_back, swap_in
 from scforge._version import __version__
 from scforge.data.cells import CellBlock, StreamingMedians
-from scforge.data.checks import row_sums
+from scforge.data.checks import listed_columns, row_sums
 from scforge.data.genes import MIN_OVERLAP, WARN_OUTSIDE, GeneMap, map_streams
 from scforge.data.readers import AdataStream, ChunkReader, is_url, open_streams, parse_bytes
 from scforge.data.sampling import ranges
@@ -145,8 +145,7 @@ def convert(
     (2700, 'uint16', ['cell_type'])
     """
     target = _checked_target(path, overwrite)
-    if isinstance(obs, str):
-        raise OptionError(f"obs={obs!r} is no list of columns; give e.g. obs=['cell_type'].")
+    columns = listed_columns(obs)
     seed, n_bytes = check_seed(seed), parse_bytes("memory", memory)
     streams = open_streams(sources, layer=layer, modality=modality, storage_options=storage_options)
     _check_apart(target, streams)
@@ -156,7 +155,11 @@ def convert(
     for stream, gene_map in zip(streams, maps, strict=True):
         told = (stream.name, stream.n_cells, len(gene_map.columns), gene_map.n_matched, genes.n_genes)
         logger.info("%r: %d cells, %d genes; it has %d of the %d genes of the vocabulary.", *told)
-    table = join_obs(streams, obs)
+    table = join_obs(streams, columns)
+    if slashed := [name for name in table if "/" in name]:
+        raise DataError(
+            f"obs has the column {slashed[0]!r}, and names in a store hold no slash; rename it, or name others in obs."
+        )
     size = dataset_size(n_bytes, streams, genes, table)
     with _working_folder(target) as folder, _full_disk(target):
         _check_space(folder, streams, genes.n_genes)
@@ -192,7 +195,7 @@ def convert(
                 "gene_key": gene_key,
                 "modality": modality,
                 "min_overlap": float(min_overlap),
-                "obs": None if obs is None else list(obs),
+                "obs": columns,
                 "memory": n_bytes,
             },
             created=datetime.now(UTC).isoformat(timespec="seconds"),

@@ -501,6 +501,7 @@ def map_streams(
     ScforgeWarning
         As :func:`scforge.data.genes.map_names` does, with the name of the source.
     """
+    check_share("min_overlap", min_overlap)
     if vocab is None:
         vocab, min_overlap, whole = union_vocab(streams, gene_key), 0.0, True
     elif whole is None:

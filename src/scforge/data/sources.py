@@ -16,10 +16,19 @@ import numpy as np
 from filelock import FileLock
 from scipy import sparse
 
-from scforge._checks import check_count, check_share
+from scforge._checks import check_count
 from scforge._io import put_back
 from scforge.data.cells import Cells, CellSource
-from scforge.data.checks import REPAIR, check_adata, compressed_problem, names_of, names_place, row_sums, value_problem
+from scforge.data.checks import (
+    REPAIR,
+    check_adata,
+    compressed_problem,
+    listed_columns,
+    names_of,
+    names_place,
+    row_sums,
+    value_problem,
+)
 from scforge.data.genes import (
     MIN_OVERLAP,
     GeneMap,
@@ -37,6 +46,7 @@ from scforge.data.readers import (
     AdataStream,
     Matrix,
     StoredAdata,
+    check_file,
     check_memory,
     identity_of,
     is_collection,
@@ -47,13 +57,11 @@ from scforge.data.readers import (
     open_h5ad,
     open_streams,
     reading,
-    similar_file,
 )
 from scforge.data.vocab import OTHER_NAMES, GeneVocab, list_vocabs, open_vocab, recognize_ids
 from scforge.errors import (
     DataError,
     GeneMismatchError,
-    MissingFileError,
     OptionError,
     ScforgeWarning,
     listing,
@@ -66,7 +74,6 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
     from scforge.data.readers import ChunkReader
-    from scforge.data.store import StoreInfo
 
 logger = logging.getLogger("scforge")
 
@@ -90,28 +97,7 @@ class _Piece(NamedTuple):
 def gather(
     streams: Sequence[ChunkReader], maps: Sequence[GeneMap], vocab: GeneVocab, *, obs: Sequence[str] | None
 ) -> CellSource:
-    """Read sources into memory, mapped piece by piece.
-
-    Parameters
-    ----------
-    streams
-        The sources.
-    maps
-        Where the genes of each are in the vocabulary.
-    vocab
-        The vocabulary.
-    obs
-        Columns of obs to keep; None keeps all that every source has.
-
-    Returns
-    -------
-    The cells, source after source. A gene counts as measured if any source has it.
-
-    Raises
-    ------
-    DataError
-        If a source is damaged, holds no counts, or lacks a column.
-    """
+    """Read sources into memory, mapped piece by piece, one after the other; None keeps all columns that they share."""
     table = joined_obs(streams, obs)
     pieces, totals = [], []
     for stream, gene_map in zip(streams, maps, strict=True):
@@ -119,16 +105,22 @@ def gather(
             totals.append(row_sums(chunk))
             pieces.append(_Piece.of(gene_map.apply(chunk)))
     counts = _joined(pieces, vocab.n_genes)
+    # A gene counts as measured if any source has it.
     measured = np.any([gene_map.measured for gene_map in maps], axis=0)
-    all_totals = np.concatenate(totals)
+    return _in_memory(counts, np.concatenate(totals), measured, vocab, table)
+
+
+def _in_memory(
+    counts: sparse.csr_matrix, totals: np.ndarray, measured: np.ndarray, vocab: GeneVocab, obs: pd.DataFrame
+) -> CellSource:
     return CellSource(
         counts=counts,
-        totals=all_totals,
+        totals=totals,
         overlap=float(measured.mean()),
-        counts_kept=float(counts.data.sum(dtype=np.float64) / all_totals.sum()),
+        counts_kept=float(counts.data.sum(dtype=np.float64) / totals.sum()),
         measured=measured,
         vocab=vocab,
-        obs=table,
+        obs=obs,
     )
 
 
@@ -204,28 +196,12 @@ def convert_once(
     source: Any,
     streams: Sequence[ChunkReader],
     cache: str | os.PathLike[str],
-    vocab: GeneVocab | None,
     *,
     obs: Sequence[str] | None,
-    layer: str | None,
-    gene_key: str | None,
-    modality: str | None,
     storage_options: Mapping[str, Any] | None,
+    **options: str | None,
 ) -> Path:
     """Return the path of a store of these sources, after writing it if there is none, or they have changed.
-
-    Parameters
-    ----------
-    source, streams
-        What ``scforge.data.readers.open_streams`` opens, and what it made of it.
-    cache
-        Folder of the store.
-    vocab
-        Vocabulary that the store has to serve; None stands for all genes.
-    obs
-        Columns that it has to have.
-    layer, gene_key, modality, storage_options
-        As for :func:`scforge.data.open_cells`.
 
     Raises
     ------
@@ -235,14 +211,13 @@ def convert_once(
         If a source lacks a column.
     """
     from scforge.data.conversion import convert
-    from scforge.data.store import StoreInfo, is_store
+    from scforge.data.store import is_store
 
     if is_url(os.fspath(cache)):
         raise OptionError(f"cache={os.fspath(cache)!r} is a URL; name a folder on a local disk.")
     path = Path(cache)
     for stream in streams if obs else ():
         stream.obs(obs)
-    options: dict[str, Any] = {"layer": layer, "gene_key": gene_key, "modality": modality}
     path.parent.mkdir(parents=True, exist_ok=True)
     # Of several processes the first converts, and the others wait for it. Nobody converts into a read-only folder.
     may_write = os.access(path.parent, os.W_OK)
@@ -251,59 +226,40 @@ def convert_once(
         if path.exists():
             if not is_store(path):
                 raise OptionError(f"cache={str(path)!r} is no store; name a folder that is not there yet.")
-            info = StoreInfo.read(path)
-            _check_same(path, info, streams, options)
-            if _is_fresh(info, streams):
-                _check_genes(path, streams, gene_key, vocab)
+            if _is_fresh(path, streams, options):
                 return path
             logger.info("The sources of %s have changed; converting them anew.", path)
-        convert(source, path, overwrite=True, storage_options=storage_options, **options)
+        convert(source, path, overwrite=True, storage_options=storage_options, **options)  # type: ignore[arg-type]
     logger.info("Converted %s to %s.", listing(stream.name for stream in streams), path)
     return path
 
 
-def _check_same(path: Path, info: StoreInfo, streams: Sequence[ChunkReader], options: Mapping[str, Any]) -> None:
-    """Raise if a store is of other sources, or was made of other parts of them: it is not ours to replace."""
-    stored, given = [_base(one["name"]) for one in info.sources], [_base(stream.name) for stream in streams]
-    if stored != given:
-        raise OptionError(
-            f"cache={str(path)!r} is a store of {listing(stored)}, not of {listing(given)}; name another folder."
-        )
-    for name, value in options.items():
-        if info.options.get(name) != value:
-            raise OptionError(
-                f"cache={str(path)!r} was converted with {name}={info.options.get(name)!r}, not {value!r}; "
-                "name another folder."
-            )
+def _is_fresh(path: Path, streams: Sequence[ChunkReader], options: Mapping[str, str | None]) -> bool:
+    """Return whether a store holds the sources as they are now; raise if it is of others, and not ours to replace."""
+    from scforge.data.store import StoreInfo, read_vocab
 
-
-def _base(name: str) -> str:
+    info = StoreInfo.read(path)
     # The same folder may be named from elsewhere; what is in a file is compared by its fingerprint.
-    return name.rstrip("/").rpartition("/")[2]
-
-
-def _is_fresh(info: StoreInfo, streams: Sequence[ChunkReader]) -> bool:
-    stored = [{key: value for key, value in one.items() if key not in _OF_STORE} for one in info.sources]
-    return stored == [stream.fingerprint() for stream in streams]
-
-
-def _check_genes(path: Path, streams: Sequence[ChunkReader], gene_key: str | None, vocab: GeneVocab | None) -> None:
-    """Raise if a store lacks genes that the sources have and the vocabulary wants: it may have been made by hand."""
-    from scforge.data.store import read_vocab
-
-    stored = read_vocab(open_group(path)).genes
-    union = union_vocab(streams, gene_key)
-    lost = set(union.genes).difference(stored) if vocab is None else _found(vocab, union.genes) - _found(vocab, stored)
-    if lost:
-        raise OptionError(
-            f"cache={str(path)!r} was converted over other genes and lacks {len(lost)} that are needed here; "
-            "name another folder."
-        )
-
-
-def _found(vocab: GeneVocab, names: Sequence[str]) -> set[str]:
-    indices = np.unique(vocab.gene_indices(names))
-    return {vocab.genes[index] for index in indices[indices >= 0]}
+    stored = [one["name"].rstrip("/").rpartition("/")[2] for one in info.sources]
+    given = [stream.name.rstrip("/").rpartition("/")[2] for stream in streams]
+    made = {name: info.options.get(name) for name in options}
+    problem = None
+    if stored != given:
+        problem = f"is a store of {listing(stored)}, not of {listing(given)}"
+    elif different := [name for name in options if made[name] != options[name]]:
+        name = different[0]
+        problem = f"was converted with {name}={made[name]!r}, not {options[name]!r}"
+    fingerprints = [{key: value for key, value in one.items() if key not in _OF_STORE} for one in info.sources]
+    fresh = fingerprints == [stream.fingerprint() for stream in streams]
+    if (
+        problem is None
+        and fresh
+        and read_vocab(open_group(path)).genes != union_vocab(streams, options["gene_key"]).genes
+    ):
+        problem = "was converted over other genes"
+    if problem is not None:
+        raise OptionError(f"cache={str(path)!r} {problem}; name another folder.")
+    return fresh
 
 
 def open_cells(
@@ -352,7 +308,7 @@ def open_cells(
         Most memory that cells read from files may take, e.g. ``"16GB"`` or a number of bytes. None: half of what is
         available.
     cache
-        Folder for a store; of no use for what is a store or a query already. It is written when it is not there yet,
+        Folder for a store; of no use for what is a store already. It is written when it is not there yet,
         or the sources have changed, and opened from then on. It holds all genes and columns, so it serves every
         vocabulary. ``"auto"`` converts files that do not fit into memory, into ``~/.cache/scforge/stores`` (or
         ``$XDG_CACHE_HOME``), as training from files does.
@@ -392,38 +348,37 @@ def open_cells(
     >>> len(cells), cells.vocab.n_genes, cells.obs.columns.tolist()
     (2700, 16634, ['cell_type'])
     """
-    check_share("min_overlap", min_overlap)
-    columns = _listed(obs)
+    columns = listed_columns(obs)
     wanted = None if vocab is None else open_vocab(vocab)
     on_disk: dict[str, Any] = {"obs": columns, "min_overlap": min_overlap}
-    if is_query(source):
-        _check_unused("the query", obs=obs, layer=layer, gene_key=gene_key, modality=modality)
-        return source.open(wanted, min_overlap=min_overlap)
     if place := _store(source, storage_options):
         _check_unused(f"the store {place!r}", layer=layer, gene_key=gene_key, modality=modality)
         return _open_store(place, wanted, storage_options, on_disk)
-    streams = open_streams(source, layer=layer, modality=modality, storage_options=storage_options)
+    if is_query(source):
+        _check_unused("the query", obs=obs, layer=layer, gene_key=gene_key, modality=modality)
+        streams = source.streams(wanted)
+    else:
+        streams = open_streams(source, layer=layer, modality=modality, storage_options=storage_options)
     options: dict[str, Any] = {"layer": layer, "gene_key": gene_key, "modality": modality}
     if cache is not None and os.fspath(cache) == AUTO:
         cache = store_of_large(streams, memory, **options)
     if cache is not None:
-        store = convert_once(source, streams, cache, wanted, obs=columns, storage_options=storage_options, **options)
+        store = convert_once(source, streams, cache, obs=columns, storage_options=storage_options, **options)
         return _open_store(store, wanted, None, on_disk)
     found, maps = map_streams(streams, wanted, gene_key=gene_key, min_overlap=min_overlap, whole=whole_annotation)
     if len(streams) == 1 and isinstance(streams[0], AdataStream):
-        cells = _in_memory(streams[0], maps[0], found, columns)
+        # As a whole, which is faster than in pieces.
+        counts, measured = streams[0].counts, maps[0].measured
+        table = joined_obs(streams, columns)
+        cells = _in_memory(maps[0].apply(counts), row_sums(counts), measured, found, table)
     else:
         check_memory(streams, memory)
         cells = gather(streams, maps, found, obs=columns)
         logger.info("Read into memory: %s cells of %s.", f"{len(cells):,}", listing(one.name for one in streams))
-    _warn(cells, found)
+    if empty := int((cells.n_expressed == 0).sum()):
+        warn(f"{empty} of {len(cells)} cells express no gene of the vocabulary; their embedding tells nothing.")
+    warn_counts_outside(cells.counts_kept, found)
     return cells
-
-
-def _listed(obs: Sequence[str] | None) -> list[str] | None:
-    if isinstance(obs, str):
-        raise OptionError(f"obs={obs!r} is text; give a list of columns, [{obs!r}].")
-    return None if obs is None else list(obs)
 
 
 def _store(source: Any, options: Mapping[str, Any] | None) -> str | None:
@@ -454,28 +409,6 @@ def _check_unused(place: str, **options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise OptionError(f"{name}={value!r} was chosen when {place} was made; leave it out here.")
-
-
-def _in_memory(stream: AdataStream, gene_map: GeneMap, vocab: GeneVocab, obs: Sequence[str] | None) -> CellSource:
-    """Map an AnnData as a whole, which is faster than in pieces."""
-    table = joined_obs([stream], obs)
-    mapped, totals = gene_map.apply(stream.counts), row_sums(stream.counts)
-    return CellSource(
-        counts=mapped,
-        totals=totals,
-        overlap=gene_map.overlap,
-        counts_kept=float(mapped.data.sum(dtype=np.float64) / totals.sum()),
-        measured=gene_map.measured,
-        vocab=vocab,
-        obs=table,
-    )
-
-
-def _warn(cells: CellSource, vocab: GeneVocab) -> None:
-    empty = int((cells.n_expressed == 0).sum())
-    if empty:
-        warn(f"{empty} of {len(cells)} cells express no gene of the vocabulary; their embedding tells nothing.")
-    warn_counts_outside(cells.counts_kept, vocab)
 
 
 def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> AnnData:
@@ -548,10 +481,7 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 def _read_one(path: Path) -> AnnData:
     import anndata
 
-    if not path.exists():
-        raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(path)}")
-    if not path.is_file():
-        raise DataError(f"{str(path)!r} is not a file; data.paths takes h5ad files.")
+    check_file(path)
     with reading(repr(str(path)), how="as an h5ad file"), warnings.catch_warnings():
         # What it advises, to number them, would hide which columns mean one gene; scforge sums those.
         warnings.filterwarnings("ignore", message="Variable names are not unique")
@@ -751,11 +681,10 @@ def _name(layer: str | None) -> str:
 
 def _summary(matrix: Matrix) -> tuple[np.ndarray, int, str | None]:
     """Return the sums of the columns and the number of empty rows, and what is not a count; stop where that is seen."""
-    sums = np.zeros(matrix.shape[1])
-    filled = np.zeros(matrix.shape[0], dtype=bool)
-    for rows, columns, values in matrix.entries():
-        if problem := value_problem(values):
+    sums, n_empty = np.zeros(matrix.shape[1]), 0
+    for _, chunk in matrix.row_chunks():
+        if problem := value_problem(chunk.data):
             return sums, 0, problem
-        sums += np.bincount(columns, weights=values, minlength=len(sums))
-        filled[rows[values > 0]] = True
-    return sums, int((~filled).sum()), None
+        sums += np.asarray(chunk.sum(axis=0, dtype=np.float64)).ravel()
+        n_empty += int((row_sums(chunk) == 0).sum())
+    return sums, n_empty, None

@@ -33,8 +33,7 @@ from scforge._io import (
     swap_in,
 )
 from scforge.data.cells import Cells, CellSource
-from scforge.data.census import CensusCells
-from scforge.data.readers import ZarrLocation, is_query, is_url, open_streams, table_digest
+from scforge.data.readers import Location, is_query, is_url, open_streams, table_digest
 from scforge.data.sources import open_cells
 from scforge.data.store import StoreCells, StoreInfo, is_store
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, first_line, warn
@@ -107,9 +106,7 @@ def source_identity(source: Any, cells: Cells, *, layer: str | None, gene_key: s
     if isinstance(cells, StoreCells):
         if is_store(cells.place):
             return {"content_hash": StoreInfo.read(cells.place).content_hash}
-        return {"files": ZarrLocation(cells.place).identity()}
-    if isinstance(cells, CensusCells):
-        return {"place": cells.place, "joinids": hashlib.sha256(cells.joinids).hexdigest()}
+        return {"files": Location(cells.place).identity()}
     if isinstance(source, str | os.PathLike | list | tuple):
         fingerprints = [stream.fingerprint() for stream in open_streams(source, layer=layer)]
         return {"files": fingerprints, "layer": layer, "gene_key": gene_key}
