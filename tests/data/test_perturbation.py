@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
-from scforge.errors import DataError, OptionError
+from scforge.errors import DataError
 
 LABELS = ["ctrl", "KLF1+ctrl", "ctrl+KLF1", " KLF1 + BAK1", "BAK1+KLF1", "BAK1"]
 
@@ -61,7 +61,7 @@ def test_labels_that_are_not_taken_apart():
         (table(["A", "ctrl"]), ("genes", "ctrl"), r"perturbation='genes' is not a column of obs; did you mean 'gene'"),
         (table(["A", "control"]), ("gene", "Controls"), r"control='Controls' is no label.*did you mean 'control'"),
         (table(["A", None, "ctrl"]), ("gene", "ctrl"), r"no label for 1 of 3 cells \(first: 'cell1'\)"),
-        (table(["A+", "ctrl"]), ("gene", "ctrl"), r"label 'A\+', a part of which is empty"),
+        (table(["A+", "ctrl"]), ("gene", "ctrl"), r"label 'A\+', which .* cuts into parts that are empty"),
         (table(["A", "ctrl"], [None, 1]), ("gene", "ctrl", "dose"), r"no value for cells with the perturbation 'A'"),
         (table(["A", "ctrl"], [-1, 1]), ("gene", "ctrl", "dose"), r"'-1' for the perturbation 'A', not zero or"),
         (table(["A+B", "ctrl"], ["1", "1"]), ("gene", "ctrl", "dose"), r"'1' for the perturbation 'A\+B'; give 2"),
@@ -71,9 +71,6 @@ def test_labels_that_are_not_taken_apart():
 def test_columns_that_cannot_be_read(obs, keys, message):
     with pytest.raises(DataError, match=message):
         parse_perturbations(obs, PerturbationKeys(*keys))
-    for separator in ("", " "):
-        with pytest.raises(OptionError, match="separates nothing"):
-            PerturbationKeys("gene", "ctrl", separator=separator)
 
 
 def test_pertpy_takes_labels_apart_alike():

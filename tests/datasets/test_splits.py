@@ -12,7 +12,7 @@ import pytest
 from scforge.datasets import get_card, get_split, list_cards, load, make_split, read_split, write_split
 from scforge.datasets.cards import SplitRule
 from scforge.datasets.splits import Split, check_rule
-from scforge.errors import DataError, MissingFileError, OptionError
+from scforge.errors import DataError, OptionError
 
 SOURCE = Path(__file__).parents[3] / "shared" / "data" / "cells"
 SHIPPED = [name for name in list_cards() if get_card(name).splits]
@@ -142,7 +142,7 @@ def test_rows_of_a_part(tiny_adata: ad.AnnData, pbmc: ad.AnnData) -> None:
         get_split("pbmc3k", some)
     with pytest.raises(DataError, match="no cell of adata is in 'test'"):
         split.rows(pbmc[list(split.train)], "test")
-    with pytest.raises(OptionError, match="part='tests' is none of .*; did you mean 'test'?"):
+    with pytest.raises(OptionError, match="part='tests' is not known; did you mean 'test'?"):
         split.rows(pbmc, "tests")
 
 
@@ -153,7 +153,7 @@ def test_where_nothing_ships_the_rule_needs_the_data() -> None:
         get_split("pbmc3k", version=2)
     adata = data_of(donor_id=["a", "a", "b", "c", "d", "e"], cell_type=["x"] * 6)
     assert len(get_split("immune_atlas", adata)) == 6
-    with pytest.raises(DataError, match="needs the column 'donor_id' of obs; did you mean 'donor'"):
+    with pytest.raises(DataError, match="column='donor_id' is not in obs; did you mean 'donor'"):
         get_split("immune_atlas", data_of(donor=["a"] * 5))
 
 
@@ -189,8 +189,6 @@ def test_write_and_read_back(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_split(tmp_path: Path) -> None:
-    with pytest.raises(MissingFileError, match="no.csv.gz' does not exist"):
-        read_split(tmp_path / "no.csv.gz")
     for content in (b"cell,part\n", gzip.compress(b""), gzip.compress(b"cell,parts\na,train\n")):
         (tmp_path / "x.csv.gz").write_bytes(content)
         with pytest.raises(DataError, match="x.csv.gz' .*write it with write_split"):

@@ -215,19 +215,15 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
             f"{argument}={key!r} is not a column of adata.obs{did_you_mean(key, columns)} "
             f"(adata.obs has: {listing(columns)})"
         )
-    if argument == "batch_key" and adata.obs[key].dtype.kind == "f":
+    if argument == "batch_key":
         values = adata.obs[key].dropna()
-        fractional = values[values % 1 != 0]
-        if len(fractional) and values.nunique() > max(_FEW_VALUES, len(values) // 2):
+        measured = values.dtype.kind == "f" and (values % 1 != 0).any()
+        if (measured and values.nunique() > max(_FEW_VALUES, len(values) // 2)) or names_each_cell(adata.obs[key]):
             raise DataError(
-                f"batch_key={key!r} holds {values.nunique():,} different numbers (first: {fractional.iloc[0]:g}), "
-                "which are no batches; choose another column, or make categories of them, e.g. with pandas.cut."
+                f"batch_key={key!r} has {values.nunique():,} different values in {adata.n_obs:,} cells (first: "
+                f"{values.iloc[0]!s}), which are no batches; choose another column, leave it out, or make categories "
+                "of numbers, e.g. with pandas.cut."
             )
-    if argument == "batch_key" and names_each_cell(adata.obs[key]):
-        raise DataError(
-            f"batch_key={key!r} has another value for each of the {adata.n_obs:,} cells (first: "
-            f"{str(adata.obs[key].iloc[0])!r}), which are no batches; choose another column, or leave it out."
-        )
 
 
 def names_each_cell(column: pd.Series) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scforge.data.sampling import ranges
-from scforge.errors import DataError, OptionError, suggest
+from scforge.errors import DataError, suggest
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,11 +35,6 @@ class PerturbationKeys:
         What joins the parts of a combination, pertpy's `sep`. None: labels are never taken apart, e.g. because names
         of drugs have a plus sign, as ``"(+)-JQ1"``.
 
-    Raises
-    ------
-    OptionError
-        If `separator` is empty or blank.
-
     Examples
     --------
     >>> PerturbationKeys("gene", control="ctrl")
@@ -52,10 +47,6 @@ class PerturbationKeys:
     control: str
     dose: str | None = None
     separator: str | None = "+"
-
-    def __post_init__(self) -> None:
-        if self.separator is not None and not self.separator.strip():
-            raise OptionError(f"separator={self.separator!r} separates nothing; give e.g. '+', or None for no parts.")
 
 
 @dataclass(frozen=True)
@@ -206,12 +197,11 @@ def _parts(label: str, keys: PerturbationKeys) -> list[str]:
         parts = [label]
     else:
         parts = [part.strip() for part in label.split(keys.separator)]
-    if not all(parts):
-        raise DataError(f"obs[{keys.perturbation!r}] has the label {label!r}, a part of which is empty; mend it.")
-    if any(part.count("(") != part.count(")") for part in parts) and label.count("(") == label.count(")"):
+    cut = any(part.count("(") != part.count(")") for part in parts) and label.count("(") == label.count(")")
+    if cut or not all(parts):
         raise DataError(
-            f"obs[{keys.perturbation!r}] has the label {label!r}, which separator={keys.separator!r} cuts within "
-            "brackets; use separator=None or another one."
+            f"obs[{keys.perturbation!r}] has the label {label!r}, which separator={keys.separator!r} cuts "
+            f"{'within brackets' if cut else 'into parts that are empty'}; mend it, or use another separator, or None."
         )
     return parts
 

@@ -82,9 +82,9 @@ def refusal(error: BaseException) -> tuple[int, str] | None:
     fsspec says of most of them that there is no such file, with the true one behind it.
     """
     found: BaseException | None = error
-    while found is not None and not isinstance(getattr(found, "status", None), int):
+    while found is not None and _status(found) is None:
         found = found.__cause__
-    status = getattr(found, "status", 404)
+    status = 404 if found is None else found.status  # type: ignore[attr-defined]
     if status in (404, 410):
         return None
     if status < 400:
@@ -122,28 +122,31 @@ def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
         yield
     except ScforgeError:
         raise
-    except FileNotFoundError as error:
-        if told := refusal(error):
-            raise DataError(f"{what} cannot be read: {told[1]}.") from safe_cause(error)
-        behind = error.__cause__
-        lost = isinstance(behind, TimeoutError) or type(behind).__module__.startswith("aiohttp.")
-        if lost and isinstance(behind, Exception) and not hasattr(behind, "status"):
-            raise DataError(
-                f"{what} cannot be reached ({first_line(behind)}); check the URL and the connection."
-            ) from safe_cause(error)
-        raise MissingFileError(f"{what} does not exist; check the name.") from safe_cause(error)
-    except PermissionError as error:
-        raise DataError(
-            f"{what} may not be read ({first_line(error)}); "
-            "check the permissions, or the credentials in storage_options."
-        ) from safe_cause(error)
-    except TimeoutError as error:
-        raise DataError(f"{what} cannot be reached in time; check the connection and try again.") from safe_cause(error)
     except Exception as error:  # noqa: BLE001 -- h5py, zarr, its codecs, anndata, fsspec: of no common family
-        if told := refusal(error):
-            raise DataError(f"{what} cannot be read: {told[1]}.") from safe_cause(error)
-        read, tail = (f"read {how}" if how else "read"), (f"; {fix}" if fix else "")
-        raise DataError(f"{what} cannot be {read}: {first_line(error)}{tail}.") from safe_cause(error)
+        raise _told(error, what, f"read {how}" if how else "read", f"; {fix}" if fix else "") from safe_cause(error)
+
+
+def _told(error: Exception, what: str, read: str, fix: str) -> DataError | MissingFileError:
+    """Return the one sentence on an error of reading."""
+    refused, behind = refusal(error), error.__cause__
+    if isinstance(error, PermissionError):
+        problem = f"may not be read ({first_line(error)}); check the permissions, or the credentials in storage_options"
+    elif refused is not None:
+        problem = f"cannot be read: {refused[1]}"
+    elif isinstance(error, TimeoutError) or isinstance(behind, TimeoutError):
+        problem = "cannot be reached in time; check the URL and the connection, and try again"
+    elif isinstance(behind, Exception) and type(behind).__module__.startswith("aiohttp.") and _status(behind) is None:
+        problem = f"cannot be reached ({first_line(behind)}); check the URL and the connection"
+    elif isinstance(error, FileNotFoundError):
+        return MissingFileError(f"{what} does not exist; check the name.")
+    else:
+        problem = f"cannot be {read}: {first_line(error)}{fix}"
+    return DataError(f"{what} {problem}.")
+
+
+def _status(error: BaseException) -> int | None:
+    status = getattr(error, "status", None)
+    return status if isinstance(status, int) else None
 
 
 TRIES = 5
@@ -240,29 +243,18 @@ def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> Result:
-    """Ask again after errors of the connection.
-
-    Raises
-    ------
-    DataError
-        If the last try fails, too, or access is refused.
-    """
+    """Ask again after errors of the connection; the last one is a :class:`~scforge.errors.DataError`."""
     wait = FIRST_WAIT_S
     for number in range(1, TRIES + 1):
         try:
             return await asyncio.wait_for(ask(), TRY_S)
-        except PermissionError as error:
-            raise DataError(
-                f"{what} may not be read ({first_line(error)}); check the credentials in storage_options."
-            ) from safe_cause(error)
         except _FINAL:
             raise
-        except Exception as error:  # noqa: BLE001 -- clients of clouds: of no common family
+        except Exception as error:
             told = refusal(error)
-            last = number == TRIES
-            if told and (last or told[0] not in LATER):
-                raise DataError(f"{what} cannot be read: {told[1]}.") from safe_cause(error)
-            if last:
+            if told and (number == TRIES or told[0] not in LATER):
+                raise
+            if number == TRIES:
                 raise DataError(
                     f"{what} cannot be reached, tried {number} times ({first_line(error)}); "
                     "check the connection and storage_options, and run this again."
