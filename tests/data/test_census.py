@@ -209,7 +209,7 @@ def test_the_proposal_trains_on_the_census(uri, adata, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"organism": "mus_musculus"}, OptionError, r"organism='mus_musculus' is not in .*it has: 'homo_sapiens'"),
+        ({"organism": "mus_musculus"}, OptionError, r"organism='mus_musculus' is not in .*has: 'homo_sapiens'"),
         ({"obs": ["celltype"]}, DataError, "obs of .* has no column 'celltype'; did you mean 'cell_type'"),
         ({"filters": {"is_primary_data": "true"}}, DataError, "Cannot cast `true` to bool; check filters"),
         ({"filters": "tissue =="}, DataError, "obs of .* cannot be read: Could not parse"),
@@ -219,8 +219,8 @@ def test_the_proposal_trains_on_the_census(uri, adata, tmp_path, monkeypatch):
             r"no cell of .*of 600 cells, each filter alone leaves 'tissue' \d+, 'cell_type' 0; loosen them",
         ),
         ({"filters": {"tissu": "lung"}}, DataError, "has no column 'tissu'; did you mean 'tissue'"),
-        ({"gene_key": "symbol"}, DataError, "gene_key='symbol' is not a column of var of .*there is: .*'feature_name'"),
-        ({"layer": "counts"}, DataError, "layer='counts' is not in .*it has: 'raw'"),
+        ({"gene_key": "symbol"}, DataError, "gene_key='symbol' is not in var of .*has: .*'feature_name'"),
+        ({"layer": "counts"}, DataError, "layer='counts' is not in .*has: 'raw'"),
     ],
 )
 def test_mistakes_are_one_sentence(uri, vocab, options, error, message):

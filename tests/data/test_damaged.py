@@ -7,7 +7,7 @@ from scforge.cli import main
 from scforge.data import CellBlock, inspect_h5ad, open_cells
 from scforge.data.checks import compressed_problem, counts_of, sound_csr
 from scforge.data.genes import GeneMap, sum_columns
-from scforge.data.readers import open_h5ad
+from scforge.data.readers import Location
 from scforge.data.sources import read_h5ad
 from scforge.data.statistics import measure_medians
 from scforge.errors import DataError
@@ -61,7 +61,7 @@ def test_files(written, damage, tiny_vocab, capsys):
         inspect_h5ad(written, tiny_vocab)
     with pytest.raises(DataError, match=message):
         measure_medians(written, tiny_vocab)
-    with open_h5ad(written) as opened, pytest.raises(DataError, match=message):
+    with Location(str(written)).open() as opened, pytest.raises(DataError, match=message):
         list(opened.matrix().row_chunks(50))
     assert main(["inspect", str(written)]) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -50,7 +50,7 @@ def test_mismatches_are_told_with_what_would_fit(tiny_adata, tiny_vocab):
             call()
     tiny_adata.var["holes"] = pd.Series(["x", None] * 40, index=tiny_adata.var_names)
     for key, message in [
-        ("ensemble", "gene_key='ensemble' is not a column of adata.var; did you mean 'ensembl'"),
+        ("ensemble", "gene_key='ensemble' is not in adata.var; did you mean 'ensembl'"),
         ("holes", "40 missing gene names"),
     ]:
         with pytest.raises(DataError, match=message):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scforge._checks import check_known
 from scforge.data.checks import listed_columns
 from scforge.data.genes import GeneMap, text_columns
 from scforge.data.readers import check_chunk, missing_column
@@ -177,11 +178,8 @@ class SomaStream:
         self.n_cells = len(self._joinids)
         with _reading(f"var of {self.name!r}"):
             var = _read_table(measurement.var)
-        if query.gene_key is not None and query.gene_key not in var:
-            raise DataError(
-                f"gene_key={query.gene_key!r} is not a column of var of {self.name!r}"
-                f"{suggest(query.gene_key, list(var), 'there is')}"
-            )
+        if query.gene_key is not None:
+            check_known("gene_key", query.gene_key, var.columns, f"var of {self.name!r}")
         self._var_joinids = np.asarray(var["soma_joinid"], dtype=np.int64)
         self._var = var.drop(columns="soma_joinid").set_index(query.gene_key or best_names(var, vocab), drop=False)
         self._var.index = self._var.index.astype(str).rename(None)
@@ -340,9 +338,7 @@ def _experiment(root: Any, organism: str, name: str) -> Any:
 
 def _member(collection: Any, key: str, argument: str, where: str, error: type[ScforgeError] = DataError) -> Any:
     """Return a part of a collection, or raise `error` with the names that are there."""
-    if key not in collection:
-        known = sorted(collection)
-        raise error(f"{argument}={key!r} is not in {where!r}{suggest(key, known, 'it has')}")
+    check_known(argument, key, sorted(collection), repr(where), error=error)
     return collection[key]
 
 

@@ -13,6 +13,7 @@ import numba
 import numpy as np
 from scipy import sparse
 
+from scforge._checks import check_known
 from scforge._constants import TARGET_SUM
 from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
 
@@ -333,12 +334,7 @@ def _matrix(adata: AnnData, layer: str | None) -> Any:
         if adata.X is None:
             raise DataError(f"adata.X is None; {_where_counts_are(adata, layer)}.")
         return _in_memory(adata.X)
-    if layer not in adata.layers:
-        layers = [key for key in adata.layers if key is not None]
-        raise DataError(
-            f"layer={layer!r} is not in adata.layers{did_you_mean(layer, layers)} "
-            f"(adata.layers has: {listing(layers)}; layer=None reads adata.X)"
-        )
+    check_known("layer", layer, adata.layers, "adata.layers", fix="layer=None reads adata.X")
     return adata.layers[layer]
 
 
@@ -416,16 +412,9 @@ def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
 def names_of(var: pd.DataFrame, gene_key: str | None = None) -> np.ndarray:
     """Return the gene names in a table of genes, as :func:`gene_names` does."""
     where = names_place(gene_key)
-    if gene_key is None:
-        names = var.index
-    elif gene_key in var:
-        names = var[gene_key]
-    else:
-        columns = list(var.columns)
-        raise DataError(
-            f"gene_key={gene_key!r} is not a column of adata.var{did_you_mean(gene_key, columns)} "
-            f"(adata.var has: {listing(columns)})"
-        )
+    if gene_key is not None:
+        check_known("gene_key", gene_key, var.columns, "adata.var")
+    names = var.index if gene_key is None else var[gene_key]
     missing = np.asarray(names.isna())
     if missing.any():
         raise DataError(f"{where} has {int(missing.sum())} missing gene names; fill them or drop those genes.")

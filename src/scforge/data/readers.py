@@ -28,6 +28,7 @@ from fsspec.implementations.local import LocalFileSystem
 from scipy import sparse
 from zarr import storage
 
+from scforge._checks import check_known
 from scforge._io import new_h5, put_back
 from scforge.data.checks import REPAIR, boundary_problem, check_adata, counts_of, index_problem, row_sums, value_problem
 from scforge.errors import (
@@ -423,29 +424,14 @@ def _codecs(described: Any) -> Iterator[Any]:
             waiting += below.values() if isinstance(below, dict) else []
 
 
-_ENTRY = 8
-"""Bytes of a count in memory: itself, its gene, and what is needed while they are gathered."""
+_ENTRY = 12
+"""Bytes of a count in memory: itself and its gene, twice while pieces become one matrix."""
 
 _CELL = 200
 """Bytes of a cell: its name, its library size, and some columns of obs."""
 
 _UNLIMITED = 2**60
 """What control groups of the first version say where there is no limit is more than this."""
-
-
-def check_memory(streams: Sequence[ChunkReader], memory: int | str | None = None) -> None:
-    """Raise unless the cells fit into `memory`, see :func:`lack_of_memory`.
-
-    Raises
-    ------
-    DataError
-        If they do not.
-    """
-    if lack := lack_of_memory(streams, memory):
-        raise DataError(
-            f"{lack}; read them from disk: run scforge convert SOURCE -o store.zarr once and open store.zarr, or pass "
-            'cache="store.zarr", which does both.'
-        )
 
 
 def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = None) -> str | None:
@@ -704,26 +690,6 @@ def _sparse_type(values: np.ndarray) -> np.ndarray:
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
-@contextlib.contextmanager
-def open_h5ad(path: str | os.PathLike[str], modality: str | None = None) -> Iterator[StoredAdata]:
-    """Open an h5ad file, or one modality of an h5mu file, for reading piece by piece.
-
-    Raises
-    ------
-    MissingFileError
-        If there is no such file.
-    DataError
-        If it is no h5ad file, or has no cells or no genes.
-    OptionError
-        If there is no such modality.
-    """
-    check_file(path)
-    with contextlib.ExitStack() as opened:
-        with reading(repr(str(path)), how="as an h5ad file"):
-            file = opened.enter_context(h5py.File(path, "r"))
-        yield StoredAdata.of(str(path), file, modality)
-
-
 def check_file(path: str | os.PathLike[str]) -> None:
     """Raise unless there is a file of that name; the message names the most similar one in the same folder."""
     path = Path(path)
@@ -862,11 +828,8 @@ class StoredAdata:
         DataError
             If it is not there, or no matrix of numbers.
         """
-        if layer is not None and layer not in self.layers:
-            raise DataError(
-                f"layer={layer!r} is not in the layers of {self.path!r}{did_you_mean(layer, self.layers)} "
-                f"(layers: {listing(self.layers)}; layer=None reads X)"
-            )
+        if layer is not None:
+            check_known("layer", layer, self.layers, f"the layers of {self.path!r}", fix="layer=None reads X")
         name = "X" if layer is None else f"layers/{layer}"
         if not self.has(name):
             raw = " or use raw, which adata.raw.to_adata() makes an AnnData of" if self.has("raw/X") else ""
@@ -910,8 +873,7 @@ def check_modality(modality: str | None, modalities: Sequence[str], source: str)
     """Raise unless `modality` is one of those of a MuData."""
     if modality is None:
         raise OptionError(f"{source!r} is a MuData; name a modality with modality= (it has: {listing(modalities)}).")
-    if modality not in modalities:
-        raise OptionError(f"modality={modality!r} is not in {source!r}{suggest(modality, modalities, 'it has')}")
+    check_known("modality", modality, modalities, repr(source), error=OptionError)
 
 
 def shared_columns(obs: pd.DataFrame, modality: str, names: pd.Index, own: Sequence[str]) -> pd.DataFrame:
@@ -960,14 +922,6 @@ class AdataStream:
         check_adata(adata)
         self.adata, self._layer, self._shared = adata, layer, shared
         self.n_cells: int = adata.n_obs
-
-    @classmethod
-    def of_mudata(cls, mdata: Any, modality: str | None, layer: str | None = None) -> AdataStream:
-        """Take one modality of a MuData in memory, with the columns of ``mdata.obs`` behind its own."""
-        check_modality(modality, list(mdata.mod), "mdata")
-        adata = mdata.mod[modality]
-        shared = shared_columns(mdata.obs, str(modality), adata.obs_names, list(adata.obs.columns))
-        return cls(adata, layer, shared=shared)
 
     @property
     def var(self) -> pd.DataFrame:
@@ -1039,14 +993,16 @@ class Location:
         with contextlib.ExitStack() as opened:
             if self._is_zarr:
                 stored: Any = open_group(self.address, self._options)
-            elif is_url(self.address):
-                system, path = file_system(self.address, self._options)
-                with reading(repr(self.name), how="as an h5ad file"):
-                    file = opened.enter_context(system.open(path, "rb", block_size=_BLOCK, cache_type="blockcache"))
-                    stored = opened.enter_context(h5py.File(persistent(file, repr(self.name)), "r"))
             else:
-                yield opened.enter_context(open_h5ad(self.address, self._modality))
-                return
+                file: Any = self.address
+                with reading(repr(self.name), how="as an h5ad file"):
+                    if is_url(file):
+                        system, path = file_system(file, self._options)
+                        blocks = system.open(path, "rb", block_size=_BLOCK, cache_type="blockcache")
+                        file = persistent(opened.enter_context(blocks), repr(self.name))
+                    else:
+                        check_file(file)
+                    stored = opened.enter_context(h5py.File(file, "r"))
             yield StoredAdata.of(self.name, stored, self._modality)
 
     def identity(self) -> dict[str, int | float | str]:
@@ -1351,7 +1307,10 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
     from mudata import MuData
 
     if isinstance(source, MuData):
-        return AdataStream.of_mudata(source, modality, layer)
+        check_modality(modality, list(source.mod), "mdata")
+        adata = source.mod[modality]
+        shared = shared_columns(source.obs, str(modality), adata.obs_names, list(adata.obs.columns))
+        return AdataStream(adata, layer, shared=shared)
     if not isinstance(source, AnnData):
         raise OptionError(
             f"source is of type {type(source).__name__!r}; "

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock
@@ -44,17 +44,16 @@ from scforge.data.genes import (
 )
 from scforge.data.readers import (
     AdataStream,
+    Location,
     Matrix,
     StoredAdata,
     check_file,
-    check_memory,
     identity_of,
     is_collection,
     is_query,
     is_url,
     lack_of_memory,
     open_group,
-    open_h5ad,
     open_streams,
     reading,
 )
@@ -78,22 +77,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("scforge")
 
 
-class _Piece(NamedTuple):
-    """Some cells: counts in the smallest type that holds them, genes likewise, number of genes of each cell."""
-
-    counts: np.ndarray
-    genes: np.ndarray
-    lengths: np.ndarray
-
-    @classmethod
-    def of(cls, mapped: sparse.csr_matrix) -> _Piece:
-        return cls(
-            mapped.data.astype(np.min_scalar_type(int(mapped.data.max(initial=0)))),
-            mapped.indices.astype(np.min_scalar_type(mapped.shape[1])),
-            np.diff(mapped.indptr).astype(np.int32),
-        )
-
-
 def gather(
     streams: Sequence[ChunkReader], maps: Sequence[GeneMap], vocab: GeneVocab, *, obs: Sequence[str] | None
 ) -> CellSource:
@@ -103,8 +86,9 @@ def gather(
     for stream, gene_map in zip(streams, maps, strict=True):
         for _, chunk in stream.chunks():
             totals.append(row_sums(chunk))
-            pieces.append(_Piece.of(gene_map.apply(chunk)))
-    counts = _joined(pieces, vocab.n_genes)
+            mapped = gene_map.apply(chunk)
+            pieces.append(mapped.astype(np.min_scalar_type(int(mapped.data.max(initial=0)))))
+    counts = sparse.vstack(pieces, format="csr")
     # A gene counts as measured if any source has it.
     measured = np.any([gene_map.measured for gene_map in maps], axis=0)
     return _in_memory(counts, np.concatenate(totals), measured, vocab, table)
@@ -144,24 +128,6 @@ def joined_obs(streams: Sequence[ChunkReader], columns: Sequence[str] | None) ->
         return table.copy(deep=False)
     joined = join_obs(streams, None if columns is None else [column for column in columns if column != SOURCE])
     return joined if columns is None else joined[list(columns)]
-
-
-def _joined(pieces: list[_Piece], n_genes: int) -> sparse.csr_matrix:
-    """Return the pieces as one matrix; each is given back as soon as it is copied, so that two of all never exist."""
-    lengths = np.concatenate([piece.lengths for piece in pieces])
-    indptr = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    # SciPy keeps boundaries and indices in one type.
-    index_type = np.int32 if indptr[-1] < 2**31 else np.int64
-    counts = np.empty(indptr[-1], dtype=np.result_type(*{piece.counts.dtype for piece in pieces}))
-    genes = np.empty(indptr[-1], dtype=index_type)
-    filled = 0
-    pieces.reverse()
-    while pieces:
-        piece = pieces.pop()
-        place = slice(filled, filled + len(piece.counts))
-        counts[place], genes[place] = piece.counts, piece.genes
-        filled = place.stop
-    return sparse.csr_matrix((counts, genes, indptr.astype(index_type)), shape=(len(lengths), n_genes))
 
 
 AUTO = "auto"
@@ -372,7 +338,11 @@ def open_cells(
         table = joined_obs(streams, columns)
         cells = _in_memory(maps[0].apply(counts), row_sums(counts), measured, found, table)
     else:
-        check_memory(streams, memory)
+        if lack := lack_of_memory(streams, memory):
+            raise DataError(
+                f"{lack}; read them from disk: run scforge convert SOURCE -o store.zarr once and open store.zarr, or "
+                'pass cache="store.zarr", which does both.'
+            )
         cells = gather(streams, maps, found, obs=columns)
         logger.info("Read into memory: %s cells of %s.", f"{len(cells):,}", listing(one.name for one in streams))
     if empty := int((cells.n_expressed == 0).sum()):
@@ -611,7 +581,7 @@ def inspect_h5ad(
     """
     check_count("n_top", n_top, "genes", least=0)
     given = None if vocab is None else open_vocab(vocab)
-    with reading(repr(os.fspath(path)), fix="write the file again"), open_h5ad(os.fspath(path)) as opened:
+    with reading(repr(os.fspath(path)), fix="write the file again"), Location(os.fspath(path)).open() as opened:
         var, matrix = opened.var, opened.matrix(layer)
         names = names_of(var, gene_key)
         sums, empty, counts = _counts(opened, matrix, layer)
