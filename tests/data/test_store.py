@@ -137,7 +137,7 @@ def test_cells_without_genes_are_told(many_adata, tmp_path, twin, assert_same):
     counts[7, 10:] = 0
     adata.X = sparse.csr_matrix(counts)
     vocab = GeneVocab.from_genes(ALL[10:])
-    with pytest.warns(ScforgeWarning, match="1 cells express no gene of the vocabulary"):
+    with pytest.warns(ScforgeWarning, match="1 of 50 cells express no gene of the vocabulary"):
         convert(adata, tmp_path / "s.zarr", vocab=vocab, progress=False)
     with pytest.warns(ScforgeWarning, match="1 of 50 cells express no gene of the vocabulary"):
         cells = StoreCells.open(tmp_path / "s.zarr")

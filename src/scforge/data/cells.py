@@ -12,7 +12,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._constants import TARGET_SUM
-from scforge.data.checks import row_sums, sound_csr
+from scforge.data.checks import canonical, row_sums, sound_csr
 from scforge.data.genes import MIN_OVERLAP, map_names
 from scforge.data.sampling import _mix_keys
 from scforge.data.vocab import GeneVocab
@@ -114,10 +114,7 @@ class CellBlock:
         """
         matrix = sound_csr(matrix, "matrix")
         if not matrix.has_canonical_format or (matrix.data == 0).any():
-            # Repeated entries are summed, which may not fit into e.g. uint8.
-            matrix = matrix.astype(np.int64 if matrix.dtype.kind in "iu" else matrix.dtype, copy=True)
-            matrix.sum_duplicates()
-            matrix.eliminate_zeros()
+            matrix = canonical(matrix)
         sums = row_sums(matrix)
         if totals is not None and np.shape(totals) != sums.shape:
             raise DataError(f"totals has the shape {np.shape(totals)} but there are {len(sums)} cells.")

@@ -44,6 +44,14 @@ def sound_csr(matrix: Any, where: str) -> sparse.csr_matrix:
     return sparse.csr_matrix(matrix)
 
 
+def canonical(matrix: sparse.csr_matrix) -> sparse.csr_matrix:
+    """Return a copy with sorted rows, without zeros, and with repeated entries summed (of integers as int64)."""
+    matrix = matrix.astype(np.int64 if matrix.dtype.kind in "iu" else matrix.dtype, copy=True)
+    matrix.sum_duplicates()
+    matrix.eliminate_zeros()
+    return matrix
+
+
 def compressed_problem(matrix: Any) -> str | None:
     """Return what is wrong with the parts of a matrix, or None; one that is not compressed has none."""
     if not sparse.issparse(matrix) or matrix.format not in ("csr", "csc"):
@@ -355,11 +363,7 @@ def _as_csr(matrix: Any, where: str) -> sparse.csr_matrix:
     if getattr(matrix, "dtype", None) == np.float16:  # scipy has no sparse matrices of it
         matrix = matrix.astype(np.float32)
     matrix = sound_csr(matrix, where)
-    if not matrix.has_canonical_format:
-        # Repeated entries are summed, which may not fit into e.g. uint8.
-        matrix = matrix.astype(np.int64 if matrix.dtype.kind in "iu" else matrix.dtype, copy=True)
-        matrix.sum_duplicates()
-    return matrix
+    return matrix if matrix.has_canonical_format else canonical(matrix)
 
 
 def value_problem(data: np.ndarray) -> str | None:

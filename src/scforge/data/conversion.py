@@ -25,7 +25,7 @@ from scforge._io import check_folder, put_back, swap_in
 from scforge._version import __version__
 from scforge.data.cells import CellBlock, StreamingMedians
 from scforge.data.checks import listed_columns, row_sums
-from scforge.data.genes import MIN_OVERLAP, WARN_OUTSIDE, GeneMap, map_streams
+from scforge.data.genes import MIN_OVERLAP, GeneMap, map_streams, warn_counts_outside, warn_empty
 from scforge.data.readers import AdataStream, ChunkReader, is_url, open_streams, parse_bytes
 from scforge.data.sampling import ranges
 from scforge.data.store import (
@@ -43,7 +43,7 @@ from scforge.data.store import (
     write_root,
 )
 from scforge.data.vocab import GeneVocab, open_vocab
-from scforge.errors import DataError, OptionError, first_line, warn
+from scforge.errors import DataError, OptionError, first_line
 
 logger = logging.getLogger("scforge")
 
@@ -171,7 +171,9 @@ def convert(
             order[positions] = np.arange(len(table))
         scattered = _Scattered(folder, order, size, genes)
         scattered.read(streams, maps, table, progress=progress)
-        _warn_outside(streams, scattered, genes)
+        warn_empty(scattered.lengths)
+        for stream, kept, total in zip(streams, scattered.kept, scattered.sums, strict=True):
+            warn_counts_outside(kept / total, genes, source=f"{stream.name!r}: ")
         datasets, genes = scattered.write(folder / "store", table, progress=progress)
         info = StoreInfo(
             n_cells=len(table),
@@ -476,18 +478,6 @@ def _write_dataset(folder: Path, matrix: sparse.csr_matrix, obs: pd.DataFrame, v
             shard_size=_SHARD,
             compressors=(BloscCodec(cname="lz4", clevel=9, shuffle="shuffle"), Crc32cCodec()),
         )
-
-
-def _warn_outside(streams: Sequence[ChunkReader], scattered: _Scattered, vocab: GeneVocab) -> None:
-    """Warn about cells and counts outside of the vocabulary, once all are seen."""
-    if n_empty := int((scattered.lengths == 0).sum()):
-        warn(f"{n_empty} cells express no gene of the vocabulary; their embedding tells nothing.")
-    for stream, kept, total in zip(streams, scattered.kept, scattered.sums, strict=True):
-        if kept < (1 - WARN_OUTSIDE) * total and not vocab.chosen_from_data:
-            warn(
-                f"{stream.name!r}: {1 - kept / total:.0%} of the counts lie in genes outside of the vocabulary "
-                f"({vocab.release})."
-            )
 
 
 def _bar(what: str, n_cells: int, progress: bool) -> Any:

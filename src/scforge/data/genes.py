@@ -74,12 +74,6 @@ def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) 
     return mapped
 
 
-def n_summed(columns: np.ndarray) -> int:
-    """Return how many columns are summed into another one, given the place of each (-1: none)."""
-    used = columns[columns >= 0]
-    return len(used) - len(np.unique(used))
-
-
 def warn_summed(names: np.ndarray, columns: np.ndarray, where: str) -> None:
     """Warn if columns are summed: how many, and which name comes first.
 
@@ -208,7 +202,8 @@ class GeneMap:
     @property
     def n_summed(self) -> int:
         """Number of columns whose counts are summed with those of an earlier column, because they mean one gene."""
-        return n_summed(self.columns)
+        used = self.columns[self.columns >= 0]
+        return len(used) - len(np.unique(used))
 
     @property
     def measured(self) -> np.ndarray:
@@ -350,11 +345,18 @@ def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[n
     return columns, [f"{len(matched):,} names were matched that R wrote with dots ({', '.join(matched[:2])})"]
 
 
-def warn_counts_outside(kept: float, vocab: GeneVocab) -> None:
+def warn_empty(n_expressed: np.ndarray) -> None:
+    """Warn if cells express no gene of the vocabulary, given the number of each."""
+    if n_empty := int((n_expressed == 0).sum()):
+        total = len(n_expressed)
+        warn(f"{n_empty} of {total} cells express no gene of the vocabulary; their embedding tells nothing.")
+
+
+def warn_counts_outside(kept: float, vocab: GeneVocab, *, source: str = "") -> None:
     """Warn if many counts lie outside of an annotation; of chosen genes that is expected."""
     if kept < 1 - WARN_OUTSIDE and not vocab.chosen_from_data:
         warn(
-            f"{1 - kept:.0%} of the counts lie in genes outside of the vocabulary ({vocab.release}); "
+            f"{source}{1 - kept:.0%} of the counts lie in genes outside of the vocabulary ({vocab.release}); "
             "scforge.data.map_genes(adata, vocab) shows which."
         )
 

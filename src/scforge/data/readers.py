@@ -1111,22 +1111,6 @@ def file_system(place: str, options: Mapping[str, Any] | None = None) -> tuple[A
     return system, path.rstrip("/")
 
 
-def expand_url(url: str, options: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the URLs that a pattern stands for, in order of their names.
-
-    Raises
-    ------
-    MissingFileError
-        If there are none.
-    """
-    system, path = file_system(url, options)
-    with reading(repr(url)):
-        found = sorted(system.unstrip_protocol(one) for one in system.glob(path))
-    if not found:
-        raise MissingFileError(f"no file fits the pattern {url!r}; check the folder and the ending.")
-    return found
-
-
 def is_zarr(place: str, options: Mapping[str, Any] | None = None) -> bool:
     """Whether a path or URL is a zarr folder, and no file."""
     if not is_url(place):
@@ -1332,11 +1316,15 @@ def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
     if place.startswith("file://"):
         place = place.removeprefix("file://")
     if is_url(place):
-        return expand_url(place, options) if glob.has_magic(without_query(place)) else [place]
-    if not glob.has_magic(place) or Path(place).exists():
+        if not glob.has_magic(without_query(place)):
+            return [place]
+        system, path = file_system(place, options)
+        with reading(repr(place)):
+            found = sorted(system.unstrip_protocol(one) for one in system.glob(path))
+    elif not glob.has_magic(place) or Path(place).exists():
         return [place]
-    root = Path(Path(place).anchor)
-    found = sorted(str(path) for path in root.glob(str(Path(place).relative_to(root))))
+    else:
+        found = sorted(glob.glob(place, recursive=True))  # noqa: PTH207 -- names stay relative
     if not found:
         raise MissingFileError(f"no file fits the pattern {place!r}; check the folder and the ending.")
     return found

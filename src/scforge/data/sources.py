@@ -41,6 +41,7 @@ from scforge.data.genes import (
     text_columns,
     union_vocab,
     warn_counts_outside,
+    warn_empty,
 )
 from scforge.data.readers import (
     AdataStream,
@@ -65,7 +66,6 @@ from scforge.errors import (
     ScforgeWarning,
     listing,
     redacted,
-    warn,
 )
 
 if TYPE_CHECKING:
@@ -345,8 +345,7 @@ def open_cells(
             )
         cells = gather(streams, maps, found, obs=columns)
         logger.info("Read into memory: %s cells of %s.", f"{len(cells):,}", listing(one.name for one in streams))
-    if empty := int((cells.n_expressed == 0).sum()):
-        warn(f"{empty} of {len(cells)} cells express no gene of the vocabulary; their embedding tells nothing.")
+    warn_empty(cells.n_expressed)
     warn_counts_outside(cells.counts_kept, found)
     return cells
 

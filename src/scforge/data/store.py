@@ -27,8 +27,16 @@ from typing_extensions import TypedDict
 
 from scforge._io import put_back
 from scforge.data.cells import CellBlock, CellSource, choose_chunks, column_of
-from scforge.data.checks import boundary_problem, index_problem, pick_genes, row_sums, unsound_row, value_problem
-from scforge.data.genes import MIN_OVERLAP, GeneMap, map_names, warn_counts_outside
+from scforge.data.checks import (
+    boundary_problem,
+    canonical,
+    index_problem,
+    pick_genes,
+    row_sums,
+    unsound_row,
+    value_problem,
+)
+from scforge.data.genes import MIN_OVERLAP, GeneMap, map_names, warn_counts_outside, warn_empty
 from scforge.data.readers import file_system, is_url, open_group, reading, root_attributes
 from scforge.data.sampling import Window
 from scforge.data.vocab import GeneVocab, open_vocab
@@ -39,7 +47,6 @@ from scforge.errors import (
     OptionError,
     redacted,
     suggest,
-    warn,
 )
 
 if TYPE_CHECKING:
@@ -530,11 +537,7 @@ class _Store:
             problem = "it has no counts"  # missing chunks come as zeros
         if problem is not None:
             raise self._damaged(f"cell {rows[row]}: {problem}")
-        # Repeated entries are summed, which may not fit into e.g. uint8.
-        counts = counts.astype(np.int64 if counts.dtype.kind in "iu" else counts.dtype, copy=True)
-        counts.sum_duplicates()
-        counts.eliminate_zeros()
-        return counts
+        return canonical(counts)
 
 
 def _fitting(values: np.ndarray) -> np.ndarray:
@@ -667,8 +670,7 @@ class StoreCells:
         if len(store.genes) == vocab.n_genes and np.array_equal(store.genes, np.array(vocab.genes)):
             measured = store.measured
             cells = replace(self, vocab=vocab, counts_kept=store.counts_kept, measured=measured, _gene_map=None)
-            if empty := int((store.lengths == 0).sum()):
-                warn(f"{empty} of {len(self)} cells express no gene of the vocabulary; their embedding tells nothing.")
+            warn_empty(store.lengths)
         else:
             gene_map = map_names(store.genes, vocab, min_overlap=min_overlap, whole=not vocab.chosen_from_data)
             measured = gene_map.measured_of(store.measured)
