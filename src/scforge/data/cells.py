@@ -310,7 +310,7 @@ class CellSource:
         if self.vocab.genes == vocab.genes:
             return replace(self, vocab=vocab)
         names = np.array(self.vocab.genes, dtype=object).astype(str)
-        gene_map = map_names(names, vocab, min_overlap=min_overlap, whole=not vocab.chosen_from_data)
+        gene_map = map_names(names, vocab, min_overlap=min_overlap)
         counts = gene_map.apply(self.counts)
         measured = gene_map.measured_of(slice(None) if self.measured is None else self.measured)
         return replace(

@@ -245,7 +245,6 @@ def map_names(
     vocab: GeneVocab,
     *,
     min_overlap: float = MIN_OVERLAP,
-    whole: bool = False,
     var: pd.DataFrame | None = None,
     gene_key: str | None = None,
 ) -> GeneMap:
@@ -258,9 +257,8 @@ def map_names(
     vocab
         The vocabulary.
     min_overlap
-        Smallest share of the vocabulary's genes (or, with `whole`, of the smaller of the two sets) to accept.
-    whole
-        The vocabulary is a whole annotation, e.g. all protein-coding genes, of which no data set measures all.
+        Smallest share of the vocabulary's genes to accept; of an annotation, of which no data set measures all, of the
+        smaller of the two sets.
     var, gene_key
         ``adata.var`` and the column in use: when the overlap is too small, the message names a column that fits.
 
@@ -279,7 +277,7 @@ def map_names(
     """
     check_share("min_overlap", min_overlap)
     gene_map = GeneMap.of(names, vocab)
-    possible = min(vocab.n_genes, len(names)) if whole else vocab.n_genes
+    possible = vocab.n_genes if vocab.chosen_from_data else min(vocab.n_genes, len(names))
     share = gene_map.n_matched / possible
     where = names_place(gene_key)
     if share < min_overlap or gene_map.n_matched == 0:
@@ -476,45 +474,24 @@ def map_streams(
     *,
     gene_key: str | None = None,
     min_overlap: float = MIN_OVERLAP,
-    whole: bool | None = None,
 ) -> tuple[GeneVocab, list[GeneMap]]:
-    """Map the genes of each source onto one vocabulary.
+    """Map the genes of each source onto one vocabulary, None that of all their genes, as :func:`map_names` does.
 
-    Parameters
-    ----------
-    streams
-        The sources.
-    vocab
-        The vocabulary; None takes all genes of all sources.
-    gene_key
-        Column of var with the gene names; None reads ``var_names``.
-    min_overlap, whole
-        As for :func:`scforge.data.genes.map_names`; `whole` is None: what the release of the vocabulary tells.
-
-    Raises
-    ------
-    DataError
-        If gene names cannot be used.
-    GeneMismatchError
-        If too few genes of the vocabulary are in a source, or sources share hardly any gene.
-
-    Warns
-    -----
-    ScforgeWarning
-        As :func:`scforge.data.genes.map_names` does, with the name of the source.
+    Errors and warnings have the name of the source.
     """
     check_share("min_overlap", min_overlap)
-    if vocab is None:
-        vocab, min_overlap, whole = union_vocab(streams, gene_key), 0.0, True
-    elif whole is None:
-        whole = not vocab.chosen_from_data
+    found = union_vocab(streams, gene_key) if vocab is None else vocab
     maps = []
     for stream in streams:
         names = stream_genes(stream, gene_key)
         with _named(stream):
-            mapped = map_names(names, vocab, min_overlap=min_overlap, whole=whole, var=stream.var, gene_key=gene_key)
+            if vocab is None:  # of several sources, one need not have most
+                mapped = GeneMap.of(names, found)
+                warn_summed(names, mapped.columns, names_place(gene_key))
+            else:
+                mapped = map_names(names, found, min_overlap=min_overlap, var=stream.var, gene_key=gene_key)
         maps.append(mapped)
-    return vocab, maps
+    return found, maps
 
 
 @contextlib.contextmanager
@@ -691,9 +668,7 @@ def map_genes(
     vocab = open_vocab(vocab)
     counts = counts_of(adata, layer)
     names = gene_names(adata, gene_key)
-    gene_map = map_names(
-        names, vocab, min_overlap=min_overlap, whole=not vocab.chosen_from_data, var=adata.var, gene_key=gene_key
-    )
+    gene_map = map_names(names, vocab, min_overlap=min_overlap, var=adata.var, gene_key=gene_key)
     sums = np.asarray(counts.sum(axis=0, dtype=np.float64)).ravel()
     report = overlap_report(names, sums, vocab, gene_map, where=names_place(gene_key), n_top=n_top)
     warn_counts_outside(report.counts_kept, vocab)

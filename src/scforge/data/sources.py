@@ -235,7 +235,6 @@ def open_cells(
     layer: str | None = None,
     gene_key: str | None = None,
     modality: str | None = None,
-    whole_annotation: bool | None = None,
     min_overlap: float = MIN_OVERLAP,
     obs: Sequence[str] | None = None,
     memory: int | str | None = None,
@@ -263,8 +262,6 @@ def open_cells(
         Column of ``adata.var`` with the gene names; None reads ``adata.var_names``.
     modality
         Modality of a MuData.
-    whole_annotation
-        `vocab` is a whole annotation, of which no data set measures every gene. None: what its release says.
     min_overlap
         Smallest share of genes to accept in each source, see :func:`scforge.data.map_genes`.
     obs
@@ -331,7 +328,7 @@ def open_cells(
     if cache is not None:
         store = convert_once(source, streams, cache, obs=columns, storage_options=storage_options, **options)
         return _open_store(store, wanted, None, on_disk)
-    found, maps = map_streams(streams, wanted, gene_key=gene_key, min_overlap=min_overlap, whole=whole_annotation)
+    found, maps = map_streams(streams, wanted, gene_key=gene_key, min_overlap=min_overlap)
     if len(streams) == 1 and isinstance(streams[0], AdataStream):
         # As a whole, which is faster than in pieces.
         counts, measured = streams[0].counts, maps[0].measured
@@ -611,7 +608,7 @@ def _mismatch(names: np.ndarray, vocab: GeneVocab, var: pd.DataFrame, gene_key: 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ScforgeWarning)  # the report says as much
-            map_names(names, vocab, whole=not vocab.chosen_from_data, var=var, gene_key=gene_key)
+            map_names(names, vocab, var=var, gene_key=gene_key)
     except GeneMismatchError as error:
         return str(error)
     return None

@@ -672,7 +672,7 @@ class StoreCells:
             cells = replace(self, vocab=vocab, counts_kept=store.counts_kept, measured=measured, _gene_map=None)
             warn_empty(store.lengths)
         else:
-            gene_map = map_names(store.genes, vocab, min_overlap=min_overlap, whole=not vocab.chosen_from_data)
+            gene_map = map_names(store.genes, vocab, min_overlap=min_overlap)
             measured = gene_map.measured_of(store.measured)
             cells = replace(self, vocab=vocab, measured=measured, _gene_map=gene_map)
             some = cells.block(choose_chunks(len(cells), _SAMPLED, cells.chunk_size))

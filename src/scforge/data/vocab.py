@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from scforge._checks import check_choice
 from scforge._constants import CLS_TOKEN, EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, SPECIAL_TOKENS, UNK_TOKEN
 from scforge._io import atomic_write_text, parsed
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, first_line, listing, suggest, warn
@@ -67,8 +68,7 @@ def gene_table(species: str) -> GeneTable:
     OptionError
         If the species is another.
     """
-    if species not in SPECIES:
-        raise OptionError(f"species={species!r} has no gene table{suggest(species, SPECIES)}")
+    check_choice("species", species, SPECIES)
     symbols = {gene: symbol or gene for gene, symbol in read_table(f"{species}_genes")}
     ids: dict[str, tuple[str, ...]] = {}
     for gene, symbol in symbols.items():
@@ -241,23 +241,25 @@ class GeneVocab:
         return cls(tuple(dict.fromkeys(strip_version(name) for name in gene_names(adata, gene_key))))
 
     @classmethod
-    def named(cls, name: str, *, one_to_many: str | None = None) -> GeneVocab:
+    def named(cls, name: str) -> GeneVocab:
         """Return a vocabulary that ships with the package.
 
         Parameters
         ----------
         name
             One of :func:`scforge.data.list_vocabs`.
-        one_to_many
-            For ``"human_mouse"``: ``"drop"`` (which None means) leaves out families with one gene in the one species
-            and several in the other; ``"sum"`` makes one token of each and sums the counts of its genes, which is
-            what the name ``"human_mouse_sum"`` means. That sums human paralogs of a family, e.g. CCL4 and CCL4L2, too.
-            The orthologs lack some genes that both species have, e.g. GAPDH, which ``"human_mouse_symbols"`` adds.
+
+        Notes
+        -----
+        ``"human_mouse"`` leaves out families with one gene in the one species and several in the other;
+        ``"human_mouse_sum"`` makes one token of each and sums the counts of its genes, also those of human paralogs,
+        e.g. CCL4 and CCL4L2. The orthologs lack some genes that both species have, e.g. GAPDH, which
+        ``"human_mouse_symbols"`` adds.
 
         Raises
         ------
         OptionError
-            If there is no such vocabulary, or `one_to_many` is no choice for it.
+            If there is no such vocabulary.
 
         Examples
         --------
@@ -265,7 +267,7 @@ class GeneVocab:
         >>> both.decode(both.encode(["CD3D", "Cd3d", "ENSMUSG00000032094", "ENSG00000167286.9"]))
         ['ENSG00000167286', 'ENSG00000167286', 'ENSG00000167286', 'ENSG00000167286']
         """
-        return load_named(name, one_to_many=one_to_many)
+        return load_named(name)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> GeneVocab:
@@ -590,15 +592,13 @@ def list_vocabs() -> list[str]:
     return sorted(NAMED_VOCABS)
 
 
-def load_named(name: str, *, one_to_many: str | None = None) -> GeneVocab:
+def load_named(name: str) -> GeneVocab:
     """Return the vocabulary that ships as `name`, see :meth:`scforge.data.GeneVocab.named`. It is read once."""
     if name not in NAMED_VOCABS:
         known = suggest(name, list_vocabs(), "shipped")
         raise OptionError(f"vocab={name!r} is neither a shipped vocabulary nor a file{known}")
-    if one_to_many not in ((None, "drop", "sum") if name == _BOTH else (None,)):
-        raise OptionError(f"one_to_many={one_to_many!r} is no choice for {name!r}; {_BOTH!r} has 'drop' and 'sum'.")
     if name in (_BOTH, _SUMMED):
-        return _orthologs(_SUMMED if one_to_many == "sum" else name)
+        return _orthologs(name)
     return _with_shared_symbols() if name == _SYMBOLS else _annotation(name)
 
 
@@ -819,11 +819,8 @@ def convert_gene_ids(
     >>> adata.var["symbol"].tolist()
     ['CD3D', 'LYZ', 'NKG7']
     """
-    if to not in ("ensembl", "symbol"):
-        raise OptionError(f"to={to!r} is not known (known: 'ensembl', 'symbol')")
-    if isinstance(names, str):
-        raise OptionError(f"names={names!r} is one text; pass a list of names.")
-    result = converted_genes(names, to, species, keep_unknown=keep_unknown)
+    check_choice("to", to, ("ensembl", "symbol"))
+    result = converted_genes(listed_names("names", names), to, species, keep_unknown=keep_unknown)
     if result.unknown or result.ambiguous:
         warn(f"{result} (by the {species} genes of {ANNOTATION}).")
     return result
