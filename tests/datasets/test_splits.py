@@ -149,7 +149,7 @@ def test_rows_of_a_part(tiny_adata: ad.AnnData, pbmc: ad.AnnData) -> None:
 def test_where_nothing_ships_the_rule_needs_the_data() -> None:
     with pytest.raises(OptionError, match="adata=None: no split of 'norman' ships with the package; pass the data set"):
         get_split("norman")
-    with pytest.raises(OptionError, match="version=2 of the split 'pbmc3k' is unknown"):
+    with pytest.raises(OptionError, match="version=2 is not known .known: '1'"):
         get_split("pbmc3k", version=2)
     adata = data_of(donor_id=["a", "a", "b", "c", "d", "e"], cell_type=["x"] * 6)
     assert len(get_split("immune_atlas", adata)) == 6

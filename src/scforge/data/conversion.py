@@ -186,9 +186,9 @@ def convert(
             chunk_size=CHUNK_SIZE,
             obs_columns=[name for name in table if name != SOURCE],
             content_hash=content_hash(genes.hash, [dataset["hash"] for dataset in datasets]),
-            datasets=datasets,  # type: ignore[arg-type]
+            datasets=datasets,
             sources=[
-                {**source, "overlap": gene_map.overlap, "counts_kept": kept / total}  # type: ignore[typeddict-item]
+                {**source, "overlap": gene_map.overlap, "counts_kept": kept / total}
                 for source, gene_map, kept, total in zip(described, maps, scattered.kept, scattered.sums, strict=True)
             ],
             counts_kept=sum(scattered.kept) / sum(scattered.sums),

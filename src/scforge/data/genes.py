@@ -411,19 +411,9 @@ def how_to_convert(kind: str, expected: str) -> str | None:
 
 
 def stream_genes(stream: ChunkReader, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names of a source, array of str, shape (n_genes,).
-
-    Raises
-    ------
-    DataError
-        If it has no such column, or names are missing.
-    """
-    try:
+    """Return the gene names of a source, array of str, shape (n_genes,)."""
+    with _named(stream):
         return names_of(stream.var, gene_key)
-    except DataError as error:
-        if stream.name == "adata":
-            raise
-        raise DataError(f"{stream.name!r}: {error}") from error
 
 
 def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene names") -> None:
@@ -503,8 +493,8 @@ def _named(stream: ChunkReader) -> Iterator[None]:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", ScforgeWarning)
             yield
-    except GeneMismatchError as error:
-        raise GeneMismatchError(f"{prefix}{error}") from error
+    except DataError as error:
+        raise type(error)(f"{prefix}{error}") from error
     for warning in told:
         warn(f"{prefix}{warning.message}", warning.category)
 

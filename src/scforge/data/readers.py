@@ -339,11 +339,7 @@ def open_group(
     else:
         store = LocalStore(name, read_only=mode == "r")
     with reading(repr(name), how="as a zarr folder"):
-        try:
-            return zarr.open_group(store, mode=mode)
-        except FileNotFoundError as error:
-            problem = f"{name!r} is not there, or is no zarr group; check the name."
-            raise MissingFileError(problem) from safe_cause(error)
+        return zarr.open_group(store, mode=mode)
 
 
 # zarrs reads from a store of this name itself, which is much faster.

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Required
+from typing import TYPE_CHECKING, Annotated, Any
 
 import anndata
 import numpy as np
@@ -23,7 +23,6 @@ from pandas.api.types import union_categoricals
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 from scipy import sparse
-from typing_extensions import TypedDict
 
 from scforge._io import put_back
 from scforge.data.cells import CellBlock, CellSource, choose_chunks, column_of
@@ -80,21 +79,6 @@ _ENCODING = {"encoding-type": "annbatch-preshuffled", "encoding-version": "0.1.0
 _AGAIN = "copy the store again, or convert the data again"
 
 
-class _Dataset(TypedDict, total=False):
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
-    n_cells: Required[NonNegativeInt]
-    n_nonzeros: Required[NonNegativeInt]
-    hash: Required[str]
-
-
-class _Source(TypedDict):
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
-    name: str
-    n_cells: NonNegativeInt
-    overlap: float
-    counts_kept: float
-
-
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))
 class StoreInfo:
     """Description of a store, as :func:`scforge.data.convert` writes it; ``print(info)`` shows it.
@@ -138,8 +122,8 @@ class StoreInfo:
     chunk_size: Annotated[int, Field(gt=0, lt=2**31)]
     obs_columns: list[str]
     content_hash: str
-    datasets: list[_Dataset]
-    sources: list[_Source]
+    datasets: list[dict[str, Any]]
+    sources: list[dict[str, Any]]
     counts_kept: Annotated[float, Field(ge=0, le=1)]
     options: dict[str, Any]
     created: str

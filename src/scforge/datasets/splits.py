@@ -166,6 +166,7 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
     (1892, 269, 539)
     """
     card = get_card(name)
+    check_choice("version", version, card.splits or [1])
     if version in card.splits:
         content = resources.files("scforge.datasets").joinpath("splits", f"{name}-v{version}.csv.gz").read_bytes()
         split = _parse(content, name, version, f"{name}-v{version}.csv.gz")
@@ -177,10 +178,6 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
                 )
             check_rule(split, card, adata)
         return split
-    if card.splits or version != 1:
-        raise OptionError(
-            f"version={version!r} of the split {name!r} is unknown; take one of {listing(card.splits or [1])}."
-        )
     if adata is None:
         raise OptionError(
             f"adata=None: no split of {name!r} ships with the package; pass the data set, and the rule of its card "
