@@ -30,7 +30,16 @@ from zarr import storage
 
 from scforge._checks import check_known
 from scforge._io import new_h5, put_back
-from scforge.data.checks import REPAIR, boundary_problem, check_adata, counts_of, index_problem, row_sums, value_problem
+from scforge.data.checks import (
+    REPAIR,
+    boundary_problem,
+    check_adata,
+    check_is_adata,
+    counts_of,
+    index_problem,
+    row_sums,
+    value_problem,
+)
 from scforge.errors import (
     SECRET,
     DataError,
@@ -786,15 +795,6 @@ class StoredAdata:
         """The table of cells."""
         return self._table("obs", "table of cells")
 
-    @property
-    def n_obs(self) -> int:
-        """Number of rows of the table of cells."""
-        with reading(f"the names of the cells (obs) of {self.path!r}", fix=_AGAIN):
-            names = self.file["obs"][self.file["obs"].attrs["_index"]]
-            if not is_array(names) and "values" in names:  # text with a mask of what is missing
-                names = names["values"]
-            return int(names.shape[0]) if is_array(names) else len(self.obs)
-
     def _table(self, name: str, what: str) -> pd.DataFrame:
         import pandas as pd
         from anndata.io import read_elem
@@ -1030,11 +1030,6 @@ class FileStream:
             matrix = opened.matrix(layer)
             self.n_cells, self._n_genes = matrix.shape
             self._var = opened.var
-            if opened.n_obs != self.n_cells:
-                raise DataError(
-                    f"{matrix.place} has {self.n_cells} cells, and the table of cells (obs) {opened.n_obs} rows; "
-                    "write the file again."
-                )
 
     @property
     def var(self) -> pd.DataFrame:
@@ -1054,7 +1049,13 @@ class FileStream:
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Return the table of cells, or some columns of it."""
         with self._place.open() as opened:
-            return chosen_columns(opened.obs, columns, self.name)
+            table = opened.obs
+        if len(table) != self.n_cells:
+            raise DataError(
+                f"{self.name!r} has {self.n_cells} cells, and the table of cells (obs) {len(table)} rows; "
+                "write the file again."
+            )
+        return chosen_columns(table, columns, self.name)
 
     def chunks(self) -> Iterator[tuple[int, sparse.csr_matrix]]:
         """Yield ``(first row, CSR matrix of all genes)``."""
@@ -1283,7 +1284,6 @@ def identity_of(stream: ChunkReader) -> object:
 
 
 def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkReader:
-    from anndata import AnnData
     from mudata import MuData
 
     if isinstance(source, MuData):
@@ -1291,11 +1291,7 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
         adata = source.mod[modality]
         shared = shared_columns(source.obs, str(modality), adata.obs_names, list(adata.obs.columns))
         return AdataStream(adata, layer, shared=shared)
-    if not isinstance(source, AnnData):
-        raise OptionError(
-            f"source is of type {type(source).__name__!r}; "
-            "pass an AnnData, a MuData, the path or URL of h5ad or zarr, or a list of those."
-        )
+    check_is_adata(source, argument="source")
     if modality is not None:
         raise OptionError(f"modality={modality!r} was given for an AnnData, which has no modalities; leave it out.")
     if not source.isbacked:

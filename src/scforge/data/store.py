@@ -65,8 +65,8 @@ TOTAL = "scforge_total"
 SOURCE = "scforge_source"
 """Column of obs that says which source a cell comes from."""
 
-OWN_COLUMNS = (TOTAL, SOURCE, "scforge_check")
-"""Columns of obs that scforge adds; the last one by earlier versions."""
+OWN_COLUMNS = (TOTAL, SOURCE)
+"""Columns of obs that scforge adds."""
 
 DATASET = "dataset_{}"
 """Names of the groups with cells."""
