@@ -30,13 +30,7 @@ REPAIR = "write the file again, or build the matrix anew"
 
 
 def sound_csr(matrix: Any, where: str) -> sparse.csr_matrix:
-    """Return `matrix` as CSR, itself if it is one.
-
-    Raises
-    ------
-    DataError
-        If its parts do not fit together; `where` says in the message what it is, e.g. ``"adata.X"``.
-    """
+    """Return `matrix` as CSR, itself if it is one; raise if its parts do not fit together (`where` says what it is)."""
     if problem := compressed_problem(matrix):
         raise DataError(f"{where} is damaged: {problem}; {REPAIR}.")
     if isinstance(matrix, sparse.csr_matrix) and len(matrix.data) == len(matrix.indices) == matrix.indptr[-1]:
@@ -93,15 +87,7 @@ def row_sums(matrix: sparse.csr_matrix) -> np.ndarray:
 
 
 def log1p_cp10k_rows(counts: sparse.csr_matrix, totals: np.ndarray) -> sparse.csr_matrix:
-    """Return log1p of counts per 10,000 of each cell, a new float32 matrix of the same shape.
-
-    Parameters
-    ----------
-    counts
-        Counts, shape (N, G).
-    totals
-        Total counts of each cell, shape (N,).
-    """
+    """Return log1p of counts per 10,000 of each cell, given its total: a new float32 matrix of the same shape."""
     values = counts.astype(np.float32, copy=True)
     values.data *= np.repeat((TARGET_SUM / totals).astype(np.float32), np.diff(values.indptr))
     np.log1p(values.data, out=values.data)
@@ -114,18 +100,9 @@ def unsound_row(counts: sparse.csr_matrix) -> int:
 
 
 def pick_genes(counts: sparse.csr_matrix, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Keep the columns that have a place, which must ascend with the columns: then no row has to be sorted.
+    """Return boundaries, places (int32) and counts (float32) of sorted rows, of the columns that have a place (not -1).
 
-    Parameters
-    ----------
-    counts
-        Sorted rows.
-    columns
-        New place of each column, or -1, int32.
-
-    Returns
-    -------
-    Row boundaries, int64, shape (B + 1,); places, int32, and counts, float32, shape (Z,).
+    Places must ascend with the columns: then no row has to be sorted.
     """
     indptr = np.empty(len(counts.indptr), dtype=np.int64)
     genes = np.empty(len(counts.indices), dtype=np.int32)
@@ -402,13 +379,9 @@ def names_place(gene_key: str | None) -> str:
 
 
 def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names of `adata` as an array of str, shape (n_vars,).
+    """Return the gene names of `adata` as an array of str, shape (n_vars,), all there.
 
-    Raises
-    ------
-    DataError
-        If ``adata.var`` has no column `gene_key`, or names are missing. Repeated names are no mistake: the counts of
-        their columns are summed when they are mapped.
+    Repeated names are no mistake: the counts of their columns are summed when they are mapped.
     """
     return names_of(adata.var, gene_key)
 

@@ -39,24 +39,8 @@ if TYPE_CHECKING:
 def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) -> sparse.csr_matrix:
     """Return `matrix` with other columns: sorted, those that become one summed, those at -1 left out.
 
-    Parameters
-    ----------
-    matrix
-        Shape (n_cells, n_vars).
-    columns
-        For each column its new place, or -1, integer, shape (n_vars,).
-    n_columns
-        Number of new columns.
-
-    Returns
-    -------
-    Canonical matrix of shape (n_cells, n_columns) without explicit zeros, in the dtype of `matrix`; small integers
-    that are summed become int64.
-
-    Raises
-    ------
-    DataError
-        If the parts of `matrix` do not fit together, or `columns` is of another matrix.
+    `columns` has the new place of each column, shape (n_vars,). The result has shape (n_cells, n_columns), no explicit
+    zeros, and the dtype of `matrix`; small integers that are summed become int64.
     """
     matrix = sound_csr(matrix, "matrix")
     if matrix.shape[1] != len(columns):
@@ -75,17 +59,7 @@ def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) 
 
 
 def warn_summed(names: np.ndarray, columns: np.ndarray, where: str) -> None:
-    """Warn if columns are summed: how many, and which name comes first.
-
-    Parameters
-    ----------
-    names
-        Name of each column, shape (n_vars,).
-    columns
-        Place of each column, shape (n_vars,); -1 where it is not used.
-    where
-        What holds the names, e.g. ``"adata.var_names"``.
-    """
+    """Warn if columns of these names and places (-1: none) are summed: how many, and which name is first."""
     used = np.flatnonzero(columns >= 0)
     _, first = np.unique(columns[used], return_index=True)
     again = np.delete(used, first)
@@ -173,17 +147,6 @@ class GeneMap:
         Where hardly any name is known, because one side has Ensembl ids and the other symbols of the same species, ids
         and symbols are matched by the annotation that ships. Names that differ from a gene of the vocabulary only in
         characters that R replaces by a dot (``HLA.A``, ``NKX6.1``) are taken for it.
-
-        Parameters
-        ----------
-        names
-            Name of each column, shape (n_vars,).
-        vocab
-            The vocabulary.
-
-        Returns
-        -------
-        The map.
         """
         names = [str(name) for name in listed_names("names", names)]
         columns = vocab.gene_indices(names)
@@ -226,17 +189,7 @@ class GeneMap:
         return self.n_matched / self.n_genes
 
     def apply(self, counts: sparse.csr_matrix) -> sparse.csr_matrix:
-        """Return `counts` with vocabulary columns: sorted, duplicates summed, genes outside left out.
-
-        Parameters
-        ----------
-        counts
-            Shape (n_cells, n_vars).
-
-        Returns
-        -------
-        Matrix of shape (n_cells, n_genes) and the dtype of `counts`; small integers that are summed become int64.
-        """
+        """Return `counts` with vocabulary columns, as :func:`sum_columns` does, shape (n_cells, n_genes)."""
         return sum_columns(counts, self.columns, self.n_genes)
 
 
@@ -248,32 +201,10 @@ def map_names(
     var: pd.DataFrame | None = None,
     gene_key: str | None = None,
 ) -> GeneMap:
-    """Map gene names onto a vocabulary.
+    """Map gene names onto a vocabulary; raise if too few genes of it are there, and warn if less than half are.
 
-    Parameters
-    ----------
-    names
-        Gene names of the data, shape (n_vars,).
-    vocab
-        The vocabulary.
-    min_overlap
-        Smallest share of the vocabulary's genes to accept; of an annotation, of which no data set measures all, of the
-        smaller of the two sets.
-    var, gene_key
-        ``adata.var`` and the column in use: when the overlap is too small, the message names a column that fits.
-
-    Raises
-    ------
-    GeneMismatchError
-        If too few genes of the vocabulary are among `names`.
-    OptionError
-        If `min_overlap` is no share.
-
-    Warns
-    -----
-    ScforgeWarning
-        If less than half of the genes are there, if columns are summed because they mean one gene, or if names were
-        matched by the annotation that ships or in spite of R's dots.
+    `min_overlap` is the smallest share of the vocabulary's genes to accept; of an annotation, of which no data set
+    measures all, of the smaller of the two sets. The message names the column of `var` that fits better than `gene_key`.
     """
     check_share("min_overlap", min_overlap)
     gene_map = GeneMap.of(names, vocab)
@@ -417,19 +348,9 @@ def stream_genes(stream: ChunkReader, gene_key: str | None = None) -> np.ndarray
 
 
 def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene names") -> None:
-    """Raise unless sources share genes with the first, as sources do that name them alike.
+    """Raise unless sources, of which the names are given, share genes with the first, as those do that name them alike.
 
-    Parameters
-    ----------
-    names
-        Name of each source, and its gene names.
-    what
-        What they are called in the message.
-
-    Raises
-    ------
-    GeneMismatchError
-        If one shares less than a tenth of its genes, or of those of the first source if they are fewer.
+    That is a tenth of their genes, or of those of the first source if they are fewer; `what` the names are called.
     """
     (first, known), *others = names
     for source, found in others:
@@ -444,15 +365,7 @@ def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene n
 
 
 def union_vocab(streams: Sequence[ChunkReader], gene_key: str | None = None) -> GeneVocab:
-    """Return a vocabulary of all genes of all sources, in the order in which they come.
-
-    Raises
-    ------
-    DataError
-        If gene names cannot be used.
-    GeneMismatchError
-        If sources share hardly any gene, e.g. because one has symbols and the other Ensembl ids.
-    """
+    """Return a vocabulary of all genes of all sources, in the order in which they come."""
     names = [stream_genes(stream, gene_key) for stream in streams]
     check_shared([(stream.name, found) for stream, found in zip(streams, names, strict=True)])
     return GeneVocab(tuple(dict.fromkeys(strip_version(name) for found in names for name in found)))

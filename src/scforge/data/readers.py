@@ -110,24 +110,7 @@ def refusal(error: BaseException) -> tuple[int, str] | None:
 
 @contextlib.contextmanager
 def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
-    """Turn an error of reading into one sentence.
-
-    Parameters
-    ----------
-    what
-        What is read, e.g. ``"'X' of 'cells.h5ad'"``.
-    how
-        As what it is read, e.g. ``"as an h5ad file"``.
-    fix
-        What to do about damage.
-
-    Raises
-    ------
-    MissingFileError
-        If the file is not there.
-    DataError
-        For any other error of reading.
-    """
+    """Turn an error of reading `what` (`how`: as what) into one sentence; `fix` says what to do about damage."""
     try:
         yield
     except ScforgeError:
@@ -196,23 +179,7 @@ def without_query(url: str) -> str:
 def remote_file_system(
     url: str, storage_options: Mapping[str, Any] | None = None, *, asynchronous: bool = False
 ) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a URL and the path on it; no connection is made yet.
-
-    Parameters
-    ----------
-    url
-        Any URL that fsspec knows.
-    storage_options
-        Options of its file system, e.g. ``{"key": ..., "secret": ..., "endpoint_url": ...}`` for S3.
-    asynchronous
-        For use inside an event loop, as zarr does.
-
-    Raises
-    ------
-    OptionError
-        If nothing installed reads such URLs, an option is unknown, or a credential was left out, see
-        :func:`scforge.errors.redacted`.
-    """
+    """Return the file system of a URL, with its options as of fsspec, and the path on it; no connection is made yet."""
     from fsspec.core import url_to_fs
     from fsspec.registry import available_protocols
 
@@ -314,27 +281,7 @@ _MAY_NAME_CODECS = ("zarr.json", ".zarray", ".zmetadata")
 def open_group(
     place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, mode: Any = "r"
 ) -> zarr.Group:
-    """Open a zarr group; what is read behind a URL is read in pieces, each tried several times.
-
-    Parameters
-    ----------
-    place
-        Folder or URL.
-    storage_options
-        See :func:`scforge.data.readers.remote_file_system`.
-    mode
-        As for :func:`zarr.open_group`.
-
-    Raises
-    ------
-    MissingFileError
-        If there is no group.
-    DataError
-        If the server cannot be reached, access is refused, or the metadata cannot be used. Arrays that are opened
-        later raise the same.
-    OptionError
-        If nothing installed reads such URLs.
-    """
+    """Open a zarr group; what is read behind a URL is read in pieces, each tried several times."""
     name = os.fspath(place)
     store: storage.LocalStore | storage.FsspecStore
     if is_url(name):
@@ -549,13 +496,7 @@ class Matrix:
 
     @classmethod
     def of(cls, stored: Any, source: str) -> Matrix:
-        """Recognize how a matrix is stored; `source` names the file in messages.
-
-        Raises
-        ------
-        DataError
-            If it is no matrix of numbers, or its parts do not fit together.
-        """
+        """Recognize how a matrix is stored; `source` names the file in messages."""
         place = f"{stored.name.removeprefix('/')!r} of {source!r}"
         if is_array(stored):
             if stored.shape is None or len(stored.shape) != 2 or stored.dtype.kind not in "biuf":
@@ -761,15 +702,7 @@ class StoredAdata:
 
     @classmethod
     def of(cls, path: str, file: Any, modality: str | None = None) -> StoredAdata:
-        """Check that an open file holds an AnnData, or a MuData with the modality.
-
-        Raises
-        ------
-        DataError
-            If it does not.
-        OptionError
-            If a modality is needed or named in vain.
-        """
+        """Check that an open file holds an AnnData, or a MuData with the modality."""
         if "mod" in file and not is_array(file["mod"]):
             check_modality(modality, list(file["mod"]), path)
             opened: StoredAdata = StoredModality(path, file[f"mod/{modality}"], file, str(modality))
@@ -817,13 +750,7 @@ class StoredAdata:
         return name in self.file and not (is_array(self.file[name]) and self.file[name].shape in (None, ()))
 
     def matrix(self, layer: str | None = None) -> Matrix:
-        """Return a layer, or X if `layer` is None.
-
-        Raises
-        ------
-        DataError
-            If it is not there, or no matrix of numbers.
-        """
+        """Return a layer, or X if `layer` is None."""
         if layer is not None:
             check_known("layer", layer, self.layers, f"the layers of {self.path!r}", fix="layer=None reads X")
         name = "X" if layer is None else f"layers/{layer}"
@@ -844,15 +771,7 @@ class StoredAdata:
 
 @dataclass(frozen=True)
 class StoredModality(StoredAdata):
-    """A modality of a MuData on disk, whose table of cells has the columns of the whole MuData behind its own.
-
-    Attributes
-    ----------
-    whole
-        The open file.
-    modality
-        Name of the modality.
-    """
+    """A modality of a MuData on disk, whose table of cells has the columns of the `whole` MuData behind its own."""
 
     whole: Any
     modality: str
@@ -900,17 +819,7 @@ def chosen_columns(obs: pd.DataFrame, columns: Sequence[str] | None, source: str
 
 
 class AdataStream:
-    """An AnnData in memory, as ``scforge.data.readers.ChunkReader``.
-
-    Parameters
-    ----------
-    adata
-        The AnnData.
-    layer
-        Key in ``adata.layers``; None reads ``adata.X``.
-    shared
-        Further columns of obs, of the MuData that it is a modality of, in the order of its cells.
-    """
+    """An AnnData in memory as a source of cells; `shared` has further columns of obs, of a MuData."""
 
     name = "adata"
 
@@ -1183,23 +1092,12 @@ class ChunkReader(Protocol):
         """Number of counts above zero, about."""
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Return the table of cells (index: their names), or some columns of it.
-
-        Raises
-        ------
-        DataError
-            If there is no such column.
-        """
+        """Return the table of cells (index: their names), or some columns of it."""
 
     def chunks(self) -> Iterator[tuple[int, sparse.csr_matrix]]:
-        """Yield ``(first row, CSR matrix over all genes)``.
+        """Yield ``(first row, CSR matrix over all genes)``, all of whose cells have counts.
 
-        A piece has at most 4,194,304 entries (unless one cell has more) and 65,536 cells, all of which have counts.
-
-        Raises
-        ------
-        DataError
-            If the values are no counts, or the file is damaged.
+        A piece has at most 4,194,304 entries (unless one cell has more) and 65,536 cells.
         """
 
     def fingerprint(self) -> dict[str, int | float | str]:
@@ -1213,41 +1111,11 @@ def open_streams(
     modality: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[ChunkReader]:
-    """Open sources of cells for reading piece by piece.
+    """Open sources of cells for reading piece by piece: one stream a source, of a pattern one a file.
 
-    Parameters
-    ----------
-    source
-        An AnnData in memory or backed by its file; a MuData, or an h5mu file, with `modality`; the path of an h5ad
-        file or of an AnnData-zarr folder; a pattern of paths such as ``"data/*.h5ad"``, whose files are taken in
-        order of their names; a URL that fsspec knows (``s3://``, ``gs://``, ``file://``, ``memory://``); a
-        :class:`scforge.data.CensusQuery`; or a list of those.
-    layer
-        Layer with raw counts; None reads X.
-    modality
-        Modality of a MuData.
-    storage_options
-        Options of the remote file system, e.g. credentials, see :mod:`fsspec`.
-
-    Returns
-    -------
-    One stream a source; of a pattern one a file.
-
-    Raises
-    ------
-    MissingFileError
-        If a file does not exist, or no file fits a pattern.
-    OptionError
-        If a file is named twice, a modality is missing, or `source` is nothing of these.
-    DataError
-        If a file cannot be read.
-
-    Examples
-    --------
-    >>> import scforge
-    >>> (stream,) = open_streams(scforge.datasets.pbmc3k())
-    >>> stream.name, stream.n_cells, len(stream.var)
-    ('adata', 2700, 16634)
+    A source is an AnnData in memory or backed by its file; a MuData, or an h5mu file, with `modality`; the path of an
+    h5ad file or of an AnnData-zarr folder; a pattern of paths, whose files are taken in order of their names; a URL that
+    fsspec knows; a :class:`scforge.data.CensusQuery`; or a list of those.
     """
     places = list(source) if isinstance(source, list | tuple) else [source]
     if not places:

@@ -113,11 +113,6 @@ def joined_obs(streams: Sequence[ChunkReader], columns: Sequence[str] | None) ->
 
     Of several sources the categories of a column are united, ``"scforge_source"`` says where a cell comes from (if it
     is among `columns`, or those are None), and cell names that repeat get the number of their source.
-
-    Raises
-    ------
-    DataError
-        If a source lacks a column, or one holds text where another holds numbers.
     """
     from scforge.data.conversion import check_columns, join_obs
     from scforge.data.store import SOURCE
@@ -167,15 +162,7 @@ def convert_once(
     storage_options: Mapping[str, Any] | None,
     **options: str | None,
 ) -> Path:
-    """Return the path of a store of these sources, after writing it if there is none, or they have changed.
-
-    Raises
-    ------
-    OptionError
-        If `cache` is something else, or a store of other sources.
-    DataError
-        If a source lacks a column.
-    """
+    """Return the path of a store of these sources, after writing it if there is none, or they have changed."""
     from scforge.data.conversion import convert
     from scforge.data.store import is_store
 

@@ -328,21 +328,14 @@ _SETTINGS: dict[str, Any] = {**CODECS, "threading.max_workers": max(1, (os.cpu_c
 class _Store:
     """A store, or another collection of annbatch, whose cells are read by rows.
 
-    Parameters
-    ----------
-    path, obs, storage_options
-        As for :meth:`StoreCells.open`.
-
     Attributes
     ----------
     place
         Path or URL.
     vocab
         The vocabulary of the store, or one of its genes.
-    genes
-        Names of the columns, array of str, shape (S,).
-    measured
-        True for the columns that any source has, bool, shape (S,).
+    genes, measured
+        Names of the columns, and whether any source has them, shape (S,).
     lengths
         Number of entries of each row, unsigned, shape (N,).
     obs
@@ -476,13 +469,7 @@ class _Store:
         return np.concatenate([self._index(dataset, "obs") for dataset in self._datasets])
 
     def batches(self, windows: Iterable[Window]) -> Iterator[tuple[np.ndarray, int, sparse.csr_matrix]]:
-        """Yield rows, number of the draw, and counts (sorted, without zeros) of each batch of each window.
-
-        Raises
-        ------
-        DataError
-            If what is read is damaged.
-        """
+        """Yield rows, number of the draw, and counts (sorted, without zeros) of each batch of each window."""
         told: deque[tuple[np.ndarray, int]] = deque()
 
         def watched() -> Iterator[Window]:

@@ -61,13 +61,7 @@ def read_table(name: str) -> list[list[str]]:
 
 @cache
 def gene_table(species: str) -> GeneTable:
-    """Return all genes of ``"human"`` or ``"mouse"``; read once.
-
-    Raises
-    ------
-    OptionError
-        If the species is another.
-    """
+    """Return all genes of ``"human"`` or ``"mouse"``; read once."""
     check_choice("species", species, SPECIES)
     symbols = {gene: symbol or gene for gene, symbol in read_table(f"{species}_genes")}
     ids: dict[str, tuple[str, ...]] = {}
@@ -603,13 +597,7 @@ def load_named(name: str) -> GeneVocab:
 
 
 def open_vocab(vocab: str | os.PathLike[str] | GeneVocab) -> GeneVocab:
-    """Return a vocabulary given as itself, as a file, or by the name of a shipped one.
-
-    Raises
-    ------
-    OptionError
-        If it is none of these.
-    """
+    """Return a vocabulary given as itself, as a file, or by the name of a shipped one."""
     if isinstance(vocab, GeneVocab):
         return vocab
     if not isinstance(vocab, str | os.PathLike):

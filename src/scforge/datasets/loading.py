@@ -25,23 +25,7 @@ DATA_FOLDER = "SCFORGE_DATA"
 
 
 def find_file(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Return the h5ad file of a data set.
-
-    Parameters
-    ----------
-    name
-        One of :func:`~scforge.datasets.list_cards`.
-    folder
-        Folder that holds ``<name>.h5ad``; None takes the one in the environment variable ``SCFORGE_DATA``. What is
-        embedded is always taken from the package, so that its name means the same data everywhere.
-
-    Raises
-    ------
-    OptionError
-        If there is no card of that name.
-    MissingFileError
-        If the file is not there; the message says how to obtain it.
-    """
+    """Return the h5ad file of a data set: that of the package, in `folder`, or in the one that ``SCFORGE_DATA`` names."""
     card = get_card(name)
     if card.embedded:
         # The package is a folder: its data are read in place everywhere.

@@ -312,17 +312,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
 
 
 def check_rule(split: Split, card: DatasetCard, adata: AnnData) -> None:
-    """Raise :class:`~scforge.errors.DataError` if what the rule of a card holds out whole has cells in two parts.
-
-    Parameters
-    ----------
-    split
-        The split of all cells of `adata`.
-    card
-        Its ``split`` says what is held out: whole groups, or perturbations (in a context).
-    adata
-        The data set.
-    """
+    """Raise if a group, or a perturbation in a context, that the rule of a card holds out has cells in two parts."""
     rule = card.split
     if rule is None or rule.kind == "stratified":
         return
