@@ -204,7 +204,7 @@ def map_names(
     """Map gene names onto a vocabulary; raise if too few genes of it are there, and warn if less than half are.
 
     `min_overlap` is the smallest share of the vocabulary's genes to accept; of an annotation, of which no data set
-    measures all, of the smaller of the two sets. The message names the column of `var` that fits better than `gene_key`.
+    measures all, of the smaller of the two sets. The message names the column of `var` that fits better.
     """
     check_share("min_overlap", min_overlap)
     gene_map = GeneMap.of(names, vocab)

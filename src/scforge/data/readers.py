@@ -1114,8 +1114,8 @@ def open_streams(
     """Open sources of cells for reading piece by piece: one stream a source, of a pattern one a file.
 
     A source is an AnnData in memory or backed by its file; a MuData, or an h5mu file, with `modality`; the path of an
-    h5ad file or of an AnnData-zarr folder; a pattern of paths, whose files are taken in order of their names; a URL that
-    fsspec knows; a :class:`scforge.data.CensusQuery`; or a list of those.
+    h5ad file or of an AnnData-zarr folder; a pattern of paths, whose files are taken in order of their names; a URL
+    that fsspec knows; a :class:`scforge.data.CensusQuery`; or a list of those.
     """
     places = list(source) if isinstance(source, list | tuple) else [source]
     if not places:

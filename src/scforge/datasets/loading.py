@@ -25,7 +25,7 @@ DATA_FOLDER = "SCFORGE_DATA"
 
 
 def find_file(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Return the h5ad file of a data set: that of the package, in `folder`, or in the one that ``SCFORGE_DATA`` names."""
+    """Return the h5ad file of a data set: that of the package, in `folder`, or where ``SCFORGE_DATA`` says."""
     card = get_card(name)
     if card.embedded:
         # The package is a folder: its data are read in place everywhere.
