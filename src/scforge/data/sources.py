@@ -77,26 +77,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger("scforge")
 
 
-def gather(
-    streams: Sequence[ChunkReader], maps: Sequence[GeneMap], vocab: GeneVocab, *, obs: Sequence[str] | None
+def _in_memory(
+    streams: Sequence[ChunkReader], maps: Sequence[GeneMap], vocab: GeneVocab, columns: Sequence[str] | None
 ) -> CellSource:
-    """Read sources into memory, mapped piece by piece, one after the other; None keeps all columns that they share."""
-    table = joined_obs(streams, obs)
-    pieces, totals = [], []
-    for stream, gene_map in zip(streams, maps, strict=True):
-        for _, chunk in stream.chunks():
-            totals.append(row_sums(chunk))
-            mapped = gene_map.apply(chunk)
-            pieces.append(mapped.astype(np.min_scalar_type(int(mapped.data.max(initial=0)))))
-    counts = sparse.vstack(pieces, format="csr")
+    """Read sources into memory, one after the other; of files only pieces are there over all genes."""
+    table = joined_obs(streams, columns)
+    if len(streams) == 1 and isinstance(streams[0], AdataStream):  # as a whole, which is faster
+        counts, totals = maps[0].apply(streams[0].counts), row_sums(streams[0].counts)
+    else:
+        pieces, sums = [], []
+        for stream, gene_map in zip(streams, maps, strict=True):
+            for _, chunk in stream.chunks():
+                sums.append(row_sums(chunk))
+                mapped = gene_map.apply(chunk)
+                pieces.append(mapped.astype(np.min_scalar_type(int(mapped.data.max(initial=0)))))
+        counts, totals = sparse.vstack(pieces, format="csr"), np.concatenate(sums)
     # A gene counts as measured if any source has it.
     measured = np.any([gene_map.measured for gene_map in maps], axis=0)
-    return _in_memory(counts, np.concatenate(totals), measured, vocab, table)
-
-
-def _in_memory(
-    counts: sparse.csr_matrix, totals: np.ndarray, measured: np.ndarray, vocab: GeneVocab, obs: pd.DataFrame
-) -> CellSource:
     return CellSource(
         counts=counts,
         totals=totals,
@@ -104,7 +101,7 @@ def _in_memory(
         counts_kept=float(counts.data.sum(dtype=np.float64) / totals.sum()),
         measured=measured,
         vocab=vocab,
-        obs=obs,
+        obs=table,
     )
 
 
@@ -196,23 +193,19 @@ def _is_fresh(path: Path, streams: Sequence[ChunkReader], options: Mapping[str, 
     stored = [one["name"].rstrip("/").rpartition("/")[2] for one in info.sources]
     given = [stream.name.rstrip("/").rpartition("/")[2] for stream in streams]
     made = {name: info.options.get(name) for name in options}
-    problem = None
     if stored != given:
         problem = f"is a store of {listing(stored)}, not of {listing(given)}"
     elif different := [name for name in options if made[name] != options[name]]:
         name = different[0]
         problem = f"was converted with {name}={made[name]!r}, not {options[name]!r}"
-    fingerprints = [{key: value for key, value in one.items() if key not in _OF_STORE} for one in info.sources]
-    fresh = fingerprints == [stream.fingerprint() for stream in streams]
-    if (
-        problem is None
-        and fresh
-        and read_vocab(open_group(path)).genes != union_vocab(streams, options["gene_key"]).genes
-    ):
+    else:
+        fingerprints = [{key: value for key, value in one.items() if key not in _OF_STORE} for one in info.sources]
+        if fingerprints != [stream.fingerprint() for stream in streams]:
+            return False
+        if read_vocab(open_group(path)).genes == union_vocab(streams, options["gene_key"]).genes:
+            return True
         problem = "was converted over other genes"
-    if problem is not None:
-        raise OptionError(f"cache={str(path)!r} {problem}; name another folder.")
-    return fresh
+    raise OptionError(f"cache={str(path)!r} {problem}; name another folder.")
 
 
 def open_cells(
@@ -316,18 +309,14 @@ def open_cells(
         store = convert_once(source, streams, cache, obs=columns, storage_options=storage_options, **options)
         return _open_store(store, wanted, None, on_disk)
     found, maps = map_streams(streams, wanted, gene_key=gene_key, min_overlap=min_overlap)
-    if len(streams) == 1 and isinstance(streams[0], AdataStream):
-        # As a whole, which is faster than in pieces.
-        counts, measured = streams[0].counts, maps[0].measured
-        table = joined_obs(streams, columns)
-        cells = _in_memory(maps[0].apply(counts), row_sums(counts), measured, found, table)
-    else:
-        if lack := lack_of_memory(streams, memory):
-            raise DataError(
-                f"{lack}; read them from disk: run scforge convert SOURCE -o store.zarr once and open store.zarr, or "
-                'pass cache="store.zarr", which does both.'
-            )
-        cells = gather(streams, maps, found, obs=columns)
+    in_memory = len(streams) == 1 and isinstance(streams[0], AdataStream)
+    if not in_memory and (lack := lack_of_memory(streams, memory)):
+        raise DataError(
+            f"{lack}; read them from disk: run scforge convert SOURCE -o store.zarr once and open store.zarr, or pass "
+            'cache="store.zarr", which does both.'
+        )
+    cells = _in_memory(streams, maps, found, columns)
+    if not in_memory:
         logger.info("Read into memory: %s cells of %s.", f"{len(cells):,}", listing(one.name for one in streams))
     warn_empty(cells.n_expressed)
     warn_counts_outside(cells.counts_kept, found)
@@ -603,33 +592,21 @@ def _mismatch(names: np.ndarray, vocab: GeneVocab, var: pd.DataFrame, gene_key: 
 
 def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.ndarray | None, int | None, str]:
     """Return the sums of the columns, the number of empty cells, and a sentence on where the counts are."""
-    where = _name(layer)
+    places = {"X": "X", **{f"layers/{one}": f"layers[{one!r}]" for one in opened.layers}, "raw/X": "raw"}
+    asked = "X" if layer is None else f"layers/{layer}"
     sums, empty, problem = _summary(matrix)
     if problem is None:
-        return sums, empty, f"{where} holds raw counts"
-    text = f"{where} {problem}, so it is not raw counts"
-    for other in [None, *opened.layers]:
-        if other == layer or (other is None and not opened.has("X")):
-            continue
-        # Whether a layer that was not asked for can be read is of no matter.
+        return sums, empty, f"{places[asked]} holds raw counts"
+    text = f"{places.pop(asked)} {problem}, so it is not raw counts"
+    for place in filter(opened.has, places):
+        # Whether a matrix that was not asked for can be read is of no matter.
         with contextlib.suppress(DataError):
-            sums, empty, found = _summary(opened.matrix(other))
-            if found is None:
-                return sums, empty, f"{text}; {_name(other)} does hold them"
-    if opened.has("raw/X") and _raw_holds_counts(opened):
-        text += "; raw does hold them, which adata.raw.to_adata() makes an AnnData of"
+            sums, empty, problem = _summary(Matrix.of(opened.file[place], opened.path))
+            if problem is None and place == "raw/X":  # over other genes
+                return None, None, f"{text}; raw does hold them, which adata.raw.to_adata() makes an AnnData of"
+            if problem is None:
+                return sums, empty, f"{text}; {places[place]} does hold them"
     return None, None, text
-
-
-def _raw_holds_counts(opened: StoredAdata) -> bool:
-    try:
-        return _summary(Matrix.of(opened.file["raw/X"], opened.path))[2] is None
-    except DataError:
-        return False
-
-
-def _name(layer: str | None) -> str:
-    return "X" if layer is None else f"layers[{layer!r}]"
 
 
 def _summary(matrix: Matrix) -> tuple[np.ndarray, int, str | None]:
