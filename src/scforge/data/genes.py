@@ -399,16 +399,16 @@ def map_streams(
 
 @contextlib.contextmanager
 def _named(stream: ChunkReader) -> Iterator[None]:
-    """Put the name of a file before what is told of its genes, which says ``adata`` whatever the source."""
+    """Put the name of a file before what is said of its genes, which says ``adata`` whatever the source."""
     prefix = "" if stream.name == "adata" else f"{stream.name!r}: "
-    told: list[warnings.WarningMessage] = []
+    warned: list[warnings.WarningMessage] = []
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", ScforgeWarning)
             yield
     except DataError as error:
         raise type(error)(f"{prefix}{error}") from error
-    for warning in told:
+    for warning in warned:
         warn(f"{prefix}{warning.message}", warning.category)
 
 

@@ -116,10 +116,12 @@ def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
     except ScforgeError:
         raise
     except Exception as error:  # noqa: BLE001 -- h5py, zarr, its codecs, anndata, fsspec: of no common family
-        raise _told(error, what, f"read {how}" if how else "read", f"; {fix}" if fix else "") from safe_cause(error)
+        raise _reading_error(error, what, f"read {how}" if how else "read", f"; {fix}" if fix else "") from safe_cause(
+            error
+        )
 
 
-def _told(error: Exception, what: str, read: str, fix: str) -> DataError | MissingFileError:
+def _reading_error(error: Exception, what: str, read: str, fix: str) -> DataError | MissingFileError:
     """Return the one sentence on an error of reading."""
     refused, behind = refusal(error), error.__cause__
     if isinstance(error, PermissionError):
@@ -228,8 +230,8 @@ async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> 
         except _FINAL:
             raise
         except Exception as error:
-            told = refusal(error)
-            if told and (number == TRIES or told[0] not in LATER):
+            refused = refusal(error)
+            if refused and (number == TRIES or refused[0] not in LATER):
                 raise
             if number == TRIES:
                 raise DataError(
