@@ -116,12 +116,10 @@ def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
     except ScforgeError:
         raise
     except Exception as error:  # noqa: BLE001 -- h5py, zarr, its codecs, anndata, fsspec: of no common family
-        raise _reading_error(error, what, f"read {how}" if how else "read", f"; {fix}" if fix else "") from safe_cause(
-            error
-        )
+        raise _reading_error(error, what, how, fix) from safe_cause(error)
 
 
-def _reading_error(error: Exception, what: str, read: str, fix: str) -> DataError | MissingFileError:
+def _reading_error(error: Exception, what: str, how: str, fix: str) -> DataError | MissingFileError:
     """Return the one sentence on an error of reading."""
     refused, behind = refusal(error), error.__cause__
     if isinstance(error, PermissionError):
@@ -135,7 +133,7 @@ def _reading_error(error: Exception, what: str, read: str, fix: str) -> DataErro
     elif isinstance(error, FileNotFoundError):
         return MissingFileError(f"{what} does not exist; check the name.")
     else:
-        problem = f"cannot be {read}: {first_line(error)}{fix}"
+        problem = f"cannot be read{how and f' {how}'}: {first_line(error)}{fix and f'; {fix}'}"
     return DataError(f"{what} {problem}.")
 
 
