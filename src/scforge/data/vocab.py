@@ -261,7 +261,12 @@ class GeneVocab:
         >>> both.decode(both.encode(["CD3D", "Cd3d", "ENSMUSG00000032094", "ENSG00000167286.9"]))
         ['ENSG00000167286', 'ENSG00000167286', 'ENSG00000167286', 'ENSG00000167286']
         """
-        return load_named(name)
+        if name not in NAMED_VOCABS:
+            known = suggest(name, list_vocabs(), "shipped")
+            raise OptionError(f"vocab={name!r} is neither a shipped vocabulary nor a file{known}")
+        if name in (_BOTH, _SUMMED):
+            return _orthologs(name)
+        return _with_shared_symbols() if name == _SYMBOLS else _annotation(name)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> GeneVocab:
@@ -392,8 +397,6 @@ class GeneVocab:
 
         Raises
         ------
-        OptionError
-            If `other` is no vocabulary.
         DataError
             If they share no gene.
 
@@ -406,8 +409,6 @@ class GeneVocab:
         >>> both.genes, both.symbols
         (('ENSG00000090382', 'ENSG00000167286'), ('LYZ', 'CD3D'))
         """
-        if not isinstance(other, GeneVocab):
-            raise OptionError(f"other is of type {type(other).__name__!r}; pass a GeneVocab.")
         shared = other.gene_indices(self.genes) >= 0
         if self.symbols is not None and self.kind != other.kind:
             shared |= other.gene_indices(self.symbols) >= 0
@@ -586,16 +587,6 @@ def list_vocabs() -> list[str]:
     return sorted(NAMED_VOCABS)
 
 
-def load_named(name: str) -> GeneVocab:
-    """Return the vocabulary that ships as `name`, see :meth:`scforge.data.GeneVocab.named`. It is read once."""
-    if name not in NAMED_VOCABS:
-        known = suggest(name, list_vocabs(), "shipped")
-        raise OptionError(f"vocab={name!r} is neither a shipped vocabulary nor a file{known}")
-    if name in (_BOTH, _SUMMED):
-        return _orthologs(name)
-    return _with_shared_symbols() if name == _SYMBOLS else _annotation(name)
-
-
 def open_vocab(vocab: str | os.PathLike[str] | GeneVocab) -> GeneVocab:
     """Return a vocabulary given as itself, as a file, or by the name of a shipped one."""
     if isinstance(vocab, GeneVocab):
@@ -603,7 +594,7 @@ def open_vocab(vocab: str | os.PathLike[str] | GeneVocab) -> GeneVocab:
     if not isinstance(vocab, str | os.PathLike):
         kind = type(vocab).__name__
         raise OptionError(f"vocab is a {kind}; pass a name, a file, or GeneVocab.from_genes(names).")
-    return GeneVocab.from_file(vocab) if Path(vocab).is_file() else load_named(os.fspath(vocab))
+    return GeneVocab.from_file(vocab) if Path(vocab).is_file() else GeneVocab.named(os.fspath(vocab))
 
 
 @cache

@@ -34,7 +34,7 @@ from scforge._io import (
 )
 from scforge.data.cells import Cells, CellSource
 from scforge.data.readers import Location, is_query, is_url, open_streams, table_digest
-from scforge.data.sources import open_cells
+from scforge.data.sources import AUTO, open_cells
 from scforge.data.store import StoreCells, StoreInfo, is_store
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, first_line, warn
 from scforge.estimators.base import CellModel
@@ -571,7 +571,7 @@ def _embed_blocks(
 def _open(model: CellModel, source: Any) -> Cells:
     """Open the cells over the genes of the model."""
     if is_query(source):
-        return open_cells(source, model.vocab)
+        return open_cells(source, model.vocab, cache=AUTO)
     if isinstance(source, list | tuple):
         return open_cells(source, model.vocab, **_setup(model))
     return model._cells(source)
