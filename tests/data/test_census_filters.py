@@ -17,6 +17,7 @@ from scforge.errors import OptionError
         ({"cell type": "a"}, "attr('cell type') == 'a'"),
         ({"in": ["a", "b"]}, "attr('in') in ['a', 'b']"),
         ({"nnz": np.array([1, 2])}, "nnz in [1, 2]"),
+        ({"nnz": [np.int64(1), np.int64(2)], "x": np.bool_(True)}, "(nnz in [1, 2]) and (x == True)"),
         ("nnz > 5 or nnz < 2", "nnz > 5 or nnz < 2"),
     ],
 )

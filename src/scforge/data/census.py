@@ -114,7 +114,7 @@ class CensusQuery:
         """The values that each column may have."""
         filters = self.filters if isinstance(self.filters, Mapping) else {}
         # To Python's own numbers and text, which SOMA's parser knows.
-        return {column: np.atleast_1d(np.asarray(value, dtype=object)).tolist() for column, value in filters.items()}
+        return {column: np.atleast_1d(value).tolist() for column, value in filters.items()}
 
     @property
     def _conditions(self) -> dict[str, str]:
@@ -193,14 +193,13 @@ class SomaStream:
         with _reading(f"obs of {self.name!r}", "check filters and the connection"):
             table = _read_table(self._obs, wanted, value_filter=self.query.value_filter)
             if not len(table):
-                counted = {
-                    name: self._obs.read(column_names=["soma_joinid"], value_filter=condition).concat().num_rows
+                counted = [
+                    f"{name!r} {len(_read_table(self._obs, [], value_filter=condition))}"
                     for name, condition in self.query._conditions.items()
-                }
-                found = ", ".join(f"{name!r} {count}" for name, count in counted.items()) or "nothing"
+                ]
                 raise DataError(
                     f"no cell of {self.name!r} fits filters={self.query.filters!r}: of {self._obs.count} cells, each "
-                    f"filter alone leaves {found}; loosen them."
+                    f"filter alone leaves {', '.join(counted) or 'nothing'}; loosen them."
                 )
         for column, values in filtered.items():
             # Most are typos.
