@@ -347,33 +347,28 @@ def _checked(store: Any, key: str, content: Any) -> Any:
     except (ValueError, RecursionError):
         return content  # zarr cannot read it either, and says so
     for codec in _codecs(described):
-        if str(codec).removeprefix("numcodecs.") not in _CODECS:
+        if codec.removeprefix("numcodecs.") not in _CODECS:
             raise DataError(
-                f"{key!r} of {str(store)!r} names the codec {str(codec)[:100]!r}, which may run code and is not used; "
+                f"{key!r} of {str(store)!r} names the codec {codec[:100]!r}, which may run code and is not used; "
                 "write the data again with a current anndata."
             )
     return content
 
 
-def _codecs(described: Any) -> Iterator[Any]:
+def _codecs(node: Any) -> Iterator[str]:
     """Yield the names of all codecs in the metadata of a node, and in what it has of the nodes below it."""
-    waiting = [described]
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, dict):
-            continue
-        for key in ("codecs", "index_codecs", "filters", "compressor"):
-            found = node.get(key)
-            for codec in found if isinstance(found, list) else [found] if found is not None else []:
-                if isinstance(codec, dict):
-                    yield codec.get("name", codec.get("id"))
-                    yield codec.get("id", codec.get("name"))
-                    waiting.append(codec.get("configuration"))
-                else:
-                    yield codec
-        consolidated = node.get("consolidated_metadata")
-        for below in (node.get("metadata"), consolidated.get("metadata") if isinstance(consolidated, dict) else None):
-            waiting += below.values() if isinstance(below, dict) else []
+    if not isinstance(node, dict):
+        return
+    for key in ("codecs", "index_codecs", "filters", "compressor"):
+        found = node.get(key) or []
+        for codec in found if isinstance(found, list) else [found]:
+            named = codec if isinstance(codec, dict) else {"id": codec}
+            yield from (str(named[name]) for name in ("id", "name") if name in named)
+            yield from _codecs(named.get("configuration"))
+    consolidated = node.get("consolidated_metadata") or {}
+    for below in (node.get("metadata"), consolidated.get("metadata")):
+        for one in below.values() if isinstance(below, dict) else ():
+            yield from _codecs(one)
 
 
 _ENTRY = 12
