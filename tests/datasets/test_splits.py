@@ -115,7 +115,7 @@ def test_only_combinations_are_held_out_in_whatever_order() -> None:
     assert set(genes) <= found["train"]
     assert {len(name) for name in found["test"] - {"control"}} == {3}
     assert not {f"{b}_{a}" for a, _, b in found["test"] - {"control"}} & (found["train"] | found["validation"])
-    with pytest.raises(DataError, match=r"joins two perturbations by '\+'"):
+    with pytest.raises(DataError, match=r"'perturbation \(joined by \+\)' has 0 values to hold out from"):
         make_split(card_with(dataclasses.replace(rule, separator="+")), adata)
 
 

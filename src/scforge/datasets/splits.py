@@ -404,12 +404,8 @@ def _whole_units(rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) 
     known = sorted(units.dropna().unique())
     if rule.separator is not None:
         known = [unit for unit in known if rule.separator in unit.split(_BETWEEN)[0]]
-        if not known:
-            raise DataError(
-                f"no value of {rule.column!r} joins two perturbations by {rule.separator!r}; check how the data name "
-                "combinations."
-            )
-    held = _drawn(known, {part: getattr(rule, part) for part in HELD_OUT}, salt, rule.column)
+    what = rule.column if rule.separator is None else f"{rule.column} (joined by {rule.separator})"
+    held = _drawn(known, {part: getattr(rule, part) for part in HELD_OUT}, salt, what)
     parts = np.array([held.get(u, "train") if isinstance(u, str) else LEFT_OUT for u in units], dtype=object)
     if rule.kind == "perturbations":
         _share_controls(parts, rule, card, adata, salt)
