@@ -181,8 +181,8 @@ class SomaStream:
         if query.gene_key is not None:
             check_known("gene_key", query.gene_key, var.columns, f"var of {self.name!r}")
         self._var_joinids = np.asarray(var["soma_joinid"], dtype=np.int64)
-        self._var = var.drop(columns="soma_joinid").set_index(query.gene_key or best_names(var, vocab), drop=False)
-        self._var.index = self._var.index.astype(str).rename(None)
+        self.var = var.drop(columns="soma_joinid").set_index(query.gene_key or best_names(var, vocab), drop=False)
+        self.var.index = self.var.index.astype(str).rename(None)
 
     def _cells(self) -> tuple[np.ndarray, int | None]:
         """Return the joinids of the cells that fit the filters, and the number of their counts where obs has it."""
@@ -216,11 +216,6 @@ class SomaStream:
     def address(self) -> str:
         """What tells the cells of this query from those of others."""
         return f"soma://{self.name}?{self.query.value_filter}&{self.query.obs}"
-
-    @property
-    def var(self) -> pd.DataFrame:
-        """The table of genes; its index holds their names."""
-        return self._var
 
     @cached_property
     def n_entries(self) -> int:
@@ -263,7 +258,7 @@ class SomaStream:
 
     def fingerprint(self) -> dict[str, int | float | str]:
         """Return what tells this query from others: its cells, its genes, and the release of the Census."""
-        genes = "\0".join(self._var.index).encode()
+        genes = "\0".join(self.var.index).encode()
         return {
             "release": self._release,
             "value_filter": self.query.value_filter or "",
@@ -271,7 +266,7 @@ class SomaStream:
             "cells": hashlib.blake2b(self._joinids.tobytes(), digest_size=16).hexdigest(),
             "genes": hashlib.blake2b(genes, digest_size=16).hexdigest(),
             "n_cells": self.n_cells,
-            "n_genes": len(self._var),
+            "n_genes": len(self.var),
         }
 
 

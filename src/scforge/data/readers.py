@@ -690,17 +690,21 @@ class StoredAdata:
         Path or URL, for messages.
     file
         The open file, or a group in it (h5py or zarr).
+    whole, modality
+        Of a modality of a MuData: the open file, whose table of cells has further columns, and its name.
     """
 
     path: str
     file: Any
+    whole: Any = None
+    modality: str = ""
 
     @classmethod
     def of(cls, path: str, file: Any, modality: str | None = None) -> StoredAdata:
         """Check that an open file holds an AnnData, or a MuData with the modality."""
         if "mod" in file and not is_array(file["mod"]):
             check_modality(modality, list(file["mod"]), path)
-            opened: StoredAdata = StoredModality(path, file[f"mod/{modality}"], file, str(modality))
+            opened = cls(path, file[f"mod/{modality}"], file, str(modality))
         elif modality is not None:
             raise OptionError(f"modality={modality!r} was given but {path!r} has no modalities; leave it out.")
         else:
@@ -720,8 +724,12 @@ class StoredAdata:
 
     @cached_property
     def obs(self) -> pd.DataFrame:
-        """The table of cells."""
-        return self._table("obs", "table of cells")
+        """The table of cells; of a modality with the columns of the whole MuData behind its own."""
+        own = self._table("obs", "table of cells")
+        if self.whole is None:
+            return own
+        whole = StoredAdata(self.path, self.whole).obs
+        return own.join(shared_columns(whole, self.modality, own.index, list(own.columns)))
 
     def _table(self, name: str, what: str) -> pd.DataFrame:
         import pandas as pd
@@ -762,21 +770,6 @@ class StoredAdata:
                 f"genes {len(self.var)} rows; a matrix with cells and as many genes is needed."
             )
         return matrix
-
-
-@dataclass(frozen=True)
-class StoredModality(StoredAdata):
-    """A modality of a MuData on disk, whose table of cells has the columns of the `whole` MuData behind its own."""
-
-    whole: Any
-    modality: str
-
-    @cached_property
-    def obs(self) -> pd.DataFrame:
-        """The table of cells."""
-        own = self._table("obs", "table of cells")
-        whole = StoredAdata(self.path, self.whole).obs
-        return own.join(shared_columns(whole, self.modality, own.index, list(own.columns)))
 
 
 def check_modality(modality: str | None, modalities: Sequence[str], source: str) -> None:
@@ -820,13 +813,8 @@ class AdataStream:
 
     def __init__(self, adata: AnnData, layer: str | None = None, *, shared: pd.DataFrame | None = None) -> None:
         check_adata(adata)
-        self.adata, self._layer, self._shared = adata, layer, shared
+        self.adata, self.var, self._layer, self._shared = adata, adata.var, layer, shared
         self.n_cells: int = adata.n_obs
-
-    @property
-    def var(self) -> pd.DataFrame:
-        """The table of genes."""
-        return self.adata.var
 
     @cached_property
     def counts(self) -> sparse.csr_matrix:
@@ -933,12 +921,7 @@ class FileStream:
         with reading(repr(place.name), fix="write the file again"), place.open() as opened:
             matrix = opened.matrix(layer)
             self.n_cells, self._n_genes = matrix.shape
-            self._var = opened.var
-
-    @property
-    def var(self) -> pd.DataFrame:
-        """The table of genes."""
-        return self._var
+            self.var = opened.var
 
     @cached_property
     def n_entries(self) -> int:
@@ -979,7 +962,7 @@ class BackedStream(FileStream):
 
     def __init__(self, adata: AnnData, layer: str | None = None) -> None:
         super().__init__(Location(str(adata.filename)), layer)
-        self._adata, self._var = adata, adata.var
+        self._adata, self.var = adata, adata.var
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Return the table of cells, or some columns of it."""
@@ -1064,6 +1047,8 @@ class ChunkReader(Protocol):
         Path or URL as given, or ``"adata"``; for messages and to say where a cell comes from.
     n_cells
         Number of cells.
+    var
+        The table of genes; its index holds the ``var_names``.
 
     Examples
     --------
@@ -1077,10 +1062,7 @@ class ChunkReader(Protocol):
 
     name: str
     n_cells: int
-
-    @property
-    def var(self) -> pd.DataFrame:
-        """The table of genes; its index holds the ``var_names``."""
+    var: pd.DataFrame
 
     @property
     def n_entries(self) -> int:
