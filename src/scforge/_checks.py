@@ -103,7 +103,7 @@ def check_share(argument: str, value: Any) -> float:
     return float(value)
 
 
-def check_choice(argument: str, value: Any, known: Iterable[str]) -> str:
+def check_choice(argument: str, value: Any, known: Iterable[object]) -> str:
     """Return `value`, or raise unless it is one of `known`."""
     choices = list(known)
     if value not in choices:

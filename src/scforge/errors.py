@@ -251,7 +251,7 @@ class ModelFileError(ScforgeError, ValueError):
     ...     GeneVocab.from_file("vocab.json")
     ... except ModelFileError as error:
     ...     print(error)
-    'vocab.json' is not an scforge vocabulary file: it has no 'format'.
+    'vocab.json' is not an scforge vocabulary file (format: Field required); copy it again.
     """
 
 

@@ -178,7 +178,7 @@ TUNE = "finetune: {base_model: a, task: b, "
         ("data: {source: s3, paths: a}", "data.source='s3' is not known (known: 'local', 'cellxgene_census')."),
         ("data: {source: cellxgene_census, paths: a}", "data.paths='a' has no use with data.source='cellxgene_census'"),
         ("data: {paths: a, organism: x}", "data.organism='x' has no use without data.source='cellxgene_census'; set "),
-        ("data: {source: cellxgene_census, memory: 1GB}", "data.memory='1GB' has no use without data.source='local'; "),
+        ("data: {source: cellxgene_census, modality: rna}", "data.modality='rna' has no use without data.source="),
         ("data: {source: cellxgene_census, filters: [a]}", "data.filters=['a'] is neither columns with their values"),
         ("data: {paths: a, memory: yes}", "data.memory=True is not an amount of memory"),
         ("data: {paths: a, sampling: {start: 0.5}}", "data.sampling.start=0.5 has no use without balance_key"),

@@ -206,6 +206,8 @@ def test_the_source_that_does_not_fit_is_named(sources, tmp_path):
         ({"memory": "100MB"}, r"memory=0.10GB is too little for 60 cells and 80 genes; give at least 1\.\dGB"),
         ({"seed": -1}, "seed=-1"),
         ({"obs": "group"}, "obs='group' is no list of columns"),
+        ({"obs": 3}, "obs=3 is no list of columns"),
+        ({"min_overlap": "x"}, "min_overlap='x' is not a number from 0 to 1"),
         ({"obs": ["scforge_total"]}, "which scforge adds itself"),
         ({"path": "s3://bucket/s.zarr"}, "is a URL"),
         ({"path": "file"}, "is a file"),

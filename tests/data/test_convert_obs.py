@@ -1,4 +1,5 @@
 import logging
+from unittest.mock import Mock
 
 import anndata as ad
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from scipy import sparse
 
 from scforge.data import convert
+from scforge.data.readers import AdataStream
 from scforge.errors import DataError
 
 
@@ -92,13 +94,18 @@ def test_columns_that_not_all_have_are_left_out_and_told(files, caplog):
             stored(paths, obs=[wanted], overwrite=True)
 
 
-def test_a_column_that_cannot_be_stored(tiny_adata, tmp_path, caplog):
+def test_a_column_that_cannot_be_stored(tiny_adata, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "scforge")
     tiny_adata.obs["when"] = pd.to_datetime("2020-01-01")
     with pytest.raises(DataError, match="'when' of 'adata' holds neither text nor numbers"):
         convert(tiny_adata, tmp_path / "s.zarr", obs=["when"])
     assert convert(tiny_adata, tmp_path / "s.zarr").obs_columns == ["group", "batch"]
     assert "left out: when" in caplog.text
+    tiny_adata.obs["a/b"] = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(AdataStream, "chunks", Mock(side_effect=AssertionError("no cell is read")))
+        with pytest.raises(DataError, match="obs has the column 'a/b', and names in a store hold no slash; rename it"):
+            convert(tiny_adata, tmp_path / "t.zarr")
 
 
 @pytest.mark.filterwarnings("ignore:Observation names are not unique")

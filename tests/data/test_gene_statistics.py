@@ -155,13 +155,12 @@ def test_a_vocabulary_keeps_entropies(vocab, tmp_path):
     assert plain.hash == "eec71c2d1d0d2cfdb1f701d3d2f663de383f49d7fea393a34c1693dcc518fe15"
     plain.save(tmp_path / "old.json")
     old, new = (json.loads((tmp_path / name).read_text()) for name in ("old.json", "vocab.json"))
-    assert (old["format"], new["format"]) == (1, 2)
-    assert "entropies" not in old
+    del old["checksum"], old["entropies"], new["checksum"]
+    (tmp_path / "old.json").write_text(json.dumps(old | {"format": 1}))
     assert GeneVocab.from_file(tmp_path / "old.json").entropies is None
-    del new["checksum"]
     for entropies in ([0.2, 1 / 3, 1.0], "high"):
         (tmp_path / "other.json").write_text(json.dumps(new | {"entropies": entropies}))
-        with pytest.raises(ModelFileError, match="do not fit the hash|'entropies' is not a list of numbers or null"):
+        with pytest.raises(ModelFileError, match="do not fit the hash|entropies: Input should be a valid list"):
             GeneVocab.from_file(tmp_path / "other.json")
     for bad in ([0.1, 0.2], [0.1, 0.2, 1.1], [0.1, -0.2, 1.0], [0.1, np.nan, 1.0]):
         with pytest.raises(DataError, match="entropies h(as 2 entries|olds a value)"):

@@ -50,7 +50,7 @@ def test_mismatches_are_told_with_what_would_fit(tiny_adata, tiny_vocab):
             call()
     tiny_adata.var["holes"] = pd.Series(["x", None] * 40, index=tiny_adata.var_names)
     for key, message in [
-        ("ensemble", "gene_key='ensemble' is not a column of adata.var; did you mean 'ensembl'"),
+        ("ensemble", "gene_key='ensemble' is not in adata.var; did you mean 'ensembl'"),
         ("holes", "40 missing gene names"),
     ]:
         with pytest.raises(DataError, match=message):
@@ -68,7 +68,7 @@ def test_small_overlap_warns_and_smaller_is_an_error():
     with pytest.raises(GeneMismatchError):
         map_names(names, GeneVocab.from_genes([f"g{i}" for i in range(101)]))
     # The genes of a whole annotation are measured against the smaller set.
-    gene_map = map_names(names, GeneVocab.from_genes([f"g{i}" for i in range(1000)]), whole=True)
+    gene_map = map_names(names, GeneVocab.from_genes([f"g{i}" for i in range(1000)], release="all"))
     assert (gene_map.n_matched, gene_map.overlap) == (10, 0.01)
 
 
@@ -112,11 +112,11 @@ def test_choice_among_summed_columns_is_that_of_the_sums(tiny_adata, tiny_vocab,
 def test_species_are_told_apart():
     human, mouse = GeneVocab.named("human_protein_coding"), GeneVocab.named("mouse_protein_coding")
     with pytest.raises(GeneMismatchError, match="mouse Ensembl ids such as .*human_mouse.*takes both"):
-        map_names(np.array(mouse.genes[:500]), human, whole=True)
+        map_names(np.array(mouse.genes[:500]), human)
     with pytest.raises(GeneMismatchError, match="mouse gene symbols such as .*'mouse_protein_coding'"):
-        map_names(np.array(mouse.symbols[:2000]), human, whole=True)
+        map_names(np.array(mouse.symbols[:2000]), human)
     with pytest.raises(GeneMismatchError, match="genes of human need .*'human_protein_coding'"):
-        map_names(np.array(human.symbols[:2000]), mouse, whole=True)
+        map_names(np.array(human.symbols[:2000]), mouse)
     bare = GeneVocab.from_genes(mouse.genes[:500])  # by the annotation, they are of another species, too
     with pytest.raises(GeneMismatchError, match="genes of human need a vocabulary of their species, vocab='human_pro"):
         map_names(np.array(human.symbols[:500]), bare)
@@ -176,7 +176,7 @@ def test_figures(tiny_adata, tiny_vocab):
     assert str(full).endswith("none")
     whole = GeneVocab(tuple(tiny_adata.var_names[:70]), release="some annotation")
     with pytest.warns(ScforgeWarning, match=r"34% of the counts .* outside of the vocabulary .some annotation."):
-        open_cells(tiny_adata, whole, whole_annotation=True)
+        open_cells(tiny_adata, whole)
     open_cells(tiny_adata, GeneVocab.from_genes(whole.genes))
     chosen = select_genes(tiny_adata, within=whole, n_top_genes=60)
     assert chosen.release == "some annotation, from_data"

@@ -73,7 +73,7 @@ def test_a_collection_without_counts(many_adata, tmp_path, value, match):
     write_foreign(tmp_path / "s.zarr", [many_adata[40:80].copy(), adata])
     cells = open_cells(tmp_path / "s.zarr")
     cells.block(np.arange(40))
-    with pytest.raises(DataError, match=rf"X of dataset_1 of .*s\.zarr' holds .*{match}.*raw counts are needed"):
+    with pytest.raises(DataError, match=rf"s\.zarr' holds .*{match}.*raw counts are needed"):
         cells.block(np.arange(40, 80))
 
 
@@ -91,5 +91,5 @@ def test_collections_that_cannot_be_used(many_adata, tmp_path):
             open_cells(tmp_path / f"{len(parts)}.zarr")
     write_foreign(tmp_path / "s.zarr", [small, many_adata[40:80].copy()])
     shutil.rmtree(tmp_path / "s.zarr" / "dataset_1" / "X" / "data" / "c")
-    with pytest.raises(DataError, match="dataset_1 of .* is damaged at cell 0: it has no counts"):
+    with pytest.raises(DataError, match=r"s\.zarr' is damaged: cell 40: it has no counts"):
         open_cells(tmp_path / "s.zarr").block(np.arange(80))

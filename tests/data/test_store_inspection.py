@@ -50,7 +50,7 @@ def test_a_damaged_piece_is_told(folder, part):
     content[len(content) // 2] ^= 4
     path.write_bytes(content)
     inspect_store("s.zarr")
-    with pytest.raises(DataError, match=r"'s\.zarr' is damaged: dataset_0 cannot be read \(.*checksum.*\); copy"):
+    with pytest.raises(DataError, match=r"dataset_0 of the store 's\.zarr' cannot be read: .*checksum.*; copy"):
         inspect_store("s.zarr", verify=True)
     group = zarr.open_group("s.zarr", mode="a")
     content = bytes(group["scforge/vocab"][...]).replace(b"gene11", b"gene1x")
@@ -154,7 +154,7 @@ def test_what_is_no_store(tiny_adata, tmp_path):
     for name, match in {
         "folder": "'.*folder' is a folder without a store",
         "file": "'.*file' is a file, but a store is a folder; scforge convert",
-        "broken": "'.*broken' is no zarr folder",
+        "broken": "'.*broken' cannot be read as a zarr folder",
         "a.zarr": r"'.*a\.zarr' is an AnnData, not a store; scforge convert SOURCE -o STORE",
         "c.zarr": "is a collection of annbatch that scforge has not written",
         "half.zarr": r"'.*half\.zarr' is incomplete: run the same scforge convert again\.",

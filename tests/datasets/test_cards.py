@@ -5,11 +5,10 @@ from pathlib import Path
 
 import anndata as ad
 import pytest
-import yaml
 
 from scforge._io import sha256_of
 from scforge.datasets import check_independent, get_card, list_cards, load
-from scforge.datasets.cards import DatasetCard, SplitRule
+from scforge.datasets.cards import SplitRule
 from scforge.datasets.loading import find_file
 from scforge.errors import DataError, MissingFileError, OptionError
 
@@ -25,7 +24,7 @@ def _no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names() -> None:
     named = {"pbmc3k", "tabula_sapiens", "immune_atlas", "norman", "kang_ctrl_8donor", "sc_mixology"}
     assert named <= set(list_cards()), "recipes use them"
-    with pytest.raises(OptionError, match=r"name='pbmc3' is no data set with a card; did you mean 'pbmc3k'\?"):
+    with pytest.raises(OptionError, match=r"name='pbmc3' is not in the data sets with a card; did you mean 'pbmc3k'\?"):
         get_card("pbmc3")
 
 
@@ -40,10 +39,6 @@ def test_a_card_is_whole(name: str) -> None:
     assert card.split.column in {*card.columns.values()}
     assert not card.how_to_get.endswith(".")
     assert all(get_card(other).shares_cells_with.count(name) == 1 for other in card.shares_cells_with)
-    facts = yaml.safe_load(yaml.safe_dump(card.to_dict()))
-    facts["split"] = SplitRule(**facts["split"])
-    facts["shares_cells_with"] = tuple(facts.get("shares_cells_with", ()))
-    assert DatasetCard(**facts) == card
 
 
 def test_embedded_data_are_those_of_the_card(tmp_path: Path) -> None:
@@ -71,7 +66,7 @@ def test_a_file_is_found_by_the_environment_and_checked(
     tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
     with pytest.raises(DataError, match=r"not the file of the card 'sc_mixology' \(SHA-256 .*; pass verify=False"):
         load("sc_mixology")
-    with pytest.raises(DataError, match="no column 'cell_line' in obs, the labels_key of .*did you mean 'cell_lines'"):
+    with pytest.raises(DataError, match="labels_key='cell_line' is not a column of .*; did you mean 'cell_lines'"):
         load("sc_mixology", verify=False)
     tiny_adata.obs["cell_line"] = tiny_adata.obs["cell_lines"]
     tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
@@ -111,7 +106,7 @@ def test_data_of_one_study_do_not_test_each_other() -> None:
 def test_a_rule_that_says_nothing() -> None:
     rule = SplitRule("groups", "donor", 0.1, 2)
     for change, message in [
-        ({"kind": "random"}, "kind='random' of a split is none of 'stratified'"),
+        ({"kind": "random"}, "kind='random' is not known .known: 'stratified'"),
         ({"test": 0}, "test=0 of a split is neither"),
         ({"validation": 1.5}, "validation=1.5 of a split is neither"),
         ({"kind": "stratified", "test": 2}, "test=2 of a stratified split is not a share"),

@@ -12,7 +12,7 @@ import pytest
 from scforge.datasets import get_card, get_split, list_cards, load, make_split, read_split, write_split
 from scforge.datasets.cards import SplitRule
 from scforge.datasets.splits import Split, check_rule
-from scforge.errors import DataError, MissingFileError, OptionError
+from scforge.errors import DataError, OptionError
 
 SOURCE = Path(__file__).parents[3] / "shared" / "data" / "cells"
 SHIPPED = [name for name in list_cards() if get_card(name).splits]
@@ -115,7 +115,7 @@ def test_only_combinations_are_held_out_in_whatever_order() -> None:
     assert set(genes) <= found["train"]
     assert {len(name) for name in found["test"] - {"control"}} == {3}
     assert not {f"{b}_{a}" for a, _, b in found["test"] - {"control"}} & (found["train"] | found["validation"])
-    with pytest.raises(DataError, match=r"joins two perturbations by '\+'"):
+    with pytest.raises(DataError, match=r"'perturbation \(joined by \+\)' has 0 values to hold out from"):
         make_split(card_with(dataclasses.replace(rule, separator="+")), adata)
 
 
@@ -142,18 +142,18 @@ def test_rows_of_a_part(tiny_adata: ad.AnnData, pbmc: ad.AnnData) -> None:
         get_split("pbmc3k", some)
     with pytest.raises(DataError, match="no cell of adata is in 'test'"):
         split.rows(pbmc[list(split.train)], "test")
-    with pytest.raises(OptionError, match="part='tests' is none of .*; did you mean 'test'?"):
+    with pytest.raises(OptionError, match="part='tests' is not known; did you mean 'test'?"):
         split.rows(pbmc, "tests")
 
 
 def test_where_nothing_ships_the_rule_needs_the_data() -> None:
     with pytest.raises(OptionError, match="adata=None: no split of 'norman' ships with the package; pass the data set"):
         get_split("norman")
-    with pytest.raises(OptionError, match="version=2 of the split 'pbmc3k' is unknown"):
+    with pytest.raises(OptionError, match="version=2 is not known .known: '1'"):
         get_split("pbmc3k", version=2)
     adata = data_of(donor_id=["a", "a", "b", "c", "d", "e"], cell_type=["x"] * 6)
     assert len(get_split("immune_atlas", adata)) == 6
-    with pytest.raises(DataError, match="needs the column 'donor_id' of obs; did you mean 'donor'"):
+    with pytest.raises(DataError, match="column='donor_id' is not in obs; did you mean 'donor'"):
         get_split("immune_atlas", data_of(donor=["a"] * 5))
 
 
@@ -189,8 +189,6 @@ def test_write_and_read_back(tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_split(tmp_path: Path) -> None:
-    with pytest.raises(MissingFileError, match="no.csv.gz' does not exist"):
-        read_split(tmp_path / "no.csv.gz")
     for content in (b"cell,part\n", gzip.compress(b""), gzip.compress(b"cell,parts\na,train\n")):
         (tmp_path / "x.csv.gz").write_bytes(content)
         with pytest.raises(DataError, match="x.csv.gz' .*write it with write_split"):

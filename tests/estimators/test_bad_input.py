@@ -31,7 +31,7 @@ SETUP = [
     ({"categorical_covariate_keys": ["batch"]}, OptionError, "scforge has no covariates, use batch_key."),
     ({"size_factor_key": "group"}, OptionError, "the size of a cell is the sum of its counts, leave it out."),
     ({"labels_key": "zzz"}, DataError, "labels_key='zzz' is not a column of adata.obs (adata.obs has: 'group', 'batch"),
-    ({"gene_key": "ensemble"}, DataError, "gene_key='ensemble' is not a column of adata.var; did you mean 'ensembl'?"),
+    ({"gene_key": "ensemble"}, DataError, "gene_key='ensemble' is not in adata.var; did you mean 'ensembl'?"),
     ({"layer": "count"}, DataError, "'count' is not in adata.layers; did you mean 'counts'? (adata.layers has: 'count"),
 ]
 

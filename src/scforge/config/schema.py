@@ -218,9 +218,9 @@ class DataConfig(Section):
     modality
         Modality of a MuData.
     memory
-        Most memory that local cells may take, e.g. ``"16GB"``.
+        Most memory that cells may take, e.g. ``"16GB"``.
     cache
-        Store that local cells are converted into once, and read from. None converts cells that do not fit into memory,
+        Store that cells are converted into once, and read from. None converts cells that do not fit into memory,
         into ``~/.cache/scforge/stores`` (or ``$XDG_CACHE_HOME``).
     gene_vocab
         ``"from_data"``, a shipped vocabulary such as ``"human_protein_coding"``, or a vocabulary file.
@@ -302,10 +302,10 @@ class DataConfig(Section):
     def _one_column(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
 
-    @field_validator("organism", "filters", "census_version", "uri", "modality", "memory", "cache")
+    @field_validator("organism", "filters", "census_version", "uri", "modality")
     @classmethod
     def _of_its_source(cls, value: Any, info: ValidationInfo) -> Any:
-        local = info.field_name in ("modality", "memory", "cache")
+        local = info.field_name == "modality"
         if value is not None and info.data.get("source", "") == (_CENSUS if local else "local"):
             needed = "local" if local else _CENSUS
             raise ValueError(f"has no use without data.source={needed!r}; set that, or remove the key")

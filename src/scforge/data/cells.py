@@ -12,7 +12,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._constants import TARGET_SUM
-from scforge.data.checks import row_sums, sound_csr
+from scforge.data.checks import canonical, row_sums, sound_csr
 from scforge.data.genes import MIN_OVERLAP, map_names
 from scforge.data.sampling import _mix_keys
 from scforge.data.vocab import GeneVocab
@@ -114,10 +114,7 @@ class CellBlock:
         """
         matrix = sound_csr(matrix, "matrix")
         if not matrix.has_canonical_format or (matrix.data == 0).any():
-            # Repeated entries are summed, which may not fit into e.g. uint8.
-            matrix = matrix.astype(np.int64 if matrix.dtype.kind in "iu" else matrix.dtype, copy=True)
-            matrix.sum_duplicates()
-            matrix.eliminate_zeros()
+            matrix = canonical(matrix)
         sums = row_sums(matrix)
         if totals is not None and np.shape(totals) != sums.shape:
             raise DataError(f"totals has the shape {np.shape(totals)} but there are {len(sums)} cells.")
@@ -313,7 +310,7 @@ class CellSource:
         if self.vocab.genes == vocab.genes:
             return replace(self, vocab=vocab)
         names = np.array(self.vocab.genes, dtype=object).astype(str)
-        gene_map = map_names(names, vocab, min_overlap=min_overlap, whole=not vocab.chosen_from_data)
+        gene_map = map_names(names, vocab, min_overlap=min_overlap)
         counts = gene_map.apply(self.counts)
         measured = gene_map.measured_of(slice(None) if self.measured is None else self.measured)
         return replace(
@@ -381,34 +378,6 @@ def choose_chunks(
     sizes = np.array([len(part) for part in parts])[order]
     enough = np.sort(order[: int(np.searchsorted(np.cumsum(sizes), n)) + 1])
     return choose_rows(n_cells, n, rows=np.concatenate([parts[chunk] for chunk in enough]), seed=seed)
-
-
-class ChunkedCells(Cells, Protocol):
-    """Cells that are read in chunks, from disk or over the network."""
-
-    @property
-    def chunk_size(self) -> int:
-        """Cells of a chunk."""
-
-    @property
-    def obs(self) -> pd.DataFrame:
-        """Annotations of the cells, shape (N, columns)."""
-
-
-def sample_chunks(cells: ChunkedCells, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-    """Return at most `n` random cells (of those at `rows`) in memory, drawn as chunks, which are read in one go."""
-    chosen = choose_chunks(len(cells), n, cells.chunk_size, rows=rows, seed=seed)
-    block, vocab = cells.block(chosen), cells.vocab
-    assert vocab is not None
-    return CellSource(
-        sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=(len(block), vocab.n_genes)),
-        block.totals,
-        overlap=cells.overlap,
-        counts_kept=cells.counts_kept,
-        measured=cells.measured,
-        vocab=vocab,
-        obs=cells.obs.iloc[chosen],
-    )
 
 
 def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:

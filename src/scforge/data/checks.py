@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import weakref
 import zlib
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -12,6 +13,7 @@ import numba
 import numpy as np
 from scipy import sparse
 
+from scforge._checks import check_known
 from scforge._constants import TARGET_SUM
 from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
 
@@ -28,18 +30,20 @@ REPAIR = "write the file again, or build the matrix anew"
 
 
 def sound_csr(matrix: Any, where: str) -> sparse.csr_matrix:
-    """Return `matrix` as CSR, itself if it is one.
-
-    Raises
-    ------
-    DataError
-        If its parts do not fit together; `where` says in the message what it is, e.g. ``"adata.X"``.
-    """
+    """Return `matrix` as CSR, itself if it is one; raise if its parts do not fit together (`where` says what it is)."""
     if problem := compressed_problem(matrix):
         raise DataError(f"{where} is damaged: {problem}; {REPAIR}.")
     if isinstance(matrix, sparse.csr_matrix) and len(matrix.data) == len(matrix.indices) == matrix.indptr[-1]:
         return matrix
     return sparse.csr_matrix(matrix)
+
+
+def canonical(matrix: sparse.csr_matrix) -> sparse.csr_matrix:
+    """Return a copy with sorted rows, without zeros, and with repeated entries summed (of integers as int64)."""
+    matrix = matrix.astype(np.int64 if matrix.dtype.kind in "iu" else matrix.dtype, copy=True)
+    matrix.sum_duplicates()
+    matrix.eliminate_zeros()
+    return matrix
 
 
 def compressed_problem(matrix: Any) -> str | None:
@@ -83,15 +87,7 @@ def row_sums(matrix: sparse.csr_matrix) -> np.ndarray:
 
 
 def log1p_cp10k_rows(counts: sparse.csr_matrix, totals: np.ndarray) -> sparse.csr_matrix:
-    """Return log1p of counts per 10,000 of each cell, a new float32 matrix of the same shape.
-
-    Parameters
-    ----------
-    counts
-        Counts, shape (N, G).
-    totals
-        Total counts of each cell, shape (N,).
-    """
+    """Return log1p of counts per 10,000 of each cell, given its total: a new float32 matrix of the same shape."""
     values = counts.astype(np.float32, copy=True)
     values.data *= np.repeat((TARGET_SUM / totals).astype(np.float32), np.diff(values.indptr))
     np.log1p(values.data, out=values.data)
@@ -104,18 +100,9 @@ def unsound_row(counts: sparse.csr_matrix) -> int:
 
 
 def pick_genes(counts: sparse.csr_matrix, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Keep the columns that have a place, which must ascend with the columns: then no row has to be sorted.
+    """Return boundaries, places (int32) and counts (float32) of sorted rows, of the columns that have a place (not -1).
 
-    Parameters
-    ----------
-    counts
-        Sorted rows.
-    columns
-        New place of each column, or -1, int32.
-
-    Returns
-    -------
-    Row boundaries, int64, shape (B + 1,); places, int32, and counts, float32, shape (Z,).
+    Places must ascend with the columns: then no row has to be sorted.
     """
     indptr = np.empty(len(counts.indptr), dtype=np.int64)
     genes = np.empty(len(counts.indices), dtype=np.int32)
@@ -191,6 +178,15 @@ def check_adata(adata: Any, *, argument: str = "adata") -> None:
         raise DataError(f"{argument} was read lazily and is not in memory; load it with {argument}.to_memory() first.")
 
 
+def listed_columns(obs: Any) -> list[str] | None:
+    """Return names of columns of obs as a list, None as it is; raise if they are one text, or no list."""
+    if obs is None:
+        return None
+    if isinstance(obs, str) or not isinstance(obs, Iterable):
+        raise OptionError(f"obs={obs!r} is no list of columns; give e.g. obs=['cell_type'].")
+    return list(obs)
+
+
 def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
     """Raise unless `key` is None or a column of ``adata.obs``; one of batches holds no measurement."""
     if key is None:
@@ -205,19 +201,15 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
             f"{argument}={key!r} is not a column of adata.obs{did_you_mean(key, columns)} "
             f"(adata.obs has: {listing(columns)})"
         )
-    if argument == "batch_key" and adata.obs[key].dtype.kind == "f":
+    if argument == "batch_key":
         values = adata.obs[key].dropna()
-        fractional = values[values % 1 != 0]
-        if len(fractional) and values.nunique() > max(_FEW_VALUES, len(values) // 2):
+        measured = values.dtype.kind == "f" and (values % 1 != 0).any()
+        if (measured and values.nunique() > max(_FEW_VALUES, len(values) // 2)) or names_each_cell(adata.obs[key]):
             raise DataError(
-                f"batch_key={key!r} holds {values.nunique():,} different numbers (first: {fractional.iloc[0]:g}), "
-                "which are no batches; choose another column, or make categories of them, e.g. with pandas.cut."
+                f"batch_key={key!r} has {values.nunique():,} different values in {adata.n_obs:,} cells (first: "
+                f"{values.iloc[0]!s}), which are no batches; choose another column, leave it out, or make categories "
+                "of numbers, e.g. with pandas.cut."
             )
-    if argument == "batch_key" and names_each_cell(adata.obs[key]):
-        raise DataError(
-            f"batch_key={key!r} has another value for each of the {adata.n_obs:,} cells (first: "
-            f"{str(adata.obs[key].iloc[0])!r}), which are no batches; choose another column, or leave it out."
-        )
 
 
 def names_each_cell(column: pd.Series) -> bool:
@@ -327,12 +319,7 @@ def _matrix(adata: AnnData, layer: str | None) -> Any:
         if adata.X is None:
             raise DataError(f"adata.X is None; {_where_counts_are(adata, layer)}.")
         return _in_memory(adata.X)
-    if layer not in adata.layers:
-        layers = [key for key in adata.layers if key is not None]
-        raise DataError(
-            f"layer={layer!r} is not in adata.layers{did_you_mean(layer, layers)} "
-            f"(adata.layers has: {listing(layers)}; layer=None reads adata.X)"
-        )
+    check_known("layer", layer, adata.layers, "adata.layers", fix="layer=None reads adata.X")
     return adata.layers[layer]
 
 
@@ -353,11 +340,7 @@ def _as_csr(matrix: Any, where: str) -> sparse.csr_matrix:
     if getattr(matrix, "dtype", None) == np.float16:  # scipy has no sparse matrices of it
         matrix = matrix.astype(np.float32)
     matrix = sound_csr(matrix, where)
-    if not matrix.has_canonical_format:
-        # Repeated entries are summed, which may not fit into e.g. uint8.
-        matrix = matrix.astype(np.int64 if matrix.dtype.kind in "iu" else matrix.dtype, copy=True)
-        matrix.sum_duplicates()
-    return matrix
+    return matrix if matrix.has_canonical_format else canonical(matrix)
 
 
 def value_problem(data: np.ndarray) -> str | None:
@@ -396,13 +379,9 @@ def names_place(gene_key: str | None) -> str:
 
 
 def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names of `adata` as an array of str, shape (n_vars,).
+    """Return the gene names of `adata` as an array of str, shape (n_vars,), all there.
 
-    Raises
-    ------
-    DataError
-        If ``adata.var`` has no column `gene_key`, or names are missing. Repeated names are no mistake: the counts of
-        their columns are summed when they are mapped.
+    Repeated names are no mistake: the counts of their columns are summed when they are mapped.
     """
     return names_of(adata.var, gene_key)
 
@@ -410,16 +389,9 @@ def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
 def names_of(var: pd.DataFrame, gene_key: str | None = None) -> np.ndarray:
     """Return the gene names in a table of genes, as :func:`gene_names` does."""
     where = names_place(gene_key)
-    if gene_key is None:
-        names = var.index
-    elif gene_key in var:
-        names = var[gene_key]
-    else:
-        columns = list(var.columns)
-        raise DataError(
-            f"gene_key={gene_key!r} is not a column of adata.var{did_you_mean(gene_key, columns)} "
-            f"(adata.var has: {listing(columns)})"
-        )
+    if gene_key is not None:
+        check_known("gene_key", gene_key, var.columns, "adata.var")
+    names = var.index if gene_key is None else var[gene_key]
     missing = np.asarray(names.isna())
     if missing.any():
         raise DataError(f"{where} has {int(missing.sum())} missing gene names; fill them or drop those genes.")

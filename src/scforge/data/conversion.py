@@ -24,8 +24,8 @@ from scforge._checks import check_seed
 from scforge._io import check_folder, put_back, swap_in
 from scforge._version import __version__
 from scforge.data.cells import CellBlock, StreamingMedians
-from scforge.data.checks import row_sums
-from scforge.data.genes import MIN_OVERLAP, WARN_OUTSIDE, GeneMap, map_streams
+from scforge.data.checks import listed_columns, row_sums
+from scforge.data.genes import MIN_OVERLAP, GeneMap, map_streams, warn_counts_outside, warn_empty
 from scforge.data.readers import AdataStream, ChunkReader, is_url, open_streams, parse_bytes
 from scforge.data.sampling import ranges
 from scforge.data.store import (
@@ -43,7 +43,7 @@ from scforge.data.store import (
     write_root,
 )
 from scforge.data.vocab import GeneVocab, open_vocab
-from scforge.errors import DataError, OptionError, first_line, warn
+from scforge.errors import DataError, OptionError, first_line
 
 logger = logging.getLogger("scforge")
 
@@ -145,8 +145,7 @@ def convert(
     (2700, 'uint16', ['cell_type'])
     """
     target = _checked_target(path, overwrite)
-    if isinstance(obs, str):
-        raise OptionError(f"obs={obs!r} is no list of columns; give e.g. obs=['cell_type'].")
+    columns = listed_columns(obs)
     seed, n_bytes = check_seed(seed), parse_bytes("memory", memory)
     streams = open_streams(sources, layer=layer, modality=modality, storage_options=storage_options)
     _check_apart(target, streams)
@@ -156,7 +155,11 @@ def convert(
     for stream, gene_map in zip(streams, maps, strict=True):
         told = (stream.name, stream.n_cells, len(gene_map.columns), gene_map.n_matched, genes.n_genes)
         logger.info("%r: %d cells, %d genes; it has %d of the %d genes of the vocabulary.", *told)
-    table = join_obs(streams, obs)
+    table = join_obs(streams, columns)
+    if slashed := [name for name in table if "/" in name]:
+        raise DataError(
+            f"obs has the column {slashed[0]!r}, and names in a store hold no slash; rename it, or name others in obs."
+        )
     size = dataset_size(n_bytes, streams, genes, table)
     with _working_folder(target) as folder, _full_disk(target):
         _check_space(folder, streams, genes.n_genes)
@@ -168,7 +171,9 @@ def convert(
             order[positions] = np.arange(len(table))
         scattered = _Scattered(folder, order, size, genes)
         scattered.read(streams, maps, table, progress=progress)
-        _warn_outside(streams, scattered, genes)
+        warn_empty(scattered.lengths)
+        for stream, kept, total in zip(streams, scattered.kept, scattered.sums, strict=True):
+            warn_counts_outside(kept / total, genes, source=f"{stream.name!r}: ")
         datasets, genes = scattered.write(folder / "store", table, progress=progress)
         info = StoreInfo(
             n_cells=len(table),
@@ -181,9 +186,9 @@ def convert(
             chunk_size=CHUNK_SIZE,
             obs_columns=[name for name in table if name != SOURCE],
             content_hash=content_hash(genes.hash, [dataset["hash"] for dataset in datasets]),
-            datasets=datasets,  # type: ignore[arg-type]
+            datasets=datasets,
             sources=[
-                {**source, "overlap": gene_map.overlap, "counts_kept": kept / total}  # type: ignore[typeddict-item]
+                {**source, "overlap": gene_map.overlap, "counts_kept": kept / total}
                 for source, gene_map, kept, total in zip(described, maps, scattered.kept, scattered.sums, strict=True)
             ],
             counts_kept=sum(scattered.kept) / sum(scattered.sums),
@@ -192,7 +197,7 @@ def convert(
                 "gene_key": gene_key,
                 "modality": modality,
                 "min_overlap": float(min_overlap),
-                "obs": None if obs is None else list(obs),
+                "obs": columns,
                 "memory": n_bytes,
             },
             created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -473,18 +478,6 @@ def _write_dataset(folder: Path, matrix: sparse.csr_matrix, obs: pd.DataFrame, v
             shard_size=_SHARD,
             compressors=(BloscCodec(cname="lz4", clevel=9, shuffle="shuffle"), Crc32cCodec()),
         )
-
-
-def _warn_outside(streams: Sequence[ChunkReader], scattered: _Scattered, vocab: GeneVocab) -> None:
-    """Warn about cells and counts outside of the vocabulary, once all are seen."""
-    if n_empty := int((scattered.lengths == 0).sum()):
-        warn(f"{n_empty} cells express no gene of the vocabulary; their embedding tells nothing.")
-    for stream, kept, total in zip(streams, scattered.kept, scattered.sums, strict=True):
-        if kept < (1 - WARN_OUTSIDE) * total and not vocab.chosen_from_data:
-            warn(
-                f"{stream.name!r}: {1 - kept / total:.0%} of the counts lie in genes outside of the vocabulary "
-                f"({vocab.release})."
-            )
 
 
 def _bar(what: str, n_cells: int, progress: bool) -> Any:

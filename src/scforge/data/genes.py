@@ -39,24 +39,8 @@ if TYPE_CHECKING:
 def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) -> sparse.csr_matrix:
     """Return `matrix` with other columns: sorted, those that become one summed, those at -1 left out.
 
-    Parameters
-    ----------
-    matrix
-        Shape (n_cells, n_vars).
-    columns
-        For each column its new place, or -1, integer, shape (n_vars,).
-    n_columns
-        Number of new columns.
-
-    Returns
-    -------
-    Canonical matrix of shape (n_cells, n_columns) without explicit zeros, in the dtype of `matrix`; small integers
-    that are summed become int64.
-
-    Raises
-    ------
-    DataError
-        If the parts of `matrix` do not fit together, or `columns` is of another matrix.
+    `columns` has the new place of each column, shape (n_vars,). The result has shape (n_cells, n_columns), no explicit
+    zeros, and the dtype of `matrix`; small integers that are summed become int64.
     """
     matrix = sound_csr(matrix, "matrix")
     if matrix.shape[1] != len(columns):
@@ -74,24 +58,8 @@ def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) 
     return mapped
 
 
-def n_summed(columns: np.ndarray) -> int:
-    """Return how many columns are summed into another one, given the place of each (-1: none)."""
-    used = columns[columns >= 0]
-    return len(used) - len(np.unique(used))
-
-
 def warn_summed(names: np.ndarray, columns: np.ndarray, where: str) -> None:
-    """Warn if columns are summed: how many, and which name comes first.
-
-    Parameters
-    ----------
-    names
-        Name of each column, shape (n_vars,).
-    columns
-        Place of each column, shape (n_vars,); -1 where it is not used.
-    where
-        What holds the names, e.g. ``"adata.var_names"``.
-    """
+    """Warn if columns of these names and places (-1: none) are summed: how many, and which name is first."""
     used = np.flatnonzero(columns >= 0)
     _, first = np.unique(columns[used], return_index=True)
     again = np.delete(used, first)
@@ -179,17 +147,6 @@ class GeneMap:
         Where hardly any name is known, because one side has Ensembl ids and the other symbols of the same species, ids
         and symbols are matched by the annotation that ships. Names that differ from a gene of the vocabulary only in
         characters that R replaces by a dot (``HLA.A``, ``NKX6.1``) are taken for it.
-
-        Parameters
-        ----------
-        names
-            Name of each column, shape (n_vars,).
-        vocab
-            The vocabulary.
-
-        Returns
-        -------
-        The map.
         """
         names = [str(name) for name in listed_names("names", names)]
         columns = vocab.gene_indices(names)
@@ -208,7 +165,8 @@ class GeneMap:
     @property
     def n_summed(self) -> int:
         """Number of columns whose counts are summed with those of an earlier column, because they mean one gene."""
-        return n_summed(self.columns)
+        used = self.columns[self.columns >= 0]
+        return len(used) - len(np.unique(used))
 
     @property
     def measured(self) -> np.ndarray:
@@ -231,17 +189,7 @@ class GeneMap:
         return self.n_matched / self.n_genes
 
     def apply(self, counts: sparse.csr_matrix) -> sparse.csr_matrix:
-        """Return `counts` with vocabulary columns: sorted, duplicates summed, genes outside left out.
-
-        Parameters
-        ----------
-        counts
-            Shape (n_cells, n_vars).
-
-        Returns
-        -------
-        Matrix of shape (n_cells, n_genes) and the dtype of `counts`; small integers that are summed become int64.
-        """
+        """Return `counts` with vocabulary columns, as :func:`sum_columns` does, shape (n_cells, n_genes)."""
         return sum_columns(counts, self.columns, self.n_genes)
 
 
@@ -250,41 +198,17 @@ def map_names(
     vocab: GeneVocab,
     *,
     min_overlap: float = MIN_OVERLAP,
-    whole: bool = False,
     var: pd.DataFrame | None = None,
     gene_key: str | None = None,
 ) -> GeneMap:
-    """Map gene names onto a vocabulary.
+    """Map gene names onto a vocabulary; raise if too few genes of it are there, and warn if less than half are.
 
-    Parameters
-    ----------
-    names
-        Gene names of the data, shape (n_vars,).
-    vocab
-        The vocabulary.
-    min_overlap
-        Smallest share of the vocabulary's genes (or, with `whole`, of the smaller of the two sets) to accept.
-    whole
-        The vocabulary is a whole annotation, e.g. all protein-coding genes, of which no data set measures all.
-    var, gene_key
-        ``adata.var`` and the column in use: when the overlap is too small, the message names a column that fits.
-
-    Raises
-    ------
-    GeneMismatchError
-        If too few genes of the vocabulary are among `names`.
-    OptionError
-        If `min_overlap` is no share.
-
-    Warns
-    -----
-    ScforgeWarning
-        If less than half of the genes are there, if columns are summed because they mean one gene, or if names were
-        matched by the annotation that ships or in spite of R's dots.
+    `min_overlap` is the smallest share of the vocabulary's genes to accept; of an annotation, of which no data set
+    measures all, of the smaller of the two sets. The message names the column of `var` that fits better.
     """
     check_share("min_overlap", min_overlap)
     gene_map = GeneMap.of(names, vocab)
-    possible = min(vocab.n_genes, len(names)) if whole else vocab.n_genes
+    possible = vocab.n_genes if vocab.chosen_from_data else min(vocab.n_genes, len(names))
     share = gene_map.n_matched / possible
     where = names_place(gene_key)
     if share < min_overlap or gene_map.n_matched == 0:
@@ -350,11 +274,18 @@ def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[n
     return columns, [f"{len(matched):,} names were matched that R wrote with dots ({', '.join(matched[:2])})"]
 
 
-def warn_counts_outside(kept: float, vocab: GeneVocab) -> None:
+def warn_empty(n_expressed: np.ndarray) -> None:
+    """Warn if cells express no gene of the vocabulary, given the number of each."""
+    if n_empty := int((n_expressed == 0).sum()):
+        total = len(n_expressed)
+        warn(f"{n_empty} of {total} cells express no gene of the vocabulary; their embedding tells nothing.")
+
+
+def warn_counts_outside(kept: float, vocab: GeneVocab, *, source: str = "") -> None:
     """Warn if many counts lie outside of an annotation; of chosen genes that is expected."""
     if kept < 1 - WARN_OUTSIDE and not vocab.chosen_from_data:
         warn(
-            f"{1 - kept:.0%} of the counts lie in genes outside of the vocabulary ({vocab.release}); "
+            f"{source}{1 - kept:.0%} of the counts lie in genes outside of the vocabulary ({vocab.release}); "
             "scforge.data.map_genes(adata, vocab) shows which."
         )
 
@@ -411,35 +342,15 @@ def how_to_convert(kind: str, expected: str) -> str | None:
 
 
 def stream_genes(stream: ChunkReader, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names of a source, array of str, shape (n_genes,).
-
-    Raises
-    ------
-    DataError
-        If it has no such column, or names are missing.
-    """
-    try:
+    """Return the gene names of a source, array of str, shape (n_genes,)."""
+    with _named(stream):
         return names_of(stream.var, gene_key)
-    except DataError as error:
-        if stream.name == "adata":
-            raise
-        raise DataError(f"{stream.name!r}: {error}") from error
 
 
 def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene names") -> None:
-    """Raise unless sources share genes with the first, as sources do that name them alike.
+    """Raise unless sources, of which the names are given, share genes with the first, as those do that name them alike.
 
-    Parameters
-    ----------
-    names
-        Name of each source, and its gene names.
-    what
-        What they are called in the message.
-
-    Raises
-    ------
-    GeneMismatchError
-        If one shares less than a tenth of its genes, or of those of the first source if they are fewer.
+    That is a tenth of their genes, or of those of the first source if they are fewer; `what` the names are called.
     """
     (first, known), *others = names
     for source, found in others:
@@ -454,15 +365,7 @@ def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene n
 
 
 def union_vocab(streams: Sequence[ChunkReader], gene_key: str | None = None) -> GeneVocab:
-    """Return a vocabulary of all genes of all sources, in the order in which they come.
-
-    Raises
-    ------
-    DataError
-        If gene names cannot be used.
-    GeneMismatchError
-        If sources share hardly any gene, e.g. because one has symbols and the other Ensembl ids.
-    """
+    """Return a vocabulary of all genes of all sources, in the order in which they come."""
     names = [stream_genes(stream, gene_key) for stream in streams]
     check_shared([(stream.name, found) for stream, found in zip(streams, names, strict=True)])
     return GeneVocab(tuple(dict.fromkeys(strip_version(name) for found in names for name in found)))
@@ -474,58 +377,38 @@ def map_streams(
     *,
     gene_key: str | None = None,
     min_overlap: float = MIN_OVERLAP,
-    whole: bool | None = None,
 ) -> tuple[GeneVocab, list[GeneMap]]:
-    """Map the genes of each source onto one vocabulary.
+    """Map the genes of each source onto one vocabulary, None that of all their genes, as :func:`map_names` does.
 
-    Parameters
-    ----------
-    streams
-        The sources.
-    vocab
-        The vocabulary; None takes all genes of all sources.
-    gene_key
-        Column of var with the gene names; None reads ``var_names``.
-    min_overlap, whole
-        As for :func:`scforge.data.genes.map_names`; `whole` is None: what the release of the vocabulary tells.
-
-    Raises
-    ------
-    DataError
-        If gene names cannot be used.
-    GeneMismatchError
-        If too few genes of the vocabulary are in a source, or sources share hardly any gene.
-
-    Warns
-    -----
-    ScforgeWarning
-        As :func:`scforge.data.genes.map_names` does, with the name of the source.
+    Errors and warnings have the name of the source.
     """
-    if vocab is None:
-        vocab, min_overlap, whole = union_vocab(streams, gene_key), 0.0, True
-    elif whole is None:
-        whole = not vocab.chosen_from_data
+    check_share("min_overlap", min_overlap)
+    found = union_vocab(streams, gene_key) if vocab is None else vocab
     maps = []
     for stream in streams:
         names = stream_genes(stream, gene_key)
         with _named(stream):
-            mapped = map_names(names, vocab, min_overlap=min_overlap, whole=whole, var=stream.var, gene_key=gene_key)
+            if vocab is None:  # of several sources, one need not have most
+                mapped = GeneMap.of(names, found)
+                warn_summed(names, mapped.columns, names_place(gene_key))
+            else:
+                mapped = map_names(names, found, min_overlap=min_overlap, var=stream.var, gene_key=gene_key)
         maps.append(mapped)
-    return vocab, maps
+    return found, maps
 
 
 @contextlib.contextmanager
 def _named(stream: ChunkReader) -> Iterator[None]:
-    """Put the name of a file before what is told of its genes, which says ``adata`` whatever the source."""
+    """Put the name of a file before what is said of its genes, which says ``adata`` whatever the source."""
     prefix = "" if stream.name == "adata" else f"{stream.name!r}: "
-    told: list[warnings.WarningMessage] = []
+    warned: list[warnings.WarningMessage] = []
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always", ScforgeWarning)
             yield
-    except GeneMismatchError as error:
-        raise GeneMismatchError(f"{prefix}{error}") from error
-    for warning in told:
+    except DataError as error:
+        raise type(error)(f"{prefix}{error}") from error
+    for warning in warned:
         warn(f"{prefix}{warning.message}", warning.category)
 
 
@@ -688,9 +571,7 @@ def map_genes(
     vocab = open_vocab(vocab)
     counts = counts_of(adata, layer)
     names = gene_names(adata, gene_key)
-    gene_map = map_names(
-        names, vocab, min_overlap=min_overlap, whole=not vocab.chosen_from_data, var=adata.var, gene_key=gene_key
-    )
+    gene_map = map_names(names, vocab, min_overlap=min_overlap, var=adata.var, gene_key=gene_key)
     sums = np.asarray(counts.sum(axis=0, dtype=np.float64)).ravel()
     report = overlap_report(names, sums, vocab, gene_map, where=names_place(gene_key), n_top=n_top)
     warn_counts_outside(report.counts_kept, vocab)

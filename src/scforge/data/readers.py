@@ -10,15 +10,9 @@ import glob
 import hashlib
 import json
 import logging
-import lzma
 import os
 import re
-import sys
-import tarfile
-import zipfile
-import zlib
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from http import HTTPStatus
@@ -30,11 +24,22 @@ import numpy as np
 import zarr
 from fsspec.asyn import get_loop, sync
 from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+from fsspec.implementations.local import LocalFileSystem
 from scipy import sparse
 from zarr import storage
 
+from scforge._checks import check_known
 from scforge._io import new_h5, put_back
-from scforge.data.checks import REPAIR, boundary_problem, check_adata, counts_of, index_problem, row_sums, value_problem
+from scforge.data.checks import (
+    REPAIR,
+    boundary_problem,
+    check_adata,
+    check_is_adata,
+    counts_of,
+    index_problem,
+    row_sums,
+    value_problem,
+)
 from scforge.errors import (
     SECRET,
     DataError,
@@ -77,42 +82,8 @@ def parse_bytes(argument: str, value: Any) -> int:
 
 logger = logging.getLogger("scforge")
 
-_LOCAL = (
-    *(OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError),
-    *(AssertionError, ImportError, MemoryError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error),
-)
-"""What h5py, zarr, its codecs, anndata and fsspec raise for missing, odd, damaged or huge parts."""
-
 LATER = {408, 425, 429, *range(500, 600)}
 """Answers of a web server that may be others a little later."""
-
-_CLIENTS = {
-    "aiohttp": ("ClientError",),
-    "anndata._io.specs.registry": ("IORegistryError",),  # a way of storing that this anndata does not know
-    "botocore.exceptions": ("BotoCoreError", "ClientError"),
-    "gcsfs.retry": ("HttpError",),
-    "google.auth.exceptions": ("GoogleAuthError",),
-    "httpx": ("HTTPError",),
-    "httpx2": ("HTTPError",),
-    "requests": ("RequestException",),
-}
-"""Modules of remote stores, and their errors, which are of no common family."""
-
-
-def reading_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of reading, those of the clients that are loaded among them."""
-    return (*_LOCAL, *_clients(*_CLIENTS))
-
-
-def _clients(*modules: str) -> list[type[Exception]]:
-    """Return the errors of those of the modules that are loaded."""
-    return [
-        getattr(sys.modules[module], name)
-        for module in modules
-        if module in sys.modules
-        for name in _CLIENTS[module]
-        if hasattr(sys.modules[module], name)
-    ]
 
 
 def refusal(error: BaseException) -> tuple[int, str] | None:
@@ -121,9 +92,9 @@ def refusal(error: BaseException) -> tuple[int, str] | None:
     fsspec says of most of them that there is no such file, with the true one behind it.
     """
     found: BaseException | None = error
-    while found is not None and not isinstance(getattr(found, "status", None), int):
+    while found is not None and _status(found) is None:
         found = found.__cause__
-    status = getattr(found, "status", 404)
+    status = 404 if found is None else found.status  # type: ignore[attr-defined]
     if status in (404, 410):
         return None
     if status < 400:
@@ -139,50 +110,36 @@ def refusal(error: BaseException) -> tuple[int, str] | None:
 
 @contextlib.contextmanager
 def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
-    """Turn an error of reading into one sentence.
-
-    Parameters
-    ----------
-    what
-        What is read, e.g. ``"'X' of 'cells.h5ad'"``.
-    how
-        As what it is read, e.g. ``"as an h5ad file"``.
-    fix
-        What to do about damage.
-
-    Raises
-    ------
-    MissingFileError
-        If the file is not there.
-    DataError
-        For any other error of reading.
-    """
+    """Turn an error of reading `what` (`how`: as what) into one sentence; `fix` says what to do about damage."""
     try:
         yield
     except ScforgeError:
         raise
-    except FileNotFoundError as error:
-        if told := refusal(error):
-            raise DataError(f"{what} cannot be read: {told[1]}.") from safe_cause(error)
-        behind = error.__cause__
-        lost = isinstance(behind, (TimeoutError, *_clients("aiohttp"))) and not hasattr(behind, "status")
-        if lost and isinstance(behind, Exception):
-            raise DataError(
-                f"{what} cannot be reached ({first_line(behind)}); check the URL and the connection."
-            ) from safe_cause(error)
-        raise MissingFileError(f"{what} does not exist; check the name.") from safe_cause(error)
-    except PermissionError as error:
-        raise DataError(
-            f"{what} may not be read ({first_line(error)}); "
-            "check the permissions, or the credentials in storage_options."
-        ) from safe_cause(error)
-    except TimeoutError as error:
-        raise DataError(f"{what} cannot be reached in time; check the connection and try again.") from safe_cause(error)
-    except reading_errors() as error:
-        if told := refusal(error):
-            raise DataError(f"{what} cannot be read: {told[1]}.") from safe_cause(error)
-        read, tail = (f"read {how}" if how else "read"), (f"; {fix}" if fix else "")
-        raise DataError(f"{what} cannot be {read}: {first_line(error)}{tail}.") from safe_cause(error)
+    except Exception as error:  # noqa: BLE001 -- h5py, zarr, its codecs, anndata, fsspec: of no common family
+        raise _reading_error(error, what, how, fix) from safe_cause(error)
+
+
+def _reading_error(error: Exception, what: str, how: str, fix: str) -> DataError | MissingFileError:
+    """Return the one sentence on an error of reading."""
+    refused, behind = refusal(error), error.__cause__
+    if isinstance(error, PermissionError):
+        problem = f"may not be read ({first_line(error)}); check the permissions, or the credentials in storage_options"
+    elif refused is not None:
+        problem = f"cannot be read: {refused[1]}"
+    elif isinstance(error, TimeoutError) or isinstance(behind, TimeoutError):
+        problem = "cannot be reached in time; check the URL and the connection, and try again"
+    elif isinstance(behind, Exception) and type(behind).__module__.startswith("aiohttp.") and _status(behind) is None:
+        problem = f"cannot be reached ({first_line(behind)}); check the URL and the connection"
+    elif isinstance(error, FileNotFoundError):
+        return MissingFileError(f"{what} does not exist; check the name.")
+    else:
+        problem = f"cannot be read{how and f' {how}'}: {first_line(error)}{fix and f'; {fix}'}"
+    return DataError(f"{what} {problem}.")
+
+
+def _status(error: BaseException) -> int | None:
+    status = getattr(error, "status", None)
+    return status if isinstance(status, int) else None
 
 
 TRIES = 5
@@ -222,23 +179,7 @@ def without_query(url: str) -> str:
 def remote_file_system(
     url: str, storage_options: Mapping[str, Any] | None = None, *, asynchronous: bool = False
 ) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a URL and the path on it; no connection is made yet.
-
-    Parameters
-    ----------
-    url
-        Any URL that fsspec knows.
-    storage_options
-        Options of its file system, e.g. ``{"key": ..., "secret": ..., "endpoint_url": ...}`` for S3.
-    asynchronous
-        For use inside an event loop, as zarr does.
-
-    Raises
-    ------
-    OptionError
-        If nothing installed reads such URLs, an option is unknown, or a credential was left out, see
-        :func:`scforge.errors.redacted`.
-    """
+    """Return the file system of a URL, with its options as of fsspec, and the path on it; no connection is made yet."""
     from fsspec.core import url_to_fs
     from fsspec.registry import available_protocols
 
@@ -279,29 +220,18 @@ def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> Result:
-    """Ask again after errors of the connection.
-
-    Raises
-    ------
-    DataError
-        If the last try fails, too, or access is refused.
-    """
+    """Ask again after errors of the connection; the last one is a :class:`~scforge.errors.DataError`."""
     wait = FIRST_WAIT_S
     for number in range(1, TRIES + 1):
         try:
             return await asyncio.wait_for(ask(), TRY_S)
-        except PermissionError as error:
-            raise DataError(
-                f"{what} may not be read ({first_line(error)}); check the credentials in storage_options."
-            ) from safe_cause(error)
         except _FINAL:
             raise
-        except reading_errors() as error:
-            told = refusal(error)
-            last = number == TRIES
-            if told and (last or told[0] not in LATER):
-                raise DataError(f"{what} cannot be read: {told[1]}.") from safe_cause(error)
-            if last:
+        except Exception as error:
+            refused = refusal(error)
+            if refused and (number == TRIES or refused[0] not in LATER):
+                raise
+            if number == TRIES:
                 raise DataError(
                     f"{what} cannot be reached, tried {number} times ({first_line(error)}); "
                     "check the connection and storage_options, and run this again."
@@ -351,27 +281,7 @@ _MAY_NAME_CODECS = ("zarr.json", ".zarray", ".zmetadata")
 def open_group(
     place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, mode: Any = "r"
 ) -> zarr.Group:
-    """Open a zarr group; what is read behind a URL is read in pieces, each tried several times.
-
-    Parameters
-    ----------
-    place
-        Folder or URL.
-    storage_options
-        See :func:`scforge.data.readers.remote_file_system`.
-    mode
-        As for :func:`zarr.open_group`.
-
-    Raises
-    ------
-    MissingFileError
-        If there is no group.
-    DataError
-        If the server cannot be reached, access is refused, or the metadata cannot be used. Arrays that are opened
-        later raise the same.
-    OptionError
-        If nothing installed reads such URLs.
-    """
+    """Open a zarr group; what is read behind a URL is read in pieces, each tried several times."""
     name = os.fspath(place)
     store: storage.LocalStore | storage.FsspecStore
     if is_url(name):
@@ -385,11 +295,7 @@ def open_group(
     else:
         store = LocalStore(name, read_only=mode == "r")
     with reading(repr(name), how="as a zarr folder"):
-        try:
-            return zarr.open_group(store, mode=mode)
-        except FileNotFoundError as error:
-            problem = f"{name!r} is not there, or is no zarr group; check the name."
-            raise MissingFileError(problem) from safe_cause(error)
+        return zarr.open_group(store, mode=mode)
 
 
 # zarrs reads from a store of this name itself, which is much faster.
@@ -441,58 +347,38 @@ def _checked(store: Any, key: str, content: Any) -> Any:
     except (ValueError, RecursionError):
         return content  # zarr cannot read it either, and says so
     for codec in _codecs(described):
-        if str(codec).removeprefix("numcodecs.") not in _CODECS:
+        if codec.removeprefix("numcodecs.") not in _CODECS:
             raise DataError(
-                f"{key!r} of {str(store)!r} names the codec {str(codec)[:100]!r}, which may run code and is not used; "
+                f"{key!r} of {str(store)!r} names the codec {codec[:100]!r}, which may run code and is not used; "
                 "write the data again with a current anndata."
             )
     return content
 
 
-def _codecs(described: Any) -> Iterator[Any]:
+def _codecs(node: Any) -> Iterator[str]:
     """Yield the names of all codecs in the metadata of a node, and in what it has of the nodes below it."""
-    waiting = [described]
-    while waiting:
-        node = waiting.pop()
-        if not isinstance(node, dict):
-            continue
-        for key in ("codecs", "index_codecs", "filters", "compressor"):
-            found = node.get(key)
-            for codec in found if isinstance(found, list) else [found] if found is not None else []:
-                if isinstance(codec, dict):
-                    yield codec.get("name", codec.get("id"))
-                    yield codec.get("id", codec.get("name"))
-                    waiting.append(codec.get("configuration"))
-                else:
-                    yield codec
-        consolidated = node.get("consolidated_metadata")
-        for below in (node.get("metadata"), consolidated.get("metadata") if isinstance(consolidated, dict) else None):
-            waiting += below.values() if isinstance(below, dict) else []
+    if not isinstance(node, dict):
+        return
+    for key in ("codecs", "index_codecs", "filters", "compressor"):
+        found = node.get(key) or []
+        for codec in found if isinstance(found, list) else [found]:
+            named = codec if isinstance(codec, dict) else {"id": codec}
+            yield from (str(named[name]) for name in ("id", "name") if name in named)
+            yield from _codecs(named.get("configuration"))
+    consolidated = node.get("consolidated_metadata") or {}
+    for below in (node.get("metadata"), consolidated.get("metadata")):
+        for one in below.values() if isinstance(below, dict) else ():
+            yield from _codecs(one)
 
 
-_ENTRY = 8
-"""Bytes of a count in memory: itself, its gene, and what is needed while they are gathered."""
+_ENTRY = 12
+"""Bytes of a count in memory: itself and its gene, twice while pieces become one matrix."""
 
 _CELL = 200
 """Bytes of a cell: its name, its library size, and some columns of obs."""
 
 _UNLIMITED = 2**60
 """What control groups of the first version say where there is no limit is more than this."""
-
-
-def check_memory(streams: Sequence[ChunkReader], memory: int | str | None = None) -> None:
-    """Raise unless the cells fit into `memory`, see :func:`lack_of_memory`.
-
-    Raises
-    ------
-    DataError
-        If they do not.
-    """
-    if lack := lack_of_memory(streams, memory):
-        raise DataError(
-            f"{lack}; read them from disk: run scforge convert SOURCE -o store.zarr once and open store.zarr, or pass "
-            'cache="store.zarr", which does both.'
-        )
 
 
 def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = None) -> str | None:
@@ -573,6 +459,10 @@ _CSC_WINDOW = 8
 """How many pieces of a CSC matrix are gathered in one reading of it, which is all of it: some 800 MB at the most."""
 
 
+_PARTS = ("data", "indices", "indptr")
+"""Parts of a compressed matrix."""
+
+
 def is_array(stored: Any) -> bool:
     """Whether something in an h5ad file or a zarr folder is an array, and no group."""
     return hasattr(stored, "dtype")
@@ -600,16 +490,9 @@ class Matrix:
     place: str
 
     @classmethod
-    def of(cls, stored: Any, source: str | None = None) -> Matrix:
-        """Recognize how a matrix is stored; `source` names the file in messages.
-
-        Raises
-        ------
-        DataError
-            If it is no matrix of numbers, or its parts do not fit together.
-        """
-        name = repr(stored.name.removeprefix("/"))
-        place = f"{name} of {source or stored.file.filename!r}"
+    def of(cls, stored: Any, source: str) -> Matrix:
+        """Recognize how a matrix is stored; `source` names the file in messages."""
+        place = f"{stored.name.removeprefix('/')!r} of {source!r}"
         if is_array(stored):
             if stored.shape is None or len(stored.shape) != 2 or stored.dtype.kind not in "biuf":
                 raise DataError(f"{place} is no matrix of numbers (shape {stored.shape}, {stored.dtype}).")
@@ -618,13 +501,9 @@ class Matrix:
         kind = encoding.removesuffix("_matrix")
         if kind not in ("csr", "csc") or not {"data", "indices", "indptr"} <= set(stored):
             raise DataError(f"{place} is stored as {encoding!r}; a CSR, CSC or dense matrix is needed.")
-        try:
-            n_rows, n_columns = map(int, stored.attrs.get("shape", stored.attrs.get("h5sparse_shape")))
-        except (TypeError, ValueError) as error:
-            raise DataError(f"{place} is damaged: it has no shape of two numbers; {REPAIR}.") from error
-        matrix = cls(stored, kind, (n_rows, n_columns), place)
-        if min(matrix.shape) < 0:
-            matrix._damaged(f"its shape is {matrix.shape}")
+        with reading(f"the shape of {place}", fix=REPAIR):
+            n_cells, n_genes = map(int, stored.attrs.get("shape", stored.attrs.get("h5sparse_shape")))
+        matrix = cls(stored, kind, (n_cells, n_genes), place)
         matrix._check_parts()
         return matrix
 
@@ -634,22 +513,20 @@ class Matrix:
             part = self.stored[name]
             if not is_array(part) or part.shape is None or len(part.shape) != 1 or part.dtype.kind not in kinds:
                 self._damaged(f"{name} is no list of numbers")
-        n_indices = self._parts["indices"].shape[0]
+        n_indices, n_boundaries = (self._parts[name].shape[0] for name in ("indices", "indptr"))
         if self.n_stored != n_indices:
             self._damaged(f"it has {self.n_stored} values and {n_indices} indices")
-        n_boundaries, needed = self._parts["indptr"].shape[0], self._major_minor[0] + 1
-        if n_boundaries != needed:
+        if n_boundaries != (needed := self._major_minor[0] + 1):
             self._damaged(f"it has {n_boundaries} boundaries (indptr) and needs {needed}")
-        first, last = (int(self._read("indptr", place, place + 1)[0]) for place in (0, needed - 1))
-        if first != 0 or last != self.n_stored:
-            self._damaged(f"its boundaries (indptr) run from {first} to {last}, but there are {self.n_stored} entries")
 
     @cached_property
     def _parts(self) -> dict[str, Any]:
         """Data, indices and indptr; the rows of a dense matrix under an empty name."""
-        if self.kind == "dense":
-            return {"": self.stored}
-        return {name: _complete(self.stored[name]) for name in ("data", "indices", "indptr")}
+        parts = {"": self.stored} if self.kind == "dense" else {name: self.stored[name] for name in _PARTS}
+        if isinstance(self.stored, zarr.Group | zarr.Array):
+            # A chunk that is gone is no chunk of zeros.
+            parts = {name: part.with_config({"read_missing_chunks": False}) for name, part in parts.items()}
+        return parts
 
     @property
     def n_stored(self) -> int:
@@ -665,17 +542,16 @@ class Matrix:
         if problem is not None:
             raise DataError(f"{self.place} is damaged: {problem}; {REPAIR}.")
 
-    def _read(self, part: str, start: int, stop: int | None) -> np.ndarray:
+    def _read(self, part: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return a piece of data, indices or indptr, or rows of a dense matrix (`part` is empty)."""
         with reading(f"{part} in {self.place}" if part else self.place):
             return np.asarray(self._parts[part][start:stop])
 
-    def _boundaries(self, start: int = 0, stop: int | None = None, *, first: int | None = 0) -> np.ndarray:
-        """Return some of the boundaries, of which the first is known unless `first` is None."""
-        boundaries = self._read("indptr", start, stop).astype(np.int64)
-        first = int(boundaries[0]) if first is None else first
-        self._damaged(boundary_problem(boundaries, self.n_stored, first=first))
-        self._damaged("a boundary (indptr) is negative" if first < 0 else None)
+    @cached_property
+    def _boundaries(self) -> np.ndarray:
+        """Where each compressed row (or column) begins, and where the last one ends, int64."""
+        boundaries = self._read("indptr").astype(np.int64)
+        self._damaged(boundary_problem(boundaries, self.n_stored))
         return boundaries
 
     def _indices(self, start: int, stop: int) -> np.ndarray:
@@ -683,76 +559,44 @@ class Matrix:
         self._damaged(index_problem(indices, self._major_minor[1]))
         return indices
 
-    def entries(self, size: int = ENTRIES) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Yield all stored entries in the order of the file.
-
-        Yields
-        ------
-        Rows, columns and values, each of shape (k,) with k at most `size` or one dense row.
-        """
-        if self.kind == "dense":
-            step = max(1, size // max(self.shape[1], 1))
-            for start in range(0, self.shape[0], step):
-                block = self._read("", start, start + step)
-                rows, columns = np.nonzero(block)
-                yield rows + start, columns, block[rows, columns]
-            return
-        boundaries = self._boundaries()
-        for start in range(0, int(boundaries[-1]), size):
-            minor, values = self._indices(start, start + size), self._read("data", start, start + size)
-            stop = start + len(values)
-            first = int(np.searchsorted(boundaries, start, side="right")) - 1
-            last = int(np.searchsorted(boundaries, stop, side="left"))
-            inside = np.clip(boundaries[first : last + 1], start, stop)
-            major = np.repeat(np.arange(first, last), np.diff(inside))
-            yield (major, minor, values) if self.kind == "csr" else (minor, major, values)
-
-    def row_chunks(self, size: int = ENTRIES, *, start: int = 0) -> Iterator[tuple[int, sparse.csr_matrix]]:
+    def row_chunks(self, size: int = ENTRIES) -> Iterator[tuple[int, sparse.csr_matrix]]:
         """Yield the cells in order, some rows at a time, as ``(first row, CSR matrix of all columns)``.
 
         A CSC matrix is read once for every eight times `size` entries that it has, because its cells lie scattered
-        over the file.
-
-        Parameters
-        ----------
-        size
-            Most entries of a piece, unless one row has more.
-        start
-            First row. What lies before it is not read, save of a CSC matrix.
+        over the file. `size` is the most entries of a piece, unless one row has more.
         """
         if self.kind == "dense":
             step = min(max(1, size // self.shape[1]), ROWS)
-            for row in range(start, self.shape[0], step):
+            for row in range(0, self.shape[0], step):
                 yield row, sparse.csr_matrix(_sparse_type(self._read("", row, row + step)))
         elif self.kind == "csr":
-            yield from self._csr_chunks(size, start)
+            yield from self._csr_chunks(size)
         else:
-            yield from self._csc_chunks(size, start)
+            yield from self._csc_chunks(size)
 
-    def _csr_chunks(self, size: int, start: int) -> Iterator[tuple[int, sparse.csr_matrix]]:
-        n_cells, n_genes = self.shape
-        last: int | None = None if start else 0
-        while start < n_cells:
-            boundaries = self._boundaries(start, start + ROWS + 1, first=last)
-            stop = _rows_within(boundaries, 0, size)
-            first, last = int(boundaries[0]), int(boundaries[stop])
+    def _csr_chunks(self, size: int) -> Iterator[tuple[int, sparse.csr_matrix]]:
+        boundaries, start = self._boundaries, 0
+        while start < self.shape[0]:
+            stop = rows_within(boundaries, start, size)
+            first, last = int(boundaries[start]), int(boundaries[stop])
             values = _sparse_type(self._read("data", first, last))
-            parts = (values, self._indices(first, last), boundaries[: stop + 1] - first)
-            yield start, sparse.csr_matrix(parts, shape=(stop, n_genes))
-            start += stop
+            parts = (values, self._indices(first, last), boundaries[start : stop + 1] - first)
+            yield start, sparse.csr_matrix(parts, shape=(stop - start, self.shape[1]))
+            start = stop
 
-    def _csc_chunks(self, size: int, start: int) -> Iterator[tuple[int, sparse.csr_matrix]]:
+    def _csc_chunks(self, size: int) -> Iterator[tuple[int, sparse.csr_matrix]]:
         n_cells, n_genes = self.shape
         filled = np.zeros(n_cells, dtype=np.int64)
-        for rows, _, _ in self.entries(size):
-            filled += np.bincount(rows, minlength=n_cells)
+        for start in range(0, int(self._boundaries[-1]), size):
+            filled += np.bincount(self._indices(start, start + size), minlength=n_cells)
         before = np.concatenate([[0], np.cumsum(filled)])
+        start = 0
         while start < n_cells:
-            stop = _rows_within(before, start, _CSC_WINDOW * size)
+            stop = rows_within(before, start, _CSC_WINDOW * size, most=n_cells)
             window = self._csc_rows(size, start, stop, int(before[stop] - before[start]))
             row = start
             while row < stop:
-                after = min(_rows_within(before, row, size), row + ROWS, stop)
+                after = min(rows_within(before, row, size), stop)
                 yield row, sparse.csr_matrix(window[row - start : after - start], shape=(after - row, n_genes))
                 row = after
             start = stop
@@ -762,28 +606,22 @@ class Matrix:
         rows, columns = (np.empty(n_entries, dtype=np.int32) for _ in range(2))
         values = _sparse_type(np.empty(n_entries, dtype=self._parts["data"].dtype))
         filled = 0
-        for all_rows, all_columns, all_values in self.entries(size):
+        for first in range(0, int(self._boundaries[-1]), size):
+            all_rows = self._indices(first, first + size)
             here = np.flatnonzero((all_rows >= start) & (all_rows < stop))
             place = slice(filled, filled + len(here))
+            inside = np.clip(self._boundaries, first, first + len(all_rows))
+            all_columns = np.repeat(np.arange(self.shape[1]), np.diff(inside))
+            all_values = self._read("data", first, first + size)
             rows[place], columns[place], values[place] = all_rows[here] - start, all_columns[here], all_values[here]
             filled += len(here)
         return sparse.csr_matrix((values, (rows, columns)), shape=(stop - start, self.shape[1]))
 
 
-def _complete(stored: Any) -> Any:
-    """Return an array that does not make up what is missing: zarr takes a chunk that is gone for zeros."""
-    if not hasattr(stored, "with_config"):  # of h5py
-        return stored
-    import zarr
-
-    if zarr.config.get("array.read_missing_chunks", None) is None:  # a zarr that has no choice
-        return stored
-    return stored.with_config({"read_missing_chunks": False})
-
-
-def _rows_within(before: np.ndarray, start: int, size: int) -> int:
-    """Return the row up to which there are at most `size` entries from row `start` on, or the next row."""
-    return max(start + 1, int(np.searchsorted(before, before[start] + size, side="right")) - 1)
+def rows_within(before: np.ndarray, start: int, size: int, *, most: int = ROWS) -> int:
+    """Return the row up to which there are at most `size` entries and `most` rows from `start` on, or the next row."""
+    end = int(np.searchsorted(before, before[start] + size, side="right")) - 1
+    return min(max(start + 1, end), start + most)
 
 
 def _sparse_type(values: np.ndarray) -> np.ndarray:
@@ -793,37 +631,20 @@ def _sparse_type(values: np.ndarray) -> np.ndarray:
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
-@contextlib.contextmanager
-def open_h5ad(path: str | os.PathLike[str], modality: str | None = None) -> Iterator[StoredAdata]:
-    """Open an h5ad file, or one modality of an h5mu file, for reading piece by piece.
-
-    Raises
-    ------
-    MissingFileError
-        If there is no such file.
-    DataError
-        If it is no h5ad file, or has no cells or no genes.
-    OptionError
-        If there is no such modality.
-    """
+def check_file(path: str | os.PathLike[str]) -> None:
+    """Raise unless there is a file of that name; the message names the most similar one in the same folder."""
     path = Path(path)
-    if not path.exists():
-        raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(path)}")
-    if not path.is_file():
+    if path.is_file():
+        return
+    if path.exists():
         raise DataError(f"{str(path)!r} is not a file; name an h5ad file.")
-    with contextlib.ExitStack() as opened:
-        with reading(repr(str(path)), how="as an h5ad file"):
-            file = opened.enter_context(h5py.File(path, "r"))
-        yield StoredAdata.of(str(path), file, modality)
+    raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(path)}")
 
 
 def similar_file(path: Path) -> str:
     """Return ``"; did you mean 'x'?"`` for the file with the nearest name in the same folder, or a full stop."""
-    try:
-        # The common ending makes all names alike, so it does not count.
-        others = {other.stem: other.name for other in path.parent.iterdir() if other.suffix == path.suffix}
-    except OSError:  # the folder is not there either
-        return "."
+    # The common ending makes all names alike, so it does not count.
+    others = {other.stem: other.name for other in path.parent.glob(f"*{path.suffix}")}
     near = difflib.get_close_matches(path.stem, others, n=1, cutoff=0.7)
     return f"; did you mean {others[near[0]]!r}?" if near else "."
 
@@ -839,45 +660,24 @@ def write_h5ad(path: str | os.PathLike[str], adata: AnnData) -> None:
         write_elem(file, "/", adata)
 
 
-def checked_chunks(matrix: Matrix, start: int = 0) -> Iterator[tuple[int, sparse.csr_matrix]]:
-    """Yield the rows of a matrix from `start` on, see :meth:`Matrix.row_chunks`, after checking that they are counts.
-
-    Raises
-    ------
-    DataError
-        If a value is no whole number of at least zero, or a cell has no count.
-    """
-    for first, chunk in matrix.row_chunks(start=start):
-        if problem := value_problem(chunk.data):
-            raise DataError(
-                f"{matrix.place} {problem} in the rows from {first} on, but raw counts are needed; "
-                "name the layer that holds them."
-            )
-        totals = row_sums(chunk)
-        if not totals.all():
-            raise DataError(
-                f"{matrix.place} has cells without any count (first: row {first + int((totals == 0).argmax())}); "
-                "remove them with sc.pp.filter_cells(adata, min_counts=1)."
-            )
-        yield first, chunk
-
-
-def estimated_entries(matrix: Matrix) -> int:
-    """Return how many entries above zero a matrix has; of a dense one what its first rows let expect."""
-    if matrix.kind != "dense":
-        return matrix.n_stored
-    _, chunk = next(matrix.row_chunks())
-    return int(np.ceil(chunk.nnz / chunk.shape[0] * matrix.shape[0]))
+def check_chunk(
+    chunk: sparse.csr_matrix,
+    place: str,
+    first: int,
+    *,
+    no_counts: str = "name the layer that holds them",
+    empty: str = "remove them with sc.pp.filter_cells(adata, min_counts=1)",
+) -> None:
+    """Raise unless rows hold counts, and each some; `no_counts` and `empty` say what to do otherwise."""
+    if problem := value_problem(chunk.data):
+        raise DataError(f"{place} {problem} in the rows from {first} on, but raw counts are needed; {no_counts}.")
+    totals = row_sums(chunk)
+    if not totals.all():
+        row = first + int((totals == 0).argmax())
+        raise DataError(f"{place} has cells without any count (first: row {row}); {empty}.")
 
 
 _AGAIN = "write the file again"
-
-
-_NO_TABLES = {
-    "h5py": "cannot be read as an h5ad file: it has no tables obs and var of a current anndata; "
-    "write it again with anndata.read_h5ad(path).write_h5ad(path).",
-    "zarr": "cannot be read as an AnnData: it has no tables obs and var; name a folder that adata.write_zarr has made.",
-}
 
 
 @dataclass(frozen=True)
@@ -890,32 +690,31 @@ class StoredAdata:
         Path or URL, for messages.
     file
         The open file, or a group in it (h5py or zarr).
+    whole, modality
+        Of a modality of a MuData: the open file, whose table of cells has further columns, and its name.
     """
 
     path: str
     file: Any
+    whole: Any = None
+    modality: str = ""
 
     @classmethod
     def of(cls, path: str, file: Any, modality: str | None = None) -> StoredAdata:
-        """Check that an open file holds an AnnData, or a MuData with the modality.
-
-        Raises
-        ------
-        DataError
-            If it does not.
-        OptionError
-            If a modality is needed or named in vain.
-        """
+        """Check that an open file holds an AnnData, or a MuData with the modality."""
         if "mod" in file and not is_array(file["mod"]):
             check_modality(modality, list(file["mod"]), path)
-            opened: StoredAdata = StoredModality(path, file[f"mod/{modality}"], file, str(modality))
+            opened = cls(path, file[f"mod/{modality}"], file, str(modality))
         elif modality is not None:
             raise OptionError(f"modality={modality!r} was given but {path!r} has no modalities; leave it out.")
         else:
             opened = cls(path, file)
         tables = [opened.file.get(name) for name in ("obs", "var")]
         if not all(table is not None and not is_array(table) and "_index" in table.attrs for table in tables):
-            raise DataError(f"{path!r} {_NO_TABLES[type(file).__module__.split('.')[0]]}")
+            raise DataError(
+                f"{path!r} cannot be read as an AnnData: it has no tables obs and var of a current anndata; "
+                "write it again with anndata."
+            )
         return opened
 
     @cached_property
@@ -924,51 +723,13 @@ class StoredAdata:
         return self._table("var", "table of genes")
 
     @cached_property
-    def obs_names(self) -> pd.Index:
-        """Names of the cells."""
-        import pandas as pd
-        from anndata.io import read_elem
-
-        with reading(f"the names of the cells (obs) of {self.path!r}", fix=_AGAIN):
-            names = read_elem(self.file["obs"][self.file["obs"].attrs["_index"]])
-            return pd.Index(np.asarray(names, dtype=object).astype(str))
-
-    @property
-    def n_obs(self) -> int:
-        """Number of rows of the table of cells."""
-        with reading(f"the names of the cells (obs) of {self.path!r}", fix=_AGAIN):
-            names = self.file["obs"][self.file["obs"].attrs["_index"]]
-            if not is_array(names) and "values" in names:  # text with a mask of what is missing
-                names = names["values"]
-            return int(names.shape[0]) if is_array(names) else len(self.obs_names)
-
-    @property
-    def obs_columns(self) -> list[str]:
-        """Names of the columns of obs, in their order."""
-        with reading(f"the table of cells (obs) of {self.path!r}", fix=_AGAIN):
-            return [str(column) for column in self.file["obs"].attrs["column-order"]]
-
-    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Return the table of cells, or some columns of it.
-
-        Raises
-        ------
-        DataError
-            If there is no such column, or it cannot be read.
-        """
-        import pandas as pd
-        from anndata.io import read_elem
-
-        if columns is None:
-            return self._table("obs", "table of cells")
-        if missing := [column for column in columns if column not in self.obs_columns]:
-            raise missing_column(missing[0], self.path, self.obs_columns)
-        group = self.file["obs"]
-        if "__categories" in group:  # of an anndata before 0.8, which kept them apart
-            return self._table("obs", "table of cells")[list(columns)]
-        with reading(f"the table of cells (obs) of {self.path!r}", fix=_AGAIN):
-            read = {column: read_elem(group[column]) for column in columns}
-            return pd.DataFrame(read, index=self.obs_names)
+    def obs(self) -> pd.DataFrame:
+        """The table of cells; of a modality with the columns of the whole MuData behind its own."""
+        own = self._table("obs", "table of cells")
+        if self.whole is None:
+            return own
+        whole = StoredAdata(self.path, self.whole).obs
+        return own.join(shared_columns(whole, self.modality, own.index, list(own.columns)))
 
     def _table(self, name: str, what: str) -> pd.DataFrame:
         import pandas as pd
@@ -992,18 +753,9 @@ class StoredAdata:
         return name in self.file and not (is_array(self.file[name]) and self.file[name].shape in (None, ()))
 
     def matrix(self, layer: str | None = None) -> Matrix:
-        """Return a layer, or X if `layer` is None.
-
-        Raises
-        ------
-        DataError
-            If it is not there, or no matrix of numbers.
-        """
-        if layer is not None and layer not in self.layers:
-            raise DataError(
-                f"layer={layer!r} is not in the layers of {self.path!r}{did_you_mean(layer, self.layers)} "
-                f"(layers: {listing(self.layers)}; layer=None reads X)"
-            )
+        """Return a layer, or X if `layer` is None."""
+        if layer is not None:
+            check_known("layer", layer, self.layers, f"the layers of {self.path!r}", fix="layer=None reads X")
         name = "X" if layer is None else f"layers/{layer}"
         if not self.has(name):
             raw = " or use raw, which adata.raw.to_adata() makes an AnnData of" if self.has("raw/X") else ""
@@ -1020,50 +772,11 @@ class StoredAdata:
         return matrix
 
 
-@dataclass(frozen=True)
-class StoredModality(StoredAdata):
-    """A modality of a MuData on disk, whose table of cells has the columns of the whole MuData behind its own.
-
-    Attributes
-    ----------
-    whole
-        The open file.
-    modality
-        Name of the modality.
-    """
-
-    whole: Any
-    modality: str
-
-    @cached_property
-    def _shared(self) -> pd.DataFrame:
-        """Columns of the MuData's obs for the cells of this modality."""
-        whole = StoredAdata(self.path, self.whole)
-        own = super().obs_columns
-        return shared_columns(whole.obs(), self.modality, self.obs_names, own)
-
-    @property
-    def obs_columns(self) -> list[str]:
-        """Names of the columns of obs: those of the modality, then those of the MuData."""
-        return [*super().obs_columns, *self._shared.columns]
-
-    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Return the table of cells, or some columns of it."""
-        own = super().obs_columns
-        if columns is None:
-            columns = self.obs_columns
-        if missing := [column for column in columns if column not in self.obs_columns]:
-            raise missing_column(missing[0], self.path, self.obs_columns)
-        table = StoredAdata(self.path, self.file).obs([column for column in columns if column in own])
-        return table.join(self._shared[[column for column in columns if column not in own]])[list(columns)]
-
-
 def check_modality(modality: str | None, modalities: Sequence[str], source: str) -> None:
     """Raise unless `modality` is one of those of a MuData."""
     if modality is None:
         raise OptionError(f"{source!r} is a MuData; name a modality with modality= (it has: {listing(modalities)}).")
-    if modality not in modalities:
-        raise OptionError(f"modality={modality!r} is not in {source!r}{suggest(modality, modalities, 'it has')}")
+    check_known("modality", modality, modalities, repr(source), error=OptionError)
 
 
 def shared_columns(obs: pd.DataFrame, modality: str, names: pd.Index, own: Sequence[str]) -> pd.DataFrame:
@@ -1084,38 +797,24 @@ def missing_column(column: str, source: str, columns: Sequence[str]) -> DataErro
     return DataError(f"obs of {source!r} has no column {column!r}{suggest(column, shown, 'it has')}")
 
 
-class AdataStream:
-    """An AnnData in memory, as ``scforge.data.readers.ChunkReader``.
+def chosen_columns(obs: pd.DataFrame, columns: Sequence[str] | None, source: str) -> pd.DataFrame:
+    """Return some columns of a table of cells, all if `columns` is None."""
+    if columns is None:
+        return obs
+    if missing := [column for column in columns if column not in obs]:
+        raise missing_column(missing[0], source, list(obs.columns))
+    return obs[list(columns)]
 
-    Parameters
-    ----------
-    adata
-        The AnnData.
-    layer
-        Key in ``adata.layers``; None reads ``adata.X``.
-    shared
-        Further columns of obs, of the MuData that it is a modality of, in the order of its cells.
-    """
+
+class AdataStream:
+    """An AnnData in memory as a source of cells; `shared` has further columns of obs, of a MuData."""
 
     name = "adata"
 
     def __init__(self, adata: AnnData, layer: str | None = None, *, shared: pd.DataFrame | None = None) -> None:
         check_adata(adata)
-        self.adata, self._layer, self._shared = adata, layer, shared
+        self.adata, self.var, self._layer, self._shared = adata, adata.var, layer, shared
         self.n_cells: int = adata.n_obs
-
-    @classmethod
-    def of_mudata(cls, mdata: Any, modality: str | None, layer: str | None = None) -> AdataStream:
-        """Take one modality of a MuData in memory, with the columns of ``mdata.obs`` behind its own."""
-        check_modality(modality, list(mdata.mod), "mdata")
-        adata = mdata.mod[modality]
-        shared = shared_columns(mdata.obs, str(modality), adata.obs_names, list(adata.obs.columns))
-        return cls(adata, layer, shared=shared)
-
-    @property
-    def var(self) -> pd.DataFrame:
-        """The table of genes."""
-        return self.adata.var
 
     @cached_property
     def counts(self) -> sparse.csr_matrix:
@@ -1133,18 +832,13 @@ class AdataStream:
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Return the table of cells, or some columns of it."""
-        if columns is None:
-            return self._obs
-        if missing := [column for column in columns if column not in self._obs]:
-            raise missing_column(missing[0], self.name, list(self._obs.columns))
-        return self._obs[list(columns)]
+        return chosen_columns(self._obs, columns, self.name)
 
-    def chunks(self, start: int = 0) -> Iterator[tuple[int, sparse.csr_matrix]]:
-        """Yield rows from `start` on, as ``(first row, CSR matrix of all genes)``."""
-        counts = self.counts
+    def chunks(self) -> Iterator[tuple[int, sparse.csr_matrix]]:
+        """Yield ``(first row, CSR matrix of all genes)``."""
+        counts, start = self.counts, 0
         while start < self.n_cells:
-            end = int(np.searchsorted(counts.indptr, counts.indptr[start] + ENTRIES, side="right")) - 1
-            stop = min(max(end, start + 1), start + ROWS)
+            stop = rows_within(counts.indptr, start, ENTRIES)
             yield start, counts[start:stop]
             start = stop
 
@@ -1173,34 +867,47 @@ def table_digest(table: pd.DataFrame) -> str:
     return digest.hexdigest()
 
 
-class Location(Protocol):
-    """Where an AnnData is stored, and how it is opened; `name` is `address` without credentials."""
+class Location:
+    """An AnnData in an h5ad file or a zarr folder, here or behind a URL, or one modality of a MuData there."""
 
-    name: str
-    address: str
+    def __init__(self, address: str, modality: str | None = None, options: Mapping[str, Any] | None = None) -> None:
+        self.name = redacted(address) if is_url(address) else address
+        self.address, self._modality, self._options = address, modality, dict(options or {})
+        self._is_zarr = is_zarr(address, options)
 
-    def open(self) -> AbstractContextManager[StoredAdata]:
-        """Open it for reading."""
+    @contextlib.contextmanager
+    def open(self) -> Iterator[StoredAdata]:
+        """Open it for reading; a file behind a URL through a cache of the blocks used last."""
+        with contextlib.ExitStack() as opened:
+            if self._is_zarr:
+                stored: Any = open_group(self.address, self._options)
+            else:
+                file: Any = self.address
+                with reading(repr(self.name), how="as an h5ad file"):
+                    if is_url(file):
+                        system, path = file_system(file, self._options)
+                        blocks = system.open(path, "rb", block_size=_BLOCK, cache_type="blockcache")
+                        file = persistent(opened.enter_context(blocks), repr(self.name))
+                    else:
+                        check_file(file)
+                    stored = opened.enter_context(h5py.File(file, "r"))
+            yield StoredAdata.of(self.name, stored, self._modality)
 
     def identity(self) -> dict[str, int | float | str]:
-        """Return what changes when the file does."""
-
-
-class H5adLocation:
-    """An h5ad file, or a modality of an h5mu file."""
-
-    def __init__(self, path: Path, modality: str | None = None) -> None:
-        self.path, self.modality = path, modality
-        self.name = self.address = str(path)
-
-    def open(self) -> AbstractContextManager[StoredAdata]:
-        """Open it for reading."""
-        return open_h5ad(self.path, self.modality)
-
-    def identity(self) -> dict[str, int | float | str]:
-        """Return size and time of change."""
-        found = self.path.stat()
-        return {"size": found.st_size, "mtime_ns": found.st_mtime_ns}
+        """Return what changes when it does: size and time of change, or the mark that a file system gives it."""
+        if not self._is_zarr and not is_url(self.address):
+            status = Path(self.address).stat()
+            return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
+        system, path = file_system(self.address, self._options)
+        with reading(repr(self.name)):
+            if not self._is_zarr:
+                found = system.info(path)
+                return {"size": int(found["size"]), "mark": _mark(found)}
+            digest, size = hashlib.blake2b(digest_size=16), 0
+            for name, found in sorted(system.find(path, detail=True).items()):
+                size += int(found["size"])
+                digest.update(f"{name.removeprefix(path)}\0{found['size']}\0{_mark(found)}\n".encode())
+        return {"size": size, "files": digest.hexdigest()}
 
 
 class FileStream:
@@ -1214,33 +921,36 @@ class FileStream:
         with reading(repr(place.name), fix="write the file again"), place.open() as opened:
             matrix = opened.matrix(layer)
             self.n_cells, self._n_genes = matrix.shape
-            self._var = opened.var
-            if opened.n_obs != self.n_cells:
-                raise DataError(
-                    f"{matrix.place} has {self.n_cells} cells, and the table of cells (obs) {opened.n_obs} rows; "
-                    "write the file again."
-                )
-
-    @property
-    def var(self) -> pd.DataFrame:
-        """The table of genes."""
-        return self._var
+            self.var = opened.var
 
     @cached_property
     def n_entries(self) -> int:
         """Number of counts above zero, about."""
         with self._place.open() as opened:
-            return estimated_entries(opened.matrix(self._layer))
+            matrix = opened.matrix(self._layer)
+            if matrix.kind != "dense":
+                return matrix.n_stored
+            _, first = next(matrix.row_chunks())  # what the first rows let expect
+            return int(np.ceil(first.nnz / first.shape[0] * self.n_cells))
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Return the table of cells, or some columns of it."""
         with self._place.open() as opened:
-            return opened.obs(columns)
+            table = opened.obs
+        if len(table) != self.n_cells:
+            raise DataError(
+                f"{self.name!r} has {self.n_cells} cells, and the table of cells (obs) {len(table)} rows; "
+                "write the file again."
+            )
+        return chosen_columns(table, columns, self.name)
 
-    def chunks(self, start: int = 0) -> Iterator[tuple[int, sparse.csr_matrix]]:
-        """Yield rows from `start` on, as ``(first row, CSR matrix of all genes)``."""
+    def chunks(self) -> Iterator[tuple[int, sparse.csr_matrix]]:
+        """Yield ``(first row, CSR matrix of all genes)``."""
         with self._place.open() as opened:
-            yield from checked_chunks(opened.matrix(self._layer), start)
+            matrix = opened.matrix(self._layer)
+            for first, chunk in matrix.row_chunks():
+                check_chunk(chunk, matrix.place, first)
+                yield first, chunk
 
     def fingerprint(self) -> dict[str, int | float | str]:
         """Return what tells this file from others, and from itself after a change."""
@@ -1251,17 +961,12 @@ class BackedStream(FileStream):
     """A backed AnnData: counts are those of its file, tables those in memory, which may have changed."""
 
     def __init__(self, adata: AnnData, layer: str | None = None) -> None:
-        super().__init__(H5adLocation(Path(adata.filename)), layer)
-        self._adata, self._var = adata, adata.var
+        super().__init__(Location(str(adata.filename)), layer)
+        self._adata, self.var = adata, adata.var
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Return the table of cells, or some columns of it."""
-        obs = self._adata.obs
-        if columns is None:
-            return obs
-        if missing := [column for column in columns if column not in obs]:
-            raise missing_column(missing[0], self.name, list(obs.columns))
-        return obs[list(columns)]
+        return chosen_columns(self._adata.obs, columns, self.name)
 
     def fingerprint(self) -> dict[str, int | float | str]:
         """Return what tells these cells from others."""
@@ -1281,27 +986,13 @@ _ZARR_METADATA = ("zarr.json", ".zgroup", ".zattrs")
 """Files of which a zarr folder has one."""
 
 
-def _file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path on it, without what it remembers of folders: they may change."""
-    system, path = remote_file_system(url, options)
+def file_system(place: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """Return the file system of a path or URL, without what it remembers of folders, and the path on it."""
+    if not is_url(place):
+        return LocalFileSystem(), str(Path(place).absolute())
+    system, path = remote_file_system(place, options)
     system.invalidate_cache()
-    return system, path
-
-
-def expand_url(url: str, options: Mapping[str, Any] | None = None) -> list[str]:
-    """Return the URLs that a pattern stands for, in order of their names.
-
-    Raises
-    ------
-    MissingFileError
-        If there are none.
-    """
-    system, path = _file_system(url, options)
-    with reading(repr(url)):
-        found = sorted(system.unstrip_protocol(one) for one in system.glob(path))
-    if not found:
-        raise MissingFileError(f"no file fits the pattern {url!r}; check the folder and the ending.")
-    return found
+    return system, path.rstrip("/")
 
 
 def is_zarr(place: str, options: Mapping[str, Any] | None = None) -> bool:
@@ -1310,94 +1001,32 @@ def is_zarr(place: str, options: Mapping[str, Any] | None = None) -> bool:
         return Path(place).is_dir()
     if Path(without_query(place)).suffix in (*_FILES, ".zarr"):
         return place.endswith(".zarr")
-    system, path = _file_system(place, options)
+    system, path = file_system(place, options)
     with reading(repr(place)):
-        return any(system.exists(f"{path.rstrip('/')}/{name}") for name in _ZARR_METADATA)
+        return any(system.exists(f"{path}/{name}") for name in _ZARR_METADATA)
+
+
+def root_attributes(place: str, options: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """Return the attributes of the root of a zarr folder of version 3; None where there is no such root."""
+    if is_url(place) and Path(without_query(place)).suffix in _FILES:
+        return None
+    system, path = file_system(place, options)
+    if not is_url(place):
+        put_back(place)
+    with reading(repr(place), how="as a zarr folder"):
+        name = f"{path}/zarr.json"
+        return dict(json.loads(system.cat_file(name)).get("attributes", {})) if system.exists(name) else None
 
 
 def is_collection(place: str, options: Mapping[str, Any] | None = None) -> bool:
     """Whether a path or URL is a store of scforge, or another collection of annbatch."""
-    if is_url(place):
-        if Path(without_query(place)).suffix in _FILES:
-            return False
-        system, path = _file_system(place, options)
-        with reading(repr(place)):
-            name = f"{path.rstrip('/')}/zarr.json"
-            content = system.cat_file(name) if system.exists(name) else b"{}"
-    else:
-        put_back(place)
-        metadata = Path(place, "zarr.json")
-        content = metadata.read_bytes() if metadata.is_file() else b"{}"
-    with reading(repr(place), how="as a zarr folder"):
-        return json.loads(content).get("attributes", {}).get("encoding-type") == _COLLECTION
-
-
-class ZarrLocation:
-    """An AnnData in a zarr folder, here or behind a URL, or one modality of a MuData in it."""
-
-    def __init__(self, path: str, modality: str | None = None, options: Mapping[str, Any] | None = None) -> None:
-        self.name = redacted(path) if is_url(path) else path
-        self.address, self._modality, self._options = path, modality, dict(options or {})
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[StoredAdata]:
-        """Open it for reading."""
-        if not is_url(self.address) and not any((Path(self.address) / name).exists() for name in _ZARR_METADATA):
-            raise DataError(f"{self.name!r} is a folder without zarr metadata; name an h5ad file or a zarr folder.")
-        yield StoredAdata.of(self.name, open_group(self.address, self._options), self._modality)
-
-    def identity(self) -> dict[str, int | float | str]:
-        """Return the size of all files, and a digest of their names, sizes and times of change (or ETags)."""
-        url = self.address if is_url(self.address) else f"file://{Path(self.address).resolve()}"
-        system, path = _file_system(url, self._options if is_url(self.address) else None)
-        digest, size = hashlib.blake2b(digest_size=16), 0
-        with reading(repr(self.name)):
-            for name, found in sorted(system.find(path, detail=True).items()):
-                size += int(found["size"])
-                digest.update(f"{name.removeprefix(path)}\0{found['size']}\0{_mark(found)}\n".encode())
-        return {"size": size, "files": digest.hexdigest()}
-
-
-class UrlLocation:
-    """An h5ad file behind a URL, or one modality of an h5mu file."""
-
-    def __init__(self, url: str, modality: str | None = None, options: Mapping[str, Any] | None = None) -> None:
-        self.name, self.address, self._modality, self._options = redacted(url), url, modality, dict(options or {})
-
-    @contextlib.contextmanager
-    def open(self) -> Iterator[StoredAdata]:
-        """Open it for reading, through a cache of the blocks used last."""
-        system, path = _file_system(self.address, self._options)
-        with contextlib.ExitStack() as opened:
-            with reading(repr(self.name), how="as an h5ad file"):
-                file = opened.enter_context(system.open(path, "rb", block_size=_BLOCK, cache_type="blockcache"))
-                stored = opened.enter_context(h5py.File(persistent(file, repr(self.name)), "r"))
-            yield StoredAdata.of(self.name, stored, self._modality)
-
-    def identity(self) -> dict[str, int | float | str]:
-        """Return size and ETag, or what else the file system tells of a file."""
-        system, path = _file_system(self.address, self._options)
-        with reading(repr(self.name)):
-            found = system.info(path)
-        return {"size": int(found["size"]), "mark": _mark(found)}
+    return (root_attributes(place, options) or {}).get("encoding-type") == _COLLECTION
 
 
 def _mark(found: Mapping[str, Any]) -> str:
     return next((str(found[name]) for name in _MARKS if found.get(name) is not None), "")
 
 
-_OTHER_FORMATS = {
-    ".csv": "a table of text",
-    ".tsv": "a table of text",
-    ".txt": "a table of text",
-    ".mtx": "a folder of 10x Genomics",
-    ".loom": "a loom file",
-    ".h5": "an HDF5 file, perhaps of 10x Genomics",
-    ".rds": "an R object",
-    ".zip": "an archive",
-    ".tar": "an archive",
-    ".gz": "a compressed file",
-}
 _READERS = {
     ".csv": "scanpy.read_csv",
     ".tsv": "scanpy.read_text",
@@ -1406,6 +1035,7 @@ _READERS = {
     ".loom": "anndata.io.read_loom",
     ".h5": "scanpy.read_10x_h5",
 }
+"""What reads files of other formats, by their endings."""
 
 
 class ChunkReader(Protocol):
@@ -1417,64 +1047,34 @@ class ChunkReader(Protocol):
         Path or URL as given, or ``"adata"``; for messages and to say where a cell comes from.
     n_cells
         Number of cells.
+    var
+        The table of genes; its index holds the ``var_names``.
 
     Examples
     --------
     >>> import scforge
     >>> (stream,) = scforge.data.readers.open_streams(scforge.datasets.pbmc3k())
-    >>> [(start, counts.shape) for start, counts in stream.chunks(start=2000)]
-    [(2000, (700, 16634))]
+    >>> [(start, counts.shape) for start, counts in stream.chunks()]
+    [(0, (2700, 16634))]
     >>> stream.obs(["cell_type"]).shape
     (2700, 1)
     """
 
     name: str
     n_cells: int
-
-    @property
-    def var(self) -> pd.DataFrame:
-        """The table of genes; its index holds the ``var_names``."""
+    var: pd.DataFrame
 
     @property
     def n_entries(self) -> int:
         """Number of counts above zero, about."""
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Return the table of cells (index: their names), or some columns of it.
+        """Return the table of cells (index: their names), or some columns of it."""
 
-        Parameters
-        ----------
-        columns
-            Names of columns; None takes all.
+    def chunks(self) -> Iterator[tuple[int, sparse.csr_matrix]]:
+        """Yield ``(first row, CSR matrix over all genes)``, all of whose cells have counts.
 
-        Returns
-        -------
-        One row a cell.
-
-        Raises
-        ------
-        DataError
-            If there is no such column.
-        """
-
-    def chunks(self, start: int = 0) -> Iterator[tuple[int, sparse.csr_matrix]]:
-        """Yield ``(first row, CSR matrix over all genes)`` from row `start` on.
-
-        A piece has at most 4,194,304 entries (unless one cell has more) and 65,536 cells, all of which have counts.
-
-        Parameters
-        ----------
-        start
-            Row to begin with.
-
-        Yields
-        ------
-        The number of the first row of a piece, and its counts.
-
-        Raises
-        ------
-        DataError
-            If the values are no counts, or the file is damaged.
+        A piece has at most 4,194,304 entries (unless one cell has more) and 65,536 cells.
         """
 
     def fingerprint(self) -> dict[str, int | float | str]:
@@ -1488,41 +1088,11 @@ def open_streams(
     modality: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[ChunkReader]:
-    """Open sources of cells for reading piece by piece.
+    """Open sources of cells for reading piece by piece: one stream a source, of a pattern one a file.
 
-    Parameters
-    ----------
-    source
-        An AnnData in memory or backed by its file; a MuData, or an h5mu file, with `modality`; the path of an h5ad
-        file or of an AnnData-zarr folder; a pattern of paths such as ``"data/*.h5ad"``, whose files are taken in
-        order of their names; a URL that fsspec knows (``s3://``, ``gs://``, ``file://``, ``memory://``); a
-        :class:`scforge.data.CensusQuery`; or a list of those.
-    layer
-        Layer with raw counts; None reads X.
-    modality
-        Modality of a MuData.
-    storage_options
-        Options of the remote file system, e.g. credentials, see :mod:`fsspec`.
-
-    Returns
-    -------
-    One stream a source; of a pattern one a file.
-
-    Raises
-    ------
-    MissingFileError
-        If a file does not exist, or no file fits a pattern.
-    OptionError
-        If a file is named twice, a modality is missing, or `source` is nothing of these.
-    DataError
-        If a file cannot be read.
-
-    Examples
-    --------
-    >>> import scforge
-    >>> (stream,) = open_streams(scforge.datasets.pbmc3k())
-    >>> stream.name, stream.n_cells, len(stream.var)
-    ('adata', 2700, 16634)
+    A source is an AnnData in memory or backed by its file; a MuData, or an h5mu file, with `modality`; the path of an
+    h5ad file or of an AnnData-zarr folder; a pattern of paths, whose files are taken in order of their names; a URL
+    that fsspec knows; a :class:`scforge.data.CensusQuery`; or a list of those.
     """
     places = list(source) if isinstance(source, list | tuple) else [source]
     if not places:
@@ -1547,28 +1117,26 @@ def open_streams(
 
 def is_query(source: Any) -> bool:
     """Whether `source` opens its cells itself, as a :class:`scforge.data.CensusQuery` does."""
-    return all(callable(getattr(type(source), name, None)) for name in ("open", "streams"))
+    return callable(getattr(type(source), "streams", None))
 
 
 def identity_of(stream: ChunkReader) -> object:
     """Return what two streams of the same cells have in common: the whole path, the URL, or the object."""
     if isinstance(stream, AdataStream):
         return id(stream.adata)
-    name = stream.address if isinstance(stream, FileStream) else stream.name
+    name = getattr(stream, "address", stream.name)
     return name if "://" in name else str(Path(name).resolve())
 
 
 def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkReader:
-    from anndata import AnnData
     from mudata import MuData
 
     if isinstance(source, MuData):
-        return AdataStream.of_mudata(source, modality, layer)
-    if not isinstance(source, AnnData):
-        raise OptionError(
-            f"source is of type {type(source).__name__!r}; "
-            "pass an AnnData, a MuData, the path or URL of h5ad or zarr, or a list of those."
-        )
+        check_modality(modality, list(source.mod), "mdata")
+        adata = source.mod[modality]
+        shared = shared_columns(source.obs, str(modality), adata.obs_names, list(adata.obs.columns))
+        return AdataStream(adata, layer, shared=shared)
+    check_is_adata(source, argument="source")
     if modality is not None:
         raise OptionError(f"modality={modality!r} was given for an AnnData, which has no modalities; leave it out.")
     if not source.isbacked:
@@ -1585,11 +1153,15 @@ def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
     if place.startswith("file://"):
         place = place.removeprefix("file://")
     if is_url(place):
-        return expand_url(place, options) if glob.has_magic(without_query(place)) else [place]
-    if not glob.has_magic(place) or Path(place).exists():
+        if not glob.has_magic(without_query(place)):
+            return [place]
+        system, path = file_system(place, options)
+        with reading(repr(place)):
+            found = sorted(system.unstrip_protocol(one) for one in system.glob(path))
+    elif not glob.has_magic(place) or Path(place).exists():
         return [place]
-    root = Path(Path(place).anchor)
-    found = sorted(str(path) for path in root.glob(str(Path(place).relative_to(root))))
+    else:
+        found = sorted(glob.glob(place, recursive=True))  # noqa: PTH207 -- names stay relative
     if not found:
         raise MissingFileError(f"no file fits the pattern {place!r}; check the folder and the ending.")
     return found
@@ -1600,14 +1172,12 @@ def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) 
     path = Path(place)
     if not is_url(place):
         put_back(path)
-        if not path.exists():
-            raise MissingFileError(f"the file {place!r} does not exist{similar_file(path)}")
-    if is_zarr(place, options):
-        return ZarrLocation(place, modality, options)
-    if path.suffix in _OTHER_FORMATS:
-        reader = _READERS.get(path.suffix, "what made it")
+        if not path.is_dir():
+            check_file(path)
+        elif not any((path / name).exists() for name in _ZARR_METADATA):
+            raise DataError(f"{place!r} is a folder without zarr metadata; name an h5ad file or a zarr folder.")
+    if path.suffix in _READERS and not path.is_dir():
         raise DataError(
-            f"{place!r} is {_OTHER_FORMATS[path.suffix]}, not h5ad or zarr; "
-            f"read it with {reader} and write it with adata.write_h5ad."
+            f"{place!r} is not h5ad or zarr; read it with {_READERS[path.suffix]} and write it with adata.write_h5ad."
         )
-    return UrlLocation(place, modality, options) if is_url(place) else H5adLocation(path, modality)
+    return Location(place, modality, options)

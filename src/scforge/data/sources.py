@@ -10,16 +10,25 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock
 from scipy import sparse
 
-from scforge._checks import check_count, check_share
+from scforge._checks import check_count
 from scforge._io import put_back
 from scforge.data.cells import Cells, CellSource
-from scforge.data.checks import REPAIR, check_adata, compressed_problem, names_of, names_place, row_sums, value_problem
+from scforge.data.checks import (
+    REPAIR,
+    check_adata,
+    compressed_problem,
+    listed_columns,
+    names_of,
+    names_place,
+    row_sums,
+    value_problem,
+)
 from scforge.data.genes import (
     MIN_OVERLAP,
     GeneMap,
@@ -32,33 +41,31 @@ from scforge.data.genes import (
     text_columns,
     union_vocab,
     warn_counts_outside,
+    warn_empty,
 )
 from scforge.data.readers import (
     AdataStream,
+    Location,
     Matrix,
     StoredAdata,
-    check_memory,
+    check_file,
     identity_of,
     is_collection,
     is_query,
     is_url,
     lack_of_memory,
     open_group,
-    open_h5ad,
     open_streams,
     reading,
-    similar_file,
 )
 from scforge.data.vocab import OTHER_NAMES, GeneVocab, list_vocabs, open_vocab, recognize_ids
 from scforge.errors import (
     DataError,
     GeneMismatchError,
-    MissingFileError,
     OptionError,
     ScforgeWarning,
     listing,
     redacted,
-    warn,
 )
 
 if TYPE_CHECKING:
@@ -66,66 +73,32 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
     from scforge.data.readers import ChunkReader
-    from scforge.data.store import StoreInfo
 
 logger = logging.getLogger("scforge")
 
 
-class _Piece(NamedTuple):
-    """Some cells: counts in the smallest type that holds them, genes likewise, number of genes of each cell."""
-
-    counts: np.ndarray
-    genes: np.ndarray
-    lengths: np.ndarray
-
-    @classmethod
-    def of(cls, mapped: sparse.csr_matrix) -> _Piece:
-        return cls(
-            mapped.data.astype(np.min_scalar_type(int(mapped.data.max(initial=0)))),
-            mapped.indices.astype(np.min_scalar_type(mapped.shape[1])),
-            np.diff(mapped.indptr).astype(np.int32),
-        )
-
-
-def gather(
-    streams: Sequence[ChunkReader], maps: Sequence[GeneMap], vocab: GeneVocab, *, obs: Sequence[str] | None
+def _in_memory(
+    streams: Sequence[ChunkReader], maps: Sequence[GeneMap], vocab: GeneVocab, columns: Sequence[str] | None
 ) -> CellSource:
-    """Read sources into memory, mapped piece by piece.
-
-    Parameters
-    ----------
-    streams
-        The sources.
-    maps
-        Where the genes of each are in the vocabulary.
-    vocab
-        The vocabulary.
-    obs
-        Columns of obs to keep; None keeps all that every source has.
-
-    Returns
-    -------
-    The cells, source after source. A gene counts as measured if any source has it.
-
-    Raises
-    ------
-    DataError
-        If a source is damaged, holds no counts, or lacks a column.
-    """
-    table = joined_obs(streams, obs)
-    pieces, totals = [], []
-    for stream, gene_map in zip(streams, maps, strict=True):
-        for _, chunk in stream.chunks():
-            totals.append(row_sums(chunk))
-            pieces.append(_Piece.of(gene_map.apply(chunk)))
-    counts = _joined(pieces, vocab.n_genes)
+    """Read sources into memory, one after the other; of files only pieces are there over all genes."""
+    table = joined_obs(streams, columns)
+    if len(streams) == 1 and isinstance(streams[0], AdataStream):  # as a whole, which is faster
+        counts, totals = maps[0].apply(streams[0].counts), row_sums(streams[0].counts)
+    else:
+        pieces, sums = [], []
+        for stream, gene_map in zip(streams, maps, strict=True):
+            for _, chunk in stream.chunks():
+                sums.append(row_sums(chunk))
+                mapped = gene_map.apply(chunk)
+                pieces.append(mapped.astype(np.min_scalar_type(int(mapped.data.max(initial=0)))))
+        counts, totals = sparse.vstack(pieces, format="csr"), np.concatenate(sums)
+    # A gene counts as measured if any source has it.
     measured = np.any([gene_map.measured for gene_map in maps], axis=0)
-    all_totals = np.concatenate(totals)
     return CellSource(
         counts=counts,
-        totals=all_totals,
+        totals=totals,
         overlap=float(measured.mean()),
-        counts_kept=float(counts.data.sum(dtype=np.float64) / all_totals.sum()),
+        counts_kept=float(counts.data.sum(dtype=np.float64) / totals.sum()),
         measured=measured,
         vocab=vocab,
         obs=table,
@@ -137,11 +110,6 @@ def joined_obs(streams: Sequence[ChunkReader], columns: Sequence[str] | None) ->
 
     Of several sources the categories of a column are united, ``"scforge_source"`` says where a cell comes from (if it
     is among `columns`, or those are None), and cell names that repeat get the number of their source.
-
-    Raises
-    ------
-    DataError
-        If a source lacks a column, or one holds text where another holds numbers.
     """
     from scforge.data.conversion import check_columns, join_obs
     from scforge.data.store import SOURCE
@@ -152,24 +120,6 @@ def joined_obs(streams: Sequence[ChunkReader], columns: Sequence[str] | None) ->
         return table.copy(deep=False)
     joined = join_obs(streams, None if columns is None else [column for column in columns if column != SOURCE])
     return joined if columns is None else joined[list(columns)]
-
-
-def _joined(pieces: list[_Piece], n_genes: int) -> sparse.csr_matrix:
-    """Return the pieces as one matrix; each is given back as soon as it is copied, so that two of all never exist."""
-    lengths = np.concatenate([piece.lengths for piece in pieces])
-    indptr = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    # SciPy keeps boundaries and indices in one type.
-    index_type = np.int32 if indptr[-1] < 2**31 else np.int64
-    counts = np.empty(indptr[-1], dtype=np.result_type(*{piece.counts.dtype for piece in pieces}))
-    genes = np.empty(indptr[-1], dtype=index_type)
-    filled = 0
-    pieces.reverse()
-    while pieces:
-        piece = pieces.pop()
-        place = slice(filled, filled + len(piece.counts))
-        counts[place], genes[place] = piece.counts, piece.genes
-        filled = place.stop
-    return sparse.csr_matrix((counts, genes, indptr.astype(index_type)), shape=(len(lengths), n_genes))
 
 
 AUTO = "auto"
@@ -204,45 +154,20 @@ def convert_once(
     source: Any,
     streams: Sequence[ChunkReader],
     cache: str | os.PathLike[str],
-    vocab: GeneVocab | None,
     *,
     obs: Sequence[str] | None,
-    layer: str | None,
-    gene_key: str | None,
-    modality: str | None,
     storage_options: Mapping[str, Any] | None,
+    **options: str | None,
 ) -> Path:
-    """Return the path of a store of these sources, after writing it if there is none, or they have changed.
-
-    Parameters
-    ----------
-    source, streams
-        What ``scforge.data.readers.open_streams`` opens, and what it made of it.
-    cache
-        Folder of the store.
-    vocab
-        Vocabulary that the store has to serve; None stands for all genes.
-    obs
-        Columns that it has to have.
-    layer, gene_key, modality, storage_options
-        As for :func:`scforge.data.open_cells`.
-
-    Raises
-    ------
-    OptionError
-        If `cache` is something else, or a store of other sources.
-    DataError
-        If a source lacks a column.
-    """
+    """Return the path of a store of these sources, after writing it if there is none, or they have changed."""
     from scforge.data.conversion import convert
-    from scforge.data.store import StoreInfo, is_store
+    from scforge.data.store import is_store
 
     if is_url(os.fspath(cache)):
         raise OptionError(f"cache={os.fspath(cache)!r} is a URL; name a folder on a local disk.")
     path = Path(cache)
     for stream in streams if obs else ():
         stream.obs(obs)
-    options: dict[str, Any] = {"layer": layer, "gene_key": gene_key, "modality": modality}
     path.parent.mkdir(parents=True, exist_ok=True)
     # Of several processes the first converts, and the others wait for it. Nobody converts into a read-only folder.
     may_write = os.access(path.parent, os.W_OK)
@@ -251,59 +176,36 @@ def convert_once(
         if path.exists():
             if not is_store(path):
                 raise OptionError(f"cache={str(path)!r} is no store; name a folder that is not there yet.")
-            info = StoreInfo.read(path)
-            _check_same(path, info, streams, options)
-            if _is_fresh(info, streams):
-                _check_genes(path, streams, gene_key, vocab)
+            if _is_fresh(path, streams, options):
                 return path
             logger.info("The sources of %s have changed; converting them anew.", path)
-        convert(source, path, overwrite=True, storage_options=storage_options, **options)
+        convert(source, path, overwrite=True, storage_options=storage_options, **options)  # type: ignore[arg-type]
     logger.info("Converted %s to %s.", listing(stream.name for stream in streams), path)
     return path
 
 
-def _check_same(path: Path, info: StoreInfo, streams: Sequence[ChunkReader], options: Mapping[str, Any]) -> None:
-    """Raise if a store is of other sources, or was made of other parts of them: it is not ours to replace."""
-    stored, given = [_base(one["name"]) for one in info.sources], [_base(stream.name) for stream in streams]
-    if stored != given:
-        raise OptionError(
-            f"cache={str(path)!r} is a store of {listing(stored)}, not of {listing(given)}; name another folder."
-        )
-    for name, value in options.items():
-        if info.options.get(name) != value:
-            raise OptionError(
-                f"cache={str(path)!r} was converted with {name}={info.options.get(name)!r}, not {value!r}; "
-                "name another folder."
-            )
+def _is_fresh(path: Path, streams: Sequence[ChunkReader], options: Mapping[str, str | None]) -> bool:
+    """Return whether a store holds the sources as they are now; raise if it is of others, and not ours to replace."""
+    from scforge.data.store import StoreInfo, read_vocab
 
-
-def _base(name: str) -> str:
+    info = StoreInfo.read(path)
     # The same folder may be named from elsewhere; what is in a file is compared by its fingerprint.
-    return name.rstrip("/").rpartition("/")[2]
-
-
-def _is_fresh(info: StoreInfo, streams: Sequence[ChunkReader]) -> bool:
-    stored = [{key: value for key, value in one.items() if key not in _OF_STORE} for one in info.sources]
-    return stored == [stream.fingerprint() for stream in streams]
-
-
-def _check_genes(path: Path, streams: Sequence[ChunkReader], gene_key: str | None, vocab: GeneVocab | None) -> None:
-    """Raise if a store lacks genes that the sources have and the vocabulary wants: it may have been made by hand."""
-    from scforge.data.store import read_vocab
-
-    stored = read_vocab(open_group(path)).genes
-    union = union_vocab(streams, gene_key)
-    lost = set(union.genes).difference(stored) if vocab is None else _found(vocab, union.genes) - _found(vocab, stored)
-    if lost:
-        raise OptionError(
-            f"cache={str(path)!r} was converted over other genes and lacks {len(lost)} that are needed here; "
-            "name another folder."
-        )
-
-
-def _found(vocab: GeneVocab, names: Sequence[str]) -> set[str]:
-    indices = np.unique(vocab.gene_indices(names))
-    return {vocab.genes[index] for index in indices[indices >= 0]}
+    stored = [one["name"].rstrip("/").rpartition("/")[2] for one in info.sources]
+    given = [stream.name.rstrip("/").rpartition("/")[2] for stream in streams]
+    made = {name: info.options.get(name) for name in options}
+    if stored != given:
+        problem = f"is a store of {listing(stored)}, not of {listing(given)}"
+    elif different := [name for name in options if made[name] != options[name]]:
+        name = different[0]
+        problem = f"was converted with {name}={made[name]!r}, not {options[name]!r}"
+    else:
+        fingerprints = [{key: value for key, value in one.items() if key not in _OF_STORE} for one in info.sources]
+        if fingerprints != [stream.fingerprint() for stream in streams]:
+            return False
+        if read_vocab(open_group(path)).genes == union_vocab(streams, options["gene_key"]).genes:
+            return True
+        problem = "was converted over other genes"
+    raise OptionError(f"cache={str(path)!r} {problem}; name another folder.")
 
 
 def open_cells(
@@ -313,7 +215,6 @@ def open_cells(
     layer: str | None = None,
     gene_key: str | None = None,
     modality: str | None = None,
-    whole_annotation: bool | None = None,
     min_overlap: float = MIN_OVERLAP,
     obs: Sequence[str] | None = None,
     memory: int | str | None = None,
@@ -341,8 +242,6 @@ def open_cells(
         Column of ``adata.var`` with the gene names; None reads ``adata.var_names``.
     modality
         Modality of a MuData.
-    whole_annotation
-        `vocab` is a whole annotation, of which no data set measures every gene. None: what its release says.
     min_overlap
         Smallest share of genes to accept in each source, see :func:`scforge.data.map_genes`.
     obs
@@ -352,7 +251,7 @@ def open_cells(
         Most memory that cells read from files may take, e.g. ``"16GB"`` or a number of bytes. None: half of what is
         available.
     cache
-        Folder for a store; of no use for what is a store or a query already. It is written when it is not there yet,
+        Folder for a store; of no use for what is a store already. It is written when it is not there yet,
         or the sources have changed, and opened from then on. It holds all genes and columns, so it serves every
         vocabulary. ``"auto"`` converts files that do not fit into memory, into ``~/.cache/scforge/stores`` (or
         ``$XDG_CACHE_HOME``), as training from files does.
@@ -392,38 +291,36 @@ def open_cells(
     >>> len(cells), cells.vocab.n_genes, cells.obs.columns.tolist()
     (2700, 16634, ['cell_type'])
     """
-    check_share("min_overlap", min_overlap)
-    columns = _listed(obs)
+    columns = listed_columns(obs)
     wanted = None if vocab is None else open_vocab(vocab)
     on_disk: dict[str, Any] = {"obs": columns, "min_overlap": min_overlap}
-    if is_query(source):
-        _check_unused("the query", obs=obs, layer=layer, gene_key=gene_key, modality=modality)
-        return source.open(wanted, min_overlap=min_overlap)
     if place := _store(source, storage_options):
         _check_unused(f"the store {place!r}", layer=layer, gene_key=gene_key, modality=modality)
         return _open_store(place, wanted, storage_options, on_disk)
-    streams = open_streams(source, layer=layer, modality=modality, storage_options=storage_options)
+    if is_query(source):
+        _check_unused("the query", obs=obs, layer=layer, gene_key=gene_key, modality=modality)
+        streams = source.streams(wanted)
+    else:
+        streams = open_streams(source, layer=layer, modality=modality, storage_options=storage_options)
     options: dict[str, Any] = {"layer": layer, "gene_key": gene_key, "modality": modality}
     if cache is not None and os.fspath(cache) == AUTO:
         cache = store_of_large(streams, memory, **options)
     if cache is not None:
-        store = convert_once(source, streams, cache, wanted, obs=columns, storage_options=storage_options, **options)
+        store = convert_once(source, streams, cache, obs=columns, storage_options=storage_options, **options)
         return _open_store(store, wanted, None, on_disk)
-    found, maps = map_streams(streams, wanted, gene_key=gene_key, min_overlap=min_overlap, whole=whole_annotation)
-    if len(streams) == 1 and isinstance(streams[0], AdataStream):
-        cells = _in_memory(streams[0], maps[0], found, columns)
-    else:
-        check_memory(streams, memory)
-        cells = gather(streams, maps, found, obs=columns)
+    found, maps = map_streams(streams, wanted, gene_key=gene_key, min_overlap=min_overlap)
+    in_memory = len(streams) == 1 and isinstance(streams[0], AdataStream)
+    if not in_memory and (lack := lack_of_memory(streams, memory)):
+        raise DataError(
+            f"{lack}; read them from disk: run scforge convert SOURCE -o store.zarr once and open store.zarr, or pass "
+            'cache="store.zarr", which does both.'
+        )
+    cells = _in_memory(streams, maps, found, columns)
+    if not in_memory:
         logger.info("Read into memory: %s cells of %s.", f"{len(cells):,}", listing(one.name for one in streams))
-    _warn(cells, found)
+    warn_empty(cells.n_expressed)
+    warn_counts_outside(cells.counts_kept, found)
     return cells
-
-
-def _listed(obs: Sequence[str] | None) -> list[str] | None:
-    if isinstance(obs, str):
-        raise OptionError(f"obs={obs!r} is text; give a list of columns, [{obs!r}].")
-    return None if obs is None else list(obs)
 
 
 def _store(source: Any, options: Mapping[str, Any] | None) -> str | None:
@@ -454,28 +351,6 @@ def _check_unused(place: str, **options: Any) -> None:
     for name, value in options.items():
         if value is not None:
             raise OptionError(f"{name}={value!r} was chosen when {place} was made; leave it out here.")
-
-
-def _in_memory(stream: AdataStream, gene_map: GeneMap, vocab: GeneVocab, obs: Sequence[str] | None) -> CellSource:
-    """Map an AnnData as a whole, which is faster than in pieces."""
-    table = joined_obs([stream], obs)
-    mapped, totals = gene_map.apply(stream.counts), row_sums(stream.counts)
-    return CellSource(
-        counts=mapped,
-        totals=totals,
-        overlap=gene_map.overlap,
-        counts_kept=float(mapped.data.sum(dtype=np.float64) / totals.sum()),
-        measured=gene_map.measured,
-        vocab=vocab,
-        obs=table,
-    )
-
-
-def _warn(cells: CellSource, vocab: GeneVocab) -> None:
-    empty = int((cells.n_expressed == 0).sum())
-    if empty:
-        warn(f"{empty} of {len(cells)} cells express no gene of the vocabulary; their embedding tells nothing.")
-    warn_counts_outside(cells.counts_kept, vocab)
 
 
 def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> AnnData:
@@ -548,10 +423,7 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 def _read_one(path: Path) -> AnnData:
     import anndata
 
-    if not path.exists():
-        raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(path)}")
-    if not path.is_file():
-        raise DataError(f"{str(path)!r} is not a file; data.paths takes h5ad files.")
+    check_file(path)
     with reading(repr(str(path)), how="as an h5ad file"), warnings.catch_warnings():
         # What it advises, to number them, would hide which columns mean one gene; scforge sums those.
         warnings.filterwarnings("ignore", message="Variable names are not unique")
@@ -681,7 +553,7 @@ def inspect_h5ad(
     """
     check_count("n_top", n_top, "genes", least=0)
     given = None if vocab is None else open_vocab(vocab)
-    with reading(repr(os.fspath(path)), fix="write the file again"), open_h5ad(os.fspath(path)) as opened:
+    with reading(repr(os.fspath(path)), fix="write the file again"), Location(os.fspath(path)).open() as opened:
         var, matrix = opened.var, opened.matrix(layer)
         names = names_of(var, gene_key)
         sums, empty, counts = _counts(opened, matrix, layer)
@@ -712,7 +584,7 @@ def _mismatch(names: np.ndarray, vocab: GeneVocab, var: pd.DataFrame, gene_key: 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ScforgeWarning)  # the report says as much
-            map_names(names, vocab, whole=not vocab.chosen_from_data, var=var, gene_key=gene_key)
+            map_names(names, vocab, var=var, gene_key=gene_key)
     except GeneMismatchError as error:
         return str(error)
     return None
@@ -720,42 +592,29 @@ def _mismatch(names: np.ndarray, vocab: GeneVocab, var: pd.DataFrame, gene_key: 
 
 def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.ndarray | None, int | None, str]:
     """Return the sums of the columns, the number of empty cells, and a sentence on where the counts are."""
-    where = _name(layer)
+    places = {"X": "X", **{f"layers/{one}": f"layers[{one!r}]" for one in opened.layers}, "raw/X": "raw"}
+    asked = "X" if layer is None else f"layers/{layer}"
     sums, empty, problem = _summary(matrix)
     if problem is None:
-        return sums, empty, f"{where} holds raw counts"
-    text = f"{where} {problem}, so it is not raw counts"
-    for other in [None, *opened.layers]:
-        if other == layer or (other is None and not opened.has("X")):
-            continue
-        # Whether a layer that was not asked for can be read is of no matter.
+        return sums, empty, f"{places[asked]} holds raw counts"
+    text = f"{places.pop(asked)} {problem}, so it is not raw counts"
+    for place in filter(opened.has, places):
+        # Whether a matrix that was not asked for can be read is of no matter.
         with contextlib.suppress(DataError):
-            sums, empty, found = _summary(opened.matrix(other))
-            if found is None:
-                return sums, empty, f"{text}; {_name(other)} does hold them"
-    if opened.has("raw/X") and _raw_holds_counts(opened):
-        text += "; raw does hold them, which adata.raw.to_adata() makes an AnnData of"
+            sums, empty, problem = _summary(Matrix.of(opened.file[place], opened.path))
+            if problem is None and place == "raw/X":  # over other genes
+                return None, None, f"{text}; raw does hold them, which adata.raw.to_adata() makes an AnnData of"
+            if problem is None:
+                return sums, empty, f"{text}; {places[place]} does hold them"
     return None, None, text
-
-
-def _raw_holds_counts(opened: StoredAdata) -> bool:
-    try:
-        return _summary(Matrix.of(opened.file["raw/X"], opened.path))[2] is None
-    except DataError:
-        return False
-
-
-def _name(layer: str | None) -> str:
-    return "X" if layer is None else f"layers[{layer!r}]"
 
 
 def _summary(matrix: Matrix) -> tuple[np.ndarray, int, str | None]:
     """Return the sums of the columns and the number of empty rows, and what is not a count; stop where that is seen."""
-    sums = np.zeros(matrix.shape[1])
-    filled = np.zeros(matrix.shape[0], dtype=bool)
-    for rows, columns, values in matrix.entries():
-        if problem := value_problem(values):
+    sums, n_empty = np.zeros(matrix.shape[1]), 0
+    for _, chunk in matrix.row_chunks():
+        if problem := value_problem(chunk.data):
             return sums, 0, problem
-        sums += np.bincount(columns, weights=values, minlength=len(sums))
-        filled[rows[values > 0]] = True
-    return sums, int((~filled).sum()), None
+        sums += np.asarray(chunk.sum(axis=0, dtype=np.float64)).ravel()
+        n_empty += int((row_sums(chunk) == 0).sum())
+    return sums, n_empty, None

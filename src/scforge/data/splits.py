@@ -61,7 +61,13 @@ def split_cells(
     """
     if not isinstance(validation_size, numbers.Real) or not 0 <= validation_size < 1:
         raise OptionError(f"validation_size={validation_size!r} is not in [0, 1).")
-    rows = None if rows is None else _checked_rows(rows, n_cells)
+    if rows is not None:
+        rows = np.unique(rows)
+        if len(rows) and (rows.dtype.kind not in "iu" or rows[0] < 0 or rows[-1] >= n_cells):
+            raise OptionError(
+                f"rows={rows!r} holds what is no position of a cell; give numbers from 0 to {n_cells - 1}."
+            )
+        rows = rows.astype(np.int64)
     codes, names = (None, None) if groups is None else _codes(groups, n_cells, rows)
     if codes is None or names is None or validation_size == 0:
         train, validation = _split_by_cell(n_cells if rows is None else len(rows), validation_size, seed)
@@ -84,19 +90,6 @@ def _split_by_cell(n_cells: int, validation_size: float, seed: int) -> tuple[np.
         raise OptionError(f"validation_size={validation_size} leaves no cell of {n_cells} for training; lower it.")
     order = np.random.default_rng(seed).permutation(n_cells)
     return np.sort(order[n_validation:]), np.sort(order[:n_validation])
-
-
-def _checked_rows(rows: np.ndarray, n_cells: int) -> np.ndarray:
-    rows = np.asarray(rows)
-    if rows.ndim != 1 or (rows.dtype.kind not in "iu" and len(rows)):
-        raise OptionError(f"rows must be a list of positions of cells, not {rows.dtype} of shape {rows.shape}.")
-    rows = np.sort(rows.astype(np.int64))
-    if len(rows) and (rows[0] < 0 or rows[-1] >= n_cells):
-        wrong = rows[0] if rows[0] < 0 else rows[-1]
-        raise OptionError(f"rows has the position {wrong}, but there are {n_cells} cells.")
-    if (rows[1:] == rows[:-1]).any():
-        raise OptionError("rows names a cell twice; use numpy.unique(rows).")
-    return rows
 
 
 def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarray, Any]:

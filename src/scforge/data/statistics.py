@@ -219,18 +219,9 @@ def kept_genes(names: Iterable[str], vocab: GeneVocab, what: str) -> np.ndarray:
 
 
 def gene_medians(counts: sparse.csr_matrix, totals: np.ndarray) -> np.ndarray:
-    """Return the median of the nonzero CP10K values of each gene, as Geneformer scales its ranks.
+    """Return the median of the nonzero CP10K values of each gene, float64, shape (G,); 1 for a gene of no cell.
 
-    Parameters
-    ----------
-    counts
-        Counts, shape (N, G).
-    totals
-        Library size of each cell, shape (N,).
-
-    Returns
-    -------
-    Medians, float64, shape (G,); 1 for a gene that no cell expresses.
+    Geneformer scales its ranks so. `totals` has the library size of each cell, shape (N,).
     """
     scale = TARGET_SUM / totals
     by_gene = sparse.csc_matrix(counts, copy=True)

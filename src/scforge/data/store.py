@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
-import tempfile
 import threading
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Required
+from typing import TYPE_CHECKING, Annotated, Any
 
 import anndata
 import numpy as np
@@ -25,13 +23,20 @@ from pandas.api.types import union_categoricals
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
 from scipy import sparse
-from typing_extensions import TypedDict
 
 from scforge._io import put_back
-from scforge.data.cells import CellBlock, CellSource, choose_chunks, column_of, sample_chunks
-from scforge.data.checks import boundary_problem, index_problem, pick_genes, row_sums, unsound_row, value_problem
-from scforge.data.genes import MIN_OVERLAP, GeneMap, map_names, warn_counts_outside
-from scforge.data.readers import is_url, open_group, reading, reading_errors, remote_file_system
+from scforge.data.cells import CellBlock, CellSource, choose_chunks, column_of
+from scforge.data.checks import (
+    boundary_problem,
+    canonical,
+    index_problem,
+    pick_genes,
+    row_sums,
+    unsound_row,
+    value_problem,
+)
+from scforge.data.genes import MIN_OVERLAP, GeneMap, map_names, warn_counts_outside, warn_empty
+from scforge.data.readers import file_system, is_url, open_group, reading, root_attributes
 from scforge.data.sampling import Window
 from scforge.data.vocab import GeneVocab, open_vocab
 from scforge.errors import (
@@ -39,11 +44,8 @@ from scforge.errors import (
     MissingFileError,
     ModelFileError,
     OptionError,
-    ScforgeError,
-    first_line,
     redacted,
     suggest,
-    warn,
 )
 
 if TYPE_CHECKING:
@@ -63,8 +65,8 @@ TOTAL = "scforge_total"
 SOURCE = "scforge_source"
 """Column of obs that says which source a cell comes from."""
 
-OWN_COLUMNS = (TOTAL, SOURCE, "scforge_check")
-"""Columns of obs that scforge adds; the last one by earlier versions."""
+OWN_COLUMNS = (TOTAL, SOURCE)
+"""Columns of obs that scforge adds."""
 
 DATASET = "dataset_{}"
 """Names of the groups with cells."""
@@ -75,21 +77,6 @@ _FORMAT = 1
 _GROUP = "scforge"
 _ENCODING = {"encoding-type": "annbatch-preshuffled", "encoding-version": "0.1.0"}
 _AGAIN = "copy the store again, or convert the data again"
-
-
-class _Dataset(TypedDict, total=False):
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
-    n_cells: Required[NonNegativeInt]
-    n_nonzeros: Required[NonNegativeInt]
-    hash: Required[str]
-
-
-class _Source(TypedDict):
-    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
-    name: str
-    n_cells: NonNegativeInt
-    overlap: float
-    counts_kept: float
 
 
 @checked_dataclass(frozen=True, config=ConfigDict(strict=True, extra="ignore"))
@@ -135,8 +122,8 @@ class StoreInfo:
     chunk_size: Annotated[int, Field(gt=0, lt=2**31)]
     obs_columns: list[str]
     content_hash: str
-    datasets: list[_Dataset]
-    sources: list[_Source]
+    datasets: list[dict[str, Any]]
+    sources: list[dict[str, Any]]
     counts_kept: Annotated[float, Field(ge=0, le=1)]
     options: dict[str, Any]
     created: str
@@ -207,36 +194,13 @@ def is_store(path: str | os.PathLike[str]) -> bool:
         return False
 
 
-def _file_system(name: str, storage_options: Mapping[str, Any] | None) -> tuple[Any, str]:
-    """Return the file system of a path or URL, and the path on it without a slash at its end."""
-    from fsspec.implementations.local import LocalFileSystem
-
-    if is_url(name):
-        system, root = remote_file_system(name, storage_options)
-        return system, root.rstrip("/")
-    return LocalFileSystem(), str(Path(name).absolute())
-
-
 def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the attributes of the root of a zarr folder; an empty dict where a folder is no zarr v3 group."""
     name = os.fspath(path)
-    system, root = _file_system(name, storage_options)
-    if not is_url(name):
-        put_back(name)
-    with reading(repr(name)):
-        try:
-            text = system.cat_file(f"{root}/zarr.json")
-        except (FileNotFoundError, NotADirectoryError):
-            return _without_metadata(system, root, name)
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{name!r} is no zarr folder: its zarr.json cannot be read ({first_line(error)}).") from error
-    attributes = content.get("attributes") if isinstance(content, dict) else None
-    return attributes if isinstance(attributes, dict) else {}
-
-
-def _without_metadata(system: Any, root: str, name: str) -> dict[str, Any]:
+    attributes = root_attributes(name, storage_options)
+    if attributes is not None:
+        return attributes
+    system, root = file_system(name, storage_options)
     if system.isdir(root):
         return {"encoding-type": "anndata"} if system.exists(f"{root}/.zattrs") else {}
     if system.exists(root):
@@ -260,16 +224,12 @@ def _other_kind(attributes: Mapping[str, Any]) -> str:
 def read_vocab(group: Any) -> GeneVocab:
     """Return the vocabulary of an open store, with the medians of its genes."""
     content = bytes(_part(group, "vocab").astype(np.uint8))
-    with tempfile.TemporaryDirectory() as folder:
-        # The checks of a file of a vocabulary, its checksum among them, are needed here, too.
-        file = Path(folder) / "vocab.json"
-        file.write_bytes(content)
-        try:
-            return GeneVocab.from_file(file)
-        except ModelFileError as error:
-            raise DataError(
-                f"the store {str(group.store_path)!r} is damaged: its vocabulary is not what was written; {_AGAIN}."
-            ) from error
+    try:
+        return GeneVocab.from_json(content)
+    except ModelFileError as error:
+        raise DataError(
+            f"the store {str(group.store_path)!r} is damaged: its vocabulary is not what was written; {_AGAIN}."
+        ) from error
 
 
 def read_measured(group: Any) -> np.ndarray:
@@ -287,10 +247,7 @@ def write_root(folder: Path, info: StoreInfo, vocab: GeneVocab, measured: np.nda
     """Write what stands beside the datasets of a store, and one list of all that is in it."""
     root = zarr.open_group(folder, mode="a", zarr_format=3)
     part = root.create_group(_GROUP, overwrite=True)
-    with tempfile.TemporaryDirectory() as temporary:
-        vocab.save(Path(temporary) / "vocab.json")
-        content = (Path(temporary) / "vocab.json").read_bytes()
-    part.create_array("vocab", data=np.frombuffer(content, dtype=np.uint8))
+    part.create_array("vocab", data=np.frombuffer(vocab.to_json().encode(), dtype=np.uint8))
     part.create_array("measured", data=measured)
     # A collection of annbatch as well.
     root.attrs.put({**_ENCODING, _GROUP: {"format": _FORMAT, **asdict(info)}})
@@ -367,17 +324,9 @@ class _WindowSampler(Sampler):
 _SETTINGS: dict[str, Any] = {**CODECS, "threading.max_workers": max(1, (os.cpu_count() or 1) // 2)}
 """Settings of zarr: half of the cores unpack, the others are left to tokenizing."""
 
-_PIECE = 256
-"""Cells that are read at a time to find which are damaged."""
-
 
 class _Store:
     """A store, or another collection of annbatch, whose cells are read by rows.
-
-    Parameters
-    ----------
-    path, obs, storage_options
-        As for :meth:`StoreCells.open`.
 
     Attributes
     ----------
@@ -385,10 +334,8 @@ class _Store:
         Path or URL.
     vocab
         The vocabulary of the store, or one of its genes.
-    genes
-        Names of the columns, array of str, shape (S,).
-    measured
-        True for the columns that any source has, bool, shape (S,).
+    genes, measured
+        Names of the columns, and whether any source has them, shape (S,).
     lengths
         Number of entries of each row, unsigned, shape (N,).
     obs
@@ -411,8 +358,6 @@ class _Store:
         self._datasets = self._found_datasets(group)
         self._matrices, lengths = zip(*map(self._matrix, self._datasets), strict=True)
         self.lengths = np.concatenate(lengths)
-        self._sizes = np.array([matrix.shape[0] for matrix in self._matrices])
-        self._ends = np.cumsum(self._sizes)
         self.totals: np.ndarray | None = None
         if info is not None:
             self._check_datasets(info)
@@ -465,8 +410,8 @@ class _Store:
         """Raise unless the datasets are those that were written."""
         expected = {DATASET.format(i): (one["n_cells"], info.n_genes) for i, one in enumerate(info.datasets)}
         found = {one.basename: tuple(matrix.shape) for one, matrix in zip(self._datasets, self._matrices, strict=True)}
-        for name in [*expected, *found]:
-            if name not in found or found[name] != expected.get(name):
+        for name in expected | found:
+            if found.get(name) != expected.get(name):
                 shape, wanted = found.get(name, "missing"), expected.get(name, "to be there")
                 raise self._damaged(f"the counts of {name} are {shape}, not {wanted}")
 
@@ -517,48 +462,25 @@ class _Store:
         return pd.DataFrame(table, index=pd.RangeIndex(len(self)))
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return len(self.lengths)
 
     def names(self) -> np.ndarray:
         """Return the names of the cells, array of str, shape (N,)."""
         return np.concatenate([self._index(dataset, "obs") for dataset in self._datasets])
 
     def batches(self, windows: Iterable[Window]) -> Iterator[tuple[np.ndarray, int, sparse.csr_matrix]]:
-        """Yield rows, number of the draw, and counts (sorted, without zeros) of each batch of each window.
-
-        Raises
-        ------
-        DataError
-            If what is read is damaged; the message names the dataset and the cells.
-        """
+        """Yield rows, number of the draw, and counts (sorted, without zeros) of each batch of each window."""
         told: deque[tuple[np.ndarray, int]] = deque()
-        others: list[Exception] = []
 
         def watched() -> Iterator[Window]:
-            try:
-                for window in windows:
-                    told.extend((rows, window.draw) for rows in window.batches())
-                    yield window
-            except reading_errors() as error:
-                others.append(error)  # of whoever makes the windows: no damage
-                raise
+            for window in windows:
+                told.extend((rows, window.draw) for rows in window.batches())
+                yield window
 
-        read = self._loaded(watched())
-        while True:
-            try:
-                counts = next(read, None)
-            except ScforgeError:
-                raise
-            except reading_errors() as error:
-                if error in others:
-                    raise
-                rows = np.concatenate([np.empty(0, dtype=np.int64), *(rows for rows, _ in told)])
-                where = self._unreadable(rows)
-                raise DataError(f"{where} cannot be read: {first_line(error)}; {_AGAIN}.") from error
-            if counts is None:
-                return
-            rows, draw = told.popleft()
-            yield rows, draw, self._cleaned(rows, counts)
+        with reading(f"a cell of {self.place!r}", fix=_AGAIN):
+            for counts in self._loaded(watched()):
+                rows, draw = told.popleft()
+                yield rows, draw, self._cleaned(rows, counts)
 
     def _loaded(self, windows: Iterator[Window]) -> Iterator[sparse.csr_matrix]:
         # The first step of a pass takes the windows, and opens the arrays.
@@ -575,8 +497,7 @@ class _Store:
     def _cleaned(self, rows: np.ndarray, counts: sparse.csr_matrix) -> sparse.csr_matrix:
         """Return counts that are sorted and without zeros; those of a store of scforge must be so."""
         if counts.dtype.kind != "u" and (problem := value_problem(counts.data)):
-            name, _ = self._where(int(rows[0]))
-            raise DataError(f"X of {name} of {self.place!r} {problem}, but raw counts are needed.")
+            raise DataError(f"{self.place!r} {problem}, but raw counts are needed.")
         row = unsound_row(counts)
         if row < 0:
             return counts
@@ -586,33 +507,8 @@ class _Store:
         elif problem is None and not row_sums(counts)[row]:
             problem = "it has no counts"  # missing chunks come as zeros
         if problem is not None:
-            name, cell = self._where(int(rows[row]))
-            raise DataError(f"{name} of {self.place!r} is damaged at cell {cell}: {problem}; {_AGAIN}.")
-        # Repeated entries are summed, which may not fit into e.g. uint8.
-        counts = counts.astype(np.int64 if counts.dtype.kind in "iu" else counts.dtype, copy=True)
-        counts.sum_duplicates()
-        counts.eliminate_zeros()
-        return counts
-
-    def _where(self, row: int) -> tuple[str, int]:
-        """Return the name of the dataset that holds a row of the store, and its row there."""
-        place = int(np.searchsorted(self._ends, row, side="right"))
-        return self._datasets[place].basename, row - int(self._ends[place] - self._sizes[place])
-
-    def _unreadable(self, rows: np.ndarray) -> str:
-        """Find the first cells among `rows` that cannot be read."""
-        rows = np.unique(rows)
-        # No piece goes beyond a dataset.
-        part = np.searchsorted(self._ends, rows, side="right")
-        within = rows - (self._ends - self._sizes)[part]
-        cuts = np.flatnonzero(np.diff(within // _PIECE) | np.diff(part)) + 1
-        for piece in np.split(rows, cuts) if len(rows) else ():
-            try:
-                list(self._loaded(iter([Window(rows=piece, ends=np.array([len(piece)]), draw=0)])))
-            except reading_errors():
-                name, first = self._where(int(piece[0]))
-                return f"{name} of {self.place!r}, cells {first} to {first + int(piece[-1] - piece[0])},"
-        return f"{self.place!r}"
+            raise self._damaged(f"cell {rows[row]}: {problem}")
+        return canonical(counts)
 
 
 def _fitting(values: np.ndarray) -> np.ndarray:
@@ -736,10 +632,6 @@ class StoreCells:
         min_overlap
             Smallest share of its genes to accept.
 
-        Returns
-        -------
-        The cells, on the same store.
-
         Raises
         ------
         GeneMismatchError
@@ -749,10 +641,9 @@ class StoreCells:
         if len(store.genes) == vocab.n_genes and np.array_equal(store.genes, np.array(vocab.genes)):
             measured = store.measured
             cells = replace(self, vocab=vocab, counts_kept=store.counts_kept, measured=measured, _gene_map=None)
-            if empty := int((store.lengths == 0).sum()):
-                warn(f"{empty} of {len(self)} cells express no gene of the vocabulary; their embedding tells nothing.")
+            warn_empty(store.lengths)
         else:
-            gene_map = map_names(store.genes, vocab, min_overlap=min_overlap, whole=not vocab.chosen_from_data)
+            gene_map = map_names(store.genes, vocab, min_overlap=min_overlap)
             measured = gene_map.measured_of(store.measured)
             cells = replace(self, vocab=vocab, measured=measured, _gene_map=gene_map)
             some = cells.block(choose_chunks(len(cells), _SAMPLED, cells.chunk_size))
@@ -813,7 +704,17 @@ class StoreCells:
 
         Of more cells whole chunks are drawn, because they are read in one go.
         """
-        return sample_chunks(self, n, rows=rows, seed=seed)
+        chosen = choose_chunks(len(self), n, self.chunk_size, rows=rows, seed=seed)
+        block = self.block(chosen)
+        return CellSource(
+            sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=(len(block), self.vocab.n_genes)),
+            block.totals,
+            overlap=self.overlap,
+            counts_kept=self.counts_kept,
+            measured=self.measured,
+            vocab=self.vocab,
+            obs=self.obs.iloc[chosen],
+        )
 
     def _mapped(self, counts: sparse.csr_matrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if self._gene_map is not None:
@@ -923,7 +824,7 @@ def inspect_store(
     with reading(f"the store {name!r}", fix=_AGAIN):
         if verify:
             _verify(group, info, name)
-        system, root = _file_system(name, storage_options)
+        system, root = file_system(name, storage_options)
         return StoreInspection(
             path=redacted(name),
             info=info,
@@ -955,23 +856,24 @@ def _state(source: Mapping[str, Any]) -> str:
 
 def _verify(group: Any, info: StoreInfo, name: str) -> None:
     """Read all of a store, some of it at a time, and raise unless it has the content hash that was written."""
-    problems, hashes = [], []
+    hashes = []
     with zarr.config.set(CODECS):
-        for number, expected in enumerate(info.datasets):
+        for number in range(len(info.datasets)):
             dataset = DATASET.format(number)
-            try:
+            with reading(f"{dataset} of the store {name!r}", fix=_AGAIN):
                 matrix, obs = group[f"{dataset}/X"], anndata.io.read_elem(group[f"{dataset}/obs"])
                 hashes.append(dataset_hash(matrix["indptr"], matrix["indices"], matrix["data"], obs))
-            except reading_errors() as error:
-                problems.append(f"{dataset} cannot be read ({first_line(error)})")
-                continue
-            if hashes[-1] != expected["hash"]:
-                problems.append(f"{dataset} has other content than was written")
-        if read_vocab(group).hash != info.vocab_hash:
-            problems.append("its vocabulary is another one than was written")
-        if read_measured(group).shape != (len(info.sources), info.n_genes):
-            problems.append("the table of the genes that each source has is of another size")
-    if not problems and content_hash(info.vocab_hash, hashes) != info.content_hash:
+        vocab_hash, measured = read_vocab(group).hash, read_measured(group)
+    problems = [
+        f"{DATASET.format(number)} has other content than was written"
+        for number, expected in enumerate(info.datasets)
+        if hashes[number] != expected["hash"]
+    ]
+    if vocab_hash != info.vocab_hash:
+        problems.append("its vocabulary is another one than was written")
+    if measured.shape != (len(info.sources), info.n_genes):
+        problems.append("the table of the genes that each source has is of another size")
+    if not problems and content_hash(vocab_hash, hashes) != info.content_hash:
         problems.append("its description does not fit its content hash")
     if problems:
         raise DataError(f"the store {name!r} is damaged: {'; '.join(problems)}; {_AGAIN}.")

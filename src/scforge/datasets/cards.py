@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any
 
-from scforge.errors import OptionError, listing, suggest
+from scforge._checks import check_choice, check_known
+from scforge.errors import OptionError
 
 RULES = ("stratified", "groups", "perturbations")
 
@@ -65,8 +65,7 @@ class SplitRule:
     separator: str | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in RULES:
-            raise OptionError(f"kind={self.kind!r} of a split is none of {listing(RULES)}.")
+        check_choice("kind", self.kind, RULES)
         for name in ("validation", "test"):
             amount = getattr(self, name)
             if isinstance(amount, list):
@@ -122,7 +121,7 @@ class DatasetCard:
     ...     labels_key="cell_type",
     ...     split=SplitRule("stratified", "cell_type", 0.1, 0.2),
     ... )
-    >>> card.columns, card.to_dict()["split"]["test"]
+    >>> card.columns, card.split.test
     ({'labels_key': 'cell_type'}, 0.2)
     """
 
@@ -153,27 +152,6 @@ class DatasetCard:
         """Return the columns of obs that the card names, by the argument that takes them."""
         keys = {name: getattr(self, name) for name in ("labels_key", "batch_key", "groups_key", "perturbation_key")}
         return {name: key for name, key in keys.items() if key is not None}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the facts as they stand in the file of the card, without those that are not known.
-
-        Examples
-        --------
-        >>> get_card("sc_mixology").to_dict()["split"]["test"]
-        ['sc_dropseq']
-        """
-        from dataclasses import asdict
-
-        facts = {name: value for name, value in asdict(self).items() if value not in (None, (), {})}
-        if self.split is not None:
-            facts["split"] = {
-                name: list(value) if isinstance(value, tuple) else value
-                for name, value in asdict(self.split).items()
-                if value is not None
-            }
-        if self.shares_cells_with:
-            facts["shares_cells_with"] = list(self.shares_cells_with)
-        return facts
 
 
 def list_cards() -> list[str]:
@@ -218,9 +196,7 @@ def get_card(name: str) -> DatasetCard:
     """
     import yaml
 
-    known = list_cards()
-    if name not in known:
-        raise OptionError(f"name={name!r} is no data set with a card{suggest(name, known)}")
+    check_known("name", name, list_cards(), "the data sets with a card", error=OptionError)
     text = resources.files("scforge.datasets").joinpath("cards", f"{name}.yaml").read_text(encoding="utf-8")
     facts = yaml.safe_load(text)
     rule = facts.pop("split", None)

@@ -11,8 +11,10 @@ import numpy as np
 from scipy import sparse
 
 from scforge._io import sha256_of
-from scforge.datasets.cards import DatasetCard, get_card
-from scforge.errors import DataError, MissingFileError, did_you_mean, listing
+from scforge.data.checks import check_obs_column, value_problem
+from scforge.datasets._pbmc3k import pbmc3k
+from scforge.datasets.cards import get_card
+from scforge.errors import DataError, MissingFileError, listing
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -23,23 +25,7 @@ DATA_FOLDER = "SCFORGE_DATA"
 
 
 def find_file(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Return the h5ad file of a data set.
-
-    Parameters
-    ----------
-    name
-        One of :func:`~scforge.datasets.list_cards`.
-    folder
-        Folder that holds ``<name>.h5ad``; None takes the one in the environment variable ``SCFORGE_DATA``. What is
-        embedded is always taken from the package, so that its name means the same data everywhere.
-
-    Raises
-    ------
-    OptionError
-        If there is no card of that name.
-    MissingFileError
-        If the file is not there; the message says how to obtain it.
-    """
+    """Return the h5ad file of a data set: that of the package, in `folder`, or where ``SCFORGE_DATA`` says."""
     card = get_card(name)
     if card.embedded:
         # The package is a folder: its data are read in place everywhere.
@@ -83,16 +69,12 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
     >>> load("pbmc3k").shape
     (2700, 16634)
     """
-    from scforge.data.checks import value_problem
     from scforge.data.sources import read_h5ad
 
     card = get_card(name)
     if card.embedded:
         # Its own function gives the counts the type and order that everything works on.
-        from scforge import datasets
-
-        adata: AnnData = getattr(datasets, name)()
-        return adata
+        return pbmc3k()
     path = find_file(name, folder)
     if verify and card.sha256 is not None and (found := sha256_of(path)) != card.sha256:
         raise DataError(
@@ -100,29 +82,19 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
             "pass verify=False if you made it yourself from the source."
         )
     adata = read_h5ad(path)
-    _check_columns(adata, card, path)
+    for argument, key in card.columns.items():
+        check_obs_column(adata, key, argument=argument)
+    if card.perturbation_key is not None and not (adata.obs[card.perturbation_key] == card.control).any():
+        values = adata.obs[card.perturbation_key].dropna().unique()
+        raise DataError(
+            f"{str(path)!r} has no cell with {card.perturbation_key}={card.control!r}, the control of the card "
+            f"{name!r}; rename the control cells (there are: {listing(values)})."
+        )
     # Downloads often have normalized values in X, and counts in raw.
     if problem := value_problem(adata.X[:1000].data if sparse.issparse(adata.X) else np.ravel(adata.X[:1000])):
         hint = "its raw.X may have them, adata.X = adata.raw.X" if adata.raw is not None else "take the raw data"
         raise DataError(f"X of {str(path)!r} {problem}, which are no counts; put the raw counts there ({hint}).")
     return adata
-
-
-def _check_columns(adata: AnnData, card: DatasetCard, path: Path) -> None:
-    for argument, key in card.columns.items():
-        if key not in adata.obs:
-            known = list(adata.obs)
-            raise DataError(
-                f"{str(path)!r} has no column {key!r} in obs, the {argument} of the card {card.name!r}"
-                f"{did_you_mean(key, known) or '; rename it'} (obs has: {listing(known)})."
-            )
-    if card.perturbation_key is not None and card.control is not None:
-        values = adata.obs[card.perturbation_key]
-        if not (values == card.control).any():
-            raise DataError(
-                f"{str(path)!r} has no cell with {card.perturbation_key}={card.control!r}, the control of the card "
-                f"{card.name!r}; rename the control cells (there are: {listing(values.dropna().unique())})."
-            )
 
 
 def check_independent(test: str, train: list[str] | tuple[str, ...] | str) -> None:

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 
+from scforge._checks import check_choice, check_known
 from scforge._io import atomic_write_bytes
 from scforge.datasets.cards import Amount, DatasetCard, SplitRule, get_card
-from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, listing, suggest
+from scforge.errors import DataError, OptionError, listing
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 PARTS = ("train", "validation", "test")
 LEFT_OUT = "left_out"
-_HEADER = ("cell", "part")
-_NOBODY: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Split:
     train: np.ndarray
     validation: np.ndarray
     test: np.ndarray
-    left_out: np.ndarray = field(default_factory=lambda: np.array(_NOBODY, dtype=object))
+    left_out: np.ndarray = field(default_factory=lambda: np.array([], dtype=object))
 
     def __post_init__(self) -> None:
         for part in (*PARTS, LEFT_OUT):
@@ -129,8 +128,7 @@ class Split:
         >>> adata[split.rows(adata, "test")].n_obs == len(split.test)
         True
         """
-        if part not in PARTS:
-            raise OptionError(f"part={part!r} is none of {listing(PARTS)}{did_you_mean(part, PARTS)}.")
+        check_choice("part", part, PARTS)
         rows = np.flatnonzero(np.asarray(self.labels(adata) == part))
         if not len(rows):
             raise DataError(f"no cell of adata is in {part!r} of the split {self.name!r}; pass the whole data set.")
@@ -168,6 +166,7 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
     (1892, 269, 539)
     """
     card = get_card(name)
+    check_choice("version", version, card.splits or [1])
     if version in card.splits:
         content = resources.files("scforge.datasets").joinpath("splits", f"{name}-v{version}.csv.gz").read_bytes()
         split = _parse(content, name, version, f"{name}-v{version}.csv.gz")
@@ -179,10 +178,6 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
                 )
             check_rule(split, card, adata)
         return split
-    if card.splits or version != 1:
-        raise OptionError(
-            f"version={version!r} of the split {name!r} is unknown; take one of {listing(card.splits or [1])}."
-        )
     if adata is None:
         raise OptionError(
             f"adata=None: no split of {name!r} ships with the package; pass the data set, and the rule of its card "
@@ -212,7 +207,7 @@ def write_split(split: Split, path: str | os.PathLike[str]) -> None:
     ('mine', True)
     """
     rows = sorted((cell, part) for part in (*PARTS, LEFT_OUT) for cell in getattr(split, part))
-    text = pd.DataFrame(rows, columns=_HEADER).to_csv(index=False, lineterminator="\n")
+    text = pd.DataFrame(rows, columns=["cell", "part"]).to_csv(index=False, lineterminator="\n")
     # Without the time, so that the same split is the same file.
     atomic_write_bytes(path, gzip.compress(text.encode(), mtime=0))
 
@@ -235,8 +230,6 @@ def read_split(path: str | os.PathLike[str], *, name: str | None = None, version
 
     Raises
     ------
-    MissingFileError
-        If there is no such file.
     DataError
         If it is no split, a part is empty, or a cell is in two parts.
 
@@ -250,23 +243,22 @@ def read_split(path: str | os.PathLike[str], *, name: str | None = None, version
     ['a', 'b']
     """
     path = Path(path)
-    if not path.is_file():
-        raise MissingFileError(f"path={str(path)!r} does not exist; check the path.")
     return _parse(path.read_bytes(), path.name.split(".")[0] if name is None else name, version, path.name)
 
 
 def _parse(content: bytes, name: str, version: int, file: str) -> Split:
+    parts = (*PARTS, LEFT_OUT)
     try:
         table = pd.read_csv(io.BytesIO(content), compression="gzip", dtype=str, keep_default_na=False)
-    except (gzip.BadGzipFile, EOFError, ValueError) as error:
-        raise DataError(f"{file!r} is no gzipped CSV of cells and parts; write it with write_split.") from error
-    parts = (*PARTS, LEFT_OUT)
-    if tuple(table.columns) != _HEADER or not table["part"].isin(parts).all():
+        fits = table.columns.tolist() == ["cell", "part"] and table["part"].isin(parts).all()
+    except (gzip.BadGzipFile, EOFError, ValueError):
+        fits = False
+    if not fits:
         raise DataError(
-            f"{file!r} has not the columns cell and part (one of {listing(parts)}); write it with write_split."
+            f"{file!r} is no gzipped CSV with the columns cell and part (one of {listing(parts)}); write it with "
+            "write_split."
         )
-    cells = {part: table["cell"][table["part"] == part].to_numpy(dtype=object) for part in parts}
-    return Split(name, version, **cells)
+    return Split(name, version, **{part: table["cell"][table["part"] == part].to_numpy(object) for part in parts})
 
 
 HELD_OUT = ("test", "validation")
@@ -295,7 +287,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
     OptionError
         If the card has no rule.
     DataError
-        If a column is missing, names of cells are not unique, or there is too little to hold out.
+        If a column is missing, a name of a cell is there twice, or there is too little to hold out.
 
     Examples
     --------
@@ -308,17 +300,11 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
     rule = card.split
     if rule is None:
         raise OptionError(f"the card {card.name!r} has no rule to split by; give it one, split=SplitRule(...).")
-    if not adata.obs_names.is_unique:
-        raise DataError("the names of the cells of adata are not unique; call adata.obs_names_make_unique() first.")
     for key in filter(None, (rule.column, rule.context_key)):
-        if key not in adata.obs:
-            known = list(adata.obs)
-            raise DataError(
-                f"the split of {card.name!r} needs the column {key!r} of obs{suggest(key, known, 'obs has')}."
-            )
+        check_known("column", key, adata.obs, "obs", fix=f"the split of {card.name!r} needs it")
     salt = f"{card.name}-v{version}"
-    divide = {"stratified": _stratified, "groups": _groups, "perturbations": _perturbations}[rule.kind]
-    parts = divide(rule, card, adata, salt)
+    stratified = rule.kind == "stratified"
+    parts = _stratified(rule, adata, salt) if stratified else _whole_units(rule, card, adata, salt)
     names = np.asarray(adata.obs_names, dtype=object)
     split = Split(card.name, version, **{part: names[parts == part] for part in (*PARTS, LEFT_OUT)})
     check_rule(split, card, adata)
@@ -326,17 +312,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
 
 
 def check_rule(split: Split, card: DatasetCard, adata: AnnData) -> None:
-    """Raise :class:`~scforge.errors.DataError` if what the rule of a card holds out whole has cells in two parts.
-
-    Parameters
-    ----------
-    split
-        The split of all cells of `adata`.
-    card
-        Its ``split`` says what is held out: whole groups, or perturbations (in a context).
-    adata
-        The data set.
-    """
+    """Raise if a group, or a perturbation in a context, that the rule of a card holds out has cells in two parts."""
     rule = card.split
     if rule is None or rule.kind == "stratified":
         return
@@ -382,11 +358,8 @@ def _drawn(units: list[str], amounts: dict[str, Amount], salt: str, what: str) -
     held: dict[str, str] = {}
     for part, amount in amounts.items():
         if isinstance(amount, tuple):
-            absent = [unit for unit in amount if unit not in units]
-            if absent:
-                raise DataError(
-                    f"{part}: {listing(absent)} is not in the column {what!r}{suggest(absent[0], units, 'there are')}"
-                )
+            for unit in amount:
+                check_known(part, unit, units, f"the column {what!r}")
             held |= dict.fromkeys(amount, part)
     free = sorted((unit for unit in units if unit not in held), key=lambda unit: (_rank(salt, unit), unit))
     for part, amount in amounts.items():
@@ -414,7 +387,8 @@ def _cut(ids: np.ndarray, shares: dict[str, float], salt: str) -> np.ndarray:
     return parts
 
 
-def _stratified(rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) -> np.ndarray:
+def _stratified(rule: SplitRule, adata: AnnData, salt: str) -> np.ndarray:
+    """Return the part of each cell: shares of the cells of each value, and of those without a value."""
     ids = np.asarray(adata.obs_names, dtype=object)
     codes = adata.obs[rule.column].astype("category").cat.codes.to_numpy()
     parts = np.full(len(ids), "train", dtype=object)
@@ -424,32 +398,28 @@ def _stratified(rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) -
     return parts
 
 
-def _groups(rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) -> np.ndarray:
+def _whole_units(rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) -> np.ndarray:
+    """Return the part of each cell: whole groups or perturbations, and for each held-out part some control cells."""
     units = _units(rule, card, adata.obs)
-    held = _drawn(sorted(units.dropna().unique()), {part: getattr(rule, part) for part in HELD_OUT}, salt, rule.column)
-    return np.array([held.get(u, "train") if isinstance(u, str) else LEFT_OUT for u in units], dtype=object)
-
-
-def _perturbations(rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) -> np.ndarray:
-    obs = adata.obs
-    units = _units(rule, card, obs)
     known = sorted(units.dropna().unique())
     if rule.separator is not None:
-        combined = [unit for unit in known if rule.separator in unit.split(_BETWEEN)[0]]
-        if not combined:
-            raise DataError(
-                f"no value of {rule.column!r} joins two perturbations by {rule.separator!r}; check how the data name "
-                "combinations."
-            )
-        known = combined
-    held = _drawn(known, {part: getattr(rule, part) for part in HELD_OUT}, salt, rule.column)
+        known = [unit for unit in known if rule.separator in unit.split(_BETWEEN)[0]]
+    what = rule.column if rule.separator is None else f"{rule.column} (joined by {rule.separator})"
+    held = _drawn(known, {part: getattr(rule, part) for part in HELD_OUT}, salt, what)
     parts = np.array([held.get(u, "train") if isinstance(u, str) else LEFT_OUT for u in units], dtype=object)
+    if rule.kind == "perturbations":
+        _share_controls(parts, rule, card, adata, salt)
+    return parts
+
+
+def _share_controls(parts: np.ndarray, rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) -> None:
+    """Divide the control cells, in each context between the parts that have cells there."""
+    obs, ids = adata.obs, np.asarray(adata.obs_names, dtype=object)
     control = np.asarray(obs[rule.column].astype(object).map(str, na_action="ignore") == str(card.control))
     if not control.any():
         raise DataError(
             f"no cell has {rule.column}={card.control!r}, the control of {card.name!r}; rename the control cells."
         )
-    ids = np.asarray(adata.obs_names, dtype=object)
     contexts = np.full(len(ids), "", dtype=object)
     if rule.context_key is not None:
         named = obs[rule.context_key].notna().to_numpy()
@@ -461,4 +431,3 @@ def _perturbations(rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str
         rows = np.flatnonzero(control & here)
         shares = {part: rule.control_share for part in HELD_OUT if (parts[here] == part).any()}
         parts[rows] = _cut(ids[rows], shares, salt)
-    return parts

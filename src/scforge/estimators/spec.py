@@ -537,7 +537,7 @@ def vocab_of_adata(
     key, layer = setup["gene_key"], setup["layer"]
     within = None if vocab == FROM_DATA else open_vocab(vocab)
     if within is not None:
-        map_names(gene_names(adata, key), within, var=adata.var, gene_key=key, whole=not within.chosen_from_data)
+        map_names(gene_names(adata, key), within, var=adata.var, gene_key=key)
     else:
         names = gene_names(adata, key)
         found = n_of_species(names)

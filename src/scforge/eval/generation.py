@@ -434,8 +434,8 @@ def check_features(
         ...
     scforge.errors.DataError: gene_features has for 'A' the mean of X over the held-out cells under 'A' themselves...
     """
-    parsed = parse_perturbations(real.obs, keys)
-    labels = pd.Series([(keys.separator or "+").join(targets) for targets in parsed.targets])
+    of_cells = parse_perturbations(real.obs, keys)
+    labels = pd.Series([(keys.separator or "+").join(targets) for targets in of_cells])
     cells_of = labels.groupby(labels).indices
     controls = cells_of.pop("", None)
     known = features.set_axis(features.index.astype(str))

@@ -457,7 +457,7 @@ class EffectKeys:
             raise DataError(f"predictions has an index of {table.index.nlevels} levels; give {wanted}.")
         labels = [label if n_levels == 2 else (label, ALL) for label in table.index]
         names = pd.DataFrame({self.perturbation_key: [*(str(name) for name, _ in labels), self.control]})
-        targets = parse_perturbations(names, self.parts).targets
+        targets = parse_perturbations(names, self.parts)
         found = [Effect(some, str(context)) for some, (_, context) in zip(targets, labels, strict=False)]
         twice = self.titles([effect for effect, n in Counter(found).items() if n > 1])
         if twice := [*twice, *table.columns[table.columns.duplicated()]]:
@@ -535,7 +535,7 @@ class PerturbedCells:
         if made:
             # Predicted controls are not needed, but only labels with the control among them are read.
             labels = pd.concat([labels, pd.DataFrame({keys.perturbation_key: [keys.control]}, index=["control"])])
-        targets = parse_perturbations(labels, keys.parts).targets[: adata.n_obs]
+        targets = parse_perturbations(labels, keys.parts)[: adata.n_obs]
         places = [ALL] * adata.n_obs
         if keys.context_key is not None:
             check_column("context_key", keys.context_key, adata.obs)

@@ -33,9 +33,8 @@ from scforge._io import (
     swap_in,
 )
 from scforge.data.cells import Cells, CellSource
-from scforge.data.census import CensusCells
-from scforge.data.readers import ZarrLocation, is_query, is_url, open_streams, table_digest
-from scforge.data.sources import open_cells
+from scforge.data.readers import Location, is_query, is_url, open_streams, table_digest
+from scforge.data.sources import AUTO, open_cells
 from scforge.data.store import StoreCells, StoreInfo, is_store
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, first_line, warn
 from scforge.estimators.base import CellModel
@@ -107,9 +106,7 @@ def source_identity(source: Any, cells: Cells, *, layer: str | None, gene_key: s
     if isinstance(cells, StoreCells):
         if is_store(cells.place):
             return {"content_hash": StoreInfo.read(cells.place).content_hash}
-        return {"files": ZarrLocation(cells.place).identity()}
-    if isinstance(cells, CensusCells):
-        return {"place": cells.place, "joinids": hashlib.sha256(cells.joinids).hexdigest()}
+        return {"files": Location(cells.place).identity()}
     if isinstance(source, str | os.PathLike | list | tuple):
         fingerprints = [stream.fingerprint() for stream in open_streams(source, layer=layer)]
         return {"files": fingerprints, "layer": layer, "gene_key": gene_key}
@@ -574,7 +571,7 @@ def _embed_blocks(
 def _open(model: CellModel, source: Any) -> Cells:
     """Open the cells over the genes of the model."""
     if is_query(source):
-        return open_cells(source, model.vocab)
+        return open_cells(source, model.vocab, cache=AUTO)
     if isinstance(source, list | tuple):
         return open_cells(source, model.vocab, **_setup(model))
     return model._cells(source)

@@ -76,7 +76,8 @@ def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Se
         query = CensusQuery(
             obs=_columns(data, columns) or [], **{name: value for name, value in given.items() if value is not None}
         )
-        return query.open(_vocab(data) if vocab is None else vocab)
+        wanted = _vocab(data) if vocab is None else vocab
+        return open_cells(query, wanted, memory=data.memory, cache=data.cache or AUTO)
     paths = data.paths or []
     elsewhere = (data.cache, data.memory, data.modality, data.storage_options)
     store: Path | None = None

@@ -87,11 +87,11 @@ class Conditions:
             contexts = tuple(str(name) for name in of_cells.categories)
             labeled = labeled & (context >= 0)
         keys = PerturbationKeys(perturbation_key, control=control, separator=separator)
-        parsed = parse_perturbations(pd.DataFrame({perturbation_key: labels[labeled]}), keys)
-        targets = sorted(set(parsed.targets) - {()})
+        of_labeled = parse_perturbations(pd.DataFrame({perturbation_key: labels[labeled]}), keys)
+        targets = sorted(set(of_labeled) - {()})
         number = {some: i for i, some in enumerate(targets)} | {(): CONTROL}
         perturbation = np.full(len(labels), UNLABELED, dtype=np.int64)
-        perturbation[labeled] = [number[some] for some in parsed.targets]
+        perturbation[labeled] = [number[some] for some in of_labeled]
         context[~labeled] = UNLABELED
         names = tuple((separator or "+").join(some) for some in targets)
         return cls(names, tuple(targets), contexts, perturbation, context)
