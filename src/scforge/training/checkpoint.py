@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 import lightning
@@ -38,7 +37,6 @@ from scforge.errors import (
     ScforgeError,
     TrainingError,
     first_line,
-    listing,
     warn,
 )
 from scforge.training.datamodule import CellDataModule
@@ -442,7 +440,7 @@ class SaveState(Checkpoint):
             "step": trainer.global_step,
             "total_steps": pl_module.total_steps,
             "finished": finished,
-            "optimizer": _optimizer_state(trainer, pl_module),
+            "optimizer": trainer.strategy.optimizer_state(trainer.optimizers[0]),
             "schedules": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
             # The means of a process are added to those of the others at the end of the epoch only.
@@ -514,16 +512,6 @@ def _set_counters(trainer: lightning.Trainer, *, epoch: int, step: int) -> None:
     loop.epoch_loop._batches_that_stepped = step
 
 
-def _optimizer_state(trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, Any]:
-    optimizer = trainer.optimizers[0]
-    if isinstance(trainer.strategy, ModelParallelStrategy):
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
-
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_optimizer_state_dict(pl_module.module, optimizer, options=options)
-    return optimizer.state_dict()
-
-
 def _load_optimizer(trainer: lightning.Trainer, pl_module: lightning.LightningModule, state: dict[str, Any]) -> None:
     optimizer = trainer.optimizers[0]
     if isinstance(trainer.strategy, ModelParallelStrategy):
@@ -579,37 +567,6 @@ def restoring() -> Iterator[None]:
             f"resume: the state of the training does not fit it ({first_line(error)}); take another state, or train "
             "anew in another folder (or with overwrite=True)."
         ) from error
-
-
-_CONTENT: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("settings", "optimizer", "precision", "callbacks", "data"), (dict,)),
-    **dict.fromkeys(("schedules", "means", "random"), (list,)),
-    **{"epoch": (int,), "step": (int,), "total_steps": (int, NoneType), "finished": (str, NoneType)},
-}
-"""What a state consists of, and the types."""
-
-
-def check_format(state: Any, *, where: str) -> None:
-    """Raise if a state is of a later version, or lacks a part.
-
-    Raises
-    ------
-    TrainingError
-        If it is of a later version.
-    TypeError
-        If it is no state, saying what it lacks.
-    """
-    if not isinstance(state, dict):
-        raise TypeError(f"it is a {type(state).__name__}")
-    if state.get("format") != _FORMAT:
-        raise TrainingError(
-            f"the state of the training in {where!r} is of scforge {state.get('scforge_version')}, this is "
-            f"{__version__}; go on with that version."
-        )
-    if wrong := [name for name, kinds in _CONTENT.items() if not isinstance(state.get(name, ...), kinds)]:
-        raise TypeError(f"it lacks {listing(wrong)}")
-    if odd := [name for name in ("epoch", "step") if state[name] < 0]:
-        raise TypeError(f"{odd[0]} is {state[odd[0]]}")
 
 
 _TENSOR, _ITEMS, _TUPLE = "__tensor__", "__items__", "__tuple__"
@@ -728,7 +685,11 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
                 file = place / (_TENSORS if name == _TENSORS else _STATE)
                 raise ModelFileError(f"{str(file)!r} is corrupted: its checksum is not the one in {_STATE}.")
         state = unpack(content["state"], load_file(place / _TENSORS))
-        check_format(state, where=str(folder))
+        if state["format"] != _FORMAT:
+            raise TrainingError(
+                f"the state of the training in {str(folder)!r} is of scforge {state.get('scforge_version')}, this is "
+                f"{__version__}; go on with that version."
+            )
     except (ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
         if isinstance(error, ModelFileError):
             raise
