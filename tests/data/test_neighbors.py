@@ -8,7 +8,14 @@ from sklearn.neighbors import NearestNeighbors
 import scforge
 from scforge.data import open_cells
 from scforge.data.cells import CellSource
-from scforge.data.neighbors import harmony_correct, mutual_neighbors, neighbor_weights, principal_components
+from scforge.data.neighbors import (
+    SHARPNESS,
+    harmony_correct,
+    mutual_neighbors,
+    neighbor_weights,
+    principal_components,
+    query_shifts,
+)
 from scforge.errors import DataError
 
 PER_GROUP = 30
@@ -23,6 +30,22 @@ def two_batches(*, missing: bool = False):
     coordinates[np.arange(len(groups)), groups] += 8.0
     coordinates[:, 3] += 3.0 * batches
     return coordinates, batches, groups
+
+
+def test_a_query_moves_onto_its_reference_and_a_new_group_onto_no_other():
+    coordinates, batches, groups = two_batches()
+    coordinates[:, 4] += 1.5 * batches * (groups == 1)  # the batch differs by group, too
+    reference, query = coordinates[(batches == 0) & (groups != 2)], coordinates[batches == 1]
+    center, clusters, shifts = query_shifts(reference, query)
+    away = query - center
+    assigned = np.exp(SHARPNESS * (away / np.linalg.norm(away, axis=1, keepdims=True)) @ clusters.T)
+    moved = query + assigned / assigned.sum(axis=1, keepdims=True) @ shifts
+    for group in range(3):
+        place = coordinates[(batches == 0) & (groups == group)].mean(axis=0)
+        now = moved[groups[batches == 1] == group].mean(axis=0)
+        assert np.linalg.norm(now - place) < 1.2 < np.linalg.norm(query[groups[batches == 1] == group].mean(0) - place)
+    for part in query_shifts(reference, query[:5])[1:]:
+        assert not part.any()  # too few to have neighbors
 
 
 @pytest.mark.parametrize("missing", [False, True])

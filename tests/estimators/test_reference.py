@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from scipy import sparse
+from sklearn.metrics import roc_auc_score
 from sklearn.neighbors import NearestNeighbors
 
 from scforge.errors import DataError, GeneMismatchError, OptionError, ScforgeWarning
@@ -81,13 +82,14 @@ def test_training_teaches_the_decoder_the_batches_of_the_query_alone(reference, 
     query.obs = query.obs.drop(columns="kind")
     before, embedded = weights(reference), reference.get_latent_representation(query, key_added=None)
     mapped = Encoder.load_query_data(query, reference, lora=False)
-    np.testing.assert_array_equal(mapped.get_latent_representation(key_added=None), embedded)
+    moved = mapped.get_latent_representation(key_added=None)
     assert mapped.spec.objective_options["batches"] == ["b0", "b1", "b2"]
     own = weights(mapped)
     torch.testing.assert_close(own[VECTORS][2], own[VECTORS][:2].mean(dim=0))
     for options in ({}, {"weight_decay": 1.0, "ema_decay": 0.9}):
         mapped.train(max_epochs=4, batch_size=40, **options, **QUIET)
-    np.testing.assert_array_equal(mapped.get_latent_representation(), embedded)
+    np.testing.assert_array_equal(mapped.get_latent_representation(), moved)
+    np.testing.assert_array_equal(reference.get_latent_representation(query, key_added=None), embedded)
     assert [key for key in query.obsm if "scforge" in key] == ["X_scforge"]
     changed = [name for name, value in weights(mapped).items() if not torch.equal(value, own[name])]
     assert changed == [VECTORS]
@@ -100,9 +102,76 @@ def test_training_teaches_the_decoder_the_batches_of_the_query_alone(reference, 
     loaded.train(max_epochs=1, batch_size=40, **QUIET)
     assert not torch.equal(weights(loaded)[VECTORS][2], weights(mapped)[VECTORS][2])
     assert torch.equal(weights(loaded)[VECTORS][:2], own[VECTORS][:2])
-    np.testing.assert_array_equal(loaded.get_latent_representation(key_added=None), embedded)
+    np.testing.assert_array_equal(loaded.get_latent_representation(key_added=None), moved)
     chained = Encoder.load_query_data(cells(["b2", "b3"], ["t0"], n=60, seed=2), mapped)
     assert chained.spec.objective_options["batches"] == ["b0", "b1", "b2", "b3"]
+
+
+def share_of_reference(space: np.ndarray, points: np.ndarray) -> float:
+    """Share of reference cells among the 20 nearest neighbors of cells of the query."""
+    nearest = NearestNeighbors(n_neighbors=21).fit(np.vstack([space, points])).kneighbors(points)[1][:, 1:]
+    return float((nearest < len(space)).mean())
+
+
+@pytest.fixture
+def distant() -> ad.AnnData:
+    """Cells of two types of the reference and of one that it lacks, with a batch effect in other genes."""
+    found = cells(["b3"], ["t0", "t1", "t3"], n=150, seed=5)
+    scales = np.random.default_rng(1).lognormal(0, 0.7, N_GENES)
+    found.X = sparse.csr_matrix(np.random.default_rng(2).poisson(found.X.toarray() * scales).astype(np.float32))
+    return found
+
+
+def test_a_query_is_moved_onto_its_reference_without_training(reference, distant, tmp_path):
+    space = reference.get_latent_representation(key_added=None)
+    before = reference.get_latent_representation(distant, key_added=None)
+    mapped = Encoder.load_query_data(distant, reference)
+    after = mapped.get_latent_representation()
+    known = np.asarray(distant.obs["kind"]) != "t3"
+    assert share_of_reference(space, after[known]) > share_of_reference(space, before[known])
+    np.testing.assert_array_equal(distant.obsm["X_scforge"], after)
+    far = NearestNeighbors(n_neighbors=15).fit(space).kneighbors(after)[0].mean(axis=1)
+    assert roc_auc_score(~known, far) > 0.95
+    mapped.save(tmp_path / "query")
+    loaded = Encoder.load(tmp_path / "query", distant)
+    np.testing.assert_array_equal(loaded.get_latent_representation(key_added=None), after)
+    reference.save(tmp_path / "reference", overwrite=True)
+    elsewhere = Encoder.load_query_data(distant, tmp_path / "reference")
+    np.testing.assert_allclose(elsewhere.get_latent_representation(key_added=None), after, atol=1e-5)
+    pd.testing.assert_frame_equal(reference.transfer_labels(distant), mapped.transfer_labels())
+    few = Encoder.load_query_data(distant[:5].copy(), reference)
+    np.testing.assert_allclose(few.get_latent_representation(key_added=None), before[:5], atol=1e-5)
+
+
+@pytest.mark.parametrize("has_batches", [True, False])
+def test_query_and_reference_are_trained_on_together(reference, distant, has_batches, tmp_path):
+    model = reference if has_batches else of_three_types(10, {}, n_top_genes=N_GENES)
+    joint = Encoder.load_query_data(distant, model, reference_cells=model.adata)
+    np.testing.assert_allclose(
+        joint.get_latent_representation(key_added=None),
+        model.get_latent_representation(distant, key_added=None),
+        atol=1e-5,
+    )
+    unchanged = weights(model)
+    with pytest.warns(ScforgeWarning, match=LEFT):
+        joint.train(max_epochs=10, batch_size=60, **QUIET)
+    assert joint.objective.pretraining.batches == (["b0", "b1", "b3"] if has_batches else ["query", "reference"])
+    after = joint.get_latent_representation()
+    assert after.shape == (150, 8)
+    np.testing.assert_array_equal(distant.obsm["X_scforge_query"], after)
+    assert share_of_reference(joint.get_latent_representation(model.adata, key_added=None), after) > 0.25
+    assert all(torch.equal(value, unchanged[name]) for name, value in weights(model).items())
+    joint.save(tmp_path / "joint")
+    loaded = Encoder.load(tmp_path / "joint", distant)
+    np.testing.assert_array_equal(loaded.get_latent_representation(key_added=None), after)
+    with pytest.raises(DataError, match="the cells are not those of the fine-tuning, or not all of them"):
+        loaded.train(max_epochs=1, **QUIET)
+    assert (joint.transfer_labels()["label"] == distant.obs["kind"])[distant.obs["kind"] != "t3"].mean() > 0.8
+
+
+def test_cells_of_the_reference_are_of_use_to_neighbors_alone(viewed, distant):
+    with pytest.raises(OptionError, match="reference_cells is of no use for a reference of 'joint_embedding'"):
+        Encoder.load_query_data(distant, viewed, reference_cells=viewed.adata)
 
 
 def test_a_query_model_keeps_to_its_reference(reference, query):
@@ -213,7 +282,7 @@ def test_labels_are_transferred(reference, query):
     assert query.obs["scforge_kind_transferred_uncertainty"].dtype == np.float32
     np.testing.assert_array_equal(query.obs["kind"], truth)
     space = reference.get_latent_representation(key_added=None)
-    points = reference.get_latent_representation(query, key_added=None)
+    points = Encoder.load_query_data(query, reference).get_latent_representation(key_added=None)
     same_votes(reference.transfer_labels(query, n_neighbors=7), space, points, reference.adata.obs["kind"], 7)
     limit = float(table["uncertainty"].quantile(0.9))
     strict = reference.transfer_labels(query, threshold=limit, key_added="mine", n_neighbors=10_000)

@@ -30,6 +30,10 @@ _SIGMA, _THETA, _ALPHA, _MIN_SHARE = 0.1, 2.0, 0.2, 1e-5
 _MAX_ROUNDS, _CLUSTER_STEPS, _KMEANS_STEPS, _BLOCKS, _TOLERANCE = 10, 4, 25, 20, 0.01
 """Corrections, clusterings before each, steps of the first one, parts of the cells assigned at once; when it stops."""
 _TINY = 1e-12
+_QUERY_CLUSTERS, _QUERY_ROUNDS, _QUERY_RIDGE, _CELLS_OF_QUERY_CLUSTER = 30, 3, 10.0, 10
+"""Clusters of a query, rounds of finding neighbors, cells that pull a cluster's shift to the mean, cells a cluster."""
+SHARPNESS = 2 / _SIGMA
+"""Cells belong to clusters with probabilities proportional to exp(SHARPNESS * cosine), as in Harmony."""
 _PAIRS_AT_ONCE = 100_000
 """Pairs of which cosines are computed at once, to bound the memory."""
 
@@ -246,6 +250,68 @@ def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, tempe
     nearest = np.full(len(coordinates), -np.inf)
     np.maximum.at(nearest, rows, cosines)
     return np.exp((cosines - nearest[rows]) / temperature)
+
+
+def n_query_clusters(n_cells: int) -> int:
+    """Return the number of clusters of :func:`query_shifts` for so many cells."""
+    return max(1, min(_QUERY_CLUSTERS, n_cells // _CELLS_OF_QUERY_CLUSTER))
+
+
+def query_shifts(reference: np.ndarray, query: np.ndarray, *, across: int = 30) -> tuple[np.ndarray, ...]:
+    """Return how to move an embedded query onto a reference that stays.
+
+    As in Symphony [1]_ each soft cluster of the query has a shift of its own, and a cell moves by the mean of those of
+    its clusters. The shift is the mean difference to mutual neighbors in the reference [2]_, shrunken to that of all
+    pairs. So cells of a type that the reference lacks, which have no such neighbors, move as the others do, and not
+    onto another type. Neighbors are looked for again once the query has moved.
+
+    Parameters
+    ----------
+    reference, query
+        Embeddings, shapes (R, D) and (Q, D).
+    across
+        See :func:`mutual_neighbors`.
+
+    Returns
+    -------
+    The mean of the reference, shape (D,); the direction of each cluster from there, shape (K, D); its shift, shape
+    (K, D), float32. With a in proportion to exp(SHARPNESS * cosine) the query z becomes z + a @ shifts.
+
+    References
+    ----------
+    .. [1] Kang et al. (2021), Nature Communications 12, 5890.
+    .. [2] Haghverdi et al. (2018), Nature Biotechnology 36, 421-427.
+
+    Examples
+    --------
+    >>> reference = np.random.default_rng(0).normal(size=(200, 5))
+    >>> center, clusters, shifts = query_shifts(reference, reference[:100] + 0.5)
+    >>> bool(np.abs(shifts.mean(axis=0) + 0.5).max() < 0.3)
+    True
+    """
+    center = reference.mean(axis=0, dtype=np.float64)
+    fixed, start = reference - center, query - center
+    n_reference, n_clusters = len(reference), n_query_clusters(len(query))
+    clusters, shifts = np.zeros((n_clusters, len(center))), np.zeros((n_clusters, len(center)))
+    sides = np.repeat([0, 1], [n_reference, len(query)])
+    if len(query) >= _CELLS_OF_QUERY_CLUSTER:
+        clusters = _first_centroids(_unit(start), n_clusters, 0)
+        assigned = np.exp(SHARPNESS * (_unit(start) @ clusters.T - 1))
+        assigned /= assigned.sum(axis=1, keepdims=True)
+        moved = start
+        for _ in range(_QUERY_ROUNDS):
+            pairs = mutual_neighbors(np.concatenate([fixed, moved]), sides, across=across, within=0)
+            pairs = pairs[n_reference:, :n_reference].astype(np.float64)
+            counts = np.asarray(pairs.sum(axis=1)).ravel()
+            if not counts.any():
+                break
+            has = counts > 0
+            differences = (pairs[has] @ fixed) / counts[has, None] - start[has]
+            weights = assigned[has]
+            shifts = weights.T @ differences + _QUERY_RIDGE * differences.mean(axis=0)
+            shifts /= (weights.sum(axis=0) + _QUERY_RIDGE)[:, None]
+            moved = start + assigned @ shifts
+    return tuple(part.astype(np.float32) for part in (center, clusters, shifts))
 
 
 def _directions(coordinates: np.ndarray) -> np.ndarray:

@@ -47,7 +47,7 @@ from scforge.errors import (
     warn,
 )
 from scforge.estimators.card import CardFacts, Origin, described, model_card, provenance
-from scforge.estimators.serialize import load_weights, write_folder
+from scforge.estimators.serialize import LANDMARKS, load_weights, write_folder
 from scforge.estimators.setup import (
     LAST,
     GeneField,
@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_N_LANDMARKS = 2_000
+"""Cells of the training whose embeddings are saved with a model."""
 _MAX_OPENED = 2
 """AnnData whose cells a model keeps open: those of its training, and others."""
 
@@ -136,7 +138,11 @@ class CellModel(BaseModelClass, metaclass=_Front):
     _objective: Objective
     is_trained_: bool
     _data: CellDataModule | None = None
+    _query: Any = None
+    """Cells of a query that the model was made for, where it learns from others as well."""
     _seen: HeldOutRegistry | None = None
+    _landmarks: torch.Tensor | None = None
+    """Embeddings of some cells of the training, (S, D), onto which queries are mapped."""
     trainer = _Absent("the scores of a training are in model.history, and callbacks=[...] see Lightning's Trainer")
     prepare_query_anndata = _Absent("genes are matched by name, call load_query_data(query, reference) right away")
     get_normalized_expression = _Absent("make a scforge.models.ScDiVa, which decodes expression")
@@ -406,6 +412,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def _source(self, adata: AnnData | Cells | str | os.PathLike[str] | None) -> Any:
         """Return `adata`, or what the model was trained on if None."""
         if adata is None:
+            adata = self._query
+        if adata is None:
             adata = self.adata if self._data is None else self._data.cells
         if adata is None:
             raise OptionError("adata=None but the model was loaded without adata; pass the cells.")
@@ -472,6 +480,14 @@ class CellModel(BaseModelClass, metaclass=_Front):
         """Return what describes the model beside what it made, as scalars that h5ad can hold."""
         return provenance(self._spec, n_epochs=self.n_epochs_, is_trained=bool(self.is_trained_))
 
+    def _keep_landmarks(self, cells: Cells, rows: np.ndarray | None = None) -> None:
+        """Embed some cells of the training, onto which queries are mapped, if the objective maps queries."""
+        tuning = self._spec.tuning
+        changed = tuning is None or (tuning.task == "adaptation" and tuning.freeze is not True)
+        if changed and self._pretraining.maps_queries:
+            some = cells.sample(_N_LANDMARKS, rows=rows, seed=self.seed)
+            self._landmarks = torch.from_numpy(embed(self.module, some, self._tokenizer, objective=self._objective))
+
     def _extend_history(self, figures: dict[str, list[float]]) -> None:
         """Append figures of epochs, one data frame a name, as in scvi-tools."""
         for name, values in figures.items():
@@ -505,6 +521,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             adata=adata,
             extra=extra,
             weights=weights,
+            landmarks=self._landmarks if weights is None else None,
         )
 
     def _current_origin(self) -> Origin | None:
@@ -614,6 +631,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         tuning = FineTuneSpec.from_json(config.get("tuning"), source=str(dir_path))
         model = cls._of_parts(config, vocab, adata=adata, registry=registry, seed=config["seed"], tuning=tuning)
         load_weights(model.module, weights, source=str(dir_path))
+        model._landmarks = weights.get(LANDMARKS)
         model._move_to(device)
         model._seen = None if tuning is None else HeldOutRegistry.load(dir_path, tuning.split.get("cells"))
         model.is_trained_ = config["is_trained"]

@@ -22,6 +22,7 @@ from scforge._constants import QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._registry import check_options
 from scforge.data.cells import Cells, column_of
+from scforge.data.neighbors import n_query_clusters
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names
 from scforge.errors import DataError, NotTrainedWarning, OptionError, first_line, warn
 from scforge.estimators import interpret
@@ -30,6 +31,7 @@ from scforge.estimators.card import CardFacts
 from scforge.estimators.finetune import (
     finetune,
     is_scored_by_labels,
+    of_both,
     options_of,
     own_cells,
     save_adapter,
@@ -77,6 +79,9 @@ if TYPE_CHECKING:
     from scforge.eval.report import Report
 
 logger = logging.getLogger("scforge")
+
+_MOST_OF_QUERY = 5_000
+"""Cells of a query by which it is moved onto its reference."""
 
 
 class Encoder(CellModel):
@@ -323,6 +328,9 @@ class Encoder(CellModel):
             columns: dict[str, Any] = {key: self._setup.get(key) for key in ("batch_key", "labels_key")}
             columns |= self._rows_of_split(options)
             data = CellDataModule(self._open(self.adata), seed=self.seed, **columns, **options)
+        elif options and self._query is not None and "validation_size" not in options:
+            options |= {"train_rows": data.train_rows, "validation_rows": data.validation_rows}
+            data = CellDataModule(data.cells, seed=self.seed, **options)
         elif options:
             name, value = next(iter(options.items()))
             raise OptionError(f"{name}={value!r} is up to the data module; give it to CellDataModule.")
@@ -765,16 +773,23 @@ class Encoder(CellModel):
         reference_model: Encoder | str | os.PathLike[str],
         *,
         batch_key: str | None = None,
+        reference_cells: Source | None = None,
         lora: bool | Mapping[str, Any] = True,
         validation_size: float = 0.1,
         seed: int | None = None,
     ) -> Encoder:
-        """Return a model of query cells that has the weights of a reference model and embeds them as it does.
+        """Return a model of query cells that has the weights of a reference model.
 
-        No training is needed. With a reference of ``neighbor_denoising``, the default, ``train()`` leaves the encoder
-        as it is, so the embedding stays comparable with the one that the reference model wrote. It learns nothing but
-        vectors of the query's new batches in the decoder, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology
-        40, 121-130).
+        No training is needed. With a reference of ``neighbor_denoising``, the default, the query is embedded by the
+        encoder of the reference and then moved onto the reference, cluster by cluster, by the differences to mutual
+        nearest neighbors there (:func:`scforge.data.neighbors.query_shifts`). So the embedding is comparable with the
+        one that the reference model wrote; embed other cells of the reference by the reference model. ``train()``
+        learns nothing but vectors of the query's new batches in the decoder, as in scArches (Lotfollahi et al. 2022,
+        Nature Biotechnology 40, 121-130).
+
+        With `reference_cells`, ``train()`` goes on with all weights on query and reference together, with neighbors
+        across both. That takes longer and is better where the query differs much (``benchmarks/transfer.py``). The
+        embedding leaves the space of the reference, as below.
 
         Other objectives, and references that were fine-tuned for ``"integration"``, have to adapt the encoder:
         ``train()`` fits adapters to the query, and the embedding leaves the space of the reference. It is then written
@@ -793,6 +808,9 @@ class Encoder(CellModel):
         batch_key
             Column of obs with the batches of the query; None for that of its set-up, or else of the reference. For
             references whose decoder is told batches.
+        reference_cells
+            Cells of the reference to train on together with the query, as for :meth:`get_latent_representation`; of
+            each at most 20,000 cells are drawn, into memory. None trains on the query alone.
         lora
             Options of the adapters, see :meth:`finetune`; of no use where the encoder stays as it is.
         validation_size
@@ -843,7 +861,12 @@ class Encoder(CellModel):
             why = f"{reference.spec.objective!r} leaves the encoder as it is" if stays else "nothing is left to train"
             raise OptionError(f"lora={lora!r} is of no use, as {why}; leave it out.")
         known = tuning.task_options if tuning is not None and integrated else pretraining.config() if stays else {}
-        if batch_key is not None and not known.get("batches"):
+        if reference_cells is not None and not stays:
+            raise OptionError(
+                f"reference_cells is of no use for a reference of {reference.spec.objective!r}"
+                f"{' that was fine-tuned for integration' if integrated else ''}; leave it out."
+            )
+        if batch_key is not None and not known.get("batches") and reference_cells is None:
             raise OptionError(
                 f"batch_key={batch_key!r} is of no use for a reference whose decoder is told no batches; leave it out, "
                 "or integrate the reference first: setup_anndata(batch_key=...) before it is made, or "
@@ -851,6 +874,13 @@ class Encoder(CellModel):
             )
         source = reference._source(query)
         cells: Any = reference._open(source)
+        split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
+        if reference_cells is not None:
+            learned = reference._open(reference._source(reference_cells))
+            both, more = of_both(cells, learned, pretraining, batch_key, reference.seed)
+            model: Encoder = finetune(with_room(reference, more), "adaptation", both, {}, **split)
+            model._query = source
+            return model._mapped_from(reference, cells)
         found: dict[str, Any] = {}
         if known.get("batches"):
             setup = reference._setup_of(source) if isinstance(source, AnnData) else None
@@ -864,22 +894,39 @@ class Encoder(CellModel):
         elif stays:
             base = with_room(reference, found) if found else reference
             task["n_reference"] = len(known["batches"] or [])
-        split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
-        model: Encoder = finetune(base, task, source, {}, freeze=stays, lora=False if stays else lora, **split)
+            if reference._landmarks is None and (reference.adata is not None or reference._data is not None):
+                reference._keep_landmarks(reference._cells())  # of an epoch that was saved while training
+            if reference._landmarks is None:
+                warn(
+                    "The reference model has no sample of its cells, so the query is embedded and not moved onto the "
+                    "reference; load the model that was saved once training had ended."
+                )
+            else:
+                task["n_clusters"] = n_query_clusters(len(cells))
+        model = finetune(base, task, source, {}, freeze=stays, lora=False if stays else lora, **split)
         if integrated:
             head: Any = model.module.head
             head.take_over(reference.module.head)
-        made = model.spec.tuning
+        if stays and reference._landmarks is not None:
+            some = cells.sample(_MOST_OF_QUERY, seed=reference.seed)
+            embedded = embed(model._backbone, some, model.tokenizer, objective=model.objective)
+            model.module.head.set_from(reference._landmarks.numpy(), embedded)
+            model._landmarks = reference._landmarks
+        return model._mapped_from(reference, cells)
+
+    def _mapped_from(self, reference: Encoder, cells: Cells) -> Encoder:
+        """Take down which reference the model is a query model of."""
+        made = self.spec.tuning
         assert made is not None
         digest = digest_of(merged(reference._backbone))  # not that of the copy with room for batches
-        model._spec = replace(model.spec, tuning=replace(made, base={**made.base, "sha256": digest, "reference": True}))
-        model.is_trained_, model._base = True, reference
+        self._spec = replace(self.spec, tuning=replace(made, base={**made.base, "sha256": digest, "reference": True}))
+        self.is_trained_, self._base = True, reference
         logger.info(
             "The query has %.1f %% of the genes of the reference model, and %.1f %% of its counts lie in them.",
             100 * cells.overlap,
             100 * cells.counts_kept,
         )
-        return model
+        return self
 
     def transfer_labels(
         self,
@@ -969,9 +1016,12 @@ class Encoder(CellModel):
                 f"labels_key={labels_key!r} has fewer than two labels among the reference cells, so there is nothing "
                 "to tell apart; choose another column."
             )
-        landmarks = self._predictor(reference_cells, batch_size).embedding(rows)
-        cells = self._open(source)
-        embedding = self._predictor(cells, batch_size).embedding()
+        # Cells of a query are moved onto the reference, which stays where it is.
+        landmarks = replace(self._predictor(reference_cells, batch_size), module=self._backbone).embedding(rows)
+        mapper = self
+        if not is_query and self.spec.tuning is None and self.objective.maps_queries:
+            mapper = type(self).load_query_data(source, self)
+        embedding = mapper._predictor(mapper._open(source), batch_size).embedding()
         codes = np.asarray(labels.codes)[rows]
         voters = KNeighborsClassifier(min(n_neighbors, len(rows)), weights=votes_of).fit(landmarks, codes)
         votes = voters.predict_proba(embedding)

@@ -17,6 +17,7 @@ import pandas as pd
 import torch
 from anndata import AnnData
 from safetensors.torch import save_file
+from scipy import sparse
 from torch import nn
 
 from scforge._checks import check_seed
@@ -35,6 +36,7 @@ from scforge.finetuning.base import TASKS, Task, get_task
 from scforge.finetuning.held_out import CellFingerprints, HeldOutRegistry
 from scforge.finetuning.labels import text_labels
 from scforge.finetuning.splits import Split, check_shares, split_for, split_from
+from scforge.finetuning.tasks.adaptation import BATCH_OF_BOTH
 from scforge.models._weights import read_weights
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.components.latent import batch_vectors
@@ -238,14 +240,50 @@ def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
     model: CellModel = type(reference)._of_parts(
         parts, reference.vocab, seed=reference.seed, registry=reference.registry_
     )
-    vectors = batch_vectors(own)
-    assert vectors is not None
-    name = next(name for name, parameter in own.named_parameters() if parameter is vectors)
-    new = vectors.detach().mean(dim=0).expand(len(found["batches"]) - len(vectors), -1)
-    model.module.load_state_dict({**own.state_dict(), name: torch.cat([vectors.detach(), new])})
+    vectors, state = batch_vectors(own), {**model.module.state_dict(), **own.state_dict()}
+    if vectors is not None:  # else they begin at zero, as if there were none
+        name = next(name for name, parameter in own.named_parameters() if parameter is vectors)
+        new = vectors.detach().mean(dim=0).expand(len(found["batches"]) - len(vectors), -1)
+        state[name] = torch.cat([vectors.detach(), new])
+    model.module.load_state_dict(state)
     model.module.to(reference.device)
     model.is_trained_, model.n_epochs_, model._seen = True, reference.n_epochs_, reference._seen
     return model
+
+
+_QUERY, _REFERENCE = "query", "reference"
+_MOST = 20_000
+"""Cells of a query, and of a reference, that are trained on together; in memory."""
+
+
+def of_both(query: Cells, reference: Cells, pretraining: Any, batch_key: str | None, seed: int) -> tuple[Any, Any]:
+    """Return cells of a query and of its reference as one, and the options of a decoder that knows all batches.
+
+    A side without batches of its own is one batch.
+    """
+    known = list(pretraining.batches or [])
+    query, reference = (cells.sample(_MOST, seed=seed) for cells in (query, reference))
+    sides: list[tuple[Any, str | None, str]] = [
+        (query, batch_key or pretraining.batch_key, _QUERY),
+        (reference, pretraining.batch_key, _REFERENCE),
+    ]
+    parts = []
+    for cells, key, name in sides:
+        has = key is not None and cells.obs is not None and (key in cells.obs or key == batch_key)
+        parts.append(cells.column(key).astype(str).to_numpy() if has else np.full(len(cells), name))
+    batches = np.concatenate(parts)
+    measured = [cells.measured for cells in (query, reference)]
+    counts = sum(cells.totals.sum() for cells in (query, reference))
+    kept = sum(cells.totals.sum() * cells.counts_kept for cells in (query, reference))
+    both = replace(
+        query,
+        counts=sparse.vstack([query.counts, reference.counts], format="csr"),
+        totals=np.concatenate([query.totals, reference.totals]),
+        counts_kept=float(kept / max(counts, 1.0)),
+        measured=None if measured[0] is None or measured[1] is None else measured[0] | measured[1],
+        obs=pd.DataFrame({BATCH_OF_BOTH: batches}),
+    )
+    return both, {"batch_key": BATCH_OF_BOTH, "batches": [*known, *sorted(set(batches) - set(known))]}
 
 
 def votes_of(distances: np.ndarray) -> np.ndarray:

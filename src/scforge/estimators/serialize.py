@@ -37,6 +37,8 @@ MODEL, ADAPTER = "model", "adapter"
 """Kinds of descriptions."""
 _CHECKSUM = "checksum"
 _NUMBER = "$number"
+LANDMARKS = "landmarks"
+"""Name of the embeddings of some cells of the training among the weights."""
 """A number that JSON has no word for: ``{"$number": "nan"}``."""
 
 
@@ -207,6 +209,7 @@ def load_weights(
     ModelFileError
         If names or shapes differ, or a weight is NaN or infinite.
     """
+    weights = {name: value for name, value in weights.items() if name != LANDMARKS}
     refuse_not_finite(weights, module, source=source)
     try:
         missing, surplus = module.load_state_dict(weights, strict=False, assign=assign)
@@ -236,6 +239,7 @@ def write_folder(
     adata: AnnData | None = None,
     extra: Any = None,
     weights: dict[str, torch.Tensor] | None = None,
+    landmarks: torch.Tensor | None = None,
 ) -> None:
     """Write a model folder: all of it, or nothing.
 
@@ -259,6 +263,8 @@ def write_folder(
         Called with the folder before it is put in place, to write further files.
     weights
         Weights to write in place of those that the module has now.
+    landmarks
+        Embeddings of cells of the training, shape (S, D), to map queries onto.
 
     Raises
     ------
@@ -267,6 +273,7 @@ def write_folder(
     """
     with atomic_folder(path, overwrite=overwrite) as folder:
         source = module.state_dict() if weights is None else weights
+        source = source if landmarks is None else {**source, LANDMARKS: landmarks}
         tensors = {name: value.detach().cpu().contiguous() for name, value in source.items()}
         save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
         vocab.save(folder / _VOCAB)

@@ -203,6 +203,8 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
     if folder is not None:
         model._trained_in.add(str(folder.path.resolve()))
     _take_over(model, result)
+    if rank == 0:
+        model._keep_landmarks(data.bound, data.train_rows)
     if error is not None:
         raise error
     if result.interrupted:

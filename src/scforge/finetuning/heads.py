@@ -57,8 +57,9 @@ class FineTunedModule(nn.Module):
         self.frozen = False
 
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> torch.Tensor:
-        """Return cell embeddings, shape (B, D)."""
-        return self.encoder.encode(input_ids=input_ids, attention_mask=attention_mask, **batch)
+        """Return cell embeddings, shape (B, D); those of a query in the space of its reference."""
+        embeddings = self.encoder.encode(input_ids=input_ids, attention_mask=attention_mask, **batch)
+        return self.head.move(embeddings) if hasattr(self.head, "move") else embeddings
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> ModelOutput:
         """Return the outputs of the head as ``logits``, shape (B, K), and ``embeddings``, shape (B, D)."""

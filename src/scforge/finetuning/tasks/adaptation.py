@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from anndata import AnnData
 from torch import nn
+from torch.nn import functional as F
 
 from scforge._constants import OBSM_KEY
 from scforge.data.cells import CellBlock, Cells
+from scforge.data.neighbors import SHARPNESS, query_shifts
 from scforge.errors import OptionError
 from scforge.finetuning.base import (
     Batch,
@@ -27,6 +30,47 @@ from scforge.models.components.latent import batch_vectors
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults
 
+BATCH_OF_BOTH = "scforge_side"
+"""Column of obs with the batches of a query and of its reference, which are trained on together."""
+_EPOCHS = 20
+"""Most epochs on query and reference together: a third of those from random weights, with the same scores."""
+
+
+class QueryShifts(nn.Module):
+    """Moves the embedding of a query onto its reference, see :func:`scforge.data.neighbors.query_shifts`.
+
+    Parameters
+    ----------
+    n_latent
+        Dimensions D.
+    n_clusters
+        Clusters K of the query.
+    """
+
+    center: torch.Tensor
+    clusters: torch.Tensor
+    shifts: torch.Tensor
+
+    def __init__(self, n_latent: int, n_clusters: int) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(n_latent))
+        self.register_buffer("clusters", torch.zeros(n_clusters, n_latent))
+        self.register_buffer("shifts", torch.zeros(n_clusters, n_latent))
+
+    def set_from(self, reference: np.ndarray, query: np.ndarray) -> None:
+        """Learn the shifts of embeddings of reference and query, shapes (R, D) and (Q, D)."""
+        for buffer, value in zip(self.buffers(), query_shifts(reference, query), strict=True):
+            buffer.copy_(torch.from_numpy(value))
+
+    def move(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of cells of the query in the space of the reference, shape (B, D)."""
+        cosines = F.normalize(embeddings - self.center, dim=1) @ self.clusters.T
+        return embeddings + (SHARPNESS * cosines).softmax(dim=1) @ self.shifts
+
+    def forward(self, embeddings: torch.Tensor, batch: Any = None) -> torch.Tensor:
+        """Return the embeddings, shape (B, D)."""
+        return embeddings
+
 
 @register_task("adaptation")
 class Adaptation(Task):
@@ -40,13 +84,16 @@ class Adaptation(Task):
     n_reference
         Train nothing but the vectors of the batches behind so many first ones, which a decoder of expression is told;
         None trains all. See :meth:`scforge.models.Encoder.load_query_data`, which sets it.
+    n_clusters
+        Clusters of the query that are moved onto the reference; 0 moves none. Set as well.
     """
 
     keys = ()
     learns_labels = False
 
-    def __init__(self, *, n_reference: int | None = None) -> None:
+    def __init__(self, *, n_reference: int | None = None, n_clusters: int = 0) -> None:
         self.n_reference = n_reference
+        self.n_clusters = n_clusters
 
     @property
     def base_objective(self) -> Objective:
@@ -56,8 +103,15 @@ class Adaptation(Task):
 
     @property
     def defaults(self) -> TrainingDefaults:  # type: ignore[override]
-        """Those of the pretraining; vectors of batches learn as fast as adapters."""
-        return self.base_objective.defaults if self.n_reference is None else with_adapters(self.base_objective.defaults)
+        """Those of the pretraining; new batches learn as fast as adapters, query and reference need fewer epochs."""
+        if self.n_reference is not None:
+            return with_adapters(self.base_objective.defaults)
+        usual = self.base_objective.defaults
+        return replace(usual, max_epochs=100, most_epochs=_EPOCHS) if self._has_both else usual
+
+    @property
+    def _has_both(self) -> bool:
+        return getattr(self.base_objective, "batch_key", None) == BATCH_OF_BOTH
 
     def for_adapters(self) -> None:
         """Leave the learning rate of the pretraining, which goes on."""
@@ -71,12 +125,12 @@ class Adaptation(Task):
         """Raise :class:`~scforge.errors.OptionError` if the objective makes no sense with a tokenizer."""
         self.base_objective.check(tokenizer)
 
-    def make_head(self, n_latent: int, module: nn.Module) -> Unchanged:
-        """Make a head that passes embeddings on; let the decoder of the module learn new batches, if these are all."""
+    def make_head(self, n_latent: int, module: nn.Module) -> nn.Module:
+        """Make a head that moves embeddings; let the decoder of the module learn new batches, if these are all."""
         n, vectors = self.n_reference, batch_vectors(module)
         if n is not None and vectors is not None and len(vectors) > n:
             vectors.requires_grad_(True)
-        return Unchanged()
+        return QueryShifts(n_latent, self.n_clusters) if self.n_clusters else Unchanged()
 
     def learn_from(self, module: nn.Module) -> None:
         """Look up what the objective needs to know of the encoder."""
