@@ -94,7 +94,7 @@ def test_harmony_agrees_with_its_authors_package():
     often = np.argsort(-counts.sum(axis=0))[:90]
     for batch in range(3):
         counts[np.ix_(batches == batch, often[batch::3])] *= 4
-    components = principal_components(open_cells(AnnData(sparse.csr_matrix(counts), var=adata.var)))
+    components, _, _ = principal_components(open_cells(AnnData(sparse.csr_matrix(counts), var=adata.var)))
     found = harmony_correct(components, batches)
     obs = pd.DataFrame({"batch": batches.astype(str)})
     other = np.asarray(harmonypy.run_harmony(components.astype(float), obs, ["batch"], verbose=False, ncores=1).Z_corr)
@@ -170,8 +170,9 @@ def test_weights_of_neighbors_by_hand(monkeypatch, at_once):
 def test_principal_components_are_those_of_log_normalized_values():
     counts = np.random.default_rng(0).poisson(2.0, (40, 12)).astype(np.float32)
     totals = counts.sum(axis=1).astype(float) + 5
-    found = principal_components(CellSource(sparse.csr_matrix(counts), totals), n_comps=3)
+    found, loadings, offset = principal_components(CellSource(sparse.csr_matrix(counts), totals), n_comps=3)
     values = np.log1p(counts / totals[:, None] * 1e4)
+    np.testing.assert_allclose(values @ loadings - offset, found, atol=1e-3)
     values -= values.mean(axis=0)
     u, s, _ = np.linalg.svd(values, full_matrices=False)
     np.testing.assert_allclose(np.abs(found), np.abs(u[:, :3] * s[:3]), rtol=1e-3, atol=1e-3)

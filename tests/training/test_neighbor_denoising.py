@@ -147,7 +147,7 @@ def test_neighbors_are_looked_for_in_the_space_that_is_asked_for(adata):
     for space in ("harmony", "components"):
         objective, _, _ = bound(adata, across=10, within=0, space=space, **KNOWN)
         pools[space] = objective._pool
-        coordinates, batches = principal_components(pools[space].cells), objective._batches[pools[space].rows]
+        coordinates, batches = principal_components(pools[space].cells)[0], objective._batches[pools[space].rows]
         if space == "harmony":
             coordinates = harmony_correct(coordinates, batches)
         assert (mutual_neighbors(coordinates, batches, across=10, within=0) != pools[space].pairs).nnz == 0
@@ -166,7 +166,7 @@ def test_neighbors_are_drawn_as_often_as_they_weigh(adata, temperature, monkeypa
         found, has = pool.neighbors(cells.block(pool.rows[[place]]), epoch=epoch, seed=0)
         assert has.all()
         drawn[which[tuple(found.counts)]] += 1 / 2_000
-    unit = harmony_correct(principal_components(pool.cells), objective._batches[pool.rows])
+    unit = harmony_correct(principal_components(pool.cells)[0], objective._batches[pool.rows])
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
     weights = np.ones(len(theirs)) if temperature is None else np.exp(unit[theirs] @ unit[place] / temperature)
     expected = np.zeros(len(drawn))
@@ -183,14 +183,32 @@ def test_neighbors_are_drawn_as_often_as_they_weigh(adata, temperature, monkeypa
             assert which[tuple(found.counts[found.indptr[row] : found.indptr[row + 1]])] in pool.pairs[row].indices
 
 
-def test_neighbors_are_looked_for_among_max_cells(adata):
-    message = r"max_cells=50: .* among 50 of .* \(\d+%\); .*, so batches mix less; raise it"
-    with pytest.warns(ScforgeWarning, match=message):
-        objective, cells, tokenizer = bound(adata, max_cells=50, **KNOWN)
-    batch = objective.prepare(cells.block(np.arange(len(cells))), tokenizer, epoch=0, seed=0)
-    assert 0 < batch["has_neighbor"].sum() <= 50
-    with pytest.warns(ScforgeWarning, match="so cell types come out less compact"):
-        bound(adata, max_cells=50)
+@pytest.mark.parametrize("known", [KNOWN, {}])
+def test_cells_outside_the_pool_take_the_neighbors_of_the_nearest_in_it(adata, known):
+    whole, cells, tokenizer = bound(adata, within=10, **known)
+    objective, _, _ = bound(adata, within=10, max_cells=50, **known)
+    pool = objective._pool
+    assert len(pool.rows) == 50
+    if known:
+        assert np.bincount(objective._batches[pool.rows]).tolist() == [25, 25]
+    block = cells.block(np.arange(len(cells)))
+    batch = objective.prepare(block, tokenizer, epoch=0, seed=0)
+    of_all = whole.prepare(block, tokenizer, epoch=0, seed=0)["has_neighbor"]
+    assert batch["has_neighbor"][::2].mean() > of_all[::2].mean() - 0.15
+    assert not batch["has_neighbor"][1::2].any()  # held out
+    places = pool._places_of(block)
+    rows = np.arange(0, len(cells), 2)
+    assert (places[pool.rows] == np.arange(50)).all()
+    types, batches = (adata.obs[name].to_numpy() for name in ("type", "batch"))
+    stands = pool.rows[places[rows]]
+    assert (types[stands] == types[rows]).mean() > 0.85
+    if known:
+        assert (batches[stands] == batches[rows]).all()
+
+
+def test_a_lack_of_neighbors_is_told(adata):
+    with pytest.warns(ScforgeWarning, match=r"\d+% of the training cells have no mutual neighbor, so batches mix less"):
+        bound(adata, across=1, within=0, **KNOWN)
 
 
 @pytest.mark.slow

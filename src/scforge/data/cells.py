@@ -366,15 +366,28 @@ def choose_rows(n_cells: int, n: int, *, rows: np.ndarray | None = None, seed: i
 
 
 def choose_chunks(
-    n_cells: int, n: int, chunk_size: int, *, rows: np.ndarray | None = None, seed: int = 0
+    n_cells: int,
+    n: int,
+    chunk_size: int,
+    *,
+    rows: np.ndarray | None = None,
+    groups: np.ndarray | None = None,
+    seed: int = 0,
 ) -> np.ndarray:
-    """Return at most `n` of `rows` (of all cells if None), ascending, int64; of more, those of random chunks."""
+    """Return at most `n` of `rows` (of all cells if None), ascending, int64; of more, those of random chunks.
+
+    With `groups`, one of each of `rows`, chunks are taken from each group in turn (a chunk counts to that of its first
+    row), so that a small group is not left out.
+    """
     rows = np.arange(n_cells, dtype=np.int64) if rows is None else np.asarray(rows, dtype=np.int64)
     if len(rows) <= n:
         return rows
     chunks, first = np.unique(rows // chunk_size, return_index=True)
     parts = np.split(rows, first[1:])
     order = np.random.default_rng(seed).permutation(len(chunks))
+    if groups is not None:
+        turn = pd.Series(groups[first][order]).groupby(groups[first][order]).cumcount()
+        order = order[np.argsort(turn.to_numpy(), kind="stable")]
     sizes = np.array([len(part) for part in parts])[order]
     enough = np.sort(order[: int(np.searchsorted(np.cumsum(sizes), n)) + 1])
     return choose_rows(n_cells, n, rows=np.concatenate([parts[chunk] for chunk in enough]), seed=seed)

@@ -38,10 +38,15 @@ _PAIRS_AT_ONCE = 100_000
 """Pairs of which cosines are computed at once, to bound the memory."""
 
 
-def principal_components(cells: CellSource, n_comps: int = 50) -> np.ndarray:
-    """Return principal components of the log1p CP10K values of cells in memory, float32, shape (N, D).
+def principal_components(cells: CellSource, n_comps: int = 50) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return principal components of the log1p CP10K values of cells in memory, and how to get those of other cells.
 
     There are one fewer than cells or genes where these are fewer than `n_comps`.
+
+    Returns
+    -------
+    Components, float32, shape (N, D); loadings, float32, shape (G, D); and an offset, float32, shape (D,). Components
+    of other cells are their values times the loadings, less the offset.
     """
     from sklearn.decomposition import PCA
 
@@ -50,9 +55,15 @@ def principal_components(cells: CellSource, n_comps: int = 50) -> np.ndarray:
     if dims < 1:
         raise DataError(f"{values.shape[0]} cells of {values.shape[1]} genes have no neighbors; take more of them.")
     if (np.asarray(values.max(axis=0).todense()) == np.asarray(values.min(axis=0).todense())).all():
-        return np.zeros((values.shape[0], dims), dtype=np.float32)  # of cells that are all alike
-    found = PCA(dims, svd_solver="arpack", random_state=0).fit_transform(values)
-    return np.asarray(found, dtype=np.float32)
+        sizes = [(values.shape[0], dims), (values.shape[1], dims), (dims,)]
+        return tuple(np.zeros(size, dtype=np.float32) for size in sizes)  # type: ignore[return-value]  # all alike
+    pca = PCA(dims, svd_solver="arpack", random_state=0)
+    found = pca.fit_transform(values)
+    return (
+        found.astype(np.float32),
+        pca.components_.T.astype(np.float32),
+        (pca.components_ @ pca.mean_).astype(np.float32),
+    )
 
 
 def harmony_correct(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -> np.ndarray:
@@ -197,7 +208,7 @@ def mutual_neighbors(
     >>> bool((types[rows] == types[columns]).all())
     True
     """
-    directions = _directions(coordinates)
+    directions = directions_of(coordinates)
     names = np.unique(batches)
     members = {name: np.flatnonzero(batches == name) for name in names}
     pairs = [np.zeros((0, 2), dtype=np.int64)]
@@ -241,7 +252,7 @@ def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, tempe
     """
     if temperature is None or not pairs.nnz:
         return np.ones(pairs.nnz)
-    directions = _directions(coordinates)
+    directions = directions_of(coordinates)
     rows, columns = np.repeat(np.arange(len(coordinates)), np.diff(pairs.indptr)), pairs.indices
     cosines = np.empty(pairs.nnz)
     for start in range(0, pairs.nnz, _PAIRS_AT_ONCE):
@@ -314,7 +325,7 @@ def query_shifts(reference: np.ndarray, query: np.ndarray, *, across: int = 30) 
     return tuple(part.astype(np.float32) for part in (center, clusters, shifts))
 
 
-def _directions(coordinates: np.ndarray) -> np.ndarray:
+def directions_of(coordinates: np.ndarray) -> np.ndarray:
     """Return coordinates of length 1, float32; a zero vector stays zero."""
     lengths = np.linalg.norm(coordinates, axis=1, keepdims=True)
     return np.asarray(coordinates / np.maximum(lengths, 1e-12), dtype=np.float32)
