@@ -250,3 +250,10 @@ def test_of_more_chunks_than_are_needed_random_rows_are_left_out():
     chosen = [choose_chunks(100, 15, 10, seed=seed) for seed in range(20)]
     assert all(len(set(rows // 10)) == 2 and len(set(rows)) == 15 and (np.diff(rows) > 0).all() for rows in chosen)
     assert len({rows[-1] % 10 for rows in chosen}) > 1
+
+
+def test_chunks_are_taken_from_each_group_in_turn():
+    groups = np.repeat(["a", "b", "c"], [80, 15, 5])
+    rows = choose_chunks(100, 30, 1, groups=groups)
+    assert np.unique(groups[rows], return_counts=True)[1].tolist() == [13, 12, 5]
+    assert set(groups[choose_chunks(100, 30, 10, groups=groups)]) == {"a", "b", "c"}
