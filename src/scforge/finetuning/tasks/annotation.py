@@ -316,6 +316,8 @@ class Annotation(SupervisedTask):
         check_bool("soft", soft)
         check_share("min_share", min_share)
         clusters = None
+        if not isinstance(majority_voting, bool | str):
+            raise OptionError(f"majority_voting={majority_voting!r} is neither True, False nor a column of obs.")
         if isinstance(majority_voting, str):  # a column that is missing is told before any time is spent
             of_cells = predictor.cells.column
             clusters = of_cells(majority_voting) if adata is None else column_of(adata.obs, majority_voting)

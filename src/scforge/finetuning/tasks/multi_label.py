@@ -77,7 +77,7 @@ class MultiLabel(SupervisedTask):
         super().__init__(head, probe_first)
         if (labels_keys is None) == (labels_key is None):
             raise OptionError("give either labels_keys, columns of truth values, or labels_key, one column of text.")
-        if not separator.strip():
+        if not isinstance(separator, str) or not separator.strip():
             raise OptionError(f"separator={separator!r} is not a text that can stand between labels.")
         self.labels_keys = check_names("labels_keys", labels_keys)
         self.labels_key = labels_key

@@ -65,6 +65,8 @@ class Regression(SupervisedTask):
         self.loss_function = check_choice("loss_function", loss_function, _LOSSES)
         if (center is None) != (scale is None):
             raise OptionError(f"center={center!r} and scale={scale!r} belong together; give both or none.")
+        if isinstance(center, str) or isinstance(scale, str):
+            raise OptionError(f"center={center!r} and scale={scale!r} have to be numbers.")
         self.center = None if center is None else float(center)
         self.scale = None if scale is None else check_positive("scale", scale)
 
