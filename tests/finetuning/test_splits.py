@@ -68,6 +68,10 @@ def test_what_is_no_split() -> None:
     ):
         with pytest.raises(OptionError, match=message):
             check_shares(*sizes)
+    with pytest.raises(OptionError, match="must be disjoint"):
+        Split(np.array([0, 1]), np.array([1]), np.array([2]))
+    with pytest.raises(OptionError, match="no cell is left to train on"):
+        Split(np.array([], dtype=int), np.array([1]), np.array([2]))
 
 
 def test_each_label_is_in_training() -> None:

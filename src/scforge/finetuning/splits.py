@@ -42,6 +42,13 @@ class Split:
     validation: np.ndarray
     test: np.ndarray
 
+    def __post_init__(self) -> None:
+        rows = np.concatenate([self.train, self.validation, self.test])
+        if len(np.unique(rows)) < len(rows):  # a task of one's own may split cells
+            raise OptionError("train, validation and test share cells; a split must be disjoint.")
+        if not len(self.train):
+            raise OptionError("no cell is left to train on; lower validation_size or test_size.")
+
 
 def check_shares(validation_size: float, test_size: float) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless the shares leave cells to train on."""
