@@ -98,7 +98,7 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
         ({"benchmarks": "gene_network", "network": edges(), "baselines": False}, "^baselines is for embeddings, "),
         (
             {"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl", "baselines": True},
-            "'symbl' is not a column",
+            "gene_key='symbl' is not in adata.var",
         ),
         ({"benchmarks": "my_network", "network": edges()}, "'my_network' scores what scforge cannot make of a model"),
     ],
