@@ -342,6 +342,19 @@ def table(results: pd.DataFrame) -> str:
     return "\n".join(lines)
 
 
+def summary(results: pd.DataFrame, metric: str) -> str:
+    """Return means over runs as Markdown, one row a method and one column a task; the best of a task is bold."""
+    wide = results[results["metric"] == metric].pivot_table(index="method", columns="task", values="value", sort=False)
+    runs = results[results["metric"] == metric].groupby("task")["run"].nunique()
+    lines = [f"| | {' | '.join(f'{task} ({runs[task]})' for task in wide)} |", f"|{'---|' * (wide.shape[1] + 1)}"]
+    for method, row in wide.iterrows():
+        cells = ("" if np.isnan(value) else f"{value:.3f}".lstrip("0") for value in row)
+        best = (round(value, 3) == round(wide[task].max(), 3) for task, value in row.items())
+        marked = [f"**{cell}**" if is_best else cell for cell, is_best in zip(cells, best, strict=True)]
+        lines.append(f"| {method} | {' | '.join(marked)} |")
+    return "\n".join(lines)
+
+
 def difference(linear: pd.DataFrame, method: str) -> str:
     """Return the mean paired difference of F1 of "scforge" from a method, with its 95 % interval over runs."""
     if method == "scforge" or "scforge" not in linear:
@@ -362,10 +375,14 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--first-run", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="print the table of what is kept, and measure nothing")
+    parser.add_argument("--summary", metavar="METRIC", help="print means of a metric, as the documentation has them")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     keys = ["task", "run", "method", "metric"]
     kept = pd.read_csv(RESULTS) if RESULTS.exists() else pd.DataFrame(columns=[*keys, "value"])
+    if args.summary is not None:
+        print(summary(kept, args.summary))
+        return
     if not args.table:
         for line in measured(args):
             kept = pd.concat([kept, pd.DataFrame([line])]).drop_duplicates(keys, keep="last")

@@ -207,8 +207,8 @@ def test_cells_outside_the_pool_take_the_neighbors_of_the_nearest_in_it(adata, k
 
 
 def test_a_lack_of_neighbors_is_told(adata):
-    with pytest.warns(ScforgeWarning, match=r"\d+% of the training cells have no mutual neighbor, so batches mix less"):
-        bound(adata, across=1, within=0, **KNOWN)
+    with pytest.warns(ScforgeWarning, match=r"\d+% of the cells have no mutual neighbor in another batch"):
+        bound(adata, across=1, **KNOWN)
 
 
 @pytest.mark.slow

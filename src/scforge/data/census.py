@@ -215,7 +215,8 @@ class SomaStream:
     @property
     def address(self) -> str:
         """What tells the cells of this query from those of others."""
-        return f"soma://{self.name}?{self.query.value_filter}&{self.query.obs}"
+        query = self.query
+        return f"soma://{self.name}?{query.value_filter}&{query.obs}&{query.measurement}&{query.layer}"
 
     @cached_property
     def n_entries(self) -> int:
@@ -261,6 +262,7 @@ class SomaStream:
         genes = "\0".join(self.var.index).encode()
         return {
             "release": self._release,
+            "counts": f"{self.query.measurement}/{self.query.layer}",
             "value_filter": self.query.value_filter or "",
             "obs": "all" if self.query.obs is None else repr(list(self.query.obs)),
             "cells": hashlib.blake2b(self._joinids.tobytes(), digest_size=16).hexdigest(),

@@ -369,10 +369,16 @@ class GeneVocab:
 
         Raises
         ------
-        IndexError
-            If an index is not among the genes, or a mask has another length.
+        OptionError
+            If an index is not among the genes (-1 is what :meth:`gene_indices` gives unknown ones), or a mask has
+            another length.
         """
-        chosen = np.arange(self.n_genes)[np.asarray(indices)]
+        given = np.asarray(indices)
+        if given.dtype == bool and len(given) != self.n_genes:
+            raise OptionError(f"indices is a mask of {len(given)} genes, and there are {self.n_genes}.")
+        chosen = np.flatnonzero(given) if given.dtype == bool else given.astype(np.int64)
+        if (wrong := chosen[(chosen < 0) | (chosen >= self.n_genes)]).size:
+            raise OptionError(f"indices holds {wrong[0]}, which is no gene; give indices from 0 to {self.n_genes - 1}.")
         genes = tuple(self.genes[index] for index in chosen)
         left = set(genes)
         return replace(

@@ -17,7 +17,7 @@ import pandas as pd
 from scforge._checks import check_choice, check_known
 from scforge._io import atomic_write_bytes
 from scforge.datasets.cards import Amount, DatasetCard, SplitRule, get_card
-from scforge.errors import DataError, OptionError, listing
+from scforge.errors import DataError, MissingFileError, OptionError, listing
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -243,6 +243,8 @@ def read_split(path: str | os.PathLike[str], *, name: str | None = None, version
     ['a', 'b']
     """
     path = Path(path)
+    if not path.is_file():
+        raise MissingFileError(f"path={str(path)!r} is no file; write it with write_split.")
     return _parse(path.read_bytes(), path.name.split(".")[0] if name is None else name, version, path.name)
 
 

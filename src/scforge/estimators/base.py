@@ -480,13 +480,14 @@ class CellModel(BaseModelClass, metaclass=_Front):
         """Return what describes the model beside what it made, as scalars that h5ad can hold."""
         return provenance(self._spec, n_epochs=self.n_epochs_, is_trained=bool(self.is_trained_))
 
-    def _keep_landmarks(self, cells: Cells, rows: np.ndarray | None = None) -> None:
+    def _keep_landmarks(self, cells: Cells, rows: np.ndarray, batch_size: int) -> None:
         """Embed some cells of the training, onto which queries are mapped, if the objective maps queries."""
         tuning = self._spec.tuning
         changed = tuning is None or (tuning.task == "adaptation" and tuning.freeze is not True)
         if changed and self._pretraining.maps_queries:
             some = cells.sample(_N_LANDMARKS, rows=rows, seed=self.seed)
-            self._landmarks = torch.from_numpy(embed(self.module, some, self._tokenizer, objective=self._objective))
+            found = embed(self.module, some, self._tokenizer, objective=self._objective, batch_size=batch_size)
+            self._landmarks = torch.from_numpy(found)
 
     def _extend_history(self, figures: dict[str, list[float]]) -> None:
         """Append figures of epochs, one data frame a name, as in scvi-tools."""

@@ -21,7 +21,7 @@ from scforge._checks import check_count, check_seed, check_share
 from scforge._constants import QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._registry import check_options
-from scforge.data.cells import Cells, column_of
+from scforge.data.cells import Cells, choose_rows, column_of
 from scforge.data.neighbors import n_query_clusters
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names
 from scforge.errors import DataError, NotTrainedWarning, OptionError, first_line, warn
@@ -61,6 +61,7 @@ from scforge.finetuning.base import EvaluationContext, Predictor, Task
 from scforge.finetuning.held_out import CellFingerprints, fingerprints
 from scforge.finetuning.labels import UNASSIGNED, text_labels
 from scforge.finetuning.splits import Split
+from scforge.finetuning.tasks.adaptation import QueryShifts
 from scforge.foreign.base import Foreign, read_checkpoint
 from scforge.hub.finding import find_model
 from scforge.insilico.attention import attention_between_genes
@@ -333,6 +334,8 @@ class Encoder(CellModel):
             data = CellDataModule(data.cells, seed=self.seed, **options)
         elif options:
             name, value = next(iter(options.items()))
+            if self._query is not None:
+                raise OptionError(f"{name}={value!r} is settled; pass it to load_query_data.")
             raise OptionError(f"{name}={value!r} is up to the data module; give it to CellDataModule.")
         elif self.adata is None:
             self._data = data
@@ -782,8 +785,9 @@ class Encoder(CellModel):
 
         No training is needed. With a reference of ``neighbor_denoising``, the default, the query is embedded by the
         encoder of the reference and then moved onto the reference, cluster by cluster, by the differences to mutual
-        nearest neighbors there (:func:`scforge.data.neighbors.query_shifts`). So the embedding is comparable with the
-        one that the reference model wrote; embed other cells of the reference by the reference model. ``train()``
+        nearest neighbors there (:func:`scforge.data.neighbors.query_shifts`; all batches of the query by the same).
+        So the embedding is comparable with the one that the reference model wrote. Embed cells of the reference by the
+        reference model: a query model moves whatever cells it is given. ``train()``
         learns nothing but vectors of the query's new batches in the decoder, as in scArches (Lotfollahi et al. 2022,
         Nature Biotechnology 40, 121-130).
 
@@ -875,31 +879,31 @@ class Encoder(CellModel):
         source = reference._source(query)
         cells: Any = reference._open(source)
         split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
+        setup = reference._setup_of(source) if isinstance(source, AnnData) else None
+        key: Any = batch_key or (setup or {}).get("batch_key") or known.get("batch_key")
+        if batch_key is not None and (cells.obs is None or batch_key not in cells.obs):
+            cells.column(batch_key)  # says what there is
         if reference_cells is not None:
             learned = reference._open(reference._source(reference_cells))
-            both, more = of_both(cells, learned, pretraining, batch_key, reference.seed)
+            both, more = of_both(cells, learned, pretraining, key, reference.seed)
             model: Encoder = finetune(with_room(reference, more), "adaptation", both, {}, **split)
-            model._query = source
+            model._query, model._landmarks = source, reference._landmarks
             return model._mapped_from(reference, cells)
         found: dict[str, Any] = {}
-        if known.get("batches"):
-            setup = reference._setup_of(source) if isinstance(source, AnnData) else None
-            key = batch_key or (setup or {}).get("batch_key") or known["batch_key"]
-            # Cells can be mapped without a batch; they are decoded in the mean of all.
-            if batch_key is not None or integrated or (cells.obs is not None and key in cells.obs):
-                found = with_batches_of(cells, key, known["batches"])
+        # Cells can be mapped without a batch; they are decoded in the mean of all.
+        has_column = batch_key is not None or integrated or (cells.obs is not None and key in cells.obs)
+        if known.get("batches") and has_column:
+            found = with_batches_of(cells, key, known["batches"])
         base, task = reference, dict[str, Any](name="adaptation")
         if integrated:
             task = {"name": "integration", **known, **found, "n_reference": len(known["batches"])}
         elif stays:
             base = with_room(reference, found) if found else reference
             task["n_reference"] = len(known["batches"] or [])
-            if reference._landmarks is None and (reference.adata is not None or reference._data is not None):
-                reference._keep_landmarks(reference._cells())  # of an epoch that was saved while training
             if reference._landmarks is None:
                 warn(
-                    "The reference model has no sample of its cells, so the query is embedded and not moved onto the "
-                    "reference; load the model that was saved once training had ended."
+                    "The reference model holds no embeddings of its cells, so the query is embedded and not moved onto "
+                    "the reference; take a model that was saved once training had ended."
                 )
             else:
                 task["n_clusters"] = n_query_clusters(len(cells))
@@ -927,6 +931,15 @@ class Encoder(CellModel):
             100 * cells.counts_kept,
         )
         return self
+
+    def _moved(self, embedding: np.ndarray) -> np.ndarray:
+        """Move the embedding of any query onto the cells of the training, where queries are mapped, (N, D)."""
+        if self._landmarks is None:
+            return embedding
+        some = choose_rows(len(embedding), _MOST_OF_QUERY, seed=self.seed)
+        shifts = QueryShifts(embedding.shape[1], n_query_clusters(len(embedding)))
+        shifts.set_from(self._landmarks.numpy(), embedding[some])
+        return shifts.move(torch.from_numpy(embedding)).numpy()
 
     def transfer_labels(
         self,
@@ -1018,10 +1031,11 @@ class Encoder(CellModel):
             )
         # Cells of a query are moved onto the reference, which stays where it is.
         landmarks = replace(self._predictor(reference_cells, batch_size), module=self._backbone).embedding(rows)
-        mapper = self
-        if not is_query and self.spec.tuning is None and self.objective.maps_queries:
-            mapper = type(self).load_query_data(source, self)
-        embedding = mapper._predictor(mapper._open(source), batch_size).embedding()
+        predictor = self._predictor(self._open(source), batch_size)
+        if query is None:
+            embedding = predictor.embedding()
+        else:
+            embedding = self._moved(replace(predictor, module=self._backbone).embedding())
         codes = np.asarray(labels.codes)[rows]
         voters = KNeighborsClassifier(min(n_neighbors, len(rows)), weights=votes_of).fit(landmarks, codes)
         votes = voters.predict_proba(embedding)

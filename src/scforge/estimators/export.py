@@ -106,6 +106,10 @@ def export_model(
     if format == "onnx" and (missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]):
         raise OptionError(f"format='onnx' needs {listing(missing)}; pip install 'scforge[onnx]'.")
     check_filled(model.module)
+    if hasattr(getattr(model.module, "head", None), "move"):
+        raise OptionError(
+            "a query model moves the embedding onto its reference, which is not exported; export the reference."
+        )
     longest = _longest(model, max_len)
     encoder = merged(model._backbone)
     batches = [_batch(model, n_cells, n_genes, longest) for n_cells, n_genes in (_TRACED, *_COMPARED)]

@@ -36,7 +36,6 @@ from scforge.finetuning.base import TASKS, Task, get_task
 from scforge.finetuning.held_out import CellFingerprints, HeldOutRegistry
 from scforge.finetuning.labels import text_labels
 from scforge.finetuning.splits import Split, check_shares, split_for, split_from
-from scforge.finetuning.tasks.adaptation import BATCH_OF_BOTH
 from scforge.models._weights import read_weights
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.components.latent import batch_vectors
@@ -241,7 +240,10 @@ def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
         parts, reference.vocab, seed=reference.seed, registry=reference.registry_
     )
     vectors, state = batch_vectors(own), {**model.module.state_dict(), **own.state_dict()}
-    if vectors is not None:  # else they begin at zero, as if there were none
+    if vectors is None:
+        nn.init.zeros_(batch_vectors(model.module))  # as if there were none
+        state = {**model.module.state_dict(), **own.state_dict()}
+    else:
         name = next(name for name, parameter in own.named_parameters() if parameter is vectors)
         new = vectors.detach().mean(dim=0).expand(len(found["batches"]) - len(vectors), -1)
         state[name] = torch.cat([vectors.detach(), new])
@@ -251,27 +253,31 @@ def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
     return model
 
 
-_QUERY, _REFERENCE = "query", "reference"
+_QUERY, _REFERENCE, BATCH_OF_BOTH = "query", "reference", "scforge_side"
 _MOST = 20_000
 """Cells of a query, and of a reference, that are trained on together; in memory."""
 
 
-def of_both(query: Cells, reference: Cells, pretraining: Any, batch_key: str | None, seed: int) -> tuple[Any, Any]:
+def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, seed: int) -> tuple[Any, Any]:
     """Return cells of a query and of its reference as one, and the options of a decoder that knows all batches.
 
-    A side without batches of its own is one batch.
+    Cells without batch, or sides without the column, are a batch of their own. `key` is the column of the query.
     """
     known = list(pretraining.batches or [])
     query, reference = (cells.sample(_MOST, seed=seed) for cells in (query, reference))
-    sides: list[tuple[Any, str | None, str]] = [
-        (query, batch_key or pretraining.batch_key, _QUERY),
-        (reference, pretraining.batch_key, _REFERENCE),
-    ]
     parts = []
-    for cells, key, name in sides:
-        has = key is not None and cells.obs is not None and (key in cells.obs or key == batch_key)
-        parts.append(cells.column(key).astype(str).to_numpy() if has else np.full(len(cells), name))
-    batches = np.concatenate(parts)
+    for cells, column, name in ((query, key, _QUERY), (reference, pretraining.batch_key, _REFERENCE)):
+        found = [name] * len(cells)
+        if column is not None and cells.obs is not None and column in cells.obs:
+            labels = text_labels(cells.column(column), key=column, argument="batch_key")
+            found = [str(labels.categories[code]) if code >= 0 else name for code in labels.codes]
+        parts.append(found)
+    if shared := sorted(set(parts[0]) & {*known, *parts[1]}):
+        warn(
+            f"Batches of the query and of the reference have the same names ({listing(shared)}) and are taken for the "
+            "same; rename those of the query if they are others."
+        )
+    batches = np.array([*parts[0], *parts[1]], dtype=object)
     measured = [cells.measured for cells in (query, reference)]
     counts = sum(cells.totals.sum() for cells in (query, reference))
     kept = sum(cells.totals.sum() * cells.counts_kept for cells in (query, reference))
@@ -283,7 +289,7 @@ def of_both(query: Cells, reference: Cells, pretraining: Any, batch_key: str | N
         measured=None if measured[0] is None or measured[1] is None else measured[0] | measured[1],
         obs=pd.DataFrame({BATCH_OF_BOTH: batches}),
     )
-    return both, {"batch_key": BATCH_OF_BOTH, "batches": [*known, *sorted(set(batches) - set(known))]}
+    return both, {"batch_key": BATCH_OF_BOTH, "batches": [*known, *sorted({*parts[0], *parts[1]} - {*known})]}
 
 
 def votes_of(distances: np.ndarray) -> np.ndarray:

@@ -22,6 +22,7 @@ from scforge.estimators.encoder import Encoder
 from scforge.estimators.finetune import options_of
 from scforge.estimators.interpret import expression_table, gene_numbers, ready
 from scforge.finetuning.base import Predictor
+from scforge.finetuning.tasks.adaptation import QueryShifts
 from scforge.finetuning.tasks.annotation import Annotation
 from scforge.models.protocol import ModelOutput
 from scforge.training.objectives.base import OBJECTIVES
@@ -244,6 +245,8 @@ class ScDiVa(Encoder):
 
         both = run_over(module, cells, self.tokenizer, posterior, objective=self.objective, batch_size=batch_size)
         mean, variance = (np.ascontiguousarray(half) for half in np.split(both, 2, axis=1))
+        if isinstance(head := getattr(self.module, "head", None), QueryShifts):
+            mean = head.move(torch.from_numpy(mean).to(head.center)).cpu().numpy()
         if indices is not None:
             rows = positions(indices, len(mean))
             return mean[rows], variance[rows]

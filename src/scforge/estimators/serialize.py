@@ -36,9 +36,9 @@ FORMAT = 2
 MODEL, ADAPTER = "model", "adapter"
 """Kinds of descriptions."""
 _CHECKSUM = "checksum"
-_NUMBER = "$number"
-LANDMARKS = "landmarks"
+LANDMARKS = "scforge.landmarks"
 """Name of the embeddings of some cells of the training among the weights."""
+_NUMBER = "$number"
 """A number that JSON has no word for: ``{"$number": "nan"}``."""
 
 

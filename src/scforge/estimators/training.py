@@ -203,8 +203,6 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
     if folder is not None:
         model._trained_in.add(str(folder.path.resolve()))
     _take_over(model, result)
-    if rank == 0:
-        model._keep_landmarks(data.bound, data.train_rows)
     if error is not None:
         raise error
     if result.interrupted:
@@ -215,6 +213,8 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             signal.Signals(result.signal).name,
         )
         signal.raise_signal(result.signal)
+    if rank == 0:
+        model._keep_landmarks(data.bound, data.train_rows, min(data.batch_size or 256, 256))
 
 
 def _take_over(model: CellModel, result: FitResult) -> None:
@@ -227,6 +227,8 @@ def _take_over(model: CellModel, result: FitResult) -> None:
     model._extend_history(result.history)
     model.n_epochs_ += result.n_epochs
     model.is_trained_ = model.is_trained_ or result.n_epochs > 0
+    if model.spec.tuning is None:
+        model._landmarks = None
 
 
 def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool) -> _Found | None:

@@ -262,6 +262,10 @@ class Scib(Benchmark):
             check_count("max_cells", max_cells, "cells", least=_WIDEST + 1)
         self.neighbors = check_choice("neighbors", neighbors, NEIGHBORS)
         self.max_cells = max_cells
+        if pre_integrated is not None and (batch_key is None or not isinstance(pre_integrated, pd.DataFrame)):
+            raise OptionError(
+                "pre_integrated has to be a DataFrame of components with a row a cell, and needs batch_key."
+            )
         self.pre_integrated = pre_integrated
         self.metrics = self._computed()
         self.main = self.metrics[0]

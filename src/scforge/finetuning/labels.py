@@ -87,7 +87,7 @@ BALANCED = "balanced"
 
 def check_weights(argument: str, weights: Any, classes: Sequence[str] | None) -> str | dict[str, float] | None:
     """Return an option that weighs classes: None, ``"balanced"`` or weights by class; raise for anything else."""
-    if weights is None or weights == BALANCED:
+    if weights is None or (isinstance(weights, str) and weights == BALANCED):
         return weights
     if not isinstance(weights, Mapping):
         raise OptionError(f"{argument}={weights!r} is neither None, 'balanced' nor a dict of weights by class.")

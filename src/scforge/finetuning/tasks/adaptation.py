@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -29,11 +28,6 @@ from scforge.finetuning.tasks.integration import Unchanged
 from scforge.models.components.latent import batch_vectors
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults
-
-BATCH_OF_BOTH = "scforge_side"
-"""Column of obs with the batches of a query and of its reference, which are trained on together."""
-_EPOCHS = 20
-"""Most epochs on query and reference together: a third of those from random weights, with the same scores."""
 
 
 class QueryShifts(nn.Module):
@@ -103,15 +97,8 @@ class Adaptation(Task):
 
     @property
     def defaults(self) -> TrainingDefaults:  # type: ignore[override]
-        """Those of the pretraining; new batches learn as fast as adapters, query and reference need fewer epochs."""
-        if self.n_reference is not None:
-            return with_adapters(self.base_objective.defaults)
-        usual = self.base_objective.defaults
-        return replace(usual, max_epochs=100, most_epochs=_EPOCHS) if self._has_both else usual
-
-    @property
-    def _has_both(self) -> bool:
-        return getattr(self.base_objective, "batch_key", None) == BATCH_OF_BOTH
+        """Those of the pretraining; vectors of batches learn as fast as adapters."""
+        return self.base_objective.defaults if self.n_reference is None else with_adapters(self.base_objective.defaults)
 
     def for_adapters(self) -> None:
         """Leave the learning rate of the pretraining, which goes on."""
@@ -137,8 +124,8 @@ class Adaptation(Task):
         encoder: Any = module.encoder
         if self.n_reference is not None and not any(p.requires_grad for p in encoder.parameters()):
             raise OptionError(
-                "the query model has nothing to train: it embeds cells as the reference does, and learns new batches "
-                "alone; leave train out, or name such batches: load_query_data(..., batch_key=...)."
+                "the query model has nothing to train: its encoder stays that of the reference, and it learns new "
+                "batches alone; leave train out, or name such batches: load_query_data(..., batch_key=...)."
             )
         n, vectors = self.n_reference, batch_vectors(encoder)
         if n is not None and vectors is not None and vectors.requires_grad and len(vectors) > n:

@@ -39,7 +39,9 @@ _STREAM = 0x6E656172  # "near": the choice of a neighbor is drawn apart from vie
 _MIN_ERROR = 1e-8
 _NONE, _UNKNOWN = -1, -2
 _FEW = 0.5
-"""Share of cells with a neighbor under which a warning says so."""
+"""Share of cells with a neighbor in another batch under which a warning says so."""
+_TIE = 1e-5
+"""Cosines that differ by less are computed again, so that they do not depend on the cells beside them."""
 _OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "has_neighbor", "batch"}
 
 
@@ -176,11 +178,11 @@ class NeighborDenoising(TellsBatches, SeesViews):
         if (self.translation or self.agreement) and (self.across or self.within) and len(train_rows) > 2:
             batches = self._batches_of_pool(cells)
             self._pool = _Pool(cells, np.sort(train_rows), batches, self)
-            share = (np.diff(self._pool.pairs.indptr) > 0).mean()
-            if share < _FEW and batches is not None:
+            share = self._pool.share_across
+            if batches is not None and len(self._pool.members) > 1 and self.across and share < _FEW:
                 warn(
-                    f"{1 - share:.0%} of the training cells have no mutual neighbor, so batches mix less; they may be "
-                    "of other types in each batch. Raise across or within of the objective 'neighbor_denoising'."
+                    f"{1 - share:.0%} of the cells have no mutual neighbor in another batch, so batches mix less; they "
+                    "may be of other types in each batch."
                 )
 
     def _batches_of_pool(self, cells: Cells) -> np.ndarray | None:
@@ -294,6 +296,12 @@ class _Pool:
         if options.space == "harmony":
             found = harmony_correct(found, of_pool)
         self.pairs: sparse.csr_matrix = mutual_neighbors(found, of_pool, across=options.across, within=options.within)
+        rows_of = np.repeat(of_pool, np.diff(self.pairs.indptr))
+        far = sparse.csr_matrix(
+            (rows_of != of_pool[self.pairs.indices], self.pairs.indices, self.pairs.indptr), shape=self.pairs.shape
+        )
+        self.share_across = float((far.sum(axis=1) > 0).mean())
+        """Share of the cells that have a neighbor in another batch."""
         weights = neighbor_weights(found, self.pairs, temperature=options.temperature)
         self.cumulative = np.concatenate([[0.0], np.cumsum(weights)])
         """Cumulative weights of the pairs, from 0 on, float64, shape (P + 1,)."""
@@ -326,6 +334,18 @@ class _Pool:
             for batch in np.unique(of_rows):
                 if (members := self.members.get(batch)) is not None:
                     own = of_rows == batch
-                    found[own] = members[(here[own] @ self.directions[members].T).argmax(axis=1)]
+                    found[own] = members[_nearest(here[own], self.directions[members])]
             self.places[rows] = found
         return self.places[block.rows]
+
+
+def _nearest(directions: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Return which of `others`, shape (M, D), is nearest to each of `directions`, shape (N, D), or the first."""
+    cosines = directions @ others.T
+    found = cosines.argmax(axis=1)
+    close = cosines >= cosines.max(axis=1, keepdims=True) - _TIE
+    for row in np.flatnonzero(close.sum(axis=1) > 1):
+        some = np.flatnonzero(close[row])
+        exact = (directions[row].astype(np.float64) * others[some]).sum(axis=1)
+        found[row] = some[exact.argmax()]
+    return found
