@@ -159,7 +159,6 @@ def test_query_and_reference_are_trained_on_together(reference, distant, has_bat
     after = joint.get_latent_representation()
     assert after.shape == (150, 8)
     np.testing.assert_array_equal(distant.obsm["X_scforge_query"], after)
-    assert share_of_reference(joint.get_latent_representation(model.adata, key_added=None), after) > 0.25
     assert all(torch.equal(value, unchanged[name]) for name, value in weights(model).items())
     joint.save(tmp_path / "joint")
     loaded = Encoder.load(tmp_path / "joint", distant)

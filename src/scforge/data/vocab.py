@@ -376,9 +376,10 @@ class GeneVocab:
         given = np.asarray(indices)
         if given.dtype == bool and len(given) != self.n_genes:
             raise OptionError(f"indices is a mask of {len(given)} genes, and there are {self.n_genes}.")
-        chosen = np.flatnonzero(given) if given.dtype == bool else given.astype(np.int64)
-        if (wrong := chosen[(chosen < 0) | (chosen >= self.n_genes)]).size:
+        chosen = np.flatnonzero(given) if given.dtype == bool else given
+        if (wrong := chosen[~np.isin(chosen, np.arange(self.n_genes))]).size:
             raise OptionError(f"indices holds {wrong[0]}, which is no gene; give indices from 0 to {self.n_genes - 1}.")
+        chosen = chosen.astype(np.int64)
         genes = tuple(self.genes[index] for index in chosen)
         left = set(genes)
         return replace(

@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from scforge._checks import check_bool, check_choice, check_count
-from scforge.errors import DataError, listing
+from scforge.errors import DataError, OptionError, listing
 from scforge.eval.base import Benchmark, register_benchmark
 from scforge.eval.label_prediction import check_embedding, check_names, labeled, warn_of_missing
 
