@@ -91,6 +91,14 @@ def check_head(head: Any) -> dict[str, Any]:
     return dict(head)
 
 
+class Unchanged(nn.Module):
+    """Passes embeddings on."""
+
+    def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any] | None = None) -> torch.Tensor:
+        """Return the embeddings, shape (B, D)."""
+        return embeddings
+
+
 class Standardize(nn.Module):
     """Subtracts a mean and divides by a scale that are set once, so that a head does not care for units.
 

@@ -24,13 +24,13 @@ from scforge.finetuning.base import (
     register_task,
     with_adapters,
 )
-from scforge.finetuning.tasks.integration import Unchanged
+from scforge.finetuning.heads import Unchanged
 from scforge.models.components.latent import batch_vectors
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults
 
 
-class QueryShifts(nn.Module):
+class QueryShifts(Unchanged):
     """Moves the embedding of a query onto its reference, see :func:`scforge.data.neighbors.query_shifts`.
 
     Parameters
@@ -60,10 +60,6 @@ class QueryShifts(nn.Module):
         """Return the embeddings of cells of the query in the space of the reference, shape (B, D)."""
         cosines = F.normalize(embeddings - self.center, dim=1) @ self.clusters.T
         return embeddings + (SHARPNESS * cosines).softmax(dim=1) @ self.shifts
-
-    def forward(self, embeddings: torch.Tensor, batch: Any = None) -> torch.Tensor:
-        """Return the embeddings, shape (B, D)."""
-        return embeddings
 
 
 @register_task("adaptation")

@@ -40,14 +40,6 @@ _NOTHING = -30.0
 """Logit of a token that no cell has: its share is nothing in 32 bits."""
 
 
-class Unchanged(nn.Module):
-    """Passes embeddings on."""
-
-    def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any] | None = None) -> torch.Tensor:
-        """Return the embeddings, shape (B, D)."""
-        return embeddings
-
-
 class IntegrationHead(nn.Module):
     """A decoder of expression that is told the batch of a cell, so that the embedding need not tell it.
 
