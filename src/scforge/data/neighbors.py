@@ -306,8 +306,9 @@ def query_shifts(reference: np.ndarray, query: np.ndarray, *, across: int = 30) 
     clusters, shifts = np.zeros((n_clusters, len(center))), np.zeros((n_clusters, len(center)))
     sides = np.repeat([0, 1], [n_reference, len(query)])
     if len(query) >= _CELLS_OF_QUERY_CLUSTER:
-        clusters = _first_centroids(_unit(start), n_clusters, 0)
-        assigned = np.exp(SHARPNESS * (_unit(start) @ clusters.T - 1))
+        directions = _unit(start)
+        clusters = _first_centroids(directions, n_clusters, 0)
+        assigned = np.exp(SHARPNESS * (directions @ clusters.T - 1))
         assigned /= assigned.sum(axis=1, keepdims=True)
         moved = start
         for _ in range(_QUERY_ROUNDS):

@@ -791,9 +791,9 @@ class Encoder(CellModel):
         learns nothing but vectors of the query's new batches in the decoder, as in scArches (Lotfollahi et al. 2022,
         Nature Biotechnology 40, 121-130).
 
-        With `reference_cells`, ``train()`` goes on with all weights on query and reference together, with neighbors
-        across both. That takes longer and is better where the query differs much (``benchmarks/transfer.py``). The
-        embedding leaves the space of the reference, as below.
+        With `reference_cells`, ``train()`` continues training all weights on query and reference together, with
+        neighbors across both. That takes longer and is better where the query differs much
+        (``benchmarks/transfer.py``). The embedding leaves the space of the reference, as below.
 
         Other objectives, and references that were fine-tuned for ``"integration"``, have to adapt the encoder:
         ``train()`` fits adapters to the query, and the embedding leaves the space of the reference. It is then written
@@ -881,8 +881,8 @@ class Encoder(CellModel):
         split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
         setup = reference._setup_of(source) if isinstance(source, AnnData) else None
         key: Any = batch_key or (setup or {}).get("batch_key") or known.get("batch_key")
-        if batch_key is not None and (cells.obs is None or batch_key not in cells.obs):
-            cells.column(batch_key)  # says what there is
+        if batch_key is not None:
+            cells.column(batch_key)  # raises where there is none
         if reference_cells is not None:
             learned = reference._open(reference._source(reference_cells))
             both, more = of_both(cells, learned, pretraining, key, reference.seed)

@@ -239,11 +239,11 @@ def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
     model: CellModel = type(reference)._of_parts(
         parts, reference.vocab, seed=reference.seed, registry=reference.registry_
     )
-    vectors, state = batch_vectors(own), {**model.module.state_dict(), **own.state_dict()}
+    vectors = batch_vectors(own)
     if vectors is None:
         nn.init.zeros_(batch_vectors(model.module))  # as if there were none
-        state = {**model.module.state_dict(), **own.state_dict()}
-    else:
+    state = {**model.module.state_dict(), **own.state_dict()}
+    if vectors is not None:
         name = next(name for name, parameter in own.named_parameters() if parameter is vectors)
         new = vectors.detach().mean(dim=0).expand(len(found["batches"]) - len(vectors), -1)
         state[name] = torch.cat([vectors.detach(), new])

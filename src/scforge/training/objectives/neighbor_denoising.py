@@ -324,9 +324,8 @@ class _Pool:
         outside = np.flatnonzero(self.places[block.rows] == _UNKNOWN)
         if len(outside):
             shape = (len(block), len(self.loadings))
-            values = log1p_cp10k_rows(
-                sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=shape), np.maximum(block.totals, 1.0)
-            )[outside]
+            counts = sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=shape)[outside]
+            values = log1p_cp10k_rows(counts, np.maximum(block.totals[outside], 1.0))
             here = directions_of(values @ self.loadings - self.offset)
             rows = block.rows[outside]
             of_rows = np.zeros(len(rows), dtype=np.int64) if self.batches is None else self.batches[rows]
