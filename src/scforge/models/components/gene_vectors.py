@@ -103,12 +103,12 @@ class GeneVectorEmbedding(nn.Module):
         rows = self.row[input_ids]
         # (An exported graph has to do for batches of all sizes.)
         if torch.compiler.is_compiling() or rows.numel() > self.vocab_size:
-            return F.embedding(rows, self._table(), padding_idx=PAD_ID)
+            return F.embedding(rows, self.table(), padding_idx=PAD_ID)
         own = F.embedding(rows.clamp(max=self.n_learned - 1), self.learned.weight, padding_idx=PAD_ID)
         projected = self.projection(self.vectors((rows - self.n_learned).clamp(min=0))).to(own.dtype)
         return torch.where((rows < self.n_learned).unsqueeze(-1), own, projected)
 
-    def _table(self) -> torch.Tensor:
+    def table(self) -> torch.Tensor:
         """Return the embeddings of all tokens in the order of `row`, shape (V, H); cheaper for large batches."""
         projected = self.projection(self.vectors.weight)
         return torch.cat([self.learned.weight, projected.to(self.learned.weight.dtype)])
@@ -180,7 +180,7 @@ class GeneVectorBag(GeneVectorEmbedding):
         # (An exported graph has to do for batches of all sizes.)
         if torch.compiler.is_compiling() or rows.numel() > self.vocab_size:
             return F.embedding_bag(
-                rows, self._table(), mode="sum", per_sample_weights=per_sample_weights, padding_idx=PAD_ID
+                rows, self.table(), mode="sum", per_sample_weights=per_sample_weights, padding_idx=PAD_ID
             )
         embedded = super().forward(input_ids)
         if per_sample_weights is None:
