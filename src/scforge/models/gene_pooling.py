@@ -24,10 +24,8 @@ from scforge.models.components.pooling import mean_pool
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
 
-
 _DENSE = 16
-"""Vocabularies of up to so many times the tokens of a cell train by a dense product: on a CPU, the gradient of a bag takes
-two to three times as long."""
+"""Largest vocabulary, in tokens of a cell, that trains by a dense product: the gradient of a bag is slow on a CPU."""
 
 
 class _TokenStates(nn.Module):
