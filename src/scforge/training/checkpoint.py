@@ -29,15 +29,7 @@ from safetensors.torch import load_file, save_file
 from scforge._checks import check_share
 from scforge._io import check_folder, read_json, remove_folder, sha256_of
 from scforge._version import __version__
-from scforge.errors import (
-    MissingFileError,
-    ModelFileError,
-    OptionError,
-    ScforgeError,
-    TrainingError,
-    first_line,
-    warn,
-)
+from scforge.errors import MissingFileError, ModelFileError, OptionError, ScforgeError, TrainingError, first_line, warn
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import copy_of_weights
 from scforge.training.plan import NotFiniteError

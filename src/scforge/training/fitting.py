@@ -200,7 +200,7 @@ def find_batch_size(module: nn.Module, data: CellDataModule, device: torch.devic
     return found
 
 
-def choose_precision(module: nn.Module, data: CellDataModule, device: torch.device, processes: int | None = 1) -> str:
+def choose_precision(module: nn.Module, data: CellDataModule, device: torch.device, processes: int = 1) -> str:
     """Return ``"bf16-mixed"`` where a training step is faster so, else ``"32-true"``.
 
     A GPU that knows bfloat16 is faster so. On a CPU three steps of each are timed on the same batch, and 10 % count;
@@ -215,7 +215,7 @@ def choose_precision(module: nn.Module, data: CellDataModule, device: torch.devi
     device
         Where the training will run.
     processes
-        How many will train; None if that is not known.
+        How many will train.
 
     Raises
     ------
@@ -584,7 +584,7 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
     processes = n_processes(accelerator, devices, num_nodes)
     if processes == 1:
         _trained_alone = True
-    elif _trained_alone and processes is not None and not ("WORLD_SIZE" in os.environ or SLURMEnvironment.detect()):
+    elif _trained_alone and not ("WORLD_SIZE" in os.environ or SLURMEnvironment.detect()):
         raise OptionError(
             f"devices={devices!r}, but this script has trained on one device before: the other processes run it again "
             "from its beginning, and would train there, too; train on all devices from the first call on, or start "
