@@ -646,12 +646,8 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
     ModelFileError
         If it is damaged.
     """
+    check_state(Path(folder))
     place = Path(folder) / _PART
-    if not (place / _STATE).is_file() or not (place / _TENSORS).is_file():
-        raise MissingFileError(
-            f"resume={str(folder)!r} holds no state of a training; give a folder such as checkpoints/step=00000100, or "
-            "'auto' for the last one in checkpoint_dir."
-        )
     try:
         content = read_json(place / _STATE)
         if content["sha256"] != {_TENSORS: sha256_of(place / _TENSORS), "state": _sum(content["state"])}:
@@ -664,7 +660,7 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
             )
     except ModelFileError:
         raise
-    except (ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
         raise ModelFileError(f"{str(place / _STATE)!r} is no state of a training: {first_line(error)}.") from error
     return state
 
@@ -677,14 +673,14 @@ def check_state(path: Path, run: RunFolder | None = None) -> None:
     path
         What a user gave as `resume`.
     run
-        The folder of the training that is to go on.
+        The folder of the training that is to be resumed.
 
     Raises
     ------
     MissingFileError
         Saying what could have been meant.
     """
-    if (path / _PART).is_dir():
+    if (path / _PART / _STATE).is_file():
         return
     problem = "holds no state of a training" if path.is_dir() else "does not exist"
     states = sorted(path.glob("step=*"))
