@@ -650,8 +650,10 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
     place = Path(folder) / _PART
     try:
         content = read_json(place / _STATE)
-        if content["sha256"] != {_TENSORS: sha256_of(place / _TENSORS), "state": _sum(content["state"])}:
-            raise ModelFileError(f"{str(place)!r} is corrupted: the checksums of its files are not those in {_STATE}.")
+        sums = {_TENSORS: sha256_of(place / _TENSORS), "state": _sum(content["state"])}
+        if wrong := [name for name, found in sums.items() if found != content["sha256"][name]]:
+            file = place / (_TENSORS if _TENSORS in wrong else _STATE)
+            raise ModelFileError(f"{str(file)!r} is corrupted: its checksum is not the one in {_STATE}.")
         state = unpack(content["state"], load_file(place / _TENSORS))
         if state["format"] != _FORMAT:
             raise TrainingError(
