@@ -172,7 +172,7 @@ def test_what_cannot_generate(build: Callable[..., Encoder]):
             "sees the token that it is to predict",
         ),
         ((NAME, None, ON_GROUPS), {"n_conditions": 5}, OptionError, "n_conditions=5 but the objective .* needs 2"),
-        ((NAME, None, {"condition_key": "grp"}), {}, DataError, "condition_key='grp': 'grp' is not a column of obs"),
+        ((NAME, None, {"condition_key": "grp"}), {}, DataError, "condition_key='grp' is not a column of obs"),
         ((NAME,), {"n_bins": 20}, OptionError, "n_bins=20 but the tokenizer 'binned_expression' makes 51 bins"),
     ]:
         with pytest.raises(error, match=message):

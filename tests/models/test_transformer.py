@@ -186,7 +186,7 @@ def test_gradient_checkpointing_changes_no_number(hidden):
 
 def test_bad_arguments(hidden):
     for given in (torch.ones(BATCH, SEQ - 1), torch.ones(1, SEQ)):
-        with pytest.raises(OptionError, match=r"attention_mask has the shape \(.*but there are \(9, 20\) tokens"):
+        with pytest.raises(OptionError, match=r"attention_mask has the shape \(.*but input_ids \(9, 20\)"):
             make()(hidden, given)
         with pytest.raises(OptionError, match="attention_bias has the shape"):
             make()(hidden, attention_bias=given)

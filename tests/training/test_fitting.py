@@ -181,8 +181,8 @@ def test_further_devices_after_a_training_on_one(setup, monkeypatch):
     ("options", "words"),
     [
         ({"callbacks": [object()]}, "callbacks has one of type 'object'; give callbacks of"),
-        ({"logger": "wandb"}, r"logger='wandb' is a name; pass logger=scforge.training.make_loggers\(\['wandb'\], "),
-        ({"logger": [3]}, "logger is of type 'int'; pass a Lightning logger"),
+        ({"logger": "wandb"}, "logger='wandb' is no Lightning logger; make some with scforge.training.make_loggers"),
+        ({"logger": [3]}, "logger=3 is no Lightning logger"),
         ({"early_stopping": 5}, "early_stopping=5 is neither True nor False."),
     ],
 )

@@ -76,7 +76,7 @@ def test_wandb_works_offline(tmp_path):
 
 
 def test_what_cannot_be_logged_to(tmp_path):
-    with pytest.raises(OptionError, match="has 'cvs', which is not known; did you mean 'csv'"):
+    with pytest.raises(OptionError, match="loggers='cvs' is not known; did you mean 'csv'"):
         make_loggers(["cvs"], tmp_path)
     with pytest.raises(OptionError, match="wandb_mode='off' is not known"):
         make_loggers(["wandb"], tmp_path, wandb_mode="off")

@@ -178,7 +178,7 @@ def test_columns_that_are_no_classes():
         objective.prepare(cells.block(np.arange(2)), tokenizer_of(), epoch=0, seed=0)
     with pytest.raises(TrainingError, match="conditions are not known yet"):
         conditioned()[0].bind(cells)
-    with pytest.raises(DataError, match="condition_key='kind': 'kind' is not a column of obs"):
+    with pytest.raises(DataError, match="condition_key='kind' is not a column of obs"):
         objective.bind(eight_of_30(3))
     with pytest.raises(DataError, match="condition_key='kind': no cell has one of the classes .*'B', 'T'"):
         conditioned(conditions=["B", "T"])[0].bind(cells)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from scforge.errors import OptionError, TrainingError
-from scforge.training.devices import checkpointed, compiled
+from scforge.training.devices import compiled, gradient_checkpointing
 from scforge.training.fitting import _kept_bytes, choose_precision, find_batch_size
 from scforge.training.monitoring import flops_per_token, peak_flops
 
@@ -50,7 +50,7 @@ def test_layers_are_compiled_for_a_while(setup):
         with compiled(setup.module, wanted):
             assert (setup.module._compiled_call_impl is not None) == wanted
         assert setup.module._compiled_call_impl is None
-    with pytest.raises(OptionError, match="GenePoolingModel cannot"), checkpointed(setup.module, True):
+    with pytest.raises(OptionError, match="GenePoolingModel cannot"), gradient_checkpointing(setup.module, True):
         pass
-    with checkpointed(setup.module, None):
+    with gradient_checkpointing(setup.module, None):
         pass

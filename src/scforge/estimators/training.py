@@ -37,7 +37,7 @@ from scforge.training.checkpoint import (
     write_state,
 )
 from scforge.training.datamodule import CellDataModule
-from scforge.training.devices import checkpointed, compiled, n_processes, root_device
+from scforge.training.devices import compiled, gradient_checkpointing, n_processes, root_device
 from scforge.training.fitting import FitResult, SaveBest, choose_precision, default_max_epochs, find_batch_size, fit
 from scforge.training.options import TrainOptions
 from scforge.training.plan import NotFiniteError, TrainingPlan
@@ -137,7 +137,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         saved = {} if found is None else found[1]["settings"]
         device = root_device(how.accelerator, how.devices)
         processes = n_processes(how.accelerator, how.devices, how.num_nodes)
-        stack.enter_context(checkpointed(model.module, how.gradient_checkpointing))
+        stack.enter_context(gradient_checkpointing(model.module, how.gradient_checkpointing))
         if batch_size == _AUTO:
             if processes != 1 or data.batch_size is not None or data.max_tokens_per_batch is not None:
                 raise OptionError(

@@ -13,9 +13,9 @@ from scforge._checks import check_choice, check_count, check_positive
 from scforge._constants import CLS_ID, IGNORE_LABEL, N_SPECIAL, PAD_ID
 from scforge.errors import OptionError
 from scforge.models._utils import Architecture, evaluating, init_weights, number_of_each
-from scforge.models.components.attention import KeyValueCache, token_positions
+from scforge.models.components.attention import KeyValueCache, check_shapes, token_positions
 from scforge.models.components.cross_entropy import token_loss
-from scforge.models.components.embeddings import GeneExpressionEmbedding, between_rows, check_shapes, waves
+from scforge.models.components.embeddings import GeneExpressionEmbedding, between_rows, waves
 from scforge.models.components.heads import BinPredictionHead, MaskedGenePredictionHead, cell_loss, of_next_token
 from scforge.models.components.pooling import POOLINGS, last_pool
 from scforge.models.components.transformer import TransformerStack
@@ -93,10 +93,24 @@ def generate_cells(
     """
     check_drawing(n_cells, temperature, seed, top_k)
     device = next(model.parameters()).device
-    max_len = _checked_length(model, max_len, int(first_id is not None), int(eos_id is not None), n_special)
-    begin = _checked_prompt(prompt, n_cells, first_id, n_special, model, max_len)
-    classes = _checked_condition(condition, n_cells, model.n_conditions, device)
-    draws_bt2 = _random_numbers(n_cells, max_len, seed, first_cell).to(device)
+    n_first = int(first_id is not None)
+    most = min(n_first + model.vocab_size - n_special + int(eos_id is not None), model.max_seq_len)
+    if max_len is None:
+        max_len = most
+    if check_count("max_len", max_len, "tokens", least=1 + n_first) > most:
+        raise OptionError(
+            f"max_len={max_len} is more than the {most} tokens that a cell of the model can have, as no gene comes "
+            f"twice and max_seq_len={model.max_seq_len}; lower it."
+        )
+    begin = _begin(prompt, n_cells, first_id, n_special, model, max_len)
+    classes = None if condition is None else number_of_each("condition", condition, n_cells, device)
+    if classes is not None and (wrong_b := (classes < 0) | (classes > model.n_conditions)).any():
+        raise OptionError(
+            f"condition={int(classes[wrong_b][0])} is not between 0 (none) and n_conditions={model.n_conditions} of it."
+        )
+    draws = [generator_of(f"{seed} {first_cell + row}") for row in range(n_cells)]
+    draws_bt2 = torch.stack([torch.rand((max_len, 2), generator=generator, dtype=torch.float64) for generator in draws])
+    draws_bt2 = draws_bt2.clamp_(max=LARGEST).to(device)
     with evaluating(model):
         cells = _Cells(model, begin, classes, max_len, n_special, eos_id, temperature, top_k)
         growing = cells.begin_with_prompt()
@@ -222,42 +236,7 @@ class _Cells:
         return GeneratedCells(ids_bs, values_bs, bins_bs, mask_bs)
 
 
-def _random_numbers(n_cells: int, n_steps: int, seed: int, first_cell: int) -> torch.Tensor:
-    """Return numbers in [0, 1) for the gene and the bin of each step of each cell, float64, shape (B, n_steps, 2)."""
-    numbers = torch.empty((n_cells, n_steps, 2), dtype=torch.float64)
-    for row in range(n_cells):
-        generator = generator_of(f"{seed} {first_cell + row}")
-        torch.rand((n_steps, 2), generator=generator, dtype=torch.float64, out=numbers[row])
-    return numbers.clamp_(max=LARGEST)
-
-
-def _checked_length(
-    model: AutoregressiveTransformer, max_len: int | None, n_first: int, n_last: int, n_special: int
-) -> int:
-    most = min(n_first + model.vocab_size - n_special + n_last, model.max_seq_len)
-    if max_len is None:
-        return most
-    if check_count("max_len", max_len, "tokens", least=1 + n_first) > most:
-        raise OptionError(
-            f"max_len={max_len} is more than the {most} tokens that a cell of the model can have, as no gene comes "
-            f"twice and max_seq_len={model.max_seq_len}; lower it."
-        )
-    return max_len
-
-
-def _checked_condition(
-    condition: torch.Tensor | int | None, n_cells: int, n_conditions: int, device: torch.device
-) -> torch.Tensor | None:
-    if condition is None:
-        return None
-    classes = number_of_each("condition", condition, n_cells, device)
-    if bool(((classes < 0) | (classes > n_conditions)).any()):
-        wrong = int(classes[(classes < 0) | (classes > n_conditions)][0])
-        raise OptionError(f"condition={wrong} is not between 0 (none) and n_conditions={n_conditions} of the model.")
-    return classes
-
-
-def _checked_prompt(
+def _begin(
     prompt: Mapping[str, torch.Tensor] | None,
     n_cells: int,
     first_id: int | None,
@@ -516,7 +495,7 @@ class AutoregressiveTransformer(Architecture):
         ``loss`` (with labels), ``logits`` (B, S, V) of the next gene, ``expression`` (B, S, n_bins), logits of its bin,
         and ``embeddings`` (B, H).
         """
-        check_shapes(input_ids, labels=labels, bin_ids=bin_ids, bin_labels=bin_labels)
+        check_shapes(input_ids.shape, labels=labels, bin_ids=bin_ids, bin_labels=bin_labels)
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
         states = self._states(input_ids, attention_mask, values, condition, attention_bias, **wanted)
         tokens_bs, next_labels, next_bins = attention_mask != 0, None, None
@@ -609,7 +588,7 @@ class AutoregressiveTransformer(Architecture):
         **wanted: bool,
     ) -> _States:
         """Run the decoder, with the read-out as one more token behind all others where it is causal."""
-        check_shapes(input_ids, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
+        check_shapes(input_ids.shape, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
         if condition is not None and condition.shape != input_ids.shape[:1]:
             raise OptionError(
                 f"condition has the shape {tuple(condition.shape)} for {len(input_ids)} cells; give one class for each."

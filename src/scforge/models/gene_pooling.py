@@ -14,9 +14,9 @@ from scforge._checks import check_choice, check_count
 from scforge._constants import IGNORE_LABEL, N_SPECIAL
 from scforge.errors import OptionError
 from scforge.models._utils import Architecture, init_weights
-from scforge.models.components.attention import token_positions
+from scforge.models.components.attention import check_shapes, token_positions
 from scforge.models.components.cross_entropy import token_loss
-from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
+from scforge.models.components.embeddings import GeneExpressionEmbedding
 from scforge.models.components.gene_vectors import token_bag
 from scforge.models.components.heads import MaskedGenePredictionHead
 from scforge.models.components.latent import LOG_VARIANCES, BatchIntegrationHead, draw_latent
@@ -114,23 +114,6 @@ class _WeightedSum(nn.Module):
                 dense = weights.new_zeros(len(input_ids), len(table)).scatter_add(1, input_ids, weights)
                 return self.mlp[:-1](dense @ table)
         return self.mlp[:-1](self.bag(input_ids, per_sample_weights=weights))
-
-
-class _Decoder(nn.Module):
-    """The variance of the latent, and the expression of genes that a latent stands for."""
-
-    def __init__(self, ffn_dim: int, latent_dim: int, decoder_dim: int, num_genes: int, n_batches: int) -> None:
-        super().__init__()
-        self.logvar = nn.Linear(ffn_dim, latent_dim)
-        self.expression = BatchIntegrationHead(latent_dim, decoder_dim, num_genes, n_batches)
-
-
-class _Projector(nn.Sequential):
-    """A perceptron behind the embedding, for objectives that are not to shape the embedding itself."""
-
-    def __init__(self, latent_dim: int, width: int, layer_norm_eps: float) -> None:
-        norm = nn.LayerNorm(width, eps=layer_norm_eps)
-        super().__init__(nn.Linear(latent_dim, width), norm, nn.GELU(), nn.Linear(width, width))
 
 
 @register_model("gene_pooling")
@@ -248,10 +231,18 @@ class GenePoolingModel(Architecture):
                     f"pooling='mean' has no decoder of expression, which n_batches={n_batches} and objectives that "
                     "decode ask for; choose pooling='weighted_sum', or another objective."
                 )
-            self.decoder = _Decoder(ffn_dim, self.latent_dim, decoder_dim, vocab_size - n_special, n_batches)
+            n_genes = vocab_size - n_special
+            self.decoder = nn.ModuleDict(
+                {
+                    "logvar": nn.Linear(ffn_dim, self.latent_dim),
+                    "expression": BatchIntegrationHead(self.latent_dim, decoder_dim, n_genes, n_batches),
+                }
+            )
         self.projector = None
         if projector_dim is not None:
-            self.projector = _Projector(self.latent_dim, projector_dim, layer_norm_eps)
+            norm = nn.LayerNorm(projector_dim, eps=layer_norm_eps)
+            sizes = (self.latent_dim, projector_dim)
+            self.projector = nn.Sequential(nn.Linear(*sizes), norm, nn.GELU(), nn.Linear(projector_dim, projector_dim))
 
     def forward(
         self,
@@ -279,25 +270,17 @@ class GenePoolingModel(Architecture):
     def _run(
         self, input_ids: torch.Tensor, tokens_bs: torch.Tensor, values: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        check_shapes(input_ids, attention_mask=tokens_bs, values=values)
+        check_shapes(input_ids.shape, attention_mask=tokens_bs, values=values)
         return self.body(input_ids, tokens_bs, None if values is None else values.masked_fill(~tokens_bs, 0))
 
     def encode(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        values: torch.Tensor | None = None,
-        **kwargs: Any,
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """Return cell embeddings, shape (B, L). The arguments are those of :meth:`forward`."""
         return self._run(input_ids, attention_mask != 0, values)[1]
 
     def infer(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        values: torch.Tensor | None = None,
-        **kwargs: Any,
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
         """Return ``latent`` (a draw in training, else the mean), ``mu`` (the embedding) and ``logvar``, each (B, L).
 
@@ -309,9 +292,9 @@ class GenePoolingModel(Architecture):
             If the model was made without `n_batches`, so without a variance and a decoder.
         """
         decoder, body, tokens_bs = self._decoder(), cast(_WeightedSum, self.body), attention_mask != 0
-        check_shapes(input_ids, attention_mask=tokens_bs, values=values)
+        check_shapes(input_ids.shape, attention_mask=tokens_bs, values=values)
         hidden = body.hidden(input_ids, tokens_bs, None if values is None else values.masked_fill(~tokens_bs, 0))
-        mu, logvar = body.mlp[-1](hidden).float(), decoder.logvar(hidden).float().clamp(*LOG_VARIANCES)
+        mu, logvar = body.mlp[-1](hidden).float(), decoder["logvar"](hidden).float().clamp(*LOG_VARIANCES)
         return {"latent": draw_latent(mu, logvar) if self.training else mu, "mu": mu, "logvar": logvar}
 
     def decode(self, latent: torch.Tensor, batch: torch.Tensor | int | None = None) -> torch.Tensor:
@@ -329,20 +312,17 @@ class GenePoolingModel(Architecture):
         OptionError
             If there is no decoder, or a batch is none of its.
         """
-        return self._decoder().expression(latent, batch)
+        return self._decoder()["expression"](latent, batch)
 
-    def _decoder(self) -> _Decoder:
+    def _decoder(self) -> nn.ModuleDict:
         if self.decoder is None:
-            raise OptionError(
-                "the model has no decoder of expression; make it with n_batches=0 (or the number of batches), as the "
-                "objective 'neighbor_denoising' does."
-            )
+            raise OptionError("the model has no decoder of expression; make it with n_batches=0, or their number.")
         return self.decoder
 
     @torch.no_grad()
     def init_expression_prior(self, mean: torch.Tensor) -> None:
         """Start the decoder at the mean of each gene, (G,)."""
-        self._decoder().expression.decoder.bias.copy_(mean)
+        self._decoder()["expression"].decoder.bias.copy_(mean)
 
     def project(self, embeddings: torch.Tensor) -> torch.Tensor:
         """Return what a perceptron behind the embedding makes of embeddings (B, L), shape (B, projector_dim).

@@ -14,8 +14,8 @@ from scforge._checks import check_choice
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
 from scforge.models._utils import Architecture, init_weights
-from scforge.models.components.attention import put_back_weights, token_positions
-from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
+from scforge.models.components.attention import check_shapes, put_back_weights, token_positions
+from scforge.models.components.embeddings import GeneExpressionEmbedding
 from scforge.models.components.heads import (
     COUNT_LOSSES,
     VALUE_LOSSES,
@@ -287,7 +287,7 @@ class MaskedAutoencoder(Architecture):
         counts, (B, S); and ``embeddings`` (B, H) of the visible tokens.
         """
         check_shapes(
-            input_ids,
+            input_ids.shape,
             attention_mask=attention_mask,
             values=values,
             labels=labels,
@@ -345,7 +345,7 @@ class MaskedAutoencoder(Architecture):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return cell embeddings of all tokens, shape (B, H). The arguments are those of :meth:`forward`."""
-        check_shapes(input_ids, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
+        check_shapes(input_ids.shape, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
         layout = lay_out(attention_mask != 0)
         return self._pool(layout, self._encode(layout, input_ids, values, attention_bias).hidden)
 

@@ -116,11 +116,7 @@ class CellModule(Protocol):
         ...
 
     def encode(
-        self,
-        input_ids: torch.Tensor,
-        attention_mask: torch.Tensor,
-        values: torch.Tensor | None = None,
-        **kwargs: Any,
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
         """Return cell embeddings, shape (B, H).
 

@@ -16,8 +16,7 @@ from scforge._checks import check_choice, check_count, check_share
 from scforge._constants import MASK_ID, N_SPECIAL, PAD_ID
 from scforge.errors import DataError, OptionError
 from scforge.models._utils import Architecture, evaluating, number_of_each
-from scforge.models.components.attention import put_back_weights
-from scforge.models.components.embeddings import check_shapes
+from scforge.models.components.attention import check_shapes, put_back_weights
 from scforge.models.components.heads import ExpressionPredictionHead
 from scforge.models.components.latent import (
     BatchIntegrationHead,
@@ -150,7 +149,7 @@ def what_is_seen(
         Ids below this one are those of special tokens.
     """
     check_shapes(
-        input_ids,
+        input_ids.shape,
         attention_mask=attention_mask,
         values=values,
         masked_positions=masked_positions,
@@ -247,7 +246,7 @@ class States(NamedTuple):
     readout: torch.Tensor
     tokens: torch.Tensor
     attended: torch.Tensor
-    table: torch.Tensor | None
+    table: Any
     hidden_states: tuple[torch.Tensor, ...] | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
 
@@ -325,7 +324,7 @@ class ScDiVaModel(Architecture):
     torch.Size([5, 3])
     """
 
-    gene_weights: torch.Tensor | None
+    gene_weights: Any
     token_prior: torch.Tensor | None
     length_quantiles: torch.Tensor | None
 
@@ -370,8 +369,8 @@ class ScDiVaModel(Architecture):
         tokens = self.mode == "tokens"
         self.uses_order = tokens and position_embedding == "rotary"
         self.gene_embedding = GeneEmbedding(self.num_genes, hidden_dim, dropout, layer_norm_eps, norm)
-        self.special_embedding = nn.Embedding(n_special, hidden_dim) if tokens else None
-        self.value_encoder = ValueEncoder(hidden_dim) if tokens else None
+        self.special_embedding: Any = nn.Embedding(n_special, hidden_dim) if tokens else None
+        self.value_encoder: Any = ValueEncoder(hidden_dim) if tokens else None
         self.dropout = Dropout(dropout)
         self.encoder = TransformerStack(
             hidden_dim,
@@ -392,7 +391,7 @@ class ScDiVaModel(Architecture):
         self.variational_layer = VariationalLayer(hidden_dim, latent_dim, variational=variational)
         self.annotation_head = AnnotationHead(latent_dim, hidden_dim, num_cell_types) if num_cell_types else None
         self.batch_integration_head = BatchIntegrationHead(latent_dim, hidden_dim, self.num_genes, n_batches)
-        self.value_head = ExpressionPredictionHead(hidden_dim) if denoising else None
+        self.value_head: Any = ExpressionPredictionHead(hidden_dim) if denoising else None
         self.apply(init_scdiva)
         both = tokens and denoising
         self.hidden_value = nn.Parameter(nn.init.normal_(torch.empty(hidden_dim), std=0.02)) if both else None
@@ -494,7 +493,6 @@ class ScDiVaModel(Architecture):
 
     def _readout(self, seen: Seen) -> torch.Tensor:
         """Return LAT, the sum after the norm, (B, H)."""
-        assert self.special_embedding is not None
         summed_bh, nothing_b1 = self._summed(seen)
         # A norm of (nearly) zero would have gradients without bounds; the vector of padding is of no other use.
         summed_bh = summed_bh + nothing_b1 * self.special_embedding.weight[PAD_ID]
@@ -517,8 +515,6 @@ class ScDiVaModel(Architecture):
 
     def _embed(self, seen: Seen, table_vh: torch.Tensor | None) -> torch.Tensor:
         """Return the vectors of tokens, (B, K, H)."""
-        assert self.special_embedding is not None
-        assert self.value_encoder is not None
         if table_vh is None:
             genes = F.embedding((seen.ids - self.n_special).clamp(min=0), self.gene_embedding.weight)
             special = self.special_embedding(seen.ids.clamp(max=self.n_special - 1))
@@ -603,7 +599,6 @@ class ScDiVaModel(Architecture):
         x
             Profiles, (B, G); genes above 0 are expressed.
         """
-        assert self.gene_weights is not None
         expressed_bg = x > 0
         score_bg = (x * self.gene_weights.to(x.dtype)).masked_fill(~expressed_bg, float("-inf"))
         width = min(self.max_tokens, self.num_genes)
@@ -706,7 +701,6 @@ class ScDiVaModel(Architecture):
             chosen_bs = seen.tokens & (labels >= self.n_special)
             genes_bs = torch.where(chosen_bs, labels, genes_bs)
             chosen_bs = chosen_bs & states.attended
-            assert states.table is not None
             of_genes, cells = gene_losses(
                 states.tokens, states.table, self.token_prior, seen, labels, chosen_bs, self.n_special
             )
@@ -725,7 +719,6 @@ class ScDiVaModel(Architecture):
         loss = _sum(losses, beta)
         logits = expression = None
         if return_logits:
-            assert states.table is not None
             logits = gene_logits(states.tokens, states.table, self.token_prior, seen, self.n_special)
             expression = self._expected_values(states, seen, logits)
         return ModelOutput(
@@ -757,11 +750,7 @@ class ScDiVaModel(Architecture):
         if losses and self.variational:
             losses["kl"] = kl_divergence(found["mu"], found["logvar"])
         return ModelOutput(
-            loss=_sum(losses, beta),
-            logits=logits,
-            embeddings=found["mu"],
-            expression=expression,
-            losses=losses or None,
+            loss=_sum(losses, beta), logits=logits, embeddings=found["mu"], expression=expression, losses=losses or None
         )
 
     def _latent_losses(
@@ -801,18 +790,15 @@ class ScDiVaModel(Architecture):
 
     def values_of(self, states: States, genes_bs: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
         """Return the predicted values of the chosen tokens, given their genes, (M,)."""
-        assert states.table is not None
-        assert self.value_head is not None
         vectors_mh = states.table[genes_bs[chosen_bs]]
         return self.value_head(states.tokens[chosen_bs] + vectors_mh).float()
 
     def _expected_values(self, states: States, seen: Seen, logits_bsv: torch.Tensor) -> torch.Tensor | None:
         """Return the predicted value of every token; of a hidden gene that of the mean vector of what it may be."""
-        if self.value_head is None or states.table is None:
+        if self.value_head is None:
             return None
-        table = states.table
-        mean_bsh = logits_bsv.softmax(dim=-1) @ table.to(logits_bsv.dtype)
-        own_bsh = table[seen.ids.masked_fill(~seen.has_gene, PAD_ID)].to(mean_bsh.dtype)
+        mean_bsh = logits_bsv.softmax(dim=-1) @ states.table.to(logits_bsv.dtype)
+        own_bsh = states.table[seen.ids.masked_fill(~seen.has_gene, PAD_ID)].to(mean_bsh.dtype)
         vectors_bsh = torch.where(seen.has_gene.unsqueeze(-1), own_bsh, mean_bsh)
         return self.value_head(states.tokens + vectors_bsh).float()
 
@@ -956,11 +942,7 @@ class ScDiVaModel(Architecture):
             value = float(values[wrong][0])
             raise OptionError(f"prompt has the value {value}; give log1p of counts, or NaN to draw it.")
         width = int(mask.sum(dim=1).max()) if mask.numel() else 0
-        return (
-            ids.masked_fill(~mask, PAD_ID)[:, :width],
-            values.masked_fill(~known, 0.0)[:, :width],
-            mask[:, :width],
-        )
+        return (ids.masked_fill(~mask, PAD_ID)[:, :width], values.masked_fill(~known, 0.0)[:, :width], mask[:, :width])
 
     def _lengths(
         self,
@@ -1036,12 +1018,7 @@ class _Cells:
     def look(self) -> None:
         """Run the model, and take the values that it predicts where the gene is known."""
         self.seen: Seen = what_is_seen(
-            self.ids_bs,
-            self.tokens_bs,
-            self.values_bs,
-            self.no_gene_bs,
-            self.no_value_bs,
-            self.model.n_special,
+            self.ids_bs, self.tokens_bs, self.values_bs, self.no_gene_bs, self.no_value_bs, self.model.n_special
         )
         self.states = self.model.states(self.seen, table=True)
         known_bs = self.no_value_bs & ~self.no_gene_bs
@@ -1072,7 +1049,6 @@ class _Cells:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a gene for each hidden token, int64, and the logarithm of its share, float64, both (M,)."""
         table_vh = self.states.table
-        assert table_vh is not None
         blocked_bv = self.seen.blocked(len(table_vh), self.model.n_special)
         cells_m = self.no_gene_bs.nonzero()[:, 0]
         states_mh = self.states.tokens[self.no_gene_bs]

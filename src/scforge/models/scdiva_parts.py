@@ -40,12 +40,7 @@ class GeneEmbedding(nn.Module):
     """
 
     def __init__(
-        self,
-        num_genes: int,
-        hidden_dim: int,
-        dropout: float = 0.1,
-        layer_norm_eps: float = 1e-12,
-        norm: str = "layer",
+        self, num_genes: int, hidden_dim: int, dropout: float = 0.1, layer_norm_eps: float = 1e-12, norm: str = "layer"
     ) -> None:
         super().__init__()
         check_choice("norm", norm, sorted(NORMS))

@@ -14,9 +14,9 @@ from scforge._checks import check_bool, check_choice, check_positive
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
 from scforge.models._utils import Architecture, init_weights
-from scforge.models.components.attention import token_positions
+from scforge.models.components.attention import check_shapes, token_positions
 from scforge.models.components.cross_entropy import token_loss
-from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
+from scforge.models.components.embeddings import GeneExpressionEmbedding
 from scforge.models.components.heads import (
     BinPredictionHead,
     DeepExpressionHead,
@@ -326,7 +326,7 @@ class TransformerEncoder(Architecture):
         masked_positions: torch.Tensor | None = None,
         **wanted: bool,
     ) -> StackOutput:
-        check_shapes(input_ids, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
+        check_shapes(input_ids.shape, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
         tokens_bs = attention_mask != 0
         if values is None and self.special_value is not None:
             values = torch.zeros_like(input_ids, dtype=torch.float32)

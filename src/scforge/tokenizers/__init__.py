@@ -5,33 +5,20 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
-    "BinnedExpressionTokenizer": "scforge.tokenizers.binned_expression",
-    "ContinuousProjectionTokenizer": "scforge.tokenizers.continuous_projection",
-    "EntropyRankedTokenizer": "scforge.tokenizers.entropy_ranked",
-    "GeneEmbeddingTokenizer": "scforge.tokenizers.gene_embedding",
-    "Masking": "scforge.tokenizers.masking",
+    "Tokenizer": "scforge.tokenizers.base",
+    "TokenBatch": "scforge.tokenizers.base",
     "RaggedTokens": "scforge.tokenizers.base",
     "RankValueTokenizer": "scforge.tokenizers.rank_value",
-    "TokenBatch": "scforge.tokenizers.base",
-    "Tokenizer": "scforge.tokenizers.base",
+    "EntropyRankedTokenizer": "scforge.tokenizers.entropy_ranked",
+    "BinnedExpressionTokenizer": "scforge.tokenizers.binned_expression",
+    "ContinuousProjectionTokenizer": "scforge.tokenizers.continuous_projection",
+    "GeneEmbeddingTokenizer": "scforge.tokenizers.gene_embedding",
+    "Masking": "scforge.tokenizers.masking",
+    "register_tokenizer": "scforge.tokenizers.base",
     "get_tokenizer": "scforge.tokenizers.base",
     "list_tokenizers": "scforge.tokenizers.base",
-    "register_tokenizer": "scforge.tokenizers.base",
 }
 
-__all__ = [  # noqa: RUF022 -- in the order in which one meets them
-    "Tokenizer",
-    "TokenBatch",
-    "RaggedTokens",
-    "RankValueTokenizer",
-    "EntropyRankedTokenizer",
-    "BinnedExpressionTokenizer",
-    "ContinuousProjectionTokenizer",
-    "GeneEmbeddingTokenizer",
-    "Masking",
-    "register_tokenizer",
-    "get_tokenizer",
-    "list_tokenizers",
-]
+__all__ = list(_NAMES)
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -17,7 +17,7 @@ from scforge._checks import check_bool, check_count
 from scforge._constants import CLS_TOKEN, EOS_TOKEN
 from scforge._registry import Registry, check_options, check_switches
 from scforge.data.cells import CellBlock
-from scforge.data.checks import REPAIR, compressed_problem, row_sums, value_problem
+from scforge.data.checks import row_sums, sound_csr, value_problem
 from scforge.data.genes import GeneMap, how_to_convert
 from scforge.data.vocab import GeneVocab, recognize_ids
 from scforge.errors import DataError, GeneMismatchError, OptionError, listing
@@ -104,20 +104,23 @@ class RaggedTokens(NamedTuple):
 
 def frame(tokens: RaggedTokens, first: int, last: int) -> RaggedTokens:
     """Put the tokens `first` before and `last` behind each cell; -1 puts none."""
-    if first < 0 and last < 0:
+    wanted = np.array([first >= 0, last >= 0])
+    if not wanted.any():
         return tokens
-    before, around = int(first >= 0), int(first >= 0) + int(last >= 0)
+    places = np.stack([tokens.indptr[:-1], tokens.indptr[1:]], axis=1)[:, wanted].ravel()
+    return insert(tokens, places, np.array([first, last])[wanted])
 
-    def framed(array: np.ndarray, head: int, tail: int) -> np.ndarray:
-        out = np.empty(len(array) + around * (len(tokens.indptr) - 1), dtype=array.dtype)
-        _frame(tokens.indptr, array, before, around, head, tail, out)
-        return out
 
+def insert(
+    tokens: RaggedTokens, places: np.ndarray, ids: Sequence[int] | np.ndarray, values: np.ndarray | float = 0.0
+) -> RaggedTokens:
+    """Insert the tokens `ids` into each cell, before the entries at ascending `places`; their extras are 0."""
+    n_cells = len(tokens.indptr) - 1
     return RaggedTokens(
-        tokens.indptr + around * np.arange(len(tokens.indptr)),
-        framed(tokens.ids, first, last),
-        framed(tokens.values, 0, 0),
-        {name: framed(array, 0, 0) for name, array in tokens.extras.items()},
+        tokens.indptr + len(ids) * np.arange(n_cells + 1),
+        np.insert(tokens.ids, places, np.tile(ids, n_cells)),
+        np.insert(tokens.values, places, values),
+        {name: np.insert(array, places, 0) for name, array in tokens.extras.items()},
     )
 
 
@@ -153,21 +156,6 @@ def pad(tokens: RaggedTokens, first: int = -1, last: int = -1) -> TokenBatch:
 
 
 @numba.njit(cache=True, nogil=True)
-def _frame(indptr, array, before, around, head, tail, out):
-    position = 0
-    for cell in range(len(indptr) - 1):
-        if before:
-            out[position] = head
-            position += 1
-        for entry in range(indptr[cell], indptr[cell + 1]):
-            out[position] = array[entry]
-            position += 1
-        if around > before:
-            out[position] = tail
-            position += 1
-
-
-@numba.njit(cache=True, nogil=True)
 def _pad_ids(indptr, ids, first, last, out, mask):
     for cell in range(len(indptr) - 1):
         position = 0
@@ -195,10 +183,6 @@ def _pad(indptr, array, before, out):
         out[cell, before + size :] = 0
 
 
-_CHUNK = 2**15
-"""Values that are looked at together, so that they stay in the cache."""
-
-
 def checked_counts(cells: Any) -> sparse.csr_matrix:
     """Return counts as a CSR matrix of shape (B, number of columns), or raise unless they are raw counts."""
     is_matrix = sparse.issparse(cells) or isinstance(cells, np.ndarray)
@@ -207,11 +191,16 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
             f"cells of type {type(cells).__name__!r} are no matrix of numbers; pass counts of shape (cells, genes) as "
             "a sparse matrix or a NumPy array, e.g. tokenizer(adata.X, adata.var_names)."
         )
-    if problem := compressed_problem(cells):
-        raise DataError(f"cells is damaged: {problem}; {REPAIR}.")
+    if sparse.issparse(cells):
+        cells = sound_csr(cells, "cells")
     cells = cells.astype(_plain(cells.dtype), copy=False)
     matrix = cells if isinstance(cells, sparse.csr_matrix) else sparse.csr_matrix(cells)
-    _check_values(matrix.data)
+    data = matrix.data
+    problem = value_problem(data)
+    if problem is None and data.dtype == np.float64 and data.max(initial=0) > np.finfo(np.float32).max:
+        problem = f"holds values that are too large (largest: {data.max():g})"
+    if problem:
+        raise DataError(f"cells {problem}, but raw counts are needed; pass the matrix that holds them.")
     return matrix
 
 
@@ -220,9 +209,8 @@ def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
     array = np.asarray(totals, dtype=np.float64)
     if array.shape != (n_cells,):
         raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; give one number a cell.")
-    bad = ~(np.isfinite(array) & (array >= 0))
-    if bad.any():
-        raise DataError(f"totals holds {array[bad][0]:g}, which is no library size; give zero or a positive number.")
+    if len(bad := array[~(np.isfinite(array) & (array >= 0))]):
+        raise DataError(f"totals holds {bad[0]:g}, which is no library size; give zero or a positive number.")
     return array
 
 
@@ -264,22 +252,6 @@ def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
     if dtype.kind == "f":
         return np.dtype(np.float32 if dtype.itemsize <= 4 else np.float64)
     return dtype.newbyteorder("=")
-
-
-def _check_values(data: np.ndarray) -> None:
-    if not len(data) or data.dtype.kind == "u":
-        return
-    # A missing value makes both of them missing, and each comparison false.
-    lowest, highest = data.min(), data.max()
-    if lowest >= 0 and (data.dtype.kind == "i" or (highest <= np.finfo(np.float32).max and _are_whole(data))):
-        return
-    problem = value_problem(data) or f"holds values that are too large (largest: {highest:g})"
-    raise DataError(f"cells {problem}, but raw counts are needed; pass the matrix that holds them.")
-
-
-def _are_whole(data: np.ndarray) -> bool:
-    parts = (data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK))
-    return all(bool((part == np.floor(part)).all()) for part in parts)
 
 
 class Tokenizer(ABC):

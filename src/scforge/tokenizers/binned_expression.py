@@ -97,19 +97,11 @@ def bin_entries(
     keys
         random key of each cell, shape (B,).
     """
-    edges = np.linspace(0, 1, n_bins - 1)
-    nothing = np.empty(0, dtype=np.float64)
-    no_keys = np.empty(0, dtype=np.uint64)
+    shares = np.linspace(0, 1, n_bins - 1)
+    draws = np.empty(0, dtype=np.float64) if draws is None else draws
+    keys = np.empty(0, dtype=np.uint64) if keys is None else keys
     bins = np.empty(len(counts), dtype=np.int32)
-    _bin(
-        indptr,
-        counts,
-        edges,
-        SIDES.index(side),
-        nothing if draws is None else draws,
-        no_keys if keys is None else keys,
-        bins,
-    )
+    _bin(indptr, counts, shares, SIDES.index(side), draws, keys, bins)
     return bins
 
 
@@ -276,7 +268,10 @@ class BinnedExpressionTokenizer(Tokenizer):
     ) -> None:
         super().__init__(vocab, max_len=max_len, append_cls=append_cls, append_eos=append_eos)
         if edges is not None:
-            edges = _check_edges(edges)
+            ascending = np.asarray(edges, dtype=np.float64)
+            if ascending.ndim != 1 or not len(ascending) or not (np.diff([0, *ascending, np.inf]) > 0).all():
+                raise OptionError(f"edges={list(edges)!r} must be ascending log1p CP10K values above 0, at least one.")
+            edges = ascending.tolist()
             if n_bins not in (None, len(edges) + 2):
                 raise OptionError(
                     f"n_bins={n_bins} but {len(edges)} edges make {len(edges) + 2} bins; leave n_bins out."
@@ -304,15 +299,7 @@ class BinnedExpressionTokenizer(Tokenizer):
     def _bins(self, block: CellBlock) -> np.ndarray:
         """Return the bin of each entry of the block, int32."""
         if self.edges is not None:
-            return (
-                np.searchsorted(np.array(self.edges, dtype=np.float32), log1p_cp10k(block), side="right") + 1
-            ).astype(np.int32)
+            reached = np.searchsorted(np.array(self.edges, dtype=np.float32), log1p_cp10k(block), side="right")
+            return (reached + 1).astype(np.int32)
         keys = content_keys(block, seed=self.seed, stream=_STREAM) if self.side == "both" else None
         return bin_entries(block.indptr, block.counts, self.n_bins, self.side, keys=keys)
-
-
-def _check_edges(edges: Sequence[float]) -> list[float]:
-    values = np.asarray(edges, dtype=np.float64)
-    if values.ndim != 1 or not len(values) or not np.isfinite(values).all() or (np.diff([0, *values]) <= 0).any():
-        raise OptionError(f"edges={list(edges)!r} must be ascending log1p CP10K values above 0, at least one.")
-    return values.tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any, Self
 
@@ -13,50 +14,10 @@ from scforge.data.cells import CellBlock, content_keys
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.tokenizers._expression import check_transform, expression, keep, reorder, with_zeros
-from scforge.tokenizers.base import RaggedTokens, Tokenizer, register_tokenizer
+from scforge.tokenizers.base import RaggedTokens, Tokenizer, insert, register_tokenizer
 
 DEPTH_TOKENS = ("<target_depth>", "<source_depth>")
-
-
-def check_target_depth(value: str | None) -> None:
-    """Raise unless `value` is None, or one of ``"t"``, ``"f"`` and ``"a"`` with a number behind it."""
-    if value is not None:
-        try:
-            kind, number = str(value)[:1], float(str(value)[1:])
-        except ValueError:
-            kind, number = "", 0.0
-        if kind not in ("t", "f", "a") or not np.isfinite(number) or (kind == "f" and number <= 0):
-            raise OptionError(
-                f"target_depth={value!r} is not a depth; give 't4' for 10^4 counts, 'f2' for twice the counts of the "
-                "cell, or 'a1' for 10^1 times the counts."
-            )
-
-
-def append_depths(tokens: RaggedTokens, totals: np.ndarray, target: str, ids: tuple[int, int]) -> RaggedTokens:
-    """Put the tokens `ids` behind each cell, with log10 of the depth wanted and of the depth at hand as values.
-
-    Parameters
-    ----------
-    tokens
-        Tokens of B cells.
-    totals
-        Library size of each cell, shape (B,); one count where it is zero.
-    target
-        The depth wanted.
-    ids
-        Token ids of the two depths.
-    """
-    source = np.log10(np.maximum(totals, 1.0))
-    number = float(target[1:])
-    wanted = {"t": np.full_like(source, number), "f": source + np.log10(max(number, 1e-300)), "a": source + number}
-    places = np.repeat(tokens.indptr[1:], 2)
-    values = np.stack([wanted[target[0]], source], axis=1).ravel().astype(np.float32)
-    return RaggedTokens(
-        tokens.indptr + 2 * np.arange(len(tokens.indptr)),
-        np.insert(tokens.ids, places, np.tile(np.asarray(ids, dtype=np.int32), len(totals))),
-        np.insert(tokens.values, places, values),
-        {name: np.insert(array, places, 0) for name, array in tokens.extras.items()},
-    )
+_DEPTH = re.compile(r"[ta]-?\d+(\.\d+)?|f(?=.*[1-9])\d+(\.\d+)?")
 
 
 _STREAM = 0x6F726472  # "ordr": its random numbers are others than those of masks, samples and views
@@ -140,7 +101,11 @@ class ContinuousProjectionTokenizer(Tokenizer):
         attention_bias: bool = False,
         seed: int = 0,
     ) -> None:
-        check_target_depth(target_depth)
+        if target_depth is not None and not _DEPTH.fullmatch(str(target_depth)):
+            raise OptionError(
+                f"target_depth={target_depth!r} is no depth; give e.g. 't4' for 10^4 counts, 'f2' for twice the "
+                "counts of the cell, or 'a1' for 10^1 times those."
+            )
         self.target_depth = target_depth
         super().__init__(vocab, max_len=max_len, append_cls=append_cls, append_eos=append_eos)
         self.target_sum = check_transform(transform, target_sum)
@@ -251,5 +216,9 @@ class ContinuousProjectionTokenizer(Tokenizer):
         tokens = RaggedTokens(indptr, ids, values, extras)
         if self.target_depth is None:
             return tokens
-        target, source = (self.vocab.special_tokens.index(token) for token in DEPTH_TOKENS)
-        return append_depths(tokens, block.totals, self.target_depth, (target, source))
+        # log10 of the depth that is wanted and of the depth at hand, of one count where there is none.
+        source, number = np.log10(np.maximum(block.totals, 1.0)), float(self.target_depth[1:])
+        wanted = {"t": np.full_like(source, number), "f": source + np.log10(max(number, 1e-300)), "a": source + number}
+        depths = np.stack([wanted[self.target_depth[0]], source], axis=1).ravel().astype(np.float32)
+        both = [self.vocab.special_tokens.index(token) for token in DEPTH_TOKENS]
+        return insert(tokens, np.repeat(tokens.indptr[1:], len(both)), both, depths)

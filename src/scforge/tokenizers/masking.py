@@ -115,21 +115,11 @@ class Masking:
         ids, labels = np.empty_like(tokens), np.empty_like(tokens)
         chosen = np.empty(tokens.shape, dtype=np.bool_)
         order = np.empty(tokens.shape, dtype=np.int32)
+        keys, ratios = cell_keys(rows, seed=self.seed, epoch=epoch, stream=_STREAM), self.ratios(rows, epoch=epoch)
         _mask(
-            tokens,
-            ids,
-            labels,
-            chosen,
-            order,
-            cell_keys(rows, seed=self.seed, epoch=epoch, stream=_STREAM),
-            self.ratios(rows, epoch=epoch),
-            self.mask_token_prob,
-            self.random_token_prob,
-            self.mask_id,
-            self.n_special,
-            self.vocab_size,
-            hidden_last,
-        )
+            tokens, ids, labels, chosen, order, keys, ratios, self.mask_token_prob, self.random_token_prob,
+            self.mask_id, self.n_special, self.vocab_size, hidden_last,
+        )  # fmt: skip
         masked = {"input_ids": ids, "labels": labels, "masked_positions": chosen}
         for name, tensor in cast(dict[str, torch.Tensor], batch).items():
             if name not in ("input_ids", "attention_mask"):

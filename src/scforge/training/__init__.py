@@ -5,47 +5,27 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
-    "BatchLoader": "scforge.training.datamodule",
+    "TrainingPlan": "scforge.training.plan",
     "CellDataModule": "scforge.training.datamodule",
-    "JointEmbedding": "scforge.training.objectives.joint_embedding",
-    "MaskedDiffusion": "scforge.training.objectives.masked_diffusion",
+    "BatchLoader": "scforge.training.datamodule",
+    "make_loggers": "scforge.training.monitoring",
+    "TrainOptions": "scforge.training.options",
+    "Objective": "scforge.training.objectives.base",
+    "TrainingDefaults": "scforge.training.objectives.base",
     "MaskedGenePrediction": "scforge.training.objectives.masked_gene_prediction",
     "MaskedValuePrediction": "scforge.training.objectives.masked_value_prediction",
-    "NeighborDenoising": "scforge.training.objectives.neighbor_denoising",
     "NextGenePrediction": "scforge.training.objectives.next_gene_prediction",
-    "Objective": "scforge.training.objectives.base",
-    "TrainOptions": "scforge.training.options",
-    "TrainingDefaults": "scforge.training.objectives.base",
-    "TrainingPlan": "scforge.training.plan",
+    "NeighborDenoising": "scforge.training.objectives.neighbor_denoising",
+    "JointEmbedding": "scforge.training.objectives.joint_embedding",
     "Variational": "scforge.training.objectives.variational",
+    "MaskedDiffusion": "scforge.training.objectives.masked_diffusion",
+    "register_objective": "scforge.training.objectives.base",
     "get_objective": "scforge.training.objectives.base",
     "list_objectives": "scforge.training.objectives.base",
-    "make_loggers": "scforge.training.monitoring",
-    "register_objective": "scforge.training.objectives.base",
     "token_counts": "scforge.training.objectives.token_frequencies",
     "token_entropy": "scforge.training.objectives.token_frequencies",
 }
 
-__all__ = [  # noqa: RUF022 -- in the order in which one meets them
-    "TrainingPlan",
-    "CellDataModule",
-    "BatchLoader",
-    "make_loggers",
-    "TrainOptions",
-    "Objective",
-    "TrainingDefaults",
-    "MaskedGenePrediction",
-    "MaskedValuePrediction",
-    "NextGenePrediction",
-    "NeighborDenoising",
-    "JointEmbedding",
-    "Variational",
-    "MaskedDiffusion",
-    "register_objective",
-    "get_objective",
-    "list_objectives",
-    "token_counts",
-    "token_entropy",
-]
+__all__ = list(_NAMES)
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -30,15 +29,7 @@ from safetensors.torch import load_file, save_file
 from scforge._checks import check_share
 from scforge._io import check_folder, read_json, remove_folder, sha256_of
 from scforge._version import __version__
-from scforge.errors import (
-    MissingFileError,
-    ModelFileError,
-    OptionError,
-    ScforgeError,
-    TrainingError,
-    first_line,
-    warn,
-)
+from scforge.errors import MissingFileError, ModelFileError, OptionError, ScforgeError, TrainingError, first_line, warn
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import copy_of_weights
 from scforge.training.plan import NotFiniteError
@@ -95,9 +86,8 @@ class GracefulStop(Callback):
             self.signal = signum
 
         if self.saves:
-            self._listen(signal.SIGTERM, ending)
-            if "SLURM_JOB_ID" in os.environ:
-                self._listen(signal.SIGUSR1, ending)
+            for signum in (signal.SIGTERM, *([signal.SIGUSR1] if "SLURM_JOB_ID" in os.environ else [])):
+                self._listen(signum, ending)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
         """Let all processes stop at the same step."""
@@ -117,24 +107,20 @@ class GracefulStop(Callback):
             ends = trainer.strategy.reduce_boolean_decision(self.signal is not None, all=False)
             self.signal = (self.signal or signal.SIGTERM) if ends else None
 
-    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
         """Hand the signals back."""
         self._restore(*self._before)
 
-    def on_exception(self, *args: Any) -> None:
-        """Hand the signals back; Lightning calls no teardown after an error."""
-        self._restore(*self._before)
+    on_exception = teardown  # Lightning calls no teardown after an error
 
     def _listen(self, signum: int, handler: Callable[[int, Any], None]) -> None:
         if threading.current_thread() is threading.main_thread():
             self._before[signum] = signal.signal(signum, handler)
 
     def _restore(self, *signums: int) -> None:
-        for signum in list(signums):
-            before = self._before.pop(signum, None)
-            if before is not None:
-                with contextlib.suppress(ValueError):  # not the main thread
-                    signal.signal(signum, before)
+        for signum in signums:
+            if (before := self._before.pop(signum, None)) is not None:
+                signal.signal(signum, before)
 
 
 def kept_weights(trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, torch.Tensor]:
@@ -412,10 +398,11 @@ class SaveState(Checkpoint):
         epoch, at_most = trainer.current_epoch + 1, trainer.global_step == trainer.max_steps
         if self.saving.write is None or not (trainer.is_last_batch or at_most):
             return  # an epoch that was cut short goes on from its middle
+        stops = [one for one in trainer.callbacks if isinstance(one, EarlyStopping)]
         finished = None
         if epoch == trainer.max_epochs or at_most:
             finished = "limit"
-        elif any(_has_stopped(callback) for callback in trainer.callbacks):
+        elif any(one.stopped_epoch > 0 or one.wait_count >= one.patience for one in stops):
             finished = "early"
         self._seen = trainer.global_step
         self._save(trainer, pl_module, epoch=epoch, finished=finished)
@@ -483,23 +470,12 @@ def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: s
     names = [name for name in [*saved, *(set(now) - set(saved))] if saved.get(name) != now.get(name)]
     if not names:
         return
-    shown = ", ".join(f"{name}={_short(saved.get(name))} there, {_short(now.get(name))} here" for name in names[:4])
+    shown = ", ".join(f"{name}={saved.get(name)!r:.40} there, {now.get(name)!r:.40} here" for name in names[:4])
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     raise OptionError(
         f"resume: the training in {where!r} had other settings ({shown}{more}); "
         "use those to go on with it, or another folder (or overwrite=True) to start anew."
     )
-
-
-def _has_stopped(callback: Callback) -> bool:
-    return isinstance(callback, EarlyStopping) and (
-        callback.stopped_epoch > 0 or callback.wait_count >= callback.patience
-    )
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 def _set_counters(trainer: lightning.Trainer, *, epoch: int, step: int) -> None:
@@ -549,9 +525,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
             f"The state is of {len(state['cuda'])} GPUs, and there are {torch.cuda.device_count()}; random numbers on "
             "them begin anew."
         )
-    numpy_state = state["numpy"]
-    inner = {**numpy_state["state"], "key": np.asarray(numpy_state["state"]["key"])}
-    np.random.set_state({**numpy_state, "state": inner})
+    np.random.set_state(state["numpy"])
     random.setstate(state["python"])
 
 
@@ -560,9 +534,9 @@ def restoring() -> Iterator[None]:
     """Say in a sentence that the content of a state does not fit; its checksum finds accidents, not this."""
     try:
         yield
+    except ScforgeError:
+        raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, ScforgeError):
-            raise
         raise ModelFileError(
             f"resume: the state of the training does not fit it ({first_line(error)}); take another state, or train "
             "anew in another folder (or with overwrite=True)."
@@ -672,27 +646,23 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
     ModelFileError
         If it is damaged.
     """
+    check_state(Path(folder))
     place = Path(folder) / _PART
-    if not (place / _STATE).is_file() or not (place / _TENSORS).is_file():
-        raise MissingFileError(
-            f"resume={str(folder)!r} holds no state of a training; give a folder such as checkpoints/step=00000100, or "
-            "'auto' for the last one in checkpoint_dir."
-        )
     try:
         content = read_json(place / _STATE)
-        for name, found in ((_TENSORS, sha256_of(place / _TENSORS)), ("state", _sum(content["state"]))):
-            if found != content["sha256"][name]:
-                file = place / (_TENSORS if name == _TENSORS else _STATE)
-                raise ModelFileError(f"{str(file)!r} is corrupted: its checksum is not the one in {_STATE}.")
+        sums = {_TENSORS: sha256_of(place / _TENSORS), "state": _sum(content["state"])}
+        if wrong := [name for name, found in sums.items() if found != content["sha256"][name]]:
+            file = place / (_TENSORS if _TENSORS in wrong else _STATE)
+            raise ModelFileError(f"{str(file)!r} is corrupted: its checksum is not the one in {_STATE}.")
         state = unpack(content["state"], load_file(place / _TENSORS))
         if state["format"] != _FORMAT:
             raise TrainingError(
                 f"the state of the training in {str(folder)!r} is of scforge {state.get('scforge_version')}, this is "
                 f"{__version__}; go on with that version."
             )
-    except (ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
-        if isinstance(error, ModelFileError):
-            raise
+    except ModelFileError:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
         raise ModelFileError(f"{str(place / _STATE)!r} is no state of a training: {first_line(error)}.") from error
     return state
 
@@ -705,25 +675,21 @@ def check_state(path: Path, run: RunFolder | None = None) -> None:
     path
         What a user gave as `resume`.
     run
-        The folder of the training that is to go on.
+        The folder of the training that is to be resumed.
 
     Raises
     ------
     MissingFileError
         Saying what could have been meant.
     """
-    if not path.is_dir():
-        raise MissingFileError(
-            f"resume={str(path)!r} does not exist (--resume); give the folder of a state, e.g. ckpt/step=00000100, "
-            "or 'auto'."
-        )
-    if (path / _PART).is_dir():
+    if (path / _PART / _STATE).is_file():
         return
-    states = RunFolder(path).states()
+    problem = "holds no state of a training" if path.is_dir() else "does not exist"
+    states = sorted(path.glob("step=*"))
     ways = ["--resume auto"] if run is not None and states and path.resolve() == run.path.resolve() else []
     ways += [os.fspath(state) for state in states[-1:]]
     meant = f"did you mean {', or '.join(ways)}?" if ways else "give one such as ckpt/step=00000100, or 'auto'."
-    raise MissingFileError(f"resume={str(path)!r} holds no state of a training (--resume); {meant}")
+    raise MissingFileError(f"resume={str(path)!r} {problem} (--resume); {meant}")
 
 
 def _sum(plain: Any) -> str:
@@ -744,17 +710,16 @@ class RunFolder:
         self.path = Path(path)
 
     def parts(self) -> list[Path]:
-        """Return what trainings have left here."""
-        return sorted(part for pattern in _PARTS for part in self.path.glob(pattern) if part.is_dir())
+        """Return what trainings have left here: states, the oldest first, the best epochs, and the trained model."""
+        return [part for pattern in _PARTS for part in sorted(self.path.glob(pattern)) if part.is_dir()]
 
     def models(self) -> list[Path]:
-        """Return the folders of models: of states, of the best epochs, and last the trained one."""
-        parts = [part for pattern in _PARTS for part in sorted(self.path.glob(pattern))]
-        return [part for part in parts if (part / "config.json").is_file()]
+        """Return those of the parts that are folders of models."""
+        return [part for part in self.parts() if (part / "config.json").is_file()]
 
     def states(self) -> list[Path]:
         """Return the folders of states, the oldest first."""
-        return sorted(part for part in self.path.glob("step=*") if part.is_dir())
+        return [part for part in self.parts() if part.name.startswith("step=")]
 
     def latest(self, read: Callable[[Path], Any] = lambda path: None) -> tuple[Path, dict[str, Any], Any] | None:
         """Return the last state that is whole, or None if there is none at all.
@@ -796,8 +761,8 @@ class RunFolder:
 
         Parameters
         ----------
-        goes_on
-            Whether the training goes on with the last state in here, or starts where there is none yet: one may have
+        resumes
+            Whether the training resumes from the last state in here, or starts where there is none yet: one may have
             ended after its first epoch was kept, and before its first state was saved.
 
         Raises
@@ -846,27 +811,18 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock.acquire(blocking=False)
-        except Timeout:
-            raise OptionError(
-                f"checkpoint_dir={str(self.path)!r} is in use by another training; wait for it, or choose another "
-                "folder."
-            ) from None
         except OSError as error:
-            raise OptionError(
-                f"checkpoint_dir={str(self.path)!r} cannot be written to: {error.strerror or error}; choose another "
-                "folder."
-            ) from error
+            taken = isinstance(error, Timeout)
+            problem = "is in use by another training" if taken else f"cannot be written to ({error.strerror or error})"
+            wait = "wait for it, or " if taken else ""
+            raise OptionError(f"checkpoint_dir={str(self.path)!r} {problem}; {wait}choose another folder.") from error
         try:
-            self._sweep()
+            for pattern in (".step=*", ".epoch=*", f".{FINAL}.*"):
+                for part in self.path.glob(pattern):  # what processes that were killed have left half done
+                    if part.is_dir():
+                        shutil.rmtree(part, ignore_errors=True)
+                    else:
+                        part.unlink(missing_ok=True)
             yield
         finally:
             lock.release()
-
-    def _sweep(self) -> None:
-        """Remove what processes that were killed have left half done."""
-        for pattern in (".step=*", ".epoch=*", f".{FINAL}.*"):
-            for part in self.path.glob(pattern):
-                if part.is_dir():
-                    shutil.rmtree(part, ignore_errors=True)
-                else:
-                    part.unlink(missing_ok=True)

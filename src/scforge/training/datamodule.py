@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from queue import Empty, Full, Queue
+from contextlib import closing
 from typing import Any
 
 import lightning
@@ -24,7 +23,7 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 
 _AHEAD = 4
-"""Blocks of cells that wait between reading and tokenizing."""
+"""Batches that are read and tokenized ahead, besides one for each thread."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -88,7 +87,6 @@ class BatchLoader:
         if num_threads is None:
             num_threads = default_threads(cells)
         check_count("num_threads", num_threads, "threads", least=0)
-        check_bool("pin_memory", pin_memory)
         self.cells = cells
         self.sampler = order
         self.batch_sampler = None  # Lightning asks whoever has a sampler
@@ -105,9 +103,12 @@ class BatchLoader:
         return n_batches
 
     def __iter__(self) -> Iterator[Batch]:
-        blocks = self.cells.stream(self.sampler.windows())
-        batches = _Ahead(blocks, self._make, self.num_threads) if self.num_threads else map(self._make, blocks)
-        try:
+        blocks = (block for block in self.cells.stream(self.sampler.windows()))
+        if self.num_threads:
+            batches = _ahead(blocks, self._make, self.num_threads)
+        else:
+            batches = (self._make(block) for block in blocks)
+        with closing(batches):
             while True:
                 start = time.perf_counter()
                 batch = next(batches, None)
@@ -116,22 +117,16 @@ class BatchLoader:
                     return
                 self.sampler.advance()
                 yield batch
-        finally:
-            if isinstance(batches, _Ahead):
-                batches.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Return which batches of which epoch were handed out, JSON-safe."""
         return self.sampler.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on behind the batch that a state names."""
+    def load_state_dict(self, state: dict[str, Any], *, shortens: bool = False) -> None:
+        """Continue behind the batch that a state names; if it `shortens`, with the rest as the length of the epoch."""
         self.sampler.load_state_dict(state)
-
-    def go_on_with(self, state: dict[str, Any]) -> None:
-        """Go on behind the batch that a state names, with an epoch that is as long as what is left of it."""
-        self.sampler.load_state_dict(state)
-        self._behind = (int(state["epoch"]), int(state["position"]))
+        if shortens:
+            self._behind = (int(state["epoch"]), int(state["position"]))
 
     def _make(self, block: CellBlock) -> Batch:
         batch = dict(self.prepare(block))
@@ -140,79 +135,29 @@ class BatchLoader:
         return batch
 
 
-class _Ahead:
-    """Applies a function to items in threads, a bounded number of them ahead; the results come in order."""
+def _ahead(blocks: Generator[CellBlock], make: Callable[[CellBlock], Batch], num_threads: int) -> Generator[Batch]:
+    """Read blocks in one thread and make batches in others, some of them ahead; the batches come in order."""
+    reader = ThreadPoolExecutor(1, thread_name_prefix="scforge-read")
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix="scforge-tokenize")
+    pending: deque[Future[Batch | None]] = deque()
 
-    def __init__(self, items: Iterator[CellBlock], make: Callable[[CellBlock], Batch], num_threads: int) -> None:
-        self._queue: Queue[CellBlock | BaseException | None] = Queue(_AHEAD)
-        self._stopped = threading.Event()
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="scforge-tokenize")
-        self._make = make
-        self._most = num_threads + 2
-        self._pending: deque[Future[Batch]] = deque()
-        self._finished = False
-        self._reader = threading.Thread(target=self._read, args=(items,), name="scforge-read", daemon=True)
-        self._reader.start()
+    def made(read: Future[CellBlock | None]) -> Batch | None:
+        block = read.result()
+        return None if block is None else make(block)
 
-    def _read(self, items: Iterator[CellBlock]) -> None:
-        last: BaseException | None = None
-        try:
-            for item in items:
-                if not self._put(item):
-                    return
-        except BaseException as error:  # noqa: BLE001 -- raised again where the batches are taken
-            last = error
-        finally:
-            close = getattr(items, "close", None)
-            if close is not None:
-                close()
-        self._put(last)
+    def begin_another() -> None:
+        pending.append(pool.submit(made, reader.submit(next, blocks, None)))
 
-    def _put(self, item: CellBlock | BaseException | None) -> bool:
-        while not self._stopped.is_set():
-            try:
-                self._queue.put(item, timeout=0.1)
-            except Full:
-                continue
-            return True
-        return False
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        self._fill()
-        if not self._pending:
-            raise StopIteration
-        batch = self._pending.popleft().result()
-        self._fill(wait=False)
-        return batch
-
-    def _fill(self, *, wait: bool = True) -> None:
-        """Hand what was read to the threads; wait for the reader only if they have nothing to do."""
-        while not self._finished and len(self._pending) < self._most:
-            try:
-                item = self._queue.get(block=wait and not self._pending)
-            except Empty:
-                return
-            if isinstance(item, CellBlock):
-                self._pending.append(self._pool.submit(self._make, item))
-            else:
-                self._finished = True
-                if item is not None:
-                    failed: Future[Batch] = Future()
-                    failed.set_exception(item)
-                    self._pending.append(failed)
-
-    def close(self) -> None:
-        """Stop reading and tokenizing."""
-        self._stopped.set()
-        self._finished = True
-        for future in self._pending:
-            future.cancel()
-        self._pending.clear()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        self._reader.join()
+    try:
+        for _ in range(num_threads + _AHEAD):
+            begin_another()
+        while (batch := pending.popleft().result()) is not None:
+            begin_another()
+            yield batch
+    finally:
+        reader.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)
+        blocks.close()
 
 
 _UNSHUFFLED_WINDOW = 16_384
@@ -314,17 +259,15 @@ class CellDataModule(lightning.LightningDataModule):
         self.cells: Cells = cells
         self.bound: Cells = cells
         self.seed = check_seed(seed)
-        if (train_rows is None) != (validation_rows is None):
-            raise OptionError("train_rows and validation_rows come together; give both, or neither.")
-        if train_rows is None or validation_rows is None:
+        if train_rows is None and validation_rows is None:
             groups = None if split_by is None else named_column(cells, split_by, argument="split_by")
             try:
                 train_rows, validation_rows = split_cells(len(cells), validation_size, self.seed, groups=groups)
             except DataError as error:
                 raise DataError(f"split_by={split_by!r}: {error}") from error
+        elif train_rows is None or validation_rows is None or split_by is not None:
+            raise OptionError(f"train_rows and validation_rows come together, without split_by={split_by!r}.")
         else:
-            if split_by is not None:
-                raise OptionError(f"split_by={split_by!r} has no use beside train_rows and validation_rows; give one.")
             train_rows = _checked_rows("train_rows", train_rows, len(cells))
             validation_rows = _checked_rows("validation_rows", validation_rows, len(cells))
             if np.intersect1d(train_rows, validation_rows).size:
@@ -333,15 +276,15 @@ class CellDataModule(lightning.LightningDataModule):
                 raise OptionError("train_rows names no cell; name at least one to train on.")
         self.train_rows = train_rows
         self.validation_rows = validation_rows
-        for name, value, what in (
-            ("batch_size", batch_size, "cells"),
-            ("max_tokens_per_batch", max_tokens_per_batch, "tokens"),
-            ("window_cells", window_cells, "cells"),
+        for name, value, what, least in (
+            ("batch_size", batch_size, "cells", 1),
+            ("max_tokens_per_batch", max_tokens_per_batch, "tokens", 1),
+            ("window_cells", window_cells, "cells", 1),
+            ("num_threads", num_threads, "threads", 0),
+            ("first_epoch", first_epoch, "epochs", 0),
         ):
             if value is not None:
-                check_count(name, value, what)
-        num_threads = default_threads(cells) if num_threads is None else num_threads
-        check_count("num_threads", num_threads, "threads", least=0)
+                check_count(name, value, what, least=least)
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
         self.num_threads = num_threads
@@ -366,10 +309,9 @@ class CellDataModule(lightning.LightningDataModule):
             )
         self._train_loader: BatchLoader | None = None
         self._state: dict[str, Any] | None = None
-        self._rest: dict[str, Any] | None = None
-        self.tokenizer: Tokenizer | None = None
-        self.objective: Objective | None = None
-        check_count("first_epoch", first_epoch, "epochs", least=0)
+        self._shortens = False
+        self.tokenizer: Any = None
+        self.objective: Any = None
         self.first_epoch = first_epoch
         if tokenizer is not None and objective is not None:
             self.bind(tokenizer, objective)
@@ -388,7 +330,6 @@ class CellDataModule(lightning.LightningDataModule):
                 f"objective {type(objective).__name__} needs random ones; give batch_size."
             )
         if first_epoch is not None:
-            check_count("first_epoch", first_epoch, "epochs", least=0)
             self.first_epoch = first_epoch
         self.tokenizer, self.objective = tokenizer, objective
         self.bound = self.cells if cells is None else cells
@@ -396,14 +337,10 @@ class CellDataModule(lightning.LightningDataModule):
 
     def train_dataloader(self) -> BatchLoader:
         """Shuffled batches, other masks and views each epoch."""
-        loader = self._loader(self.train_rows, shuffle=True)
+        self._train_loader = loader = self._loader(self.train_rows, shuffle=True)
         if self._state is not None:
-            loader.load_state_dict(self._state)
-            self._state = None
-        if self._rest is not None:
-            loader.go_on_with(self._rest)
-            self._rest = None
-        self._train_loader = loader
+            loader.load_state_dict(self._state, shortens=self._shortens)
+            self._state, self._shortens = None, False
         return loader
 
     def state_dict(self) -> dict[str, Any]:
@@ -435,16 +372,11 @@ class CellDataModule(lightning.LightningDataModule):
 
     def go_on_with(self, position: dict[str, Any]) -> None:
         """Let the next :meth:`train_dataloader` have what is left of an epoch."""
-        self._rest = position
+        self._state, self._shortens = position, True
 
     def val_dataloader(self) -> BatchLoader | list[Any]:
         """Batches of held-out cells, with the same masks and views each epoch, so that epochs can be compared."""
         return self._loader(self.validation_rows, shuffle=False) if len(self.validation_rows) else []
-
-    def _window_cells(self) -> int | None:
-        if self.window_cells is not None or self.bound.chunk_size == 1 or getattr(self.bound, "shuffled", False):
-            return self.window_cells
-        return _UNSHUFFLED_WINDOW
 
     def _loader(self, rows: np.ndarray, *, shuffle: bool) -> BatchLoader:
         tokenizer, objective = self.tokenizer, self.objective
@@ -454,7 +386,9 @@ class CellDataModule(lightning.LightningDataModule):
         if not objective.random_batches:
             lengths = tokenizer.lengths(self.bound.n_expressed[rows].astype(np.int32, copy=False))
             lengths = lengths.astype(np.min_scalar_type(int(lengths.max())), copy=False)
-        batch_size = self.batch_size
+        batch_size, window_cells = self.batch_size, self.window_cells
+        if window_cells is None and self.bound.chunk_size > 1 and not getattr(self.bound, "shuffled", False):
+            window_cells = _UNSHUFFLED_WINDOW
         if batch_size is None and self.max_tokens_per_batch is None:
             batch_size = objective.defaults.batch_size
         trainer = self.trainer
@@ -462,7 +396,7 @@ class CellDataModule(lightning.LightningDataModule):
             rows,
             batch_size,
             chunk_size=self.bound.chunk_size,
-            window_cells=self._window_cells(),
+            window_cells=window_cells,
             lengths=lengths,
             max_tokens_per_batch=self.max_tokens_per_batch,
             # Cells that stand together are often of one kind, so random batches of validation are drawn as well,
@@ -474,7 +408,6 @@ class CellDataModule(lightning.LightningDataModule):
             world_size=1 if trainer is None else trainer.world_size,
             balance=self._balance if shuffle else None,
         )
-
         if shuffle and trainer is not None:
             # How many batches an epoch has may depend on the epoch, and Lightning asks before it tells which comes.
             order.set_epoch(trainer.current_epoch)
@@ -487,7 +420,6 @@ class CellDataModule(lightning.LightningDataModule):
 
 def _checked_rows(argument: str, rows: np.ndarray, n_cells: int) -> np.ndarray:
     rows = np.unique(np.asarray(rows, dtype=np.int64))
-    if len(rows) and (rows[0] < 0 or rows[-1] >= n_cells):
-        wrong = rows[0] if rows[0] < 0 else rows[-1]
-        raise OptionError(f"{argument} has the row {wrong}, but there are {n_cells} cells.")
+    if (outside := rows[(rows < 0) | (rows >= n_cells)]).size:
+        raise OptionError(f"{argument} has the row {outside[0]}, but there are {n_cells} cells.")
     return rows

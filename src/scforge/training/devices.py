@@ -1,4 +1,4 @@
-"""Devices, strategies of several processes, and compiled or checkpointed modules."""
+"""Devices, strategies of several processes, compiled modules, and gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -37,21 +37,17 @@ def ensure_devices(accelerator: str, devices: Any) -> None:
         )
 
 
-def n_processes(accelerator: str, devices: Any, num_nodes: int) -> int | None:
-    """Return how many processes will train, or None if only Lightning can tell."""
+def n_processes(accelerator: str, devices: Any, num_nodes: int) -> int:
+    """Return how many processes will train."""
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
+    if isinstance(devices, str) and "," in devices:  # as in Lightning: "0,1" are the devices of these numbers
+        devices = [part for part in devices.split(",") if part.strip()]
     if isinstance(devices, list):
         return len(devices) * num_nodes
-    if isinstance(devices, int) and devices > 0:
-        return devices * num_nodes
-    if isinstance(devices, str) and devices not in ("auto", "-1"):
-        # As in Lightning: "2" are two devices, and "0,1" those of these numbers.
-        parts = [part for part in devices.split(",") if part.strip()]
-        return (len(parts) if "," in devices else int(devices)) * num_nodes
-    if accelerator == "cpu":
-        return num_nodes
-    return max(1, torch.cuda.device_count()) * num_nodes if accelerator != "mps" else 1
+    if str(devices).isdecimal():
+        return int(devices) * num_nodes
+    return num_nodes if accelerator in ("cpu", "mps") else max(1, torch.cuda.device_count()) * num_nodes
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -81,7 +77,7 @@ def root_device(accelerator: str, devices: Any) -> torch.device:
 STRATEGIES = ("auto", "ddp", "fsdp")
 
 
-def make_strategy(name: str, *, n_processes: int | None) -> Any:
+def make_strategy(name: str, *, n_processes: int) -> Any:
     """Return what Lightning's Trainer takes as its strategy.
 
     Parameters
@@ -89,7 +85,7 @@ def make_strategy(name: str, *, n_processes: int | None) -> Any:
     name
         ``"auto"`` (DDP if there is more than one process), ``"ddp"`` or ``"fsdp"``.
     n_processes
-        Number of processes, or None if it is not known yet.
+        Number of processes.
 
     Raises
     ------
@@ -99,14 +95,10 @@ def make_strategy(name: str, *, n_processes: int | None) -> Any:
     check_choice("strategy", name, STRATEGIES)
     if name == "fsdp":
         # Each process reads other cells, so all of them are data-parallel.
-        size: Any = "auto" if n_processes is None else n_processes
-        return ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1, save_distributed_checkpoint=False)
-    if n_processes == 1:
-        return "auto"  # there is nothing to share
-    if name == "ddp" or n_processes is not None:
-        # An embedding that a loss does not use may have parameters of its own.
-        return DDPStrategy(find_unused_parameters=True)
-    return "auto"
+        sizes = {"data_parallel_size": n_processes, "tensor_parallel_size": 1}
+        return ModelParallelStrategy(**sizes, save_distributed_checkpoint=False)
+    # With DDP, an embedding that a loss does not use may have parameters of its own.
+    return "auto" if n_processes == 1 else DDPStrategy(find_unused_parameters=True)
 
 
 def shard(module: nn.Module, mesh: Any) -> None:
@@ -202,7 +194,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def checkpointed(module: nn.Module, wanted: bool | None) -> Iterator[None]:
+def gradient_checkpointing(module: nn.Module, wanted: bool | None) -> Iterator[None]:
     """Compute the activations of each layer again in the backward pass, or keep them; None leaves it to the model.
 
     Raises

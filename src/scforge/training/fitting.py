@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import os
@@ -21,11 +20,10 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
-from scforge._checks import check_bool, check_count, check_share
+from scforge._checks import check_bool, check_count
 from scforge.data.readers import available_memory
 from scforge.errors import OptionError, TrainingError, warn
 from scforge.training.checkpoint import (
@@ -147,13 +145,13 @@ class SaveBest(Callback):
 
 _MAX = 1024
 _MIN_STEPS = 8
+_SHARE = 0.5
+"""Share of the free memory that a step may take on a CPU."""
 _FASTER = 1.1
 """How much faster 16 bits have to be to be worth their rounding."""
 
 
-def find_batch_size(
-    module: nn.Module, data: CellDataModule, device: torch.device, *, share: float = 0.5, most: int = _MAX
-) -> int:
+def find_batch_size(module: nn.Module, data: CellDataModule, device: torch.device, *, most: int = _MAX) -> int:
     """Return the largest power of two of cells whose training step fits into memory.
 
     The longest cells of the data are tried. On a CPU, where nothing fails before the machine does, the memory of a step
@@ -167,8 +165,6 @@ def find_batch_size(
         A data module that is bound to a tokenizer and an objective.
     device
         Where the training will run.
-    share
-        Share of the free memory that a step may take, on a CPU.
     most
         Largest number of cells to try.
 
@@ -192,10 +188,9 @@ def find_batch_size(
     >>> find_batch_size(module, data, torch.device("cpu"), most=4)
     4
     """
-    check_share("share", share)
     limit = max(1, min(most, len(data.train_rows) // _MIN_STEPS))
-    sizes = [1 << power for power in range(limit.bit_length()) if 1 << power <= limit]
-    found = _by_trying(module, data, device, sizes) if device.type == "cuda" else _by_size(module, data, sizes, share)
+    sizes = [1 << power for power in range(limit.bit_length())]
+    found = _by_trying(module, data, device, sizes) if device.type == "cuda" else _by_size(module, data, sizes)
     if found is None:
         raise TrainingError(
             "memory ran out with a batch of one cell; lower the tokenizer's max_len (data.max_genes), or pass "
@@ -205,7 +200,7 @@ def find_batch_size(
     return found
 
 
-def choose_precision(module: nn.Module, data: CellDataModule, device: torch.device, processes: int | None = 1) -> str:
+def choose_precision(module: nn.Module, data: CellDataModule, device: torch.device, processes: int = 1) -> str:
     """Return ``"bf16-mixed"`` where a training step is faster so, else ``"32-true"``.
 
     A GPU that knows bfloat16 is faster so. On a CPU three steps of each are timed on the same batch, and 10 % count;
@@ -220,7 +215,7 @@ def choose_precision(module: nn.Module, data: CellDataModule, device: torch.devi
     device
         Where the training will run.
     processes
-        How many will train; None if that is not known.
+        How many will train.
 
     Raises
     ------
@@ -233,7 +228,7 @@ def choose_precision(module: nn.Module, data: CellDataModule, device: torch.devi
         raise OptionError("precision='auto' measures one process; name the precision, e.g. 'bf16-mixed', for several.")
     if device.type != "cpu":
         return "32-true"
-    batch_size = data.batch_size or (data.objective.defaults.batch_size if data.objective else 1)
+    batch_size = data.batch_size or data.objective.defaults.batch_size
     batch = _batch(data, min(batch_size, len(data.train_rows)), device)
     seconds = {}
     for precision in ("32-true", "bf16-mixed"):
@@ -250,15 +245,15 @@ def choose_precision(module: nn.Module, data: CellDataModule, device: torch.devi
     return chosen
 
 
-def _by_size(module: nn.Module, data: CellDataModule, sizes: list[int], share: float) -> int | None:
+def _by_size(module: nn.Module, data: CellDataModule, sizes: list[int]) -> int | None:
     there = available_memory()
     if there is None:
-        return max(size for size in sizes if size <= data.objective.defaults.batch_size)  # type: ignore[union-attr]
+        return max(size for size in sizes if size <= data.objective.defaults.batch_size)
     few, more = sizes[min(1, len(sizes) - 1)], sizes[min(3, len(sizes) - 1)]
     kept = {size: _kept_bytes(module, data, size) for size in {few, more}}
     per_cell = (kept[more] - kept[few]) / (more - few) if more > few else kept[few] / few
     # A backward pass holds the gradients of a layer beside what it has not used yet.
-    fitting = [size for size in sizes if 1.5 * per_cell * size <= share * there]
+    fitting = [size for size in sizes if 1.5 * per_cell * size <= _SHARE * there]
     return max(fitting, default=None)
 
 
@@ -293,8 +288,6 @@ def _by_trying(module: nn.Module, data: CellDataModule, device: torch.device, si
 
 def _batch(data: CellDataModule, size: int, device: torch.device) -> dict[str, Any]:
     """Return a training batch of the longest cells."""
-    assert data.objective is not None
-    assert data.tokenizer is not None
     rows = data.train_rows
     longest = rows[np.argsort(data.bound.n_expressed[rows], kind="stable")[-size:]]
     batch = data.objective.prepare(data.bound.block(np.sort(longest)), data.tokenizer, epoch=0, seed=data.seed)
@@ -303,7 +296,6 @@ def _batch(data: CellDataModule, size: int, device: torch.device) -> dict[str, A
 
 def _step(module: nn.Module, data: CellDataModule, batch: dict[str, Any]) -> None:
     """Compute a step, and leave neither gradients nor drawn numbers behind."""
-    assert data.objective is not None
     parameters = [p for p in module.parameters() if p.requires_grad]
     mode = module.training
     module.train()
@@ -380,24 +372,29 @@ def default_max_epochs(defaults: TrainingDefaults, n_cells: int) -> int:
     return max(_MIN_EPOCHS, min(epochs, most))
 
 
+_RANK_ZERO = ".utilities.rank_zero"
+_REMARKS = (
+    "does not have many workers",
+    "in eval mode at the start of training",  # a frozen encoder stays in it on purpose
+    "LeafSpec.*is deprecated",  # Lightning's own use of a part of torch that torch has renamed
+    "is smaller than the logging interval",
+    "find_unused_parameters=True was specified",
+    "Total length of.*across ranks is zero",
+)
+"""Warnings of Lightning and torch that tell a user nothing."""
+
+
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Silence Lightning's remarks on hardware and on loaders that are as they should be."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
-    rank_zero = [logging.getLogger(f"lightning.{part}.utilities.rank_zero") for part in ("pytorch", "fabric")]
-    levels = {log: log.level for log in loggers + rank_zero}
+    names = ("lightning", *(f"lightning.{part}{rest}" for part in ("pytorch", "fabric") for rest in ("", _RANK_ZERO)))
+    levels = {log: log.level for log in map(logging.getLogger, names)}
     for log in levels:
         log.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-            # A frozen encoder stays in it on purpose.
-            warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
-            # Lightning's own use of a part of torch that torch has renamed.
-            warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
-            warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
-            warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified.*")
-            warnings.filterwarnings("ignore", category=UserWarning, message=".*Total length of.*across ranks is zero.*")
+            for message in _REMARKS:
+                warnings.filterwarnings("ignore", message=f".*{message}")
             yield
     finally:
         for log, level in levels.items():
@@ -489,14 +486,18 @@ def fit(
     check_count("early_stopping_patience", early_stopping_patience, "epochs")
     check_count("log_every_n_steps", log_every_n_steps, "steps")
     if (n_train := len(data.train_rows)) < _FEW_CELLS:
-        few = f"The model learns from {n_train} cells, fewer than {_FEW_CELLS}: too few to know others by; give more."
-        warn(few)
+        warn(f"The model learns from {n_train} cells, fewer than {_FEW_CELLS}: too few to know others by; give more.")
     if max_epochs is None:
-        max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if max_steps < 0 else -1
+        max_epochs = default_max_epochs(plan.objective.defaults, n_train) if max_steps < 0 else -1
     for one in (callbacks := [callbacks] if isinstance(callbacks, Callback) else list(callbacks)):
         if not isinstance(one, Callback):
             raise OptionError(f"callbacks has one of type {type(one).__name__!r}; give callbacks of lightning.pytorch.")
-    _check_loggers(trainer_options.get("logger"))
+    given = trainer_options.get("logger")
+    for one in (loggers := list(given) if isinstance(given, list | tuple) else [given]):
+        if not isinstance(one, bool | Logger | None):
+            raise OptionError(
+                f"logger={one!r} is no Lightning logger; make some with scforge.training.make_loggers(['csv'], 'logs')."
+            )
     has_validation = len(data.validation_rows) > 0 and trainer_options.get("limit_val_batches") != 0
     # Without held-out cells only the loss says something: figures of training cells are those of a model that changes.
     aim = plan.objective
@@ -525,86 +526,56 @@ def fit(
         own.append(Monitor(history, every_n_steps=log_every_n_steps, settings=dict(saving.settings)))
     state = SaveState(saving, data=data, stop=stop)
     plan.begin()
+    device, interrupted, error = torch.device("cpu"), False, None
     if saving.is_over(max_epochs, max_steps, early_stopping_patience if early_stopping else None):
         assert saving.resume is not None
         with restoring():
             history.load_state_dict(saving.resume["callbacks"]["History"])
             best.load_state_dict(saving.resume["callbacks"]["BestWeights"])
-            return _left(plan, history, best, torch.device("cpu"))
-    if data.max_tokens_per_batch is not None:
-        # Epochs have different numbers of batches then, and Lightning asks a loader once how many it has.
-        trainer_options.setdefault("reload_dataloaders_every_n_epochs", 1)
-    if saving.resume is not None:
-        listed = trainer_options.get("logger")
-        for one in listed if isinstance(listed, list | tuple) else [listed]:
-            if isinstance(one, PurgingTensorBoardLogger):
+    else:
+        if data.max_tokens_per_batch is not None:
+            # Epochs have different numbers of batches then, and Lightning asks a loader once how many it has.
+            trainer_options.setdefault("reload_dataloaders_every_n_epochs", 1)
+        for one in loggers:
+            if saving.resume is not None and isinstance(one, PurgingTensorBoardLogger):
                 one.go_on_behind(saving.resume["step"])
-    with _quiet():
-        trainer = _trainer(
-            max_epochs=max_epochs,
-            max_steps=max_steps,
-            callbacks=[*own, *callbacks, state],
-            strategy=strategy,
-            log_every_n_steps=log_every_n_steps,
-            **trainer_options,
-        )
-        interrupted, error = _run(trainer, plan, data)
-    result = _left(
-        plan, history, best, trainer.strategy.root_device, trainer=trainer, stop=stop, failed=error is not None
-    )
+        with _quiet():
+            trainer = _trainer(
+                max_epochs=max_epochs,
+                max_steps=max_steps,
+                callbacks=[*own, *callbacks, state],
+                strategy=strategy,
+                log_every_n_steps=log_every_n_steps,
+                **trainer_options,
+            )
+            interrupted, error = _run(trainer, plan, data)
+        device = trainer.strategy.root_device
+    weights = None
+    if is_sharded(plan.module):
+        # After an error the other processes may not be there to give their shares.
+        weights = best.state if best.state is not None or error is not None else copy_of_weights(plan.module)
+    elif best.state is not None:
+        plan.module.load_state_dict(best.state)
+    plan.module.eval()
+    n_epochs = history.n_epochs
     if stop.stopped or interrupted:
-        n_epochs = result.n_epochs
-        kept = (
-            f"the weights of epoch {best.epoch + 1} ({monitor} {best.value:.4g})" if n_epochs else "the current weights"
-        )
+        of_best = f"the weights of epoch {best.epoch + 1} ({monitor} {best.value:.4g})"
+        kept = of_best if n_epochs else "the current weights"
         logger.warning("Training was stopped by Ctrl-C in epoch %d; the model has %s.", n_epochs + interrupted, kept)
-    result = dataclasses.replace(result, interrupted=interrupted)
+    result = FitResult(
+        history=history.epochs,
+        best_epoch=best.epoch,
+        stopped=stop.stopped,
+        interrupted=interrupted,
+        n_epochs=n_epochs,
+        device=device,
+        weights=weights,
+        signal=stop.signal,
+    )
     if error is not None:
         error.result = result
         raise error
     return result
-
-
-def _check_loggers(logger: Any) -> None:
-    for one in logger if isinstance(logger, list | tuple) else [logger]:
-        if isinstance(one, str):
-            raise OptionError(
-                f"logger={one!r} is a name; pass logger=scforge.training.make_loggers([{one!r}], 'logs')."
-            )
-        if one is not None and not isinstance(one, bool | Logger):
-            raise OptionError(
-                f"logger is of type {type(one).__name__!r}; pass a Lightning logger, a list of them, or None."
-            )
-
-
-def _left(
-    plan: TrainingPlan,
-    history: History,
-    best: BestWeights,
-    device: torch.device,
-    *,
-    trainer: lightning.Trainer | None = None,
-    stop: GracefulStop | None = None,
-    failed: bool = False,
-) -> FitResult:
-    """Give the module its best weights, and say what there is."""
-    weights = None
-    if trainer is not None and isinstance(trainer.strategy, ModelParallelStrategy):
-        # After an error the other processes may not be there to give their shares.
-        weights = best.state if best.state is not None or failed else copy_of_weights(plan.module)
-    elif best.state is not None:
-        plan.module.load_state_dict(best.state)
-    plan.module.eval()
-    return FitResult(
-        history=history.epochs,
-        best_epoch=best.epoch,
-        stopped=stop is not None and stop.stopped,
-        interrupted=False,
-        n_epochs=history.n_epochs,
-        device=device,
-        weights=weights,
-        signal=None if stop is None else stop.signal,
-    )
 
 
 def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_nodes: int = 1, **options: Any) -> Any:
@@ -613,7 +584,7 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
     processes = n_processes(accelerator, devices, num_nodes)
     if processes == 1:
         _trained_alone = True
-    elif _trained_alone and processes is not None and not ("WORLD_SIZE" in os.environ or SLURMEnvironment.detect()):
+    elif _trained_alone and not ("WORLD_SIZE" in os.environ or SLURMEnvironment.detect()):
         raise OptionError(
             f"devices={devices!r}, but this script has trained on one device before: the other processes run it again "
             "from its beginning, and would train there, too; train on all devices from the first call on, or start "
@@ -685,8 +656,6 @@ def _run(
 
 
 def _memory_hint(data: CellDataModule) -> str:
-    assert data.objective is not None
-    assert data.tokenizer is not None
     tokens = data.objective.max_tokens(data.tokenizer)
     size = data.batch_size or data.objective.defaults.batch_size
     batch = f"{size} cells" if data.max_tokens_per_batch is None else f"{data.max_tokens_per_batch} tokens"

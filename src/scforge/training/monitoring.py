@@ -21,11 +21,13 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch import nn
+from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
+from scforge._checks import check_choice
 from scforge._io import atomic_path, check_folder
 from scforge._progress import announce, in_notebook
-from scforge.errors import DataError, OptionError, listing, suggest
+from scforge.errors import DataError, OptionError
 from scforge.training.checkpoint import SavingError
 from scforge.training.devices import unchanged
 from scforge.training.objectives.base import Objective
@@ -171,27 +173,21 @@ def make_loggers(
     """
     loggers: list[Logger] = []
     for name in names:
-        if name not in LOGGERS:
-            raise OptionError(f"loggers={list(names)!r} has {name!r}, which is not known{suggest(name, LOGGERS)}")
-    if wandb_mode is not None and wandb_mode not in _WANDB_MODES:
-        raise OptionError(f"wandb_mode={wandb_mode!r} is not known (known: {listing(_WANDB_MODES)}).")
+        check_choice("loggers", name, LOGGERS)
+        if name != "csv" and importlib.util.find_spec(name) is None:
+            raise OptionError(f"loggers names {name!r}, which is not installed; pip install 'scforge[{name}]'.")
+    if wandb_mode is not None:
+        check_choice("wandb_mode", wandb_mode, _WANDB_MODES)
     check_folder("log_dir", log_dir)
     if "csv" in names:
         loggers.append(TableLogger(log_dir))
     if "tensorboard" in names:
-        _check_installed("tensorboard", "tensorboard", "tensorboard")
         loggers.append(PurgingTensorBoardLogger(save_dir=str(log_dir), name="tensorboard", version=run_name or ""))
     if "wandb" in names:
-        _check_installed("wandb", "wandb", "wandb")
         Path(log_dir).mkdir(parents=True, exist_ok=True)
         given = {"mode": wandb_mode} if wandb_mode is not None else {}
         loggers.append(WandbLogger(name=run_name, project=project or "scforge", save_dir=str(log_dir), **given))
     return loggers
-
-
-def _check_installed(name: str, module: str, extra: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise OptionError(f"loggers names {name!r}, which is not installed; pip install 'scforge[{extra}]'.")
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -268,18 +264,13 @@ class EpochProgress(Callback):
             tail = "" if left is None else f", about {datetime.timedelta(seconds=round(left))} left"
             announce(f"{epoch}: {shown}{tail}.")
 
-    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
         """Close the bar."""
-        self._close()
-
-    def on_exception(self, *args: Any) -> None:
-        """Close the bar; Lightning calls no teardown after an error."""
-        self._close()
-
-    def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+    on_exception = teardown  # Lightning calls no teardown after an error
 
 
 class History(Callback):
@@ -313,7 +304,7 @@ class History(Callback):
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Take down the figures of the epoch (validation has run by now)."""
-        means = pl_module.train_figures()
+        means = pl_module.summary(pl_module.train_means)
         trainer.callback_metrics.update({f"train_{name}": torch.tensor(value) for name, value in means.items()})
         figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
         figures |= {f"train_{name}": value for name, value in means.items()}
@@ -323,8 +314,7 @@ class History(Callback):
         for name, value in figures.items():
             if name.endswith("_loss") and not math.isfinite(value):
                 raise NotFiniteError(
-                    f"{name} is {value} in epoch {trainer.current_epoch}; lower the learning rate (lr) "
-                    "or check the counts for extreme values."
+                    f"{name} is {value} in epoch {trainer.current_epoch}; lower lr, or look for extreme counts."
                 )
         figures |= {name: float(value) for name, value in pl_module.figures.items()}
         pl_module.figures.clear()
@@ -369,21 +359,10 @@ def peak_flops(device: torch.device, precision: str) -> float:
     kinds = {"bf16": torch.bfloat16, "16-": torch.float16}
     dtype = next((kind for name, kind in kinds.items() if str(precision).startswith(name)), torch.float32)
     left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    out = left @ right
-    best = 0.0
-    end = time.perf_counter() + _SECONDS
-    while time.perf_counter() < end or not best:
-        _wait(device)
-        start = time.perf_counter()
-        torch.mm(left, right, out=out)
-        _wait(device)
-        best = max(best, 2.0 * size**3 / (time.perf_counter() - start))
-    return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    product = Timer("torch.mm(left, right, out=out)", globals={"left": left, "right": right, "out": left @ right})
+    with torch.no_grad():
+        times = product.blocked_autorange(min_run_time=_SECONDS).times
+    return 2.0 * size**3 / min(times)
 
 
 class Monitor(Callback):

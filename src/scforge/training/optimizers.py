@@ -34,20 +34,17 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Raises
     ------
     OptionError
-        If this torch has no Muon, or there is no matrix for it, or none that is not frozen.
+        If there is no matrix for Muon, or none that is not frozen.
     """
 
     def __init__(self, module: nn.Module, *, lr: float, weight_decay: float, fused: bool) -> None:
-        if not hasattr(torch.optim, "Muon"):
-            raise OptionError("optimizer='muon' needs torch 2.9 or later; update torch, or choose 'adamw'.")
         matrices = _hidden_matrices(module)
         if not matrices:
             raise OptionError(f"optimizer='muon': {type(module).__name__} has no hidden matrices; choose 'adamw'.")
         hidden = [matrix for matrix in matrices if matrix.requires_grad]
         if not hidden:
             raise OptionError(
-                "optimizer='muon' is for the matrices of hidden layers, which are all frozen; choose 'adamw', or "
-                "freeze fewer layers (freeze=False)."
+                "optimizer='muon' is for the matrices of hidden layers, which are all frozen; freeze fewer."
             )
         ids = {id(parameter) for parameter in hidden}
         rest = [

@@ -102,8 +102,7 @@ def freeze_layers(module: nn.Module, n_layers: int) -> None:
     check_count("freeze", n_layers, "layers")
     if n_layers > len(groups) - 2:
         raise OptionError(
-            f"freeze={n_layers} but there are {len(groups) - 2} layers; freeze fewer, or all of the encoder with "
-            "freeze=True."
+            f"freeze={n_layers} but there are {len(groups) - 2} layers; freeze fewer, or all with freeze=True."
         )
     for group in groups[: n_layers + 1]:
         for parameter in group:
@@ -150,10 +149,6 @@ class GradualUnfreezing(Callback):
         for group in groups[: max(0, len(groups) - n_trained)]:
             for parameter in group:
                 parameter.grad = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: what is trained depends on the epoch alone."""
-        return {}
 
 
 class NotFiniteError(TrainingError):
@@ -266,20 +261,14 @@ class TrainingPlan(lightning.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Leave the means over the held-out cells where callbacks look for them."""
         self.validated = True
-        figures = self._summary(self.validation_means)
+        figures = self.summary(self.validation_means)
         self.log_dict({f"validation_{name}": value for name, value in figures.items()}, logger=False)
 
-    def train_figures(self) -> dict[str, float]:
-        """Return the figures of the training cells of the epoch, and begin anew."""
-        return self._summary(self.train_means)
-
-    def _summary(self, means: EpochMetrics) -> dict[str, float]:
-        taken = means.take(self.over_processes)
+    def summary(self, means: EpochMetrics) -> dict[str, float]:
+        """Return the metrics of the epoch over the cells of all processes, and begin anew."""
+        strategy = self.trainer.strategy
+        taken = means.take(lambda sums: strategy.reduce(sums.to(strategy.root_device), reduce_op="sum").cpu())
         return self.objective.summarize(taken) if taken else {}
-
-    def over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a tensor over all processes."""
-        return self.trainer.strategy.reduce(tensor.to(self.trainer.strategy.root_device), reduce_op="sum").cpu()
 
     def configure_gradient_clipping(
         self,

@@ -121,15 +121,12 @@ def run_over(
         for batch in BatchLoader(cells, order, prepare):
             at = np.searchsorted(wanted, batch.pop("rows").numpy())
             computed = compute({name: tensor.to(device) for name, tensor in batch.items()})
-            if not isinstance(computed, torch.Tensor):
+            if not isinstance(computed, torch.Tensor) or computed.ndim != 2 or len(computed) != len(at):
+                shape = getattr(computed, "shape", None)
+                given = f"a {type(computed).__name__}" if shape is None else f"an embedding of shape {tuple(shape)}"
                 raise TrainingError(
-                    f"{type(module).__name__} gives a {type(computed).__name__} for {len(at)} cells; encode has to "
-                    "return a tensor with one vector a cell, shape (B, H)."
-                )
-            if computed.ndim != 2 or len(computed) != len(at):
-                raise TrainingError(
-                    f"{type(module).__name__} gives an embedding of shape {tuple(computed.shape)} for {len(at)} cells; "
-                    "encode has to return one vector a cell, shape (B, H)."
+                    f"{type(module).__name__} gives {given} for {len(at)} cells; encode has to return one "
+                    "vector a cell, a tensor of shape (B, H)."
                 )
             if result is None:
                 result = np.empty((len(wanted), computed.shape[1]), dtype=np.float32)

@@ -3,15 +3,19 @@ import pytest
 import torch
 
 from scforge.errors import ScforgeWarning
-from scforge.training.objectives._views import geometry, geometry_moments, warn_of_collapse
+from scforge.training.objectives._views import CollapseWatch, geometry, geometry_moments, has_collapsed
 from scforge.training.plan import EpochMetrics
 
 
-def of_steps(*steps: torch.Tensor) -> dict[str, float]:
+def moments(*steps: torch.Tensor) -> dict[str, np.ndarray]:
     means = EpochMetrics()
     for z_bd in steps:
         means.add(geometry_moments(z_bd), len(z_bd))
-    taken = means.take()
+    return means.take()
+
+
+def of_steps(*steps: torch.Tensor) -> dict[str, float]:
+    taken = moments(*steps)
     found = geometry(taken)
     assert not taken, "nothing of the moments is left for the log"
     return found
@@ -57,17 +61,15 @@ def test_figures_are_those_of_all_cells():
 def test_collapse_is_named(z):
     found = of_steps(z)
     message = rf"collapsed: its effective rank is {found['effective_rank']:.2f} of 6 dim.*larger weight.*smaller lr\."
+    watch = CollapseWatch()
     with pytest.warns(ScforgeWarning, match=message):
-        assert warn_of_collapse(found, 6)
+        assert watch.figures(moments(z)) == found
+    assert watch.figures(moments(z)) == found, "and told once"
 
 
-def test_what_keeps_cells_apart_has_not_collapsed(monkeypatch):
+def test_what_keeps_cells_apart_has_not_collapsed():
     two_kinds = torch.tensor([1.0, -1.0]).repeat(1000).unsqueeze(1) * LINE + 0.04 * normal()
     for z in (normal(), normal() + 20, two_kinds, 1e-3 * normal(), normal(n_dims=1) * 0.1 + 5):
-        assert not warn_of_collapse(of_steps(z), z.shape[1])
-    assert not warn_of_collapse({}, 6)
-    assert not warn_of_collapse({"effective_rank": 1.0, "mean_cosine": 0.2}, 2), "two dimensions may need one"
-    # The first process alone warns.
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-    assert warn_of_collapse({"effective_rank": 0.0, "mean_cosine": 1.0}, 6)
+        assert not has_collapsed(of_steps(z), z.shape[1])
+    assert not has_collapsed({}, 6)
+    assert not has_collapsed({"effective_rank": 1.0, "mean_cosine": 0.2}, 2), "two dimensions may need one"

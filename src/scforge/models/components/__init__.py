@@ -3,11 +3,7 @@
 from scforge.models.components.attention import SelfAttention, generate_causal_mask
 from scforge.models.components.embeddings import GeneExpressionEmbedding
 from scforge.models.components.gene_vectors import GeneVectorEmbedding
-from scforge.models.components.heads import (
-    BinPredictionHead,
-    ExpressionPredictionHead,
-    MaskedGenePredictionHead,
-)
+from scforge.models.components.heads import BinPredictionHead, ExpressionPredictionHead, MaskedGenePredictionHead
 from scforge.models.components.pooling import cls_pool, mean_pool
 from scforge.models.components.sigreg import SIGReg
 from scforge.models.components.transformer import TransformerBlock, TransformerStack

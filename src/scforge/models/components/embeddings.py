@@ -129,18 +129,6 @@ EMBEDDING_NORMS = ("sum", "genes", "none")
 _VALUE_SCALE = 0.02
 
 
-def check_shapes(input_ids: torch.Tensor, **tensors: torch.Tensor | None) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless there is one number a token, (B, S), in all of `tensors`."""
-    if input_ids.ndim != 2:
-        raise OptionError(f"input_ids has the shape {tuple(input_ids.shape)}; give a batch of cells, (B, S).")
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.shape != input_ids.shape:
-            raise OptionError(
-                f"{name} has the shape {tuple(tensor.shape)} but input_ids {tuple(input_ids.shape)}; "
-                "give one number for each token."
-            )
-
-
 class GeneExpressionEmbedding(nn.Module):
     """Sum of gene embedding, learned position embedding and encoded expression value; layer norm; dropout.
 
@@ -197,16 +185,15 @@ class GeneExpressionEmbedding(nn.Module):
         embedding_norm: str = "sum",
     ) -> None:
         super().__init__()
-        check_choice("position_embedding", position_embedding, list(POSITION_EMBEDDINGS))
-        check_choice("value_encoder", value_encoder, list(VALUE_ENCODERS))
-        check_choice("embedding_norm", embedding_norm, list(EMBEDDING_NORMS))
+        check_choice("position_embedding", position_embedding, POSITION_EMBEDDINGS)
+        check_choice("value_encoder", value_encoder, VALUE_ENCODERS)
+        check_choice("embedding_norm", embedding_norm, EMBEDDING_NORMS)
         check_count("max_seq_len", max_seq_len, "tokens")
         if value_encoder != "linear" and not use_expression_values:
             raise OptionError(f"value_encoder={value_encoder!r} needs use_expression_values=True; set it, or neither.")
         if (value_encoder == "soft_bins") != (n_value_bins is not None):
             raise OptionError(
-                f"n_value_bins={n_value_bins!r} does not go with value_encoder={value_encoder!r}; give it with "
-                "'soft_bins' alone."
+                f"n_value_bins={n_value_bins!r} does not go with value_encoder={value_encoder!r}, but with 'soft_bins'."
             )
         self.max_seq_len = max_seq_len
         self.gene_embedding = token_embedding(vocab_size, hidden_dim, gene_vectors)
@@ -246,9 +233,9 @@ class GeneExpressionEmbedding(nn.Module):
         seq_len = input_ids.shape[1]
         if seq_len > self.max_seq_len:
             raise OptionError(
-                f"a cell has {seq_len} tokens but max_seq_len={self.max_seq_len}; "
-                "raise max_seq_len or lower the tokenizer's max_len."
+                f"a cell has {seq_len} tokens but max_seq_len={self.max_seq_len}; raise it, or lower max_len."
             )
+        values = torch.zeros_like(input_ids) if values is None else values
         hidden = self.gene_embedding(input_ids)
         if self.embedding_norm == "genes":
             hidden = self.layer_norm(hidden)
@@ -256,10 +243,8 @@ class GeneExpressionEmbedding(nn.Module):
             positions = torch.arange(seq_len, device=input_ids.device) if positions is None else positions
             hidden = hidden + self.position_embedding(positions)
         if self.expression_projection is not None:
-            weight = self.expression_projection.weight
-            values = torch.zeros_like(input_ids) if values is None else values
-            projected = self.expression_projection(values.unsqueeze(-1).to(weight.dtype))
+            projected = self.expression_projection(values.unsqueeze(-1).to(self.expression_projection.weight.dtype))
             hidden = hidden + self.expression_scale * projected
         if self.value_encoder is not None:
-            hidden = hidden + self.value_encoder(torch.zeros_like(input_ids) if values is None else values)
+            hidden = hidden + self.value_encoder(values)
         return self.dropout(self.layer_norm(hidden) if self.embedding_norm == "sum" else hidden)

@@ -65,8 +65,7 @@ class BatchIntegrationHead(nn.Module):
             n_batches = self.batch_embedding.num_embeddings
             if batch_b.device.type == "cpu" and bool(((batch_b < -1) | (batch_b >= n_batches)).any()):
                 raise OptionError(
-                    f"batch has a number that is not between 0 and {n_batches - 1}; give one of its batches, or -1 for "
-                    "the mean of all."
+                    f"batch has a number that is not between 0 and {n_batches - 1}, or -1 for the mean of all."
                 )
             of_batch_bh = self.batch_embedding(batch_b.clamp(min=0))
             dense_bh = dense_bh + torch.where((batch_b < 0).unsqueeze(1), mean_h, of_batch_bh)

@@ -20,6 +20,7 @@ from scforge.models.components.attention import (
     KeyValueCache,
     SelfAttention,
     attention_mask_of,
+    check_shapes,
     rotation_of,
     token_positions,
 )
@@ -459,12 +460,7 @@ class TransformerStack(nn.Module):
         output_hidden_states, output_attentions
             What else to return. Attention weights take memory of the square of S.
         """
-        for name, given in {"attention_mask": attention_mask, "attention_bias": attention_bias}.items():
-            if given is not None and given.shape != hidden_bsh.shape[:2]:
-                raise OptionError(
-                    f"{name} has the shape {tuple(given.shape)} but there are {tuple(hidden_bsh.shape[:2])} tokens; "
-                    "give one number for each."
-                )
+        check_shapes(hidden_bsh.shape[:2], attention_mask=attention_mask, attention_bias=attention_bias)
         tokens_bs = None if attention_mask is None else attention_mask != 0
         if cache is not None:
             if attention_bias is not None or output_hidden_states or output_attentions:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from scforge.data.cells import CellBlock, Cells
+from scforge.data.cells import CellBlock, Cells, named_column
 from scforge.errors import DataError, OptionError, TrainingError, listing, warn
 from scforge.training.objectives.base import Objective
 
@@ -33,14 +33,6 @@ def check_classes(argument: str, classes: Any, key_argument: str, key: str | Non
     return list(classes)
 
 
-def classes_of(argument: str, key: str, column: Callable[[str], pd.Series]) -> pd.Series:
-    """Return a column of obs, or raise :class:`~scforge.errors.DataError` that says which argument names it."""
-    try:
-        return column(key)
-    except DataError as error:
-        raise DataError(f"{argument}={key!r}: {error}") from error
-
-
 def classes_found(argument: str, key: str, column: Callable[[str], pd.Series]) -> list[str]:
     """Return the names of the classes of a column of obs, sorted.
 
@@ -49,22 +41,16 @@ def classes_found(argument: str, key: str, column: Callable[[str], pd.Series]) -
     OptionError
         If it holds numbers that are no classes, or nothing.
     """
-    classes = classes_of(argument, key, column).dropna()
+    try:
+        classes = column(key).dropna()
+    except DataError as error:
+        raise DataError(f"{argument}={error}") from error
     if classes.dtype.kind == "f":
         raise OptionError(f"{argument}={key!r} holds numbers, not classes; make them categories.")
     names = classes.astype(str).unique()
     if not len(names):
         raise OptionError(f"{argument}={key!r} has no value for any cell; choose another column.")
     return sorted(map(str, names))
-
-
-def numbers_of(classes: pd.Series, names: Sequence[str]) -> np.ndarray:
-    """Return the place of each class among `names`, -1 where it is missing or unknown, int64, shape (N,)."""
-    number = {name: i for i, name in enumerate(names)}
-    categories = classes.astype("category").cat
-    # The code of a missing value is -1, which finds the last.
-    lookup = np.array([*(number.get(str(name), -1) for name in categories.categories), -1], dtype=np.int64)
-    return lookup[np.asarray(categories.codes)]
 
 
 def numbers_of_cells(
@@ -88,20 +74,28 @@ def numbers_of_cells(
     if names is None:
         raise TrainingError(f"{argument} are not known yet; give {argument}=[...], or make the model with cells.")
     try:
-        return numbers_of(classes_of(key_argument, key, cells.column), names)
+        categories = named_column(cells, key, argument=key_argument).astype("category").cat
     except DataError:
         if needed:
             raise
         return np.full(len(cells), -1, dtype=np.int64)
+    number = {name: i for i, name in enumerate(names)}
+    # The code of a missing value is -1, which finds the last.
+    lookup = np.array([*(number.get(str(name), -1) for name in categories.categories), -1], dtype=np.int64)
+    return lookup[np.asarray(categories.codes)]
 
 
-def of_block(key_argument: str, key: str | None, numbers: np.ndarray | None, block: CellBlock) -> torch.Tensor | None:
+def of_block(key: str | None, numbers: np.ndarray | None, block: CellBlock) -> torch.Tensor | None:
     """Return the numbers of the cells of a batch, int64, shape (B,); None without a column `key`."""
     if key is None:
         return None
     if numbers is None:
-        raise TrainingError(f"{key_argument}: the classes of the cells are not known; call bind of the objective.")
+        raise TrainingError(f"the classes in the column {key!r} are not known; call bind of the objective.")
     return torch.from_numpy(numbers[block.rows])
+
+
+IN_THE_MEAN = "they are decoded in the mean of all."
+"""What becomes of cells of unknown batches."""
 
 
 class TellsBatches(Objective):
@@ -135,33 +129,27 @@ class TellsBatches(Objective):
         DataError
             If there is no such column, or a batch that the model does not know.
         """
-        self.look_up_batches(cells)
-        if problem := self.unknown_batches():
+        if problem := self.look_up_batches(cells):
             raise DataError(f"{problem}; rename the batches of the data, or make a new model.")
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the batch of each cell of a query; those of unknown ones are decoded in the mean of all batches."""
-        self.look_up_batches(cells, needed=False)
-        self.warn_of_unknown_batches()
+        if problem := self.look_up_batches(cells, needed=False):
+            warn(f"{problem}; {IN_THE_MEAN}")
 
-    def look_up_batches(self, cells: Cells, *, needed: bool = True) -> None:
-        """Look up the batch of each cell; without a column that is not `needed` all are unknown."""
-        self._batches = numbers_of_cells("batch_key", self.batch_key, "batches", self.batches, cells, needed=needed)
+    def look_up_batches(self, cells: Cells, *, needed: bool = True) -> str:
+        """Look up the batch of each cell; return how many are of none that the decoder can be told, "" for all.
 
-    def unknown_batches(self) -> str:
-        """Say how many cells are of none of the batches that the decoder can be told; nothing if there are none."""
-        n_unknown = 0 if self._batches is None else int((self._batches < 0).sum())
-        if self._batches is None or not n_unknown:
+        Without a column that is not `needed` all are of none.
+        """
+        key, names = self.batch_key, self.batches
+        self._batches = numbers_of_cells("batch_key", key, "batches", names, cells, needed=needed)
+        if self._batches is None or not (n_unknown := int((self._batches < 0).sum())):
             return ""
         return (
-            f"batch_key={self.batch_key!r}: {n_unknown} of {len(self._batches)} cells are of none of the batches that "
-            f"the model knows ({listing(self.batches or [])})"
+            f"batch_key={key!r}: {n_unknown} of {len(cells)} cells are of none of the batches that the model knows "
+            f"({listing(names or [])})"
         )
-
-    def warn_of_unknown_batches(self) -> None:
-        """Warn if cells are of none of the batches that the decoder can be told."""
-        if problem := self.unknown_batches():
-            warn(f"{problem}; they are decoded in the mean of all.")
 
     def own_batches(self, cells: Cells) -> np.ndarray:
         """Return a number for each batch that cells have, known to the model or not, int64, shape (N,); -1 without.
@@ -175,4 +163,4 @@ class TellsBatches(Objective):
 
     def batches_of(self, block: CellBlock) -> torch.Tensor | None:
         """Return the batches of the cells of a batch, int64, shape (B,); None without `batch_key`."""
-        return of_block("batch_key", self.batch_key, self._batches, block)
+        return of_block(self.batch_key, self._batches, block)

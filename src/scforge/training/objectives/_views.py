@@ -8,6 +8,7 @@ from dataclasses import replace
 import numba
 import numpy as np
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from scforge._checks import check_share
 from scforge.data.cells import CellBlock
@@ -252,20 +253,15 @@ def geometry(means: dict[str, np.ndarray]) -> dict[str, float]:
     covariance, direction, cells = (means.pop(name) for name in (_COVARIANCE, _DIRECTION, _CELLS))
     if cells < _MIN_CELLS or not (np.isfinite(covariance).all() and np.isfinite(direction).all()):
         return {}
-    return {"effective_rank": _effective_rank(covariance), "mean_cosine": float(np.sum(direction**2))}
-
-
-def _effective_rank(covariance: np.ndarray) -> float:
     eigenvalues = np.linalg.eigvalsh(covariance.astype(np.float64))
     positive = eigenvalues[eigenvalues > 0]
-    if not len(positive):
-        return 0.0
     shares = positive / positive.sum()
-    return float(np.exp(-np.sum(shares * np.log(shares))))
+    rank = float(np.exp(-np.sum(shares * np.log(shares)))) if len(positive) else 0.0
+    return {"effective_rank": rank, "mean_cosine": float(np.sum(direction**2))}
 
 
-def warn_of_collapse(figures: Mapping[str, float], n_dims: int) -> bool:
-    """Warn if the figures of :func:`geometry` are those of an embedding that has collapsed.
+def has_collapsed(figures: Mapping[str, float], n_dims: int) -> bool:
+    """Return whether the figures of :func:`geometry` are those of an embedding of `n_dims` that has collapsed.
 
     So it is if one of these holds:
 
@@ -276,37 +272,16 @@ def warn_of_collapse(figures: Mapping[str, float], n_dims: int) -> bool:
       anywhere, and keep cells apart in many dimensions there.
     - Cells lie in a point: the mean cosine is above 0.9999 in at least 2 dimensions, so that what tells cells apart is
       less than 1% of their length.
-
-    Parameters
-    ----------
-    figures
-        With ``effective_rank`` and ``mean_cosine``; without them nothing has collapsed.
-    n_dims
-        Number of dimensions D.
-
-    Returns
-    -------
-    Whether it has collapsed. Of several processes, which all know the same figures, the first one warns. An objective
-    remembers the answer, so as to ask no more in the same training.
     """
-    if "effective_rank" not in figures or "mean_cosine" not in figures:
+    if not figures:
         return False
     rank, cosine = figures["effective_rank"], figures["mean_cosine"]
     on_a_line = n_dims >= _MIN_DIMS and (rank < _LINE or (rank < _THIN and cosine > _NARROW))
-    in_a_point = n_dims > 1 and cosine > _POINT
-    if not (on_a_line or in_a_point):
-        return False
-    if _is_first_process():
-        warn(
-            f"the embedding has collapsed: its effective rank is {rank:.2f} of {n_dims} dimensions and the mean cosine "
-            f"of two cells is {cosine:.4f}; train with a larger weight of "
-            "'joint_embedding', a smaller agreement of 'neighbor_denoising', or a smaller lr."
-        )
-    return True
+    return on_a_line or (n_dims > 1 and cosine > _POINT)
 
 
 class CollapseWatch:
-    """The geometry of an embedding epoch by epoch, with one warning if it collapses."""
+    """The geometry of an embedding epoch by epoch, with one warning, by the first process, if it collapses."""
 
     def __init__(self) -> None:
         self._collapsed = False
@@ -315,10 +290,12 @@ class CollapseWatch:
         """Take the moments out of the means of an epoch; return what :func:`geometry` says of them."""
         n_dims = len(means[_DIRECTION])
         found = geometry(means)
-        self._collapsed = self._collapsed or warn_of_collapse(found, n_dims)
+        if not self._collapsed and has_collapsed(found, n_dims):
+            self._collapsed = True
+            if not rank_zero_only.rank:
+                warn(
+                    f"the embedding has collapsed: its effective rank is {found['effective_rank']:.2f} of {n_dims} "
+                    f"dimensions and the mean cosine of two cells is {found['mean_cosine']:.4f}; train with a larger "
+                    "weight of 'joint_embedding', a smaller agreement of 'neighbor_denoising', or a smaller lr."
+                )
         return found
-
-
-def _is_first_process() -> bool:
-    there = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not there or torch.distributed.get_rank() == 0

@@ -183,16 +183,10 @@ class Objective(ABC):
         return f"{type(self).__name__}({options})"
 
 
-def name_of(architecture: type[nn.Module] | nn.Module) -> str:
-    """Return the name of the class of an architecture."""
-    return architecture.__name__ if isinstance(architecture, type) else type(architecture).__name__
-
-
 def mismatch(objective: str, architecture: type[nn.Module] | nn.Module, why: str, choice: str) -> OptionError:
     """Return the error that an objective does not go with an architecture, why, and what to choose."""
-    return OptionError(
-        f"{objective!r} does not go with {name_of(architecture)}, which {why}; choose {choice}, or another objective."
-    )
+    name = architecture.__name__ if isinstance(architecture, type) else type(architecture).__name__
+    return OptionError(f"{objective!r} does not go with {name}, which {why}; choose {choice}, or another objective.")
 
 
 def refuse_zero_genes(objective: str, tokenizer: Tokenizer) -> None:

@@ -28,7 +28,7 @@ from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, warn
 from scforge.models.components.latent import kl_divergence
 from scforge.tokenizers.base import Tokenizer
-from scforge.training.objectives._conditioning import TellsBatches
+from scforge.training.objectives._conditioning import IN_THE_MEAN, TellsBatches
 from scforge.training.objectives._views import CollapseWatch, SeesViews, geometry_moments
 from scforge.training.objectives.base import TrainingDefaults, register_objective
 from scforge.training.objectives.variational import check_latent, dense_profiles, start_at_means, whole_profiles
@@ -169,14 +169,20 @@ class NeighborDenoising(TellsBatches, SeesViews):
 
         Cells of unknown batches are decoded in the mean of all, with a warning.
         """
-        self._look_up(cells, train_rows)
-        self.warn_of_unknown_batches()
+        if problem := self._look_up(cells, train_rows):
+            warn(f"{problem}; {IN_THE_MEAN}")
 
-    def _look_up(self, cells: Cells, train_rows: np.ndarray) -> None:
-        self.look_up_batches(cells, needed=False)
+    def _look_up(self, cells: Cells, train_rows: np.ndarray) -> str:
+        """Look up batches and neighbors; return how many cells are of unknown batches."""
+        problem = self.look_up_batches(cells, needed=False)
         self._pool = None
         if (self.translation or self.agreement) and (self.across or self.within) and len(train_rows) > 2:
-            batches = self._batches_of_pool(cells)
+            batches = self._batches
+            if problem:
+                try:
+                    batches = self.own_batches(cells)
+                except DataError:
+                    batches = None
             self._pool = _Pool(cells, np.sort(train_rows), batches, self)
             share = self._pool.share_across
             if batches is not None and len(self._pool.members) > 1 and self.across and share < _FEW:
@@ -184,20 +190,11 @@ class NeighborDenoising(TellsBatches, SeesViews):
                     f"{1 - share:.0%} of the cells have no mutual neighbor in another batch, so batches mix less; they "
                     "may be of other types in each batch."
                 )
-
-    def _batches_of_pool(self, cells: Cells) -> np.ndarray | None:
-        """Return a number for each batch of the cells, those that the model does not know among them."""
-        if self._batches is None or (self._batches >= 0).all():
-            return self._batches
-        try:
-            return self.own_batches(cells)
-        except DataError:
-            return None
+        return problem
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Do as :meth:`bind`, without a warning: a query may have batches, and no column, of its own."""
-        self._look_up(cells, train_rows)
-        if self._batches is not None and (self._batches < 0).any():
+        if self._look_up(cells, train_rows):
             logger.info("Cells of batches that the model does not know are decoded in the mean of all.")
 
     def n_cells(self, batch: dict[str, torch.Tensor]) -> int:

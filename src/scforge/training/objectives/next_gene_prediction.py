@@ -180,7 +180,7 @@ class NextGenePrediction(Objective):
             whole = torch.from_numpy(np.diff(block.indptr) <= tokenizer.most_genes).unsqueeze(1)
             predicted |= (ids == vocab.eos_id) & tokens["attention_mask"] & whole
         batch: dict[str, torch.Tensor] = {**tokens, "labels": ids.masked_fill(~predicted, IGNORE_LABEL)}
-        if (condition := of_block("condition_key", self.condition_key, self._codes, block)) is not None:
+        if (condition := of_block(self.condition_key, self._codes, block)) is not None:
             batch["condition"] = condition
         return batch
 

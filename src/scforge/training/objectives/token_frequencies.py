@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from scforge.data.cells import CellSource
+from scforge.data.cells import CellSource, choose_rows
 from scforge.errors import OptionError
 from scforge.tokenizers.base import Tokenizer
 
@@ -36,9 +36,7 @@ def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
     >>> len(counts) == len(model.tokenizer.vocab)
     True
     """
-    rows = np.arange(len(cells))
-    if len(rows) > _MAX_CELLS:
-        rows = np.sort(np.random.default_rng(0).choice(rows, _MAX_CELLS, replace=False))
+    rows = choose_rows(len(cells), _MAX_CELLS)
     counts = np.zeros(len(tokenizer.vocab), dtype=np.int64)
     for start in range(0, len(rows), 1024):
         tokens = tokenizer.ragged(cells.block(rows[start : start + 1024]))

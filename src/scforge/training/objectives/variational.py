@@ -186,10 +186,7 @@ class Variational(TellsBatches):
         batch = {**cast(dict[str, torch.Tensor], tokenizer(seen)), **whole_profiles(block)}
         warmed_up = min(1.0, (epoch + 1) / self.kl_warmup) if self.kl_warmup else 1.0
         batch["kl_share"] = torch.full((len(block),), warmed_up)
-        numbers = {
-            "cell_type": of_block("labels_key", self.labels_key, self._labels, block),
-            "batch": self.batches_of(block),
-        }
+        numbers = {"cell_type": of_block(self.labels_key, self._labels, block), "batch": self.batches_of(block)}
         batch |= {name: tensor for name, tensor in numbers.items() if tensor is not None}
         return batch
 
@@ -257,8 +254,7 @@ def check_thinning(thinning: Sequence[float] | None) -> list[float] | None:
     shares = list(thinning) if isinstance(thinning, Sequence) else []
     if len(shares) != 2 or not 0 < shares[0] <= shares[1] <= 1:
         raise OptionError(
-            f"thinning={thinning!r} is not a range of shares of counts; give (low, high) with 0 < low <= high <= 1, "
-            "e.g. (0.1, 1), or None."
+            f"thinning={thinning!r} is not a range of shares (low, high) with 0 < low <= high <= 1, e.g. (0.1, 1)."
         )
     return [float(share) for share in shares]
 
