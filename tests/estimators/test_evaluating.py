@@ -231,5 +231,3 @@ def test_a_key_that_names_nothing(trained: Encoder, tmp_path: Path) -> None:
     annotator.train(**TRAINING)
     annotator.evaluate(key_added=None, baselines=False)
     assert "scforge" not in annotator.adata.uns or None not in annotator.adata.uns["scforge"]
-    with pytest.raises(OptionError, match="key_added=3 is no name"):
-        annotator.predict(key_added=3)

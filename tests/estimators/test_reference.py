@@ -321,8 +321,8 @@ def test_what_cannot_be_done_is_said(reference, viewed, query, tmp_path):
     for model, options, message in [
         (annotator, {}, "fine-tuned for 'annotation'"),
         (viewed, {"batch_key": "lane"}, "batch_key='lane' is of no use"),
-        (viewed, {"lora": False}, "lora=False is of no use, as nothing is left to train"),
-        (reference, {"lora": {"r": 2}}, "'neighbor_denoising' leaves the encoder as it is"),
+        (viewed, {"lora": False}, "lora=False is of no use for a reference of 'joint_embedding'"),
+        (reference, {"lora": {"r": 2}}, "lora=.* is of no use for a reference of 'neighbor_denoising'"),
     ]:
         with pytest.raises(OptionError, match=message):
             Encoder.load_query_data(query, model, **options)
