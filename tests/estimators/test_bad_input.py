@@ -84,7 +84,7 @@ def test_not_set_up(tiny_adata: ad.AnnData) -> None:
     fails(lambda: Encoder(tiny_adata), OptionError, "adata is not set up; call Encoder.setup_anndata(adata) first.")
     Encoder.setup_anndata(tiny_adata)
     for other in (tiny_adata.copy(), tiny_adata[:10]):
-        hint = "adata is not set up, because it is a copy of the one that was set up; call Encoder.setup_anndata"
+        hint = "adata is not set up, because it is a copy of one that is; call Encoder.setup_anndata"
         fails(lambda o=other: Encoder(o), OptionError, hint)
 
 

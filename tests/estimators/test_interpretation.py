@@ -12,7 +12,7 @@ from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, Opti
 from scforge.estimators import Encoder
 from scforge.estimators.interpret import cells_in_state
 
-pytestmark = pytest.mark.filterwarnings("ignore:Genes are compared with", "ignore:With .* tests and n_permutations")
+pytestmark = pytest.mark.filterwarnings("ignore:Genes are compared with", "ignore:The fdr of a gene that stands out")
 
 RANK = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 16, "vocab": "from_data"}
 AUTOENCODER = {"encoder_dim": 16, "encoder_layers": 1, "encoder_heads": 2, "decoder_layers": 1}
@@ -143,7 +143,11 @@ def test_deletion_equals_data_without_the_gene(architecture, sizes, build: Calla
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"genes": ["gene0", "gene60", "x"]}, GeneMismatchError, "'gene60', 'x', not among the 60.*did you mean 'gene"),
+        (
+            {"genes": ["gene0", "gene60", "x"]},
+            GeneMismatchError,
+            "'gene60', 'x', not among the model's 60.*did you mean 'gene",
+        ),
         ({"genes": ["gene0", "gene1", "gene0"]}, OptionError, "genes names 'gene0' twice"),
         ({"genes": None, "combinations": 2}, OptionError, "combinations=2 needs genes"),
         ({"genes": ["gene0", "gene1"], "combinations": 3}, OptionError, "combinations=3: choose False"),

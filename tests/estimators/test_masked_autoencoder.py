@@ -65,10 +65,14 @@ MISFITS = [
     ("autoregressive_transformer", {}, "not go with AutoregressiveTransformer, which predicts the next token"),
     ("gene_pooling", {"pooling": "mean"}, "not go with GenePoolingModel, which predicts no values of tokens"),
     (MAE, {"value_loss": "poisson"}, "counts, which .* does not give; pass tokenizer=.*, or value_loss='mse"),
-    (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": COUNTS, "objective": HALF}, "1, but zero_targets="),
-    (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": ZEROS_TOO}, "include_zero_genes=True makes targets"),
+    (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": COUNTS, "objective": HALF}, "0, but zero_targets="),
+    (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": ZEROS_TOO}, "include_zero_genes=True makes zeros"),
     (MAE, SMALL | {"hidden_dim": 8}, "hidden_dim=8 and encoder_dim=8 are the same option of Mas"),
-    (MAE, {"max_seq_len": 60, "objective": WHOLE}, "max_seq_len=60 is smaller than the 80 tokens that the tokenizer"),
+    (
+        MAE,
+        {"max_seq_len": 60, "objective": WHOLE},
+        "max_seq_len=60 is smaller than the 80 tokens that 'continuous_projection'",
+    ),
 ]
 
 

@@ -17,7 +17,7 @@ from scforge.pl import calibration
 QUIET = {"progress_bar": False, "accelerator": "cpu", "num_threads": 0}
 N_GENES = 60
 VECTORS = "encoder.decoder.expression.batch_embedding.weight"
-LEFT = "not comparable with the one that the reference model wrote"
+LEFT = "not comparable with the embedding of the reference model"
 
 
 def cells(batches: list[str], types: list[str], n: int = 120, seed: int = 0) -> ad.AnnData:
@@ -166,6 +166,16 @@ def test_query_and_reference_are_trained_on_together(reference, distant, has_bat
     with pytest.raises(DataError, match="the cells are not those of the fine-tuning, or not all of them"):
         loaded.train(max_epochs=1, **QUIET)
     assert (joint.transfer_labels()["label"] == distant.obs["kind"])[distant.obs["kind"] != "t3"].mean() > 0.8
+
+
+def test_joint_trainings_keep_the_batches_of_the_first_reference(reference, distant, query):
+    joint = Encoder.load_query_data(distant, reference, reference_cells=reference.adata)
+    with pytest.warns(ScforgeWarning, match="Batches 'b1' of query and reference are taken for the same"):
+        again = Encoder.load_query_data(query, joint, reference_cells=reference.adata)
+    column = again.objective.pretraining.batch_key
+    assert column == joint.objective.pretraining.batch_key == "lane"
+    assert again.objective.pretraining.batches == ["b0", "b1", "b3", "b2"]
+    assert set(again._data.cells.obs[column]) == {"b0", "b1", "b2"}
 
 
 def test_cells_of_the_reference_are_of_use_to_neighbors_alone(viewed, distant):

@@ -38,14 +38,7 @@ from scforge.data.checks import (
 from scforge.data.readers import check_modality, is_collection
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
-from scforge.errors import (
-    DataError,
-    ModelFileError,
-    NotTrainedWarning,
-    OptionError,
-    first_line,
-    warn,
-)
+from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError, first_line, warn
 from scforge.estimators.card import CardFacts, Origin, in_epochs, model_card, shown
 from scforge.estimators.serialize import LANDMARKS, load_weights, write_folder
 from scforge.estimators.setup import (
@@ -407,8 +400,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
         try:
             cls._get_most_recent_anndata_manager(adata, required=True)
         except ValueError as error:
-            copied = ", because it is a copy of one that is" if "copy" in str(error) else ""
-            raise OptionError(f"adata is not set up{copied}; call {cls.__name__}.setup_anndata first.") from error
+            why = ", because it is a copy of one that is" if "copy" in str(error) else ""
+            raise OptionError(f"adata is not set up{why}; call {cls.__name__}.setup_anndata(adata) first.") from error
 
     def _source(self, adata: AnnData | Cells | str | os.PathLike[str] | None) -> Any:
         """Return `adata`, or what the model was trained on if None."""
@@ -531,9 +524,10 @@ class CellModel(BaseModelClass, metaclass=_Front):
         card: str | None = None,
     ) -> None:
         """Write a model folder with these weights, or those of the module, and this card, or the usual one."""
+        state = self.module.state_dict() if weights is None else weights
         write_folder(
             dir_path,
-            module=self.module,
+            state if weights is not None or self._landmarks is None else {**state, LANDMARKS: self._landmarks},
             vocab=self._spec.vocab,
             content=self._content(),
             seen=self._seen,
@@ -541,8 +535,6 @@ class CellModel(BaseModelClass, metaclass=_Front):
             overwrite=overwrite,
             adata=adata,
             extra=extra,
-            weights=weights,
-            landmarks=self._landmarks if weights is None else None,
         )
 
     def _current_origin(self) -> Origin | None:

@@ -407,7 +407,7 @@ def _networks(
     vectors = {name: model.get_gene_embeddings(key_added=None) for name, model in models.items()}
     if untrained:
         first = next(iter(models.values()))
-        module, tokenizer = first.spec.build_untrained(seed=0)
+        module, tokenizer = first.spec.build_untrained()
         genes = pd.Index(first.vocab.genes, dtype=str)
         vectors[_UNTRAINED_NAME] = pd.DataFrame(input_gene_embeddings(module, tokenizer), index=genes)
     known = dict(zip(adata.var_names.astype(str), gene_names(adata, gene_key), strict=True))

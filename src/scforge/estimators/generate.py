@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -191,4 +190,4 @@ def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int
 
 def _is_missing(name: Any) -> bool:
     """Whether a class is None, or what stands for it in a column of obs."""
-    return name is None or name is pd.NA or name is pd.NaT or (isinstance(name, numbers.Real) and math.isnan(name))
+    return bool(pd.api.types.is_scalar(name) and pd.isna(name))

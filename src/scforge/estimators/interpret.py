@@ -20,15 +20,7 @@ from scforge.data.cells import Cells, CellSource
 from scforge.data.checks import gene_names
 from scforge.data.genes import GeneMap
 from scforge.data.vocab import SPECIES, GeneVocab, gene_table
-from scforge.errors import (
-    DataError,
-    GeneMismatchError,
-    OptionError,
-    did_you_mean,
-    listing,
-    suggest,
-    warn,
-)
+from scforge.errors import DataError, GeneMismatchError, OptionError, did_you_mean, listing, suggest, warn
 from scforge.estimators.base import CellModel
 from scforge.finetuning.labels import text_of
 from scforge.insilico.imputation import check_predicts
@@ -202,7 +194,7 @@ _HIGH_FDR = 0.1
 
 def untrained_embedder(model: CellModel, batch_size: int) -> Callable[[Cells], np.ndarray]:
     """Return what embeds cells with the architecture of a model and random weights."""
-    module, tokenizer = model.spec.build_untrained(seed=0)
+    module, tokenizer = model.spec.build_untrained()
     module.to(next(model.module.parameters()).device)
     return partial(embed, module, tokenizer=tokenizer, objective=model._pretraining, batch_size=batch_size)
 

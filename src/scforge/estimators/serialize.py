@@ -221,17 +221,15 @@ _SPLIT, ADATA = "split.safetensors", "adata.h5ad"
 
 def write_folder(
     path: str | os.PathLike[str],
+    weights: Mapping[str, torch.Tensor],
     *,
-    module: nn.Module,
     vocab: GeneVocab,
     content: dict[str, Any],
     card: str,
     overwrite: bool,
-    seen: HeldOutRegistry | None = None,
-    adata: AnnData | None = None,
-    extra: Any = None,
-    weights: dict[str, torch.Tensor] | None = None,
-    landmarks: torch.Tensor | None = None,
+    seen: HeldOutRegistry | None,
+    adata: AnnData | None,
+    extra: Any,
 ) -> None:
     """Write a model folder: all of it, or nothing.
 
@@ -239,7 +237,7 @@ def write_folder(
     ----------
     path
         Folder to make.
-    module, vocab
+    weights, vocab
         Weights and vocabulary.
     content
         JSON-safe description of the model.
@@ -253,20 +251,9 @@ def write_folder(
         Training data to write, too.
     extra
         Called with the folder before it is put in place, to write further files.
-    weights
-        Weights to write in place of those that the module has now.
-    landmarks
-        Embeddings of cells of the training, shape (S, D), to map queries onto.
-
-    Raises
-    ------
-    OSError
-        If there is no room, or no permission.
     """
     with atomic_folder(path, overwrite=overwrite) as folder:
-        source = module.state_dict() if weights is None else weights
-        source = source if landmarks is None else {**source, LANDMARKS: landmarks}
-        tensors = {name: value.detach().cpu().contiguous() for name, value in source.items()}
+        tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
         save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
         vocab.save(folder / _VOCAB)
         (folder / _CARD).write_text(card, encoding="utf-8")

@@ -391,21 +391,15 @@ class ModelSpec:
             module.init_gene_weights(torch.from_numpy(serialization_weights(self.vocab, weighting)))
         return module if self.tuning is None else self.tuning.build_module(module)
 
-    def build_untrained(self, seed: int) -> tuple[nn.Module, Tokenizer]:
-        """Make the module of the pretraining with random weights of a seed, and the tokenizer.
-
-        Raises
-        ------
-        OptionError
-            If it starts from gene vectors that are not at hand any more.
-        """
+    def build_untrained(self) -> tuple[nn.Module, Tokenizer]:
+        """Make the module of the pretraining with random weights, and the tokenizer."""
         spec = replace(self, tuning=None)
         tokenizer = spec.build_tokenizer()
         vectors = tokenizer.gene_vectors()
         if vectors is None and spec.model_options.get("gene_vectors") is not None:
             raise OptionError("the model started from gene vectors, which a saved model has in its trained form only.")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(0)
             return spec.build_module(vectors).eval(), tokenizer
 
     def build_tokenizer(self) -> Tokenizer:
@@ -440,7 +434,9 @@ def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objec
     value: float = tokenizer.lists_all_genes or getattr(objective, "zero_targets", 0.0)
     if value and is_truncated(value_loss):
         other = value_loss.removeprefix("zero_truncated_")
-        raise OptionError(f"value_loss={value_loss!r} knows no zeros, but {option}={value!r} does; choose {other!r}.")
+        raise OptionError(
+            f"value_loss={value_loss!r} needs counts above 0, but {option}={value!r} makes zeros; choose {other!r}."
+        )
 
 
 def _settle(options: dict[str, Any], name: str, value: Any, because: str) -> None:
