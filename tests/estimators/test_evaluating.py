@@ -94,7 +94,7 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
             {"benchmarks": {"perturbation_prediction": {"perturbation_key": "group", "control": "a"}}},
             "evaluate_perturb",
         ),
-        ({"benchmarks": "generation"}, "with others than those of the training"),
+        ({"benchmarks": "generation"}, "needs held-out cells as adata"),
         ({"benchmarks": "gene_network", "network": edges(), "baselines": False}, "^baselines is for embeddings, "),
         (
             {"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl", "baselines": True},
