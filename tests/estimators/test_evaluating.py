@@ -100,7 +100,7 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
             {"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl", "baselines": True},
             "gene_key='symbl' is not in adata.var",
         ),
-        ({"benchmarks": "my_network", "network": edges()}, "'my_network' scores what scforge cannot make of a model"),
+        ({"benchmarks": "my_network", "network": edges()}, "'my_network' scores what no model makes by itself"),
     ],
 )
 def test_mistakes(trained: Encoder, options: dict, message: str, request: pytest.FixtureRequest) -> None:

@@ -344,7 +344,7 @@ def test_transcription_factors_are_drawn_and_the_same_for_all_scores(planted) ->
             r"no column 'source', .* \(there is: 'tf'",
         ),
         ({"truth": lambda t: t.assign(target=[None, *t["target"][1:]])}, DataError, "'target', or lack names in it"),
-        ({"made": lambda m: pd.concat([m, m[:2]])}, DataError, "2 edges stand there twice"),
+        ({"made": lambda m: pd.concat([m, m[:2]])}, DataError, "2 edges occur twice"),
         ({"made": lambda m: m.assign(weight=[np.nan, *m["weight"][1:]])}, DataError, "1 weights are not"),
     ],
 )

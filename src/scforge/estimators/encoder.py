@@ -860,7 +860,9 @@ class Encoder(CellModel):
             cells.column(batch_key)  # raises where there is none
         # Cells can be mapped without a batch; they are decoded in the mean of all.
         has_column = batch_key is not None or integrated or (cells.obs is not None and key in cells.obs)
-        found = with_batches_of(cells, key, known["batches"]) if known.get("batches") and has_column else {}
+        found: dict[str, Any] = {}
+        if known.get("batches") and has_column and reference_cells is None:
+            found = with_batches_of(cells, key, known["batches"])
         base, task, given = reference, dict[str, Any](name="adaptation"), source
         if reference_cells is not None:
             learned = reference._open(reference._source(reference_cells))
