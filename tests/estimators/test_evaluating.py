@@ -92,7 +92,7 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
         ({"benchmarks": "geometry", "network": "edges.csv"}, "which only the benchmark gene_network needs"),
         (
             {"benchmarks": {"perturbation_prediction": {"perturbation_key": "group", "control": "a"}}},
-            "evaluate_perturb",
+            "scores what no model makes by itself; call scforge.eval.compare",
         ),
         ({"benchmarks": "generation"}, "needs held-out cells as adata"),
         ({"benchmarks": "gene_network", "network": edges(), "baselines": False}, "^baselines is for embeddings, "),

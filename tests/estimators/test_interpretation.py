@@ -73,7 +73,7 @@ def test_the_same_genes_in_an_untrained_model(planted_model: Encoder):
     without = planted_model.perturb_in_silico(**asked, untrained=False)
     pd.testing.assert_frame_equal(without, results.drop(columns=["shift_z_untrained", "goal_z_untrained"]))
     random = Encoder(planted_model.adata, **VIEWS)
-    random.module.load_state_dict(planted_model.spec.build_untrained(0)[0].state_dict())
+    random.module.load_state_dict(planted_model.spec.build_untrained()[0].state_dict())
     with pytest.warns(NotTrainedWarning, match="how cells move is random"):
         expected = random.perturb_in_silico(**asked, untrained=False).set_index("gene").loc[results["gene"]]
     for name in ("shift_z", "goal_z"):

@@ -176,7 +176,7 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
     other.is_trained_ = True
     for call, options, message in [
         (plain.generate, {}, r"'scdiva' and 'variational' generates no cells; .* 'masked_diffusion'"),
-        (plain.denoise, {}, r"predicts no expression of hidden genes; .* objective='masked_diffusion'"),
+        (plain.denoise, {}, r"predicts no expression of hidden genes; .* 'masked_diffusion' and 'scdiva'"),
         (model.generate, {"condition": "a"}, "the model knows no classes; leave it out"),
         (model.generate, {"n_cells": None, "prompt": ["gene0"]}, "n_cells=None is not a whole number of cells"),
         (small.generate, {"max_len": 9}, "max_len=9 but the model has room for 8 tokens; lower it"),
