@@ -84,7 +84,7 @@ def test_not_set_up(tiny_adata: ad.AnnData) -> None:
     fails(lambda: Encoder(tiny_adata), OptionError, "adata is not set up; call Encoder.setup_anndata(adata) first.")
     Encoder.setup_anndata(tiny_adata)
     for other in (tiny_adata.copy(), tiny_adata[:10]):
-        hint = "adata is not set up, because it is a copy of the one that was set up; call Encoder.setup_anndata"
+        hint = "adata is not set up, because it is a copy of one that is; call Encoder.setup_anndata"
         fails(lambda o=other: Encoder(o), OptionError, hint)
 
 
@@ -174,7 +174,7 @@ def test_options_of_the_model(build, parts, options, error, message) -> None:
 def test_a_tokenizer_in_place_of_its_options(build) -> None:
     vocab = GeneVocab.from_genes([f"gene{i}" for i in range(40)]).with_medians(np.ones(40))
     tokenizer = get_tokenizer("rank_value", vocab, max_len=30)
-    wrong = "is neither a name nor a dict with 'name' and options, such as its config() gives"
+    wrong = "is neither a name nor a dict with 'name' and options"
     fails(lambda: build("transformer_encoder", tokenizer), OptionError, wrong)
     parts = {"name": "rank_value", **tokenizer.config()}
     model = build("transformer_encoder", parts, vocab=tokenizer.vocab)

@@ -341,8 +341,8 @@ def test_gene_key_names_the_genes(trained, tiny_adata: ad.AnnData) -> None:
 @pytest.mark.parametrize(
     ("argument", "told"),
     [
-        ("layer", "layer='counts', where the training data have them, is not in adata.layers of these cells"),
-        ("gene_key", "gene_key='ensembl', where .* is not in adata.var of these cells; did you mean 'ensembl_id'"),
+        ("layer", "layer='counts' is not in adata.layers .*the training data have them there"),
+        ("gene_key", "gene_key='ensembl' is not in adata.var; did you mean 'ensembl_id'"),
     ],
 )
 def test_new_cells_with_counts_or_names_elsewhere(trained, tiny_adata: ad.AnnData, argument: str, told: str) -> None:

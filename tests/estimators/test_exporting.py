@@ -114,7 +114,7 @@ def test_an_export_that_computes_something_else(weight: float, models, tmp_path:
         return whole(model, wrong, *rest)
 
     monkeypatch.setattr(exporting, "_program", other)
-    with pytest.raises(ModelFileError, match=r"exported to 'model\.pt2' computes something else than encode, by"):
+    with pytest.raises(ModelFileError, match=r"in 'model\.pt2' differs from encode by"):
         models["light"].export(tmp_path / "out", "torch")
     assert not list(tmp_path.iterdir())
 
@@ -132,7 +132,7 @@ def test_an_architecture_that_cannot_be_exported(
     adata = pbmc[:60].copy()
     Encoder.setup_anndata(adata)
     model = Encoder(adata, custom_architecture, n_top_genes=300, hidden_dim=8, num_layers=1)
-    with pytest.raises(OptionError, match=r"architecture='my_pooling' cannot be exported: torch\.export says .*\.$"):
+    with pytest.raises(OptionError, match=r"architecture='my_pooling' cannot be exported \(.*\)\.$"):
         model.export(tmp_path / "out", "torch")
     assert not list(tmp_path.iterdir())
 

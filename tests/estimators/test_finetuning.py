@@ -206,7 +206,7 @@ def test_adapters_in_a_folder(base: Encoder, adapted: Encoder, cells: ad.AnnData
         (OptionError, "no adapters", loaded.merge_adapter),
         (OptionError, "no adapters", partial(loaded.save, tmp_path / "none", adapter_only=True)),
         (OptionError, "no adapters", partial(base.save, tmp_path / "none", adapter_only=True)),
-        (OptionError, "no task to be scored by; .*evaluate_models", base.evaluate),
+        (OptionError, "the model has no task; .*evaluate_models", base.evaluate),
         (OptionError, "the model has no task, so it cannot .*finetune", base.predict),
         (ModelFileError, "another base model", partial(Encoder.load, tmp_path / "adapter", base=other)),
         (
@@ -260,7 +260,7 @@ def test_cells_without_label_take_no_part(tune: Callable[..., Encoder], cells: a
         ({"labels_key": "grop"}, "labels_key='grop' is not a column .*did you mean 'group'"),
         ({"labels_key": "none"}, "labels_key='none' leaves no cell to train on; choose another"),
         ({"lora": {"targets": ["qkv_prj"]}}, "'qkv_prj', which is no linear layer of TransformerEncoder"),
-        ({"lora": True, "freeze": 1}, "adapters freeze the weights of the encoder anyway"),
+        ({"lora": True, "freeze": 1}, "adapters freeze the encoder anyway"),
         ({"lora": True, "gradual_unfreezing": 1}, "thaws layers that lora=True keeps frozen"),
         ({"freeze": 9}, "freeze=9 but there are 3 layers"),
         ({"datamodule": 3}, "datamodule is of no use to finetune"),

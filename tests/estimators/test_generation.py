@@ -122,7 +122,7 @@ def test_prompts(model: Encoder):
         ("plain", {"temperature": -1.0}, "temperature=-1.0"),
         ("plain", {"top_k": 0}, "top_k=0"),
         ("plain", {"condition": "a"}, "the model knows no classes"),
-        ("plain", {"prompt": ["gene60", "nogene"]}, "prompt names 'nogene', not among the 40 genes"),
+        ("plain", {"prompt": ["gene60", "nogene"]}, "prompt names 'nogene', not among the model's 40 genes"),
         ("plain", {"prompt": ["gene60", "gene60"]}, "prompt names 'gene60' twice, maybe"),
         ("plain", {"prompt": {"gene60": -1.0}}, "is not a positive number"),
         ("plain", {"prompt": SERIES}, r"^prompt=Series is no list of genes, no dict .*AnnData.$"),

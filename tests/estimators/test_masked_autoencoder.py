@@ -59,16 +59,20 @@ def test_the_transformer_predicts_values_and_bins_too(trained) -> None:
 MAE, ZEROS_TOO = "masked_autoencoder", {**COUNTS, "include_zero_genes": True}
 MISFITS = [
     (MAE, {"objective": "masked_gene_prediction"}, "not go with MaskedAutoencoder, .* choose objective='masked_value"),
-    ("transformer_encoder", {}, r"without an expression_head .* is about; pass expression_head='value'\.$"),
+    ("transformer_encoder", {}, r"needs a head that predicts values; pass expression_head='value'\.$"),
     ("transformer_encoder", {"tokenizer": "binned_expression"}, r"='value' or expression_head='bin'\.$"),
-    ("transformer_encoder", {"expression_head": "bin"}, "predicts bins, which the tokenizer .* not make; choose tok"),
+    ("transformer_encoder", {"expression_head": "bin"}, "the tokenizer .* makes no bins; choose 'value'"),
     ("autoregressive_transformer", {}, "not go with AutoregressiveTransformer, which predicts the next token"),
     ("gene_pooling", {"pooling": "mean"}, "not go with GenePoolingModel, which predicts no values of tokens"),
     (MAE, {"value_loss": "poisson"}, "counts, which .* does not give; pass tokenizer=.*, or value_loss='mse"),
-    (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": COUNTS, "objective": HALF}, "1, but zero_targets="),
-    (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": ZEROS_TOO}, "include_zero_genes=True makes targets"),
+    (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": COUNTS, "objective": HALF}, "0, but zero_targets="),
+    (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": ZEROS_TOO}, "include_zero_genes=True makes zeros"),
     (MAE, SMALL | {"hidden_dim": 8}, "hidden_dim=8 and encoder_dim=8 are the same option of Mas"),
-    (MAE, {"max_seq_len": 60, "objective": WHOLE}, "max_seq_len=60 is smaller than the 80 tokens that the tokenizer"),
+    (
+        MAE,
+        {"max_seq_len": 60, "objective": WHOLE},
+        "max_seq_len=60 is smaller than the 80 tokens that 'continuous_projection'",
+    ),
 ]
 
 

@@ -17,7 +17,7 @@ from scforge.pl import calibration
 QUIET = {"progress_bar": False, "accelerator": "cpu", "num_threads": 0}
 N_GENES = 60
 VECTORS = "encoder.decoder.expression.batch_embedding.weight"
-LEFT = "not comparable with the one that the reference model wrote"
+LEFT = "not comparable with the embedding of the reference model"
 
 
 def cells(batches: list[str], types: list[str], n: int = 120, seed: int = 0) -> ad.AnnData:
@@ -166,6 +166,16 @@ def test_query_and_reference_are_trained_on_together(reference, distant, has_bat
     with pytest.raises(DataError, match="the cells are not those of the fine-tuning, or not all of them"):
         loaded.train(max_epochs=1, **QUIET)
     assert (joint.transfer_labels()["label"] == distant.obs["kind"])[distant.obs["kind"] != "t3"].mean() > 0.8
+
+
+def test_joint_trainings_keep_the_batches_of_the_first_reference(reference, distant, query):
+    joint = Encoder.load_query_data(distant, reference, reference_cells=reference.adata)
+    with pytest.warns(ScforgeWarning, match="Batches 'b1' of query and reference are taken for the same"):
+        again = Encoder.load_query_data(query, joint, reference_cells=reference.adata)
+    column = again.objective.pretraining.batch_key
+    assert column == joint.objective.pretraining.batch_key == "lane"
+    assert again.objective.pretraining.batches == ["b0", "b1", "b3", "b2"]
+    assert set(again._data.cells.obs[column]) == {"b0", "b1", "b2"}
 
 
 def test_cells_of_the_reference_are_of_use_to_neighbors_alone(viewed, distant):
@@ -321,8 +331,8 @@ def test_what_cannot_be_done_is_said(reference, viewed, query, tmp_path):
     for model, options, message in [
         (annotator, {}, "fine-tuned for 'annotation'"),
         (viewed, {"batch_key": "lane"}, "batch_key='lane' is of no use"),
-        (viewed, {"lora": False}, "lora=False is of no use, as nothing is left to train"),
-        (reference, {"lora": {"r": 2}}, "'neighbor_denoising' leaves the encoder as it is"),
+        (viewed, {"lora": False}, "lora=False is of no use for a reference of 'joint_embedding'"),
+        (reference, {"lora": {"r": 2}}, "lora=.* is of no use for a reference of 'neighbor_denoising'"),
     ]:
         with pytest.raises(OptionError, match=message):
             Encoder.load_query_data(query, model, **options)

@@ -132,7 +132,7 @@ def test_a_finished_training_is_not_trained_again(cells, tmp_path, caplog):
     train(whole, tmp_path, resume="auto")  # where there is nothing yet
     before = rows(tmp_path)
     train(again, tmp_path, resume="auto", crash=0)
-    assert re.search(r"The training in \S+ is already complete: 3 epochs, 9 steps\.", caplog.text)
+    assert re.search(r"The training in \S+ is complete: 3 epochs, 9 steps\.", caplog.text)
     assert "Resuming" not in caplog.text
     assert same_weights(whole, again)
     assert again.n_epochs_ == whole.n_epochs_ == 3

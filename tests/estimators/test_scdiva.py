@@ -109,24 +109,34 @@ def test_what_cannot_be_made_or_asked(trained, make) -> None:
     assert tuned.get_latent_representation(key_added=None).shape == (60, 4)
     latent, expression = ScDiVa.get_latent_representation, ScDiVa.get_normalized_expression
     for model, method, options, message in [
-        (make(variational=False), latent, {"return_dist": True}, "made with variational=False; make one without it"),
+        (make(variational=False), latent, {"return_dist": True}, "return_dist=True but .* trained no variances"),
         (
             make(**masked),
             latent,
             {"return_dist": True},
-            "prediction' with these options trains no variances",
+            "prediction' with these options trained no variances",
         ),
         (tuned, latent, {"return_dist": True}, "return_dist=True: the model was fine-tuned for 'annotation'"),
-        (plain, ScDiVa.predict, {}, "learned no labels, .* supervised=True"),
+        (plain, ScDiVa.predict, {}, "learned no labels .* supervised=True"),
         (plain, ScDiVa.predict, {"task": "annotations"}, "task='annotations' is not known"),
         (tuned, ScDiVa.predict, {"task": "regression"}, "task='regression' but .* fine-tuned for 'annotation'"),
-        (trained(setup={}), expression, {"transform_batch": "one"}, "the model knows no batches; call setup_anndata"),
-        (plain, expression, {"transform_batch": "z"}, r"transform_batch='z' is no batch .*\(known: 'x', 'y'\)"),
+        (
+            trained(setup={}),
+            expression,
+            {"transform_batch": "one"},
+            "transform_batch='one' is not in batches of the model",
+        ),
+        (
+            plain,
+            expression,
+            {"transform_batch": "z"},
+            r"transform_batch=.z. is not in batches .*: .x., .y.",
+        ),
         (plain, expression, {"transform_batch": []}, "names no batch"),
-        (plain, expression, {"library_size": "latent"}, "library_size='latent' is neither 'log1p' nor a positive num"),
+        (plain, expression, {"library_size": "latent"}, "library_size='latent' is not a positive number"),
         (plain, expression, {"gene_list": ["nothing"]}, "genes names 'nothing'"),
-        (make(**masked), expression, {}, "decoder of the model was not trained by the objective 'masked_gene_pred"),
-        (make(supervised=True, objective=without), expression, {}, "decoder .* not trained by the objective 'variat"),
+        (make(**masked), expression, {}, "'masked_gene_prediction' trained no decoder"),
+        (make(supervised=True, objective=without), expression, {}, "'variational' trained no decoder"),
     ]:
         with pytest.raises((OptionError, GeneMismatchError), match=message):
             method(model, **options)

@@ -95,7 +95,7 @@ def test_what_cannot_be_set_up(mdata, tiny_adata):
         Encoder(mdata)
     for data, arguments, error, message in [
         (mdata, {"modality": "RNA"}, OptionError, "modality='RNA' is not in 'mdata'; did you mean 'rna'"),
-        (mdata, {"batch_key": "doner"}, DataError, "batch_key='doner' is a column neither of .* did you mean 'donor'"),
+        (mdata, {"batch_key": "doner"}, DataError, "batch_key='doner' is not in .* or mdata.obs; did you mean 'donor'"),
         (mdata, {"layer": "raw"}, DataError, "modality='rna': layer='raw' is not in adata.layers"),
         (tiny_adata, {}, OptionError, "mdata is of type 'AnnData'; call setup_anndata"),
         (mdata[:20], {}, DataError, "mdata is a view"),

@@ -229,9 +229,9 @@ def test_bad_input(name: str, options: dict, error: type[Exception], message: st
 
 @pytest.mark.skipif(find_spec("czbenchmarks") is not None, reason="cz-benchmarks is installed")
 def test_a_registered_task_tells_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(OptionError, match=r"pip install 'scforge\[cz\]', in an environment of its own"):
+    with pytest.raises(OptionError, match=r"install 'scforge\[cz\]'"):
         evaluate_cz(scforge.datasets.pbmc3k()[:50], ["clustering"], "X", labels_key="cell_type")
     scforge.datasets.pbmc3k()[:50].copy().write_h5ad(tmp_path / "cells.h5ad")
     command = f"evaluate {tmp_path / 'cells.h5ad'} -m scforge://pbmc3k-light --benchmarks cz_clustering"
     assert main([*command.split(), "--labels-key", "cell_type"]) == 2
-    assert "pip install 'scforge[cz]', in an environment of its own" in capsys.readouterr().err
+    assert "install 'scforge[cz]'" in capsys.readouterr().err

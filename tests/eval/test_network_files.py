@@ -91,7 +91,7 @@ def test_several_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("a\tb\nx\ty\n", {}, r"there is no column source or tf .*\(there are: 'a', 'b'\); name those"),
+        ("a\tb\nx\ty\n", {}, r"there is no column source or tf .*\(there are: 'a', 'b'\); name factors"),
         ("", {}, "cannot be read as a network"),
         ("source,target\nA,\n", {}, "has 1 edges without a source or target; fill or remove"),
         ("source,target,weight\nA,x,much\n", {}, "Unable to parse string"),

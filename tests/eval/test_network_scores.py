@@ -111,7 +111,7 @@ def test_predicted_effects() -> None:
         assert as_dict(edges_from_perturbations(given)) == pytest.approx(expected)
     assert len(edges_from_perturbations(predicted, tfs=["B"])) == 2
     predicted.obs["perturbation"] = "A+B"
-    with pytest.raises(DataError, match=r"no layers\['delta'\] of perturbations of single genes \(.*'A\+B'"):
+    with pytest.raises(DataError, match=r"no layers\['delta'\] of single perturbed genes \(.*'A\+B'"):
         edges_from_perturbations(predicted)
     with pytest.raises(DataError, match=r"no layers\['delta'\]"):
         edges_from_perturbations(ad.AnnData(np.zeros((1, 1))))

@@ -88,6 +88,19 @@ def test_replicates_are_one_row(embedded: ad.AnnData) -> None:
     assert row.spreads["knn_macro_f1"] == pytest.approx(np.std(alone, ddof=1))
 
 
+def test_a_benchmark_without_metrics_is_refused_by_name(embedded: ad.AnnData) -> None:
+    class Nameless(Benchmark):
+        def run(self, made: np.ndarray, reference: pd.DataFrame) -> dict[str, float]:
+            return {}
+
+    for call in (
+        lambda: evaluate(embedded, Nameless(), "X_good", baselines=(3,)),
+        lambda: compare(Nameless(), {"X_good": embedded.obsm["X_good"]}, embedded.obs, kinds={"X_good": "model"}),
+    ):
+        with pytest.raises(OptionError, match="the benchmark 'Nameless', which does not define 'metrics'; add it"):
+            call()
+
+
 def test_other_subjects() -> None:
     class Distance(Benchmark):
         subject = "ranking"

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from scforge._lazy import lazy_names
 
-_NAMES = {
-    "Encoder": "scforge.estimators.encoder",
-    "ScDiVa": "scforge.estimators.scdiva",
-}
+_NAMES = {"Encoder": "scforge.estimators.encoder", "ScDiVa": "scforge.estimators.scdiva"}
 
-__all__ = [
-    "Encoder",
-    "ScDiVa",
-]
+__all__ = ["Encoder", "ScDiVa"]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -25,6 +25,7 @@ from scvi.model.base._base_model import BaseModelMetaClass
 
 from scforge._constants import AUTO_KEY, OBSM_KEY, QUERY_KEY, UNS_KEY
 from scforge._registry import check_options
+from scforge._version import __version__
 from scforge.data.cells import Cells, CellSource
 from scforge.data.checks import (
     check_adata,
@@ -37,16 +38,8 @@ from scforge.data.checks import (
 from scforge.data.readers import check_modality, is_collection
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
-from scforge.errors import (
-    DataError,
-    GeneMismatchError,
-    ModelFileError,
-    NotTrainedWarning,
-    OptionError,
-    first_line,
-    warn,
-)
-from scforge.estimators.card import CardFacts, Origin, described, model_card, provenance
+from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError, first_line, warn
+from scforge.estimators.card import CardFacts, Origin, in_epochs, model_card, shown
 from scforge.estimators.serialize import LANDMARKS, load_weights, write_folder
 from scforge.estimators.setup import (
     LAST,
@@ -292,10 +285,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         >>> adata.uns["scforge"]["X_scforge"]["architecture"]
         'gene_pooling'
         """
-        source = self._source(adata)
-        check_filled(self.module)
-        if not self.is_trained_:
-            warn("The model is not trained; its embedding is random.", NotTrainedWarning)
+        source = self._ready(adata, "its embedding is")
         cells = self._open(source)
         rows = None if indices is None else positions(indices, len(cells))
         embedding = embed(
@@ -373,27 +363,33 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def _repr_html_(self) -> str:
         """Return what the model is, for a notebook."""
         heading, facts = self._described()
-        facts["set up with"] = ", ".join(
-            f"{name}={self._setup[name]!r}"
-            for name in ("layer", "gene_key", "batch_key", "labels_key")
-            if self._setup.get(name)
-        )
+        keys = ("layer", "gene_key", "batch_key", "labels_key")
+        facts["set up with"] = ", ".join(f"{key}={self._setup[key]!r}" for key in keys if self._setup.get(key))
         left = "style='text-align: left; vertical-align: top'"
-        lines = (
-            f"<tr><th {left}>{html.escape(name)}</th><td {left}>{html.escape(text)}</td></tr>"
-            for name, text in facts.items()
-            if text
-        )
+        cells = ([html.escape(part) for part in fact] for fact in facts.items() if fact[1])
+        lines = (f"<tr><th {left}>{name}</th><td {left}>{text}</td></tr>" for name, text in cells)
         return f"<b>{html.escape(heading)}</b><table>{''.join(lines)}</table>"
 
     def _described(self) -> tuple[str, dict[str, str]]:
+        """Return what the model shows of itself: a heading, and facts by name."""
+        spec, checkpoint = self._spec, self._facts.checkpoint
         data = self.adata if self._data is None else self._data.cells
-        n_epochs = self.n_epochs_ if self.is_trained_ else None
-        cells = "without adata" if data is None else f"{len(data)} cells"
-        origin = self._facts.checkpoint
-        return described(
-            type(self).__name__, self._spec, self.module, n_epochs=n_epochs, cells=cells, checkpoint=origin
-        )
+        trained = f"trained for {in_epochs(self.n_epochs_)}" if self.is_trained_ else "not trained"
+        if checkpoint is not None:
+            trained = f"weights of {checkpoint.replace('`', '')}" + (f", {trained}" if self.n_epochs_ else "")
+        n_all, n_trained = count_parameters(self.module, trainable_only=False), count_parameters(self.module)
+        frozen = "" if n_all == n_trained else f", {n_trained:,} of them trained"
+        facts = {
+            "data": f"{'without adata' if data is None else f'{len(data)} cells'}, {spec.vocab}",
+            "tokenizer": f"{spec.tokenizer} ({shown(spec.tokenizer_options)})",
+            "objective": f"{spec.objective} ({shown(spec.objective_options)})",
+            "options": shown(spec.model_options),
+        }
+        if spec.tuning is not None:
+            facts["task"] = f"{spec.tuning.task} ({shown(spec.tuning.task_options)})"
+            if spec.tuning.lora is not None:
+                facts["lora"] = shown(spec.tuning.lora)
+        return f"{type(self).__name__}({spec.architecture}, {n_all:,} parameters{frozen}, {trained})", facts
 
     @classmethod
     def _require_setup(cls, adata: AnnData | None, registry: dict[str, Any] | None) -> None:
@@ -404,10 +400,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
         try:
             cls._get_most_recent_anndata_manager(adata, required=True)
         except ValueError as error:
-            copied = ", because it is a copy of the one that was set up" if "copy" in str(error) else ""
-            raise OptionError(
-                f"adata is not set up{copied}; call {cls.__name__}.setup_anndata(adata) first."
-            ) from error
+            why = ", because it is a copy of one that is" if "copy" in str(error) else ""
+            raise OptionError(f"adata is not set up{why}; call {cls.__name__}.setup_anndata(adata) first.") from error
 
     def _source(self, adata: AnnData | Cells | str | os.PathLike[str] | None) -> Any:
         """Return `adata`, or what the model was trained on if None."""
@@ -418,6 +412,16 @@ class CellModel(BaseModelClass, metaclass=_Front):
         if adata is None:
             raise OptionError("adata=None but the model was loaded without adata; pass the cells.")
         return self._adata_of(adata, self._setup.get("modality"))
+
+    def _ready(
+        self, adata: AnnData | Cells | str | os.PathLike[str] | None, what: str, *, needs_cells: bool = True
+    ) -> Any:
+        """Return what to read cells from (None if not needed); warn if the model, and so `what` it makes, is random."""
+        source = self._source(adata) if needs_cells else None
+        check_filled(self.module)
+        if not self.is_trained_:
+            warn(f"The model is not trained; {what} random.", NotTrainedWarning)
+        return source
 
     @property
     def _setup(self) -> dict[str, Any]:
@@ -478,7 +482,17 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     def _made_with(self) -> dict[str, Any]:
         """Return what describes the model beside what it made, as scalars that h5ad can hold."""
-        return provenance(self._spec, n_epochs=self.n_epochs_, is_trained=bool(self.is_trained_))
+        spec = self._spec
+        return {
+            "scforge_version": __version__,
+            "architecture": spec.architecture,
+            "tokenizer": spec.tokenizer,
+            "objective": spec.objective,
+            **({} if spec.tuning is None else {"task": spec.tuning.task}),
+            "n_epochs": self.n_epochs_,
+            "is_trained": bool(self.is_trained_),
+            "vocab_hash": spec.vocab.hash,
+        }
 
     def _keep_landmarks(self, cells: Cells, rows: np.ndarray, batch_size: int) -> None:
         """Embed some cells of the training, onto which queries are mapped, if the objective maps queries."""
@@ -492,9 +506,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def _extend_history(self, figures: dict[str, list[float]]) -> None:
         """Append figures of epochs, one data frame a name, as in scvi-tools."""
         for name, values in figures.items():
-            before = self.history_[name][name].tolist() if name in self.history_ else []
-            index = pd.RangeIndex(len(before) + len(values), name="epoch")
-            self.history_[name] = pd.DataFrame({name: [*before, *values]}, index=index)
+            both = [*(self.history_[name][name] if name in self.history_ else ()), *values]
+            self.history_[name] = pd.DataFrame({name: both}).rename_axis("epoch")
 
     _facts: CardFacts = CardFacts()
     _origin: Origin | None = None
@@ -511,9 +524,10 @@ class CellModel(BaseModelClass, metaclass=_Front):
         card: str | None = None,
     ) -> None:
         """Write a model folder with these weights, or those of the module, and this card, or the usual one."""
+        state = self.module.state_dict() if weights is None else weights
         write_folder(
             dir_path,
-            module=self.module,
+            state if weights is not None or self._landmarks is None else {**state, LANDMARKS: self._landmarks},
             vocab=self._spec.vocab,
             content=self._content(),
             seen=self._seen,
@@ -521,8 +535,6 @@ class CellModel(BaseModelClass, metaclass=_Front):
             overwrite=overwrite,
             adata=adata,
             extra=extra,
-            weights=weights,
-            landmarks=self._landmarks if weights is None else None,
         )
 
     def _current_origin(self) -> Origin | None:
@@ -570,7 +582,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             "seed": self.seed,
             "is_trained": self.is_trained_,
             "n_epochs": self.n_epochs_,
-            "history": {name: frame[name].tolist() for name, frame in self.history_.items()},
+            "history": self._history_lists(),
             **({"card": facts} if facts else {}),
         }
 
@@ -611,10 +623,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
         made_by = config["class"]
         found = class_in_place_of(cls, made_by, config["architecture"]["name"])
         if found is None:
-            raise ModelFileError(
-                f"dir_path={str(dir_path)!r} holds a model of the class {made_by!r}; "
-                f"load it with scforge.models.{made_by}.load."
-            )
+            what = f"dir_path={str(dir_path)!r} holds a model of the class {made_by!r}"
+            raise ModelFileError(f"{what}; load it with scforge.models.{made_by}.load.")
         cls = found
         setup = config["setup"]
         registry = bare_registry(cls.__name__, setup) if adata is None else None
@@ -622,26 +632,31 @@ class CellModel(BaseModelClass, metaclass=_Front):
             adata = cls._set_up_as(adata, setup)
             check_adata(adata)
             if cls._setup_of(adata) is None:
-                labels = setup["labels_key"]
-                present = {
-                    "batch_key": inherited_batch_key(adata.obs, setup["batch_key"]),
-                    "labels_key": labels if labels in adata.obs else None,
-                }
                 own = {key: value for key, value in setup.items() if key != "modality"}
-                cls.setup_anndata(adata, **(own | present))
-        tuning = FineTuneSpec.from_json(config.get("tuning"), source=str(dir_path))
+                own["batch_key"] = inherited_batch_key(adata.obs, setup["batch_key"])
+                own["labels_key"] = setup["labels_key"] if setup["labels_key"] in adata.obs else None
+                cls.setup_anndata(adata, **own)
+        tuning = None if config.get("tuning") is None else FineTuneSpec.from_json(config["tuning"])
         model = cls._of_parts(config, vocab, adata=adata, registry=registry, seed=config["seed"], tuning=tuning)
         load_weights(model.module, weights, source=str(dir_path))
         model._landmarks = weights.get(LANDMARKS)
         model._move_to(device)
-        model._seen = None if tuning is None else HeldOutRegistry.load(dir_path, tuning.split.get("cells"))
         model.is_trained_ = config["is_trained"]
-        model._extend_history(config["history"])
-        model.n_epochs_ = config["n_epochs"]
-        model._facts = CardFacts.from_json(config.get("card"), source=str(dir_path))
+        model._restore(config, dir_path)
         name, revision = origin_of(Path(dir_path))
         model._origin = replace(model._origin_at(dir_path), name=name, revision=revision)
         return model
+
+    def _restore(self, content: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
+        """Take over what the description of a model or an adapter says of its training."""
+        if self._spec.tuning is not None:
+            self._seen = HeldOutRegistry.load(folder, self._spec.tuning.split.get("cells"))
+        self._extend_history(content["history"])
+        self.n_epochs_ = content["n_epochs"]
+        self._facts = CardFacts.from_json(content.get("card"), source=str(folder))
+
+    def _history_lists(self) -> dict[str, list[float]]:
+        return {name: frame[name].tolist() for name, frame in self.history_.items()}
 
     @classmethod
     def _of_parts(cls, parts: Mapping[str, Any], vocab: GeneVocab, **options: Any) -> Any:
@@ -711,16 +726,12 @@ class CellModel(BaseModelClass, metaclass=_Front):
         if mdata.is_view:
             raise DataError("mdata is a view of another MuData; copy it first with mdata = mdata.copy().")
         adata = mdata.mod[modality]
-        keys = {
-            name: adopted(mdata, modality, name, key)
-            for name, key in {"batch_key": batch_key, "labels_key": labels_key}.items()
-        }
+        batch_key = adopted(mdata, modality, "batch_key", batch_key)
+        labels_key = adopted(mdata, modality, "labels_key", labels_key)
         try:
-            cls.setup_anndata(adata, layer=layer, gene_key=gene_key, **keys, **kwargs)
-        except GeneMismatchError:
-            raise
+            cls.setup_anndata(adata, layer, gene_key, batch_key, labels_key, **kwargs)
         except DataError as error:
-            raise DataError(f"modality={modality!r}: {error}") from error
+            raise type(error)(f"modality={modality!r}: {error}") from error
         manager = cls._get_most_recent_anndata_manager(adata)
         manager.update_setup_method_args({"modality": modality})
         mdata.uns[LAST] = modality
@@ -751,9 +762,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
             return data
         adata: AnnData = cls._adata_of(data, setup.get("modality"))
         if cls._setup_of(adata) is None:
-            keys = {key: setup[key] for key in ("batch_key", "labels_key")}
             known = {*adata.obs, *shared(data, setup["modality"])}
-            present = {key: column if column in known else None for key, column in keys.items()}
+            present = {key: setup[key] if setup[key] in known else None for key in ("batch_key", "labels_key")}
             cls.setup_mudata(data, **(setup | present))
         return adata
 

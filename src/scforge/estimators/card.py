@@ -15,11 +15,9 @@ from scforge._version import __version__
 from scforge.errors import ModelFileError, OptionError, listing
 from scforge.estimators.spec import ModelSpec
 from scforge.hub.uploading import marked
-from scforge.models._utils import count_parameters
 
 if TYPE_CHECKING:
     import pandas as pd
-    from torch import nn
 
     from scforge.eval.report import Report
     from scforge.foreign.base import Foreign
@@ -281,21 +279,21 @@ def model_card(
     facts = CardFacts() if facts is None else facts
     tuning, base = spec.tuning, facts.base
     before = n_epochs if tuning is None else tuning.base.get("n_epochs", 0)
-    trained = f"{_epochs(before)} of the objective `{spec.objective}` on the architecture `{spec.architecture}`"
+    trained = f"{in_epochs(before)} of the objective `{spec.objective}` on the architecture `{spec.architecture}`"
     if facts.checkpoint is not None or (tuning is None and is_trained and not n_epochs):
         source = facts.checkpoint or "by whom is not known"
         trained = f"Trained elsewhere ({source})" + (f", then {trained}" if before else "")
     if tuning is not None:
         lora = "" if tuning.lora is None else f", with low-rank adapters (r={tuning.lora['r']})"
         of = "" if base is None else f" (`{base.name}`" + (f" at `{base.revision}`)" if base.revision else ")")
-        trained += f"{of}, then {_epochs(n_epochs)} of the task `{tuning.task}`{lora}"
+        trained += f"{of}, then {in_epochs(n_epochs)} of the task `{tuning.task}`{lora}"
     card = ModelCard.from_template(
         _card_data(spec, facts, name, is_adapter=is_adapter),
         template_path=str(_TEMPLATE),
         title=spec.architecture if name is None else name.rpartition("/")[2],
         version=__version__,
-        losses=_shown({key: value for key, value in (last_figures or {}).items() if "loss" in key}, "{:.4g}"),
-        shown=_shown,
+        losses=shown({key: value for key, value in (last_figures or {}).items() if "loss" in key}, "{:.4g}"),
+        shown=shown,
         spec=spec,
         facts=facts,
         name=name,
@@ -307,7 +305,8 @@ def model_card(
     return marked(f"{card.content}\n")
 
 
-def _epochs(n_epochs: int) -> str:
+def in_epochs(n_epochs: int) -> str:
+    """Return a number of epochs as text."""
     return f"{n_epochs} epoch{'' if n_epochs == 1 else 's'}"
 
 
@@ -328,7 +327,7 @@ def _card_data(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_adapte
             dataset_name=score.data or _UNKNOWN,
             metric_type=score.metric,
             # The hub has no place for baselines; without them the figure would stand alone.
-            metric_name=score.metric + (f" (beside {_shown(score.beside, '{:.3f}')})" if score.beside else ""),
+            metric_name=score.metric + (f" (beside {shown(score.beside, '{:.3f}')})" if score.beside else ""),
             metric_value=score.value,
         )
         for score in facts.scores
@@ -346,46 +345,7 @@ def _card_data(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_adapte
     )
 
 
-def provenance(spec: ModelSpec, *, n_epochs: int, is_trained: bool) -> dict[str, Any]:
-    """Return what describes a model beside what it made, as scalars that h5ad can hold."""
-    return {
-        "scforge_version": __version__,
-        "architecture": spec.architecture,
-        "tokenizer": spec.tokenizer,
-        "objective": spec.objective,
-        **({} if spec.tuning is None else {"task": spec.tuning.task}),
-        "n_epochs": n_epochs,
-        "is_trained": is_trained,
-        "vocab_hash": spec.vocab.hash,
-    }
-
-
-def described(
-    name: str, spec: ModelSpec, module: nn.Module, *, n_epochs: int | None, cells: str, checkpoint: str | None = None
-) -> tuple[str, dict[str, str]]:
-    """Return what a model of the class `name` shows of itself: a heading, and facts by name.
-
-    `n_epochs` is None where it is not trained. `checkpoint` is the published one that its first weights are from.
-    """
-    trained = "not trained" if n_epochs is None else f"trained for {_epochs(n_epochs)}"
-    if checkpoint is not None:
-        trained = f"weights of {checkpoint.replace('`', '')}" + (f", {trained}" if n_epochs else "")
-    n_all, n_trained = count_parameters(module, trainable_only=False), count_parameters(module)
-    frozen = "" if n_all == n_trained else f", {n_trained:,} of them trained"
-    facts = {
-        "data": f"{cells}, {spec.vocab}",
-        "tokenizer": f"{spec.tokenizer} ({_shown(spec.tokenizer_options)})",
-        "objective": f"{spec.objective} ({_shown(spec.objective_options)})",
-        "options": _shown(spec.model_options),
-    }
-    if spec.tuning is not None:
-        facts["task"] = f"{spec.tuning.task} ({_shown(spec.tuning.task_options)})"
-        if spec.tuning.lora is not None:
-            facts["lora"] = _shown(spec.tuning.lora)
-    return f"{name}({spec.architecture}, {n_all:,} parameters{frozen}, {trained})", facts
-
-
-def _shown(options: Mapping[str, Any], form: str = "{!r}") -> str:
+def shown(options: Mapping[str, Any], form: str = "{!r}") -> str:
     """Return options as ``name=value``; of a long list its length."""
 
     def short(value: Any) -> str:

@@ -21,7 +21,7 @@ from scforge._checks import check_count, check_seed, check_share
 from scforge._constants import QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._registry import check_options
-from scforge.data.cells import Cells, choose_rows, column_of
+from scforge.data.cells import Cells, column_of
 from scforge.data.neighbors import n_query_clusters
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names
 from scforge.errors import DataError, NotTrainedWarning, OptionError, first_line, warn
@@ -30,10 +30,8 @@ from scforge.estimators.base import CellModel
 from scforge.estimators.card import CardFacts
 from scforge.estimators.finetune import (
     finetune,
-    is_scored_by_labels,
     of_both,
     options_of,
-    own_cells,
     save_adapter,
     votes_of,
     warn_of_undecided,
@@ -44,7 +42,7 @@ from scforge.estimators.generate import generate_with
 from scforge.estimators.hub import load_found, push_model
 from scforge.estimators.interpret import Source
 from scforge.estimators.serialize import expected_of, load_weights, read_adata, read_folder, shapes_of
-from scforge.estimators.setup import bare_registry, check_prefix, class_of_architecture, device_of
+from scforge.estimators.setup import bare_registry, class_of_architecture, device_of
 from scforge.estimators.spec import (
     FineTuneSpec,
     ModelSpec,
@@ -162,20 +160,27 @@ class Encoder(CellModel):
         self.seed = check_seed(seed)
         defaults = defaults_for(architecture, options)
         names = named_options("tokenizer", tokenizer, defaults.tokenizer)
-        self._spec, vectors = ModelSpec.resolve(
+        if n_top_genes is None:
+            n_top_genes = n_top_genes_of(vocab, defaults.n_top_genes)
+        wanted: dict[str, Any] = {
+            "n_top_genes": n_top_genes or None,
+            "needed": needed_statistics(*names),
+            "keep_genes": listed_names("keep_genes", keep_genes),
+        }
+        if self._data is not None:
+            vocab = vocab_of_cells(self._data, vocab, **wanted)
+        elif self.adata is not None:
+            vocab = vocab_of_adata(self.adata, self._setup, vocab, **wanted)
+        elif not isinstance(vocab, GeneVocab):
+            raise OptionError(f"vocab={vocab!r} needs adata; pass a GeneVocab.")
+        spec, vectors = ModelSpec.resolve(
             defaults,
-            self._choose_vocab(
-                vocab,
-                n_top_genes_of(vocab, defaults.n_top_genes) if n_top_genes is None else n_top_genes or None,
-                needed=needed_statistics(*names),
-                keep_genes=listed_names("keep_genes", keep_genes),
-            ),
+            vocab,
             tokenizer=names,
             objective=self._with_found_options(*named_options("objective", objective, defaults.objective)),
             options=options,
         )
-        if tuning is not None:
-            self._spec = replace(self._spec, tuning=tuning)
+        self._spec = replace(spec, tuning=tuning)
         self._tokenizer, self._objective = self._spec.build_tokenizer(), self._spec.build_objective()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
@@ -284,19 +289,9 @@ class Encoder(CellModel):
         self._calibrate(data)
         if self._obsm_key == QUERY_KEY:
             warn(
-                f"The encoder was trained on the query, so its embedding (obsm[{QUERY_KEY!r}]) is not comparable with "
-                "the one that the reference model wrote; embed the reference again with this model: "
-                "query_model.get_latent_representation(reference)."
+                f"The encoder was trained on the query, so obsm[{QUERY_KEY!r}] is not comparable with the embedding of "
+                "the reference model; embed the reference again: query_model.get_latent_representation(reference)."
             )
-
-    def _choose_vocab(self, vocab: str | GeneVocab, n_top_genes: int | None, **options: Any) -> GeneVocab:
-        if self._data is not None:
-            return vocab_of_cells(self._data, vocab, n_top_genes, **options)
-        if self.adata is not None:
-            return vocab_of_adata(self.adata, self._setup, vocab, n_top_genes, **options)
-        if not isinstance(vocab, GeneVocab):
-            raise OptionError(f"vocab={vocab!r} needs adata; pass a GeneVocab.")
-        return vocab
 
     def _with_found_options(self, objective: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Add the options of an objective that are found in the cells of the model."""
@@ -305,10 +300,7 @@ class Encoder(CellModel):
             if self._data is not None:
                 return self._data.cells.column(key)
             if self.adata is None:
-                raise OptionError(
-                    f"the objective learns from the column {key!r} of obs, so it needs adata; pass it, or name the "
-                    "classes among the options of the objective."
-                )
+                raise OptionError(f"the objective learns from obs[{key!r}]; pass adata, or its classes as an option.")
             return column_of(self.adata.obs, key)
 
         key = self._setup.get("batch_key") if self._data is None else self._data.batch_key
@@ -323,9 +315,7 @@ class Encoder(CellModel):
         options = {name: value for name, value in options.items() if value is not None}
         if data is None:
             if self.adata is None:
-                raise OptionError(
-                    "the model was loaded without adata; call Encoder.load(dir_path, adata), or train(datamodule=...)."
-                )
+                raise OptionError("the model was loaded without adata; pass it to Encoder.load, or train(datamodule=).")
             columns: dict[str, Any] = {key: self._setup.get(key) for key in ("batch_key", "labels_key")}
             columns |= self._rows_of_split(options)
             data = CellDataModule(self._open(self.adata), seed=self.seed, **columns, **options)
@@ -334,9 +324,8 @@ class Encoder(CellModel):
             data = CellDataModule(data.cells, seed=self.seed, **options)
         elif options:
             name, value = next(iter(options.items()))
-            if self._query is not None:
-                raise OptionError(f"{name}={value!r} is settled; pass it to load_query_data.")
-            raise OptionError(f"{name}={value!r} is up to the data module; give it to CellDataModule.")
+            place = "CellDataModule" if self._query is None else "load_query_data"
+            raise OptionError(f"{name}={value!r} is settled before the training; pass it to {place}.")
         elif self.adata is None:
             self._data = data
         if is_other:
@@ -380,22 +369,13 @@ class Encoder(CellModel):
         return {"train_rows": split.train, "validation_rows": split.validation}
 
     def _learn_from_others(self, data: CellDataModule) -> None:
-        """Remember the cells of a data module that a fine-tuned model is trained on.
-
-        Raises
-        ------
-        OptionError
-            If its evaluation is about some of them.
-        """
+        """Remember the cells of a data module that a fine-tuned model is trained on; raise for cells of its test."""
         if self._seen is None:
             return
         marks = CellFingerprints.of(self._open(data.cells))
         learned = np.concatenate([data.train_rows, data.validation_rows])
         if n_tested := int(self._seen.tested(marks.numbers)[learned].sum()):
-            raise OptionError(
-                f"datamodule has {n_tested} cells that the fine-tuning held out for testing; leave these out of "
-                "train_rows and validation_rows, or call finetune again."
-            )
+            raise OptionError(f"datamodule has {n_tested} cells that the fine-tuning held out for testing; drop them.")
         task: Any = self.objective  # of a fine-tuned model
         if task.learns_labels:
             self._seen = self._seen.with_learned(marks.take(learned))
@@ -407,7 +387,8 @@ class Encoder(CellModel):
         marks = CellFingerprints.of(cells)
         split = self._seen.split_of(marks.numbers)
         task: Any = self.objective  # of a fine-tuned model
-        of_others = self._seen.learned if is_scored_by_labels(task) else CellFingerprints.none()
+        scored_by_labels = task.learns_labels or getattr(task, "labels_key", None) is not None
+        of_others = self._seen.learned if scored_by_labels else CellFingerprints.none()
         learned, unclear = marks.among(of_others), marks.undecided(of_others)
         if split is not None and (within or len(marks) == len(self._seen.numbers)):
             if not len(split.test):
@@ -422,10 +403,7 @@ class Encoder(CellModel):
             rows = np.flatnonzero(self._seen.tested(marks.numbers) & ~learned if within else ~learned)
             n_learned, n_all, what = int(learned.sum()), len(learned), "cells"
         if not len(rows):
-            raise OptionError(
-                f"the model learned from {n_learned} of these {n_all} {what}, and none is left; "
-                "pass cells that it did not see."
-            )
+            raise OptionError(f"the model learned from {n_learned} of these {n_all} {what}, and none is left to score.")
         if n_learned:
             warn(f"The model learned from {n_learned} of the {n_all} {what}; they are not scored.")
         warn_of_undecided(unclear[rows])
@@ -512,12 +490,24 @@ class Encoder(CellModel):
         >>> annotator.spec.tuning.task, model.spec.tuning is None
         ('annotation', True)
         """
-        given = dict(locals())
-        for name in ("self", "task", "adata", "max_epochs", "options"):
-            del given[name]
         if not self.is_trained_:
             warn("The model is not trained; fine-tuning begins with random weights.", NotTrainedWarning)
-        tuned = finetune(self, task, adata, options, **given)
+        tuned = finetune(
+            self,
+            task,
+            adata,
+            options,
+            labels_key=labels_key,
+            batch_key=batch_key,
+            validation_size=validation_size,
+            test_size=test_size,
+            split_by=split_by,
+            split_key=split_key,
+            freeze=freeze,
+            lora=lora,
+            head=head,
+            seed=seed,
+        )
         tuned.train(max_epochs, **options)
         return tuned
 
@@ -569,7 +559,6 @@ class Encoder(CellModel):
             key_added = QUERY_KEY
         assert self.spec.tuning is not None  # it has a task
         check_options("option of predict", self.spec.tuning.task, options, options_of(task.predict))
-        _check_key_added(key_added)
         source = self._source(adata)
         predictor = self._predictor(self._open(source), batch_size)
         return task.predict(predictor, source if isinstance(source, AnnData) else None, key_added=key_added, **options)
@@ -628,10 +617,7 @@ class Encoder(CellModel):
         ('scforge', True)
         """
         if self.spec.tuning is None:
-            raise OptionError(
-                "the model has no task to be scored by; score its embedding with "
-                "scforge.workflows.evaluate_models(model, adata), or call model.finetune first."
-            )
+            raise OptionError("the model has no task; call model.finetune, or scforge.workflows.evaluate_models.")
         task = self._task("evaluate")
         task.check_evaluate()
         check_seed(seed)
@@ -852,30 +838,19 @@ class Encoder(CellModel):
             raise OptionError(f"reference_model is of type {type(reference).__name__}; give a model or its folder.")
         if not reference.is_trained_:
             raise OptionError("reference_model is not trained; train it, or load one that is.")
-        tuning = reference.spec.tuning
+        tuning, pretraining = reference.spec.tuning, cast("Any", reference._pretraining)
         if tuning is not None and tuning.task not in ("adaptation", "integration"):
-            raise OptionError(
-                f"reference_model was fine-tuned for {tuning.task!r}, which needs labels to train; call its predict "
-                "with the query, or pass the model before that fine-tuning."
-            )
+            raise OptionError(f"reference_model was fine-tuned for {tuning.task!r}; pass the model before that.")
         integrated = tuning is not None and tuning.task == "integration"
-        pretraining: Any = reference._pretraining
         stays = pretraining.maps_queries and not integrated
-        if isinstance(lora, Mapping) if stays else not lora:
-            why = f"{reference.spec.objective!r} leaves the encoder as it is" if stays else "nothing is left to train"
-            raise OptionError(f"lora={lora!r} is of no use, as {why}; leave it out.")
         known = tuning.task_options if tuning is not None and integrated else pretraining.config() if stays else {}
+        of = f"a reference of {reference.spec.objective!r}{', fine-tuned for integration' if integrated else ''}"
+        if isinstance(lora, Mapping) if stays else not lora:
+            raise OptionError(f"lora={lora!r} is of no use for {of}; leave it out.")
         if reference_cells is not None and not stays:
-            raise OptionError(
-                f"reference_cells is of no use for a reference of {reference.spec.objective!r}"
-                f"{' that was fine-tuned for integration' if integrated else ''}; leave it out."
-            )
+            raise OptionError(f"reference_cells is of no use for {of}; leave it out.")
         if batch_key is not None and not known.get("batches") and reference_cells is None:
-            raise OptionError(
-                f"batch_key={batch_key!r} is of no use for a reference whose decoder is told no batches; leave it out, "
-                "or integrate the reference first: setup_anndata(batch_key=...) before it is made, or "
-                'reference.finetune("integration", batch_key=...).'
-            )
+            raise OptionError(f"batch_key={batch_key!r} is of no use for {of} that knows no batches; leave it out.")
         source = reference._source(query)
         cells: Any = reference._open(source)
         split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
@@ -883,63 +858,53 @@ class Encoder(CellModel):
         key: Any = batch_key or (setup or {}).get("batch_key") or known.get("batch_key")
         if batch_key is not None:
             cells.column(batch_key)  # raises where there is none
-        if reference_cells is not None:
-            learned = reference._open(reference._source(reference_cells))
-            both, more = of_both(cells, learned, pretraining, key, reference.seed)
-            model: Encoder = finetune(with_room(reference, more), "adaptation", both, {}, **split)
-            model._query, model._landmarks = source, reference._landmarks
-            return model._mapped_from(reference, cells)
-        found: dict[str, Any] = {}
         # Cells can be mapped without a batch; they are decoded in the mean of all.
         has_column = batch_key is not None or integrated or (cells.obs is not None and key in cells.obs)
-        if known.get("batches") and has_column:
+        found: dict[str, Any] = {}
+        if known.get("batches") and has_column and reference_cells is None:
             found = with_batches_of(cells, key, known["batches"])
-        base, task = reference, dict[str, Any](name="adaptation")
-        if integrated:
+        base, task, given = reference, dict[str, Any](name="adaptation"), source
+        if reference_cells is not None:
+            learned = reference._open(reference._source(reference_cells))
+            given, found = of_both(cells, learned, pretraining, key, reference.seed)
+            base = with_room(reference, found)
+        elif integrated:
             task = {"name": "integration", **known, **found, "n_reference": len(known["batches"])}
         elif stays:
             base = with_room(reference, found) if found else reference
             task["n_reference"] = len(known["batches"] or [])
             if reference._landmarks is None:
-                warn(
-                    "The reference model holds no embeddings of its cells, so the query is embedded and not moved onto "
-                    "the reference; take a model that was saved once training had ended."
-                )
+                warn("The reference model holds no embeddings of its cells, so the query is not moved onto them.")
             else:
                 task["n_clusters"] = n_query_clusters(len(cells))
-        model = finetune(base, task, source, {}, freeze=stays, lora=False if stays else lora, **split)
+        frozen = stays and reference_cells is None
+        model = finetune(base, task, given, {}, freeze=frozen, lora=not stays and lora, **split)
         if integrated:
-            head: Any = model.module.head
-            head.take_over(reference.module.head)
-        if stays and reference._landmarks is not None:
-            some = cells.sample(_MOST_OF_QUERY, seed=reference.seed)
-            embedded = embed(model._backbone, some, model.tokenizer, objective=model.objective)
-            model.module.head.set_from(reference._landmarks.numpy(), embedded)
+            model.module.head.take_over(reference.module.head)
+        if stays:
             model._landmarks = reference._landmarks
-        return model._mapped_from(reference, cells)
-
-    def _mapped_from(self, reference: Encoder, cells: Cells) -> Encoder:
-        """Take down which reference the model is a query model of."""
-        made = self.spec.tuning
-        assert made is not None
+        if reference_cells is not None:
+            model._query = source
+        elif stays and reference._landmarks is not None:
+            model.module.head = reference._shifts_of(cells).to(model.device)
+        tuning = cast("FineTuneSpec", model.spec.tuning)
         digest = digest_of(merged(reference._backbone))  # not that of the copy with room for batches
-        self._spec = replace(self.spec, tuning=replace(made, base={**made.base, "sha256": digest, "reference": True}))
-        self.is_trained_, self._base = True, reference
+        tuning = replace(tuning, base={**tuning.base, "sha256": digest, "reference": True})
+        model._spec, model.is_trained_, model._base = replace(model.spec, tuning=tuning), True, reference
         logger.info(
             "The query has %.1f %% of the genes of the reference model, and %.1f %% of its counts lie in them.",
             100 * cells.overlap,
             100 * cells.counts_kept,
         )
-        return self
+        return model
 
-    def _moved(self, embedding: np.ndarray) -> np.ndarray:
-        """Move the embedding of any query onto the cells of the training, where queries are mapped, (N, D)."""
-        if self._landmarks is None:
-            return embedding
-        some = choose_rows(len(embedding), _MOST_OF_QUERY, seed=self.seed)
-        shifts = QueryShifts(embedding.shape[1], n_query_clusters(len(embedding)))
-        shifts.set_from(self._landmarks.numpy(), embedding[some])
-        return shifts.move(torch.from_numpy(embedding)).numpy()
+    def _shifts_of(self, query: Cells) -> QueryShifts:
+        """Learn how to move cells of a query onto the cells of the training."""
+        some = query.sample(_MOST_OF_QUERY, seed=self.seed)
+        embedding = embed(self._backbone, some, self.tokenizer, objective=self.objective)
+        shifts = QueryShifts(embedding.shape[1], n_query_clusters(len(query)))
+        shifts.set_from(cast("torch.Tensor", self._landmarks).numpy(), embedding)
+        return shifts
 
     def transfer_labels(
         self,
@@ -1019,23 +984,25 @@ class Encoder(CellModel):
         labels_key = labels_key or (owner or self)._setup.get("labels_key")
         if labels_key is None:
             raise OptionError("labels_key=None, but the reference was set up without labels; name a column of its obs.")
-        given = owner is not reference and reference is not None
         opener = self if owner is reference else owner or self
-        reference_cells = opener._open(opener._source(reference) if given else own_cells(owner))
+        if reference is None or owner is reference:
+            if owner is None or (owner.adata is None and owner._data is None):
+                raise OptionError("the model was loaded without its cells; pass reference=, labeled cells or a model.")
+            reference_cells = opener._open(owner._source(None))
+        else:
+            reference_cells = opener._open(opener._source(reference))
         labels = text_labels(reference_cells.column(labels_key), key=labels_key)
         rows = np.flatnonzero(labels.codes >= 0)
         if len(np.unique(labels.codes[rows])) < 2:
-            raise DataError(
-                f"labels_key={labels_key!r} has fewer than two labels among the reference cells, so there is nothing "
-                "to tell apart; choose another column."
-            )
+            raise DataError(f"labels_key={labels_key!r} has fewer than two labels among the reference cells.")
         # Cells of a query are moved onto the reference, which stays where it is.
         landmarks = replace(self._predictor(reference_cells, batch_size), module=self._backbone).embedding(rows)
         predictor = self._predictor(self._open(source), batch_size)
-        if query is None:
-            embedding = predictor.embedding()
-        else:
-            embedding = self._moved(replace(predictor, module=self._backbone).embedding())
+        if query is not None:
+            predictor = replace(predictor, module=self._backbone)
+        embedding = predictor.embedding()
+        if query is not None and self._landmarks is not None:
+            embedding = self._shifts_of(predictor.cells).move(torch.from_numpy(embedding)).numpy()
         codes = np.asarray(labels.codes)[rows]
         voters = KNeighborsClassifier(min(n_neighbors, len(rows)), weights=votes_of).fit(landmarks, codes)
         votes = voters.predict_proba(embedding)
@@ -1045,15 +1012,11 @@ class Encoder(CellModel):
         if threshold is not None:
             found = np.where(uncertainty > threshold, UNASSIGNED, found)
             categories += [UNASSIGNED] if UNASSIGNED not in categories else []
-        adata = source if isinstance(source, AnnData) else None
-        index = pd.RangeIndex(len(found)) if adata is None else adata.obs_names
-        columns = {"label": pd.Categorical(found, categories=categories), "uncertainty": uncertainty}
-        table = pd.DataFrame(columns, index=index)
-        if adata is not None:
-            _check_key_added(key_added)
+        table = pd.DataFrame({"label": pd.Categorical(found, categories=categories), "uncertainty": uncertainty})
+        if isinstance(source, AnnData):
+            table.index = source.obs_names
             key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
-            adata.obs[key] = table["label"]
-            adata.obs[f"{key}_uncertainty"] = table["uncertainty"]
+            source.obs[key], source.obs[f"{key}_uncertainty"] = table["label"], table["uncertainty"]
         return table
 
     def get_gene_embeddings(
@@ -1113,7 +1076,7 @@ class Encoder(CellModel):
         check_count("max_cells", max_cells, "cells")
         has_cells = adata is not None or self.adata is not None or self._data is not None
         if contextual:
-            source = interpret.ready(self, adata, "gene embeddings are")
+            source = self._ready(adata, "gene embeddings are")
             some = self._open(source).sample(max_cells, seed=check_seed(seed))
             vectors, _ = contextual_gene_embeddings(
                 self._backbone,
@@ -1124,7 +1087,7 @@ class Encoder(CellModel):
                 layer=layer,
             )
         else:
-            source = interpret.ready(self, adata, "gene embeddings are", needs_cells=has_cells)
+            source = self._ready(adata, "gene embeddings are", needs_cells=has_cells)
             vectors = input_gene_embeddings(self._backbone, self.tokenizer)
         if key_added is not None and isinstance(source, AnnData):
             columns = interpret.column_genes(self, source)
@@ -1196,11 +1159,11 @@ class Encoder(CellModel):
         >>> adata.varp["scforge_attention"].shape
         (300, 300)
         """
-        for name, value in {"max_cells": max_cells, "min_cells": min_cells}.items():
-            check_count(name, value, "cells")
-        for name, value in {"top_k": top_k, "max_genes": max_genes}.items():
-            check_count(name, value, "genes")
-        source = interpret.ready(self, adata, "attention is")
+        check_count("max_cells", max_cells, "cells")
+        check_count("min_cells", min_cells, "cells")
+        check_count("top_k", top_k, "genes")
+        check_count("max_genes", max_genes, "genes")
+        source = self._ready(adata, "attention is")
         some = self._open(source).sample(max_cells, seed=check_seed(seed))
         graph = attention_between_genes(
             self._backbone,
@@ -1273,15 +1236,8 @@ class Encoder(CellModel):
         source, objective = interpret.predicting(self, adata, seed)
         if not knows_zeros(objective, self.tokenizer):
             has_option = "zero_targets" in objective.option_names()
-            advice = (
-                "train with objective={'name': 'masked_value_prediction', 'zero_targets': 1.0} to tell both apart."
-                if has_option
-                else "get_normalized_expression, whose decoder learned from the zeros, too, tells both apart."
-            )
-            warn(
-                f"the model never saw a gene that is off among those it predicted{' (zero_targets=0)' * has_option}, "
-                f"so it predicts the value that a gene has where it is expressed; {advice}"
-            )
+            advice = "train with the option zero_targets=1.0" if has_option else "call get_normalized_expression"
+            warn(f"the model never saw a gene that is off, so it predicts the value of an expressed gene; {advice}.")
         wanted = self.vocab.genes if genes is None else genes
         numbers = interpret.gene_numbers(self, wanted, source=source)
         values = predict_uncounted(
@@ -1469,7 +1425,7 @@ class Encoder(CellModel):
         check_count("max_cells", max_cells, "cells")
         check_count("n_permutations", n_permutations, "genes", least=0)
         check_seed(seed)
-        source = interpret.ready(self, adata, "how cells move is")
+        source = self._ready(adata, "how cells move is")
         perturbation = Perturbation(mode)
         numbers = None if genes is None else interpret.gene_numbers(self, genes, source=source)
         if numbers is None and combinations is not False:
@@ -1520,9 +1476,7 @@ class Encoder(CellModel):
             }
             tables.append(pd.DataFrame(named if group is None else {**named, "group": group}).join(table))
         if not tables:
-            raise DataError(
-                f"no cell to perturb has a group in obs[{groups!r}]; choose another column, or other cells."
-            )
+            raise DataError(f"no cell to perturb has a group in obs[{groups!r}]; choose another column.")
         results = with_rates(pd.concat(tables, ignore_index=True))
         by = "shift" if there is None else "goal_shift"
         results = results.sort_values(by, ascending=False, kind="stable", ignore_index=True)
@@ -1532,8 +1486,9 @@ class Encoder(CellModel):
             "max_cells": max_cells,
             "n_permutations": n_permutations,
             "seed": seed,
+            "goal": None if goal is None else str(goal),
+            "start": None if start is None else str(start),
         }
-        asked |= {name: None if state is None else str(state) for name, state in {"goal": goal, "start": start}.items()}
         if n_permutations:
             results.attrs["lowest_fdr"] = asked["lowest_fdr"] = interpret.lowest_fdr(results, n_permutations)
         interpret.note(self, source, key_added, asked, results=results)
@@ -1622,7 +1577,6 @@ class Encoder(CellModel):
         overwrite: bool = False,
         save_anndata: bool = False,
         adapter_only: bool = False,
-        prefix: str | None = None,
     ) -> None:
         """Save the model to a folder: weights (safetensors), description (JSON), vocabulary (JSON), model card.
 
@@ -1637,8 +1591,6 @@ class Encoder(CellModel):
         adapter_only
             Save what fine-tuning with ``lora`` has learned alone, the adapters and the head: 0.2 to 0.4 MB of a light
             encoder. The model below them is needed to :meth:`load` them.
-        prefix
-            Not supported: a folder holds one model, so give each a folder of its own.
 
         Raises
         ------
@@ -1656,7 +1608,6 @@ class Encoder(CellModel):
         >>> sorted(os.listdir("light"))
         ['README.md', 'config.json', 'model.safetensors', 'vocab.json']
         """
-        check_prefix(dir_path, prefix)
         if adapter_only:
             if save_anndata:
                 raise OptionError("save_anndata=True has no use with adapter_only=True; leave one of the two out.")
@@ -1680,7 +1631,6 @@ class Encoder(CellModel):
         cache_dir: str | os.PathLike[str] | None = None,
         token: str | bool | None = None,
         local_files_only: bool = False,
-        prefix: str | None = None,
     ) -> Self:
         """Load a model that :meth:`save` wrote, with this scforge or an earlier one, or adapters with their model.
 
@@ -1705,8 +1655,6 @@ class Encoder(CellModel):
             then, or the number of the GPU.
         revision, cache_dir, token, local_files_only
             As for :func:`scforge.hub.resolve`. Of adapters they count for the model below them, too, save `revision`.
-        prefix
-            Not supported, see :meth:`save`.
 
         Returns
         -------
@@ -1736,7 +1684,6 @@ class Encoder(CellModel):
         True
         >>> annotator = scforge.models.Encoder.load("org/blood", adata, revision="v1")  # doctest: +SKIP
         """
-        check_prefix(dir_path, prefix)
         if accelerator is not None:
             device = device_of(accelerator, device)
         access: dict[str, Any] = {"cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
@@ -1758,15 +1705,13 @@ class Encoder(CellModel):
         return read_settled(folder, read)
 
     @staticmethod
-    def load_registry(dir_path: str | os.PathLike[str], prefix: str | None = None) -> dict[str, Any]:
+    def load_registry(dir_path: str | os.PathLike[str]) -> dict[str, Any]:
         """Return the registry of a saved model, as scvi-tools has it: which class it is and how it was set up.
 
         Parameters
         ----------
         dir_path
             The folder.
-        prefix
-            Not supported, see :meth:`save`.
 
         Returns
         -------
@@ -1782,7 +1727,6 @@ class Encoder(CellModel):
         >>> registry["model_name"], registry["setup_args"]["labels_key"]
         ('Encoder', 'cell_type')
         """
-        check_prefix(dir_path, prefix)
         config, _, _ = read_folder(dir_path)
         return bare_registry(config["class"], config["setup"])
 
@@ -2006,9 +1950,3 @@ class Encoder(CellModel):
         model.is_trained_ = True  # elsewhere
         model._facts = CardFacts.of_checkpoint(found)
         return cast("Self", model)
-
-
-def _check_key_added(key: str | None) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless a key can name what is written."""
-    if key is not None and (not isinstance(key, str) or not key):
-        raise OptionError(f"key_added={key!r} is no name; give text.")

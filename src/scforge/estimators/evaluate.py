@@ -139,8 +139,7 @@ def evaluate_models(
     for one in others:  # before any time is spent
         if one.benchmark not in _OPTIONS:
             raise OptionError(
-                f"the benchmark {one.title!r} scores what scforge cannot make of a model by itself; make it, and pass "
-                "it to scforge.eval.compare or evaluate_perturbations."
+                f"the benchmark {one.title!r} scores what no model makes by itself; call scforge.eval.compare."
             )
         check_options("option", str(one.benchmark), one.options, _OPTIONS[str(one.benchmark)])
         if one.subject == "network" and network is None:
@@ -148,8 +147,7 @@ def evaluate_models(
         for name, model in every.items() if one.subject == "expression" else ():
             if model.adata is None or model.adata is adata:
                 raise OptionError(
-                    f"{one.benchmark!r} compares generated cells with others than those of the training; load {name!r} "
-                    "with its training cells (--trained-on), and pass held-out cells as adata."
+                    f"{one.benchmark!r} needs held-out cells as adata, and training cells of {name!r} (--trained-on)."
                 )
             check_generates(model)
     if others and not of_embeddings and (obsm_keys or baselines is not True):
@@ -407,7 +405,7 @@ def _networks(
     vectors = {name: model.get_gene_embeddings(key_added=None) for name, model in models.items()}
     if untrained:
         first = next(iter(models.values()))
-        module, tokenizer = first.spec.build_untrained(seed=0)
+        module, tokenizer = first.spec.build_untrained()
         genes = pd.Index(first.vocab.genes, dtype=str)
         vectors[_UNTRAINED_NAME] = pd.DataFrame(input_gene_embeddings(module, tokenizer), index=genes)
     known = dict(zip(adata.var_names.astype(str), gene_names(adata, gene_key), strict=True))

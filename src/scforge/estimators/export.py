@@ -10,7 +10,7 @@ import logging
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -107,9 +107,7 @@ def export_model(
         raise OptionError(f"format='onnx' needs {listing(missing)}; pip install 'scforge[onnx]'.")
     check_filled(model.module)
     if hasattr(getattr(model.module, "head", None), "move"):
-        raise OptionError(
-            "a query model moves the embedding onto its reference, which is not exported; export the reference."
-        )
+        raise OptionError("the shifts of a query model onto its reference are not exported; export the reference.")
     longest = _longest(model, max_len)
     encoder = merged(model._backbone)
     batches = [_batch(model, n_cells, n_genes, longest) for n_cells, n_genes in (_TRACED, *_COMPARED)]
@@ -179,9 +177,8 @@ def _program(
                 strict=False,
             )
     except (RuntimeError, TypeError, ValueError) as error:
-        raise OptionError(
-            f"architecture={model.spec.architecture!r} cannot be exported: torch.export says {first_line(error)!r}."
-        ) from error
+        name = model.spec.architecture
+        raise OptionError(f"architecture={name!r} cannot be exported ({first_line(error)}).") from error
 
 
 def _write_onnx(model: CellModel, program: Any, names: tuple[str, ...], file: Path) -> None:
@@ -222,10 +219,8 @@ def _parity(
         worst = max(worst, float(np.abs(found - wanted).max()))
         scale = max(scale, float(np.abs(wanted).max()))
     if not worst <= _TOLERANCE * scale:
-        raise ModelFileError(
-            f"architecture={model.spec.architecture!r} exported to {file.name!r} computes something else than encode, "
-            f"by {worst:.1g}; report it."
-        )
+        name = model.spec.architecture
+        raise ModelFileError(f"architecture={name!r} in {file.name!r} differs from encode by {worst:.1g}; report it.")
     return {
         "max_abs_difference": worst,
         "largest": scale,
@@ -280,13 +275,10 @@ def _description(
 def _without_warnings() -> Iterator[None]:
     """Keep quiet what the exporters of torch tell those who work on them."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", module=r"(torch|onnx|onnxscript|onnx_ir|copyreg)(\..*)?")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    with ExitStack() as stack:
+        for logger in loggers:
+            stack.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", module=r"(torch|onnx|onnxscript|onnx_ir|copyreg)(\..*)?")
+        yield

@@ -27,8 +27,7 @@ from scforge.data.cells import Cells, named_column
 from scforge.data.checks import inherited_batch_key
 from scforge.errors import DataError, ModelFileError, OptionError, listing, warn
 from scforge.estimators.base import CellModel
-from scforge.estimators.card import CardFacts
-from scforge.estimators.serialize import ADAPTER, load_weights, read_description, sealed
+from scforge.estimators.serialize import ADAPTER, check_sum, load_weights, read_description, sealed
 from scforge.estimators.setup import bare_registry
 from scforge.estimators.spec import FineTuneSpec, check_freeze, named_options
 from scforge.finetuning.adapters import base_state, digest_of, is_adapter, load_base, lora_options, merged
@@ -46,18 +45,11 @@ from scforge.training.predict import embed
 logger = logging.getLogger("scforge")
 
 
-def is_scored_by_labels(task: Task) -> bool:
-    """Return whether the scores of a task need labels."""
-    return task.learns_labels or getattr(task, "labels_key", None) is not None
-
-
 def warn_of_undecided(unclear: np.ndarray) -> None:
     """Warn of cells that may be cells of the fine-tuning."""
     if unclear.any():
-        warn(
-            f"{int(unclear.sum())} of the {len(unclear)} cells may be cells of a fine-tuning: their genes are others, "
-            "so counts do not tell, and they have no names to compare; pass cells that the model did not see."
-        )
+        n_unclear = f"{int(unclear.sum())} of the {len(unclear)} cells"
+        warn(f"{n_unclear} may be cells of a fine-tuning: they have other genes, and no names to compare.")
 
 
 _LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
@@ -155,16 +147,12 @@ def _task_options(
         raise OptionError("datamodule is of no use to finetune; pass the cells, or the path of a store, as adata.")
     beside = {key: value for key, value in common.items() if value is not None}
     beside |= {key: options.pop(key) for key in list(options) if key in known}
-    for key, value in beside.items():
-        if key not in known:
-            raise OptionError(f"{key}={value!r} is of no use to the task {name!r}; leave it out.")
-        if key in found:
-            raise OptionError(f"{key} is given in task and beside it; give it once.")
-        found[key] = value
-    for key in cls.keys:
-        if found.get(key) is None and setup.get(key) is not None:
-            found[key] = setup[key]
-    return name, found
+    if useless := sorted(beside.keys() - known):
+        raise OptionError(f"{useless[0]}={beside[useless[0]]!r} is of no use to the task {name!r}; leave it out.")
+    if twice := sorted(beside.keys() & found):
+        raise OptionError(f"{twice[0]} is given in task and beside it; give it once.")
+    found |= beside
+    return name, found | {key: setup[key] for key in cls.keys if found.get(key) is None and setup.get(key) is not None}
 
 
 def make_split(task: Task, cells: Cells, *, split_by: str | None, split_key: str | None, **how: Any) -> Split:
@@ -210,23 +198,12 @@ def set_up(
     return adata
 
 
-def own_cells(owner: CellModel | None) -> Any:
-    """Return the cells of the reference model."""
-    if owner is None or (owner.adata is None and owner._data is None):
-        raise OptionError("the model was loaded without its cells; pass reference=, labeled cells or a model.")
-    return owner._source(None)
-
-
 def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
     """Return the options of a decoder that knows the batches of a query, too."""
     batches = text_labels(cells.column(key), key=key, argument="batch_key").categories
     if shared := [str(name) for name in batches if name in known]:
-        logger.info(
-            "Batches of the query in obs[%r] that the reference knows, and that are taken for its own: %s. Rename "
-            "those that are others.",
-            key,
-            listing(shared),
-        )
+        told = "Batches of the query in obs[%r] that the reference knows, and that are taken for its own: %s."
+        logger.info(f"{told} Rename those that are others.", key, listing(shared))
     return {"batch_key": key, "batches": [*known, *(str(name) for name in batches if name not in known)]}
 
 
@@ -253,7 +230,7 @@ def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
     return model
 
 
-_QUERY, _REFERENCE, BATCH_OF_BOTH = "query", "reference", "scforge_side"
+_QUERY, _REFERENCE, _SIDE = "query", "reference", "scforge_side"
 _MOST = 20_000
 """Cells of a query, and of a reference, that are trained on together; in memory."""
 
@@ -261,7 +238,8 @@ _MOST = 20_000
 def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, seed: int) -> tuple[Any, Any]:
     """Return cells of a query and of its reference as one, and the options of a decoder that knows all batches.
 
-    Cells without batch, or sides without the column, are a batch of their own. `key` is the column of the query.
+    Cells without batch, or sides without the column, are a batch of their own. `key` is the column of the query; that
+    of both has the name of the reference's, so that the model can be the reference of another joint training.
     """
     known = list(pretraining.batches or [])
     query, reference = (cells.sample(_MOST, seed=seed) for cells in (query, reference))
@@ -273,23 +251,19 @@ def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, s
             found = [str(labels.categories[code]) if code >= 0 else name for code in labels.codes]
         parts.append(found)
     if shared := sorted(set(parts[0]) & {*known, *parts[1]}):
-        warn(
-            f"Batches of the query and of the reference have the same names ({listing(shared)}) and are taken for the "
-            "same; rename those of the query if they are others."
-        )
-    batches = np.array([*parts[0], *parts[1]], dtype=object)
-    measured = [cells.measured for cells in (query, reference)]
+        warn(f"Batches {listing(shared)} of query and reference are taken for the same; rename those that are others.")
     counts = sum(cells.totals.sum() for cells in (query, reference))
     kept = sum(cells.totals.sum() * cells.counts_kept for cells in (query, reference))
+    batch_key = pretraining.batch_key or key or _SIDE
     both = replace(
         query,
         counts=sparse.vstack([query.counts, reference.counts], format="csr"),
         totals=np.concatenate([query.totals, reference.totals]),
         counts_kept=float(kept / max(counts, 1.0)),
-        measured=None if measured[0] is None or measured[1] is None else measured[0] | measured[1],
-        obs=pd.DataFrame({BATCH_OF_BOTH: batches}),
+        measured=None if query.measured is None or reference.measured is None else query.measured | reference.measured,
+        obs=pd.DataFrame({batch_key: np.array([*parts[0], *parts[1]], dtype=object)}),
     )
-    return both, {"batch_key": BATCH_OF_BOTH, "batches": [*known, *sorted({*parts[0], *parts[1]} - {*known})]}
+    return both, {"batch_key": batch_key, "batches": [*known, *sorted({*parts[0], *parts[1]} - {*known})]}
 
 
 def votes_of(distances: np.ndarray) -> np.ndarray:
@@ -322,7 +296,7 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
             "tuning": tuning.to_json(),
             "seed": model.seed,
             "n_epochs": model.n_epochs_,
-            "history": {name: frame[name].tolist() for name, frame in model.history_.items()},
+            "history": model._history_lists(),
             "sha256": sha256_of(folder / _WEIGHTS),
             "base": model._base_origin(Path(dir_path)),
             "card": replace(model._card_facts(), base=None).to_json(),
@@ -334,31 +308,29 @@ def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None)
     """Put adapters and a head on the model that they were trained on, whose weights they share."""
     cls = type(base) if issubclass(type(base), cls) else cls
     content = read_description(ADAPTER, folder / _CONFIG)
-    n_epochs, history, vocab, seed = (content[key] for key in ("n_epochs", "history", "vocab", "seed"))
     weights = read_weights(folder / _WEIGHTS)
-    if sha256_of(folder / _WEIGHTS) != content["sha256"]:
-        raise ModelFileError(f"{str(folder / _WEIGHTS)!r} is corrupted: its checksum is another one; copy it again.")
+    check_sum(folder / _WEIGHTS, content["sha256"])
     encoder = merged(base._backbone)
-    if vocab != base.vocab.hash or digest_of(encoder) != content["tuning"]["base"].get("sha256"):
+    if content["vocab"] != base.vocab.hash or digest_of(encoder) != content["tuning"]["base"].get("sha256"):
         raise ModelFileError(f"{str(folder)!r} was trained on another base model (weights or genes); load that one.")
-    tuning = FineTuneSpec.from_json(content["tuning"], source=str(folder))
-    assert tuning is not None
+    tuning = FineTuneSpec.from_json(content["tuning"])
     adata = base.adata if adata is None else cls._set_up_as(adata, base._setup)
     if adata is not None and cls._setup_of(adata) is None:
-        adata = set_up(
-            base, adata, base._setup, tuning.task_options.get("labels_key"), tuning.task_options.get("batch_key")
-        )
-    registry = bare_registry(cls.__name__, dict(base._setup)) if adata is None else None
-    parts = replace(base.spec, tuning=None).to_json()
+        keys = (tuning.task_options.get(key) for key in ("labels_key", "batch_key"))
+        adata = set_up(base, adata, base._setup, *keys)
     # The same memory, but parameters of their own, which can be frozen, or put on another device.
     shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in encoder.parameters()}
-    on_base = replace(tuning, backbone=copy.deepcopy(encoder, shared))
-    model: CellModel = cls._of_parts(parts, base.vocab, adata=adata, registry=registry, seed=seed, tuning=on_base)
+    model: CellModel = cls._of_parts(
+        replace(base.spec, tuning=None).to_json(),
+        base.vocab,
+        adata=adata,
+        registry=bare_registry(cls.__name__, dict(base._setup)) if adata is None else None,
+        seed=content["seed"],
+        tuning=replace(tuning, backbone=copy.deepcopy(encoder, shared)),
+    )
     model._spec = replace(model._spec, tuning=tuning)  # another module of this description is a new one
     load_weights(model.module, weights, source=str(folder), adapters=True)
     model.module.to(torch.device(base.device)).eval()
-    model.is_trained_, model.n_epochs_, model._base = True, n_epochs, base
-    model._seen = HeldOutRegistry.load(folder, tuning.split.get("cells"))
-    model._extend_history(history)
-    model._facts = CardFacts.from_json(content.get("card"), source=str(folder))
+    model.is_trained_, model._base = True, base
+    model._restore(content, folder)
     return model

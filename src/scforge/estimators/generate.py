@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from scforge._checks import check_count, check_positive, check_seed
 from scforge._constants import UNS_KEY
 from scforge.data.cells import Cells
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, NotTrainedWarning, OptionError, suggest, warn
+from scforge.errors import DataError, OptionError, suggest
 from scforge.estimators.base import CellModel
 from scforge.estimators.interpret import gene_numbers
 from scforge.models.components.gene_vectors import check_filled
@@ -51,8 +50,7 @@ def generate_with(
         n_cells = prompt.n_obs
     else:
         n_cells = check_count("n_cells", n_cells, "cells")
-    if not model.is_trained_:
-        warn("The model is not trained; what it generates is random.", NotTrainedWarning)
+    model._ready(None, "what it generates is", needs_cells=False)
     asked, vocab, unmasks = dict(options), tokenizer.vocab, objective.denoises_values
     n_steps, max_len = options.pop("n_steps"), options["max_len"]
     if unmasks:
@@ -114,7 +112,7 @@ def check_generates(model: CellModel) -> None:
     if not isinstance(module, GeneratingModule) or not model._pretraining.generates:
         raise OptionError(
             f"a model of {spec.architecture!r} and {spec.objective!r} generates no cells; choose "
-            "'autoregressive_transformer' with 'next_gene_prediction', or 'scdiva' with 'masked_diffusion'."
+            "'autoregressive_transformer', or 'scdiva' with 'masked_diffusion'."
         )
     check_filled(module)
     if spec.tuning is not None and spec.tuning.task != "adaptation":
@@ -192,4 +190,4 @@ def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int
 
 def _is_missing(name: Any) -> bool:
     """Whether a class is None, or what stands for it in a column of obs."""
-    return name is None or name is pd.NA or name is pd.NaT or (isinstance(name, numbers.Real) and math.isnan(name))
+    return bool(pd.api.types.is_scalar(name) and pd.isna(name))

@@ -20,12 +20,11 @@ from scforge.data.cells import Cells, CellSource
 from scforge.data.checks import gene_names
 from scforge.data.genes import GeneMap
 from scforge.data.vocab import SPECIES, GeneVocab, gene_table
-from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
+from scforge.errors import DataError, GeneMismatchError, OptionError, did_you_mean, listing, suggest, warn
 from scforge.estimators.base import CellModel
 from scforge.finetuning.labels import text_of
 from scforge.insilico.imputation import check_predicts
 from scforge.insilico.screening import Perturbation
-from scforge.models.components.gene_vectors import check_filled
 from scforge.training.objectives.base import Objective
 from scforge.training.predict import embed
 
@@ -43,15 +42,7 @@ _MAX_NAMES = 5
 def gene_numbers(
     model: CellModel, genes: Sequence[str] | str, *, source: Any = None, argument: str = "genes"
 ) -> np.ndarray:
-    """Return the index of each gene among those of the model, int32; `source` is what else may have the genes.
-
-    Raises
-    ------
-    OptionError
-        If `genes` is no list of names, or names a gene twice.
-    GeneMismatchError
-        If the model does not know one of them.
-    """
+    """Return the index of each gene among those of the model, int32; `source` is what else may have the genes."""
     names = [genes] if isinstance(genes, str) else list(genes)
     if not names or not all(isinstance(name, str) for name in names):
         raise OptionError(f"{argument}={names!r} is not a list of gene names; name at least one.")
@@ -65,20 +56,17 @@ def gene_numbers(
 
 def _unknown_genes(model: CellModel, unknown: list[str], source: Any, argument: str) -> GeneMismatchError:
     """Return the error that names are no genes of a model; a name is guessed only for one that is no gene at all."""
-    vocab, measured = model.vocab, []
+    vocab, measured = model.vocab, set()
     if isinstance(source, AnnData):
-        measured = gene_names(source, (model._setup_of(source) or model._setup)["gene_key"]).tolist()
-    there = sorted(set(unknown) & set(measured), key=unknown.index)
+        measured = set(gene_names(source, (model._setup_of(source) or model._setup)["gene_key"]))
+    there = [name for name in unknown if name in measured]
     tables = [names for species in SPECIES for names in (gene_table(species).ids, gene_table(species).symbols)]
-    if known := there or [name for name in unknown if any(name in names for names in tables)]:
-        return GeneMismatchError(
-            f"{argument} names {listing(known, most=_MAX_NAMES)}, {'in adata but ' if there else ''}not among the "
-            f"model's {vocab.n_genes:,} genes; build the model with Encoder(adata, keep_genes={known[:_MAX_NAMES]!r})."
-        )
+    known = there or [name for name in unknown if any(name in names for names in tables)]
     hint = did_you_mean(unknown[0], [*vocab.genes, *(vocab.symbols or ())]) or "; leave them out."
-    return GeneMismatchError(
-        f"{argument} names {listing(unknown, most=_MAX_NAMES)}, not among the {vocab.n_genes} genes of the model{hint}"
-    )
+    if known:
+        hint = f"; build the model with Encoder(adata, keep_genes={known[:_MAX_NAMES]!r})."
+    names = f"{listing(known or unknown, most=_MAX_NAMES)}, {'in adata but ' if there else ''}not among the model's"
+    return GeneMismatchError(f"{argument} names {names} {vocab.n_genes:,} genes{hint}")
 
 
 def widely_expressed(vocab: GeneVocab, cells: CellSource) -> np.ndarray:
@@ -104,32 +92,21 @@ def gene_combinations(numbers: np.ndarray, size: bool | int) -> np.ndarray:
 
 
 def cells_in_state(cells: Cells, argument: str, state: State | None) -> np.ndarray | None:
-    """Return which cells are in a state, bool, shape (N,); None for no state.
-
-    Raises
-    ------
-    OptionError
-        If `state` does not name one column and value.
-    DataError
-        If there is no such column, or no such cell.
-    """
+    """Return which cells are in a state, bool, shape (N,); None for no state."""
     if state is None:
         return None
     pairs = list(state.items()) if isinstance(state, Mapping) else [state]
     if len(pairs) != 1 or not isinstance(pairs[0], tuple) or len(pairs[0]) != 2 or not isinstance(pairs[0][0], str):
         raise OptionError(f'{argument}={state!r} does not name a state; pass e.g. {argument}={{"cell_type": "B"}}.')
     key, value = pairs[0]
-    column = np.asarray(cells.column(key).astype(object), dtype=object)
     wanted = list(value) if isinstance(value, (list, tuple, set, np.ndarray)) else [value]
-    codes, found = pd.factorize(column)
-    known = found.tolist()
-    chosen = np.zeros(len(known) + 1, dtype=bool)  # the last one: cells without value, of code -1
+    codes, found = pd.factorize(np.asarray(cells.column(key).astype(object), dtype=object))
+    chosen = np.zeros(len(found) + 1, dtype=bool)  # the last one: cells without value, of code -1
     for one in wanted:
-        same = [_same_value(value, one) for value in known]
-        chosen[:-1] |= np.array(same, dtype=bool)
+        same = [_same_value(value, one) for value in found.tolist()]
         if not any(same):
-            hint = did_you_mean(one, known)
-            raise DataError(f"{argument}: no cell has {one!r} in obs[{key!r}]{hint} (there is: {listing(known)})")
+            raise DataError(f"{argument}: no cell has {one!r} in obs[{key!r}]{suggest(one, found, 'there is')}")
+        chosen[:-1] |= same
     return chosen[codes]
 
 
@@ -176,18 +153,6 @@ def expression_table(
     return pd.DataFrame(values, index=index, columns=model.vocab.decode(numbers + model.vocab.n_special))
 
 
-def ready(model: CellModel, adata: Source | None, what: str, *, needs_cells: bool = True) -> Any:
-    """Return what to read cells from (None if they are not needed), after a look at the model.
-
-    Warns where a model was never trained; `what` says of what it makes that it is random.
-    """
-    source = model._source(adata) if needs_cells else None
-    check_filled(model.module)
-    if not model.is_trained_:
-        warn(f"The model is not trained; {what} random.", NotTrainedWarning)
-    return source
-
-
 def note(model: CellModel, source: Any, key: str | None, asked: Mapping[str, Any], **tables: pd.DataFrame) -> None:
     """Write tables, and what they were made with, into ``adata.uns["scforge"][key]``."""
     if key is None or not isinstance(source, AnnData):
@@ -214,7 +179,7 @@ def over_columns(
 def predicting(model: CellModel, adata: Source | None, seed: int) -> tuple[Source, Objective]:
     """Return cells, and the objective of a model that predicts expression."""
     check_seed(seed)
-    source, objective = ready(model, adata, "what it predicts is"), model._pretraining
+    source, objective = model._ready(adata, "what it predicts is"), model._pretraining
     check_predicts(objective)
     if model._backbone is not model.module:
         raise OptionError("the model was fine-tuned, its decoder was not; call the model that it was made of.")
@@ -229,7 +194,7 @@ _HIGH_FDR = 0.1
 
 def untrained_embedder(model: CellModel, batch_size: int) -> Callable[[Cells], np.ndarray]:
     """Return what embeds cells with the architecture of a model and random weights."""
-    module, tokenizer = model.spec.build_untrained(seed=0)
+    module, tokenizer = model.spec.build_untrained()
     module.to(next(model.module.parameters()).device)
     return partial(embed, module, tokenizer=tokenizer, objective=model._pretraining, batch_size=batch_size)
 
@@ -240,15 +205,10 @@ def lowest_fdr(results: pd.DataFrame, n_controls: int) -> float:
     n_tests, sides = int(p_values.notna().sum()), 2 if "goal_p_value" in results else 1
     lowest = min(1.0, sides * n_tests / (n_controls + 1))
     if not any(name.endswith("_untrained") for name in results):
-        warn(
-            "Genes are compared with genes of similar mean expression, not of a similar dose; compare z-scores with "
-            "those of untrained=True, as markers stand out in a network with random weights, too."
-        )
+        warn("Genes are compared with genes of similar mean expression, not of a similar dose; pass untrained=True.")
     if lowest > _HIGH_FDR:
-        warn(
-            f"With {n_tests} tests and n_permutations={n_controls} the fdr of a gene that stands out alone is at least "
-            f"{lowest:.2g}; raise n_permutations to {math.ceil(sides * n_tests / _HIGH_FDR)} or test fewer genes."
-        )
+        enough = math.ceil(sides * n_tests / _HIGH_FDR)
+        warn(f"The fdr of a gene that stands out alone is at least {lowest:.2g}; raise n_permutations to {enough}.")
     return lowest
 
 
@@ -263,8 +223,6 @@ def starting(chosen: np.ndarray | None, there: np.ndarray | None, n_cells: int) 
 
 def check_activated(perturbation: Perturbation, numbers: np.ndarray, genes: Sequence[str]) -> None:
     """Raise if nothing tells what is usual for a gene to activate."""
-    if perturbation.shares is None:
-        return
-    silent = [genes[number] for number in numbers if np.isnan(perturbation.shares[number])]
-    if silent:
+    shares = perturbation.shares
+    if shares is not None and (silent := [genes[number] for number in numbers if np.isnan(shares[number])]):
         raise DataError(f"mode='activate': no cell expresses {listing(silent, most=5)}; leave them out.")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import numbers as numeric
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +11,18 @@ import torch
 from anndata import AnnData
 from torch import nn
 
-from scforge._checks import check_bool
+from scforge._checks import check_bool, check_known, check_positive
 from scforge._constants import AUTO_KEY, TARGET_SUM
 from scforge._registry import check_options
-from scforge.errors import NotTrainedWarning, OptionError, suggest, warn
+from scforge.errors import NotTrainedWarning, OptionError, warn
 from scforge.estimators.base import positions
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.finetune import options_of
-from scforge.estimators.interpret import expression_table, gene_numbers, ready
+from scforge.estimators.interpret import expression_table, gene_numbers
 from scforge.finetuning.base import Predictor
+from scforge.finetuning.heads import FineTunedModule
 from scforge.finetuning.tasks.adaptation import QueryShifts
 from scforge.finetuning.tasks.annotation import Annotation
-from scforge.models.protocol import ModelOutput
 from scforge.training.objectives.base import OBJECTIVES
 from scforge.training.predict import run_over
 
@@ -43,65 +41,35 @@ def labels_task(objective: Objective) -> Annotation | None:
 
 
 def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | None) -> list[int] | None:
-    """Return the numbers of named batches; None for no name.
-
-    Raises
-    ------
-    OptionError
-        If the model knows no batches, or not one of these.
-    """
+    """Return the numbers of named batches; None for no name."""
     if transform_batch is None:
         return None
-    known = getattr(objective, "batches", None)
-    if not known:
-        raise OptionError(
-            f"transform_batch={transform_batch!r} but the model knows no batches; call setup_anndata(adata, "
-            "batch_key=\"...\"), then make the model for 'variational'."
-        )
+    known = getattr(objective, "batches", None) or []
     names = [transform_batch] if pd.api.types.is_scalar(transform_batch) else list(transform_batch)
     if not names:
         raise OptionError(f"transform_batch={transform_batch!r} names no batch; name one, or None for all.")
     for name in names:
-        if str(name) not in known:
-            raise OptionError(f"transform_batch={name!r} is no batch of the model{suggest(str(name), known)}")
+        check_known("transform_batch", str(name), known, "batches of the model", error=OptionError)
     return [known.index(str(name)) for name in names]
 
 
-class _Uncalibrated(nn.Module):
-    """What stands for the head of a fine-tuned model: nothing was calibrated."""
-
-    temperature: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("temperature", torch.tensor(1.0))
-
-
-class _Classifier(nn.Module):
-    """An architecture with its own annotation head, in the shape of a fine-tuned module."""
+class _OwnHead(nn.Module):
+    """The annotation head of an architecture, not calibrated, in the shape of that of a fine-tuned module."""
 
     def __init__(self, encoder: Any) -> None:
         super().__init__()
-        self.encoder = encoder
-        self.head = _Uncalibrated()
+        self.classify = encoder.classify
+        self.temperature = torch.tensor(1.0)
 
-    def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> torch.Tensor:
-        """Return the means of the cells, shape (B, L)."""
-        return self.encoder.encode(input_ids=input_ids, attention_mask=attention_mask, **batch)
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> ModelOutput:
-        """Return logits of the classes, shape (B, T), and means, shape (B, L)."""
-        latent = self.encode(input_ids, attention_mask, **batch)
-        return ModelOutput(logits=self.encoder.classify(latent), embeddings=latent)
+    def forward(self, embeddings: torch.Tensor, batch: Any) -> torch.Tensor:
+        """Return logits of the classes, shape (B, T)."""
+        return self.classify(embeddings)
 
 
 def _scale_of(library_size: float | str) -> float | None:
     if library_size == "log1p":
         return None
-    is_number = isinstance(library_size, numeric.Real) and not isinstance(library_size, bool)
-    if not is_number or not math.isfinite(float(library_size)) or float(library_size) <= 0:
-        raise OptionError(f"library_size={library_size!r} is neither 'log1p' nor a positive number; give e.g. 1e4.")
-    return float(library_size) / TARGET_SUM
+    return check_positive("library_size", library_size, hint="give e.g. 1e4, or 'log1p'") / TARGET_SUM
 
 
 _ARCHITECTURE = "scdiva"
@@ -172,10 +140,7 @@ class ScDiVa(Encoder):
         **options: Any,
     ) -> None:
         if architecture not in (None, _ARCHITECTURE):
-            raise OptionError(
-                f"architecture={architecture!r} is none of ScDiVa; leave it out, or call Encoder(adata, "
-                f"{architecture!r})."
-            )
+            raise OptionError(f"architecture={architecture!r} is none of ScDiVa; leave it out, or make an Encoder.")
         self._supervised = check_bool("supervised", supervised)
         super().__init__(adata, _ARCHITECTURE, tokenizer, objective, **options)
 
@@ -228,14 +193,10 @@ class ScDiVa(Encoder):
         """
         if not check_bool("return_dist", return_dist):
             if self.spec.tuning is None and not self._trains_latent:
-                warn(
-                    f"The latent of a model of {self.spec.objective!r} with reconstruction_weight=0 is not trained; "
-                    "its embedding is random.",
-                    NotTrainedWarning,
-                )
+                warn(f"{self.spec.objective!r} trained no latent, so its embedding is random.", NotTrainedWarning)
             return super().get_latent_representation(adata, key_added=key_added, batch_size=batch_size, indices=indices)
         self._check_variational()
-        source = ready(self, adata, "its embedding is")
+        source = self._ready(adata, "its embedding is")
         cells = self._open(source)
         module: Any = self._backbone
 
@@ -316,13 +277,10 @@ class ScDiVa(Encoder):
             raise OptionError(f"task={task!r} is not known; choose 'annotation' or 'batch_integration'.")
         own_task = self._own_task()
         if own_task is None:
-            raise OptionError(
-                "the model learned no labels, so it cannot predict them; make it with ScDiVa(adata, supervised=True), "
-                'or call model.finetune("annotation") first.'
-            )
+            raise OptionError("the model learned no labels to predict; make it with supervised=True, or fine-tune it.")
         check_options("option of predict", "annotation", options, options_of(own_task.predict))
-        source = ready(self, adata, "its predictions are")
-        classifier = _Classifier(self._backbone)
+        source = self._ready(adata, "its predictions are")
+        classifier = FineTunedModule(self._backbone, _OwnHead(self._backbone))
         predictor = Predictor(classifier, self.tokenizer, self._pretraining, self._open(source), batch_size)
         adata = source if isinstance(source, AnnData) else None
         return own_task.predict(predictor, adata, key_added=key_added, **options)
@@ -381,15 +339,12 @@ class ScDiVa(Encoder):
         (60, 2)
         """
         if not getattr(self._pretraining, "reconstruction_weight", 0.0):
-            raise OptionError(
-                f"the decoder of the model was not trained by the objective {self.spec.objective!r} with these "
-                "options; make the model for 'variational' with a reconstruction_weight."
-            )
+            raise OptionError(f"{self.spec.objective!r} trained no decoder; give it a reconstruction_weight.")
         self._check_follows("predicted expression")
         scale = _scale_of(library_size)
         numbers = gene_numbers(self, self.vocab.genes if gene_list is None else gene_list, source=adata)
         batches = batch_numbers(self._pretraining, transform_batch)
-        source = ready(self, adata, "the expression that it decodes is")
+        source = self._ready(adata, "the expression that it decodes is")
         cells = self._open(source)
         module: Any = self._backbone
         columns = torch.from_numpy(numbers.astype(np.int64)).to(self.device)
@@ -419,13 +374,9 @@ class ScDiVa(Encoder):
 
     def _check_variational(self) -> None:
         """Raise :class:`~scforge.errors.OptionError` unless the variances of the model were trained."""
-        if not self.spec.model_options["variational"]:
-            raise OptionError("return_dist=True but the model was made with variational=False; make one without it.")
-        if not hasattr(self._pretraining, "beta") or not self._trains_latent:
-            raise OptionError(
-                f"return_dist=True but {self.spec.objective!r} with these options trains no variances; make the model "
-                "for 'variational', or with a reconstruction_weight."
-            )
+        trained = self.spec.model_options["variational"] and hasattr(self._pretraining, "beta") and self._trains_latent
+        if not trained:
+            raise OptionError(f"return_dist=True but {self.spec.objective!r} with these options trained no variances.")
         self._check_follows("return_dist=True")
 
     def _check_follows(self, what: str) -> None:
@@ -433,20 +384,15 @@ class ScDiVa(Encoder):
         tuning = self.spec.tuning
         if tuning is not None and tuning.task != "adaptation":
             raise OptionError(
-                f"{what}: the model was fine-tuned for {tuning.task!r}, which its decoder and its variances have not "
-                "followed; call the model that it was made of."
+                f"{what}: the model was fine-tuned for {tuning.task!r}, its decoder was not; call its base."
             )
 
     def _with_found_options(self, objective: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Add the labels of the set-up that the objective learns from, then what is found in the cells."""
         if self._supervised:
             if "labels_key" not in OBJECTIVES.get(objective).option_names():
-                raise OptionError(
-                    f"supervised=True but the objective {objective!r} learns no labels; leave one of them out."
-                )
+                raise OptionError(f"supervised=True but the objective {objective!r} learns no labels; leave one out.")
             options = {"labels_key": self._setup.get("labels_key"), **options}
             if options["labels_key"] is None:
-                raise OptionError(
-                    'supervised=True but there are no labels; call setup_anndata(adata, labels_key="...") first.'
-                )
+                raise OptionError("supervised=True but there are no labels; call setup_anndata(adata, labels_key=).")
         return super()._with_found_options(objective, options)

@@ -22,7 +22,7 @@ from scforge.data.readers import is_url, write_h5ad
 from scforge.data.sources import read_h5ad
 from scforge.data.vocab import GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, ScforgeError, first_line, listing, warn
-from scforge.estimators.spec import FineTuneSpec, ModelSpec, defaults_for
+from scforge.estimators.spec import FineTuneSpec, ModelSpec, defaults_for, named_options
 from scforge.finetuning.adapters import is_adapter
 from scforge.finetuning.held_out import HeldOutRegistry
 from scforge.foreign.base import Foreign
@@ -106,9 +106,7 @@ def read_description(kind: str, path: Path) -> dict[str, Any]:
     content = read_json(path)
     version = content.get("format") if isinstance(content, dict) else None
     if isinstance(version, int) and version > FORMAT:
-        raise ModelFileError(
-            f"{str(path)!r} has format {version}, and scforge {__version__} reads up to {FORMAT}; update scforge."
-        )
+        raise ModelFileError(f"{str(path)!r} has format {version}, above {FORMAT}; update scforge {__version__}.")
     found: dict[str, Any] = _decoded(content)
     parsed(_Model if kind == MODEL else _Adapter, found, f"{str(path)!r} is not the description of an scforge {kind}")
     if content.pop(_CHECKSUM, None) != _digest(content):
@@ -148,16 +146,10 @@ def _on_meta(
     prefix: str,
 ) -> nn.Module | None:
     """Return a module without memory for its weights; None for one whose constructor computes with them."""
-    name, *others = (part["name"] for part in (architecture, tokenizer, objective))
-    options, *more = ({n: v for n, v in part.items() if n != "name"} for part in (architecture, tokenizer, objective))
+    (name, options), *parts = (named_options("", dict(part), "") for part in (architecture, tokenizer, objective))
     try:
-        spec, _ = ModelSpec.resolve(
-            defaults_for(name, options),
-            vocab,
-            tokenizer=(others[0], more[0]),
-            objective=(others[1], more[1]),
-            options=options,
-        )
+        defaults = defaults_for(name, options)
+        spec, _ = ModelSpec.resolve(defaults, vocab, tokenizer=parts[0], objective=parts[1], options=options)
         spec = replace(spec, tuning=tuning)
         spec.build_objective()
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -212,12 +204,12 @@ def load_weights(
     weights = {name: value for name, value in weights.items() if name != LANDMARKS}
     refuse_not_finite(weights, module, source=source)
     try:
-        missing, surplus = module.load_state_dict(weights, strict=False, assign=assign)
+        missing, unknown = module.load_state_dict(weights, strict=False, assign=assign)
     except RuntimeError as error:
         problem = " ".join(str(error).partition(":")[2].split())[:400].rstrip(".")
     else:
         missing = [name for name in missing if not adapters or name.startswith("head.") or is_adapter(name)]
-        differing = {"missing": missing, "unknown": surplus}
+        differing = {"missing": missing, "unknown": unknown}
         problem = "; ".join(f"{what} {listing(names, most=3)}" for what, names in differing.items() if names)
     if problem:
         raise ModelFileError(f"the weights in {source!r} do not fit the architecture in its config: {problem}.")
@@ -229,17 +221,15 @@ _SPLIT, ADATA = "split.safetensors", "adata.h5ad"
 
 def write_folder(
     path: str | os.PathLike[str],
+    weights: Mapping[str, torch.Tensor],
     *,
-    module: nn.Module,
     vocab: GeneVocab,
     content: dict[str, Any],
     card: str,
     overwrite: bool,
-    seen: HeldOutRegistry | None = None,
-    adata: AnnData | None = None,
-    extra: Any = None,
-    weights: dict[str, torch.Tensor] | None = None,
-    landmarks: torch.Tensor | None = None,
+    seen: HeldOutRegistry | None,
+    adata: AnnData | None,
+    extra: Any,
 ) -> None:
     """Write a model folder: all of it, or nothing.
 
@@ -247,7 +237,7 @@ def write_folder(
     ----------
     path
         Folder to make.
-    module, vocab
+    weights, vocab
         Weights and vocabulary.
     content
         JSON-safe description of the model.
@@ -261,20 +251,9 @@ def write_folder(
         Training data to write, too.
     extra
         Called with the folder before it is put in place, to write further files.
-    weights
-        Weights to write in place of those that the module has now.
-    landmarks
-        Embeddings of cells of the training, shape (S, D), to map queries onto.
-
-    Raises
-    ------
-    OSError
-        If there is no room, or no permission.
     """
     with atomic_folder(path, overwrite=overwrite) as folder:
-        source = module.state_dict() if weights is None else weights
-        source = source if landmarks is None else {**source, LANDMARKS: landmarks}
-        tensors = {name: value.detach().cpu().contiguous() for name, value in source.items()}
+        tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
         save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
         vocab.save(folder / _VOCAB)
         (folder / _CARD).write_text(card, encoding="utf-8")
@@ -303,9 +282,7 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
         If an architecture, tokenizer, objective or task is not registered.
     """
     if is_url(path):
-        raise MissingFileError(
-            f"dir_path={os.fspath(path)!r} is no folder; get a model of the hub or the registry with Encoder.load."
-        )
+        raise MissingFileError(f"dir_path={os.fspath(path)!r} is no folder; get a model of a hub with Encoder.load.")
     return read_settled(path, lambda: _read(Path(path)))
 
 
@@ -317,7 +294,7 @@ def read_adata(path: str | os.PathLike[str], config: Mapping[str, Any]) -> AnnDa
     if not file.exists():
         warn(f"The cells that were saved with the model, {str(file)!r}, are not there (push and pull leave them out).")
         return None
-    _check_sum(file, config["sha256"][ADATA])
+    check_sum(file, config["sha256"][ADATA])
     return read_h5ad([str(file)])
 
 
@@ -327,23 +304,22 @@ def _read(folder: Path) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tens
         raise MissingFileError(f"dir_path={str(folder)!r} {what}; give the folder that model.save() wrote.")
     if missing := [name for name in (_CONFIG, _VOCAB, _WEIGHTS) if not (folder / name).is_file()]:
         pickles = sorted(part.name for part in folder.iterdir() if part.suffix in PICKLES)
-        beside = f" (what is there, {listing(pickles, most=3)}, are pickles, which are never opened)" if pickles else ""
-        raise ModelFileError(
-            f"the model folder {str(folder)!r} lacks {listing(missing)}{beside}; save the model again."
-        )
+        there = f" (pickles, {listing(pickles, most=3)}, are never opened)" if pickles else ""
+        raise ModelFileError(f"the model folder {str(folder)!r} lacks {listing(missing)}{there}; save the model again.")
     config = read_description(MODEL, folder / _CONFIG)
     weights = read_weights(folder / _WEIGHTS)
     for name in (_VOCAB, _WEIGHTS):
-        _check_sum(folder / name, config["sha256"].get(name))
+        check_sum(folder / name, config["sha256"].get(name))
     vocab = GeneVocab.from_file(folder / _VOCAB)
     parts = (config["architecture"], config["tokenizer"], config["objective"])
-    tuning = FineTuneSpec.from_json(config.get("tuning"), source=str(folder))
+    tuning = None if config.get("tuning") is None else FineTuneSpec.from_json(config["tuning"])
     module = _on_meta(*parts, vocab, tuning, f"the config in {str(folder)!r}")
     if module is not None:
         load_weights(module, weights, source=str(folder), assign=True)
     return config, vocab, weights
 
 
-def _check_sum(path: Path, checksum: str | None) -> None:
+def check_sum(path: Path, checksum: str | None) -> None:
+    """Raise unless a file is the one that was saved."""
     if sha256_of(path) != checksum:
-        raise ModelFileError(f"{str(path)!r} is corrupted: its checksum is not the one in {_CONFIG}; copy it again.")
+        raise ModelFileError(f"{str(path)!r} is corrupted: its checksum is another one; copy it again.")

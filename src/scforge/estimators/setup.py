@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import os
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,10 @@ from anndata import AnnData
 from mudata import MuData
 from scvi.data.fields import CategoricalObsField, LayerField
 
+from scforge._checks import check_choice, check_known
 from scforge.data.checks import counts_of, gene_names, warn_if_transformed
 from scforge.data.readers import shared_columns
-from scforge.errors import DataError, OptionError, suggest
+from scforge.errors import DataError, OptionError
 from scforge.models.registry import MODELS
 from scforge.training.datamodule import CellDataModule
 
@@ -72,57 +72,32 @@ class ObsField(CategoricalObsField):
         super().__init__(registry_key, obs_key)
         self.allow_missing = allow_missing
 
-    def register_field(self, adata: AnnData) -> dict[str, Any]:
-        """Write the codes into obs and register the categories."""
-        return self._register(adata, known=[])
+    def register_field(self, adata: AnnData, known: Sequence[Any] = ()) -> dict[str, Any]:
+        """Write the codes into obs and register the categories, behind the known ones."""
+        self.validate_field(adata)
+        key = self._original_attr_key
+        column = adata.obs[key]
+        missing = int(column.isna().sum())
+        if missing and not self.allow_missing:
+            raise DataError(f"adata.obs[{key!r}] has no value for {missing} of {adata.n_obs} cells; fill it in.")
+        mapping = [*dict.fromkeys([*known, *column.astype("category").cat.categories])]
+        adata.obs[self.attr_key] = pd.Categorical(np.asarray(column, dtype=object), categories=mapping).codes
+        return {self.CATEGORICAL_MAPPING_KEY: np.array(mapping, dtype=object), self.ORIGINAL_ATTR_KEY: key}
 
     def transfer_field(self, state_registry: dict[str, Any], adata_target: AnnData, **kwargs: Any) -> dict[str, Any]:
         """Register another data set; categories not seen before come behind the known ones."""
-        return self._register(adata_target, known=list(state_registry[self.CATEGORICAL_MAPPING_KEY]))
-
-    def _register(self, adata: AnnData, known: list[Any]) -> dict[str, Any]:
-        self.validate_field(adata)
-        column = adata.obs[self._original_attr_key]
-        missing = int(column.isna().sum())
-        if missing and not self.allow_missing:
-            raise DataError(
-                f"adata.obs[{self._original_attr_key!r}] has no value for {missing} of {adata.n_obs} cells; "
-                "fill it in or leave those cells out."
-            )
-        categories = np.asarray(column.astype("category").cat.categories, dtype=object)
-        mapping = [*known, *[category for category in categories if category not in set(known)]]
-        adata.obs[self.attr_key] = pd.Categorical(np.asarray(column, dtype=object), categories=mapping).codes
-        return {
-            self.CATEGORICAL_MAPPING_KEY: np.array(mapping, dtype=object),
-            self.ORIGINAL_ATTR_KEY: self._original_attr_key,
-        }
+        return self.register_field(adata_target, state_registry[self.CATEGORICAL_MAPPING_KEY])
 
 
 def check_setup_keys(adata: AnnData, setup: dict[str, Any], front: str) -> None:
     """Raise unless an AnnData without a set-up of its own has counts and gene names where the training data had them.
 
-    Parameters
-    ----------
-    adata
-        The cells.
-    setup
-        Arguments of the set-up of the training data.
-    front
-        Name of the model class, for the message.
-
-    Raises
-    ------
-    DataError
-        If it lacks the layer, or the column of var.
+    `front` is the name of the model class, for the message.
     """
+    fix = f"the training data have them there; call {front}.setup_anndata(adata, ...) on them"
     for argument, table, where in (("layer", adata.layers, "adata.layers"), ("gene_key", adata.var, "adata.var")):
-        key, known = setup[argument], [name for name in table if name is not None]
-        if key is not None and key not in known:
-            raise DataError(
-                f"{argument}={key!r}, where the training data have them, is not in {where} of these cells"
-                f"{suggest(key, known, 'there is')}; call {front}.setup_anndata(adata, "
-                "...) on them to say where their counts and gene names are."
-            )
+        if setup[argument] is not None:
+            check_known(argument, setup[argument], table, where, fix=fix)
 
 
 LAST = "_scvi_scforge_modality"
@@ -147,10 +122,7 @@ def adopted(mdata: MuData, modality: str, argument: str, key: str | None) -> str
         known_to_all = shared(mdata, modality)
         if name not in known_to_all:
             known = [str(column) for column in (*adata.obs, *known_to_all) if not str(column).startswith("_scvi_")]
-            raise DataError(
-                f"{argument}={key!r} is a column neither of mdata.mod[{modality!r}].obs nor of mdata.obs"
-                f"{suggest(name, known, 'there is')}"
-            )
+            check_known(argument, key, known, f"mdata.mod[{modality!r}].obs or mdata.obs")
         adata.obs[name] = known_to_all[name]
     return name
 
@@ -169,19 +141,11 @@ def bare_registry(model: str, setup: dict[str, Any]) -> dict[str, Any]:
 def datamodule_registry(
     model: str, adata: Any, data: CellDataModule, registry: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the registry of a data module, which says where things are in like data.
-
-    Raises
-    ------
-    OptionError
-        If there is an `adata`, too, or `data` is no data module.
-    """
+    """Return the registry of a data module, which says where things are in like data."""
     if adata is not None:
         raise OptionError("adata and datamodule both bring cells; give one of them.")
     if not isinstance(data, CellDataModule):
-        raise OptionError(
-            f"datamodule is of type {type(data).__name__!r}; make one with scforge.training.CellDataModule(cells)."
-        )
+        raise OptionError(f"datamodule is of type {type(data).__name__!r}; make a scforge.training.CellDataModule.")
     setup = {"layer": None, "gene_key": None, "batch_key": data.batch_key, "labels_key": data.labels_key}
     return bare_registry(model, setup) if registry is None else registry
 
@@ -215,21 +179,10 @@ def class_of_architecture(architecture: str | None) -> Any:
 
 
 def class_in_place_of(cls: Any, name: str, architecture: str) -> Any:
-    """Return the model class that makes the model of a folder where `cls` was asked to.
+    """Return the model class that makes the model of a folder with the class `name` where ``cls.load`` was called.
 
-    Parameters
-    ----------
-    cls
-        The class whose ``load`` was called.
-    name
-        The class that the folder says.
-    architecture
-        Its architecture.
-
-    Returns
-    -------
-    The class of the folder where it is one of `cls`; `cls` where it is one of that class and made for the architecture;
-    else None.
+    That is the class of the folder where it is a subclass of `cls`; `cls` where it is a subclass of that class and made
+    for the architecture; else None.
     """
     if name == cls.__name__:
         return cls
@@ -240,18 +193,10 @@ def class_in_place_of(cls: Any, name: str, architecture: str) -> Any:
     return cls if made_by is not None and issubclass(special, cls) and issubclass(cls, made_by) else None
 
 
-def check_prefix(dir_path: str | os.PathLike[str], prefix: str | None) -> None:
-    """Raise OptionError if scvi-tools' `prefix` is given."""
-    if prefix is not None:
-        own = Path(dir_path) / str(prefix).strip("_-. ")
-        raise OptionError(f"prefix={prefix!r}, but a folder holds one model; pass dir_path={str(own)!r} in its place.")
-
-
 def device_of(accelerator: str, device: Any) -> Any:
     """Return the device that scvi-tools' `accelerator` and `device` name."""
     if accelerator == "auto":
         accelerator = "gpu" if torch.cuda.is_available() else "cpu"
     kinds = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
-    if accelerator not in kinds:
-        raise OptionError(f"accelerator={accelerator!r} is not known (known: 'auto', {', '.join(map(repr, kinds))}).")
-    return f"{kinds[accelerator]}:{device}" if isinstance(device, int) and accelerator != "cpu" else kinds[accelerator]
+    kind = kinds[check_choice("accelerator", accelerator, kinds)]
+    return f"{kind}:{device}" if isinstance(device, int) and kind != "cpu" else kind

@@ -23,7 +23,7 @@ from scforge.data.genes import map_names
 from scforge.data.sources import open_cells
 from scforge.data.statistics import gene_entropies, gene_medians, kept_genes, select_genes, variable_genes
 from scforge.data.vocab import FROM_DATA, GeneVocab, n_of_species, open_vocab
-from scforge.errors import ModelFileError, OptionError, listing, warn
+from scforge.errors import OptionError, listing, warn
 from scforge.finetuning.adapters import inject_lora
 from scforge.finetuning.base import Task, get_task
 from scforge.finetuning.heads import FineTunedModule
@@ -197,36 +197,22 @@ class FineTuneSpec:
         }
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any] | None, *, source: str) -> FineTuneSpec | None:
-        """Read what :meth:`to_json` wrote; None for None.
-
-        Raises
-        ------
-        ModelFileError
-            If something is missing.
-        """
-        if content is None:
-            return None
-        try:
-            options = dict(content["task"])
-            rest = {key: content[key] for key in ("n_latent", "lora", "freeze", "split", "base")}
-            return cls(task=options.pop("name"), task_options=options, **rest)
-        except (KeyError, TypeError, ValueError) as error:
-            raise ModelFileError(f"the fine-tuning described in {source!r} lacks {error}; copy it again.") from error
+    def from_json(cls, content: Mapping[str, Any]) -> FineTuneSpec:
+        """Read what :meth:`to_json` wrote."""
+        rest = {key: content[key] for key in ("n_latent", "lora", "freeze", "split", "base")}
+        task, options = named_options("task", dict(content["task"]), "")
+        return cls(task=task, task_options=options, **rest)
 
 
 def check_freeze(freeze: bool | int, lora: Any, gradual_unfreezing: int | None) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless what is frozen makes sense."""
     if not isinstance(freeze, bool):
         check_count("freeze", freeze, "layers")
-    has_lora = lora is not False and lora is not None
-    if freeze is not False and has_lora:
-        raise OptionError(
-            f"freeze={freeze!r} and lora={lora!r}: adapters freeze the weights of the encoder anyway; leave freeze out."
-        )
-    if gradual_unfreezing is not None and (freeze is True or has_lora):
-        what = "freeze=True" if freeze is True else f"lora={lora!r}"
-        raise OptionError(f"gradual_unfreezing thaws layers that {what} keeps frozen; leave one of the two out.")
+    frozen = "freeze=True" if freeze is True else f"lora={lora!r}" if lora not in (None, False) else None
+    if freeze is not False and lora not in (None, False):
+        raise OptionError(f"freeze={freeze!r} and lora={lora!r}: adapters freeze the encoder anyway; leave freeze out.")
+    if gradual_unfreezing is not None and frozen:
+        raise OptionError(f"gradual_unfreezing thaws layers that {frozen} keeps frozen; leave one of the two out.")
 
 
 _TAKEN = frozenset(
@@ -249,9 +235,7 @@ def named_options(argument: str, value: str | dict[str, Any] | None, default: st
         return value, {}
     if isinstance(value, dict):
         return value.get("name", default), {key: option for key, option in value.items() if key != "name"}
-    raise OptionError(
-        f"{argument}={value!r} is neither a name nor a dict with 'name' and options, such as its config() gives."
-    )
+    raise OptionError(f"{argument}={value!r} is neither a name nor a dict with 'name' and options.")
 
 
 def default_options(architecture: str) -> dict[str, Any]:
@@ -337,20 +321,14 @@ class ModelSpec:
             options.get(name, True) for name in ("shift_labels", "causal_encode")
         )
         if pooling == "cls" and not made_tokenizer.append_cls and not has_readout:
-            raise OptionError(
-                "pooling='cls' needs a CLS token; pass append_cls=True to the tokenizer, or pooling='mean'."
-            )
+            raise OptionError("pooling='cls' needs a CLS token; give the tokenizer append_cls=True, or pooling='mean'.")
         made_objective = get_objective(objective[0], **objective[1])
         made_objective.check(made_tokenizer)
         made_objective.check_architecture(MODELS.get(architecture))
         set_options = made_objective.model_options()
         check_model_options(architecture, set_options)
         for option, value in set_options.items():
-            if options.get(option, value) != value:
-                raise OptionError(
-                    f"{option}={options[option]!r} but the objective {objective[0]!r} needs {value!r}; leave it out."
-                )
-        options = options | set_options
+            _settle(options, option, value, f"the objective {objective[0]!r} needs {value!r}")
         value_loss = options.get("value_loss", getattr(parameters.get("value_loss"), "default", None))
         _check_counts(value_loss, name, made_tokenizer, made_objective)
         head = None
@@ -360,35 +338,29 @@ class ModelSpec:
         # Some architectures predict bins only where they are asked to.
         n_bins, bins = getattr(made_tokenizer, "n_bins", None), options.get("n_bins")
         asked = head == "bin" or getattr(parameters.get("n_bins"), "default", None) is not None
-        if n_bins is not None and bins is None and asked:
-            options = options | {"n_bins": n_bins}
-        if n_bins is not None and bins is not None:
-            check_count("n_bins", bins, "bins")
-            if bins != n_bins:
-                raise OptionError(
-                    f"n_bins={bins} but the tokenizer {name!r} makes {n_bins} bins; leave n_bins out, or give the "
-                    "tokenizer as many."
-                )
+        if n_bins is not None and (asked or bins is not None):
+            options["n_bins"] = n_bins if bins is None else bins
+            _settle(options, "n_bins", n_bins, f"the tokenizer {name!r} makes {n_bins} bins")
         if "max_seq_len" in parameters:
             longest = made_objective.max_tokens(made_tokenizer)
             if options.setdefault("max_seq_len", longest) < longest:
                 raise OptionError(
-                    f"max_seq_len={options['max_seq_len']} is smaller than the {longest} tokens that the tokenizer "
-                    f"{name!r} and the objective {objective[0]!r} make of a cell; raise it, or lower the "
-                    "tokenizer's max_len (data.max_genes in YAML)."
+                    f"max_seq_len={options['max_seq_len']} is smaller than the {longest} tokens that {name!r} and "
+                    f"{objective[0]!r} make of a cell; raise it, or lower the tokenizer's max_len (data.max_genes)."
                 )
         # An architecture that tells them apart unless told otherwise has to know how many there are.
-        counts_special = "n_special" in parameters and parameters["n_special"].default
-        if counts_special and options.setdefault("n_special", vocab.n_special) != vocab.n_special:
-            raise OptionError(
-                f"n_special={options['n_special']!r} but the vocabulary has {vocab.n_special} special tokens; leave it "
-                "out."
-            )
+        if "n_special" in parameters and parameters["n_special"].default:
+            _settle(options, "n_special", vocab.n_special, f"the vocabulary has {vocab.n_special} special tokens")
         # A saved model says how its gene vectors are shaped, and has them in its weights.
         vectors = None if options.get("gene_vectors") is not None else made_tokenizer.gene_vectors()
         if vectors is not None:
-            options = options | {"gene_vectors": _vectors_option(architecture, name, made_tokenizer, vectors)}
-        options = options | {n: value for n, value in default_options(architecture).items() if n not in options}
+            known = option_names(architecture)
+            if known is not None and "gene_vectors" not in known:
+                raise OptionError(f"architecture={architecture!r} takes no gene vectors, which {name!r} gives.")
+            frozen = bool(getattr(made_tokenizer, "freeze", True))
+            without = int(np.isnan(vectors).any(axis=1).sum())
+            options["gene_vectors"] = {"dim": vectors.shape[1], "learned": without, "frozen": frozen}
+        options |= {n: value for n, value in default_options(architecture).items() if n not in options}
         spec = cls(
             architecture=architecture,
             model_options=options,
@@ -419,21 +391,15 @@ class ModelSpec:
             module.init_gene_weights(torch.from_numpy(serialization_weights(self.vocab, weighting)))
         return module if self.tuning is None else self.tuning.build_module(module)
 
-    def build_untrained(self, seed: int) -> tuple[nn.Module, Tokenizer]:
-        """Make the module of the pretraining with random weights of a seed, and the tokenizer.
-
-        Raises
-        ------
-        OptionError
-            If it starts from gene vectors that are not at hand any more.
-        """
+    def build_untrained(self) -> tuple[nn.Module, Tokenizer]:
+        """Make the module of the pretraining with random weights, and the tokenizer."""
         spec = replace(self, tuning=None)
         tokenizer = spec.build_tokenizer()
         vectors = tokenizer.gene_vectors()
         if vectors is None and spec.model_options.get("gene_vectors") is not None:
             raise OptionError("the model started from gene vectors, which a saved model has in its trained form only.")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(0)
             return spec.build_module(vectors).eval(), tokenizer
 
     def build_tokenizer(self) -> Tokenizer:
@@ -461,16 +427,22 @@ def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objec
         return
     if not tokenizer.gives_counts:
         raise OptionError(
-            f"value_loss={value_loss!r} is for counts, which the tokenizer {name!r} with these options does not give; "
+            f"value_loss={value_loss!r} is for counts, which the tokenizer {name!r} does not give; "
             "pass tokenizer={'name': 'continuous_projection', 'transform': 'counts'}, or value_loss='mse'."
         )
     option = "include_zero_genes" if tokenizer.lists_all_genes else "zero_targets"
     value: float = tokenizer.lists_all_genes or getattr(objective, "zero_targets", 0.0)
     if value and is_truncated(value_loss):
+        other = value_loss.removeprefix("zero_truncated_")
         raise OptionError(
-            f"value_loss={value_loss!r} is for counts of at least 1, but {option}={value!r} makes targets of 0; leave "
-            f"it out, or choose value_loss={value_loss.removeprefix('zero_truncated_')!r}."
+            f"value_loss={value_loss!r} needs counts above 0, but {option}={value!r} makes zeros; choose {other!r}."
         )
+
+
+def _settle(options: dict[str, Any], name: str, value: Any, because: str) -> None:
+    """Set an option that another part of the model decides; raise where another value was given."""
+    if options.setdefault(name, value) != value:
+        raise OptionError(f"{name}={options[name]!r} but {because}; leave it out.")
 
 
 def _check_expression_head(
@@ -479,28 +451,11 @@ def _check_expression_head(
     """Raise if an optional head for expression is missing, or has nothing to learn from."""
     n_bins = getattr(tokenizer, "n_bins", None)
     if head == "bin" and n_bins is None:
-        raise OptionError(
-            f"expression_head='bin' predicts bins, which the tokenizer {name!r} does not make; choose "
-            "tokenizer='binned_expression', or expression_head='value'."
-        )
+        raise OptionError(f"expression_head='bin' but the tokenizer {name!r} makes no bins; choose 'value'.")
     if head is None and objective.predicts_values:
         fitting = "'value'" if n_bins is None else "'value' or expression_head='bin'"
-        raise OptionError(
-            f"architecture={architecture!r} without an expression_head predicts no values, which the objective "
-            f"{objective_name!r} is about; pass expression_head={fitting}."
-        )
-
-
-def _vectors_option(architecture: str, name: str, tokenizer: Tokenizer, vectors: np.ndarray) -> dict[str, Any]:
-    """Return the option `gene_vectors` of an architecture for the vectors of a tokenizer."""
-    known = option_names(architecture)
-    if known is not None and "gene_vectors" not in known:
-        raise OptionError(
-            f"architecture={architecture!r} cannot use the gene vectors of the tokenizer {name!r}, because it has no "
-            "option 'gene_vectors'; choose another architecture or tokenizer."
-        )
-    without = int(np.isnan(vectors).any(axis=1).sum())
-    return {"dim": vectors.shape[1], "learned": without, "frozen": bool(getattr(tokenizer, "freeze", True))}
+        of = f"the objective {objective_name!r} on architecture={architecture!r}"
+        raise OptionError(f"{of} needs a head that predicts values; pass expression_head={fitting}.")
 
 
 SAMPLED_CELLS = 100_000
@@ -536,17 +491,12 @@ def vocab_of_adata(
     """Choose the genes of a model of an AnnData, with what the tokenizer needs to know of each."""
     key, layer = setup["gene_key"], setup["layer"]
     within = None if vocab == FROM_DATA else open_vocab(vocab)
+    names = gene_names(adata, key)
     if within is not None:
-        map_names(gene_names(adata, key), within, var=adata.var, gene_key=key)
-    else:
-        names = gene_names(adata, key)
-        found = n_of_species(names)
-        if min(found.values()) > _MIXED * len(names):
-            counted = " and ".join(f"{n:,} {species} genes" for species, n in found.items())
-            warn(
-                f"{names_place(key)} holds {counted}, which count as different genes; join those of common descent "
-                "with vocab='human_mouse'."
-            )
+        map_names(names, within, var=adata.var, gene_key=key)
+    elif min((found := n_of_species(names)).values()) > _MIXED * len(names):
+        counted = " and ".join(f"{n:,} {species} genes" for species, n in found.items())
+        warn(f"{names_place(key)} holds {counted}, which count as different ones; join them by vocab='human_mouse'.")
     made = within
     if made is None or n_top_genes is not None:
         made = select_genes(

@@ -62,6 +62,8 @@ _OF_FIT = (
 )
 """Options of :class:`TrainOptions` that :func:`fit` takes as they are."""
 
+_NOT_RESUMED = {"limit_train_batches": None, "val_check_interval": 1.0, "overfit_batches": 0.0}
+"""Options of Lightning's Trainer that would count batches anew in a resumed training, and their usual values."""
 _MAX_LENGTH = 200
 """Characters of a setting beyond which its checksum is kept in its place."""
 
@@ -92,9 +94,7 @@ def train_options(
     if "enable_progress_bar" in further:  # as scvi-tools and its autotune call it
         given = {**given, "progress_bar": further.pop("enable_progress_bar")}
     if not isinstance(plan_kwargs, Mapping | None):
-        raise OptionError(
-            f"plan_kwargs={plan_kwargs!r} is no dictionary of options; write plan_kwargs={{name: value}}."
-        )
+        raise OptionError(f"plan_kwargs={plan_kwargs!r} is no dictionary of options; give {{name: value}}.")
     for name, value in (plan_kwargs or {}).items():
         if name in further or given.get(name) not in (None, getattr(TrainOptions, name, None)):
             raise OptionError(f"{name} is given in plan_kwargs and beside it; give it once.")
@@ -116,10 +116,8 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
     if how.checkpoint_every_n_steps is not None:
         check_count("checkpoint_every_n_steps", how.checkpoint_every_n_steps, "steps")
     if model._is_query and (precision in ("16-true", "bf16-true") or how.strategy == "fsdp"):
-        raise OptionError(
-            f"precision={precision!r} with strategy={how.strategy!r} would change what a query model shares with its "
-            "reference; take 'bf16-mixed', and 'ddp' or one device."
-        )
+        given = f"precision={precision!r} with strategy={how.strategy!r}"
+        raise OptionError(f"{given} would change what a query model shares with its reference; take 'bf16-mixed'.")
     if how.checkpoint_dir is None and (how.resume == _AUTO or how.overwrite):
         name = "overwrite=True" if how.overwrite else "resume='auto'"
         raise OptionError(f"{name} needs checkpoint_dir, the folder of the training.")
@@ -129,7 +127,9 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         if folder is not None and rank == 0:
             stack.enter_context(folder.locked())
         if folder is not None or how.resume is not None:
-            _check_resumable(how.trainer_kwargs)
+            for name, plain in _NOT_RESUMED.items():
+                if (value := how.trainer_kwargs.get(name)) not in (None, plain):
+                    raise OptionError(f"{name}={value!r} does not go with checkpoint_dir, as it cannot be resumed.")
         found = _found(folder, how.resume, overwrite=how.overwrite)
         make_free = None
         if folder is not None and rank == 0:
@@ -140,10 +140,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         stack.enter_context(gradient_checkpointing(model.module, how.gradient_checkpointing))
         if batch_size == _AUTO:
             if processes != 1 or data.batch_size is not None or data.max_tokens_per_batch is not None:
-                raise OptionError(
-                    "batch_size='auto' is for one process, and a data module without batch_size and "
-                    "max_tokens_per_batch; give a number of cells."
-                )
+                raise OptionError("batch_size='auto' is for one process, and no other size of batches; give a number.")
             stack.callback(setattr, data, "batch_size", None)
             data.batch_size = saved.get("batch_size") or find_batch_size(model.module, data, device)
         if precision == _AUTO:
@@ -178,10 +175,9 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         )
         if found is not None:
             patience = how.early_stopping_patience if how.early_stopping else None
-            if saving.is_over(max_epochs, how.max_steps, patience):
-                announce(f"The training in {path} is already complete: {state['epoch']} epochs, {state['step']} steps.")
-            else:
-                announce(f"Resuming {path}: epoch {state['epoch'] + 1}, step {state['step']}.")
+            done = f"{state['epoch']} epochs, {state['step']} steps"
+            is_over = saving.is_over(max_epochs, how.max_steps, patience)
+            announce(f"The training in {path} is complete: {done}." if is_over else f"Resuming {path} after {done}.")
         stack.enter_context(compiled(model.module, how.compile))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         # Dropout and the directions of SIGReg; other than those of earlier trainings, and of other processes.
@@ -259,40 +255,16 @@ def _freeing(
     return folder.clear
 
 
-def _check_resumable(options: Mapping[str, Any]) -> None:
-    """Raise where Lightning would count batches from where a training goes on."""
-    for name, plain in {"limit_train_batches": None, "val_check_interval": 1.0, "overfit_batches": 0.0}.items():
-        if options.get(name) not in (None, plain):
-            raise OptionError(
-                f"{name}={options[name]!r} does not go with checkpoint_dir: a training that goes on would count anew; "
-                "leave out one of the two."
-            )
-
-
 def _writer(model: CellModel, folder: RunFolder, keep_last: int) -> Any:
+    """Return what writes states as model folders."""
     before = model.n_epochs_
 
     def write(name: str, state: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
-        try:
-            with _as_trained(model, before + state["epoch"]):
-                model._write(folder.path / name, weights=weights, extra=lambda place: write_state(place, state))
+        with _saved(model, folder, name, before + state["epoch"]):
+            model._write(folder.path / name, weights=weights, extra=lambda place: write_state(place, state))
             folder.keep_last(keep_last)
-        except SavingError:
-            raise
-        except (OSError, SafetensorError, TrainingError) as error:
-            raise _not_written(folder, name, error) from error
 
     return write
-
-
-def _not_written(folder: RunFolder, name: str, error: Exception) -> SavingError:
-    reason = getattr(error, "strerror", None) or first_line(error)
-    there = folder.states()
-    kept = f"; {there[-1].name} is whole" if there else ""
-    return SavingError(
-        f"checkpoint_dir={str(folder.path)!r}: {name} cannot be written ({reason}){kept}; make room and go on with "
-        "resume='auto' (--resume auto)."
-    )
 
 
 def _best(model: CellModel, folder: RunFolder, top_k: int) -> Any:
@@ -300,29 +272,31 @@ def _best(model: CellModel, folder: RunFolder, top_k: int) -> Any:
     before = model.n_epochs_
 
     def save(name: str, epochs_done: int, weights: dict[str, torch.Tensor]) -> None:
-        try:
-            with _as_trained(model, before + epochs_done):
-                model._write(folder.path / name, weights=weights)
-        except OSError as error:
-            raise _not_written(folder, name, error) from error
+        with _saved(model, folder, name, before + epochs_done):
+            model._write(folder.path / name, weights=weights)
 
     def remove(name: str) -> None:
-        if not (folder.path / name).is_dir():
-            return  # a training that goes on may have removed it before
-        try:
-            remove_folder(folder.path / name)
-        except OSError as error:
-            raise _not_written(folder, name, error) from error
+        if (folder.path / name).is_dir():  # a resumed training may have removed it before
+            with _saved(model, folder, name, before):
+                remove_folder(folder.path / name)
 
     return lambda monitor, mode: SaveBest(save, remove, top_k=top_k, monitor=monitor, mode=mode, first_epoch=before)
 
 
 @contextlib.contextmanager
-def _as_trained(model: CellModel, n_epochs: int) -> Any:
+def _saved(model: CellModel, folder: RunFolder, name: str, n_epochs: int) -> Any:
+    """Describe the model as trained for so many epochs; raise SavingError for what cannot be written."""
     before = model.is_trained_, model.n_epochs_
     model.is_trained_, model.n_epochs_ = True, n_epochs
     try:
         yield
+    except SavingError:
+        raise
+    except (OSError, SafetensorError, TrainingError) as error:
+        reason = getattr(error, "strerror", None) or first_line(error)
+        kept = "".join(f"; {state.name} is whole" for state in folder.states()[-1:])
+        problem = f"{name} cannot be written ({reason}){kept}; make room and pass resume='auto' (--resume auto)"
+        raise SavingError(f"checkpoint_dir={str(folder.path)!r}: {problem}.") from error
     finally:
         model.is_trained_, model.n_epochs_ = before
 
@@ -347,12 +321,11 @@ def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **furt
         **{name: getattr(plan, name) for name in OF_PLAN if name != "optimizer"},
         **further,
     }
-    return {name: _short(json.loads(json.dumps(value, default=str))) for name, value in settings.items()}
-
-
-def _short(value: Any) -> Any:
-    text = json.dumps(value)
-    return value if len(text) <= _MAX_LENGTH else hashlib.sha256(text.encode()).hexdigest()
+    texts = {name: json.dumps(value, default=str) for name, value in settings.items()}
+    return {
+        name: json.loads(text) if len(text) <= _MAX_LENGTH else hashlib.sha256(text.encode()).hexdigest()
+        for name, text in texts.items()
+    }
 
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:

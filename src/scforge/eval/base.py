@@ -15,14 +15,14 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_count
-from scforge._registry import Registry, check_options
+from scforge._registry import Registry, check_defines, check_options
 from scforge.data.cells import Cells, choose_chunks, choose_rows
 from scforge.data.readers import is_url
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
 from scforge.datasets.cards import get_card, list_cards
 from scforge.datasets.loading import DATA_FOLDER, find_file
-from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, listing, suggest
+from scforge.errors import DataError, MissingFileError, OptionError, listing, suggest
 
 KEYS = ("labels_key", "batch_key", "groups_key")
 """Options that name a column of obs; who runs a benchmark fills them in from the data where they are left out."""
@@ -326,6 +326,11 @@ def check_scores_embeddings(title: str, subject: str) -> None:
         raise OptionError(f"the benchmark {title!r} scores no embedding (but: {subject}); pass it to eval.compare.")
 
 
+def check_has_metrics(benchmark: Benchmark) -> None:
+    """Raise :class:`~scforge.errors.OptionError` if a benchmark names no figures."""
+    check_defines(f"the benchmark {title_of(benchmark)!r}", benchmark, ("metrics",))
+
+
 def title_of(benchmark: Benchmark) -> str:
     """Return the registered name of a benchmark, or that of its class."""
     return BENCHMARKS.name_of(type(benchmark)) or type(benchmark).__name__
@@ -382,6 +387,8 @@ class Evaluation:
             _check_given(self.benchmark, self.options, besides=KEYS)
         elif self.options:
             raise OptionError(f"options={dict(self.options)} are for a benchmark given by name; leave them out.")
+        else:
+            check_has_metrics(self.benchmark)
 
     @property
     def held_out(self) -> bool:
@@ -516,12 +523,8 @@ def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
     file = Path(os.environ.get(DATA_FOLDER, f"${DATA_FOLDER}"), f"{name}.h5ad")
     if file.exists():
         return str(file)
-    known = f" (datasets has: {listing(datasets)})" if datasets else ""
-    near = did_you_mean(name, [*datasets, *list_cards()])
-    raise OptionError(
-        f"dataset={name!r} of the benchmark {evaluation.title!r} is not known{f'{near} Otherwise' if near else ';'} "
-        f"put the file at {file}, or say where it is in eval.datasets, {name}: PATH{known}."
-    )
+    near = suggest(name, [*datasets, *list_cards()])
+    raise OptionError(f"dataset={name!r} is not known{near}; put the file at {file}, or name it in eval.datasets.")
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,8 @@ def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[st
     alone = set.union(*map(set, parts)) - set.intersection(*map(set, parts))
     if alone or (groups is not None and (labels.groupby(groups.to_numpy()).nunique() > 1).any()):
         raise DataError(
-            f"obs[{keys['labels_key']!r}] has labels that not all organisms have ({listing(sorted(alone), most=3)}), "
-            f"or groups_key={keys['groups_key']!r} has groups with several labels; leave those cells out."
+            f"labels_key={keys['labels_key']!r} has {listing(sorted(alone), most=3)} not in all organisms, or "
+            f"groups_key={keys['groups_key']!r} has groups with several labels; leave those cells out."
         )
     if groups is not None:
         made["sample_ids"] = [groups.iloc[found].reset_index(drop=True) for found in rows.values()]
@@ -456,10 +456,7 @@ def _registry() -> Any:
             warnings.filterwarnings("ignore", category=ImportWarning, message="Tensorflow not installed")  # umap's
             from czbenchmarks.tasks import TASK_REGISTRY
     except ModuleNotFoundError as error:
-        raise OptionError(
-            f"cz-benchmarks cannot be imported ({first_line(error)}); pip install 'scforge[cz]', in an environment of "
-            "its own."
-        ) from None
+        raise OptionError(f"cz-benchmarks cannot be imported ({first_line(error)}); install 'scforge[cz]'.") from None
     return TASK_REGISTRY
 
 

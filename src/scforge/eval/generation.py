@@ -350,10 +350,8 @@ def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | A
     """
     ids = [pd.Index(some.obs_names if isinstance(some, anndata.AnnData) else list(some)) for some in (train, test)]
     if (both := ids[1].isin(ids[0])).any():
-        raise DataError(
-            f"{int(both.sum())} of {len(ids[1])} test {what} are training {what}, too (first: "
-            f"{str(ids[1][both][0])!r}); take them out of one of the two."
-        )
+        first = f"(first: {str(ids[1][both][0])!r}); take them out of one of the two"
+        raise DataError(f"{int(both.sum())} of {len(ids[1])} test {what} are training {what}, too {first}.")
     if isinstance(train, anndata.AnnData) and isinstance(test, anndata.AnnData):
         genes = test.var_names.intersection(train.var_names)
         one, other = (
@@ -450,8 +448,8 @@ def check_features(
         if len(copied) or _same_columns(own, means):
             name = [*copied, known.index[0]][0]
             raise DataError(
-                f"{argument} has for {name!r} the mean of {where} over the held-out cells under {name!r} themselves, "
-                "which nobody knows before the experiment; give features of the gene that need no such cells."
+                f"{argument} has for {name!r} the mean of {where} over the held-out cells under {name!r} themselves; "
+                "give features that need no such cells."
             )
 
 
@@ -689,10 +687,7 @@ def evaluate_generation(
         if not holds_counts(made[name]) and (difference := scale_difference(some.X, reference.X)):
             # What scforge generates is on this scale, however wrong it is.
             if "generated" not in made[name].uns.get(UNS_KEY, {}):
-                raise DataError(
-                    f"over the same genes the cells of {name!r} have {difference}, so that they are not both log1p "
-                    "CP10K; give raw counts, or sc.pp.normalize_total(adata, target_sum=1e4) and sc.pp.log1p(adata)."
-                )
+                raise DataError(f"over the same genes the cells of {name!r} have {difference}; give counts.")
             notes.append(f"{name} has {difference}: too much or too little of all genes together.")
     baselines = {name: some[:, names].copy() for name, some in baselines.items()}
     benchmark.max_cells = min(max_cells, reference.n_obs, *(some.n_obs for some in cells.values()))
@@ -740,10 +735,8 @@ def check_complete(
     logs = log_normalized(whole, layer_of_whole, argument="the others")
     share = float(totals_of(logs[:, np.flatnonzero(lacking)]).sum() / totals_of(logs).sum())
     if share > _MISSING:
-        raise DataError(
-            f"{what} are counts without {int(lacking.sum())} genes that hold {share:.0%} of the counts of others, so "
-            "that their totals are no library sizes; give all genes, or log1p of counts per 10,000 of all genes."
-        )
+        of = f"{int(lacking.sum())} genes that hold {share:.0%} of the counts of others"
+        raise DataError(f"{what} are counts without {of}; give all genes, or log1p of counts per 10,000 of all.")
 
 
 def _independent(logs: sparse.csc_matrix, n_cells: int, rng: np.random.Generator) -> sparse.csr_matrix:

@@ -15,7 +15,7 @@ from scforge._checks import check_choice, check_known, check_seed
 from scforge._constants import UNS_KEY
 from scforge._progress import announce, duration
 from scforge.errors import OptionError, listing
-from scforge.eval.base import Benchmark, Entry, check_scores_embeddings, title_of, to_evaluation
+from scforge.eval.base import Benchmark, Entry, check_has_metrics, check_scores_embeddings, title_of, to_evaluation
 from scforge.eval.baselines import check_baselines, embedding_baselines
 from scforge.eval.label_prediction import check_embedding
 from scforge.eval.report import KINDS, Kind, Measured, Report, Row, compare_paired, interval
@@ -327,6 +327,7 @@ def compare(
     if unknown := [method for method in made if method not in kinds]:
         raise OptionError(f"kinds lacks {listing(unknown)}; say for each whether it is a model or a baseline.")
     check_seeds(seeds)
+    check_has_metrics(benchmark)
     benchmark.check(reference)
     report = Report(title)
     score(

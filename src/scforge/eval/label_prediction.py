@@ -234,10 +234,8 @@ class CellTypeProbe(Benchmark):
         """Raise if too few labels are left, and warn of those that are left out."""
         what = f"labels of obs[{self.labels_key!r}]"
         if n_labels < 2:
-            raise DataError(
-                f"fewer than 2 {what} can be tested in n_folds={self.n_folds} folds (left out: {', '.join(left_out)}); "
-                "lower n_folds, choose another groups_key, or score more cells."
-            )
+            out = ", ".join(left_out)
+            raise DataError(f"fewer than 2 {what} can be tested in n_folds={self.n_folds} folds (left out: {out}).")
         if left_out and left_out != self._warned_of:
             self._warned_of = left_out
             warn(f"left out: {what} that cannot be tested in n_folds={self.n_folds} folds: {', '.join(left_out)}.")
@@ -322,7 +320,7 @@ def _warn_of_duplicates(cells: np.ndarray, folds: np.ndarray) -> None:
     if share > _MAX_DUPLICATES:
         warn(
             f"{share:.1%} of the cells have exactly the coordinates of a cell in another fold: they are the same cells "
-            "under other names, which makes the figures too good, or the embedding has collapsed."
+            "under other names, or the embedding has collapsed."
         )
 
 

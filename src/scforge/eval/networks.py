@@ -257,11 +257,8 @@ def _deltas(predicted: AnnData) -> pd.DataFrame:
     names = predicted.obs.get("perturbation", pd.Series("", index=predicted.obs_names)).astype(str).to_numpy()
     single = np.isin(names, predicted.var_names)
     if "delta" not in predicted.layers or not single.any():
-        raise DataError(
-            f"effects has no layers['delta'] of perturbations of single genes (obs['perturbation']: "
-            f"{listing(dict.fromkeys(names), most=3)}); give what the perturbation task predicts of such, or a table "
-            "of perturbed genes x genes."
-        )
+        found = listing(dict.fromkeys(names), most=3)
+        raise DataError(f"effects has no layers['delta'] of single perturbed genes (obs['perturbation']: {found}).")
     return pd.DataFrame(
         np.asarray(predicted.layers["delta"])[single], index=names[single], columns=predicted.var_names.astype(str)
     )
@@ -400,8 +397,8 @@ def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str |
             if name in columns:
                 return columns[name]
         raise DataError(
-            f"there is no column {' or '.join(names)} (there are: {listing(table.columns)}); name those of the factors "
-            "and of the targets with source=..., target=..., by numbers if there is no header"
+            f"there is no column {' or '.join(names)} (there are: {listing(table.columns)}); name factors and targets "
+            "with source=..., target=..., by numbers if there is no header"
         )
 
     if source is not None:
@@ -478,11 +475,8 @@ class Universe:
         found[places] = weights
         n_known, n_found = int(np.isfinite(weights).sum()), int(np.isfinite(found).sum())
         if not n_found == n_known == len(places):
-            raise DataError(
-                f"{len(places) - n_known} weights of the scores are not numbers and {n_known - n_found} edges stand "
-                "there twice; give one weight for each source and target, e.g. with "
-                "scores.groupby(['source', 'target'], as_index=False)['weight'].max()."
-            )
+            wrong = f"{len(places) - n_known} weights are not numbers and {n_known - n_found} edges occur twice"
+            raise DataError(f"in the scores {wrong}; give one weight for each source and target.")
         return found.reshape(self.edges.shape)
 
 
@@ -649,10 +643,8 @@ class GeneNetwork(Benchmark):
         if self.genes is not None:
             kept = kept[kept["source"].isin(self.genes) & kept["target"].isin(self.genes)]
         if kept.empty:
-            raise DataError(
-                f"none of the {len(given)} true edges is left among genes and tfs that were asked for; name genes as "
-                f"the truth does, e.g. by symbols (its sources: {listing(given['source'].unique(), most=3)})."
-            )
+            sources = listing(given["source"].unique(), most=3)
+            raise DataError(f"none of the {len(given)} true edges (sources: {sources}) is left among genes and tfs.")
         tfs = pd.Index(np.sort(kept["source"].unique()))
         targets = kept["target"] if self.targets == "truth" else pd.Series(self.genes)
         genes = pd.Index(np.sort(targets.unique()))

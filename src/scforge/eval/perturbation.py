@@ -669,11 +669,8 @@ class PerturbationPrediction(Benchmark):
             number = {effect: row for row, effect in enumerate(cells.effects)}
         effects = known.cells.effects
         if without := [effect for effect in effects if effect not in number]:
-            raise DataError(
-                f"predictions lacks {len(without)} of {len(effects)} effects "
-                f"({listing(self.keys.titles(without), most=5)}); predict all that were measured, or leave them out of "
-                "the measured cells."
-            )
+            names = listing(self.keys.titles(without), most=5)
+            raise DataError(f"predictions lacks {len(without)} of {len(effects)} measured effects ({names}).")
         rows = [number[effect] for effect in effects]
         if cells is None:
             columns = columns_of(made.columns, known.cells.genes, "predictions")
@@ -928,10 +925,7 @@ def _checked_cells(
 def _check_scale(one: sparse.csr_matrix, real: sparse.csr_matrix, what: str, *, profiles: bool = False) -> None:
     """Raise where cells over the common genes are of another scale than the measured ones."""
     if difference := scale_difference(one, real, profiles=profiles):
-        raise DataError(
-            f"over the common genes {what} have {difference}; scale both to 10,000 over the same genes, give counts of "
-            "all genes, or effects as a DataFrame."
-        )
+        raise DataError(f"over the common genes {what} have {difference}; scale both to 10,000, or give counts of all.")
 
 
 def _check_effects(
@@ -942,7 +936,5 @@ def _check_effects(
     size = np.abs(measured).max(axis=1)
     same = (np.abs(predicted - measured).max(axis=1) <= 1e-4 * size) & (size > 0)
     if same.any():
-        raise DataError(
-            f"predictions[{name!r}] has for {int(same.sum())} of {len(same)} effects what was measured in the held-out "
-            "cells, gene by gene; a prediction may not see what it is scored on."
-        )
+        n_same = f"{int(same.sum())} of {len(same)} effects"
+        raise DataError(f"predictions[{name!r}] has for {n_same} what was measured in the held-out cells.")

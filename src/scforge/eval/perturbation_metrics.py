@@ -749,10 +749,7 @@ def _for_cell_eval(
     source = cells if len(cells.rows(plain)) else measured
     rows = {keys.name_of(effect.targets): cells.rows(effect) for effect in effects} | {keys.control: source.rows(plain)}
     if without := [name for name, some in rows.items() if not len(some)]:
-        raise DataError(
-            f"predicted has no cells of {listing(without)} (context {plain.context!r}); predict all of real, which "
-            "needs controls in each context."
-        )
+        raise DataError(f"predicted has no cells of {listing(without)} in {plain.context!r}; predict all of real.")
     parts = [(source if name == keys.control else cells).expression[some] for name, some in rows.items()]
     labels = np.repeat(list(rows), [part.shape[0] for part in parts])
     obs = pd.DataFrame({"target": labels.astype(object)}, index=[f"cell {i}" for i in range(len(labels))])
@@ -835,9 +832,7 @@ def distances(
     try:
         away: Callable[[np.ndarray, np.ndarray], float] = Distance(cast("Any", metric), obsm_key="coordinates")
     except ValueError as error:
-        raise OptionError(
-            f"metric={metric!r} is no distance of pertpy; see pertpy.tl.Distance for its names."
-        ) from error
+        raise OptionError(f"metric={metric!r} is no distance of pertpy; see pertpy.tl.Distance.") from error
     rows = []
     for effect in read["real"].effects:
         target = places["real"][read["real"].rows(effect)]

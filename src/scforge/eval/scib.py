@@ -263,9 +263,7 @@ class Scib(Benchmark):
         self.neighbors = check_choice("neighbors", neighbors, NEIGHBORS)
         self.max_cells = max_cells
         if pre_integrated is not None and (batch_key is None or not isinstance(pre_integrated, pd.DataFrame)):
-            raise OptionError(
-                "pre_integrated has to be a DataFrame of components with a row a cell, and needs batch_key."
-            )
+            raise OptionError("pre_integrated has to be a DataFrame with a row a cell, and needs batch_key.")
         self.pre_integrated = pre_integrated
         self.metrics = self._computed()
         self.main = self.metrics[0]
@@ -439,10 +437,8 @@ class Scib(Benchmark):
             names = obs.index[rows]
             lacking = names[~names.isin(self.pre_integrated.index)]
             if len(lacking) or not self.pre_integrated.index.is_unique:
-                raise DataError(
-                    f"pre_integrated needs each cell once, but it lacks {len(lacking)} of {len(rows)} (first: "
-                    f"{listing(lacking[:3])}) or names cells twice; give it the names of the cells as index."
-                )
+                some = f"{len(lacking)} of {len(rows)} cells (first: {listing(lacking[:3])})"
+                raise DataError(f"pre_integrated lacks {some} or names cells twice; its index has to name each once.")
         return rows
 
 

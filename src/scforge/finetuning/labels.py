@@ -52,10 +52,8 @@ def text_labels(values: pd.Series, *, key: str, argument: str = "labels_key") ->
     codes, found = pd.factorize(values)
     fractional = [value for value in found if _is_number(value) and not float(value).is_integer()]
     if fractional and all(_is_number(value) for value in found):
-        raise DataError(
-            f"{argument}={key!r} holds numbers that are not whole (first: {float(fractional[0]):g}), which are no "
-            "classes; fine-tune the task 'regression', or make categories of them, e.g. with pandas.cut."
-        )
+        what = f"numbers that are not whole (first: {float(fractional[0]):g})"
+        raise DataError(f"{argument}={key!r} holds {what}; take the task 'regression', or pandas.cut.")
     texts = np.array([text_of(value) for value in found], dtype=object).astype(str)
     names, places = np.unique(texts, return_inverse=True)
     # The code of a missing value is -1, which finds the -1 at the end.
@@ -74,11 +72,9 @@ def check_names(argument: str, names: Any) -> list[str] | None:
     """Return an option that lists names, or raise unless it is None or a list of different names."""
     if names is None:
         return None
-    listed = pd.api.types.is_list_like(names, allow_sets=False) and len(names) > 0
-    if not listed or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"{argument}={names!r} is not a list of names; give e.g. ['first', 'second'].")
-    if len(set(names)) < len(names):
-        raise OptionError(f"{argument}={list(names)!r} has a name twice; give each once.")
+    listed = pd.api.types.is_list_like(names, allow_sets=False) and all(isinstance(name, str) for name in names)
+    if not listed or not 0 < len(set(names)) == len(names):
+        raise OptionError(f"{argument}={names!r} is not a list of different names; give e.g. ['first', 'second'].")
     return list(names)
 
 

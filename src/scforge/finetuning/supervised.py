@@ -132,10 +132,8 @@ class SupervisedTask(Task):
         targets = self.read(column)
         known = self.has_target(targets)
         if not known.any():
-            raise DataError(
-                f"{self.argument} has no value that the model knows for any of the {len(known)} scored cells"
-                f"{f' (it knows: {listing(self.classes)})' if self.classes else ''}; choose others, or mend the column."
-            )
+            knows = f" (it knows: {listing(self.classes)})" if self.classes else ""
+            raise DataError(f"{self.argument} has no value that the model knows in {len(known)} scored cells{knows}.")
         rows, truth = context.rows[known], targets[known]
         methods = {"scforge": self.estimate(context.predictor, rows)}
         if context.baselines and context.train_cells is not None and context.train_rows is not None:

@@ -43,9 +43,7 @@ def input_gene_embeddings(module: nn.Module, tokenizer: Tokenizer) -> np.ndarray
     ids = torch.arange(vocab.n_special, len(vocab), device=next(module.parameters()).device)
     embedding = _token_embedding(module, len(vocab))
     if embedding is None:
-        raise OptionError(
-            f"{type(module).__name__} has no embedding of {len(vocab)} tokens; make one with GeneExpressionEmbedding."
-        )
+        raise OptionError(f"{type(module).__name__} has no GeneExpressionEmbedding of {len(vocab)} tokens.")
     is_bag = isinstance(embedding, nn.EmbeddingBag | GeneVectorBag)
     # A bag sums: bags of one token each.
     vectors = embedding(ids.unsqueeze(1)) if is_bag else embedding(ids.unsqueeze(0))[0]

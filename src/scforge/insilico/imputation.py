@@ -33,8 +33,7 @@ def check_predicts(objective: Objective) -> None:
     if not (objective.predicts_values or objective.denoises_values):
         raise OptionError(
             f"a model trained for {type(objective).__name__} predicts no expression of hidden genes; make one with "
-            "objective='masked_value_prediction' and architecture='masked_autoencoder', or 'transformer_encoder' with "
-            "expression_head='value' or 'bin', or with objective='masked_diffusion' and architecture='scdiva'."
+            "'masked_value_prediction' and architecture='masked_autoencoder', or 'masked_diffusion' and 'scdiva'."
         )
 
 
@@ -291,7 +290,5 @@ def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objec
     room = int(embedding.max_seq_len) - int(lengths.max())
     if room < 1:
         beside = f"the {int(lengths.max())} tokens of a cell"
-        raise OptionError(
-            f"max_seq_len={embedding.max_seq_len} leaves no room for hidden genes beside {beside}; raise it."
-        )
+        raise OptionError(f"max_seq_len={embedding.max_seq_len} leaves no room for hidden genes beside {beside}.")
     return min(size, room)

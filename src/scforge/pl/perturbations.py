@@ -109,12 +109,7 @@ def _name(ax: Axes, x: np.ndarray, y: np.ndarray, names: list[str]) -> None:
     ax.set(xlim=limits, ylim=(bottom, above))
 
 
-def perturbation_ranks(
-    table: pd.DataFrame,
-    *,
-    metric: str = "rank",
-    ax: Axes | None = None,
-) -> Axes:
+def perturbation_ranks(table: pd.DataFrame, *, metric: str = "rank", ax: Axes | None = None) -> Axes:
     """Draw a figure of each perturbation, a row a method, the method with the best mean on top.
 
     Parameters

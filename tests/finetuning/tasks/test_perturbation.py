@@ -157,10 +157,10 @@ def test_what_the_model_cannot_know_is_not_drawn() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"heldout": ["gene7"]}, OptionError, "heldout names 'gene7', which no perturbed cell has; did you mean"),
+        ({"heldout": ["gene7"]}, OptionError, "heldout='gene7' is of no perturbed cell; did you mean"),
         ({"heldout": ["ctrl"]}, OptionError, "heldout names 'ctrl', which is the control"),
         ({"heldout": SINGLES + COMBINATIONS}, OptionError, "leaves no perturbation to train on"),
-        ({"heldout_contexts": ["z"], "context_key": "type"}, OptionError, "heldout_contexts names 'z'"),
+        ({"heldout_contexts": ["z"], "context_key": "type"}, OptionError, "heldout_contexts='z'"),
         ({"split_by": "donor"}, OptionError, "split_by='donor' holds out neither perturbations nor contexts"),
         ({"heldout": ["gene0"], "context_key": "type", "split_by": "type"}, OptionError, "split_by='type'; give one"),
     ],
@@ -204,8 +204,8 @@ def test_cells_that_cannot_be_learned_from(adata: ad.AnnData, base: Encoder, cha
     [
         ({"perturbations": ["drug+gene0"]}, "the targets 'drug' are no genes of the model"),
         ({"perturbations": ["ctrl"]}, "names 'ctrl', which is the control"),
-        ({"perturbations": []}, "is not a list of names"),
-        ({"perturbations": ["gene0"], "contexts": ["b"]}, "contexts names 'b', where there is no control cell"),
+        ({"perturbations": []}, "is not a list of different names"),
+        ({"perturbations": ["gene0"], "contexts": ["b"]}, "contexts='b' is not in the contexts with control cells"),
         ({"key_added": "x"}, "key_added='x'"),
         ({"n_cells": 0}, "n_cells=0"),
     ],

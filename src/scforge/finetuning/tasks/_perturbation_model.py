@@ -159,9 +159,7 @@ def hold_out(
         raise DataError("no cell is perturbed, all are controls; there is nothing to learn from.")
     number = {names[code]: code for code in present}
     if unknown := [name for name in named or () if name not in number]:
-        raise OptionError(
-            f"{argument} names {unknown[0]!r}, which no perturbed cell has{suggest(unknown[0], number, 'there is')}"
-        )
+        raise OptionError(f"{argument}={unknown[0]!r} is of no perturbed cell{suggest(unknown[0], number, 'there is')}")
     rng = np.random.default_rng(seed)
     order = [int(code) for code in rng.permutation(present)]
     if named is None:
@@ -170,13 +168,9 @@ def hold_out(
         test = [number[name] for name in named]
     rest = [code for code in order if code not in test]
     if not rest or (named is None and test_size and not test):
-        raise OptionError(
-            f"holding out {listing(names[code] for code in sorted(test) or order)} leaves no {what} to train on (there "
-            f"is: {listing(number)}); name fewer in {argument}, or set test_size=0 to train on all."
-        )
-    validation: list[int] = []
-    if len(rest) > 1:
-        validation = _draw(rest, validation_size, len(present), known, conditions.targets)
+        held_out = listing(names[code] for code in sorted(test) or order)
+        raise OptionError(f"holding out {held_out} leaves no {what} to train on; name fewer, or set test_size=0.")
+    validation = _draw(rest, validation_size, len(present), known, conditions.targets) if len(rest) > 1 else []
     train = [code for code in rest if code not in validation]
     input_controls, test_controls = _split_controls(conditions, rng)
     if not test:
@@ -420,10 +414,7 @@ def gene_vectors(module: nn.Module) -> torch.Tensor:
     for part in parts:
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.padding_idx == PAD_ID:
             return part.weight.detach()
-    raise OptionError(
-        f"{type(module).__name__} has no embedding of genes with padding_idx={PAD_ID}, by which the task "
-        "'perturbation' knows what is perturbed; choose another architecture."
-    )
+    raise OptionError(f"{type(module).__name__} has no embedding of genes for the task 'perturbation'; choose another.")
 
 
 def gene_features(vectors: torch.Tensor, n_special: int, n_features: int) -> torch.Tensor:

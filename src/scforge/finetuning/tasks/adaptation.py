@@ -120,8 +120,8 @@ class Adaptation(Task):
         encoder: Any = module.encoder
         if self.n_reference is not None and not any(p.requires_grad for p in encoder.parameters()):
             raise OptionError(
-                "the query model has nothing to train: its encoder stays that of the reference, and it learns new "
-                "batches alone; leave train out, or name such batches: load_query_data(..., batch_key=...)."
+                "the query model has nothing to train: it learns new batches alone; leave train out, or pass "
+                "load_query_data(..., batch_key=...)."
             )
         n, vectors = self.n_reference, batch_vectors(encoder)
         if n is not None and vectors is not None and vectors.requires_grad and len(vectors) > n:

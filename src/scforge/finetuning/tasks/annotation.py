@@ -18,13 +18,7 @@ from scforge.data.checks import names_each_cell
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.baselines import BaselineInputs, classification_baselines
 from scforge.finetuning.base import Batch, Column, Loss, Predictor, register_task
-from scforge.finetuning.heads import (
-    CalibratedHead,
-    fit_logistic,
-    fit_temperature,
-    normalized_entropy,
-    probabilities_of,
-)
+from scforge.finetuning.heads import CalibratedHead, fit_logistic, fit_temperature, normalized_entropy, probabilities_of
 from scforge.finetuning.labels import (
     UNASSIGNED,
     UNKNOWN,

@@ -169,11 +169,8 @@ class MultiLabel(SupervisedTask):
         if same := [name for name, has in zip(classes, targets.T, strict=True) if has.all() or not has.any()]:
             raise DataError(f"{self.argument} has {listing(same)} for all training cells or none; leave these out.")
         if unknown.any():
-            warn(
-                f"classes leaves out {listing(sorted({*self._occurring(column)} - {*classes}))} of "
-                f"{self.argument}, which {int(unknown.sum())} of the {len(unknown)} training cells have, so that "
-                "the model does not learn that; name all labels, or leave classes out."
-            )
+            lacking = f"{listing(sorted({*self._occurring(column)} - {*classes}))} of {self.argument}"
+            warn(f"classes leaves out {lacking}, which {int(unknown.sum())} of the {len(unknown)} training cells have.")
         return {"classes": classes} if self.classes is None else {}
 
     def read(self, column: Column) -> np.ndarray:

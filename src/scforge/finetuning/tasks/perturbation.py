@@ -11,11 +11,11 @@ import torch
 from anndata import AnnData
 from torch import nn
 
-from scforge._checks import check_choice, check_count
+from scforge._checks import check_choice, check_count, check_known
 from scforge._constants import PAD_ID, UNS_KEY
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_rows
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, OptionError, listing, suggest
+from scforge.errors import DataError, OptionError, listing
 from scforge.eval.expression import Effects, effects_of, log_expression, moments
 from scforge.eval.perturbation import N_COMPONENTS, KnownEffects, WantedEffects, baseline_effects
 from scforge.eval.perturbation_metrics import (
@@ -309,10 +309,8 @@ class Perturbation(Task):
                 if gene < 0 and target not in numbers:
                     unknown.add(target)
         if unknown:
-            raise OptionError(
-                f"the targets {listing(sorted(unknown))} are no genes of the model, nor were they perturbed in its "
-                "training; leave their cells out, or train on them (heldout=[...] names others)."
-            )
+            names = listing(sorted(unknown))
+            raise OptionError(f"the targets {names} are no genes of the model, and were not in its training.")
         return {"perturbed_tokens": tokens, "perturbed_targets": own}
 
     # --- the module
@@ -432,8 +430,7 @@ class Perturbation(Task):
     ) -> list[Pair]:
         """Return the effects to predict, each once."""
         for name in contexts or ():
-            if name not in controls:
-                raise OptionError(f"contexts names {name!r}, where there is no control cell{suggest(name, controls)}")
+            check_known("contexts", name, controls, "the contexts with control cells", error=OptionError)
         if perturbations is not None:
             targets = self._targets_of("perturbations", check_names("perturbations", perturbations) or [])
             return list(dict.fromkeys(Pair(some, place) for some in targets for place in contexts or controls))
@@ -495,13 +492,9 @@ class Perturbation(Task):
             check_count("n_cells", n_cells, "controls")
         cells = predictor.cells
         assert cells.vocab is not None
-        try:
-            cells.column(self.perturbation_key)
-        except DataError as error:
-            raise DataError(
-                f"perturbation_key={self.perturbation_key!r} is not a column of obs of these cells; where none of them "
-                f"is perturbed, set adata.obs[{self.perturbation_key!r}] = {self.control!r}."
-            ) from error
+        key, columns = self.perturbation_key, getattr(cells, "obs", None)
+        fix = f"where no cell is perturbed, set adata.obs[{key!r}] = {self.control!r}"
+        check_known("perturbation_key", key, () if columns is None else columns, "obs", fix=fix)
         conditions = self.conditions(cells.column)
         controls = rows_by_context(conditions, np.flatnonzero(conditions.controls))
         pairs = self._wanted(conditions, controls, perturbations, contexts)
