@@ -60,10 +60,7 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
     if not (path / CONFIG).is_file() and (path / FINAL / CONFIG).is_file():
         path /= FINAL
     if missing := [name for name in (CONFIG, WEIGHTS) if not (path / name).is_file()]:
-        raise MissingFileError(
-            f"{argument}={str(path)!r} holds no model of bytes, as it has no {missing[0]}; train one with scforge soma "
-            "train."
-        )
+        raise MissingFileError(f"{argument}={str(path)!r} holds no model of bytes: {missing[0]} is missing.")
     return read_settled(path, lambda: _read(path))
 
 
@@ -87,9 +84,7 @@ def _read(path: Path) -> tuple[Model, int]:
     del content["sha256"]
     for name, checksum in ((CONFIG, _sum(content)), (WEIGHTS, sha256_of(path / WEIGHTS))):
         if found.sha256.get(name) != checksum:
-            raise ModelFileError(
-                f"{str(path / name)!r} is corrupted: its checksum is not the one in {CONFIG}; copy the folder again."
-            )
+            raise ModelFileError(f"{str(path / name)!r} is corrupted, as its checksum says; copy the folder again.")
     return Model.load(path / WEIGHTS, found.model).eval(), found.seq_len
 
 

@@ -20,6 +20,4 @@ def device_of(device: str) -> torch.device:
     try:
         return torch.zeros((), device=device).device
     except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts it
-        raise OptionError(
-            f"device={device!r} cannot be used ({first_line(error)}); give 'auto', 'cpu' or 'cuda'."
-        ) from error
+        raise OptionError(f"device={device!r} cannot be used ({first_line(error)}); give 'auto' or 'cpu'.") from error

@@ -60,11 +60,8 @@ def check_numbers(**numbers: Any) -> None:
         if name in numbers:
             check(name, numbers[name])
     width = "embedding_dim" if "embedding_dim" in numbers else "num_features"
-    if "num_heads" in numbers and numbers[width] % (2 * numbers["num_heads"]):
-        raise OptionError(
-            f"{width}={numbers[width]} does not give num_heads={numbers['num_heads']} of an even width; change one of "
-            "them."
-        )
+    if (n_heads := numbers.get("num_heads")) and numbers[width] % (2 * n_heads):
+        raise OptionError(f"{width}={numbers[width]} does not give num_heads={n_heads} of an even width; change one.")
 
 
 class _Checked:
@@ -103,7 +100,7 @@ class ModelConfig(_Checked):
     >>> ModelConfig(0.0, num_heads=7)
     Traceback (most recent call last):
         ...
-    scforge.errors.OptionError: embedding_dim=2048 does not give num_heads=7 of an even width; change one of them.
+    scforge.errors.OptionError: embedding_dim=2048 does not give num_heads=7 of an even width; change one.
     """
 
     dropout_rate: float

@@ -88,20 +88,14 @@ class Serde[M](abc.ABC):
         if missing := wanted.keys() - found.keys():
             raise ModelFileError(f"{where} lacks {listing(sorted(missing), most=3)}; is it of other sizes?")
         if unknown := found.keys() - wanted.keys():
-            raise ModelFileError(
-                f"{where} holds {listing(sorted(unknown), most=3)}, which the model lacks; is it of other sizes?"
-            )
+            raise ModelFileError(f"{where} holds {listing(sorted(unknown))}, no weights here; is it of other sizes?")
         for name, values in sorted(found.items()):
             shape, own = tuple(values.shape), tuple(wanted[name].shape)
             if shape != own:
-                raise ModelFileError(
-                    f"{where} has {name!r} of shape {shape}, the model of {own}; is it of other sizes?"
-                )
+                raise ModelFileError(f"{where} has {name!r} of shape {shape}, the model {own}; is it of other sizes?")
             # The difference is not a number for what is not finite.
             if "float" not in str(values.dtype) or not (values - values == 0).all():
-                raise ModelFileError(
-                    f"{where} has {name!r} with numbers of {values.dtype} that are not real and finite; copy it again."
-                )
+                raise ModelFileError(f"{where} has {name!r} as {values.dtype}, not real and finite; copy it again.")
         self._set(found)
         return self.module
 

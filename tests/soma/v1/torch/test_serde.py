@@ -57,8 +57,8 @@ def test_a_file_of_other_sizes(tiny, change, message, tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (torch.zeros(264, dtype=torch.int64), "'predictor.bias' with numbers of torch.int64"),
-        (torch.full((264,), float("nan")), "'predictor.bias' .* not real and finite"),
+        (torch.zeros(264, dtype=torch.int64), "'predictor.bias' as torch.int64, not real"),
+        (torch.full((264,), float("nan")), "'predictor.bias' as torch.float32, not real and finite"),
     ],
 )
 def test_a_refused_file_changes_no_weight(tiny, values, message):
