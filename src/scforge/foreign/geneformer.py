@@ -240,8 +240,8 @@ def _dictionaries_in(folder: Path, version: str) -> dict[str, Path]:
         if len(found) == len(_FILES):
             return found
     raise MissingFileError(
-        f"the folder {str(folder)!r} has no {_FILES['tokens']} and {_FILES['medians']}, or several; pass two files as "
-        "tokens_medians."
+        f"the folder {str(folder)!r} has no {_FILES['tokens']} and {_FILES['medians']}, or several; "
+        "name two files with tokens_medians."
     )
 
 

@@ -164,10 +164,7 @@ def _embed(
     names = pd.Index([one.name for one in documents], name="gene")
     if duplicates == "error" and names.has_duplicates:
         twice = names[names.duplicated()].unique()
-        raise DataError(
-            f"files have several documents of the name {twice[0]!r} ({len(twice)} names stand more than once); name "
-            "them apart, or pass duplicates='mean' (--duplicates mean) for the mean of their vectors."
-        )
+        raise DataError(f"files name {twice[0]!r} twice; give other names, or duplicates='mean' (--duplicates mean).")
     module, seq_len = read_model(model)
     vectors = _vectors(
         module.to(device_of(device)), Chunks(documents, seq_len), len(documents), batch_size, progress_bar

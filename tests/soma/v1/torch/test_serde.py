@@ -43,7 +43,7 @@ def test_kinds_and_dtypes(tiny):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"embedding_dim": 32}, r"'embedding.weight' of shape \(264, 16\), the model of \(264, 32\)"),
+        ({"embedding_dim": 32}, r"'embedding.weight' of shape \(264, 16\), the model \(264, 32\)"),
         ({"num_layers": 1}, "holds 'encoder.layers.1"),
     ],
 )
