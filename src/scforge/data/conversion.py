@@ -123,7 +123,7 @@ def convert(
     Raises
     ------
     OptionError
-        If `path` exists (with `overwrite`: and is no store), or is, contains or lies in a source; if another
+        If `path` exists (with `overwrite`: and is no store), or contains a source; if another
         conversion is writing to it, or `memory` is too little.
     MissingFileError
         If a source does not exist.

@@ -169,7 +169,7 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
         split = _parse(content, name, version, f"{name}-v{version}.csv.gz")
         if adata is not None:
             if len(split.labels(adata)) < len(split) or not adata.obs_names.is_unique:
-                raise DataError(f"adata has {adata.n_obs} cells but the split {name!r} has {len(split)}; pass all.")
+                raise DataError(f"adata has {adata.n_obs} cells but the split {name!r} has {len(split)}; pass them.")
             check_rule(split, card, adata)
         return split
     if adata is None:
@@ -401,7 +401,7 @@ def _share_controls(parts: np.ndarray, rule: SplitRule, card: DatasetCard, adata
     obs, ids = adata.obs, np.asarray(adata.obs_names, dtype=object)
     control = np.asarray(obs[rule.column].astype(object).map(str, na_action="ignore") == str(card.control))
     if not control.any():
-        raise DataError(f"no cell has {rule.column}={card.control!r}, the control of {card.name!r}; rename them.")
+        raise DataError(f"no cell has {rule.column}={card.control!r}, the control of {card.name!r}; rename it.")
     contexts = np.full(len(ids), "", dtype=object)
     if rule.context_key is not None:
         named = obs[rule.context_key].notna().to_numpy()
