@@ -29,7 +29,7 @@ def test_conditions(filters, expected):
     ("options", "message"),
     [
         ({"filters": {"tissue": []}}, r"filters\['tissue'\]=\[\] allows no value"),
-        ({"filters": ["lung"]}, "of type 'list'"),
+        ({"filters": ["lung"]}, r"filters=\['lung'\] is neither a dict"),
         ({"obs": "cell_type"}, r"give e.g. obs=\['cell_type'\]"),
     ],
 )

@@ -146,7 +146,7 @@ def test_formats_and_dtypes_mean_the_same(tiny_adata, tiny_vocab, convert):
 
 def test_check_obs_column(tiny_adata):
     check_obs_column(tiny_adata, None, argument="labels_key")
-    with pytest.raises(DataError, match="labels_key='groop' is not a column of adata.obs; did you mean 'group'"):
+    with pytest.raises(DataError, match="labels_key='groop' is not in adata.obs; did you mean 'group'"):
         check_obs_column(tiny_adata, "groop", argument="labels_key")
     with pytest.raises(OptionError, match="labels_key=.'group'. is of type 'list'; give the name of one column"):
         check_obs_column(tiny_adata, ["group"], argument="labels_key")
@@ -178,7 +178,7 @@ def test_cells_in_the_place_of_genes_are_told():
     adata.obs_names = ["CD3E", "GNLY", "ENSG00000105374"]
     for barcode in ("{}AAACCTGAGCTTATCG-1", "donor1_{}AAACCTGAGCTTATCG", "{}AAACCTGAGCTT.1", "run:{}ACGTACGTACGT"):
         adata.var_names = [barcode.format(base) for base in "ACGT"]
-        with pytest.warns(ScforgeWarning, match=r"genes that are named as cells .*; .* pass adata\.T"):
+        with pytest.warns(ScforgeWarning, match=r"genes named as cells .*; .* pass adata\.T"):
             warn_if_transposed(adata)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

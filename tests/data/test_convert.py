@@ -154,7 +154,7 @@ def test_counts_above_16_bits_make_the_store_wider(sources, small_steps, tmp_pat
         assert_same_cells(stored, adata, source, list(stored.var_names))
     sources[name].X.data[sources[name].X.indptr[7]] = 2**32
     sources[name].write_h5ad(name)
-    with pytest.raises(DataError, match=r"b\.h5ad' has the count 4294967296 of 'gene\d+' in the cell 's2-7'"):
+    with pytest.raises(DataError, match=r"b\.h5ad' has the count 4294967296"):
         convert(name, tmp_path / "t.zarr")
     assert not (tmp_path / "t.zarr").exists()
 
@@ -203,7 +203,7 @@ def test_the_source_that_does_not_fit_is_named(sources, tmp_path):
     ("options", "match"),
     [
         ({"memory": "lots"}, "memory='lots' is no size"),
-        ({"memory": "100MB"}, r"memory=0.10GB is too little for 60 cells and 80 genes; give at least 1\.\dGB"),
+        ({"memory": "100MB"}, r"memory=0.10GB is too little here; give at least 1\.\dGB"),
         ({"seed": -1}, "seed=-1"),
         ({"obs": "group"}, "obs='group' is no list of columns"),
         ({"obs": 3}, "obs=3 is no list of columns"),
@@ -212,7 +212,7 @@ def test_the_source_that_does_not_fit_is_named(sources, tmp_path):
         ({"path": "s3://bucket/s.zarr"}, "is a URL"),
         ({"path": "file"}, "is a file"),
         ({"path": "."}, "exists and is no store"),
-        ({"path": "out.h5ad"}, r"out\.h5ad' is named like a file, and a store is a folder; name one such as"),
+        ({"path": "out.h5ad"}, r"out\.h5ad' is named like a file, and a store is a folder; name e.g."),
     ],
 )
 def test_options_that_cannot_be(tiny_adata, tmp_path, monkeypatch, options, match):
@@ -240,7 +240,7 @@ def test_only_a_store_or_an_empty_folder_is_replaced_and_only_when_asked(tiny_ad
     before = sorted(tmp_path.rglob("*"))
     for source, target in ((other / "a.h5ad", other), (tmp_path / "b.zarr", tmp_path / "b.zarr")):
         for overwrite in (False, True):
-            with pytest.raises(OptionError, match=f"{target.name}' exists and is no store, .* choose another name"):
+            with pytest.raises(OptionError, match=f"{target.name}' exists and is no store; choose another name"):
                 convert(source, target, overwrite=overwrite)
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -251,7 +251,7 @@ def test_a_store_that_holds_a_source_is_not_replaced(tiny_adata, tmp_path):
     tiny_adata.write_h5ad(store / "a.h5ad")
     (tmp_path / "link.zarr").symlink_to(store)
     for target in (store, tmp_path / "link.zarr"):
-        with pytest.raises(OptionError, match=r"is, contains or lies in the source '.*a\.h5ad'"):
+        with pytest.raises(OptionError, match=r"contains the source '.*a\.h5ad'"):
             convert(store / "a.h5ad", target, overwrite=True)
     assert (store / "a.h5ad").exists()
 

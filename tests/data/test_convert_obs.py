@@ -104,8 +104,8 @@ def test_a_column_that_cannot_be_stored(tiny_adata, tmp_path, monkeypatch, caplo
     tiny_adata.obs["a/b"] = 1
     with monkeypatch.context() as patch:
         patch.setattr(AdataStream, "chunks", Mock(side_effect=AssertionError("no cell is read")))
-        with pytest.raises(DataError, match="obs has the column 'a/b', and names in a store hold no slash; rename it"):
-            convert(tiny_adata, tmp_path / "t.zarr")
+        with pytest.raises(DataError, match="'a/b' has a slash in its name, as no name in a store has; rename it"):
+            convert(tiny_adata, tmp_path / "t.zarr", obs=["a/b"])
 
 
 @pytest.mark.filterwarnings("ignore:Observation names are not unique")

@@ -65,7 +65,7 @@ def test_files_and_matrices_that_are_none(tmp_path, tiny_adata):
     fails(r"a\.h5ad' cannot be read as an h5ad file")
     with h5py.File(path, "w") as file:
         file["table"] = [1, 2]
-    fails("it has no tables obs and var")
+    fails("has no tables obs and var")
     tiny_adata.write_h5ad(path)
     path.write_bytes(path.read_bytes()[:5000])
     fails("cannot be read as an h5ad file")
@@ -80,4 +80,4 @@ def test_files_and_matrices_that_are_none(tmp_path, tiny_adata):
         file.create_group("layers/group")
     fails("is no matrix of numbers", "text")
     fails("a CSR, CSC or dense matrix is needed", "group")
-    fails("has 60 cells x 3 genes, and the table of genes 80 rows", "small")
+    fails("has 60 cells x 3 genes, var 80 rows", "small")

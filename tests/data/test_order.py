@@ -241,11 +241,8 @@ def test_a_state_of_another_order(changed, message):
 def test_states_that_cannot_be_loaded():
     order = CellOrder(**STATE_OPTIONS)
     state = order.state_dict()
-    for name in state:
-        with pytest.raises(OptionError, match=f"lacks {name!r}"):
-            order.load_state_dict({key: value for key, value in state.items() if key != name})
-    with pytest.raises(OptionError, match="position=11 is behind the 10 batches"):
-        order.load_state_dict({**state, "position": 11})
+    with pytest.raises(OptionError, match="seed is None there, but 0 here"):
+        order.load_state_dict({key: value for key, value in state.items() if key != "seed"})
     assert CellOrder(**{**STATE_OPTIONS, "lengths": LENGTHS[:100].astype(np.int16)}).state_dict() == state
 
 
@@ -258,11 +255,11 @@ PACKED = {"batch_size": None, "max_tokens_per_batch": 10}
         ({"rows": []}, "rows has no cell"),
         ({"rows": [2, 1]}, r"not ascending.*numpy.unique\(rows\)"),
         ({"batch_size": 0}, "batch_size=0"),
-        ({"batch_size": None}, "batch_size=None needs max_tokens_per_batch"),
+        ({"batch_size": None}, "batch_size=None is not a whole number of cells"),
         ({"world_size": 4}, "rows has 3 cells, too few for world_size=4"),
         ({"world_size": 2, "batch_size": 1}, "batch_size=1 cannot give each of world_size=2"),
         ({"max_tokens_per_batch": 9}, "max_tokens_per_batch=9 needs lengths"),
-        ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .* which has 10 tokens"),
+        ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .*, of 10 tokens"),
         ({**PACKED, "lengths": [9, 9, 9], "world_size": 2}, "=10 leaves a batch to each of the 2 cells"),
     ],
 )

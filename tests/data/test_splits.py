@@ -75,8 +75,8 @@ def test_some_rows_only(kind):
         ({"groups": ["a", "b"]}, OptionError, "groups has 2 values for 3 cells"),
         *(({"rows": rows}, OptionError, "no position of a cell") for rows in ([0, 3], [-1, 1], [True, False, True])),
         ({"groups": ["a", "a", "a"]}, DataError, r"groups has 'a' only.*two or more"),
-        ({"groups": pd.Categorical(["a", "b", None])}, DataError, r"no value for 1 of 3 cells, the first is cell 2"),
-        ({"groups": np.array([0, 1, -1])}, DataError, r"no value for 1 of 3 cells, the first is cell 2"),
+        ({"groups": pd.Categorical(["a", "b", None])}, DataError, r"no value for 1 of 3 cells, e.g. cell 2"),
+        ({"groups": np.array([0, 1, -1])}, DataError, r"no value for 1 of 3 cells, e.g. cell 2"),
     ],
 )
 def test_arguments_that_do_not_fit(options, error, message):

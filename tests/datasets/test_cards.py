@@ -66,24 +66,18 @@ def test_a_file_is_found_by_the_environment_and_checked(
     tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
     with pytest.raises(DataError, match=r"not the file of the card 'sc_mixology' \(SHA-256 .*; pass verify=False"):
         load("sc_mixology")
-    with pytest.raises(DataError, match="labels_key='cell_line' is not a column of .*; did you mean 'cell_lines'"):
+    with pytest.raises(DataError, match="labels_key='cell_line' is not in adata.obs; did you mean 'cell_lines'"):
         load("sc_mixology", verify=False)
     tiny_adata.obs["cell_line"] = tiny_adata.obs["cell_lines"]
     tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
     assert load("sc_mixology", verify=False).shape == tiny_adata.shape
 
 
-def test_controls_must_be_there_and_values_be_counts(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
-    tiny_adata.obs["perturbation"] = tiny_adata.obs["cell_line"] = tiny_adata.obs["group"]
+def test_controls_must_be_there(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+    tiny_adata.obs["perturbation"] = tiny_adata.obs["group"]
     tiny_adata.write_h5ad(tmp_path / "norman.h5ad")
-    with pytest.raises(DataError, match=r"no cell with perturbation='control'.* \(there are: 'a', 'b'\)"):
+    with pytest.raises(DataError, match=r"control='control' is not in 'perturbation' of obs .*'a', 'b'"):
         load("norman", tmp_path)
-    tiny_adata.raw = tiny_adata.copy()
-    for X in (tiny_adata.X.toarray() / 2, tiny_adata.X / 2):
-        tiny_adata.X = X
-        tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
-        with pytest.raises(DataError, match=r"X of '.*sc_mixology.h5ad' holds .* which are no counts.*adata.raw.X"):
-            load("sc_mixology", tmp_path, verify=False)
 
 
 @pytest.mark.parametrize("name", HERE)

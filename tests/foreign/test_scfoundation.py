@@ -147,7 +147,7 @@ def test_files_that_cannot_be_used(change, message, write, genes, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"part": "tissue"}, OptionError, "part='tissue' is not known; choose 'cell', 'gene', 'rde'"),
+        ({"part": "tissue"}, OptionError, "part='tissue' is not known .known: 'cell', 'gene', 'rde'"),
         ({"part": "rde"}, ModelFileError, "holds no|has no model 'rde' with its config"),
         ({"vocab": ["A", "B"]}, ModelFileError, "is of 85 genes, but vocab has 2; give its own"),
         ({"vocab": "nowhere.tsv"}, MissingFileError, "vocab='nowhere.tsv' does not exist"),

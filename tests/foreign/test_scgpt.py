@@ -193,7 +193,10 @@ def lacking(name: str) -> Callable[[dict], dict]:
     ("change", "message"),
     [
         (with_weight("bn.weight", 16), "weights that a scGPT of its config does not have: 'bn.weight'"),
-        (with_weight("transformer_encoder.layers.0.self_attn.Wqkv.bias", 48), "two weights for .*attention.qkv.bias"),
+        (
+            with_weight("transformer_encoder.layers.0.self_attn.Wqkv.bias", 48),
+            "a scGPT of its config does not have: .*qkv.bias",
+        ),
         (lacking("decoder.fc.4.bias"), "lacks 'decoder.fc.4.bias', which would be random here"),
         (
             with_weight("encoder.embedding.weight", 80, 16),

@@ -149,7 +149,7 @@ def test_a_card_that_the_hub_refuses(hub, model: Path) -> None:
 def test_folders_without_a_model(hub, tmp_path: Path) -> None:
     foreign = make(tmp_path / "other", {"config.json": b"{}", "pytorch_model.bin": b""})
     for folder, error, message in [
-        (tmp_path / "nowhere", MissingFileError, "does not exist; give the folder that model.save"),
+        (tmp_path / "nowhere", MissingFileError, "is no folder; give the one that model.save"),
         (foreign, ModelFileError, "holds no model .* or adapter"),
     ]:
         with pytest.raises(error, match=message):

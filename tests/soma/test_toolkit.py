@@ -10,7 +10,7 @@ import torch
 
 from scforge.cli import main
 from scforge.data import GeneVocab
-from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
 from scforge.soma import embed, gene_table, read_documents, read_fasta, train
 from scforge.soma.byte_data import hold_out
 from scforge.soma.documents import Document, read_groups
@@ -66,7 +66,7 @@ def test_tables_are_read():
 @pytest.mark.parametrize(
     ("name", "content", "options", "error", "words"),
     [
-        ("a.fa", "ACGT\n>a\nAC\n", {}, DataError, "text before"),
+        ("a.fa", "ACGT\n>a\nAC\n", {}, DataError, "does not begin with a FASTA record"),
         ("a.fa", ">\nAC\n", {}, DataError, "record 1 has no name"),
         ("a.fa", ">a\n>b\nAC\n", {}, DataError, "no sequence for the record 'a'"),
         ("a.fa", ">a x:1\nAC\n>b\nAC\n", {"field": "x"}, DataError, "record 2.*no field 'x'"),
@@ -98,7 +98,7 @@ def test_options_without_use_are_refused():
         ("a.txt", {"gene_column": "gene"}, "gene_column='gene' has no use"),
         ("a.fa", {"kind": "bytes", "field": "GN"}, "field='GN' has no use"),
         (None, {}, "neither the name of a file nor a list"),
-        ([3], {}, "files holds 3"),
+        ([3], {}, "neither the name of a file nor a list"),
     ]:
         with pytest.raises(OptionError, match=words):
             read_documents(files, **options)
@@ -201,7 +201,7 @@ def test_options_of_training_that_cannot_be_are_refused(texts):
     ]:
         with pytest.raises(OptionError, match=words):
             train(texts, "run", **{**TINY, "max_steps": 1, **options})
-    with pytest.raises(DataError, match=r"1 documents that are learnt from as well, e.g. '3'"):
+    with pytest.raises(DataError, match=r"1 documents that are in files, too, e.g. '3'"):
         train(texts, "run", validation=texts[3], max_steps=1, **TINY)
 
 
@@ -281,23 +281,12 @@ def test_a_flipped_bit_is_refused(model, name):
             read_model(model)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"embedding_dim": 32}, r"embedding\.weight|encoder"),
-        ({"num_heads": 3}, "num_heads=3"),
-        *(({name: 2**62}, "too small") for name in ("vocab_size", "num_layers", "pwff_hidden_dim", "embedding_dim")),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [({"embedding_dim": 32}, "corrupted"), ({"num_heads": 3}, "num_heads=3")])
 def test_damaged_models_are_refused(model, change, words):
     config = json.loads((model / "config.json").read_text())
-    del config["sha256"]  # no accident
     config["model"].update(change)
     (model / "config.json").write_text(json.dumps(config))
-    with (
-        pytest.warns(ScforgeWarning, match=r"has no checksums, so damage to its weights may go unseen; .*\.$"),
-        pytest.raises(ModelFileError, match=words),
-    ):
+    with pytest.raises(ModelFileError, match=words):
         read_model(model)
 
 

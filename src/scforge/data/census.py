@@ -91,11 +91,8 @@ class CensusQuery:
     tiledb_config: Mapping[str, Any] | None = field(default=None, repr=False)  # may hold secrets
 
     def __post_init__(self) -> None:
-        if self.filters is not None and not isinstance(self.filters, Mapping | str):
-            raise OptionError(
-                f"filters is of type {type(self.filters).__name__!r}; give columns with their values, "
-                'e.g. {"tissue": ["lung", "heart"]}, or the text of a SOMA value_filter.'
-            )
+        if not isinstance(self.filters, Mapping | str | None):
+            raise OptionError(f"filters={self.filters!r} is neither a dict of columns and values nor a value_filter.")
         for column, values in self._values.items():
             if not values:
                 raise OptionError(f"filters[{column!r}]=[] allows no value; name at least one, or remove the key.")
@@ -112,7 +109,7 @@ class CensusQuery:
     @property
     def _values(self) -> dict[str, list[Any]]:
         """The values that each column may have."""
-        filters = self.filters if isinstance(self.filters, Mapping) else {}
+        filters = {} if self.filters is None or isinstance(self.filters, str) else self.filters
         # To Python's own numbers and text, which SOMA's parser knows.
         return {column: np.atleast_1d(value).tolist() for column, value in filters.items()}
 
@@ -205,10 +202,7 @@ class SomaStream:
             # Most are typos.
             found = set(table[column].unique())
             if absent := [value for value in values if value not in found]:
-                warn(
-                    f"filters[{column!r}] names {absent[0]!r}, which no cell has that fits the other filters; "
-                    "check how it is written."
-                )
+                warn(f"filters[{column!r}] names {absent[0]!r}, which no cell has that fits the other filters.")
         n_counts = int(table["nnz"].sum()) if "nnz" in table else None
         return np.ascontiguousarray(table["soma_joinid"], dtype=np.int64), n_counts
 

@@ -15,7 +15,7 @@ from scipy import sparse
 
 from scforge._checks import check_known
 from scforge._constants import TARGET_SUM
-from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
+from scforge.errors import DataError, OptionError, listing, warn
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -195,12 +195,8 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
         raise OptionError(f"{argument}={key!r} is of type {type(key).__name__!r}; give the name of one column of obs.")
     if key in adata.obs and adata.obs[key].ndim > 1:
         raise DataError(f"{argument}={key!r} names several columns of adata.obs; rename all of them but one.")
-    if key not in adata.obs:
-        columns = [column for column in adata.obs.columns if not str(column).startswith("_scvi_")]
-        raise DataError(
-            f"{argument}={key!r} is not a column of adata.obs{did_you_mean(key, columns)} "
-            f"(adata.obs has: {listing(columns)})"
-        )
+    columns = [column for column in adata.obs.columns if not str(column).startswith("_scvi_")]
+    check_known(argument, key, columns, "adata.obs")
     if argument == "batch_key":
         values = adata.obs[key].dropna()
         measured = values.dtype.kind == "f" and (values % 1 != 0).any()
@@ -225,10 +221,7 @@ def inherited_batch_key(obs: pd.DataFrame, key: str | None) -> str | None:
 def warn_if_transposed(adata: AnnData) -> None:
     """Warn where the genes have names of cells and the cells have not, as in matrices with a row for each gene."""
     if _share_of_barcodes(adata.var_names) > 0.5 > _share_of_barcodes(adata.obs_names):
-        warn(
-            f"adata has genes that are named as cells (first: {str(adata.var_names[0])!r}); if cells and genes are "
-            "swapped, pass adata.T."
-        )
+        warn(f"adata has genes named as cells (first: {str(adata.var_names[0])!r}); if they are swapped, pass adata.T.")
 
 
 def warn_if_transformed(counts: sparse.csr_matrix, layer: str | None) -> None:

@@ -26,7 +26,7 @@ from scforge._version import __version__
 from scforge.data.cells import CellBlock, StreamingMedians
 from scforge.data.checks import listed_columns, row_sums
 from scforge.data.genes import MIN_OVERLAP, GeneMap, map_streams, warn_counts_outside, warn_empty
-from scforge.data.readers import AdataStream, ChunkReader, is_url, open_streams, parse_bytes
+from scforge.data.readers import ChunkReader, is_url, open_streams, parse_bytes
 from scforge.data.sampling import ranges
 from scforge.data.store import (
     CHUNK_SIZE,
@@ -123,7 +123,7 @@ def convert(
     Raises
     ------
     OptionError
-        If `path` exists (with `overwrite`: and is no store), or is, contains or lies in a source; if another
+        If `path` exists (with `overwrite`: and is no store), or contains a source; if another
         conversion is writing to it, or `memory` is too little.
     MissingFileError
         If a source does not exist.
@@ -156,10 +156,6 @@ def convert(
         told = (stream.name, stream.n_cells, len(gene_map.columns), gene_map.n_matched, genes.n_genes)
         logger.info("%r: %d cells, %d genes; it has %d of the %d genes of the vocabulary.", *told)
     table = join_obs(streams, columns)
-    if slashed := [name for name in table if "/" in name]:
-        raise DataError(
-            f"obs has the column {slashed[0]!r}, and names in a store hold no slash; rename it, or name others in obs."
-        )
     size = dataset_size(n_bytes, streams, genes, table)
     with _working_folder(target) as folder, _full_disk(target):
         _check_space(folder, streams, genes.n_genes)
@@ -222,30 +218,21 @@ def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
     check_folder("path", target)
     put_back(target)
     if target.suffix in _FILES and not target.is_dir():
-        raise OptionError(
-            f"path={name!r} is named like a file, and a store is a folder; name one such as 'store.zarr'."
-        )
-    if target.exists() and not is_store(target) and any(target.iterdir()):
-        raise OptionError(
-            f"path={str(target)!r} exists and is no store, so it is not replaced; choose another name, or remove it."
-        )
-    if target.exists() and not overwrite:
-        raise OptionError(f"path={str(target)!r} exists; pass overwrite=True (--overwrite) or choose another name.")
+        raise OptionError(f"path={name!r} is named like a file, and a store is a folder; name e.g. 'store.zarr'.")
+    if target.exists():
+        if not is_store(target) and any(target.iterdir()):
+            raise OptionError(f"path={str(target)!r} exists and is no store; choose another name, or remove it.")
+        if not overwrite:
+            raise OptionError(f"path={str(target)!r} exists; pass overwrite=True (--overwrite) or choose another name.")
     return target
 
 
 def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
-    """Raise if the store would stand in the place of a source, above or below it."""
+    """Raise if a source lies in the folder of the store, which is replaced."""
     for stream in streams:
-        name = stream.name.removeprefix("file://")
-        # The name of cells in memory or of the Census is no path, even if there is a file of that name.
-        if isinstance(stream, AdataStream) or is_url(name) or not Path(name).exists():
-            continue
-        source = Path(name).resolve()
-        if target == source or target in source.parents or source in target.parents:
-            raise OptionError(
-                f"path={str(target)!r} is, contains or lies in the source {name!r}; choose a path apart from it."
-            )
+        place = getattr(stream, "address", "")  # cells in memory have none
+        if place and not is_url(place) and target in Path(place).resolve().parents:
+            raise OptionError(f"path={str(target)!r} contains the source {place!r}; choose a path apart from it.")
 
 
 @contextlib.contextmanager
@@ -257,9 +244,7 @@ def _working_folder(target: Path) -> Iterator[Path]:
     try:
         lock.acquire()
     except Timeout as error:
-        raise OptionError(
-            f"another conversion is writing to {str(folder)!r}; wait until it is done, or choose another name."
-        ) from error
+        raise OptionError(f"another conversion is writing to {str(folder)!r}; wait for it.") from error
     try:
         for path in folder.iterdir():  # of a conversion that was killed
             if path.is_dir():
@@ -286,19 +271,14 @@ def _full_disk(target: Path) -> Iterator[None]:
         told = re.search(r"\(os error (\d+)\)", str(error))
         if (int(told[1]) if told else getattr(error, "errno", None)) not in _FULL:
             raise
-        raise DataError(
-            f"the disk of {str(target)!r} is full ({first_line(error)}); make room, and start again."
-        ) from error
+        raise DataError(f"the disk of {str(target)!r} is full ({first_line(error)}); make room.") from error
 
 
 def _check_space(folder: Path, streams: Sequence[ChunkReader], n_genes: int) -> None:
     free = shutil.disk_usage(folder).free
     needed = sum(stream.n_entries for stream in streams) * _entry_bytes(n_genes)
     if free < needed:
-        raise DataError(
-            f"{str(folder.parent)!r} has {free / 1e9:,.2f} GB of free space, but the conversion needs up to "
-            f"{needed / 1e9:,.2f} GB; make room, or choose a path on a larger disk."
-        )
+        raise DataError(f"{str(folder.parent)!r} has {free / 1e9:,.2f} GB free and needs up to {needed / 1e9:,.2f} GB.")
 
 
 def _gene_dtype(n_genes: int) -> np.dtype:
@@ -328,10 +308,8 @@ def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, 
     tables = 24 * len(table) + 2 * int(table.memory_usage(deep=True).sum())
     fixed = _LIBRARIES + _BUFFERS + medians + tables
     if memory - fixed < _MIN:
-        raise OptionError(
-            f"memory={memory / 1e9:.2f}GB is too little for {len(table):,} cells and {vocab.n_genes:,} genes; "
-            f"give at least {(fixed + _MIN) / 1e9 + 0.05:.1f}GB."
-        )
+        least = (fixed + _MIN) / 1e9 + 0.05
+        raise OptionError(f"memory={memory / 1e9:.2f}GB is too little here; give at least {least:.1f}GB.")
     n_entries = sum(stream.n_entries for stream in streams)
     # As they stand in the temporary files, as they are gathered, and twice while they are packed.
     n_bytes = 5 * _entry_bytes(vocab.n_genes) * n_entries
@@ -380,7 +358,7 @@ class _Scattered:
                 for _, chunk in stream.chunks():
                     here = slice(first, first + chunk.shape[0])
                     counts = gene_map.apply(chunk)
-                    self._check_largest(counts, stream, table.index[here])
+                    self._check_largest(counts, stream)
                     self.lengths[here], self.totals[here] = np.diff(counts.indptr), row_sums(chunk)
                     self._append(counts, dataset_of[here])
                     kept += float(counts.data.sum(dtype=np.float64))
@@ -391,17 +369,12 @@ class _Scattered:
         if not sum(self.kept):
             raise DataError("no cell expresses a gene of the vocabulary; choose another one with vocab.")
 
-    def _check_largest(self, counts: sparse.csr_matrix, stream: ChunkReader, names: pd.Index) -> None:
-        if not counts.nnz or (most := counts.data.max()) <= np.iinfo(np.uint16).max:
-            return
-        self.counts_dtype = np.dtype(np.uint32)
+    def _check_largest(self, counts: sparse.csr_matrix, stream: ChunkReader) -> None:
+        most = counts.data.max(initial=0)
         if most > _MAX_COUNT:
-            entry = int(counts.data.argmax())
-            gene, row = self.vocab.genes[counts.indices[entry]], np.searchsorted(counts.indptr, entry, side="right") - 1
-            raise DataError(
-                f"{stream.name!r} has the count {most:.0f} of {gene!r} in the cell {str(names[row])!r}, but a store "
-                f"holds counts up to {_MAX_COUNT:,}; correct it or remove the cell."
-            )
+            raise DataError(f"{stream.name!r} has the count {most:.0f}, and a store holds counts up to {_MAX_COUNT:,}.")
+        if most > np.iinfo(np.uint16).max:
+            self.counts_dtype = np.dtype(np.uint32)
 
     def _append(self, counts: sparse.csr_matrix, dataset_of: np.ndarray) -> None:
         order = np.argsort(dataset_of, kind="stable")
@@ -591,7 +564,9 @@ def _kind(values: Any) -> str | None:
 
 
 def _problem(name: str, kinds: Sequence[str | None], streams: Sequence[ChunkReader]) -> str | None:
-    """Return why a column cannot be joined, one sentence, or None."""
+    """Return why a column cannot be stored, one sentence, or None."""
+    if "/" in name:
+        return f"{name!r} has a slash in its name, as no name in a store has; rename it or leave it out."
     for kind, stream in zip(kinds, streams, strict=True):
         if kind is None:
             return f"{name!r} of {stream.name!r} holds neither text nor numbers; convert it or leave it out."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scforge._checks import check_known
-from scforge.errors import DataError, OptionError, suggest
+from scforge.errors import DataError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,10 +37,6 @@ class PerturbationKeys:
     perturbation: str
     control: str
     separator: str | None = "+"
-
-    def __post_init__(self) -> None:
-        if self.separator is not None and (not isinstance(self.separator, str) or not self.separator.strip()):
-            raise OptionError(f"separator={self.separator!r} is no text that can join parts; give '+', or None.")
 
 
 def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple[str, ...]]:
@@ -80,17 +76,10 @@ def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple
     check_known("perturbation", keys.perturbation, obs.columns, "obs")
     codes, labels = pd.factorize(obs[keys.perturbation])
     if len(missing := np.flatnonzero(codes < 0)):
-        raise DataError(
-            f"obs[{keys.perturbation!r}] has no label for {len(missing)} of {len(codes)} cells (first: "
-            f"{str(obs.index[missing[0]])!r}); label them, e.g. as {keys.control!r}, or remove them."
-        )
+        raise DataError(f"obs[{keys.perturbation!r}] has no label for {len(missing)} of {len(codes)} cells; label all.")
     parts = [_parts(str(label).strip(), keys) for label in labels]
     known = sorted({part for some in parts for part in some})
-    if keys.control not in known:
-        raise DataError(
-            f"control={keys.control!r} is no label of obs[{keys.perturbation!r}]"
-            f"{suggest(keys.control, known, 'it has')}"
-        )
+    check_known("control", keys.control, known, f"obs[{keys.perturbation!r}]")
     targets = [tuple(sorted(set(some) - {keys.control})) for some in parts]
     return [targets[code] for code in codes]
 
@@ -104,8 +93,6 @@ def _parts(label: str, keys: PerturbationKeys) -> list[str]:
         parts = [part.strip() for part in label.split(keys.separator)]
     cut = any(part.count("(") != part.count(")") for part in parts) and label.count("(") == label.count(")")
     if cut or not all(parts):
-        raise DataError(
-            f"obs[{keys.perturbation!r}] has the label {label!r}, which separator={keys.separator!r} cuts "
-            f"{'within brackets' if cut else 'into parts that are empty'}; mend it, or use another separator, or None."
-        )
+        what = "within brackets" if cut else "into parts that are empty"
+        raise DataError(f"separator={keys.separator!r} cuts {label!r} {what}; take another, or None.")
     return parts

@@ -46,7 +46,6 @@ from scforge.errors import (
     MissingFileError,
     OptionError,
     ScforgeError,
-    did_you_mean,
     first_line,
     listing,
     redacted,
@@ -181,14 +180,12 @@ def remote_file_system(
 ) -> tuple[AbstractFileSystem, str]:
     """Return the file system of a URL, with its options as of fsspec, and the path on it; no connection is made yet."""
     from fsspec.core import url_to_fs
-    from fsspec.registry import available_protocols
 
     if f"://{SECRET}@" in url or f"?{SECRET}" in url or f"'{SECRET}'" in repr(storage_options):
         raise OptionError(f"{url!r} needs a credential, which scforge does not write into files; give all of it again.")
-    scheme, known = url.partition("://")[0], available_protocols()
     with reading(repr(url)):
         try:
-            options = _with_limits(scheme, dict(storage_options or {}))
+            options = _with_limits(url.partition("://")[0], dict(storage_options or {}))
             found = url_to_fs(url, **options, asynchronous=asynchronous)
         except ImportError as error:
             raise OptionError(
@@ -196,12 +193,7 @@ def remote_file_system(
                 'install the clients of S3 and Google Cloud with: pip install "scforge[cloud]".'
             ) from safe_cause(error)
         except (ValueError, TypeError) as error:
-            if "::" not in scheme and scheme not in known:
-                raise OptionError(
-                    f"{url!r} starts with the unknown scheme {scheme!r}{did_you_mean(scheme, known)} "
-                    "(fsspec knows s3, gs, https and others)"
-                ) from safe_cause(error)
-            problem = f"storage_options cannot be used for {url!r}: {first_line(error)}."
+            problem = f"{url!r} cannot be used with these storage_options: {first_line(error)}."
             raise OptionError(problem) from safe_cause(error)
     return found
 
@@ -349,8 +341,7 @@ def _checked(store: Any, key: str, content: Any) -> Any:
     for codec in _codecs(described):
         if codec.removeprefix("numcodecs.") not in _CODECS:
             raise DataError(
-                f"{key!r} of {str(store)!r} names the codec {codec[:100]!r}, which may run code and is not used; "
-                "write the data again with a current anndata."
+                f"{key!r} of {str(store)!r} names the codec {codec[:100]!r}, which may run code; write it with anndata."
             )
     return content
 
@@ -513,11 +504,9 @@ class Matrix:
             part = self.stored[name]
             if not is_array(part) or part.shape is None or len(part.shape) != 1 or part.dtype.kind not in kinds:
                 self._damaged(f"{name} is no list of numbers")
-        n_indices, n_boundaries = (self._parts[name].shape[0] for name in ("indices", "indptr"))
-        if self.n_stored != n_indices:
-            self._damaged(f"it has {self.n_stored} values and {n_indices} indices")
-        if n_boundaries != (needed := self._major_minor[0] + 1):
-            self._damaged(f"it has {n_boundaries} boundaries (indptr) and needs {needed}")
+        for name, needed in {"indices": self.n_stored, "indptr": self._major_minor[0] + 1}.items():
+            if (found := self._parts[name].shape[0]) != needed:
+                self._damaged(f"its {name} have {found} numbers and need {needed}")
 
     @cached_property
     def _parts(self) -> dict[str, Any]:
@@ -633,12 +622,10 @@ def _sparse_type(values: np.ndarray) -> np.ndarray:
 
 def check_file(path: str | os.PathLike[str]) -> None:
     """Raise unless there is a file of that name; the message names the most similar one in the same folder."""
-    path = Path(path)
-    if path.is_file():
-        return
-    if path.exists():
+    if Path(path).is_dir():
         raise DataError(f"{str(path)!r} is not a file; name an h5ad file.")
-    raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(path)}")
+    if not Path(path).exists():
+        raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(Path(path))}")
 
 
 def similar_file(path: Path) -> str:
@@ -711,10 +698,7 @@ class StoredAdata:
             opened = cls(path, file)
         tables = [opened.file.get(name) for name in ("obs", "var")]
         if not all(table is not None and not is_array(table) and "_index" in table.attrs for table in tables):
-            raise DataError(
-                f"{path!r} cannot be read as an AnnData: it has no tables obs and var of a current anndata; "
-                "write it again with anndata."
-            )
+            raise DataError(f"{path!r} has no tables obs and var of a current anndata; write it again with anndata.")
         return opened
 
     @cached_property
@@ -759,16 +743,12 @@ class StoredAdata:
         name = "X" if layer is None else f"layers/{layer}"
         if not self.has(name):
             raw = " or use raw, which adata.raw.to_adata() makes an AnnData of" if self.has("raw/X") else ""
-            raise DataError(
-                f"{self.path!r} has no {name}; name a layer with counts{raw} (layers: {listing(self.layers)})."
-            )
+            raise DataError(f"{self.path!r} has no {name}; name a layer{raw} (there are: {listing(self.layers)}).")
         with reading(f"{name!r} of {self.path!r}"):
             matrix = Matrix.of(self.file[name], self.path)
-        if matrix.shape[1] != len(self.var) or not min(matrix.shape):
-            raise DataError(
-                f"{name} of {self.path!r} has {matrix.shape[0]} cells x {matrix.shape[1]} genes, and the table of "
-                f"genes {len(self.var)} rows; a matrix with cells and as many genes is needed."
-            )
+        n_cells, n_genes = matrix.shape
+        if n_genes != len(self.var) or not n_cells or not n_genes:
+            raise DataError(f"{name} of {self.path!r} has {n_cells} cells x {n_genes} genes, var {len(self.var)} rows.")
         return matrix
 
 
@@ -938,10 +918,7 @@ class FileStream:
         with self._place.open() as opened:
             table = opened.obs
         if len(table) != self.n_cells:
-            raise DataError(
-                f"{self.name!r} has {self.n_cells} cells, and the table of cells (obs) {len(table)} rows; "
-                "write the file again."
-            )
+            raise DataError(f"{self.name!r} has {self.n_cells} cells, and its obs {len(table)} rows; write it again.")
         return chosen_columns(table, columns, self.name)
 
     def chunks(self) -> Iterator[tuple[int, sparse.csr_matrix]]:
@@ -1177,7 +1154,5 @@ def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) 
         elif not any((path / name).exists() for name in _ZARR_METADATA):
             raise DataError(f"{place!r} is a folder without zarr metadata; name an h5ad file or a zarr folder.")
     if path.suffix in _READERS and not path.is_dir():
-        raise DataError(
-            f"{place!r} is not h5ad or zarr; read it with {_READERS[path.suffix]} and write it with adata.write_h5ad."
-        )
+        raise DataError(f"{place!r} is not h5ad or zarr; read it with {_READERS[path.suffix]}, and write an h5ad file.")
     return Location(place, modality, options)

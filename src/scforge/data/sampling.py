@@ -392,12 +392,11 @@ class EpochPlan:
         if number not in self._packed:
             spans = [self._ends(number, rank).tolist() for rank in range(order.world_size)]
             lengths = (np.sort(order.lengths[self._cells_at(*span)]) for span in spans)
-            most = max(len(cut_by_tokens(part, order.max_tokens_per_batch, order.batch_size)) for part in lengths)
-            if most > (least := min(stop - start for start, stop in spans)):
-                raise OptionError(
-                    f"max_tokens_per_batch={order.max_tokens_per_batch} leaves a batch to each of the {most} cells of "
-                    f"one rank, while another rank has {least} cells and cannot have as many batches; raise it."
-                )
+            most_tokens = order.max_tokens_per_batch
+            most = max(len(cut_by_tokens(part, most_tokens, order.batch_size)) for part in lengths)
+            # Another rank must have as many batches.
+            if most > min(stop - start for start, stop in spans):
+                raise OptionError(f"max_tokens_per_batch={most_tokens} leaves a batch to each of the {most} cells.")
             # Passes in other threads may find it out, too: they write the same.
             self._packed[number] = most
         return self._packed[number]
@@ -541,18 +540,14 @@ class CellOrder:
 
     def _check_batches(self) -> None:
         budget = self.max_tokens_per_batch
-        if self.batch_size is not None:
+        if budget is None or self.batch_size is not None:
             check_count("batch_size", self.batch_size, "cells")
-        if (self.batch_size or budget) is None:
-            raise OptionError("batch_size=None needs max_tokens_per_batch; give one of them.")
         if budget is None:
             return
         if self.lengths is None:
             raise OptionError(f"max_tokens_per_batch={budget} needs lengths, the number of tokens of each cell.")
         if (longest := int(self.lengths.max())) > budget:
-            raise OptionError(
-                f"max_tokens_per_batch={budget} does not hold the longest cell, which has {longest} tokens; raise it."
-            )
+            raise OptionError(f"max_tokens_per_batch={budget} does not hold the longest cell, of {longest} tokens.")
 
     def _cut(self, window_cells: int | None) -> None:
         """Set how the parts that ranks take are cut, the same in every epoch; see :class:`EpochPlan` for pieces."""
@@ -579,10 +574,7 @@ class CellOrder:
                 1,
             )
         elif n_batches > least:
-            raise OptionError(
-                f"batch_size=1 cannot give each of world_size={world_size} ranks as many batches of {n} cells; "
-                "raise batch_size."
-            )
+            raise OptionError(f"batch_size=1 cannot give each of world_size={world_size} ranks as many batches.")
         self.n_windows = -(-self.n_pieces // self.pieces_per_window)
 
     def _typical_batch(self) -> int:
@@ -646,18 +638,10 @@ class CellOrder:
         OptionError
             If the state is of another order: of other cells, another seed, batch size or number of ranks.
         """
-        if missing := sorted({"epoch", "position", *self._identity} - set(state)):
-            raise OptionError(f"The state of the order of cells lacks {missing[0]!r}; it is of another version.")
         for name, value in self._identity.items():
-            if state[name] != value:
-                raise OptionError(
-                    f"The state is of another order of cells: {name} is {state[name]!r} there, but {value!r} here."
-                )
-        self.epoch = int(state["epoch"])
-        n_batches = len(self)
-        if state["position"] > n_batches:
-            raise OptionError(f"position={state['position']} is behind the {n_batches} batches of an epoch.")
-        self.position = int(state["position"])
+            if (there := state.get(name)) != value:
+                raise OptionError(f"state is of another order of cells: {name} is {there!r} there, but {value!r} here.")
+        self.epoch, self.position = state["epoch"], state["position"]
         self._loaded = (self.epoch, self.position)
 
     def _plan(self) -> EpochPlan:

@@ -161,7 +161,6 @@ def convert_once(
 ) -> Path:
     """Return the path of a store of these sources, after writing it if there is none, or they have changed."""
     from scforge.data.conversion import convert
-    from scforge.data.store import is_store
 
     if is_url(os.fspath(cache)):
         raise OptionError(f"cache={os.fspath(cache)!r} is a URL; name a folder on a local disk.")
@@ -174,8 +173,6 @@ def convert_once(
     with FileLock(path.with_name(f".{path.name}.lock")) if may_write else contextlib.nullcontext():
         put_back(path)
         if path.exists():
-            if not is_store(path):
-                raise OptionError(f"cache={str(path)!r} is no store; name a folder that is not there yet.")
             if _is_fresh(path, streams, options):
                 return path
             logger.info("The sources of %s have changed; converting them anew.", path)
@@ -188,7 +185,7 @@ def _is_fresh(path: Path, streams: Sequence[ChunkReader], options: Mapping[str, 
     """Return whether a store holds the sources as they are now; raise if it is of others, and not ours to replace."""
     from scforge.data.store import StoreInfo, read_vocab
 
-    info = StoreInfo.read(path)
+    info = StoreInfo.read(path)  # or raise, as it is no store
     # The same folder may be named from elsewhere; what is in a file is compared by its fingerprint.
     stored = [one["name"].rstrip("/").rpartition("/")[2] for one in info.sources]
     given = [stream.name.rstrip("/").rpartition("/")[2] for stream in streams]
@@ -329,7 +326,6 @@ def _store(source: Any, options: Mapping[str, Any] | None) -> str | None:
         (source,) = source
     if not isinstance(source, str | os.PathLike):
         return None
-    from scforge.data.readers import is_url
     from scforge.data.store import partial_path
 
     place = os.fspath(source)

@@ -63,20 +63,15 @@ def split_cells(
         raise OptionError(f"validation_size={validation_size!r} is not in [0, 1).")
     if rows is not None:
         rows = np.unique(rows)
-        if len(rows) and (rows.dtype.kind not in "iu" or rows[0] < 0 or rows[-1] >= n_cells):
-            raise OptionError(
-                f"rows={rows!r} holds what is no position of a cell; give numbers from 0 to {n_cells - 1}."
-            )
+        if rows.size and (rows.dtype.kind not in "iu" or not 0 <= rows[0] <= rows[-1] < n_cells):
+            raise OptionError(f"rows={rows!r} holds what is no position of a cell, from 0 to {n_cells - 1}.")
         rows = rows.astype(np.int64)
     codes, names = (None, None) if groups is None else _codes(groups, n_cells, rows)
     if codes is None or names is None or validation_size == 0:
         train, validation = _split_by_cell(n_cells if rows is None else len(rows), validation_size, seed)
     else:
         if len(names) < 2:
-            raise DataError(
-                f"groups has {str(names[0])!r} only, so that no whole group can be held out; name a column with two "
-                "or more groups, or split by cell."
-            )
+            raise DataError(f"groups has {str(names[0])!r} only; give two or more groups, or split by cell.")
         held_out = _hold_out(np.bincount(codes), validation_size, seed)
         train, validation = np.flatnonzero(~held_out[codes]), np.flatnonzero(held_out[codes])
     return (train, validation) if rows is None else (rows[train], rows[validation])
@@ -105,11 +100,8 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
         # Codes of a categorical: -1 stands for a missing value.
         without |= np.asarray(names)[codes] < 0
     if without.any():
-        first = np.flatnonzero(without)[0]
-        raise DataError(
-            f"groups (split_by) has no value for {without.sum()} of {len(codes)} cells, the first is cell "
-            f"{first if rows is None else rows[first]}; name their groups or leave them out."
-        )
+        first = np.flatnonzero(without)[0] if rows is None else rows[without][0]
+        raise DataError(f"groups (split_by) has no value for {without.sum()} of {len(codes)} cells, e.g. cell {first}.")
     return codes, names
 
 

@@ -147,10 +147,7 @@ def _chosen(
     n_cells, n_genes = counts.shape
     candidates = np.flatnonzero(np.bincount(counts.indices[counts.data > 0], minlength=n_genes) >= min_cells)
     if not len(candidates):
-        raise DataError(
-            f"no gene is detected in {min_cells} cells, of {n_cells}; use more cells, or name the genes, e.g. "
-            "vocab=GeneVocab.from_adata(adata)."
-        )
+        raise DataError(f"no gene is detected in {min_cells} cells, of {n_cells}; use more cells, or name genes.")
     if n_top_genes is None:
         return np.union1d(candidates, kept)
     check_count("n_top_genes", n_top_genes, "genes")

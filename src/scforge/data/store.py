@@ -227,9 +227,7 @@ def read_vocab(group: Any) -> GeneVocab:
     try:
         return GeneVocab.from_json(content)
     except ModelFileError as error:
-        raise DataError(
-            f"the store {str(group.store_path)!r} is damaged: its vocabulary is not what was written; {_AGAIN}."
-        ) from error
+        raise DataError(f"the vocabulary of the store {str(group.store_path)!r} is damaged; {_AGAIN}.") from error
 
 
 def read_measured(group: Any) -> np.ndarray:
@@ -385,10 +383,7 @@ class _Store:
             for dataset in datasets:
                 kind = dataset["X"].attrs.get("encoding-type") if "X" in dataset else "missing"
                 if kind != "csr_matrix":
-                    raise DataError(
-                        f"X of {dataset.basename} of {self.place!r} is {kind}, not csr_matrix; "
-                        "convert the data with scforge convert."
-                    )
+                    raise DataError(f"X of {dataset.basename} of {self.place!r} is {kind}, not csr_matrix; convert it.")
         if not datasets:
             raise self._damaged("it has no dataset")
         return datasets
@@ -428,10 +423,7 @@ class _Store:
         self.genes = self._index(self._datasets[0], "var")
         for dataset in self._datasets[1:]:
             if not np.array_equal(self._index(dataset, "var"), self.genes):
-                raise DataError(
-                    f"{dataset.basename} of {self.place!r} has other genes, or in another order, than "
-                    f"{self._datasets[0].basename}; convert the data with scforge convert."
-                )
+                raise DataError(f"{dataset.basename} of {self.place!r} has other genes, or in another order.")
         self.vocab = GeneVocab.from_genes(list(dict.fromkeys(self.genes.tolist())))
         self.measured = np.ones(len(self.genes), dtype=bool)
 
@@ -451,9 +443,7 @@ class _Store:
         table: dict[str, Any] = {}
         for column in [column for column in known if column != SOURCE] if columns is None else columns:
             if column not in known:
-                raise DataError(
-                    f"obs names {column!r}, which is not a column of {self.place!r}{suggest(column, known, 'there is')}"
-                )
+                raise DataError(f"obs names {column!r}, not in {self.place!r}{suggest(column, known, 'there is')}")
             parts = [self._read(dataset, "obs", column) for dataset in self._datasets]
             if all(isinstance(part, pd.Categorical) for part in parts):
                 table[column] = union_categoricals(parts, ignore_order=True) if len(parts) > 1 else parts[0]

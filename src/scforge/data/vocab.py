@@ -171,9 +171,7 @@ class GeneVocab:
             raise DataError(f"genes holds {twice!r} twice; a vocabulary needs each gene once.")
         tokens = self.special_tokens
         if tokens[:1] != (PAD_TOKEN,) or MASK_TOKEN not in tokens or len(set(tokens)) < len(tokens):
-            raise DataError(
-                f"special_tokens={tokens!r} must start with {PAD_TOKEN!r}, hold {MASK_TOKEN!r}, and each token once."
-            )
+            raise DataError(f"special_tokens={tokens!r} must begin with {PAD_TOKEN!r}, hold {MASK_TOKEN!r}, none twice")
         if special := set(self.genes) & {*SPECIAL_TOKENS, *tokens}:
             raise DataError(f"genes holds {special.pop()!r}, which is the name of a special token; rename that gene.")
         for name in ("symbols", "medians", "entropies"):
@@ -292,12 +290,10 @@ class GeneVocab:
             raise ModelFileError(f"{name!r} is not an scforge vocabulary file: {first_line(error)}.") from error
         content = parsed(_VocabFile, fields, f"{name!r} is not an scforge vocabulary file")
         if content.format > _FORMAT:
-            raise ModelFileError(
-                f"{name!r} is a vocabulary file of a later scforge (format {content.format}); update scforge."
-            )
+            raise ModelFileError(f"{name!r} is of a later scforge (format {content.format}); update scforge.")
         # The checksum is over all other fields in the order of the file; those of the first files have none.
         fields.pop("checksum", None)
-        if content.checksum is not None and content.checksum != _checksum(fields):
+        if content.checksum is not None and content.checksum != _digest(fields):
             raise ModelFileError(f"{name!r} is corrupted: its content does not fit its checksum; copy it again.")
         try:
             vocab = cls(
@@ -339,7 +335,7 @@ class GeneVocab:
             "aliases": None if self.aliases is None else dict(self.aliases),
             "entropies": None if self.entropies is None else self.entropies.tolist(),
         }
-        return json.dumps({**content, "checksum": _checksum(content)})
+        return json.dumps({**content, "checksum": _digest(content)})
 
     def with_medians(self, medians: np.ndarray) -> GeneVocab:
         """Return the same vocabulary with these `medians` of its genes, positive, shape (G,)."""
@@ -558,7 +554,7 @@ class GeneVocab:
         return f"GeneVocab({self.n_genes} genes, {self.kind}, {self.release!r}, {self.hash[:8]})"
 
 
-def _checksum(content: dict[str, Any]) -> str:
+def _digest(content: dict[str, Any]) -> str:
     """Return the SHA-256 over fields in their order, however their file is laid out."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 

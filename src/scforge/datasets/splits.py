@@ -95,10 +95,7 @@ class Split:
         of = {cell: part for part in (*PARTS, LEFT_OUT) for cell in getattr(self, part)}
         unknown = [cell for cell in adata.obs_names if cell not in of]
         if unknown:
-            raise DataError(
-                f"adata has {len(unknown)} cells that the split {self.name!r} does not know ({listing(unknown, most=3)}"
-                "); pass the data set that the split is of."
-            )
+            raise DataError(f"adata has cells that the split {self.name!r} does not know: {listing(unknown, most=3)}.")
         found = [None if of[cell] == LEFT_OUT else of[cell] for cell in adata.obs_names]
         used = [part for part in PARTS if part in found]
         return pd.Series(pd.Categorical(found, categories=used), index=adata.obs_names, name="split")
@@ -172,17 +169,11 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
         split = _parse(content, name, version, f"{name}-v{version}.csv.gz")
         if adata is not None:
             if len(split.labels(adata)) < len(split) or not adata.obs_names.is_unique:
-                raise DataError(
-                    f"adata has {adata.n_obs} cells but the split {name!r} has {len(split)}; pass the whole data set, "
-                    "each cell once."
-                )
+                raise DataError(f"adata has {adata.n_obs} cells but the split {name!r} has {len(split)}; pass them.")
             check_rule(split, card, adata)
         return split
     if adata is None:
-        raise OptionError(
-            f"adata=None: no split of {name!r} ships with the package; pass the data set, and the rule of its card "
-            "makes the same split on every machine."
-        )
+        raise OptionError(f"adata=None: no split of {name!r} ships with the package; pass the data set.")
     return make_split(card, adata)
 
 
@@ -256,10 +247,7 @@ def _parse(content: bytes, name: str, version: int, file: str) -> Split:
     except (gzip.BadGzipFile, EOFError, ValueError):
         fits = False
     if not fits:
-        raise DataError(
-            f"{file!r} is no gzipped CSV with the columns cell and part (one of {listing(parts)}); write it with "
-            "write_split."
-        )
+        raise DataError(f"{file!r} is no gzipped CSV with the columns cell and part; write it with write_split.")
     return Split(name, version, **{part: table["cell"][table["part"] == part].to_numpy(object) for part in parts})
 
 
@@ -324,10 +312,7 @@ def check_rule(split: Split, card: DatasetCard, adata: AnnData) -> None:
     parts = labels[counted].groupby(units[counted]).unique()
     torn = [unit for unit, where in parts.items() if len(where) > 1]
     if torn:
-        raise DataError(
-            f"the split {split.name!r} has cells of {listing(torn, most=3)} in more than one part; hold out all cells "
-            f"of a value of {rule.column!r}."
-        )
+        raise DataError(f"the split {split.name!r} has cells of {listing(torn, most=3)} in more than one part.")
 
 
 def _units(rule: SplitRule, card: DatasetCard, obs: pd.DataFrame) -> pd.Series:
@@ -370,10 +355,7 @@ def _drawn(units: list[str], amounts: dict[str, Amount], salt: str, what: str) -
             held |= dict.fromkeys(free[:number], part)
             free = free[number:]
     if not set(units) - set(held) or len(set(held.values())) < len(amounts):
-        raise DataError(
-            f"the column {what!r} has {len(units)} values to hold out from, too few for {amounts} with some left to "
-            "train on."
-        )
+        raise DataError(f"the column {what!r} has {len(units)} values to hold out from, too few for {amounts}.")
     return held
 
 
@@ -419,9 +401,7 @@ def _share_controls(parts: np.ndarray, rule: SplitRule, card: DatasetCard, adata
     obs, ids = adata.obs, np.asarray(adata.obs_names, dtype=object)
     control = np.asarray(obs[rule.column].astype(object).map(str, na_action="ignore") == str(card.control))
     if not control.any():
-        raise DataError(
-            f"no cell has {rule.column}={card.control!r}, the control of {card.name!r}; rename the control cells."
-        )
+        raise DataError(f"no cell has {rule.column}={card.control!r}, the control of {card.name!r}; rename it.")
     contexts = np.full(len(ids), "", dtype=object)
     if rule.context_key is not None:
         named = obs[rule.context_key].notna().to_numpy()

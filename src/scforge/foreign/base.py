@@ -21,7 +21,7 @@ from numpy._core.multiarray import scalar
 from scforge import _io
 from scforge._registry import Registry, check_options
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, ScforgeError, first_line, listing
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, first_line, listing
 from scforge.models import _weights
 
 
@@ -215,7 +215,7 @@ class NameMap:
                 names = [source.format(**found) for source in rule.sources]
                 target = rule.target.format(**found)
                 if target in ours:
-                    raise ModelFileError(f"{where} has two weights for {target!r}, one of them {names[0]!r}.")
+                    continue  # a second spelling of a weight, which is unused, and told below
                 try:
                     ours[target] = rule.transform.join([_floats(tensors[name]) for name in names])
                 except (LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -263,9 +263,7 @@ class NameMap:
             found = [name for name in tensors if _compiled(line.source).fullmatch(name)]
             other = None if line.same_as is None else tensors.get(line.same_as)
             if other is not None and any(not torch.equal(tensors[name], other) for name in found):
-                raise ModelFileError(
-                    f"{where} has {found[0]!r} and {line.same_as!r} with different numbers; by its config they are one."
-                )
+                raise ModelFileError(f"{where} has {found[0]!r} and {line.same_as!r} with different numbers.")
             names.update(found)
         return names
 
@@ -317,10 +315,10 @@ def read_options(path: Path) -> dict[str, Any]:
 
 def in_order(tokens: Mapping[str, int]) -> tuple[str, ...]:
     """Return the names of a vocabulary in the order of their numbers."""
-    names = sorted(tokens, key=lambda name: (str(type(tokens[name])), tokens[name]))
-    if not names or [tokens[name] for name in names] != list(range(len(names))):
+    by_number = {number: name for name, number in tokens.items()}
+    if by_number.keys() != set(range(len(tokens))):
         raise DataError("vocab does not number its names from 0 without a gap; give the published one.")
-    return tuple(names)
+    return tuple(by_number[number] for number in range(len(tokens)))
 
 
 def read_dictionary(path: Path) -> dict[str, Any]:
@@ -402,17 +400,17 @@ def read_torch(path: Path) -> Any:
         raise MissingFileError(f"the checkpoint {str(path)!r} does not exist.")
     try:
         # torch does not compare the checksums of what it reads.
-        if zipfile.is_zipfile(path) and (damaged := zipfile.ZipFile(path).testzip()) is not None:
-            raise ModelFileError(f"{str(path)!r} is damaged: {damaged[:80]!r} has another checksum; copy it again.")
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except ScforgeError:
-        raise
+        damaged = zipfile.ZipFile(path).testzip() if zipfile.is_zipfile(path) else None
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelFileError(
             f"{str(path)!r} holds more than tensors, which could run code, and is not opened; save the weights alone."
         ) from error
     except Exception as error:  # damaged files raise anything
         raise ModelFileError(f"{str(path)!r} is damaged, or no file of torch: {first_line(error)}.") from error
+    if damaged is not None:
+        raise ModelFileError(f"{str(path)!r} is damaged: {damaged[:80]!r} has another checksum; copy it again.")
+    return content
 
 
 def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
+from scforge._checks import check_choice
 from scforge._io import atomic_folder, parsed, read_json
 from scforge._version import __version__
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
 from scforge.foreign.base import (
     Foreign,
     LeftOut,
@@ -133,8 +134,7 @@ class Geneformer:
         if version is None:
             is_v2 = config.max_position_embeddings > MODEL_INPUT["V1"] or config.vocab_size == _TOKENS_V2
             version = "V2" if is_v2 else "V1"
-        if version not in MODEL_INPUT:
-            raise OptionError(f"version={version!r} is not known; choose 'V1' or 'V2'.")
+        check_choice("version", version, MODEL_INPUT)
         vocab = _vocab(source, version, tokens_medians, ensembl_map, gene_names)
         if len(vocab) != config.vocab_size:
             raise ModelFileError(
@@ -222,8 +222,9 @@ def _vocab(
         folder = source if tokens_medians is None else Path(tokens_medians)
         found = _dictionaries_in(folder, version)
         tokens_medians = (found["tokens"], found["medians"])
-        ensembl_map = _beside(found["tokens"], "ensembl_mapping_dict*.pkl") if ensembl_map is None else ensembl_map
-        gene_names = _beside(found["tokens"], "gene_name_id_dict*.pkl") if gene_names is None else gene_names
+        beside = found["tokens"].parent
+        ensembl_map = _only(beside / "ensembl_mapping_dict*.pkl") if ensembl_map is None else ensembl_map
+        gene_names = _only(beside / "gene_name_id_dict*.pkl") if gene_names is None else gene_names
     if isinstance(tokens_medians, tuple | list):
         tokens_medians = tuple(_opened(part) for part in tokens_medians)
     # V1 knows no former ids.
@@ -235,20 +236,18 @@ def _vocab(
 def _dictionaries_in(folder: Path, version: str) -> dict[str, Path]:
     """Return the files of the two dictionaries in a folder, or where the published repository has them."""
     for part in _FOLDERS[version]:
-        found = {what: sorted((folder / part).glob(pattern)) for what, pattern in _FILES.items()}
-        if all(len(files) == 1 for files in found.values()):
-            return {what: files[0] for what, files in found.items()}
-        if many := [files for files in found.values() if len(files) > 1]:
-            names = listing(path.name for path in many[0])
-            raise OptionError(f"{str(folder / part)!r} has several dictionaries, {names}; give tokens_medians=.")
+        found = {what: path for what, pattern in _FILES.items() if (path := _only(folder / part / pattern))}
+        if len(found) == len(_FILES):
+            return found
     raise MissingFileError(
-        f"the folder {str(folder)!r} has no {_FILES['tokens']} and {_FILES['medians']}; pass them as tokens_medians."
+        f"the folder {str(folder)!r} has no {_FILES['tokens']} and {_FILES['medians']}, or several; "
+        "name two files with tokens_medians."
     )
 
 
-def _beside(path: Path, pattern: str) -> Path | None:
-    """Return the one file of a pattern beside another, or None."""
-    found = sorted(path.parent.glob(pattern))
+def _only(pattern: Path) -> Path | None:
+    """Return the file of a folder that a pattern fits, None if there are none or several."""
+    found = list(pattern.parent.glob(pattern.name))
     return found[0] if len(found) == 1 else None
 
 

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
+from scforge._checks import check_choice
 from scforge._constants import MASK_TOKEN, PAD_TOKEN
 from scforge._io import parsed
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing
+from scforge.errors import DataError, MissingFileError, ModelFileError
 from scforge.foreign.base import (
     Foreign,
     LeftOut,
@@ -32,7 +33,6 @@ from scforge.foreign.base import (
 from scforge.tokenizers.continuous_projection import ContinuousProjectionTokenizer
 
 _WEIGHTS, _PANEL = "models.ckpt", "OS_scRNA_gene_index.19264.tsv"
-_PARTS = ("cell", "gene", "rde")
 _LAYER, _OURS = "encoder.transformer_encoder.{i}.", "encoder.layers.{i}."
 
 
@@ -77,8 +77,7 @@ class ScFoundation:
         pooling: str = "depths",
     ) -> Foreign:
         """Read a checkpoint; see :meth:`scforge.models.Encoder.from_checkpoint` for the arguments."""
-        if part not in _PARTS:
-            raise OptionError(f"part={part!r} is not known; choose {listing(_PARTS)}.")
+        check_choice("part", part, ("cell", "gene", "rde"))
         path = source / _WEIGHTS if source.is_dir() else source
         content = read_torch(path)
         model = content.get(part) if isinstance(content, Mapping) else None
@@ -90,9 +89,7 @@ class ScFoundation:
         genes = _panel(vocab, path.parent / _PANEL)
         n_rows = config.seq_len + 1
         if len(genes) + 3 != n_rows:
-            raise ModelFileError(
-                f"{str(path)!r} is of {n_rows - 3} genes, but vocab has {len(genes)}; give its own panel."
-            )
+            raise ModelFileError(f"{str(path)!r} is of {n_rows - 3} genes, but vocab has {len(genes)}; give its own.")
         made = GeneVocab(genes=genes, release="scFoundation", special_tokens=(PAD_TOKEN, MASK_TOKEN))
         tokenizer = ContinuousProjectionTokenizer.scfoundation(made)
         # There: the genes, the depth wanted, the depth at hand, padding. It has no MASK; here MASK has no vector.

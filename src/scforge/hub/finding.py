@@ -295,11 +295,9 @@ def find_model(
     *,
     prefix: str,
     revision: str | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    token: str | bool | None = None,
-    local_files_only: bool = False,
+    **access: Any,
 ) -> FoundModel:
-    """Do what :func:`resolve` says; `prefix` begins its messages."""
+    """Find a model as :func:`resolve` does, with its further options; `prefix` begins the messages."""
     repo_id: str | None
     if is_registry_name(name):
         registered, repo_id, revision = find_registered(str(name), prefix)
@@ -317,14 +315,7 @@ def find_model(
         return FoundModel(folder, *origin_of(folder))
     assert repo_id is not None
     is_bare = not str(name).startswith((_HUB, SCHEME))
-    found = _fetch(
-        repo_id,
-        f"{prefix} (no folder here)" if is_bare else prefix,
-        revision,
-        token=token,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-    )
+    found = _fetch(repo_id, f"{prefix} (no folder here)" if is_bare else prefix, revision, **access)
     if is_bare:
         logger.info("%s is no folder here; it is the repository %s of the hub, at %s.", prefix, repo_id, found.commit)
     return found
@@ -338,7 +329,9 @@ def _checked(folder: Path, prefix: str) -> Path:
     raise MissingFileError(f"{prefix} {what}; give a folder, hf://org/name of the hub, or scforge://name.")
 
 
-def _fetch(repo_id: str, prefix: str, revision: str | None, *, token: str | bool | None, **options: Any) -> FoundModel:
+def _fetch(
+    repo_id: str, prefix: str, revision: str | None, *, token: str | bool | None = None, **options: Any
+) -> FoundModel:
     """Return the folder of a repository in the cache; fetch what is not there."""
     with hub_errors(prefix, repo_id, revision):
         api = hub_api(token)

@@ -99,12 +99,11 @@ def send_model(
     commit_message: str | None = None,
     create_pr: bool = False,
 ) -> tuple[str, str]:
-    """Do what :func:`upload` says; return the URL and the commit."""
+    """Send a folder as :func:`upload` does; return the URL and the commit."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise MissingFileError(f"folder={str(folder)!r} {what}; give the folder that model.save() wrote.")
+        raise MissingFileError(f"folder={str(folder)!r} is no folder; give the one that model.save() wrote.")
     if kind_of_folder(folder) is None:
         raise ModelFileError(f"folder={str(folder)!r} holds no {described_kind()}; give the folder of one.")
     if create_pr and revision is not None:

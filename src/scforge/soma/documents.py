@@ -8,11 +8,11 @@ import io
 import os
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from scforge._checks import check_choice
@@ -93,28 +93,22 @@ def read_groups(
 ) -> list[list[Document]]:
     """Read the documents of each group of files, see :func:`read_documents`."""
     check_choice("kind", kind, KINDS)
-    columns = {"gene_column": gene_column, "text_column": text_column}
     kinds = [[(path, _kind_of(path, kind)) for path in _paths(files)] for files in groups]
     there = {this for group in kinds for _, this in group}
-    needs = {"field": (field, "fasta", "FASTA file"), **{name: (columns[name], "table", "table") for name in columns}}
-    for option, (value, needed, words) in needs.items():
-        if value is not None and not isinstance(value, str):
-            raise OptionError(f"{option}={value!r} is no text; give a name.")
+    columns = {"gene_column": gene_column, "text_column": text_column}
+    for option, value in {"field": field, **columns}.items():
+        needed = "fasta" if option == "field" else "table"
         if value is not None and needed not in there:
-            raise OptionError(f"{option}={value!r} has no use, as none of files is a {words}; leave it out.")
+            raise OptionError(f"{option}={value!r} has no use, as none of files is of the kind {needed}; leave it out.")
     names = _COLUMNS | {option: column for option, column in columns.items() if column is not None}
     return [[one for path, this in group for one in _read(path, this, field, names)] for group in kinds]
 
 
 def _paths(files: Files) -> list[Path]:
-    given = [files] if isinstance(files, str | os.PathLike) else files
-    if not isinstance(given, Iterable) or isinstance(given, bytes):
-        raise OptionError(f"files={files!r} is neither the name of a file nor a list of names.")
-    paths = []
-    for file in given:
-        if not isinstance(file, str | os.PathLike):
-            raise OptionError(f"files holds {file!r}, which is not the name of a file.")
-        paths.append(Path(file))
+    try:
+        paths = [Path(file) for file in ([files] if isinstance(files, str | os.PathLike) else files)]
+    except TypeError as error:
+        raise OptionError(f"files={files!r} is neither the name of a file nor a list of names.") from error
     if not paths:
         raise OptionError("files names no file; give at least one.")
     return paths
@@ -131,23 +125,19 @@ def _read(path: Path, kind: str, field: str | None, columns: dict[str, str]) -> 
         return [Document(*record) for record in read_fasta(path, field=field)]
     if kind == "table":
         return _rows(path, _DELIMITERS.get(_suffix(path), ","), columns)
-    data = read_whole(path)
+    data = _content(path)
     if not data:
         raise DataError(f"files: {str(path)!r} is empty; leave it out.")
-    return [Document(Path(path.stem).stem if is_packed(path) else path.stem, data)]
+    return [Document(_unpacked(path).stem, data)]
 
 
-def check_names(documents: Sequence[Document]) -> None:
-    """Raise if two documents have one name."""
-    if twice := [name for name, count in Counter(one.name for one in documents).items() if count > 1]:
-        raise DataError(
-            f"files have several documents of the name {twice[0]!r} ({len(twice)} names stand more than once); name "
-            "them apart, or pass duplicates='mean' (--duplicates mean) for the mean of their vectors."
-        )
+def _unpacked(path: Path) -> Path:
+    """Return the name without the suffix ``.gz``."""
+    return Path(path.stem) if path.suffix.lower() == ".gz" else path
 
 
 def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix.lower() if is_packed(path) else path.suffix.lower()
+    return _unpacked(path).suffix.lower()
 
 
 def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]:
@@ -157,7 +147,7 @@ def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]
     try:
         # Without a header a row of too many cells is an error, and not an index.
         table = pd.read_csv(
-            io.BytesIO(read_whole(path)),
+            io.BytesIO(_content(path)),
             sep=delimiter,
             quoting=quoting,
             header=None,
@@ -174,15 +164,13 @@ def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]
         if header.count(column) != 1:
             why = "twice" if column in header else f"not{did_you_mean(column, header)}"
             raise DataError(f"{option}={column!r} is {why} in {str(path)!r} (it has: {listing(header)}).")
-    table = table.iloc[1:].set_axis(header, axis=1)
-    documents = []
-    pairs = zip(*(table[columns[option]].fillna("").str.strip() for option in _COLUMNS), strict=True)
-    for number, (name, words) in enumerate(pairs, 2):
-        if not name or not words:
-            lacks = columns["text_column" if name else "gene_column"]
-            raise DataError(f"{where} has no {lacks} in row {number}; leave it out.")
-        documents.append(Document(name, words.encode()))
-    return documents
+    table = (
+        table.iloc[1:].set_axis(header, axis=1)[list(columns.values())].fillna("").apply(lambda one: one.str.strip())
+    )
+    if (empty := np.argwhere(table.to_numpy() == "")).size:
+        row, column = empty[0]
+        raise DataError(f"{where} has no {table.columns[column]} in row {row + 2}; leave it out.")
+    return [Document(name, text.encode()) for name, text in table.itertuples(index=False)]
 
 
 class FastaRecord(NamedTuple):
@@ -200,36 +188,16 @@ class FastaRecord(NamedTuple):
     sequence: bytes
 
 
-def is_packed(path: str | os.PathLike[str]) -> bool:
-    """Return whether the name of a file says that gzip packed it.
-
-    Examples
-    --------
-    >>> is_packed("proteins.fa.gz"), is_packed("PROTEINS.FA.GZ"), is_packed("proteins.fa")
-    (True, True, False)
-    """
-    return Path(path).suffix.lower() == ".gz"
-
-
-def read_whole(path: str | os.PathLike[str]) -> bytes:
-    """Return the bytes of a file, those of a ``.gz`` file unpacked.
-
-    Raises
-    ------
-    MissingFileError
-        If there is no such file.
-    DataError
-        If a ``.gz`` file is damaged.
-    """
-    path = Path(path)
+def _content(path: Path) -> bytes:
+    """Return the bytes of a file, those of a ``.gz`` file unpacked."""
     if not path.is_file():
         what = "is a folder; name the files in it" if path.is_dir() else "does not exist; check its name"
         raise MissingFileError(f"files: {str(path)!r} {what}.")
-    if not is_packed(path):
-        return path.read_bytes()
+    data = path.read_bytes()
+    if _unpacked(path) == path:
+        return data
     try:
-        with gzip.open(path) as handle:
-            return handle.read()
+        return gzip.decompress(data)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"files: {str(path)!r} cannot be unpacked: {first_line(error)}.") from error
 
@@ -267,14 +235,10 @@ def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> lis
     ['TP53', 'EGFR']
     """
     where = f"files: {str(path)!r}"
-    data = read_whole(path).removeprefix(_BYTE_ORDER_MARK)
-    if b"\r" in data:
-        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    data = _content(Path(path)).removeprefix(_BYTE_ORDER_MARK).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     before, *parts = re.split(rb"^>", data, flags=re.MULTILINE)
-    if not parts:
-        raise DataError(f"{where} has no FASTA records; each begins with a line such as '>name'.")
-    if before.strip():
-        raise DataError(f"{where} has text before its first FASTA record; each begins with a line such as '>name'.")
+    if not parts or before.strip():
+        raise DataError(f"{where} does not begin with a FASTA record, which begins with a line such as '>name'.")
     records = []
     for number, part in enumerate(parts, 1):
         header, _, rest = part.partition(b"\n")

@@ -6,7 +6,6 @@ Shapes: N documents, B chunks, S tokens, H hidden.
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,11 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from scforge._checks import check_count
+from scforge._checks import check_choice, check_count
 from scforge._io import atomic_path, check_folder, check_writable
-from scforge.errors import DataError, OptionError, listing
+from scforge.errors import DataError, OptionError
 from scforge.soma.byte_data import Chunks
-from scforge.soma.documents import Document, Files, check_names, read_documents
+from scforge.soma.documents import Document, Files, read_documents
 from scforge.soma.model_folder import read_model
 from scforge.soma.placing import device_of
 from scforge.soma.v1.torch import Model
@@ -28,7 +27,6 @@ from scforge.soma.v1.torch import Model
 type ModelOrFolder = str | os.PathLike[str]
 
 _SUFFIXES = (".parquet", ".npz", ".csv")
-_DUPLICATES = ("error", "mean")
 
 
 def embed(
@@ -139,25 +137,14 @@ def gene_table(
     >>> soma.gene_table(genes, trained, progress_bar=False).shape
     (2, 8)
     """
-    if not isinstance(genes, Mapping) or not genes:
-        raise DataError("genes is empty or no dict; give at least one gene name with its text or sequence.")
+    if not genes:
+        raise DataError("genes is empty; give at least one gene name with its text or sequence.")
     documents = []
     for name, text in genes.items():
         if not isinstance(text, str | bytes) or not text:
             raise DataError(f"genes has {text!r} for {name!r}; give text or bytes, or leave the gene out.")
         documents.append(Document(str(name), text.encode() if isinstance(text, str) else text))
     return _embed(documents, model, output, "error", batch_size, device, overwrite, progress_bar)
-
-
-def write_table(table: pd.DataFrame, output: str | os.PathLike[str]) -> None:
-    """Write a table of vectors, whole or not at all; the suffix says how, see :func:`embed`."""
-    with atomic_path(output) as temporary:
-        if temporary.suffix == ".parquet":
-            table.to_parquet(temporary)
-        elif temporary.suffix == ".npz":
-            np.savez(temporary, genes=table.index.to_numpy(dtype=str), vectors=table.to_numpy())
-        else:
-            table.to_csv(temporary)
 
 
 def _embed(
@@ -171,22 +158,28 @@ def _embed(
     progress_bar: bool,
 ) -> pd.DataFrame:
     check_count("batch_size", batch_size, "sequences")
-    if duplicates not in _DUPLICATES:
-        raise OptionError(f"duplicates={duplicates!r} is not known (known: {listing(_DUPLICATES)})")
+    check_choice("duplicates", duplicates, ("error", "mean"))
     if output is not None:
         _check_output(Path(output), overwrite)
-    if duplicates == "error":
-        check_names(documents)
+    names = pd.Index([one.name for one in documents], name="gene")
+    if duplicates == "error" and names.has_duplicates:
+        twice = names[names.duplicated()].unique()
+        raise DataError(f"files name {twice[0]!r} twice; give other names, or duplicates='mean' (--duplicates mean).")
     module, seq_len = read_model(model)
     vectors = _vectors(
         module.to(device_of(device)), Chunks(documents, seq_len), len(documents), batch_size, progress_bar
     )
-    columns = [f"soma_{place}" for place in range(vectors.shape[1])]
-    table = pd.DataFrame(vectors, index=pd.Index([one.name for one in documents], name="gene"), columns=columns)
-    if duplicates == "mean" and len(Counter(table.index)) < len(table):
+    table = pd.DataFrame(vectors, index=names).add_prefix("soma_")
+    if names.has_duplicates:
         table = table.groupby(level=0, sort=False).mean()
     if output is not None:
-        write_table(table, output)
+        with atomic_path(output) as temporary:
+            if temporary.suffix == ".parquet":
+                table.to_parquet(temporary)
+            elif temporary.suffix == ".npz":
+                np.savez(temporary, genes=table.index.to_numpy(dtype=str), vectors=table.to_numpy())
+            else:
+                table.to_csv(temporary)
     return table
 
 

@@ -10,12 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scforge._checks import check_count
-from scforge._io import read_json, read_settled, sha256_of
+from pydantic import BaseModel, Field
+
+from scforge._io import parsed, read_json, read_settled, sha256_of
 from scforge._version import __version__
-from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line, warn
+from scforge.errors import MissingFileError, ModelFileError, OptionError
 from scforge.soma.v1 import ARCHITECTURE_VERSION
-from scforge.soma.v1.configs import ModelConfig, check_config
+from scforge.soma.v1.configs import ModelConfig
 from scforge.soma.v1.torch import Model
 
 WEIGHTS, CONFIG, README = "weights.safetensors", "config.json", "README.md"
@@ -58,53 +59,37 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
     path = Path(folder)
     if not (path / CONFIG).is_file() and (path / FINAL / CONFIG).is_file():
         path /= FINAL
-    if not (path / CONFIG).is_file():
-        raise MissingFileError(f"{argument}={str(path)!r} holds no model of bytes; train one with scforge soma train.")
+    if missing := [name for name in (CONFIG, WEIGHTS) if not (path / name).is_file()]:
+        raise MissingFileError(f"{argument}={str(path)!r} holds no model of bytes: {missing[0]} is missing.")
     return read_settled(path, lambda: _read(path))
+
+
+class _Description(BaseModel):
+    """What a configuration says; checksums are of the weights, and of all else in it."""
+
+    format: int
+    scforge_version: str
+    architecture_version: int
+    model: ModelConfig
+    seq_len: int = Field(ge=2)
+    sha256: dict[str, str]
 
 
 def _read(path: Path) -> tuple[Model, int]:
     where = str(path / CONFIG)
-    try:
-        content = read_json(path / CONFIG)
-        if content["format"] != _FORMAT or content["architecture_version"] != ARCHITECTURE_VERSION:
-            raise ModelFileError(f"{where!r} is of a later version; load it with scforge {content['scforge_version']}.")
-        _check_sums(path, content.pop("sha256", None), content)
-        config, seq_len = ModelConfig(**content["model"]), content["seq_len"]
-        check_count("seq_len", seq_len, "tokens", least=2)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ModelFileError):
-            raise
-        raise ModelFileError(f"{where!r} is no configuration of a model of bytes: {first_line(error)}.") from error
-    weights = path / WEIGHTS
-    try:
-        check_config(config)
-        # Each weight takes a byte at least; memory is taken for no model that is larger than its file.
-        per_layer = config.embedding_dim + config.pwff_hidden_dim
-        n_weights = config.embedding_dim * (config.vocab_size + config.num_layers * per_layer)
-        if weights.is_file() and n_weights > weights.stat().st_size:
-            raise OptionError(f"{WEIGHTS} is too small for its sizes")
-        return Model.load(weights, config).eval(), seq_len
-    except OptionError as error:
-        raise ModelFileError(f"{where!r} describes no model that can be made: {first_line(error)}.") from error
+    content = read_json(path / CONFIG)
+    found = parsed(_Description, content, f"{where!r} is no configuration of a model of bytes")
+    if (found.format, found.architecture_version) != (_FORMAT, ARCHITECTURE_VERSION):
+        raise ModelFileError(f"{where!r} is of a later version; load it with scforge {found.scforge_version}.")
+    del content["sha256"]
+    for name, checksum in ((CONFIG, _sum(content)), (WEIGHTS, sha256_of(path / WEIGHTS))):
+        if found.sha256.get(name) != checksum:
+            raise ModelFileError(f"{str(path / name)!r} is corrupted, as its checksum says; copy the folder again.")
+    return Model.load(path / WEIGHTS, found.model).eval(), found.seq_len
 
 
 def _sum(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _check_sums(folder: Path, sums: Mapping[str, str] | None, content: Mapping[str, Any]) -> None:
-    """Raise if a file is not what was written; the first folders had no checksums."""
-    if not (folder / WEIGHTS).is_file():
-        return
-    if sums is None:
-        warn(f"{str(folder)!r} has no checksums, so damage to its weights may go unseen; save it again.")
-        return
-    for name, found in ((CONFIG, _sum(content)), (WEIGHTS, sha256_of(folder / WEIGHTS))):
-        if sums[name] != found:
-            raise ModelFileError(
-                f"{str(folder / name)!r} is corrupted: its checksum is not the one in {CONFIG}; copy the folder again."
-            )
 
 
 def _card(model: Model, seq_len: int, facts: Mapping[str, Any]) -> str:

@@ -28,7 +28,7 @@ from scforge.soma.byte_data import ByteData, hold_out
 from scforge.soma.documents import Document, Files, read_documents, read_groups
 from scforge.soma.model_folder import FINAL, WEIGHTS, read_model, write_model
 from scforge.soma.placing import device_of
-from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, ModelConfig, SIGRegConfig, check_config
+from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, ModelConfig, SIGRegConfig
 from scforge.soma.v1.torch import Model, SIGReg, compute_loss
 from scforge.training.checkpoint import (
     RunFolder,
@@ -302,10 +302,8 @@ def train(
     if checkpoint_every_n_steps is not None:
         check_count("checkpoint_every_n_steps", checkpoint_every_n_steps, "steps")
     check_positive("sig_reg", sig_reg, or_zero=True)
-    check_count("embedding_dim", embedding_dim, "dimensions")
     hidden = 4 * embedding_dim if pwff_hidden_dim is None else pwff_hidden_dim
     config = ModelConfig(dropout_rate, embedding_dim, hidden, num_layers, num_heads)
-    check_config(config)
     place_of_work = device_of(device)
     training, held_out = _documents(files, validation, validation_size, seed, reading)
     size = NextByte.defaults.batch_size if batch_size is None else batch_size
@@ -385,9 +383,7 @@ def _documents(
     documents, held_out = read_groups([files, validation], **reading)
     if known := {one.data for one in documents} & {one.data for one in held_out}:
         name = next(one.name for one in held_out if one.data in known)
-        raise DataError(
-            f"validation has {len(known)} documents that are learnt from as well, e.g. {name!r}; leave them out of one."
-        )
+        raise DataError(f"validation has {len(known)} documents that are in files, too, e.g. {name!r}; leave them out.")
     return documents, held_out
 
 

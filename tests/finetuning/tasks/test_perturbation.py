@@ -183,7 +183,7 @@ def test_a_single_perturbation_leaves_nothing_to_hold_out(base: Encoder) -> None
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"control": "NT"}, DataError, r"control='NT' is no label of obs\['target'\] \(it has: 'ctrl', 'gene0'"),
+        ({"control": "NT"}, DataError, r"control='NT' is not in obs\['target'\] \(obs.* has: 'ctrl', 'gene0'"),
         ({"perturbation_key": "targets"}, DataError, "'targets' is not a column of obs of .* did you mean 'target'"),
         ({"perturbation_key": "nothing"}, DataError, "no cell is perturbed"),
         ({"split_key": "part"}, OptionError, "hold out whole perturbations"),

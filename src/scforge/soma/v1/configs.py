@@ -1,11 +1,10 @@
-"""Sizes of version 1, and the five configurations made of them.
-
-They hold numbers only, equal to the published ones; modules check them.
-"""
+"""Sizes of version 1, and the five configurations made of them, equal to the published ones."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Final
 
 from scforge._checks import check_count, check_positive, check_share
@@ -29,8 +28,49 @@ V1_SIG_REG_COEFFICIENT: Final = 0.02
 V1_BATCH_SIZE: Final = 16
 
 
+def _check_scale_factor(argument: str, value: Any) -> None:
+    """Raise unless positions can be divided by `value`, a number of at least 1."""
+    if check_positive(argument, value) < 1:
+        raise OptionError(f"{argument}={value} is below 1; give 1, or more for positions that stand closer.")
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], object]] = {
+    "embedding_dim": partial(check_count, what="dimensions"),
+    "num_features": partial(check_count, what="dimensions"),
+    "pwff_hidden_dim": partial(check_count, what="hidden units"),
+    "num_layers": partial(check_count, what="layers"),
+    "num_heads": partial(check_count, what="heads"),
+    "vocab_size": partial(check_count, what="tokens"),
+    "slices": partial(check_count, what="directions"),
+    "points": partial(check_count, what="points", least=2),
+    "dropout_rate": check_share,
+    "max_wavelength": check_positive,
+    "t_max": check_positive,
+    "coefficient": partial(check_positive, or_zero=True),
+    "scale_factor": _check_scale_factor,
+}
+
+
+def check_numbers(**numbers: Any) -> None:
+    """Raise unless the numbers of a configuration can be used, alone and together.
+
+    Heads have an even width, as their halves are rotated against each other.
+    """
+    for name, check in _CHECKS.items():
+        if name in numbers:
+            check(name, numbers[name])
+    width = "embedding_dim" if "embedding_dim" in numbers else "num_features"
+    if (n_heads := numbers.get("num_heads")) and numbers[width] % (2 * n_heads):
+        raise OptionError(f"{width}={numbers[width]} does not give num_heads={n_heads} of an even width; change one.")
+
+
+class _Checked:
+    def __post_init__(self) -> None:
+        check_numbers(**vars(self))
+
+
 @dataclass
-class ModelConfig:
+class ModelConfig(_Checked):
     """A model: embedding, encoder, final norm, predictor.
 
     Parameters
@@ -57,6 +97,10 @@ class ModelConfig:
     >>> config = ModelConfig(0.0, embedding_dim=192, pwff_hidden_dim=768, num_layers=4, num_heads=4)
     >>> config.embedding_dim, config.vocab_size
     (192, 264)
+    >>> ModelConfig(0.0, num_heads=7)
+    Traceback (most recent call last):
+        ...
+    scforge.errors.OptionError: embedding_dim=2048 does not give num_heads=7 of an even width; change one.
     """
 
     dropout_rate: float
@@ -70,7 +114,7 @@ class ModelConfig:
 
 
 @dataclass
-class EncoderConfig:
+class EncoderConfig(_Checked):
     """A stack of layers; fields as in :class:`ModelConfig`.
 
     Parameters
@@ -90,7 +134,7 @@ class EncoderConfig:
 
     Examples
     --------
-    >>> EncoderConfig(dropout_rate=0.1, embedding_dim=8, num_layers=2).pwff_hidden_dim
+    >>> EncoderConfig(dropout_rate=0.1, embedding_dim=16, num_layers=2).pwff_hidden_dim
     8192
     """
 
@@ -104,7 +148,7 @@ class EncoderConfig:
 
 
 @dataclass
-class LayerConfig:
+class LayerConfig(_Checked):
     """One layer; fields as in :class:`ModelConfig`.
 
     Parameters
@@ -122,7 +166,7 @@ class LayerConfig:
 
     Examples
     --------
-    >>> LayerConfig(dropout_rate=0.1, embedding_dim=8).pwff_hidden_dim
+    >>> LayerConfig(dropout_rate=0.1, embedding_dim=16).pwff_hidden_dim
     8192
     """
 
@@ -135,7 +179,7 @@ class LayerConfig:
 
 
 @dataclass
-class PositionWiseFeedForwardConfig:
+class PositionWiseFeedForwardConfig(_Checked):
     """A feed-forward block; fields as in :class:`ModelConfig`.
 
     Parameters
@@ -159,7 +203,7 @@ class PositionWiseFeedForwardConfig:
 
 
 @dataclass
-class SIGRegConfig:
+class SIGRegConfig(_Checked):
     """The regularizer of embeddings.
 
     Parameters
@@ -188,64 +232,3 @@ class SIGRegConfig:
 def part_of[C](config: Any, kind: type[C]) -> C:
     """Return a configuration of a part with the numbers of that of the whole."""
     return kind(**{field.name: getattr(config, field.name) for field in fields(kind)})  # type: ignore[arg-type]
-
-
-_COUNTS = {
-    "embedding_dim": "dimensions",
-    "pwff_hidden_dim": "hidden units",
-    "num_layers": "layers",
-    "num_heads": "heads",
-    "vocab_size": "tokens",
-    "slices": "directions",
-}
-
-
-def check_config(config: Any, wanted: type | None = None) -> None:
-    """Raise unless the numbers of one of the configurations can be used, and it has the fields of `wanted`, if given.
-
-    Examples
-    --------
-    >>> check_config(ModelConfig(dropout_rate=0.1, num_heads=7))
-    Traceback (most recent call last):
-        ...
-    scforge.errors.OptionError: embedding_dim=2048 is not divisible by num_heads=7; change one of them.
-    """
-    named = [field.name for field in fields(wanted)] if wanted else []
-    usable: bool = is_dataclass(config) and not isinstance(config, type)
-    if not usable or not all(hasattr(config, name) for name in named):
-        kind = wanted.__name__ if wanted else "one of the configurations"
-        given = config.__name__ if isinstance(config, type) else type(config).__name__
-        raise OptionError(f"config={given} cannot be used; pass an instance of {kind}.")
-    for name, value in vars(config).items():
-        if name in _COUNTS:
-            check_count(name, value, _COUNTS[name])
-        elif name == "points":
-            check_count(name, value, "points", least=2)
-        elif name in ("max_wavelength", "t_max"):
-            check_positive(name, value)
-        elif name == "coefficient":
-            check_positive(name, value, or_zero=True)
-        elif name == "dropout_rate":
-            check_share(name, value)
-        elif name == "scale_factor":
-            check_scale_factor(value)
-    if hasattr(config, "num_heads"):
-        check_heads(config.embedding_dim, config.num_heads)
-
-
-def check_heads(width: int, num_heads: int, *, argument: str = "embedding_dim") -> None:
-    """Raise unless `width` is divisible into heads of an even width, whose halves are rotated against each other."""
-    if width % num_heads:
-        raise OptionError(f"{argument}={width} is not divisible by num_heads={num_heads}; change one of them.")
-    if (width // num_heads) % 2:
-        raise OptionError(
-            f"{argument}={width} and num_heads={num_heads} make heads of the odd width {width // num_heads}, which"
-            " cannot be rotated by halves; change one of them."
-        )
-
-
-def check_scale_factor(value: float) -> None:
-    """Raise unless positions can be divided by `value`, a number of at least 1."""
-    check_positive("scale_factor", value)
-    if value < 1:
-        raise OptionError(f"scale_factor={value} is below 1; give 1, or more for positions that stand closer.")

@@ -114,19 +114,10 @@ def tokenize_arrays(
 
 
 def _numbers(data: bytes | bytearray | memoryview | np.ndarray) -> np.ndarray:
-    if isinstance(data, memoryview):
-        if data.itemsize != 1 or data.ndim != 1:
-            raise DataError(
-                f"data has numbers of format {data.format!r} and shape {data.shape}; pass a view of bytes, e.g."
-                " data.cast('B')."
-            )
-        data = data if data.c_contiguous else data.tobytes()
-    if isinstance(data, bytes | bytearray | memoryview):
-        return np.frombuffer(data, dtype=np.uint8)
-    if isinstance(data, str):
-        raise DataError("data is text; pass its bytes, e.g. data.encode().")
-    if not isinstance(data, np.ndarray):
-        raise DataError(f"data is of type {type(data).__name__}; pass bytes.")
-    if data.dtype != np.uint8 or data.ndim != 1:
-        raise DataError(f"data has dtype {data.dtype} and shape {data.shape}; pass bytes, or uint8 of one dimension.")
-    return data
+    try:
+        view = memoryview(data)
+    except TypeError as error:
+        raise DataError(f"data is of type {type(data).__name__}; pass bytes, e.g. text.encode().") from error
+    if view.format != "B" or view.ndim != 1:
+        raise DataError(f"data has the format {view.format!r} and shape {view.shape}; pass bytes, e.g. data.cast('B').")
+    return np.frombuffer(view if view.c_contiguous else view.tobytes(), dtype=np.uint8)

@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from scforge.errors import DataError, OptionError
 from scforge.models.components import SIGReg as OverSamples
 from scforge.soma.v1.torch import SIGReg, SIGRegConfig
 
@@ -64,17 +63,3 @@ def test_sees_norms_and_no_collapse():
     assert float(collapsed / per_token(states)) == pytest.approx(1, abs=0.25)
     assert over_samples(states[:1].expand(300, -1)) > 100 * over_samples(states)
     assert per_token(2 * states) > 10 * per_token(states)
-
-
-@pytest.mark.parametrize(
-    ("x", "noise", "message"),
-    [
-        (torch.zeros(3, 4, dtype=torch.int64), torch.randn(4, 5), "torch.int64"),
-        (torch.zeros(3, 4), torch.randn(5, 4), r"noise has shape \(5, 4\)"),
-    ],
-)
-def test_what_is_no_states(x, noise, message):
-    with pytest.raises(DataError, match=message):
-        SIGReg(SIGRegConfig(slices=4)).compute(x, noise)
-    with pytest.raises(OptionError, match="points=1"):
-        SIGReg(SIGRegConfig(points=1))

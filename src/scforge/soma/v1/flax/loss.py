@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from scforge.errors import DataError
+from scforge.soma.v1.checks import check_one_a_token, check_tokens, check_whole
 from scforge.soma.v1.configs import V1_PAD_TOKEN_ID
-from scforge.soma.v1.flax.model import Model, check_tokens, check_whole
+from scforge.soma.v1.flax.model import Model
 from scforge.soma.v1.flax.sigreg import SIGReg
 
 
@@ -40,9 +40,9 @@ def compute_loss(model: Model, sig_reg: SIGReg, token_ids: Array, targets: Array
     """
     check_whole("token_ids", token_ids)
     check_whole("targets", targets)
-    if token_ids.shape != targets.shape:
-        raise DataError(f"targets has shape {targets.shape}, token_ids {token_ids.shape}; pass one a token.")
-    check_tokens("targets", targets, model.config.vocab_size)
+    check_one_a_token("targets", targets, "token_ids", token_ids)
+    if not isinstance(targets, jax.core.Tracer):
+        check_tokens("targets", targets, model.config.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     states = model.encode(token_ids, positions)
     log_probabilities = jax.nn.log_softmax(model.predict(states), axis=-1)

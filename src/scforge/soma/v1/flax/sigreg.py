@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from scforge.soma.v1.configs import SIGRegConfig, check_config
+from scforge.soma.v1.configs import SIGRegConfig
 
 
 class SIGReg(nnx.Module):
@@ -39,7 +39,6 @@ class SIGReg(nnx.Module):
     """
 
     def __init__(self, config: SIGRegConfig, rngs: nnx.Rngs | None = None) -> None:
-        check_config(config, SIGRegConfig)
         self.config = config
         self.rngs = nnx.Rngs(0) if rngs is None else rngs
         step = config.t_max / (config.points - 1)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from scforge.errors import DataError
+from scforge.soma.v1.checks import check_one_a_token, check_tokens, check_whole
 from scforge.soma.v1.configs import V1_PAD_TOKEN_ID
-from scforge.soma.v1.torch.model import Model, check_tokens, check_whole
+from scforge.soma.v1.torch.model import Model, can_look_at
 from scforge.soma.v1.torch.sigreg import SIGReg
 
 
@@ -56,11 +56,9 @@ def compute_loss(
     """
     check_whole("token_ids", token_ids)
     check_whole("targets", targets)
-    check_tokens("targets", targets, model.config.vocab_size)
-    if token_ids.shape != targets.shape:
-        raise DataError(
-            f"targets has shape {tuple(targets.shape)}, token_ids {tuple(token_ids.shape)}; pass one a token."
-        )
+    check_one_a_token("targets", targets, "token_ids", token_ids)
+    if can_look_at(targets):
+        check_tokens("targets", targets, model.config.vocab_size)
     positions = torch.arange(token_ids.shape[-1], device=token_ids.device).expand(token_ids.shape)
     states_bsh = model.encode(token_ids, positions)
     logits = model.predict(states_bsh)

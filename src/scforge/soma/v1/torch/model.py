@@ -10,8 +10,8 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from scforge._checks import check_bool
-from scforge.errors import DataError
-from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, EncoderConfig, ModelConfig, check_config, part_of
+from scforge.soma.v1.checks import check_one_a_token, check_tokens, check_whole
+from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, EncoderConfig, ModelConfig, part_of
 from scforge.soma.v1.torch.modules.encoder import Encoder
 from scforge.soma.v1.torch.serde import Serializable
 
@@ -45,12 +45,10 @@ class Model(Serializable, nn.Module):
 
     def __init__(self, config: ModelConfig, *, gradient_checkpointing: bool = False, pad_mask: bool = False) -> None:
         super().__init__()
-        check_config(config, ModelConfig)
         self.config = config
         self.pad_mask = check_bool("pad_mask", pad_mask)
         self.embedding = nn.Embedding(config.vocab_size, config.embedding_dim)
-        encoder = part_of(config, EncoderConfig)
-        self.encoder = Encoder(encoder, gradient_checkpointing=gradient_checkpointing)
+        self.encoder = Encoder(part_of(config, EncoderConfig), gradient_checkpointing=gradient_checkpointing)
         self.final_norm = nn.LayerNorm(config.embedding_dim, eps=1e-5)
         self.predictor = nn.Linear(config.embedding_dim, config.vocab_size)
 
@@ -72,11 +70,9 @@ class Model(Serializable, nn.Module):
         """
         check_whole("input", input)
         check_whole("positions", positions)
-        check_tokens("input", input, self.config.vocab_size)
-        if positions.shape[-1] != input.shape[-1] or positions.shape[0] not in (1, len(input)):
-            raise DataError(
-                f"positions has shape {tuple(positions.shape)} and input {tuple(input.shape)}; pass one a token."
-            )
+        check_one_a_token("positions", positions, "input", input, or_one_row=True)
+        if can_look_at(input):
+            check_tokens("input", input, self.config.vocab_size)
         mask = self._mask(input) if self.pad_mask else None
         return self.final_norm(self.encoder(self.embedding(input.long()), positions, mask=mask))
 
@@ -97,27 +93,6 @@ class Model(Serializable, nn.Module):
         return ((before & (tokens_bs != V1_PAD_TOKEN_ID)[:, None, :]) | itself)[:, None]
 
 
-def check_whole(argument: str, values: torch.Tensor) -> None:
-    """Raise unless `values` is a tensor of whole numbers, shape (B, S)."""
-    if not isinstance(values, torch.Tensor):
-        raise DataError(f"{argument} is of type {type(values).__name__}; pass a tensor, e.g. torch.tensor({argument}).")
-    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-        raise DataError(f"{argument} has dtype {values.dtype}; pass whole numbers, e.g. {argument}.long().")
-    if values.dim() != 2:
-        raise DataError(f"{argument} has shape {tuple(values.shape)}; pass (batch, seq).")
-
-
-def check_tokens(argument: str, values: torch.Tensor, vocab_size: int) -> None:
-    """Raise if a token on a CPU is outside the vocabulary; what torch.func traces cannot be looked at."""
-    if (
-        values.device.type != "cpu"
-        or not values.numel()
-        or torch.compiler.is_compiling()
-        or is_functorch_wrapped_tensor(values)
-    ):
-        return
-    least, most = (int(value) for value in values.aminmax())
-    if least < 0 or most >= vocab_size:
-        raise DataError(
-            f"{argument} holds {least if least < 0 else most}; pass tokens from 0 to {vocab_size - 1}, the vocabulary."
-        )
+def can_look_at(values: torch.Tensor) -> bool:
+    """Return whether numbers can be looked at: not where that waits for a device, nor what torch traces."""
+    return values.device.type == "cpu" and not torch.compiler.is_compiling() and not is_functorch_wrapped_tensor(values)

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from scforge.errors import DataError
-from scforge.soma.v1.configs import SIGRegConfig, check_config
+from scforge.soma.v1.configs import SIGRegConfig
 
 
 class SIGReg(nn.Module):
@@ -37,7 +36,6 @@ class SIGReg(nn.Module):
 
     def __init__(self, config: SIGRegConfig) -> None:
         super().__init__()
-        check_config(config, SIGRegConfig)
         self.config = config
         t = torch.linspace(0, config.t_max, config.points)
         step = config.t_max / (config.points - 1)
@@ -50,7 +48,6 @@ class SIGReg(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the loss of states of shape (..., H) along directions drawn from torch's generator."""
-        _check_states(x)
         noise = torch.randn(x.shape[-1], self.config.slices, dtype=x.dtype, device=x.device)
         return self.compute(x, noise)
 
@@ -68,9 +65,6 @@ class SIGReg(nn.Module):
         -------
         A scalar of float32, or of float64 if `x` is.
         """
-        _check_states(x)
-        if noise.dim() != 2 or len(noise) != x.shape[-1]:
-            raise DataError(f"noise has shape {tuple(noise.shape)}; pass ({x.shape[-1]}, directions).")
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             directions = noise.to(wide) / noise.to(wide).norm(dim=0)
@@ -82,8 +76,3 @@ class SIGReg(nn.Module):
                 real_m, imaginary_m = angles_mk.cos().mean(dim=1), angles_mk.sin().mean(dim=1)
                 statistic_m = statistic_m + weight * ((real_m - normal).square() + imaginary_m.square())
             return statistic_m.mean() * noise.shape[1] * self.config.coefficient
-
-
-def _check_states(x: torch.Tensor) -> None:
-    if not x.is_floating_point() or x.dim() < 1:
-        raise DataError(f"x has dtype {x.dtype} and shape {tuple(x.shape)}; pass states of shape (..., width).")

@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from scforge._checks import check_count, check_positive, check_share
-from scforge.soma.v1.configs import V1_MAX_WAVELENGTH, V1_SCALE_FACTOR, check_heads, check_scale_factor
+from scforge.soma.v1.configs import V1_MAX_WAVELENGTH, V1_SCALE_FACTOR, check_numbers
 
 
 def apply_rope(
@@ -57,7 +56,7 @@ def apply_rope(
     >>> bool(jnp.allclose(rotated, jnp.asarray([jnp.cos(1) - jnp.sin(1), jnp.cos(1) + jnp.sin(1)]), atol=1e-6))
     True
     """
-    check_scale_factor(scale_factor)
+    check_numbers(scale_factor=scale_factor)
     half = head_dim // 2
     timescales = max_wavelength ** (2 * jnp.arange(half, dtype=jnp.float32) / head_dim)
     angles = positions.astype(jnp.float32)[..., None, None] / timescales / scale_factor
@@ -103,12 +102,13 @@ class MultiHeadAttention(nnx.Module):
         scale_factor: float = V1_SCALE_FACTOR,
         rngs: nnx.Rngs | None = None,
     ) -> None:
-        check_count("num_heads", num_heads, "heads")
-        check_count("num_features", num_features, "dimensions")
-        check_heads(num_features, num_heads, argument="num_features")
-        check_share("dropout_rate", dropout_rate)
-        check_positive("max_wavelength", max_wavelength)
-        check_scale_factor(scale_factor)
+        check_numbers(
+            num_heads=num_heads,
+            num_features=num_features,
+            dropout_rate=dropout_rate,
+            max_wavelength=max_wavelength,
+            scale_factor=scale_factor,
+        )
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.num_heads, self.num_features = num_heads, num_features
         self.head_dim = num_features // num_heads

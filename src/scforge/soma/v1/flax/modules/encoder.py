@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax import nnx
 from jax import Array
 
-from scforge.soma.v1.configs import EncoderConfig, LayerConfig, check_config, part_of
+from scforge.soma.v1.configs import EncoderConfig, LayerConfig, part_of
 from scforge.soma.v1.flax.modules.layer import Layer
 
 
@@ -21,7 +21,6 @@ class Encoder(nnx.Module):
     """
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs | None = None) -> None:
-        check_config(config, EncoderConfig)
         rngs = nnx.Rngs(0) if rngs is None else rngs
         layer = part_of(config, LayerConfig)
         self.layers = nnx.List([Layer(layer, rngs) for _ in range(config.num_layers)])

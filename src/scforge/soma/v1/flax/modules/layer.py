@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax import nnx
 from jax import Array
 
-from scforge.soma.v1.configs import LayerConfig, PositionWiseFeedForwardConfig, check_config, part_of
+from scforge.soma.v1.configs import LayerConfig, PositionWiseFeedForwardConfig, part_of
 from scforge.soma.v1.flax.modules.attention import MultiHeadAttention
 from scforge.soma.v1.flax.modules.pwff import PositionWiseFeedForward
 
@@ -29,7 +29,6 @@ class Layer(nnx.Module):
     """
 
     def __init__(self, config: LayerConfig, rngs: nnx.Rngs | None = None) -> None:
-        check_config(config, LayerConfig)
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.norm_1 = layer_norm(config.embedding_dim, rngs)
         self.attention = MultiHeadAttention(
@@ -41,10 +40,7 @@ class Layer(nnx.Module):
             rngs=rngs,
         )
         self.norm_2 = layer_norm(config.embedding_dim, rngs)
-        self.pwff = PositionWiseFeedForward(
-            part_of(config, PositionWiseFeedForwardConfig),
-            rngs,
-        )
+        self.pwff = PositionWiseFeedForward(part_of(config, PositionWiseFeedForwardConfig), rngs)
         self.dropout = nnx.Dropout(config.dropout_rate, rngs=rngs)
 
     def __call__(self, context: Array, positions: Array) -> Array:

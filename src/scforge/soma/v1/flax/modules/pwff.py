@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax import nnx
 from jax import Array
 
-from scforge.soma.v1.configs import PositionWiseFeedForwardConfig, check_config
+from scforge.soma.v1.configs import PositionWiseFeedForwardConfig
 
 
 class PositionWiseFeedForward(nnx.Module):
@@ -20,7 +20,6 @@ class PositionWiseFeedForward(nnx.Module):
     """
 
     def __init__(self, config: PositionWiseFeedForwardConfig, rngs: nnx.Rngs | None = None) -> None:
-        check_config(config, PositionWiseFeedForwardConfig)
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.linear_inner = nnx.Linear(config.embedding_dim, config.pwff_hidden_dim, rngs=rngs)
         self.linear_outer = nnx.Linear(config.pwff_hidden_dim, config.embedding_dim, rngs=rngs)

@@ -5,22 +5,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from scforge.soma.v1.torch.model import Model
-    from scforge.soma.v1.torch.sigreg import SIGReg
+from scforge._lazy import lazy_names
 
 __all__ = ["Model", "SIGReg"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "Model":
-        from scforge.soma.v1.torch.model import Model
-
-        return Model
-    if name == "SIGReg":
-        from scforge.soma.v1.torch.sigreg import SIGReg
-
-        return SIGReg
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__ = lazy_names(
+    __name__, {"Model": "scforge.soma.v1.torch.model", "SIGReg": "scforge.soma.v1.torch.sigreg"}
+)

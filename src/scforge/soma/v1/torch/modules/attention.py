@@ -6,9 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from scforge._checks import check_count, check_positive, check_share
 from scforge.errors import DataError
-from scforge.soma.v1.configs import V1_MAX_WAVELENGTH, V1_SCALE_FACTOR, check_heads, check_scale_factor
+from scforge.soma.v1.configs import V1_MAX_WAVELENGTH, V1_SCALE_FACTOR, check_numbers
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 
@@ -35,13 +34,7 @@ def rotation_of(
         As in :class:`~scforge.soma.v1.configs.ModelConfig`.
     dtype
         float32 or float64.
-
-    Raises
-    ------
-    OptionError
-        If `scale_factor` is below 1; a ``ValueError``.
     """
-    check_scale_factor(scale_factor)
     if positions.dim() == 2 and positions.stride(0) == 0:
         positions = positions[:1]  # one row that was expanded
     pairs = torch.arange(head_dim // 2, dtype=dtype, device=positions.device)
@@ -59,8 +52,14 @@ def apply_rope(
 ) -> torch.Tensor:
     """Return queries or keys (B, S, N, D) turned to their positions (B, S); angles are of float32 at least.
 
-    The first half of a head is turned against the second. Parameters and errors as of :func:`rotation_of`.
+    The first half of a head is turned against the second. Parameters as of :func:`rotation_of`.
+
+    Raises
+    ------
+    OptionError
+        If `scale_factor` is below 1.
     """
+    check_numbers(scale_factor=scale_factor)
     wide = torch.promote_types(inputs.dtype, torch.float32)
     return _rotate(inputs, *rotation_of(positions, head_dim, max_wavelength, scale_factor, wide))
 
@@ -110,12 +109,13 @@ class MultiHeadAttention(nn.Module):
         scale_factor: float = V1_SCALE_FACTOR,
     ) -> None:
         super().__init__()
-        check_count("num_heads", num_heads, "heads")
-        check_count("num_features", num_features, "dimensions")
-        check_heads(num_features, num_heads, argument="num_features")
-        check_share("dropout_rate", dropout_rate)
-        check_positive("max_wavelength", max_wavelength)
-        check_scale_factor(scale_factor)
+        check_numbers(
+            num_heads=num_heads,
+            num_features=num_features,
+            dropout_rate=dropout_rate,
+            max_wavelength=max_wavelength,
+            scale_factor=scale_factor,
+        )
         self.num_heads = num_heads
         self.num_features = num_features
         self.head_dim = num_features // num_heads

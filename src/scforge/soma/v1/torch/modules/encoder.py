@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scforge._checks import check_bool
-from scforge.soma.v1.configs import EncoderConfig, LayerConfig, check_config, part_of
+from scforge.soma.v1.configs import EncoderConfig, LayerConfig, part_of
 from scforge.soma.v1.torch.modules.attention import rotation_of
 from scforge.soma.v1.torch.modules.layer import Layer
 
@@ -35,7 +35,6 @@ class Encoder(nn.Module):
 
     def __init__(self, config: EncoderConfig, *, gradient_checkpointing: bool = False) -> None:
         super().__init__()
-        check_config(config, EncoderConfig)
         self.gradient_checkpointing = check_bool("gradient_checkpointing", gradient_checkpointing)
         self.head_dim = config.embedding_dim // config.num_heads
         self.max_wavelength = config.max_wavelength

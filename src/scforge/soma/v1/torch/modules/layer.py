@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from scforge.soma.v1.configs import LayerConfig, PositionWiseFeedForwardConfig, check_config, part_of
+from scforge.soma.v1.configs import LayerConfig, PositionWiseFeedForwardConfig, part_of
 from scforge.soma.v1.torch.modules.attention import MultiHeadAttention, Rotation
 from scforge.soma.v1.torch.modules.pwff import PositionWiseFeedForward
 
@@ -31,7 +31,6 @@ class Layer(nn.Module):
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        check_config(config, LayerConfig)
         self.norm_1 = nn.LayerNorm(config.embedding_dim, eps=1e-5)
         self.attention = MultiHeadAttention(
             config.num_heads,

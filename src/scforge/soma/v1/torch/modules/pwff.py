@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from scforge.soma.v1.configs import PositionWiseFeedForwardConfig, check_config
+from scforge.soma.v1.configs import PositionWiseFeedForwardConfig
 
 
 class PositionWiseFeedForward(nn.Module):
@@ -29,7 +29,6 @@ class PositionWiseFeedForward(nn.Module):
 
     def __init__(self, config: PositionWiseFeedForwardConfig) -> None:
         super().__init__()
-        check_config(config, PositionWiseFeedForwardConfig)
         self.linear_inner = nn.Linear(config.embedding_dim, config.pwff_hidden_dim)
         self.linear_outer = nn.Linear(config.pwff_hidden_dim, config.embedding_dim)
         self.dropout = nn.Dropout(config.dropout_rate)

@@ -1,0 +1,124 @@
+"""Weights as safetensors, in the layout that both halves of soma share; what is the same in both.
+
+A matrix has the shape (inputs, outputs); scale and bias of a layer norm are ``gamma`` and ``beta``; keys are sorted. A
+file is the same, byte for byte, whoever wrote it.
+"""
+
+from __future__ import annotations
+
+import abc
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+from safetensors import SafetensorError
+
+from scforge._io import atomic_path
+from scforge.errors import MissingFileError, ModelFileError, first_line, listing
+
+
+class Serde[M](abc.ABC):
+    """Writes and reads the weights of a module.
+
+    Parameters
+    ----------
+    module
+        Any module; it keeps its dtype and device.
+    """
+
+    _format: ClassVar[Any]
+    """The module of safetensors for the framework."""
+
+    def __init__(self, module: M) -> None:
+        self.module = module
+
+    @abc.abstractmethod
+    def _tensors(self) -> dict[str, Any]:
+        """Return the weights of the module by their names in a file, in the shapes that they have there."""
+
+    def _for_file(self) -> dict[str, Any]:
+        """Return the same, as safetensors writes it."""
+        return self._tensors()
+
+    @abc.abstractmethod
+    def _set(self, tensors: Mapping[str, Any]) -> None:
+        """Set the weights of the module to those of a file, which fit."""
+
+    def serialize(self) -> bytes:
+        """Return the weights as the bytes of a safetensors file."""
+        return self._format.save(self._for_file())
+
+    def serialize_to_file(self, filename: str | os.PathLike[str]) -> None:
+        """Write the weights to a file, which is there as a whole or not at all."""
+        with atomic_path(filename) as temporary:
+            self._format.save_file(self._for_file(), temporary)
+
+    def deserialize(self, data: bytes) -> M:
+        """Set the weights to those of :meth:`serialize`; return the module.
+
+        Raises
+        ------
+        ModelFileError
+            If `data` is no safetensors, or a tensor is missing, unknown, of another shape, or not of finite real
+            numbers; nothing is changed then.
+        """
+        return self._read("data", lambda: self._format.load(bytes(data)))
+
+    def deserialize_from_file(self, filename: str | os.PathLike[str]) -> M:
+        """Set the weights to those of a file; return the module.
+
+        Raises
+        ------
+        MissingFileError
+            If there is no such file.
+        ModelFileError
+            As :meth:`deserialize`.
+        """
+        if not Path(filename).is_file():
+            raise MissingFileError(f"filename={str(filename)!r} is not a file; pass the name of a file of weights.")
+        return self._read(repr(str(filename)), lambda: self._format.load_file(filename))
+
+    def _read(self, where: str, load: Callable[[], dict[str, Any]]) -> M:
+        try:
+            found = load()
+        except (SafetensorError, OSError, TypeError) as error:
+            raise ModelFileError(f"{where} cannot be read as safetensors: {first_line(error)}.") from error
+        wanted = self._tensors()
+        if missing := wanted.keys() - found.keys():
+            raise ModelFileError(f"{where} lacks {listing(sorted(missing), most=3)}; is it of other sizes?")
+        if unknown := found.keys() - wanted.keys():
+            raise ModelFileError(f"{where} holds {listing(sorted(unknown))}, unknown here; is it of other sizes?")
+        for name, values in sorted(found.items()):
+            shape, own = tuple(values.shape), tuple(wanted[name].shape)
+            if shape != own:
+                raise ModelFileError(f"{where} has {name!r} of shape {shape}, the model {own}; is it of other sizes?")
+            # The difference is not a number for what is not finite.
+            if "float" not in str(values.dtype) or not (values - values == 0).all():
+                raise ModelFileError(f"{where} has {name!r} as {values.dtype}, not real and finite; copy it again.")
+        self._set(found)
+        return self.module
+
+
+class Serializable:
+    """Adds ``save`` and ``load`` to a class of modules; name it before the module class."""
+
+    _serde: ClassVar[type[Serde[Any]]]
+
+    def save(self, filename: str | os.PathLike[str]) -> None:
+        """Write the weights to a safetensors file."""
+        self._serde(self).serialize_to_file(filename)
+
+    def save_bytes(self) -> bytes:
+        """Return the weights as the bytes of a safetensors file."""
+        return self._serde(self).serialize()
+
+    @classmethod
+    def load(cls, filename: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Self:
+        """Return ``cls(*args, **kwargs)`` with the weights of a file; errors as of :class:`Serde`."""
+        return cls._serde(cls(*args, **kwargs)).deserialize_from_file(filename)
+
+    @classmethod
+    def load_bytes(cls, data: bytes, *args: Any, **kwargs: Any) -> Self:
+        """Return ``cls(*args, **kwargs)`` with weights of :meth:`save_bytes`; errors as of :class:`Serde`."""
+        return cls._serde(cls(*args, **kwargs)).deserialize(data)
