@@ -58,7 +58,7 @@ MISTAKES = [
     ("data.paths=[cels.h5ad]", MissingFileError, "the file 'cels.h5ad' does not exist; did you mean 'cells.h5ad'?"),
     ("data.labels_key=cell_type", DataError, "'cell_type'"),
     (("data.labels_key=cell_kind", "data.paths=[STORE]"), DataError, "cell_kind"),
-    ("data.gene_key=symbol", OptionError, "gene_key='symbol' is not a column of var of 'cells.h5ad'; did"),
+    ("data.gene_key=symbol", OptionError, "gene_key='symbol' is not in var of 'cells.h5ad'; did"),
     ("data.gene_vocab=human", OptionError, "vocab='human' is neither a shipped vocabulary nor a file"),
     ("training.validation_size=0", ConfigError, "validation_size=0 leaves no cells for a validation, after which"),
     (("training.checkpoint_every_n_steps=5", "output.checkpoint_dir="), ConfigError, "has no use without output.chec"),
@@ -67,10 +67,14 @@ MISTAKES = [
     ("eval={benchmarks: [label_prediction], datasets: {a: b.h5ad}}", MissingFileError, "the file 'b.h5ad' does not"),
     ("data.labels_key=", ConfigError, "needs a column of obs, labels_key; set data.labels_key"),
     ("eval.benchmarks=[{batch_integration: {labels_key: a}}]", ConfigError, "needs a column of obs, batch_key; set da"),
-    ("eval.datasets={a: cells.h5ad}", ConfigError, "eval.datasets.a has no benchmark; remove it"),
+    ("eval.datasets={a: cells.h5ad}", ConfigError, "eval.datasets.a='cells.h5ad' has no benchmark; remove it"),
     ("eval.benchmarks=[{cell_type_annotation: {dataset: tabula_sapien}}]", OptionError, "did you mean 'tabula_sapiens"),
-    ("output.embedding=./cells.h5ad", ConfigError, "output.embedding='cells.h5ad' is one of data.paths, and would"),
-    (("data.paths=[./*.h5ad]", "output.embedding=new.h5ad"), ConfigError, "'new.h5ad' is one of data.paths"),
+    (
+        "output.embedding=./cells.h5ad",
+        ConfigError,
+        "output.embedding='cells.h5ad' is among the cells that are read, and",
+    ),
+    (("data.paths=[./*.h5ad]", "output.embedding=new.h5ad"), ConfigError, "'new.h5ad' is among the cells"),
 ]
 
 

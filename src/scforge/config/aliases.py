@@ -83,14 +83,12 @@ def apply_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _get(content: Mapping[str, Any], dotted: str) -> tuple[bool, Any]:
-    """Return whether `content` has the option, and its value."""
+def get_option(content: Mapping[str, Any], dotted: str) -> Any:
+    """Return the value of an option, None where `content` does not have it."""
     value: Any = content
     for key in dotted.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return False, None
-        value = value[key]
-    return True, value
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def _copied(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,8 +131,8 @@ def _put(content: dict[str, Any], dotted: str, value: Any, *, alias: str) -> Non
 
 def _move_data(content: dict[str, Any]) -> None:
     """Take a whole section ``finetune.data`` for the section ``data``."""
-    found, section = _get(content, "finetune.data")
-    if found and isinstance(section, Mapping):
+    section = get_option(content, "finetune.data")
+    if isinstance(section, Mapping):
         del content["finetune"]["data"]
         for key, value in section.items():
             _put(content, f"data.{key}", value, alias=f"finetune.data.{key}")
@@ -144,7 +142,7 @@ def _use_gpus(content: dict[str, Any], n_gpus: Any) -> None:
     if isinstance(n_gpus, bool) or not isinstance(n_gpus, int) or n_gpus < 0:
         message = f"training.num_gpus={shown(n_gpus)} is not a number of GPUs; give 0 or more."
         raise AliasError(message, "training.num_gpus")
-    _, accelerator = _get(content, "training.accelerator")
+    accelerator = get_option(content, "training.accelerator")
     if n_gpus == 0:
         _put(content, "training.accelerator", "cpu", alias="training.num_gpus")
         # As many processes as a file had GPUs would be started on the CPU otherwise.
@@ -200,13 +198,6 @@ class Source:
                     depth, line = found - len(alias) + len(canonical), its_line
         return depth, None if self.keys else line
 
-    def name_of(self, location: Sequence[int | str]) -> str | None:
-        """Return the dotted name by which a location is written here, or None if it is not."""
-        names: list[Sequence[int | str]] = [location]
-        names += [alias for alias, canonical in _SPELLINGS if list(location) == canonical]
-        found = [name for name in names if self._walk(name)[0] == len(name)]
-        return ".".join(str(part) for part in found[0]) if found else None
-
     def _walk(self, location: Sequence[int | str]) -> tuple[int, int | None]:
         if tuple(location[: len(self.keys)]) != self.keys:
             return 0, None
@@ -248,11 +239,6 @@ class Places:
             if depth >= best:
                 best, text = depth, f"{source.where}: " if line is None else f"{source.where}, line {line}: "
         return text
-
-    def name_of(self, location: Sequence[int | str]) -> str | None:
-        """Return the name by which an option was set, which may be an alias; None if it was not."""
-        names = [source.name_of(location) for source in reversed(self.sources)]
-        return next((name for name in names if name is not None), None)
 
     def __eq__(self, other: object) -> bool:
         # Where options stood makes no difference between configurations.

@@ -583,6 +583,15 @@ class FinetuneConfig(OpenSection):
             raise ValueError(f"has no use beside split_by={info.data['split_by']!r}; keep one of them")
         return value
 
+    @field_validator("evaluate")
+    @classmethod
+    def _has_cells(cls, value: bool | str, info: ValidationInfo) -> bool | str:
+        if isinstance(value, str) and value != info.data.get("task", value):
+            raise ValueError(f"is no evaluation of the task {info.data['task']!r}; set it to true (--eval) for its own")
+        if value and info.data.get("test_size") == 0 and info.data.get("split_key") is None:
+            raise ValueError("has no cells to score with test_size=0; set that above 0")
+        return value
+
 
 def _benchmarks(value: Any) -> Any:
     if value is None:
@@ -903,27 +912,13 @@ class Config(Section):
         Parameters
         ----------
         dotted
-            Name of the option, e.g. ``"training.optimizer.lr"``.
+            Name of the option, e.g. ``"training.optimizer.lr"`` or ``"data.paths.0"``.
 
         Returns
         -------
         Text, ``""`` if the option was not set in a file.
         """
-        return self._places.of(dotted.split("."))
-
-    def name_of(self, dotted: str) -> str | None:
-        """Return the name by which an option was set, e.g. ``"training.num_gpus"``; None if it was not, or in Python.
-
-        Parameters
-        ----------
-        dotted
-            Name of the option, e.g. ``"training.devices"``.
-
-        Returns
-        -------
-        The name, with dots.
-        """
-        return self._places.name_of(dotted.split("."))
+        return self._places.of([int(key) if key.isdecimal() else key for key in dotted.split(".")])
 
     @model_validator(mode="before")
     @classmethod

@@ -37,6 +37,7 @@ from scforge.training.options import TrainOptions
 from scforge.workflows.check import (
     benchmark_callbacks,
     check_settings,
+    columns_of_data,
     model_options,
     objective_of,
     placed,
@@ -138,12 +139,8 @@ def _vocab(data: DataConfig) -> str | None:
 
 
 def _columns(data: DataConfig, more: Sequence[str]) -> list[str] | None:
-    """Return the columns of obs that are needed; None for all."""
-    if data.obs_columns is None and data.source == "local":
-        return None
-    split = None if data.split.by == "cell" else data.split.by
-    named = [data.batch_key, data.labels_key, data.sampling.balance_key, split]
-    return list(dict.fromkeys([*(data.obs_columns or []), *more, *[column for column in named if column is not None]]))
+    """Return the columns of obs to have at hand; None for all."""
+    return None if data.obs_columns is None and data.source == "local" else columns_of_data(data, more)
 
 
 CONFIG_FILE = "config.yaml"
@@ -171,36 +168,13 @@ class KeepConfig(Callback):
             atomic_write_text(self.path, self.text)
 
 
-def check_gpus(config: Config) -> None:
-    """Raise unless there are as many GPUs as the configuration asks for.
-
-    Raises
-    ------
-    OptionError
-        Naming the option as the user did.
-    """
-    training = config.training
-    try:
-        ensure_devices(training.accelerator, training.devices)
-    except OptionError as error:
-        option = "devices" if config.name_of("training.devices") else "accelerator"
-        name = config.name_of(f"training.{option}") or f"training.{option}"
-        raise OptionError(
-            f"{config.place_of(f'training.{option}')}{name}={getattr(training, option)!r} cannot be had "
-            f"({str(error).rstrip('.')}); without GPUs, set training.num_gpus=0 or training.accelerator=cpu "
-            "training.devices=1."
-        ) from error
-
-
-def check_run(config: Config, *, resume: Any, overwrite: bool, first: bool = True) -> None:
-    """Check whether a training may begin, or go on, before the cells are read.
+def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
+    """Check whether a training may begin, or be resumed, before the cells are read.
 
     Parameters
     ----------
     config, resume, overwrite
         See :func:`scforge.workflows.train_from_config`.
-    first
-        Whether this is the first of several processes, which alone looks whether the folder is free.
 
     Raises
     ------
@@ -214,20 +188,16 @@ def check_run(config: Config, *, resume: Any, overwrite: bool, first: bool = Tru
         raise OptionError(
             f"resume={str(resume)!r} and overwrite=True (--resume and --overwrite) contradict each other; keep one."
         )
-    if resume == _AUTO and folder is None:
-        raise ConfigError("resume='auto' looks into output.checkpoint_dir, which is not set; set it.")
-    if overwrite and folder is None and config.output.embedding is None:
-        raise ConfigError("overwrite=True (--overwrite) has nothing to replace; set output.checkpoint_dir.")
+    if folder is None and (resume == _AUTO or (overwrite and config.output.embedding is None)):
+        what = "overwrite=True (--overwrite)" if overwrite else "resume='auto'"
+        raise ConfigError(f"{what} needs output.checkpoint_dir, which is not set; set it.")
     run = None if folder is None else RunFolder(folder)
-    state = Path(resume) if resume is not None and resume != _AUTO else None
+    state = None if resume in (None, _AUTO) else Path(resume)
     if state is not None:
         check_state(state, run)
-    if run is None or overwrite or not first or (state is not None and run.holds(state)):
-        return
-    try:
+    # Of several processes the first alone looks whether the folder is free.
+    if run is not None and not overwrite and not rank_zero_only.rank and (state is None or not run.holds(state)):
         run.check_free(resumes=resume == _AUTO)
-    except OptionError as error:
-        raise OptionError(config.place_of("output.checkpoint_dir") + str(error)) from error
 
 
 def training_report(model: Encoder, config: Config) -> list[str]:
@@ -342,11 +312,7 @@ def train_from_config(
             f"{config.place_of('finetune')}the configuration has a section finetune; run it with scforge finetune "
             "--config, or remove the section to train a new model."
         )
-    # A typo should not come to light after minutes of reading.
-    check_settings(config, replaces=overwrite or resume is not None)
-    check_run(config, resume=resume, overwrite=overwrite, first=not rank_zero_only.rank)
-    check_gpus(config)
-    arguments = training_arguments(config, train_arguments(config), resume=resume, overwrite=overwrite)
+    arguments = checked_arguments(config, resume=resume, overwrite=overwrite)
     source = open_source(config.data)
     model, module = _model(source, config)
     model.train(datamodule=module, **arguments, progress_bar=progress_bar)
@@ -355,16 +321,19 @@ def train_from_config(
     return model
 
 
-def training_arguments(
-    config: Config, arguments: dict[str, Any], *, resume: str | os.PathLike[str] | None, overwrite: bool
-) -> dict[str, Any]:
-    """Add to the arguments of ``Encoder.train`` how to begin, and what keeps the configuration."""
-    added: dict[str, Any] = {} if resume is None else {"resume": resume}
+def checked_arguments(config: Config, *, resume: Any, overwrite: bool) -> dict[str, Any]:
+    """Check a configuration, as mistakes should not come to light after minutes of reading; return what trains it."""
+    with placed(config):
+        check_settings(config, replaces=overwrite or resume is not None)
+        check_run(config, resume=resume, overwrite=overwrite)
+        ensure_devices(config.training.accelerator, config.training.devices)
+        arguments = train_arguments(config)
+    if resume is not None:
+        arguments["resume"] = resume
     if config.output.checkpoint_dir is not None:
-        added["callbacks"] = [*arguments["callbacks"], KeepConfig(config)]
-        if overwrite:
-            added["overwrite"] = True
-    return {**arguments, **added}
+        arguments["callbacks"] = [*arguments["callbacks"], KeepConfig(config)]
+        arguments |= {"overwrite": True} if overwrite else {}
+    return arguments
 
 
 def outputs_of(model: Encoder, source: AnnData | Cells, config: Config) -> None:
