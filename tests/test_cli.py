@@ -71,7 +71,7 @@ def test_inputs_that_cannot_be_used(told, tiny_adata: ad.AnnData) -> None:
     Path("folder.h5ad").mkdir()
     tiny_adata[:0].copy().write_h5ad("empty.h5ad")
     for argv, part in [
-        ("train --config none.yaml", "scforge: error: config='none.yaml' does not exist; check the path."),
+        ("train --config none.yaml", "scforge: error: config='none.yaml' cannot be read: No such file or directory; "),
         ("train --config config.yaml data.paths=text.h5ad", "'text.h5ad' cannot be read as an h5ad file: "),
         ("train --config config.yaml data.paths=folder.h5ad", "'folder.h5ad' is a folder without zarr metadata"),
         ("train --config config.yaml data.paths=empty.h5ad", "'empty.h5ad' is empty (0 cells x 80 genes)"),

@@ -51,7 +51,7 @@ MISTAKES = [
         OptionError,
         "tokenizer option 'max_length' is unknown to 'rank_value'; did you mean 'max_len'",
     ),
-    ("tokenizer.max_len=many", ConfigError, "override 'tokenizer.max_len=many': data.max_genes='many' is not an integ"),
+    ("tokenizer.max_len=many", ConfigError, "override 'tokenizer.max_len=many': data.max_genes='many' cannot be"),
     ("objective={name: joint_embedding, views: 0}", OptionError, "views=0 is not "),
     ("tokenizer.append_cls=3", OptionError, "append_cls=3 is neither True nor False"),
     ("model={expression_head: bin, n_bins: 9}", OptionError, "expression_head='bin' predicts bins, which"),

@@ -73,9 +73,11 @@ def apply_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
     content = _copied(raw)
     _move_data(content)
     for alias, canonical in ALIASES.items():
-        found, value = _pop(content, alias)
-        if not found:
+        section, key = alias.split(".")
+        holder = content.get(section)
+        if not isinstance(holder, dict) or key not in holder:
             continue
+        value = holder.pop(key)
         if alias == "training.num_gpus":
             _use_gpus(content, value)
         else:
@@ -99,14 +101,6 @@ def _copied(raw: Mapping[str, Any]) -> dict[str, Any]:
         else section
         for name, section in raw.items()
     }
-
-
-def _pop(content: dict[str, Any], dotted: str) -> tuple[bool, Any]:
-    section, key = dotted.split(".")
-    holder = content.get(section)
-    if not isinstance(holder, dict) or key not in holder:
-        return False, None
-    return True, holder.pop(key)
 
 
 def _put(content: dict[str, Any], dotted: str, value: Any, *, alias: str) -> None:
@@ -265,28 +259,8 @@ _REPR = reprlib.Repr(maxlevel=2, maxdict=3, maxlist=3, maxstring=60, maxother=60
 _STORAGE_OPTIONS = "storage_options"
 _PLAIN_KEY = re.compile(r"[\w-]+")
 
-_PLAIN = {
-    "bool_parsing": "is not true or false",
-    "bool_type": "is not true or false",
-    "finite_number": "is not a finite number",
-    "float_parsing": "is not a number",
-    "float_type": "is not a number",
-    "int_from_float": "is not a whole number",
-    "int_parsing": "is not an integer",
-    "int_parsing_size": "is not an integer of usual size",
-    "int_type": "is not an integer",
-    "list_type": "is not a list",
-    "model_type": "is not a section with options",
-    "string_too_short": "is empty",
-    "string_type": "is not text; put it in quotes",
-    "too_short": "is empty",
-}
-_LIMITS = {
-    "greater_than": ("gt", "must be greater than"),
-    "greater_than_equal": ("ge", "must be at least"),
-    "less_than": ("lt", "must be less than"),
-    "less_than_equal": ("le", "must be at most"),
-}
+_WORDS = {"model_type": "is not a section with options", "string_type": "is not text; put it in quotes"}
+"""Kinds of mistakes that pydantic calls by names of Python, to our words."""
 
 
 def shown(value: object) -> str:
@@ -372,15 +346,12 @@ def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
     if kind == "literal_error":
         known = re.findall(r"'([^']*)'", context["expected"])
         return f"{option} is not known{_hint(_nearest(str(value), known))} (known: {listing(known)})"
-    if kind in _LIMITS:
-        limit, words = _LIMITS[kind]
-        return f"{option} is out of range; it {words} {context[limit]}"
     if kind == "invalid_key":
         section = dotted_name(detail["loc"][:-1]) or "a configuration"
         return f"{section} has the key {shown(value)}, which is not the name of an option"
     if kind == "value_error":
         return f"{option} {context['error']}"
-    words = _PLAIN.get(kind) or "cannot be used: " + " ".join(detail["msg"].split()).rstrip(".")
+    words = _WORDS.get(kind) or "cannot be used: " + " ".join(detail["msg"].split()).rstrip(".")
     return f"{option} {words}"
 
 

@@ -65,18 +65,10 @@ def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Se
     if data.source != "local":
         from scforge.data.census import CensusQuery
 
-        given = {
-            "organism": data.organism,
-            "filters": data.filters,
-            "census_version": data.census_version,
-            "uri": data.uri,
-            "layer": data.layer,
-            "gene_key": data.gene_key,
-            "tiledb_config": data.storage_options,
-        }
-        query = CensusQuery(
-            obs=_columns(data, columns) or [], **{name: value for name, value in given.items() if value is not None}
-        )
+        names = ("organism", "filters", "census_version", "uri", "layer", "gene_key")
+        given = {name: getattr(data, name) for name in names} | {"tiledb_config": data.storage_options}
+        given = {name: value for name, value in given.items() if value is not None}
+        query = CensusQuery(obs=_columns(data, columns) or [], **given)
         wanted = _vocab(data) if vocab is None else vocab
         return open_cells(query, wanted, memory=data.memory, cache=data.cache or AUTO)
     paths = data.paths or []
@@ -108,21 +100,17 @@ def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Se
 def make_datamodule(cells: Cells, config: Config) -> CellDataModule:
     """Make the data module that the configuration describes."""
     data, training = config.data, config.training
-    given = {
+    names = ("max_tokens_per_batch", "batch_key", "labels_key", "num_threads", "pin_memory")
+    given: dict[str, Any] = {name: getattr(data, name) for name in names} | {
         # How many fit into memory is tried out when training begins.
         "batch_size": None if training.batch_size == "auto" else training.batch_size,
-        "max_tokens_per_batch": data.max_tokens_per_batch,
         "balance_by": data.sampling.balance_key,
         "balance_epochs": data.sampling.warmup_epochs,
         "balance_start": data.sampling.start,
         "balance_end": data.sampling.end,
-        "batch_key": data.batch_key,
-        "labels_key": data.labels_key,
         "split_by": None if data.split.by == "cell" else data.split.by,
-        "num_threads": data.num_threads,
-        "pin_memory": data.pin_memory,
     }
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in given.items() if value is not None}
     return CellDataModule(cells, validation_size=training.validation_size, seed=config.seed, **options)
 
 
