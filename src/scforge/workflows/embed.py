@@ -157,7 +157,7 @@ class EmbeddingFiles:
             raise OptionError(f"{self._prefix} is {what}; choose another name.")
         if self._is_zarr and not any(output.iterdir()):
             return None
-        found = _zarr_mark(output) if self._is_zarr else _h5ad_mark(output)
+        found = _mark_of(output)
         if found is None:
             raise OptionError(f"{self._prefix} exists and is not an embedding that scforge wrote; choose another name.")
         return found
@@ -282,21 +282,15 @@ def _fill(root: Any, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[str
     root.attrs[_MARK] = _hash(plan)
 
 
-def _zarr_mark(path: Path) -> str | None:
+def _mark_of(path: Path) -> str | None:
+    """Return the mark in what is at a path, None if there is none."""
     try:
-        found = read_json(path / "zarr.json")["attributes"][_MARK]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-    return str(found)
-
-
-def _h5ad_mark(path: Path) -> str | None:
-    try:
+        if path.is_dir():
+            return str(read_json(path / "zarr.json")["attributes"][_MARK])
         with h5py.File(path, "r") as file:
-            found = file.attrs.get(_MARK)
-    except OSError:
+            return str(file.attrs[_MARK])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return None if found is None else str(found)
 
 
 def _hash(plan: dict[str, Any]) -> str:
@@ -559,17 +553,16 @@ def _which_process(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return which process this is, and of how many, as given or as a launcher says."""
     if (rank is None) != (world_size is None):
         raise OptionError(f"rank={rank!r} and world_size={world_size!r} belong together; give both or neither.")
-    found: tuple[Any, Any] = (rank, world_size)
-    if rank is None:
+    if rank is None or world_size is None:
         # SLURM says SLURM_NTASKS to the script of a job, too, which is one process; the other name srun says alone.
         for names in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
             if all(os.environ.get(name, "").isdecimal() for name in names):
-                found = (int(os.environ[names[0]]), int(os.environ[names[1]]))
+                rank, world_size = (int(os.environ[name]) for name in names)
                 break
         else:
             return 0, 1
-    check_count("world_size", found[1], "processes")
-    check_count("rank", found[0], "a process", least=0)
-    if found[0] >= found[1]:
-        raise OptionError(f"rank={found[0]} is not below world_size={found[1]}; ranks count from 0.")
-    return int(found[0]), int(found[1])
+    check_count("world_size", world_size, "processes")
+    check_count("rank", rank, "a process", least=0)
+    if rank >= world_size:
+        raise OptionError(f"rank={rank} is not below world_size={world_size}; ranks count from 0.")
+    return int(rank), int(world_size)

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from anndata import AnnData
 
-from scforge._io import atomic_path, check_folder, check_writable
+from scforge._io import check_folder, check_writable
 from scforge.errors import OptionError, listing
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.evaluate import evaluate_models
 from scforge.eval.report import Report
 from scforge.workflows.embed import chosen_device
 from scforge.workflows.models import is_shared_name, load_named
-from scforge.workflows.predict import in_memory, output_file, write
+from scforge.workflows.predict import in_memory, output_file
+from scforge.workflows.train import write
 
 if TYPE_CHECKING:
     from scforge.eval.base import Entry
@@ -110,12 +111,12 @@ def evaluate_to(
             f"model={str(tuned[0])!r} (--model) was fine-tuned and is scored by its task, one model at a time; name it "
             "alone, or name benchmarks for the embeddings."
         )
-    what, known = ("the task of a fine-tuned model", _OF_TASKS) if by_task else ("embeddings", _OF_EMBEDDINGS)
+    what, known = ("a task is", _OF_TASKS) if by_task else ("embeddings are", _OF_EMBEDDINGS)
     if by_task and not isinstance(baselines, bool):
         options["baselines"] = list(baselines)
     for name, value in options.items():
         if name not in known:
-            raise OptionError(f"{name}={value!r} has no use where {what} are scored (known: {listing(known)}).")
+            raise OptionError(f"{name}={value!r} has no use where {what} scored (known: {listing(known)}).")
     trained_on = options.pop("trained_on", None)
     if trained_on is not None:
         learned = in_memory(trained_on)
@@ -186,8 +187,8 @@ def _evaluate_embeddings(
     if output is None:
         return report
     if Path(output).suffix == _TABLE:
-        with atomic_path(Path(output)) as temporary:
-            report.to_frame().to_csv(temporary, index=False)
+        frame = report.to_frame()
+        write(output, frame.set_index(frame.columns[0]))
     else:
         report.write(output)
     return report

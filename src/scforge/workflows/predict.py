@@ -10,14 +10,13 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 
-from scforge._io import atomic_path, check_writable
-from scforge.data.readers import write_h5ad
+from scforge._io import check_writable
 from scforge.data.sources import read_h5ad
 from scforge.errors import OptionError
 from scforge.finetuning.base import Task
 from scforge.workflows.embed import chosen_device
 from scforge.workflows.models import load_named
-from scforge.workflows.train import embedded_adata
+from scforge.workflows.train import embedded_adata, write
 
 _TABLE, _CELLS = ".csv", ".h5ad"
 
@@ -118,12 +117,3 @@ def output_file(output: Any, endings: list[str], *, overwrite: bool, inputs: lis
         raise OptionError(f"{prefix} exists; give another name, or replace it with --overwrite.")
     check_writable("output", path)
     return path
-
-
-def write(path: Path, content: AnnData | pd.DataFrame) -> None:
-    """Write cells or a table, whole or not at all."""
-    with atomic_path(path) as temporary:
-        if isinstance(content, AnnData):
-            write_h5ad(temporary, content)
-        else:
-            content.to_csv(temporary)

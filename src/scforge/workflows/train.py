@@ -332,7 +332,7 @@ def outputs_of(model: Encoder, source: AnnData | Cells, config: Config) -> None:
     if output.embedding is not None:
         embedding = model.get_latent_representation()
         adata = source if isinstance(source, AnnData) else embedded_adata(source, embedding, OBSM_KEY)
-        _write(adata, output.embedding)
+        write(output.embedding, adata)
 
 
 def train_arguments(config: Config) -> dict[str, Any]:
@@ -395,6 +395,10 @@ def _loggers(output: OutputConfig) -> Any:
     )
 
 
-def _write(adata: Any, path: str) -> None:
+def write(path: str | os.PathLike[str], content: AnnData | pd.DataFrame) -> None:
+    """Write cells or a table, whole or not at all."""
     with atomic_path(path) as temporary:
-        write_h5ad(temporary, adata)
+        if isinstance(content, AnnData):
+            write_h5ad(temporary, content)
+        else:
+            content.to_csv(temporary)
