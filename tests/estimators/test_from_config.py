@@ -223,7 +223,7 @@ MISTAKES = [
     (
         SMALL,
         ["tokenizer.transform=counts", UNDONE],
-        r"tokenizer\.transform='counts' and data\.preprocessing contradict",
+        r"tokenizer\.transform='counts' and data\.preprocessing, which asks for .* contradict",
     ),
     (TRANSFORMER, ["tokenizer.strategy=binned_expression", UNDONE], "tokenizer 'binned_expression' does not make"),
     (SMALL, ["output.embedding=cells.h5ad/o.h5ad"], r"output\.embedding='cells.h5ad.*is a file; give the name of a"),
