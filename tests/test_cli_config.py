@@ -58,7 +58,7 @@ def test_list_and_schema(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("check none.yaml", "config='none.yaml' does not exist; check the path."),
+        ("check none.yaml", "config='none.yaml' cannot be read: No such file or directory; "),
         ("check tabs.yaml", "tabs.yaml, line 10, column 1 is not valid YAML: "),
         ("show recipe.yaml model.architecture=bert", "architecture='bert' is not known (known: "),
         ("init -o recipe.yaml", "output='recipe.yaml' exists; choose another name"),

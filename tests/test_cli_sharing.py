@@ -100,7 +100,7 @@ def test_remarks_stand_beside_the_result(hub, model: Encoder, capsys, monkeypatc
 
 def test_folders_that_are_not_sent_or_replaced(hub, model: Encoder, told: Callable[..., str]) -> None:
     message = told("pull", "org/light", "-o", "base")
-    assert "output='base' (--output) exists and is not empty; give another name, or replace it with --overw" in message
+    assert "output='base' (--output) exists and is not empty; add --overwrite to replace it" in message
     assert not hub.requests
     model.save("checkpoints/final")
     message = told("push", "checkpoints", "org/light")

@@ -45,23 +45,21 @@ def check_mask_ratio(value: Any) -> None:
     Examples
     --------
     >>> check_mask_ratio([0.25, 0.5, 0.75])
-    >>> check_mask_ratio({"start": 0.15, "end": 1.5, "epochs": 10})
+    >>> check_mask_ratio({"start": 0.15, "end": 1.5, "epochs": 10})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    scforge.errors.OptionError: mask_ratio={'start': 0.15, 'end': 1.5, 'epochs': 10} has end=1.5, not between 0 and 1.
+    scforge.errors.OptionError: mask_ratio={'start': 0.15, 'end': 1.5, 'epochs': 10} is no schedule: ...
     """
     if isinstance(value, Mapping):
-        shares = {name: value.get(name) for name in ("start", "end")}
-        for name, share in shares.items():
-            if not _is_share(share):
-                raise OptionError(f"mask_ratio={dict(value)} has {name}={share!r}, not between 0 and 1.")
         epochs = value.get("epochs")
-        if not isinstance(epochs, numbers.Integral) or isinstance(epochs, bool) or epochs < 1:
-            raise OptionError(f"mask_ratio={dict(value)} has epochs={epochs!r}, not a positive number of epochs.")
-        if value.get("shape", "linear") not in ("linear", "cosine"):
-            raise OptionError(f"mask_ratio={dict(value)} has shape={value['shape']!r}, not 'linear' or 'cosine'.")
-        if unknown := set(value) - {"start", "end", "epochs", "shape"}:
-            raise OptionError(f"mask_ratio={dict(value)} has the unknown key {min(unknown)!r}; remove it.")
+        whole = isinstance(epochs, numbers.Integral) and not isinstance(epochs, bool) and int(epochs) >= 1
+        shape = value.get("shape", "linear") in ("linear", "cosine")
+        ends = _is_share(value.get("start")) and _is_share(value.get("end"))
+        if not (whole and shape and ends and set(value) <= {"start", "end", "epochs", "shape"}):
+            raise OptionError(
+                f"mask_ratio={dict(value)} is no schedule: it has start and end between 0 and 1, a number of epochs, "
+                "and may have the shape 'linear' or 'cosine'."
+            )
     elif isinstance(value, Sequence) and not isinstance(value, str):
         if not value or not all(_is_share(share) for share in value):
             raise OptionError(f"mask_ratio={list(value)!r} is not a list of shares between 0 and 1.")

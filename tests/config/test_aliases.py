@@ -74,7 +74,6 @@ def test_no_gpus_in_place_of_those_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("data: {paths: a.h5ad}\ntraining:\n  num_gpus: 4\n")
     config = load_config(path)
-    assert config.name_of("training.devices") == "training.num_gpus"
     assert config.place_of("training.devices") == f"{path}, line 3: "
     training = load_config(path, ["training.num_gpus=0"]).training
     assert (training.accelerator, training.devices) == ("cpu", 1)

@@ -122,7 +122,10 @@ MISTAKES = [
     ("data.max_tokens_per_batch=100", "NeighborDenoising needs random ones"),
     ("data.paths='*.nothing'", "*.nothing"),
     ("data.paths=s.zarr", "s.zarr' is incomplete"),
-    ("data={paths: a.h5ad, cache: config.yaml}", "cache='config.yaml' is no store"),
+    (
+        "data={paths: a.h5ad, cache: config.yaml}",
+        "data.cache='config.yaml': 'config.yaml' is a file; give the name of a folder",
+    ),
 ]
 
 

@@ -114,9 +114,9 @@ class Built:
         """Files that are written in the end."""
         for name in ("train", "get_latent_representation"):
             self.replaced(f"estimators.Encoder.{name}")
-        write = self.replaced("workflows.train._write")
+        write = self.replaced("workflows.train.write")
         from_config.train_from_config(self.config)
-        return [call.args[1] for call in write.call_args_list]
+        return [call.args[0] for call in write.call_args_list]
 
 
 def look(built: Built, part: str, name: str) -> Any:

@@ -147,7 +147,7 @@ def test_files(trained: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for cells, wrong, message in (
         ("cells.h5ad", {"output": "out"}, r"output='out' holds a report; give another name, or replace it"),
         ("cells.h5ad", {"base_model": "b/final"}, "base_model='b/final' has no use where embeddings are scored"),
-        ("cells.h5ad", {"frob": 1}, "frob=1 is no option of evaluate"),
+        ("cells.h5ad", {"frob": 1}, "frob=1 has no use where embeddings are scored"),
         ("cells", {}, "is no h5ad file and no data set of scforge.datasets"),
     ):
         with pytest.raises(OptionError, match=message):

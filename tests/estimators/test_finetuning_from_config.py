@@ -135,8 +135,12 @@ MISTAKES = [
     ("finetune.label_smooting=0.1", OptionError, "is unknown to 'annotation'; did you mean 'label_smoothing'"),
     ("finetune.label_smoothing=2", OptionError, "label_smoothing=2 "),
     ("finetune.batch_key=donor", OptionError, "task option 'batch_key' is unknown to 'annotation'"),
-    ("finetune.evaluate=perturbbench", ConfigError, "'perturbation' is no evaluation of the task 'annotation'"),
-    ("finetune={evaluate: true, test_size: 0}", ConfigError, "finetune.test_size=0 leaves no cells to evaluate on"),
+    ("finetune.evaluate=perturbbench", ConfigError, "'perturbbench' is no evaluation of the task 'annotation'"),
+    (
+        "finetune={evaluate: true, test_size: 0}",
+        ConfigError,
+        "finetune.evaluate=True has no cells to score with test_size=0",
+    ),
     ("finetune=", ConfigError, "the configuration has no section finetune; add "),
 ]
 
@@ -174,7 +178,7 @@ def test_predictions_in_files(place: Path, tuned: Path) -> None:
         (tuned, "out.txt", {}, "output='out.txt' does not end in .csv or .h5ad"),
         (tuned, "cells.h5ad", {}, "are the cells themselves"),
         (tuned, "new.csv", {"thresold": 1}, "'thresold' is unknown to 'annotation'; did you mean 'threshold'"),
-        (tuned, "new.csv", {"device": "cpuu"}, "device='cpuu' is not the name of a device"),
+        (tuned, "new.csv", {"device": "cpuu"}, "device='cpuu' cannot be used: "),
         (tuned.parent, "new.csv", {}, r"is the folder of a training; did you mean '.*final'"),
         ("base", "new.csv", {}, r"model='base' \(--model\) was not fine-tuned, so it predicts nothing"),
     ):

@@ -107,7 +107,7 @@ def test_the_configuration_is_kept_and_results_are_replaced_if_told(run) -> None
         run(SMALL, keep[0])
     after = train_from_config(kept, progress_bar=False, overwrite=True).module.state_dict()
     assert all(value.equal(after[name]) for name, value in before.items())
-    with pytest.raises(ConfigError, match=r"resume='auto' looks into output\.checkpoint_dir, which is not set"):
+    with pytest.raises(ConfigError, match=r"resume='auto' needs output\.checkpoint_dir, which is not set"):
         train_from_config(load_config("config.yaml"), resume="auto")
 
 
@@ -223,7 +223,7 @@ MISTAKES = [
     (
         SMALL,
         ["tokenizer.transform=counts", UNDONE],
-        r"tokenizer\.transform='counts' and data\.preprocessing contradict",
+        r"tokenizer\.transform='counts' and data\.preprocessing, which asks for .* contradict",
     ),
     (TRANSFORMER, ["tokenizer.strategy=binned_expression", UNDONE], "tokenizer 'binned_expression' does not make"),
     (SMALL, ["output.embedding=cells.h5ad/o.h5ad"], r"output\.embedding='cells.h5ad.*is a file; give the name of a"),

@@ -73,9 +73,11 @@ def apply_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
     content = _copied(raw)
     _move_data(content)
     for alias, canonical in ALIASES.items():
-        found, value = _pop(content, alias)
-        if not found:
+        section, key = alias.split(".")
+        holder = content.get(section)
+        if not isinstance(holder, dict) or key not in holder:
             continue
+        value = holder.pop(key)
         if alias == "training.num_gpus":
             _use_gpus(content, value)
         else:
@@ -83,14 +85,12 @@ def apply_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _get(content: Mapping[str, Any], dotted: str) -> tuple[bool, Any]:
-    """Return whether `content` has the option, and its value."""
+def get_option(content: Mapping[str, Any], dotted: str) -> Any:
+    """Return the value of an option, None where `content` does not have it."""
     value: Any = content
     for key in dotted.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return False, None
-        value = value[key]
-    return True, value
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def _copied(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,14 +101,6 @@ def _copied(raw: Mapping[str, Any]) -> dict[str, Any]:
         else section
         for name, section in raw.items()
     }
-
-
-def _pop(content: dict[str, Any], dotted: str) -> tuple[bool, Any]:
-    section, key = dotted.split(".")
-    holder = content.get(section)
-    if not isinstance(holder, dict) or key not in holder:
-        return False, None
-    return True, holder.pop(key)
 
 
 def _put(content: dict[str, Any], dotted: str, value: Any, *, alias: str) -> None:
@@ -133,8 +125,8 @@ def _put(content: dict[str, Any], dotted: str, value: Any, *, alias: str) -> Non
 
 def _move_data(content: dict[str, Any]) -> None:
     """Take a whole section ``finetune.data`` for the section ``data``."""
-    found, section = _get(content, "finetune.data")
-    if found and isinstance(section, Mapping):
+    section = get_option(content, "finetune.data")
+    if isinstance(section, Mapping):
         del content["finetune"]["data"]
         for key, value in section.items():
             _put(content, f"data.{key}", value, alias=f"finetune.data.{key}")
@@ -144,7 +136,7 @@ def _use_gpus(content: dict[str, Any], n_gpus: Any) -> None:
     if isinstance(n_gpus, bool) or not isinstance(n_gpus, int) or n_gpus < 0:
         message = f"training.num_gpus={shown(n_gpus)} is not a number of GPUs; give 0 or more."
         raise AliasError(message, "training.num_gpus")
-    _, accelerator = _get(content, "training.accelerator")
+    accelerator = get_option(content, "training.accelerator")
     if n_gpus == 0:
         _put(content, "training.accelerator", "cpu", alias="training.num_gpus")
         # As many processes as a file had GPUs would be started on the CPU otherwise.
@@ -200,13 +192,6 @@ class Source:
                     depth, line = found - len(alias) + len(canonical), its_line
         return depth, None if self.keys else line
 
-    def name_of(self, location: Sequence[int | str]) -> str | None:
-        """Return the dotted name by which a location is written here, or None if it is not."""
-        names: list[Sequence[int | str]] = [location]
-        names += [alias for alias, canonical in _SPELLINGS if list(location) == canonical]
-        found = [name for name in names if self._walk(name)[0] == len(name)]
-        return ".".join(str(part) for part in found[0]) if found else None
-
     def _walk(self, location: Sequence[int | str]) -> tuple[int, int | None]:
         if tuple(location[: len(self.keys)]) != self.keys:
             return 0, None
@@ -249,11 +234,6 @@ class Places:
                 best, text = depth, f"{source.where}: " if line is None else f"{source.where}, line {line}: "
         return text
 
-    def name_of(self, location: Sequence[int | str]) -> str | None:
-        """Return the name by which an option was set, which may be an alias; None if it was not."""
-        names = [source.name_of(location) for source in reversed(self.sources)]
-        return next((name for name in names if name is not None), None)
-
     def __eq__(self, other: object) -> bool:
         # Where options stood makes no difference between configurations.
         return isinstance(other, Places)
@@ -279,28 +259,8 @@ _REPR = reprlib.Repr(maxlevel=2, maxdict=3, maxlist=3, maxstring=60, maxother=60
 _STORAGE_OPTIONS = "storage_options"
 _PLAIN_KEY = re.compile(r"[\w-]+")
 
-_PLAIN = {
-    "bool_parsing": "is not true or false",
-    "bool_type": "is not true or false",
-    "finite_number": "is not a finite number",
-    "float_parsing": "is not a number",
-    "float_type": "is not a number",
-    "int_from_float": "is not a whole number",
-    "int_parsing": "is not an integer",
-    "int_parsing_size": "is not an integer of usual size",
-    "int_type": "is not an integer",
-    "list_type": "is not a list",
-    "model_type": "is not a section with options",
-    "string_too_short": "is empty",
-    "string_type": "is not text; put it in quotes",
-    "too_short": "is empty",
-}
-_LIMITS = {
-    "greater_than": ("gt", "must be greater than"),
-    "greater_than_equal": ("ge", "must be at least"),
-    "less_than": ("lt", "must be less than"),
-    "less_than_equal": ("le", "must be at most"),
-}
+_WORDS = {"model_type": "is not a section with options", "string_type": "is not text; put it in quotes"}
+"""Kinds of mistakes that pydantic calls by names of Python, to our words."""
 
 
 def shown(value: object) -> str:
@@ -386,15 +346,12 @@ def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
     if kind == "literal_error":
         known = re.findall(r"'([^']*)'", context["expected"])
         return f"{option} is not known{_hint(_nearest(str(value), known))} (known: {listing(known)})"
-    if kind in _LIMITS:
-        limit, words = _LIMITS[kind]
-        return f"{option} is out of range; it {words} {context[limit]}"
     if kind == "invalid_key":
         section = dotted_name(detail["loc"][:-1]) or "a configuration"
         return f"{section} has the key {shown(value)}, which is not the name of an option"
     if kind == "value_error":
         return f"{option} {context['error']}"
-    words = _PLAIN.get(kind) or "cannot be used: " + " ".join(detail["msg"].split()).rstrip(".")
+    words = _WORDS.get(kind) or "cannot be used: " + " ".join(detail["msg"].split()).rstrip(".")
     return f"{option} {words}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import tomllib
@@ -95,8 +94,6 @@ def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
         reason += "".join(f"; {hint}" for problem, hint in _HINTS.items() if problem in reason)
     except yaml.reader.ReaderError as error:
         place, reason = f", character {error.position + 1}", f"{error.reason}: #x{error.character:04x}"
-    except RecursionError:
-        place, reason = "", "it is nested too deeply"
     raise ConfigError(f"{where}{place} is not valid YAML: {' '.join(reason.split()).rstrip('.')}.")
 
 
@@ -104,7 +101,7 @@ def parse_toml(text: str, *, where: str) -> Any:
     """Return the content of a TOML document; its parser does not say where each part of it stands."""
     try:
         return tomllib.loads(text) or None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{where} is not valid TOML: {first_line(error)}.") from None
 
 
@@ -128,8 +125,6 @@ def dump_yaml(content: Any) -> str:
         raise ConfigError(
             f"an option holds a value of type {kind}, which has no place in a file; use plain values."
         ) from error
-    except RecursionError as error:
-        raise ConfigError("an option holds itself, which has no place in a file; use plain values.") from error
 
 
 def load_config(
@@ -172,7 +167,10 @@ def load_config(
     content, source = ({}, Source("the command line", None)) if path is None else _read(Path(path))
     content = _canonical(content, source)
     sources = [source]
-    given = [_of_flag(where, *option) for where, option in (flags or {}).items()]
+    given = [
+        (_under(name.split("."), value), Source(where, None, tuple(name.split("."))))
+        for where, (name, value) in (flags or {}).items()
+    ]
     for changes, source in [*given, *map(_parse_override, overrides)]:
         try:
             content = _merged(content, _canonical(changes, source))
@@ -215,10 +213,7 @@ def dump_config(config: Config) -> str:
         lr: 0.0001
     <BLANKLINE>
     """
-    content = config.user_set()
-    with contextlib.suppress(RecursionError):  # dump_yaml reports what contains itself
-        content = without_secrets(content)
-    return dump_yaml(content)
+    return dump_yaml(without_secrets(config.user_set()))
 
 
 def _canonical(content: Mapping[str, Any], source: Source) -> dict[str, Any]:
@@ -234,17 +229,11 @@ def _canonical(content: Mapping[str, Any], source: Source) -> dict[str, Any]:
 
 def _read(path: Path) -> tuple[Mapping[str, Any], Source]:
     name = repr(str(path))
-    if path.is_dir():
-        raise ConfigError(f"config={name} is a folder; name the file in it.")
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise ConfigError(f"config={name} does not exist; check the path.") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"config={name} is not a text file; name a YAML or TOML file.") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"config={name} cannot be read: {reason}.") from None
+        raise ConfigError(f"config={name} cannot be read: {reason}; name a YAML or TOML file.") from None
     if path.suffix == ".toml":
         content, root = parse_toml(text, where=str(path)), None
     else:
@@ -256,12 +245,10 @@ def _read(path: Path) -> tuple[Mapping[str, Any], Source]:
     return content, Source(str(path), root)
 
 
-def _of_flag(where: str, name: str, value: Any) -> tuple[dict[str, Any], Source]:
-    keys = name.split(".")
-    content = value
+def _under(keys: Sequence[str], content: Any) -> Any:
     for key in reversed(keys):
         content = {key: content}
-    return content, Source(where, None, tuple(keys))
+    return content
 
 
 def _parse_override(override: str) -> tuple[dict[str, Any], Source]:
@@ -272,9 +259,7 @@ def _parse_override(override: str) -> tuple[dict[str, Any], Source]:
     shown_override = f"{name}={SECRET}" if "storage_option" in name else override
     where = f"override {shown_override!r}"
     content, root = parse_yaml(text, where=where)
-    for key in reversed(keys):
-        content = {key: content}
-    return content, Source(where, root, tuple(keys))
+    return _under(keys, content), Source(where, root, tuple(keys))
 
 
 def _merged(content: Mapping[str, Any], changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -34,6 +34,21 @@ def _no_bool(value: Any) -> Any:
 
 def _path_text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str | os.PathLike) else value
+
+
+def _needs(other: str, fix: str, *options: str) -> Any:
+    """Return a validator of options that have no use where another one is None."""
+
+    def validate(cls: Any, value: Any, info: ValidationInfo) -> Any:
+        if value not in (None, []) and info.data.get(other, "") is None:
+            raise ValueError(f"has no use without {fix}")
+        return value
+
+    return field_validator(*options)(validate)
 
 
 Int = Annotated[int, BeforeValidator(_no_bool)]
@@ -72,11 +87,10 @@ class OpenSection(Section):
     """A section that also holds the options of the class it names; that class's constructor checks them."""
 
     model_config = ConfigDict(extra="allow")
-    _not_options: ClassVar[frozenset[str]] = frozenset()
 
     def user_options(self) -> dict[str, Any]:
         """Return the options that the user set, for the constructor of the named class."""
-        return {key: value for key, value in self.user_set().items() if key not in self._not_options}
+        return {key: value for key, value in self.user_set().items() if key not in type(self).model_fields}
 
 
 _CENSUS = "cellxgene_census"
@@ -168,12 +182,9 @@ class SamplingConfig(Section):
     start: Share | None = None
     end: Share | None = None
 
-    @field_validator("warmup_epochs", "start", "end")
-    @classmethod
-    def _needs_key(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is not None and info.data.get("balance_key", "") is None:
-            raise ValueError("has no use without balance_key, the column of obs with the classes; add it beside")
-        return value
+    _needs_key = _needs(
+        "balance_key", "balance_key, the column of obs with the classes; add it", "warmup_epochs", "start", "end"
+    )
 
 
 class SplitConfig(Section):
@@ -262,7 +273,7 @@ class DataConfig(Section):
     filters: Annotated[Any, BeforeValidator(_filters)] = None
     census_version: Text | None = None
     uri: Path | None = None
-    obs_columns: list[Text] | None = None
+    obs_columns: Annotated[list[Text] | None, BeforeValidator(_as_list)] = None
     storage_options: dict[str, Any] | None = None
     modality: Text | None = None
     memory: Annotated[Any, BeforeValidator(_size)] = None
@@ -288,7 +299,7 @@ class DataConfig(Section):
             raise PydanticCustomError("missing", "Field required")
         if value is not None and census:
             raise ValueError(f"has no use with data.source={_CENSUS!r}; remove one of the two")
-        return [value] if isinstance(value, str | os.PathLike) else value
+        return _as_list(value)
 
     @field_validator("paths", "uri", "storage_options")
     @classmethod
@@ -296,11 +307,6 @@ class DataConfig(Section):
         if any(mark in str(value) for mark in (f"://{SECRET}@", f"?{SECRET}", f"'{SECRET}'")):
             raise ValueError("needs a credential, which scforge does not write into files; give all of it again")
         return value
-
-    @field_validator("obs_columns", mode="before")
-    @classmethod
-    def _one_column(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
 
     @field_validator("organism", "filters", "census_version", "uri", "modality")
     @classmethod
@@ -548,13 +554,6 @@ class FinetuneConfig(OpenSection):
     {'class_weights': 'balanced'}
     """
 
-    _not_options: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("base_model", "task", "labels_key", "batch_key", "validation_size", "test_size", "split_by", "split_key"),
-            *("freeze", "lora", "head", "evaluate"),
-        }
-    )
-
     base_model: Path
     task: Annotated[Text, AfterValidator(_task)]
     labels_key: Text | None = None
@@ -581,6 +580,15 @@ class FinetuneConfig(OpenSection):
     def _one_split(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("split_by") is not None:
             raise ValueError(f"has no use beside split_by={info.data['split_by']!r}; keep one of them")
+        return value
+
+    @field_validator("evaluate")
+    @classmethod
+    def _has_cells(cls, value: bool | str, info: ValidationInfo) -> bool | str:
+        if isinstance(value, str) and value != info.data.get("task", value):
+            raise ValueError(f"is no evaluation of the task {info.data['task']!r}; set it to true (--eval) for its own")
+        if value and info.data.get("test_size") == 0 and info.data.get("split_key") is None:
+            raise ValueError("has no cells to score with test_size=0; set that above 0")
         return value
 
 
@@ -647,7 +655,7 @@ class OutputConfig(Section):
     """
 
     log_dir: Path | None = None
-    loggers: list[Literal["csv", "tensorboard", "wandb"]] | None = None
+    loggers: Annotated[list[Literal["csv", "tensorboard", "wandb"]] | None, BeforeValidator(_as_list)] = None
     project: Text | None = None
     run_name: Text | None = None
     wandb_mode: Literal["online", "offline", "disabled"] | None = None
@@ -656,17 +664,7 @@ class OutputConfig(Section):
     keep_last: Positive = 1
     embedding: Path | None = None
 
-    @field_validator("loggers", mode="before")
-    @classmethod
-    def _one_logger(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
-    @field_validator("loggers")
-    @classmethod
-    def _needs_folder(cls, value: list[str] | None, info: ValidationInfo) -> list[str] | None:
-        if value and info.data.get("log_dir", "") is None:
-            raise ValueError("has no use without output.log_dir, the folder of the log; add it beside")
-        return value
+    _needs_folder = _needs("log_dir", "output.log_dir, the folder of the log; add it", "loggers")
 
     @field_validator("project", "run_name", "wandb_mode")
     @classmethod
@@ -709,13 +707,10 @@ class EvalConfig(Section):
     every_n_epochs: Positive = 1
     datasets: dict[Text, Path] = Field(default_factory=dict)
 
-    @field_validator("every_n_epochs", "datasets")
-    @classmethod
-    def _needs_benchmarks(cls, value: Any, info: ValidationInfo) -> Any:
-        # An empty list is a way to switch off what a file asks for.
-        if info.data.get("benchmarks", "") is None:
-            raise ValueError("has no use without eval.benchmarks; add them beside, e.g. [cell_type_annotation]")
-        return value
+    # An empty list is a way to switch off what a file asks for.
+    _needs_benchmarks = _needs(
+        "benchmarks", "eval.benchmarks; add them, e.g. [cell_type_annotation]", "every_n_epochs", "datasets"
+    )
 
 
 def _mask_ratio(value: Any) -> Any:
@@ -779,8 +774,6 @@ class TokenizerConfig(OpenSection):
     (0.3, {'append_eos': True})
     """
 
-    _not_options: ClassVar[frozenset[str]] = frozenset({"strategy", "masking"})
-
     strategy: Text | None = None
     masking: MaskingConfig = Field(default_factory=MaskingConfig)
 
@@ -801,8 +794,6 @@ class ObjectiveConfig(OpenSection):
     >>> config.name, config.user_options()
     ('joint_embedding', {'views': 8})
     """
-
-    _not_options: ClassVar[frozenset[str]] = frozenset({"name"})
 
     name: Text | None = None
 
@@ -843,8 +834,6 @@ class ModelConfig(OpenSection):
     (12, 51, {'hidden_dim': 64, 'n_bins': 51})
     """
 
-    _not_options: ClassVar[frozenset[str]] = frozenset({"architecture", "vocab_size"})
-
     architecture: Text | None = None
     vocab_size: Positive | None = None
     hidden_dim: Positive = 512
@@ -857,6 +846,10 @@ class ModelConfig(OpenSection):
     activation: Text = "gelu"
     use_expression_values: bool = True
     layer_norm_eps: Annotated[Float, Field(gt=0)] = 1e-12
+
+    def user_options(self) -> dict[str, Any]:
+        """Return the options that the user set, the fields that most architectures share among them."""
+        return {key: value for key, value in self.user_set().items() if key not in ("architecture", "vocab_size")}
 
 
 class Config(Section):
@@ -903,27 +896,13 @@ class Config(Section):
         Parameters
         ----------
         dotted
-            Name of the option, e.g. ``"training.optimizer.lr"``.
+            Name of the option, e.g. ``"training.optimizer.lr"`` or ``"data.paths.0"``.
 
         Returns
         -------
         Text, ``""`` if the option was not set in a file.
         """
-        return self._places.of(dotted.split("."))
-
-    def name_of(self, dotted: str) -> str | None:
-        """Return the name by which an option was set, e.g. ``"training.num_gpus"``; None if it was not, or in Python.
-
-        Parameters
-        ----------
-        dotted
-            Name of the option, e.g. ``"training.devices"``.
-
-        Returns
-        -------
-        The name, with dots.
-        """
-        return self._places.name_of(dotted.split("."))
+        return self._places.of([int(key) if key.isdecimal() else key for key in dotted.split(".")])
 
     @model_validator(mode="before")
     @classmethod

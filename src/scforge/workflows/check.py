@@ -7,18 +7,18 @@ import importlib.util
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from torch.overrides import TorchFunctionMode
 
+from scforge._checks import check_known
 from scforge._io import check_folder, check_writable, put_back
 from scforge._registry import check_options
-from scforge.config.aliases import shown, without_secrets
+from scforge.config.aliases import get_option, shown, without_secrets
 from scforge.config.load import dump_yaml
 from scforge.config.schema import Config, DataConfig, FinetuneConfig, ModelConfig
 from scforge.data.readers import is_url, open_streams, similar_file
@@ -34,7 +34,6 @@ from scforge.errors import (
     OptionError,
     ScforgeError,
     did_you_mean,
-    suggest,
     warn,
 )
 from scforge.estimators.serialize import read_folder
@@ -53,10 +52,6 @@ from scforge.models.registry import MODELS, option_names
 from scforge.tokenizers.base import TOKENIZERS
 from scforge.training.objectives.base import OBJECTIVES, get_objective
 from scforge.workflows.models import check_model_folder
-
-if TYPE_CHECKING:
-    from scforge.eval.base import Evaluation
-
 
 _MASKED = "masked_gene_prediction"
 
@@ -98,13 +93,13 @@ def tokenizer_of(config: Config) -> dict[str, Any]:
     for name, value in _values_of(config).items():
         if name not in TOKENIZERS.get(strategy).option_names():
             raise ConfigError(
-                f"{config.place_of('data.preprocessing')}data.preprocessing asks for values that the tokenizer "
-                f"{strategy!r} does not make ({name}={value!r}); remove it, or choose 'continuous_projection'."
+                f"data.preprocessing asks for values that the tokenizer {strategy!r} does not make ({name}={value!r}); "
+                "remove it, or choose 'continuous_projection'."
             )
         if options.setdefault(name, value) != value:
             raise ConfigError(
-                f"{config.place_of(f'tokenizer.{name}')}tokenizer.{name}={options[name]!r} and data.preprocessing "
-                f"contradict each other, which asks for {value!r}; keep one of the two."
+                f"tokenizer.{name}={options[name]!r} and data.preprocessing, which asks for {value!r}, contradict each "
+                "other; keep one of the two."
             )
     return options if config.tokenizer.strategy is None else {"name": config.tokenizer.strategy, **options}
 
@@ -112,18 +107,9 @@ def tokenizer_of(config: Config) -> dict[str, Any]:
 def _values_of(config: Config) -> dict[str, Any]:
     """Return the options of a tokenizer that make the values of genes that ``data.preprocessing`` asks for."""
     asked = config.data.preprocessing
-    transform = _TRANSFORMS[asked.normalize, asked.log1p]
-    usual = transform == _TRANSFORMS["library_size", True]
-    options: dict[str, Any] = {} if usual else {"transform": transform}
-    return options if asked.target_sum is None else {**options, "target_sum": asked.target_sum}
-
-
-_TRANSFORMS = {
-    ("library_size", True): "log1p_cp10k",
-    ("library_size", False): "cp10k",
-    ("none", True): "log1p_counts",
-    ("none", False): "counts",
-}
+    transform = ("log1p_" if asked.log1p else "") + ("cp10k" if asked.normalize == "library_size" else "counts")
+    options = {"transform": None if transform == "log1p_cp10k" else transform, "target_sum": asked.target_sum}
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def objective_of(config: Config) -> dict[str, Any]:
@@ -137,20 +123,19 @@ def objective_of(config: Config) -> dict[str, Any]:
         name = name if "mask_ratio" in OBJECTIVES.get(name).option_names() else _MASKED
     if masking and "mask_ratio" not in OBJECTIVES.get(str(name)).option_names():
         raise ConfigError(
-            f"{config.place_of('tokenizer.masking')}tokenizer.masking is set but the objective {name!r} masks nothing; "
-            f"remove it, or set objective.name to {_MASKED!r}."
+            f"tokenizer.masking={masking} has no use, as the objective {name!r} masks nothing; remove it, or set "
+            f"objective.name to {_MASKED!r}."
         )
     for key in sorted(set(masking) & set(options)):
         if masking[key] != options[key]:
             raise ConfigError(
-                f"{config.place_of(f'objective.{key}')}tokenizer.masking.{key}={masking[key]} and "
-                f"objective.{key}={options[key]} mean the same; keep one of them."
+                f"tokenizer.masking.{key}={masking[key]} and objective.{key}={options[key]} mean the same; keep one."
             )
     options = {**masking, **options}
     return options if name is None else {"name": name, **options}
 
 
-def check_model(config: Config) -> tuple[ModelSpec, bool]:
+def planned_model(config: Config) -> tuple[ModelSpec, bool]:
     """Return the model of a configuration over a stand-in of its genes, and whether their number is known.
 
     Raises
@@ -165,17 +150,15 @@ def check_model(config: Config) -> tuple[ModelSpec, bool]:
     ScforgeWarning
         If an option that most architectures share has no effect on this one.
     """
-    with placed(config):
-        found = _model_of(config)
-        for name in _unread(config):
-            prefix = f"model.{name}={shown(getattr(config.model, name))}"
-            place, architecture = config.place_of(f"model.{name}"), found[0].architecture
-            warn(f"{place}{prefix} has no effect, as {architecture!r} has no such option.")
     if config.model.vocab_size is not None:
         raise ConfigError(
-            f"{config.place_of('model.vocab_size')}model.vocab_size={config.model.vocab_size} follows from the genes; "
-            "remove it, and choose them with data.gene_vocab and data.preprocessing.hvg_selection."
+            f"model.vocab_size={config.model.vocab_size} follows from the genes; remove it, and choose them with "
+            "data.gene_vocab and data.preprocessing.hvg_selection."
         )
+    found = _model_of(config)
+    for name in _unread(config):
+        prefix = f"{config.place_of(f'model.{name}')}model.{name}={shown(getattr(config.model, name))}"
+        warn(f"{prefix} has no effect, as {found[0].architecture!r} has no such option.")
     return found
 
 
@@ -196,41 +179,45 @@ _SAID = {
 }
 """Arguments of `Encoder` to where a configuration has them."""
 
-_SECTIONS = ("finetune", "model", "tokenizer", "objective", "data", "training")
+_SECTIONS = ("finetune", "model", "tokenizer", "objective", "data", "training", "output")
 
 
 @contextlib.contextmanager
-def placed(config: Config) -> Iterator[None]:
-    """Put the place of the option before the message of an error about it."""
+def placed(config: Config, option: str | None = None) -> Iterator[None]:
+    """Put the place of an option before the message of an error: of the one that the message begins with, if None."""
     try:
         yield
     except ScforgeError as error:
-        place = _place(config, str(error))
+        place = _place(config, str(error)) if option is None else config.place_of(option)
         if not place:
             raise
         raise type(error)(place + str(error)) from error
 
 
 def _place(config: Config, message: str) -> str:
-    begin = re.match(r"(\w+)=|(?:\w+ )?option '(\w+)'", message)
+    begin = re.match(r"([\w.]+)(?:=| asks )|(?:\w+ )?option '(\w+)'", message)
     if begin is None:
         return ""
     name = begin[1] or begin[2]
+    if "." in name:
+        return config.place_of(name)
     written = config.user_set()
-    holders = [section for section in _SECTIONS if name in written.get(section, {})]
-    if holders:
-        return config.place_of(f"{holders[0]}.{name}")
-    return config.place_of(_SAID[name]) if name in _SAID else ""
+    holders = [f"{section}.{name}" for section in _SECTIONS if name in written.get(section, {})]
+    option = next(iter(holders), _SAID.get(name))
+    return "" if option is None else config.place_of(option)
 
 
-OF_THE_BASE = ("tokenizer", "objective", "model", "data.gene_vocab", "data.max_genes", "data.preprocessing")
-ELSEWHERE = {
-    "data.pin_memory": "leave it out",
-    "data.sampling": "weigh classes with finetune.class_weights",
-    "data.split": "name the column in finetune.split_by",
-    "training.validation_size": "set finetune.validation_size",
+NOT_OF_TUNING = {
+    **dict.fromkeys(
+        ("tokenizer", "objective", "model", "data.gene_vocab", "data.max_genes", "data.preprocessing"),
+        "is settled by the base model of a fine-tuning; remove it",
+    ),
+    "data.pin_memory": "has no use in a fine-tuning; leave it out",
+    "data.sampling": "has no use in a fine-tuning; weigh classes with finetune.class_weights",
+    "data.split": "has no use in a fine-tuning; name the column in finetune.split_by",
+    "training.validation_size": "has no use in a fine-tuning; set finetune.validation_size",
 }
-"""Sections and options without use in a fine-tuning, to what to do instead."""
+"""Sections and options that a fine-tuning does not read, to what to do instead."""
 
 TUNING_OF_TASKS = ("labels_key", "batch_key", "head")
 """Options of the section that only some tasks have."""
@@ -266,29 +253,16 @@ def check_finetuning(config: Config) -> None:
         If there is no base model.
     """
     section = finetune_section(config)
-    _refuse_what_is_settled(config)
-    place = config.place_of("finetune.base_model")
-    check_model_folder(section.base_model, f"{place}finetune.base_model={section.base_model!r} (--base-model)")
-    try:
-        task = TASKS.get(section.task)
-    except OptionError as error:
-        raise OptionError(config.place_of("finetune.task") + str(error)) from error
-    with placed(config):
-        given = {**section.user_options(), **{key: section.user_set().get(key) for key in TUNING_OF_TASKS}}
-        names = [key for key, value in given.items() if key not in TUNING_OF_TASKS or value is not None]
-        check_options("task option", section.task, names, task.option_names())
-        check_freeze(section.freeze, section.lora, config.training.gradual_unfreezing)
-        check_head(section.head)
-    if isinstance(section.evaluate, str) and section.evaluate != section.task:
-        raise ConfigError(
-            f"{config.place_of('finetune.evaluate')}finetune.evaluate={section.evaluate!r} is no evaluation of the "
-            f"task {section.task!r}; set it to true (--eval) for its own."
-        )
-    if section.evaluate and not section.test_size and section.split_key is None:
-        raise ConfigError(
-            f"{config.place_of('finetune.test_size')}finetune.test_size=0 leaves no cells to evaluate on; set it above "
-            "0, or remove finetune.evaluate (--eval)."
-        )
+    written = config.user_set()
+    for name, problem in NOT_OF_TUNING.items():
+        if (value := get_option(written, name)) not in (None, {}):
+            raise ConfigError(f"{name}={shown(value)} {problem}.")
+    check_model_folder(section.base_model, f"finetune.base_model={section.base_model!r} (--base-model)")
+    of_task = {key: value for key in TUNING_OF_TASKS if (value := getattr(section, key)) is not None}
+    options = {**section.user_options(), **of_task}
+    check_options("task option", section.task, options, TASKS.get(section.task).option_names())
+    check_freeze(section.freeze, section.lora, config.training.gradual_unfreezing)
+    check_head(section.head)
 
 
 def columns_of(config: Config) -> dict[str, str]:
@@ -298,12 +272,12 @@ def columns_of(config: Config) -> dict[str, str]:
     """
     section = finetune_section(config)
     known = TASKS.get(section.task).option_names()
-    named: dict[str, Any] = {}
-    for key in ("labels_key", "batch_key"):
-        own = getattr(section, key)
-        # A file may name columns that its benchmarks need, and not its task.
-        named[key] = own if own is not None else getattr(config.data, key) if key in known else None
-    return {key: value for key, value in named.items() if value is not None}
+    # A file may name columns that its benchmarks need, and not its task.
+    named = {
+        key: getattr(section, key) or (key in known and getattr(config.data, key))
+        for key in ("labels_key", "batch_key")
+    }
+    return {key: value for key, value in named.items() if value}
 
 
 def named_columns(config: Config) -> list[str]:
@@ -314,6 +288,13 @@ def named_columns(config: Config) -> list[str]:
     lists = [value for key, value in options.items() if key.endswith("_keys") and isinstance(value, list)]
     named = [*columns_of(config).values(), section.split_by, section.split_key, *of_task, *sum(lists, [])]
     return list(dict.fromkeys(name for name in named if isinstance(name, str)))
+
+
+def columns_of_data(data: DataConfig, more: Sequence[str] = ()) -> list[str]:
+    """Return the columns of obs that a configuration needs, `more` ones included."""
+    split = None if data.split.by == "cell" else data.split.by
+    named = [*(data.obs_columns or []), *more, data.batch_key, data.labels_key, data.sampling.balance_key, split]
+    return list(dict.fromkeys(name for name in named if name is not None))
 
 
 def described(config: Config) -> str:
@@ -327,34 +308,15 @@ def described(config: Config) -> str:
     section = finetune_section(config)
     folder = check_model_folder(section.base_model, f"finetune.base_model={section.base_model!r}")
     base, vocab, _ = read_folder(folder)
-    cls = TASKS.get(section.task)
     given = {**base["setup"], **section.user_options(), **columns_of(config)}
-    for option in cls.needed_options():
+    for option in TASKS.get(section.task).needed_options():
         if given.get(option) is None and option not in FOUND_IN_CELLS.get(section.task, ()):
-            raise ConfigError(
-                f"{config.place_of('finetune.task')}the task {section.task!r} needs {option}; set finetune.{option} "
-                f"(--{option.replace('_', '-')})."
-            )
+            flag = option.replace("_", "-")
+            raise ConfigError(f"the task {section.task!r} needs {option}; set finetune.{option} (--{flag}).")
     how = "" if section.lora is False else " with adapters"
     how = " of the head" if section.freeze is True else how
     name = base["architecture"]["name"]
     return f"{section.task}, by fine-tuning{how} on {name} of {section.base_model} with {vocab.n_genes:,} genes"
-
-
-def _refuse_what_is_settled(config: Config) -> None:
-    written = config.user_set()
-    for name in (*OF_THE_BASE, *ELSEWHERE):
-        section, _, key = name.partition(".")
-        value = written.get(section)
-        value = value if not key or value is None else value.get(key)
-        if value is None or value == {}:
-            continue
-        reason = (
-            "is settled by the base model of a fine-tuning; remove it"
-            if name in OF_THE_BASE
-            else f"has no use in a fine-tuning; {ELSEWHERE[name]}"
-        )
-        raise ConfigError(f"{config.place_of(name)}{name}={shown(value)} {reason}.")
 
 
 _UNKNOWN_GENES = 2_048
@@ -389,15 +351,16 @@ def check_config(config: Config) -> str:
     >>> check_config(load_config(recipe_path("light"), ["data.paths=cells.h5ad"]))
     'gene_pooling on tokens of continuous_projection, trained by neighbor_denoising, about 1.0 million parameters'
     """
-    check_settings(config)
-    benchmark_callbacks(config, absent=_absent(config))
-    if config.data.source == "local":
-        _check_columns(config)
-    if config.finetune is not None:
-        return described(config)
-    spec, known = check_model(config)
-    with placed(config), torch.device("meta"), _Unfilled():
-        module = spec.build_module()
+    with placed(config):
+        check_settings(config)
+        benchmark_callbacks(config, absent=_absent(config))
+        if config.data.source == "local":
+            _check_columns(config)
+        if config.finetune is not None:
+            return described(config)
+        spec, known = planned_model(config)
+        with torch.device("meta"):
+            module = spec.build_module()
     size = f", about {count_parameters(module) / 1e6:.1f} million parameters" if known else ""
     return f"{spec.architecture} on tokens of {spec.tokenizer}, trained by {spec.objective}{size}"
 
@@ -420,50 +383,51 @@ def check_settings(config: Config, *, replaces: bool = False) -> None:
         If a file does not exist.
     """
     if config.finetune is None:
-        check_model(config)
+        planned_model(config)
     else:
         check_finetuning(config)
-    output = config.output
-    if config.training.checkpoint_every_n_steps is not None and output.checkpoint_dir is None:
+    data, output = config.data, config.output
+    n_steps = config.training.checkpoint_every_n_steps
+    if n_steps is not None and output.checkpoint_dir is None:
         raise ConfigError(
-            f"{config.place_of('training.checkpoint_every_n_steps')}training.checkpoint_every_n_steps="
-            f"{config.training.checkpoint_every_n_steps} has no use without output.checkpoint_dir; set both."
+            f"training.checkpoint_every_n_steps={n_steps} has no use without output.checkpoint_dir; set both."
         )
     embedding = None if output.embedding is None else os.fspath(Path(output.embedding).parent)
-    cache = None if config.data.cache is None else os.fspath(Path(config.data.cache).parent)
     folders = {"output.log_dir": output.log_dir, "output.checkpoint_dir": output.checkpoint_dir}
-    for option, folder in (folders | {"output.embedding": embedding, "data.cache": cache}).items():
+    for option, folder in (folders | {"output.embedding": embedding, "data.cache": data.cache}).items():
         if folder is not None:
-            _check_writable(config, option, folder)
+            check_folder(option, folder)
+            check_writable(option, folder)
     for package in output.loggers or []:
         if package != "csv" and importlib.util.find_spec(package) is None:
-            raise OptionError(
-                f"{config.place_of('output.loggers')}output.loggers names {package!r}, which is not installed; "
-                f"pip install 'scforge[{package}]'."
-            )
+            fix = f"pip install 'scforge[{package}]'"
+            raise OptionError(f"output.loggers={output.loggers} names {package!r}, which is not installed; {fix}.")
     _check_embedding(config, replaces=replaces)
-    for index, path in enumerate(config.data.paths or []):
-        _check_file(config, ["data", "paths", index], path)
-    for name, path in config.eval.datasets.items():
-        _check_file(config, ["eval", "datasets", name], path)
-    if config.data.gene_vocab != FROM_DATA:
-        with placed(config):
-            open_vocab(config.data.gene_vocab)
+    files = {f"data.paths.{index}": path for index, path in enumerate(data.paths or [])}
+    files |= {f"eval.datasets.{name}": path for name, path in config.eval.datasets.items()}
+    for option, path in files.items():
+        with placed(config, option):
+            _check_file(path)
+    if data.gene_vocab != FROM_DATA:
+        open_vocab(data.gene_vocab)
+
+
+def _named(config: Config) -> list[tuple[str, dict[str, Any]]]:
+    """Return the benchmarks, each with its options."""
+    entries = [{entry: None} if isinstance(entry, str) else entry for entry in config.eval.benchmarks or []]
+    return [(name, options or {}) for entry in entries for name, options in entry.items()]
 
 
 def _absent(config: Config) -> dict[str, DatasetCard]:
     """Return the cards of data sets that benchmarks name and that are not on this machine; warn about each."""
     absent: dict[str, DatasetCard] = {}
-    for entry in config.eval.benchmarks or []:
-        ((_, options),) = entry.items() if isinstance(entry, Mapping) else [("", None)]
-        name = (options or {}).get("dataset")
-        if name not in list_cards() or name in {*config.eval.datasets, *absent} or Path(name).exists():
+    for name in dict.fromkeys(options.get("dataset") for _, options in _named(config)):
+        if name not in list_cards() or name in config.eval.datasets or Path(name).exists():
             continue
         try:
             find_file(name)
         except MissingFileError as error:
-            place = config.place_of("eval.benchmarks")
-            warn(f"{place}{error} Training needs it.")
+            warn(f"{config.place_of('eval.benchmarks')}{error} Training needs it.")
             absent[name] = get_card(name)
     return absent
 
@@ -483,60 +447,29 @@ def benchmark_callbacks(config: Config, *, absent: Mapping[str, DatasetCard] | N
         return []
     from scforge.eval.callback import BenchmarkCallback
 
-    try:
-        callback = BenchmarkCallback(
-            section.benchmarks,
-            every_n_epochs=section.every_n_epochs,
-            datasets={**section.datasets, **(absent or {})},
-            labels_key=config.data.labels_key,
-            batch_key=config.data.batch_key,
-        )
-    except ScforgeError as error:
-        raise type(error)(config.place_of("eval.benchmarks") + str(error)) from error
-    _check_benchmarks(config, callback.evaluations)
-    return [callback]
-
-
-def _check_benchmarks(config: Config, evaluations: list[Evaluation]) -> None:
-    """Find what benchmarks lack, which the training would refuse when all cells are read."""
-    place = config.place_of("eval.benchmarks")
     keys = {"labels_key": config.data.labels_key, "batch_key": config.data.batch_key}
-    for one in evaluations:
-        if missing := one.missing(keys):
-            raise ConfigError(
-                f"{place}the benchmark {one.name!r} needs a column of obs, {missing[0]}; set data.{missing[0]}, or "
-                f"{missing[0]} below the benchmark."
-            )
-    size = "training.validation_size" if config.finetune is None else "finetune.validation_size"
-    if (config.training if config.finetune is None else config.finetune).validation_size == 0:
-        raise ConfigError(
-            f"{config.place_of(size)}{size}=0 leaves no cells for a validation, after which eval.benchmarks run; set "
-            f"{size} above 0, or remove them."
+    with placed(config, "eval.benchmarks"):
+        datasets = {**section.datasets, **(absent or {})}
+        callback = BenchmarkCallback(
+            section.benchmarks, every_n_epochs=section.every_n_epochs, datasets=datasets, **keys
         )
-    entries = [entry for entry in config.eval.benchmarks if isinstance(entry, Mapping)]
-    used = [options["dataset"] for entry in entries for options in entry.values() if "dataset" in (options or {})]
-    for name in config.eval.datasets:
+        for one in callback.evaluations:
+            if missing := one.missing(keys):
+                raise ConfigError(
+                    f"the benchmark {one.name!r} needs a column of obs, {missing[0]}; set data.{missing[0]}, or "
+                    f"{missing[0]} below the benchmark."
+                )
+    of_training = "training" if config.finetune is None else "finetune"
+    if getattr(config, of_training).validation_size == 0:
+        raise ConfigError(
+            f"{of_training}.validation_size=0 leaves no cells for a validation, after which eval.benchmarks run; set "
+            "it above 0, or remove them."
+        )
+    used = [options.get("dataset") for _, options in _named(config)]
+    for name, path in section.datasets.items():
         if name not in used:
-            place = config.place_of(f"eval.datasets.{name}")
-            raise ConfigError(f"{place}eval.datasets.{name} has no benchmark{did_you_mean(name, used)}; remove it.")
-
-
-class _Unfilled(TorchFunctionMode):
-    """Leaves random weights undrawn: drawing those of the meta device imports a compiler, which takes seconds."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        drawn = getattr(func, "__name__", "") in ("normal_", "uniform_")
-        tensor = args[0] if args else kwargs.get("tensor")
-        return tensor if drawn and tensor is not None and tensor.is_meta else func(*args, **kwargs)
-
-
-def _check_writable(config: Config, option: str, folder: str) -> None:
-    try:
-        check_folder(option, folder)
-        check_writable(option, folder)
-    except OptionError as error:
-        raise OptionError(config.place_of(option) + str(error)) from error
+            raise ConfigError(f"eval.datasets.{name}={path!r} has no benchmark{did_you_mean(name, used)}; remove it.")
+    return [callback]
 
 
 def _check_embedding(config: Config, *, replaces: bool) -> None:
@@ -544,24 +477,21 @@ def _check_embedding(config: Config, *, replaces: bool) -> None:
     if config.output.embedding is None:
         return
     output = Path(config.output.embedding)
-    place = output.resolve()
-    prefix = f"{config.place_of('output.embedding')}output.embedding={str(output)!r}"
-    named = [("data.paths", config.data.paths or []), ("eval.datasets", list(config.eval.datasets.values()))]
-    for option, paths in named:
-        files = [Path(path).resolve() for path in paths if not is_url(path)]
-        if any(file == place or place.match(str(file)) for file in files):  # or what a pattern would find
-            raise ConfigError(f"{prefix} is one of {option}, and would be overwritten; give another name.")
+    place, prefix = output.resolve(), f"output.embedding={str(output)!r}"
+    read = [*(config.data.paths or []), *config.eval.datasets.values()]
+    files = [Path(path).resolve() for path in read if not is_url(path)]
+    if any(file == place or place.match(str(file)) for file in files):  # or what a pattern would find
+        raise ConfigError(f"{prefix} is among the cells that are read, and would be overwritten; give another name.")
     if output.exists() and not replaces:
         raise ConfigError(f"{prefix} exists; give another name, or pass overwrite=True (--overwrite) to replace it.")
 
 
-def _check_file(config: Config, location: list[str | int], path: str) -> None:
+def _check_file(path: str) -> None:
     if is_url(path) or any(mark in path for mark in "*?["):
         return
     put_back(path)
     if not Path(path).exists() and not partial_path(path).exists():
-        place = config._places.of(location)
-        raise MissingFileError(f"{place}the file {path!r} does not exist{similar_file(Path(path))}")
+        raise MissingFileError(f"the file {path!r} does not exist{similar_file(Path(path))}")
 
 
 def _check_columns(config: Config) -> None:
@@ -570,21 +500,14 @@ def _check_columns(config: Config) -> None:
     paths = data.paths or []
     if any(is_url(path) for path in paths):
         return
-    named = [data.batch_key, data.labels_key, data.sampling.balance_key, *(data.obs_columns or [])]
-    named += [] if data.split.by == "cell" else [data.split.by]
-    named += [] if config.finetune is None else named_columns(config)
-    columns = list(dict.fromkeys(name for name in named if name is not None))
-    with placed(config):
-        if len(paths) == 1 and (is_store(paths[0]) or partial_path(paths[0]).exists()):
-            open_cells(paths[0], obs=columns, layer=data.layer, gene_key=data.gene_key, modality=data.modality)
-            return
-        for stream in open_streams(paths, layer=data.layer, modality=data.modality):
-            stream.obs(columns)
-            if data.gene_key is not None and data.gene_key not in stream.var:
-                raise OptionError(
-                    f"gene_key={data.gene_key!r} is not a column of var of {stream.name!r}"
-                    f"{suggest(data.gene_key, stream.var.columns, 'var has')}"
-                )
+    columns = columns_of_data(data, [] if config.finetune is None else named_columns(config))
+    if len(paths) == 1 and (is_store(paths[0]) or partial_path(paths[0]).exists()):
+        open_cells(paths[0], obs=columns, layer=data.layer, gene_key=data.gene_key, modality=data.modality)
+        return
+    for stream in open_streams(paths, layer=data.layer, modality=data.modality):
+        stream.obs(columns)
+        if data.gene_key is not None:
+            check_known("gene_key", data.gene_key, stream.var.columns, f"var of {stream.name!r}", error=OptionError)
 
 
 def _model_of(config: Config) -> tuple[ModelSpec, bool]:
@@ -598,19 +521,15 @@ def _model_of(config: Config) -> tuple[ModelSpec, bool]:
         vocab = vocab.with_entropies(np.ones(vocab.n_genes))
     # Options that are found in the cells, e.g. classes, are of no matter here.
     found = get_objective(objective, **options).options_from(lambda key: pd.Series(["a", "b"], dtype="category"))
+    parts: dict[str, Any] = {"objective": (objective, options | found), "options": model_options(config)}
     try:
-        return _resolved(config, vocab, tokenizer, (objective, options | found)), known
+        return ModelSpec.resolve(default, vocab, tokenizer=tokenizer, **parts)[0], known
     except GeneMismatchError:
         if config.data.gene_vocab != FROM_DATA:
             raise
     # The genes of a table of vectors cannot be compared with those of cells that are not read.
     plain = {name: value for name, value in tokenizer[1].items() if name != "table"}
-    return _resolved(config, vocab, (tokenizer[0], plain), (objective, options | found)), False
-
-
-def _resolved(config: Config, vocab: GeneVocab, tokenizer: Any, objective: Any) -> ModelSpec:
-    options = model_options(config)
-    return ModelSpec.resolve(chosen(config), vocab, tokenizer=tokenizer, objective=objective, options=options)[0]
+    return ModelSpec.resolve(default, vocab, tokenizer=(tokenizer[0], plain), **parts)[0], False
 
 
 def _genes(data: DataConfig, n_default: int | None, tokenizer: dict[str, Any]) -> tuple[GeneVocab, bool]:
@@ -658,12 +577,14 @@ def show_config(config: Config) -> str:
     """
     content = _shown_options(config.model_dump())
     if config.finetune is not None:
-        check_finetuning(config)
-        for name in (*OF_THE_BASE, *ELSEWHERE):
+        with placed(config):
+            check_finetuning(config)
+        for name in NOT_OF_TUNING:
             section, _, key = name.partition(".")
             (content.get(section, {}) if key else content).pop(key or section, None)
         return dump_yaml(without_secrets(content))
-    spec, _ = check_model(config)
+    with placed(config):
+        spec, _ = planned_model(config)
     parameters = inspect.signature(MODELS.get(spec.architecture)).parameters.values()
     defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
     parts = {

@@ -36,7 +36,7 @@ from scforge.data.cells import Cells, CellSource
 from scforge.data.readers import Location, is_query, is_url, open_streams, table_digest
 from scforge.data.sources import AUTO, open_cells
 from scforge.data.store import StoreCells, StoreInfo, is_store
-from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, first_line, warn
+from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, warn
 from scforge.estimators.base import CellModel
 from scforge.models.components.gene_vectors import check_filled
 from scforge.training.predict import embed
@@ -47,29 +47,14 @@ if TYPE_CHECKING:
     from scforge.data.census import CensusQuery
 
 
-def resolve_device(device: str | torch.device) -> torch.device:
+def chosen_device(device: str | torch.device) -> str | torch.device:
     """Return a device; ``"auto"`` is a GPU if there is one, of several processes on a machine each another."""
     if device != "auto":
-        try:
-            return torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise OptionError(
-                f"device={device!r} is not the name of a device; give 'auto', 'cpu' or 'cuda'."
-            ) from error
+        return device
     if not torch.cuda.is_available():
-        return torch.device("cpu")
+        return "cpu"
     local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-    return torch.device("cuda", int(local) % torch.cuda.device_count())
-
-
-def move_to(model: CellModel, device: torch.device) -> None:
-    """Put a model there, or raise :class:`~scforge.errors.OptionError`."""
-    if model.device == device:
-        return
-    try:
-        model.to_device(device)
-    except (AssertionError, RuntimeError) as error:
-        raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}.") from error
+    return f"cuda:{int(local) % torch.cuda.device_count()}"
 
 
 def model_identity(model: CellModel) -> str:
@@ -172,7 +157,7 @@ class EmbeddingFiles:
             raise OptionError(f"{self._prefix} is {what}; choose another name.")
         if self._is_zarr and not any(output.iterdir()):
             return None
-        found = _zarr_mark(output) if self._is_zarr else _h5ad_mark(output)
+        found = _mark_of(output)
         if found is None:
             raise OptionError(f"{self._prefix} exists and is not an embedding that scforge wrote; choose another name.")
         return found
@@ -268,56 +253,44 @@ def _write(path: Path, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[s
     """Write an AnnData as zarr or h5ad with an embedding that comes block by block."""
     import zarr
 
-    shape, chunks = (plan["n_cells"], plan["n_latent"]), (min(plan["block_size"], plan["n_cells"]), plan["n_latent"])
     if path.suffix == ".zarr":
         shutil.rmtree(path, ignore_errors=True)
         root = zarr.open_group(path, mode="w", zarr_format=3)
-        _fill(
-            root,
-            adata,
-            parts,
-            plan,
-            create=lambda obsm: obsm.create_array(plan["key"], shape=shape, chunks=chunks, dtype="f4"),
-        )
+        _fill(root, adata, parts, plan)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
             zarr.consolidate_metadata(root.store)
     else:
         with new_h5(path) as file:
-            _fill(
-                file, adata, parts, plan, create=lambda obsm: obsm.create_dataset(plan["key"], shape=shape, dtype="f4")
-            )
+            _fill(file, adata, parts, plan)
 
 
-def _fill(
-    root: Any, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[str, Any], *, create: Callable[[Any], Any]
-) -> None:
+def _fill(root: Any, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[str, Any]) -> None:
     from anndata.io import write_elem
 
     write_elem(root, "/", adata)
-    array, start = create(root["obsm"]), 0
+    n_cells, n_latent = plan["n_cells"], plan["n_latent"]
+    create = root["obsm"].create_dataset if isinstance(root, h5py.File) else root["obsm"].create_array
+    array = create(
+        plan["key"], shape=(n_cells, n_latent), chunks=(min(plan["block_size"], n_cells), n_latent), dtype="f4"
+    )
     array.attrs.update(_ENCODING)
+    start = 0
     for part in parts:
         array[start : start + len(part)] = part
         start += len(part)
     root.attrs[_MARK] = _hash(plan)
 
 
-def _zarr_mark(path: Path) -> str | None:
+def _mark_of(path: Path) -> str | None:
+    """Return the mark in what is at a path, None if there is none."""
     try:
-        found = read_json(path / "zarr.json")["attributes"][_MARK]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
-    return str(found)
-
-
-def _h5ad_mark(path: Path) -> str | None:
-    try:
+        if path.is_dir():
+            return str(read_json(path / "zarr.json")["attributes"][_MARK])
         with h5py.File(path, "r") as file:
-            found = file.attrs.get(_MARK)
-    except OSError:
+            return str(file.attrs[_MARK])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
-    return None if found is None else str(found)
 
 
 def _hash(plan: dict[str, Any]) -> str:
@@ -471,47 +444,27 @@ def embed_to(
     if is_url(output):
         raise OptionError(f"output={output!r} is a URL; give a path, and copy the result from there.")
     files = EmbeddingFiles(Path(output), overwrite=overwrite)
-    where = resolve_device(device)
     if not isinstance(model, CellModel):
         model = load_named(model, f"model={str(model)!r} (--model)")
     check_filled(model.module)
     key = model._obsm_key if key == AUTO_KEY else key
     if not model.is_trained_:
         warn("The model is not trained; its embedding is random.", NotTrainedWarning)
+    before = model.device
+    model._move_to(chosen_device(device))
     try:
         cells = _open(model, source)
-    except GeneMismatchError as error:
-        problem, _, way_out = str(error).rpartition("; ")
-        if "_protein_coding'" not in way_out:
-            raise
-        # Who trains may take another vocabulary; a trained model brings its own.
-        raise GeneMismatchError(
-            f"{problem}; the model (--model) knows genes of its own species only, so give cells of that species, or a "
-            "model that was trained on this one."
-        ) from error
-    if not len(cells):
-        raise DataError("source has no cells to embed.")
-    before = model.device
-    move_to(model, where)
-    try:
-        return _embed_blocks(
-            model,
-            cells,
-            files,
-            {
-                "model": model_identity(model),
-                "source": source_identity(source, cells, **_setup(model)),
-                "key": key,
-                "n_cells": len(cells),
-                "block_size": block_size,
-            },
-            rank,
-            world_size,
-            batch_size=batch_size,
-            hidden=not progress_bar or rank != 0,
-        )
+        plan = {
+            "model": model_identity(model),
+            "source": source_identity(source, cells, **_setup(model)),
+            "key": key,
+            "n_cells": len(cells),
+            "block_size": block_size,
+        }
+        hidden = not progress_bar or rank != 0
+        return _embed_blocks(model, cells, files, plan, rank, world_size, batch_size=batch_size, hidden=hidden)
     finally:
-        move_to(model, before)
+        model._move_to(before)
 
 
 def _embed_blocks(
@@ -570,11 +523,24 @@ def _embed_blocks(
 
 def _open(model: CellModel, source: Any) -> Cells:
     """Open the cells over the genes of the model."""
-    if is_query(source):
-        return open_cells(source, model.vocab, cache=AUTO)
-    if isinstance(source, list | tuple):
-        return open_cells(source, model.vocab, **_setup(model))
-    return model._cells(source)
+    try:
+        if is_query(source):
+            cells = open_cells(source, model.vocab, cache=AUTO)
+        elif isinstance(source, list | tuple):
+            cells = open_cells(source, model.vocab, **_setup(model))
+        else:
+            cells = model._cells(source)
+    except GeneMismatchError as error:
+        problem, _, way_out = str(error).rpartition("; ")
+        if "_protein_coding'" not in way_out:
+            raise
+        raise GeneMismatchError(
+            f"{problem}; the model (--model) knows genes of its own species only, so give cells of that species, or a "
+            "model that was trained on this one."
+        ) from error
+    if not len(cells):
+        raise DataError("source has no cells to embed.")
+    return cells
 
 
 def _setup(model: CellModel) -> dict[str, Any]:
@@ -587,17 +553,16 @@ def _which_process(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return which process this is, and of how many, as given or as a launcher says."""
     if (rank is None) != (world_size is None):
         raise OptionError(f"rank={rank!r} and world_size={world_size!r} belong together; give both or neither.")
-    found: tuple[Any, Any] = (rank, world_size)
-    if rank is None:
+    if rank is None or world_size is None:
         # SLURM says SLURM_NTASKS to the script of a job, too, which is one process; the other name srun says alone.
         for names in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
             if all(os.environ.get(name, "").isdecimal() for name in names):
-                found = (int(os.environ[names[0]]), int(os.environ[names[1]]))
+                rank, world_size = (int(os.environ[name]) for name in names)
                 break
         else:
             return 0, 1
-    check_count("world_size", found[1], "processes")
-    check_count("rank", found[0], "a process", least=0)
-    if found[0] >= found[1]:
-        raise OptionError(f"rank={found[0]} is not below world_size={found[1]}; ranks count from 0.")
-    return int(found[0]), int(found[1])
+    check_count("world_size", world_size, "processes")
+    check_count("rank", rank, "a process", least=0)
+    if rank >= world_size:
+        raise OptionError(f"rank={rank} is not below world_size={world_size}; ranks count from 0.")
+    return int(rank), int(world_size)

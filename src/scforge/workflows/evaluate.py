@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from anndata import AnnData
 
-from scforge._io import atomic_path, check_folder, check_writable
+from scforge._io import check_folder, check_writable
 from scforge.errors import OptionError, listing
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.evaluate import evaluate_models
 from scforge.eval.report import Report
-from scforge.workflows.embed import move_to, resolve_device
+from scforge.workflows.embed import chosen_device
 from scforge.workflows.models import is_shared_name, load_named
-from scforge.workflows.predict import checked_output, in_memory, load_tuned, write
+from scforge.workflows.predict import in_memory, output_file
+from scforge.workflows.train import write
 
 if TYPE_CHECKING:
     from scforge.eval.base import Entry
@@ -26,20 +27,12 @@ if TYPE_CHECKING:
 type Folder = str | os.PathLike[str]
 
 _TABLE = ".csv"
-_OF_TASKS = {"trained_on": None, "base_model": None}
-_OF_EMBEDDINGS = {
-    "trained_on": None,
-    "obsm_keys": (),
-    "labels_key": None,
-    "batch_key": None,
-    "groups_key": None,
-    "untrained": True,
-    "intervals": True,
-    "seeds": 3,
-    "network": None,
-    "gene_key": None,
-}
-"""Options that one of the two kinds of evaluation has, with their defaults."""
+_OF_TASKS = ("trained_on", "base_model")
+_OF_EMBEDDINGS = (
+    *("trained_on", "obsm_keys", "labels_key", "batch_key", "groups_key", "untrained", "intervals", "seeds"),
+    *("network", "gene_key"),
+)
+"""Options that one of the two kinds of evaluation has."""
 
 
 def evaluate_to(
@@ -118,47 +111,41 @@ def evaluate_to(
             f"model={str(tuned[0])!r} (--model) was fine-tuned and is scored by its task, one model at a time; name it "
             "alone, or name benchmarks for the embeddings."
         )
-    known, others = (_OF_TASKS, _OF_EMBEDDINGS) if by_task else (_OF_EMBEDDINGS, _OF_TASKS)
+    what, known = ("a task is", _OF_TASKS) if by_task else ("embeddings are", _OF_EMBEDDINGS)
+    if by_task and not isinstance(baselines, bool):
+        options["baselines"] = list(baselines)
     for name, value in options.items():
-        if name not in known and name not in others:
-            raise OptionError(f"{name}={value!r} is no option of evaluate (there are: {listing([*known, *others])}).")
-        if name not in known and value != others[name]:
-            why = "the task of a fine-tuned model" if by_task else "embeddings"
-            raise OptionError(f"{name}={value!r} has no use where {why} are scored; leave it out.")
-    chosen = {**known, **{name: value for name, value in options.items() if name in known}}
-    common: dict[str, Any] = {"batch_size": batch_size, "device": device, "seed": seed, "overwrite": overwrite}
-    if by_task:
-        if not isinstance(baselines, bool):
-            raise OptionError(
-                f"baselines={list(baselines)} are chosen by the task that {str(folders[0])!r} was fine-tuned for; "
-                "leave them out."
-            )
-        return _evaluate_task(folders[0], source, output, baselines=baselines, **common, **chosen)
-    if (trained_on := chosen.pop("trained_on")) is not None:
-        learned = _learned(trained_on)
+        if name not in known:
+            raise OptionError(f"{name}={value!r} has no use where {what} scored (known: {listing(known)}).")
+    trained_on = options.pop("trained_on", None)
+    if trained_on is not None:
+        learned = in_memory(trained_on)
+        if learned is None:
+            raise OptionError(f"trained_on={str(trained_on)!r} (--trained-on) is no h5ad file; give one.")
         models = {name: _load(folder, learned) for name, folder in zip(models, folders, strict=True)}
-    chosen |= {"benchmarks": benchmarks, "baselines": baselines, "progress_bar": progress_bar}
-    return _evaluate_embeddings(models, source, output, **common, **chosen)
+    for one in models.values():
+        one._move_to(chosen_device(device))
+    options |= {"baselines": baselines, "batch_size": batch_size, "seed": seed}
+    if by_task:
+        return _evaluate_task(models["scforge"], source, output, trained_on, device, overwrite=overwrite, **options)
+    options |= {"benchmarks": benchmarks, "progress_bar": progress_bar}
+    return _evaluate_embeddings(models, source, output, overwrite=overwrite, **options)
 
 
 def _evaluate_task(
-    model: Folder,
+    tuned: Encoder,
     source: Folder,
     output: Folder | None,
-    *,
-    baselines: bool,
     trained_on: Folder | None,
-    base_model: Folder | None,
-    batch_size: int,
     device: str,
-    seed: int,
+    *,
+    base_model: Folder | None = None,
     overwrite: bool,
+    **options: Any,
 ) -> pd.DataFrame:
     inputs = [source] if trained_on is None else [source, trained_on]
-    path = None if output is None else checked_output(output, [_TABLE], overwrite=overwrite, inputs=inputs)
-    learned = None if trained_on is None else _learned(trained_on)
-    tuned = load_tuned(model, device, learned)
-    if learned is not None and tuned._known_split() is None:
+    path = None if output is None else output_file(output, [_TABLE], overwrite=overwrite, inputs=inputs)
+    if trained_on is not None and tuned._known_split() is None:
         raise OptionError(
             f"trained_on={str(trained_on)!r} (--trained-on) are not the cells of the fine-tuning, or not all of "
             "them; give those, or leave it out."
@@ -166,11 +153,9 @@ def _evaluate_task(
     base = None
     if base_model is not None:
         base = load_named(base_model, f"base_model={str(base_model)!r} (--base-model)")
-        move_to(base, resolve_device(device))
+        base._move_to(chosen_device(device))
     adata = in_memory(source)
-    found = tuned.evaluate(
-        source if adata is None else adata, baselines=baselines, base=base, batch_size=batch_size, seed=seed
-    )
+    found = tuned.evaluate(source if adata is None else adata, base=base, **options)
     assert isinstance(found, pd.DataFrame)
     if path is not None:
         write(path, found)
@@ -182,27 +167,18 @@ def _evaluate_embeddings(
     source: Folder,
     output: Folder | None,
     *,
-    benchmarks: Sequence[Entry] | None,
-    baselines: bool | Sequence[int | str],
-    batch_size: int,
-    device: str,
     seed: int,
-    seeds: int,
+    seeds: int = 3,
     overwrite: bool,
     **options: Any,
 ) -> Report:
     if output is not None:
         _check_output(Path(output), source, overwrite=overwrite)
     adata, keys = _cells_of(source)
-    options |= {name: key for name, key in keys.items() if options[name] is None}
-    for model in models.values():
-        move_to(model, resolve_device(device))
+    options |= {name: key for name, key in keys.items() if options.get(name) is None}
     report = evaluate_models(
         models,
         adata,
-        benchmarks=benchmarks,
-        baselines=baselines,
-        batch_size=batch_size,
         seeds=range(seed, seed + seeds),
         title=f"{', '.join(models)} on {Path(source).stem}",
         key_added=None,
@@ -211,18 +187,11 @@ def _evaluate_embeddings(
     if output is None:
         return report
     if Path(output).suffix == _TABLE:
-        with atomic_path(Path(output)) as temporary:
-            report.to_frame().to_csv(temporary, index=False)
+        frame = report.to_frame()
+        write(output, frame.set_index(frame.columns[0]))
     else:
         report.write(output)
     return report
-
-
-def _learned(trained_on: Folder) -> AnnData:
-    learned = in_memory(trained_on)
-    if learned is None:
-        raise OptionError(f"trained_on={str(trained_on)!r} (--trained-on) is no h5ad file; give one.")
-    return learned
 
 
 def _cells_of(source: Folder) -> tuple[AnnData, dict[str, str | None]]:
@@ -261,7 +230,7 @@ def _names(models: Sequence[Folder]) -> list[str]:
 
 def _check_output(path: Path, source: Folder, *, overwrite: bool) -> None:
     if path.suffix == _TABLE:
-        checked_output(path, [_TABLE], overwrite=overwrite, inputs=[source])
+        output_file(path, [_TABLE], overwrite=overwrite, inputs=[source])
         return
     if path.suffix and not path.is_dir():
         raise OptionError(f"output={str(path)!r} ends in neither .csv nor nothing; name a table or a folder.")

@@ -20,16 +20,13 @@ from scforge.config.schema import Config
 from scforge.errors import OptionError, listing, suggest
 from scforge.estimators.encoder import Encoder
 from scforge.models._utils import count_parameters
-from scforge.workflows.check import FOUND_IN_CELLS, check_settings, columns_of, finetune_section, named_columns, placed
+from scforge.workflows.check import FOUND_IN_CELLS, columns_of, finetune_section, named_columns, placed
 from scforge.workflows.models import load_named
 from scforge.workflows.train import (
     best_epoch,
-    check_gpus,
-    check_run,
+    checked_arguments,
     open_source,
     outputs_of,
-    train_arguments,
-    training_arguments,
     written_files,
 )
 
@@ -121,13 +118,9 @@ def finetune_from_config(
     >>> finetune_from_config(load_config("finetune.yaml")).metrics  # doctest: +SKIP
     """
     section = finetune_section(config)
-    check_settings(config, replaces=overwrite or resume is not None)
-    check_run(config, resume=resume, overwrite=overwrite, first=not rank_zero_only.rank)
-    check_gpus(config)
-    arguments = training_arguments(config, train_arguments(config), resume=resume, overwrite=overwrite)
-    place = config.place_of("finetune.base_model")
-    base = load_named(section.base_model, f"{place}finetune.base_model={section.base_model!r} (--base-model)")
+    arguments = checked_arguments(config, resume=resume, overwrite=overwrite)
     with placed(config):
+        base = load_named(section.base_model, f"finetune.base_model={section.base_model!r} (--base-model)")
         source = open_source(config.data, base.vocab, columns=named_columns(config))
         _set_up(base, source, config)
         options = {**section.user_options(), **_found_in_cells(section.task, section.user_options(), source)}

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from scforge.estimators.encoder import Encoder
 
 
-_EXAMPLE = "e.g. ckpt/final"
-
-
 def is_shared_name(path: str | os.PathLike[str]) -> bool:
     """Return whether a name is of the hub or the registry, and not of a folder here."""
     return is_registry_name(path) or is_hub_name(path)
@@ -66,27 +63,26 @@ def _found(path: str | os.PathLike[str], prefix: str, *, adapters: bool = False)
         if not adapters and kind_of_folder(found.folder) == "adapter":
             raise MissingFileError(f"{prefix} has adapters only; name the model that they sit on.")
         return found
-    folder = Path(path)
-    if not folder.is_dir():
-        if is_url(path):
-            raise MissingFileError(
-                f"{prefix} is a URL; give the folder of a model, {_EXAMPLE}, a repository of the hub (org/name), or a "
-                "name of the registry (scforge://name)."
-            )
-        what = "is a file" if folder.exists() else "does not exist"
-        raise MissingFileError(f"{prefix} {what}; give the folder of a model, {_EXAMPLE}, or hf://org/name of the hub.")
-    if adapters and kind_of_folder(folder) == "adapter":
-        return FoundModel(folder)
-    check_holds_model(folder, prefix)
+    folder = _folder(path, prefix, "give the folder of a model, e.g. ckpt/final, or hf://org/name of the hub")
+    if not (adapters and kind_of_folder(folder) == "adapter"):
+        _check_holds_model(folder, prefix)
     return FoundModel(folder)
 
 
-def check_holds_model(folder: Path, prefix: str) -> None:
+def _folder(path: str | os.PathLike[str], prefix: str, fix: str) -> Path:
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is a URL" if is_url(path) else "is a file" if folder.exists() else "does not exist"
+        raise MissingFileError(f"{prefix} {what}; {fix}.")
+    return folder
+
+
+def _check_holds_model(folder: Path, prefix: str) -> None:
     """Raise :class:`~scforge.errors.MissingFileError` if a folder has no model, saying which could have been meant."""
     if not (folder / "config.json").exists():
         if models := RunFolder(folder).models():
             raise MissingFileError(f"{prefix} is the folder of a training; did you mean {str(models[-1])!r}?")
-        raise MissingFileError(f"{prefix} holds no model; give the folder of one, {_EXAMPLE}.")
+        raise MissingFileError(f"{prefix} holds no model; give the folder of one, e.g. ckpt/final.")
 
 
 def push_folder(
@@ -130,24 +126,21 @@ def push_folder(
     """
     from scforge.estimators.encoder import Encoder
 
-    path, prefix = Path(folder), f"DIR={str(folder)!r}"
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        raise MissingFileError(f"{prefix} {what}; give the folder that model.save() wrote.")
+    prefix = f"DIR={str(folder)!r}"
+    path = _folder(folder, prefix, "give the folder that model.save() wrote")
     is_adapter = kind_of_folder(path) == "adapter"
     if not is_adapter:
-        check_holds_model(path, prefix)
+        _check_holds_model(path, prefix)
         if base is not None:
             raise OptionError(f"base={base!r} (--base) has no use where {prefix} is a whole model; leave it out.")
-    flags = {"license": license, "data": data, "citation": citation, "metrics": metrics}
-    given = [name for name, value in flags.items() if value is not None]
     told: dict[str, Any] = {"license": license, "data": data, "citation": citation}
     told["metrics"] = None if metrics is None else _table(metrics)
+    given = [name for name, value in told.items() if value is not None]
     card = _card_of_others(path)
     if card is not None and given:
         raise OptionError(
             f"{prefix} has a README.md that somebody has written or edited, and {given[0]} (--{given[0]}) asks for "
-            "a new one; say it in README.md and leave the flag out, or remove the file."
+            "a new one; write it in README.md and leave the flag out, or remove the file."
         )
     if card is not None and not is_adapter:
         read_folder(path)
@@ -161,12 +154,12 @@ def push_folder(
 def _card_of_others(folder: Path) -> str | None:
     """Return the card in a folder, None if there is none, or scforge wrote it."""
     path = folder / "README.md"
-    if not path.is_file():
-        return None
     try:
         text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
     except ValueError as error:
-        raise DataError(f"{str(path)!r} is no text: {first_line(error)}; write it as UTF-8, or remove it.") from error
+        raise DataError(f"{str(path)!r} is not text in UTF-8: {first_line(error)}; convert or remove it.") from error
     return None if is_own_card(text) else text
 
 
@@ -201,8 +194,7 @@ def pull_folder(
         place = Path(output)
         if not overwrite and place.is_dir() and any(place.iterdir()):
             raise OptionError(
-                f"output={str(output)!r} (--output) exists and is not empty; give another name, or replace it with "
-                "--overwrite."
+                f"output={str(output)!r} (--output) exists and is not empty; add --overwrite to replace it."
             )
     found = find_model(name, prefix=f"name={name!r}", **options)
     if output is None:
@@ -216,10 +208,8 @@ def _table(path: str | os.PathLike[str]) -> pd.DataFrame:
     prefix = f"metrics={str(path)!r} (--metrics)"
     try:
         table = pd.read_csv(path)
-    except FileNotFoundError as error:
-        raise MissingFileError(f"{prefix} does not exist; name a CSV file.") from error
     except (ValueError, OSError) as error:
-        raise DataError(f"{prefix} is no CSV table: {first_line(error)}.") from error
+        raise DataError(f"{prefix} cannot be read as a CSV table: {first_line(error)}.") from error
     if not is_long(table):
         table = table.set_index(table.columns[0])
     scores_of(table, prefix=prefix)

@@ -10,15 +10,13 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 
-from scforge._io import atomic_path, check_writable
-from scforge.data.readers import write_h5ad
+from scforge._io import check_writable
 from scforge.data.sources import read_h5ad
 from scforge.errors import OptionError
-from scforge.estimators.encoder import Encoder
 from scforge.finetuning.base import Task
-from scforge.workflows.embed import move_to, resolve_device
+from scforge.workflows.embed import chosen_device
 from scforge.workflows.models import load_named
-from scforge.workflows.train import embedded_adata
+from scforge.workflows.train import embedded_adata, write
 
 _TABLE, _CELLS = ".csv", ".h5ad"
 
@@ -68,23 +66,26 @@ def predict_to(
     --------
     >>> predict_to("annotator", "cells.h5ad", "labels.csv", threshold=0.5)  # doctest: +SKIP
     """
-    path = checked_output(output, [_TABLE, _CELLS], overwrite=overwrite, inputs=[source])
-    tuned = load_tuned(model, device)
+    path = output_file(output, [_TABLE, _CELLS], overwrite=overwrite, inputs=[source])
+    prefix = f"model={str(model)!r} (--model)"
+    tuned = load_named(model, prefix)
+    if tuned.spec.tuning is None and tuned._own_task() is None:
+        raise OptionError(
+            f"{prefix} was not fine-tuned, so it predicts nothing; run scforge finetune --base-model {model} first, or "
+            "scforge embed for its embedding."
+        )
+    tuned._move_to(chosen_device(device))
     task = tuned._own_task() or tuned.objective
     assert isinstance(task, Task)
     adata = in_memory(source)
+    if task.makes_cells and path.suffix == _TABLE:
+        raise OptionError(f"output={str(output)!r}: the task makes cells, not a table; name an h5ad file.")
     if adata is None and path.suffix == _CELLS and not task.makes_cells:
         raise OptionError(
             f"output={str(output)!r} needs cells from an h5ad file, not {str(source)!r}; give a table, e.g. labels.csv."
         )
-    if task.makes_cells and path.suffix == _TABLE:
-        raise OptionError(f"output={str(output)!r}: the task makes cells, not a table; name an h5ad file.")
     found = tuned.predict(source if adata is None else adata, batch_size=batch_size, **options)
     if isinstance(found, AnnData):
-        if path.suffix == _TABLE:
-            raise OptionError(
-                f"output={str(output)!r}: the task makes cells, not a table; give the name of an h5ad file."
-            )
         write(path, found)
         return f"{found.n_obs:,} x {found.n_vars:,} predicted values"
     if path.suffix == _CELLS:
@@ -99,42 +100,20 @@ def predict_to(
     return f"{len(found):,} cells"
 
 
-def load_tuned(model: str | os.PathLike[str], device: str, adata: AnnData | None = None) -> Encoder:
-    """Load a model that predicts, most often a fine-tuned one, or raise :class:`~scforge.errors.OptionError`."""
-    prefix = f"model={str(model)!r} (--model)"
-    tuned = load_named(model, prefix, adata)
-    if tuned.spec.tuning is None and tuned._own_task() is None:
-        raise OptionError(
-            f"{prefix} was not fine-tuned, so it predicts nothing; run scforge finetune --base-model {model} first, or "
-            "scforge embed for its embedding."
-        )
-    move_to(tuned, resolve_device(device))
-    return tuned
-
-
 def in_memory(source: str | os.PathLike[str]) -> AnnData | None:
     """Read an h5ad file; None of what is read as it is needed."""
     path = os.fspath(source)
     return read_h5ad([path]) if path.endswith(_CELLS) and "://" not in path and "*" not in path else None
 
 
-def checked_output(output: Any, endings: list[str], *, overwrite: bool, inputs: list[Any]) -> Path:
+def output_file(output: Any, endings: list[str], *, overwrite: bool, inputs: list[Any]) -> Path:
     """Return the path of a file to write, or raise :class:`~scforge.errors.OptionError` if it cannot be written."""
-    path = Path(output)
+    path, prefix = Path(output), f"output={str(output)!r}"
     if path.suffix not in endings:
-        raise OptionError(f"output={str(output)!r} does not end in {' or '.join(endings)}; give such a name.")
+        raise OptionError(f"{prefix} does not end in {' or '.join(endings)}; give such a name.")
     if any(path.resolve() == Path(one).resolve() for one in inputs):
-        raise OptionError(f"output={str(output)!r} are the cells themselves; give another name.")
+        raise OptionError(f"{prefix} are the cells themselves; give another name.")
     if path.is_dir() or (path.exists() and not overwrite):
-        raise OptionError(f"output={str(output)!r} exists; give another name, or replace it with --overwrite.")
+        raise OptionError(f"{prefix} exists; give another name, or replace it with --overwrite.")
     check_writable("output", path)
     return path
-
-
-def write(path: Path, content: AnnData | pd.DataFrame) -> None:
-    """Write cells or a table, whole or not at all."""
-    with atomic_path(path) as temporary:
-        if isinstance(content, AnnData):
-            write_h5ad(temporary, content)
-        else:
-            content.to_csv(temporary)

@@ -37,6 +37,7 @@ from scforge.training.options import TrainOptions
 from scforge.workflows.check import (
     benchmark_callbacks,
     check_settings,
+    columns_of_data,
     model_options,
     objective_of,
     placed,
@@ -64,18 +65,10 @@ def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Se
     if data.source != "local":
         from scforge.data.census import CensusQuery
 
-        given = {
-            "organism": data.organism,
-            "filters": data.filters,
-            "census_version": data.census_version,
-            "uri": data.uri,
-            "layer": data.layer,
-            "gene_key": data.gene_key,
-            "tiledb_config": data.storage_options,
-        }
-        query = CensusQuery(
-            obs=_columns(data, columns) or [], **{name: value for name, value in given.items() if value is not None}
-        )
+        names = ("organism", "filters", "census_version", "uri", "layer", "gene_key")
+        given = {name: getattr(data, name) for name in names} | {"tiledb_config": data.storage_options}
+        given = {name: value for name, value in given.items() if value is not None}
+        query = CensusQuery(obs=_columns(data, columns) or [], **given)
         wanted = _vocab(data) if vocab is None else vocab
         return open_cells(query, wanted, memory=data.memory, cache=data.cache or AUTO)
     paths = data.paths or []
@@ -107,21 +100,17 @@ def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Se
 def make_datamodule(cells: Cells, config: Config) -> CellDataModule:
     """Make the data module that the configuration describes."""
     data, training = config.data, config.training
-    given = {
+    names = ("max_tokens_per_batch", "batch_key", "labels_key", "num_threads", "pin_memory")
+    given: dict[str, Any] = {name: getattr(data, name) for name in names} | {
         # How many fit into memory is tried out when training begins.
         "batch_size": None if training.batch_size == "auto" else training.batch_size,
-        "max_tokens_per_batch": data.max_tokens_per_batch,
         "balance_by": data.sampling.balance_key,
         "balance_epochs": data.sampling.warmup_epochs,
         "balance_start": data.sampling.start,
         "balance_end": data.sampling.end,
-        "batch_key": data.batch_key,
-        "labels_key": data.labels_key,
         "split_by": None if data.split.by == "cell" else data.split.by,
-        "num_threads": data.num_threads,
-        "pin_memory": data.pin_memory,
     }
-    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in given.items() if value is not None}
     return CellDataModule(cells, validation_size=training.validation_size, seed=config.seed, **options)
 
 
@@ -138,12 +127,8 @@ def _vocab(data: DataConfig) -> str | None:
 
 
 def _columns(data: DataConfig, more: Sequence[str]) -> list[str] | None:
-    """Return the columns of obs that are needed; None for all."""
-    if data.obs_columns is None and data.source == "local":
-        return None
-    split = None if data.split.by == "cell" else data.split.by
-    named = [data.batch_key, data.labels_key, data.sampling.balance_key, split]
-    return list(dict.fromkeys([*(data.obs_columns or []), *more, *[column for column in named if column is not None]]))
+    """Return the columns of obs to have at hand; None for all."""
+    return None if data.obs_columns is None and data.source == "local" else columns_of_data(data, more)
 
 
 CONFIG_FILE = "config.yaml"
@@ -171,36 +156,13 @@ class KeepConfig(Callback):
             atomic_write_text(self.path, self.text)
 
 
-def check_gpus(config: Config) -> None:
-    """Raise unless there are as many GPUs as the configuration asks for.
-
-    Raises
-    ------
-    OptionError
-        Naming the option as the user did.
-    """
-    training = config.training
-    try:
-        ensure_devices(training.accelerator, training.devices)
-    except OptionError as error:
-        option = "devices" if config.name_of("training.devices") else "accelerator"
-        name = config.name_of(f"training.{option}") or f"training.{option}"
-        raise OptionError(
-            f"{config.place_of(f'training.{option}')}{name}={getattr(training, option)!r} cannot be had "
-            f"({str(error).rstrip('.')}); without GPUs, set training.num_gpus=0 or training.accelerator=cpu "
-            "training.devices=1."
-        ) from error
-
-
-def check_run(config: Config, *, resume: Any, overwrite: bool, first: bool = True) -> None:
-    """Check whether a training may begin, or go on, before the cells are read.
+def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
+    """Check whether a training may begin, or be resumed, before the cells are read.
 
     Parameters
     ----------
     config, resume, overwrite
         See :func:`scforge.workflows.train_from_config`.
-    first
-        Whether this is the first of several processes, which alone looks whether the folder is free.
 
     Raises
     ------
@@ -214,20 +176,16 @@ def check_run(config: Config, *, resume: Any, overwrite: bool, first: bool = Tru
         raise OptionError(
             f"resume={str(resume)!r} and overwrite=True (--resume and --overwrite) contradict each other; keep one."
         )
-    if resume == _AUTO and folder is None:
-        raise ConfigError("resume='auto' looks into output.checkpoint_dir, which is not set; set it.")
-    if overwrite and folder is None and config.output.embedding is None:
-        raise ConfigError("overwrite=True (--overwrite) has nothing to replace; set output.checkpoint_dir.")
+    if folder is None and (resume == _AUTO or (overwrite and config.output.embedding is None)):
+        what = "overwrite=True (--overwrite)" if overwrite else "resume='auto'"
+        raise ConfigError(f"{what} needs output.checkpoint_dir, which is not set; set it.")
     run = None if folder is None else RunFolder(folder)
-    state = Path(resume) if resume is not None and resume != _AUTO else None
+    state = None if resume in (None, _AUTO) else Path(resume)
     if state is not None:
         check_state(state, run)
-    if run is None or overwrite or not first or (state is not None and run.holds(state)):
-        return
-    try:
+    # Of several processes the first alone looks whether the folder is free.
+    if run is not None and not overwrite and not rank_zero_only.rank and (state is None or not run.holds(state)):
         run.check_free(resumes=resume == _AUTO)
-    except OptionError as error:
-        raise OptionError(config.place_of("output.checkpoint_dir") + str(error)) from error
 
 
 def training_report(model: Encoder, config: Config) -> list[str]:
@@ -342,11 +300,7 @@ def train_from_config(
             f"{config.place_of('finetune')}the configuration has a section finetune; run it with scforge finetune "
             "--config, or remove the section to train a new model."
         )
-    # A typo should not come to light after minutes of reading.
-    check_settings(config, replaces=overwrite or resume is not None)
-    check_run(config, resume=resume, overwrite=overwrite, first=not rank_zero_only.rank)
-    check_gpus(config)
-    arguments = training_arguments(config, train_arguments(config), resume=resume, overwrite=overwrite)
+    arguments = checked_arguments(config, resume=resume, overwrite=overwrite)
     source = open_source(config.data)
     model, module = _model(source, config)
     model.train(datamodule=module, **arguments, progress_bar=progress_bar)
@@ -355,16 +309,19 @@ def train_from_config(
     return model
 
 
-def training_arguments(
-    config: Config, arguments: dict[str, Any], *, resume: str | os.PathLike[str] | None, overwrite: bool
-) -> dict[str, Any]:
-    """Add to the arguments of ``Encoder.train`` how to begin, and what keeps the configuration."""
-    added: dict[str, Any] = {} if resume is None else {"resume": resume}
+def checked_arguments(config: Config, *, resume: Any, overwrite: bool) -> dict[str, Any]:
+    """Check a configuration, as mistakes should not come to light after minutes of reading; return what trains it."""
+    with placed(config):
+        check_settings(config, replaces=overwrite or resume is not None)
+        check_run(config, resume=resume, overwrite=overwrite)
+        ensure_devices(config.training.accelerator, config.training.devices)
+        arguments = train_arguments(config)
+    if resume is not None:
+        arguments["resume"] = resume
     if config.output.checkpoint_dir is not None:
-        added["callbacks"] = [*arguments["callbacks"], KeepConfig(config)]
-        if overwrite:
-            added["overwrite"] = True
-    return {**arguments, **added}
+        arguments["callbacks"] = [*arguments["callbacks"], KeepConfig(config)]
+        arguments |= {"overwrite": True} if overwrite else {}
+    return arguments
 
 
 def outputs_of(model: Encoder, source: AnnData | Cells, config: Config) -> None:
@@ -375,7 +332,7 @@ def outputs_of(model: Encoder, source: AnnData | Cells, config: Config) -> None:
     if output.embedding is not None:
         embedding = model.get_latent_representation()
         adata = source if isinstance(source, AnnData) else embedded_adata(source, embedding, OBSM_KEY)
-        _write(adata, output.embedding)
+        write(output.embedding, adata)
 
 
 def train_arguments(config: Config) -> dict[str, Any]:
@@ -438,6 +395,10 @@ def _loggers(output: OutputConfig) -> Any:
     )
 
 
-def _write(adata: Any, path: str) -> None:
+def write(path: str | os.PathLike[str], content: AnnData | pd.DataFrame) -> None:
+    """Write cells or a table, whole or not at all."""
     with atomic_path(path) as temporary:
-        write_h5ad(temporary, adata)
+        if isinstance(content, AnnData):
+            write_h5ad(temporary, content)
+        else:
+            content.to_csv(temporary)
