@@ -16,12 +16,14 @@ differences::
     python benchmarks/transfer.py --data FOLDER --runs 5
     python benchmarks/transfer.py --tasks condition --methods scforge pca --runs 2
     python benchmarks/transfer.py --table
+    python benchmarks/transfer.py --docs docs/reference_mapping.md
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import tempfile
 import time
 import warnings
@@ -447,13 +449,20 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--first-run", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="print the table of what is kept, and measure nothing")
-    parser.add_argument("--summary", metavar="METRIC", help="print means of a metric, as the documentation has them")
+    parser.add_argument(
+        "--docs", type=Path, help="rewrite the tables of this page behind comments '%% transfer METRIC'"
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     keys = ["task", "run", "method", "metric"]
     kept = pd.read_csv(RESULTS) if RESULTS.exists() else pd.DataFrame(columns=[*keys, "value"])
-    if args.summary is not None:
-        print(summary(kept, args.summary))
+    if args.docs is not None:
+        text = re.sub(
+            r"(?m)^% transfer (\w+)\n\n(?:\|.*\n)+",
+            lambda found: f"% transfer {found[1]}\n\n{summary(kept, found[1])}\n",
+            args.docs.read_text(),
+        )
+        args.docs.write_text(text)
         return
     if not args.table:
         for line in measured(args):
