@@ -65,7 +65,7 @@ def test_each_error_has_its_parts(cls):
 
 def test_messages_are_those_of_the_code():
     listed = errors.listed()
-    assert len(listed) > 1000
+    assert len(listed) > 900
     known = {(message.error, message.module, message.text) for message in listed}
     told = "{kind} {name} is already registered; choose another name."
     assert ("OptionError", "_registry", told) in known

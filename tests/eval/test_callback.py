@@ -190,7 +190,7 @@ def test_data_sets_by_their_name(pbmc: ad.AnnData, tmp_path, monkeypatch: pytest
     scored = ScoredCells.open(found("pbmc3k"), GeneVocab.from_adata(pbmc), 50)
     assert len(scored.obs) == 50
     assert scored.obs["cell_type"].equals(pbmc.obs["cell_type"].iloc[scored.rows])
-    with pytest.raises(OptionError, match=r"dataset='pbmc3' of .*; did you mean 'pbmc3k'\? Otherwise put the file at"):
+    with pytest.raises(OptionError, match=r"dataset='pbmc3' is not known; did you mean 'pbmc3k'.*put the file at"):
         found("pbmc3")
     # A card says how to get what is not there.
     with pytest.raises(MissingFileError, match=r"the data set 'norman' is not here, .*to get norman.h5ad, download"):

@@ -66,7 +66,7 @@ def test_mistakes_are_told(perturbed, tmp_path) -> None:
     missing.obs.loc[missing.obs_names[0], "type"] = None
     twice.var_names = ["g0", *twice.var_names[:-1]]
     for some, message in [
-        (adata[adata.obs["target"] == "g0"].copy(), "control='control' is no label"),
+        (adata[adata.obs["target"] == "g0"].copy(), "control='control' is not in obs"),
         (missing, "no value for 1 cells of real"),
         (twice, "'g0' more than once"),
         (backed, r"X of real is backed by a file; pass it as adata.to_memory\(\)"),

@@ -166,7 +166,7 @@ def test_contexts(perturbed) -> None:
     np.testing.assert_allclose(benchmark.table(deltas, real)["mse"], table["mse"])
     with pytest.raises(DataError, match="index of 1 levels; give an index of perturbation and context"):
         benchmark.table(deltas.droplevel("context"), real)
-    with pytest.raises(DataError, match="lacks 1 of 3 effects .'g0 in y'"):
+    with pytest.raises(DataError, match="lacks 1 of 3 measured effects .'g0 in y'"):
         benchmark.table(deltas.drop(("g0", "y")), real)
 
 
@@ -191,7 +191,7 @@ def test_the_highest_genes_alone(real) -> None:
 def test_mistakes_are_told(real, train) -> None:
     made = made_of(prediction(), real)
     for wrong, message in [
-        (made.loc[["g0", "g2"]], r"predictions lacks 2 of 4 effects \('g1', 'g3'\)"),
+        (made.loc[["g0", "g2"]], r"predictions lacks 2 of 4 measured effects \('g1', 'g3'\)"),
         (made.iloc[:, 10:], "predictions lacks 10 of 60 genes"),
         (pd.concat([made, made]), "predictions has 'g0', .* more than once"),
         (made * np.nan, "not numbers"),

@@ -105,5 +105,5 @@ def test_refused(tiny_adata: ad.AnnData, tiny_vocab: GeneVocab):
     ]:
         with pytest.raises(OptionError, match=message):
             call(module, cells, tokenizer, **options)
-    with pytest.raises(OptionError, match="Linear has no embedding of 84 tokens"):
+    with pytest.raises(OptionError, match="Linear has no GeneExpressionEmbedding of 84 tokens"):
         input_gene_embeddings(linear, tokenizer)
