@@ -67,6 +67,7 @@ MISTAKES = [
     ("eval={benchmarks: [label_prediction], datasets: {a: b.h5ad}}", MissingFileError, "the file 'b.h5ad' does not"),
     ("data.labels_key=", ConfigError, "needs a column of obs, labels_key; set data.labels_key"),
     ("eval.benchmarks=[{batch_integration: {labels_key: a}}]", ConfigError, "needs a column of obs, batch_key; set da"),
+    ("eval.benchmarks=[{cell_type_annotation: {dataset: [a, b]}}]", ScforgeError, "eval.benchmarks"),
     ("eval.datasets={a: cells.h5ad}", ConfigError, "eval.datasets.a='cells.h5ad' has no benchmark; remove it"),
     ("eval.benchmarks=[{cell_type_annotation: {dataset: tabula_sapien}}]", OptionError, "did you mean 'tabula_sapiens"),
     (
