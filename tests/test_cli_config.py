@@ -29,6 +29,12 @@ def folder(folder: Path) -> Path:
     return folder
 
 
+def test_check_takes_the_usual_folder(folder: Path) -> None:
+    Path("plain.yaml").write_text("data: {paths: cells.h5ad}\ntraining: {checkpoint_every_n_steps: 5}\n")
+    assert main(["config", "check", "plain.yaml"]) == 0
+    assert main(["config", "check", "plain.yaml", "output.checkpoint_dir="]) == 2
+
+
 def test_init_check_and_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "init", "masked_gene", "-o", "mine.yaml"]) == 0
     assert Path("mine.yaml").read_text() == recipe_path("masked_gene").read_text()

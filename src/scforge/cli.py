@@ -34,17 +34,23 @@ def _quickstart(**options: str) -> None:
     run(**options)
 
 
-def _train(config: str, overrides: list[str], *, quiet: bool = False, **options: Any) -> int:
+def _loaded(config: str, overrides: list[str]) -> Any:
+    """Return a configuration with the folder of the training that is taken where none is named."""
     from scforge.config import load_config
 
     loaded = load_config(config, overrides)
     if loaded.output.checkpoint_dir is None and loaded.output.embedding is None:
-        if "checkpoint_dir" in loaded.output.model_fields_set:
+        if "checkpoint_dir" in loaded.output.model_fields_set and loaded.finetune is None:
             raise ConfigError(
                 "output.checkpoint_dir is empty, so the trained model would be lost; "
                 "leave it out for checkpoints/NAME_OF_THE_FILE, or set it."
             )
         loaded.output.checkpoint_dir = str(Path("checkpoints") / Path(config).stem)
+    return loaded
+
+
+def _train(config: str, overrides: list[str], *, quiet: bool = False, **options: Any) -> int:
+    loaded = _loaded(config, overrides)
     for index, path in enumerate(loaded.data.paths or []):
         _check_places(path, place=loaded.place_of(f"data.paths.{index}"))
     from scforge.workflows import train_from_config
@@ -164,9 +170,7 @@ def _config_show(file: str, overrides: list[str]) -> None:
 
 
 def _config_check(file: str, overrides: list[str]) -> None:
-    from scforge.config import load_config
-
-    config = load_config(file, overrides)
+    config = _loaded(file, overrides)
     from scforge.workflows import check_config
 
     print(f"{file} is fine: {check_config(config)}.")

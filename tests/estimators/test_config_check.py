@@ -10,7 +10,7 @@ from scforge.config import Config, list_recipes, load_config, recipe_path
 from scforge.errors import ConfigError, DataError, MissingFileError, OptionError, ScforgeError, ScforgeWarning
 from scforge.estimators import Encoder
 from scforge.workflows import check_config, train_from_config
-from scforge.workflows.check import check_settings, show_config
+from scforge.workflows.check import _absent, check_settings, show_config
 
 TEXT = """
 data:
@@ -149,3 +149,8 @@ def test_show_has_the_defaults_of_all_parts(load: Callable[..., Config]) -> None
     shown = yaml.safe_load(show_config(load(*by_another_name)))
     assert shown["model"]["decoder_layers"] == 2
     assert shown["tokenizer"]["max_len"] == 40
+
+
+def test_a_benchmark_takes_several_files():
+    options = ["data.paths=a.h5ad", "eval.benchmarks=[{cell_type_annotation: {dataset: [a.h5ad, b.h5ad]}}]"]
+    assert not _absent(load_config(recipe_path("light"), options))

@@ -70,7 +70,7 @@ def test_held_out_cells_whose_labels_an_earlier_stage_learned(annotator: Encoder
     with pytest.warns(ScforgeWarning, match=f"of the {len(test)} cells held out for testing; they are not scored"):
         assert n_scored(again) == len(left)
     cells = data()[learned_rows(annotator)].copy()
-    with pytest.raises(OptionError, match="cells held out for testing, and none is left"):
+    with pytest.raises(OptionError, match="cells held out for testing; pass others"):
         annotator.finetune("annotation", cells, labels_key="kind", **QUICK).evaluate()
 
 

@@ -182,7 +182,7 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
         (small.generate, {"max_len": 9}, "max_len=9 but the model has room for 8 tokens; lower it"),
         (other.generate, {"n_steps": 4}, "n_steps=4 is for models of 'masked_diffusion'; leave it out"),
         (tuned.generate, {}, "was fine-tuned for 'annotation', not to generate; use its base model"),
-        (untrained.get_latent_representation, {"return_dist": True}, "with these options trained no variances"),
+        (untrained.get_latent_representation, {"return_dist": True}, "trained no variances; leave it out"),
     ]:
         given = {"n_cells": 2, **options} if call.__name__ == "generate" else options
         with pytest.raises(OptionError, match=message):

@@ -339,7 +339,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         try:
             self.to_device(device)
         except (AssertionError, RuntimeError) as error:
-            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
+            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}.") from error
 
     @property
     def vocab(self) -> GeneVocab:

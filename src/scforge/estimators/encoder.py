@@ -403,7 +403,7 @@ class Encoder(CellModel):
             rows = np.flatnonzero(self._seen.tested(marks.numbers) & ~learned if within else ~learned)
             n_learned, n_all, what = int(learned.sum()), len(learned), "cells"
         if not len(rows):
-            raise OptionError(f"the model learned from {n_learned} of these {n_all} {what}, and none is left to score.")
+            raise OptionError(f"the model learned from {n_learned} of these {n_all} {what}; pass others.")
         if n_learned:
             warn(f"The model learned from {n_learned} of the {n_all} {what}; they are not scored.")
         warn_of_undecided(unclear[rows])
@@ -874,7 +874,7 @@ class Encoder(CellModel):
             base = with_room(reference, found) if found else reference
             task["n_reference"] = len(known["batches"] or [])
             if reference._landmarks is None:
-                warn("The reference model holds no embeddings of its cells, so the query is not moved onto them.")
+                warn("The reference holds no embeddings of its cells, so the query is not moved; train it to its end.")
             else:
                 task["n_clusters"] = n_query_clusters(len(cells))
         frozen = stays and reference_cells is None
@@ -994,7 +994,7 @@ class Encoder(CellModel):
         labels = text_labels(reference_cells.column(labels_key), key=labels_key)
         rows = np.flatnonzero(labels.codes >= 0)
         if len(np.unique(labels.codes[rows])) < 2:
-            raise DataError(f"labels_key={labels_key!r} has fewer than two labels among the reference cells.")
+            raise DataError(f"labels_key={labels_key!r} has fewer than two labels in the reference; take another.")
         # Cells of a query are moved onto the reference, which stays where it is.
         landmarks = replace(self._predictor(reference_cells, batch_size), module=self._backbone).embedding(rows)
         predictor = self._predictor(self._open(source), batch_size)

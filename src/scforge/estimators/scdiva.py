@@ -48,8 +48,9 @@ def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | N
     names = [transform_batch] if pd.api.types.is_scalar(transform_batch) else list(transform_batch)
     if not names:
         raise OptionError(f"transform_batch={transform_batch!r} names no batch; name one, or None for all.")
+    fix = "" if known else "call setup_anndata(adata, batch_key=...) before the model is made"
     for name in names:
-        check_known("transform_batch", str(name), known, "batches of the model", error=OptionError)
+        check_known("transform_batch", str(name), known, "the model", fix=fix, error=OptionError)
     return [known.index(str(name)) for name in names]
 
 
@@ -376,7 +377,7 @@ class ScDiVa(Encoder):
         """Raise :class:`~scforge.errors.OptionError` unless the variances of the model were trained."""
         trained = self.spec.model_options["variational"] and hasattr(self._pretraining, "beta") and self._trains_latent
         if not trained:
-            raise OptionError(f"return_dist=True but {self.spec.objective!r} with these options trained no variances.")
+            raise OptionError(f"return_dist=True but {self.spec.objective!r} trained no variances; leave it out.")
         self._check_follows("return_dist=True")
 
     def _check_follows(self, what: str) -> None:
@@ -394,5 +395,5 @@ class ScDiVa(Encoder):
                 raise OptionError(f"supervised=True but the objective {objective!r} learns no labels; leave one out.")
             options = {"labels_key": self._setup.get("labels_key"), **options}
             if options["labels_key"] is None:
-                raise OptionError("supervised=True but there are no labels; call setup_anndata(adata, labels_key=).")
+                raise OptionError("supervised=True but there are no labels; call setup_anndata with labels_key.")
         return super()._with_found_options(objective, options)

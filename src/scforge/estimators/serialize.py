@@ -106,7 +106,7 @@ def read_description(kind: str, path: Path) -> dict[str, Any]:
     content = read_json(path)
     version = content.get("format") if isinstance(content, dict) else None
     if isinstance(version, int) and version > FORMAT:
-        raise ModelFileError(f"{str(path)!r} has format {version}, above {FORMAT}; update scforge {__version__}.")
+        raise ModelFileError(f"{str(path)!r} has format {version}; update scforge {__version__}, which reads {FORMAT}.")
     found: dict[str, Any] = _decoded(content)
     parsed(_Model if kind == MODEL else _Adapter, found, f"{str(path)!r} is not the description of an scforge {kind}")
     if content.pop(_CHECKSUM, None) != _digest(content):

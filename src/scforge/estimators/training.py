@@ -115,6 +115,8 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
     check_positive("gradient_clip_val", how.gradient_clip_val, or_zero=True, hint="0 does not clip")
     if how.checkpoint_every_n_steps is not None:
         check_count("checkpoint_every_n_steps", how.checkpoint_every_n_steps, "steps")
+        if how.checkpoint_dir is None:
+            raise OptionError("checkpoint_every_n_steps has no use without checkpoint_dir, the folder of the training.")
     if model._is_query and (precision in ("16-true", "bf16-true") or how.strategy == "fsdp"):
         given = f"precision={precision!r} with strategy={how.strategy!r}"
         raise OptionError(f"{given} would change what a query model shares with its reference; take 'bf16-mixed'.")

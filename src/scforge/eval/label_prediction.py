@@ -235,7 +235,7 @@ class CellTypeProbe(Benchmark):
         what = f"labels of obs[{self.labels_key!r}]"
         if n_labels < 2:
             out = ", ".join(left_out)
-            raise DataError(f"fewer than 2 {what} can be tested in n_folds={self.n_folds} folds (left out: {out}).")
+            raise DataError(f"fewer than 2 {what} can be tested (left out: {out}); lower n_folds={self.n_folds}.")
         if left_out and left_out != self._warned_of:
             self._warned_of = left_out
             warn(f"left out: {what} that cannot be tested in n_folds={self.n_folds} folds: {', '.join(left_out)}.")

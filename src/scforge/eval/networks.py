@@ -644,7 +644,7 @@ class GeneNetwork(Benchmark):
             kept = kept[kept["source"].isin(self.genes) & kept["target"].isin(self.genes)]
         if kept.empty:
             sources = listing(given["source"].unique(), most=3)
-            raise DataError(f"none of the {len(given)} true edges (sources: {sources}) is left among genes and tfs.")
+            raise DataError(f"none of the {len(given)} true edges (sources: {sources}) is left; name genes as there.")
         tfs = pd.Index(np.sort(kept["source"].unique()))
         targets = kept["target"] if self.targets == "truth" else pd.Series(self.genes)
         genes = pd.Index(np.sort(targets.unique()))

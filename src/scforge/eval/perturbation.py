@@ -670,7 +670,7 @@ class PerturbationPrediction(Benchmark):
         effects = known.cells.effects
         if without := [effect for effect in effects if effect not in number]:
             names = listing(self.keys.titles(without), most=5)
-            raise DataError(f"predictions lacks {len(without)} of {len(effects)} measured effects ({names}).")
+            raise DataError(f"predictions lacks {len(without)} of {len(effects)} measured effects ({names}); add them.")
         rows = [number[effect] for effect in effects]
         if cells is None:
             columns = columns_of(made.columns, known.cells.genes, "predictions")

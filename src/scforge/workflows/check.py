@@ -421,8 +421,9 @@ def _named(config: Config) -> list[tuple[str, dict[str, Any]]]:
 def _absent(config: Config) -> dict[str, DatasetCard]:
     """Return the cards of data sets that benchmarks name and that are not on this machine; warn about each."""
     absent: dict[str, DatasetCard] = {}
-    for name in dict.fromkeys(options.get("dataset") for _, options in _named(config)):
-        if name not in list_cards() or name in config.eval.datasets or Path(name).exists():
+    for _, options in _named(config):
+        name = options.get("dataset")
+        if name not in list_cards() or name in {*config.eval.datasets, *absent} or Path(name).exists():
             continue
         try:
             find_file(name)

@@ -310,7 +310,7 @@ class Perturbation(Task):
                     unknown.add(target)
         if unknown:
             names = listing(sorted(unknown))
-            raise OptionError(f"the targets {names} are no genes of the model, and were not in its training.")
+            raise OptionError(f"the targets {names} are unknown to the model and its training; leave them out.")
         return {"perturbed_tokens": tokens, "perturbed_targets": own}
 
     # --- the module
@@ -430,7 +430,7 @@ class Perturbation(Task):
     ) -> list[Pair]:
         """Return the effects to predict, each once."""
         for name in contexts or ():
-            check_known("contexts", name, controls, "the contexts with control cells", error=OptionError)
+            check_known("contexts", name, controls, "what has control cells", error=OptionError)
         if perturbations is not None:
             targets = self._targets_of("perturbations", check_names("perturbations", perturbations) or [])
             return list(dict.fromkeys(Pair(some, place) for some in targets for place in contexts or controls))
