@@ -171,7 +171,9 @@ class GeneVocab:
             raise DataError(f"genes holds {twice!r} twice; a vocabulary needs each gene once.")
         tokens = self.special_tokens
         if tokens[:1] != (PAD_TOKEN,) or MASK_TOKEN not in tokens or len(set(tokens)) < len(tokens):
-            raise DataError(f"special_tokens={tokens!r} must begin with {PAD_TOKEN!r}, hold {MASK_TOKEN!r}, none twice")
+            raise DataError(
+                f"special_tokens={tokens!r} must start with {PAD_TOKEN!r}, have {MASK_TOKEN!r}, none twice."
+            )
         if special := set(self.genes) & {*SPECIAL_TOKENS, *tokens}:
             raise DataError(f"genes holds {special.pop()!r}, which is the name of a special token; rename that gene.")
         for name in ("symbols", "medians", "entropies"):
