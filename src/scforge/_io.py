@@ -421,6 +421,11 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
+def sha256_of_json(content: Any, *, sort_keys: bool = False) -> str:
+    """Return the SHA-256 of what JSON makes of something, as hexadecimal text."""
+    return hashlib.sha256(json.dumps(content, sort_keys=sort_keys).encode()).hexdigest()
+
+
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Return the content of a JSON file.
 

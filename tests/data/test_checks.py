@@ -145,7 +145,9 @@ def test_formats_and_dtypes_mean_the_same(tiny_adata, tiny_vocab, convert):
 
 
 def test_check_obs_column(tiny_adata):
-    check_obs_column(tiny_adata, None, argument="labels_key")
+    tiny_adata.obs["_scvi_batch"] = 0
+    for key in (None, "_scvi_batch"):
+        check_obs_column(tiny_adata, key, argument="labels_key")
     with pytest.raises(DataError, match="labels_key='groop' is not in adata.obs; did you mean 'group'"):
         check_obs_column(tiny_adata, "groop", argument="labels_key")
     with pytest.raises(OptionError, match="labels_key=.'group'. is of type 'list'; give the name of one column"):

@@ -154,7 +154,7 @@ def test_counts_above_16_bits_make_the_store_wider(sources, small_steps, tmp_pat
         assert_same_cells(stored, adata, source, list(stored.var_names))
     sources[name].X.data[sources[name].X.indptr[7]] = 2**32
     sources[name].write_h5ad(name)
-    with pytest.raises(DataError, match=r"b\.h5ad' has the count 4294967296"):
+    with pytest.raises(DataError, match=r"b\.h5ad' has the count 4294967296, but .*; mend it"):
         convert(name, tmp_path / "t.zarr")
     assert not (tmp_path / "t.zarr").exists()
 
@@ -249,10 +249,13 @@ def test_a_store_that_holds_a_source_is_not_replaced(tiny_adata, tmp_path):
     store = tmp_path / "s.zarr"
     convert(tiny_adata, store)
     tiny_adata.write_h5ad(store / "a.h5ad")
-    (tmp_path / "link.zarr").symlink_to(store)
-    for target in (store, tmp_path / "link.zarr"):
-        with pytest.raises(OptionError, match=r"contains the source '.*a\.h5ad'"):
-            convert(store / "a.h5ad", target, overwrite=True)
+    (link := tmp_path / "link.zarr").symlink_to(store)
+    tiny_adata.write_zarr(tmp_path / "b.zarr")
+    within = (tmp_path / "b.zarr", tmp_path / "b.zarr/s.zarr")
+    pairs = [(source, target) for source in (store / "a.h5ad", (store / "a.h5ad").as_uri()) for target in (store, link)]
+    for source, target in [*pairs, within]:
+        with pytest.raises(OptionError, match=r"is, contains or lies in the source '.*[ab]\.(h5ad|zarr)'"):
+            convert(source, target, overwrite=True)
     assert (store / "a.h5ad").exists()
 
 

@@ -9,7 +9,7 @@ from scipy import sparse
 
 from scforge.data import convert
 from scforge.data.readers import AdataStream
-from scforge.errors import DataError
+from scforge.errors import DataError, ScforgeWarning
 
 
 @pytest.fixture
@@ -104,8 +104,10 @@ def test_a_column_that_cannot_be_stored(tiny_adata, tmp_path, monkeypatch, caplo
     tiny_adata.obs["a/b"] = 1
     with monkeypatch.context() as patch:
         patch.setattr(AdataStream, "chunks", Mock(side_effect=AssertionError("no cell is read")))
-        with pytest.raises(DataError, match="'a/b' has a slash in its name, as no name in a store has; rename it"):
+        with pytest.raises(DataError, match="'a/b' has a slash in its name, and no name in a store has one; rename"):
             convert(tiny_adata, tmp_path / "t.zarr", obs=["a/b"])
+    with pytest.warns(ScforgeWarning, match="a column of obs is not stored: 'a/b' has a slash"):
+        assert convert(tiny_adata, tmp_path / "t.zarr").obs_columns == ["group", "batch"]
 
 
 @pytest.mark.filterwarnings("ignore:Observation names are not unique")

@@ -243,6 +243,11 @@ def test_states_that_cannot_be_loaded():
     state = order.state_dict()
     with pytest.raises(OptionError, match="seed is None there, but 0 here"):
         order.load_state_dict({key: value for key, value in state.items() if key != "seed"})
+    with pytest.raises(OptionError, match="no position"):
+        order.load_state_dict({key: value for key, value in state.items() if key != "position"})
+    for position in (-1, 11):
+        with pytest.raises(OptionError, match=f"position {position}, but an epoch 10 batches"):
+            order.load_state_dict({**state, "position": position})
     assert CellOrder(**{**STATE_OPTIONS, "lengths": LENGTHS[:100].astype(np.int16)}).state_dict() == state
 
 
@@ -257,10 +262,13 @@ PACKED = {"batch_size": None, "max_tokens_per_batch": 10}
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": None}, "batch_size=None is not a whole number of cells"),
         ({"world_size": 4}, "rows has 3 cells, too few for world_size=4"),
-        ({"world_size": 2, "batch_size": 1}, "batch_size=1 cannot give each of world_size=2"),
+        (
+            {"world_size": 2, "batch_size": 1},
+            "batch_size=1 cannot give world_size=2 ranks as many batches each; raise it",
+        ),
         ({"max_tokens_per_batch": 9}, "max_tokens_per_batch=9 needs lengths"),
-        ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .*, of 10 tokens"),
-        ({**PACKED, "lengths": [9, 9, 9], "world_size": 2}, "=10 leaves a batch to each of the 2 cells"),
+        ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .* of 10 tokens; raise it"),
+        ({**PACKED, "lengths": [9, 9, 9], "world_size": 2}, "=10 leaves a batch to each of 2 cells; raise it"),
     ],
 )
 def test_arguments(options, message):

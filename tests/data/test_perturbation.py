@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
-from scforge.errors import DataError
+from scforge.errors import DataError, OptionError
 
 LABELS = ["ctrl", "KLF1+ctrl", "ctrl+KLF1", " KLF1 + BAK1", "BAK1+KLF1", "BAK1"]
 
@@ -26,6 +26,9 @@ def test_labels_that_are_not_taken_apart():
     obs = table(["(+)-JQ1", "vehicle", "A+B"])
     with pytest.raises(DataError, match=r"separator='\+' cuts '\(\+\)-JQ1' within brackets"):
         parse_perturbations(obs, PerturbationKeys("gene", "vehicle"))
+    for separator in ("", " ", 3):
+        with pytest.raises(OptionError, match=f"separator={separator!r} is no text that can join parts"):
+            PerturbationKeys("gene", "vehicle", separator=separator)
     targets = parse_perturbations(obs, PerturbationKeys("gene", "vehicle", separator=None))
     assert targets == [("(+)-JQ1",), (), ("A+B",)]
     assert parse_perturbations(table(["no+guide", "A"]), PerturbationKeys("gene", "no+guide")) == [(), ("A",)]

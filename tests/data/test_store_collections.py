@@ -82,7 +82,7 @@ def test_collections_that_cannot_be_used(many_adata, tmp_path):
     dense = small.copy()
     dense.X = dense.X.toarray()
     for parts, message in [
-        ([small, small[:, ::-1].copy()], "dataset_1 of .* has other genes, or in another order"),
+        ([small, small[:, ::-1].copy()], "dataset_1 of .* has other genes, or another order; convert it"),
         ([dense], "X of dataset_0 of .* is array, not csr_matrix"),
         ([], "has no dataset"),
     ]:

@@ -247,6 +247,8 @@ def test_args_that_cannot_be_used(args: dict, message: str, write, tokens, tmp_p
         ({"args": {"nheads": 2}}, ModelFileError, "args has what scforge does not compute .embsize: Field required"),
         ({"vocab": {"a": 0, "<pad>": 2}}, DataError, "vocab does not number its names from 0 without a gap"),
         ({"vocab": {"a": 0, "<pad>": 1}}, DataError, "vocab lacks the special tokens '<cls>'"),
+        ({"vocab": {}}, DataError, "vocab does not number its names from 0 without a gap"),
+        ({"vocab": {"a": [0]}}, DataError, "vocab does not number its names from 0 without a gap"),
         ({"vocab": {"a": "0"}}, DataError, "vocab does not number its names from 0 without a gap"),
         ({"vocab": "nowhere.json"}, MissingFileError, "vocab='nowhere.json' does not exist"),
     ],

@@ -212,6 +212,7 @@ def test_what_is_no_tokens_and_no_targets(ours, call, words):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
+        (lambda: Model({"dropout_rate": 0.0}), "pass a ModelConfig"),
         (lambda: Model(dataclasses.replace(CONFIG, num_heads=32)), "num_heads=32 of an even width"),
         (lambda: attention.MultiHeadAttention(2, 8, dropout_rate=1.5), "dropout_rate=1.5"),
         (lambda: pwff.PositionWiseFeedForward(pwff.PositionWiseFeedForwardConfig(1.5, 8, 8)), "dropout_rate=1.5"),

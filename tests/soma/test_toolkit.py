@@ -193,6 +193,8 @@ def test_options_of_training_that_cannot_be_are_refused(texts):
     for options, words in [
         ({"num_heads": 3}, "num_heads=3"),
         ({"device": "cuda:99"}, "cuda:99"),
+        ({"device": "meta"}, "device='meta' cannot be used"),
+        ({"device": None}, "device=None cannot be used"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"validation_size": 1.0}, "validation_size=1.0"),
         ({"validation": "0.txt", "validation_size": 0.5}, "validation_size=0.5 has no use beside validation"),
@@ -260,6 +262,7 @@ def test_names_that_stand_twice(model):
     ("genes", "options", "error", "words"),
     [
         ({}, {}, DataError, "genes is empty"),
+        (["A"], {}, DataError, "no dict"),
         ({"A": ""}, {}, DataError, "'' for 'A'"),
         ({"A": 3}, {}, DataError, "3 for 'A'"),
         ({"A": "x"}, {"model": "."}, MissingFileError, "no model of bytes"),

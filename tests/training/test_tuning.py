@@ -33,6 +33,18 @@ def count(module, data, device):
     assert peak_flops(device, "32-true") > 1e8
 
 
+def test_the_speed_of_a_cpu_is_that_of_all_its_threads(monkeypatch):
+    threads, mm = set(), torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *given, **kept: (threads.add(torch.get_num_threads()), mm(*given, **kept)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        peak_flops(CPU, "32-true")
+    finally:
+        torch.set_num_threads(before)
+    assert threads == {2}
+
+
 @pytest.mark.parametrize("find", [find_batch_size, choose_precision, count])
 def test_trying_leaves_nothing_behind(masked_setup, find):
     module, data = masked_setup.module, masked_setup.data(batch_size=None if find is not count else 10)

@@ -195,8 +195,9 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
         raise OptionError(f"{argument}={key!r} is of type {type(key).__name__!r}; give the name of one column of obs.")
     if key in adata.obs and adata.obs[key].ndim > 1:
         raise DataError(f"{argument}={key!r} names several columns of adata.obs; rename all of them but one.")
-    columns = [column for column in adata.obs.columns if not str(column).startswith("_scvi_")]
-    check_known(argument, key, columns, "adata.obs")
+    if key not in adata.obs:
+        columns = [column for column in adata.obs.columns if not str(column).startswith("_scvi_")]
+        check_known(argument, key, columns, "adata.obs")
     if argument == "batch_key":
         values = adata.obs[key].dropna()
         measured = values.dtype.kind == "f" and (values % 1 != 0).any()

@@ -43,7 +43,7 @@ from scforge.data.store import (
     write_root,
 )
 from scforge.data.vocab import GeneVocab, open_vocab
-from scforge.errors import DataError, OptionError, first_line
+from scforge.errors import DataError, OptionError, first_line, warn
 
 logger = logging.getLogger("scforge")
 
@@ -123,7 +123,7 @@ def convert(
     Raises
     ------
     OptionError
-        If `path` exists (with `overwrite`: and is no store), or contains a source; if another
+        If `path` exists (with `overwrite`: and is no store), or is, contains or lies in a source; if another
         conversion is writing to it, or `memory` is too little.
     MissingFileError
         If a source does not exist.
@@ -228,11 +228,12 @@ def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
 
 
 def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
-    """Raise if a source lies in the folder of the store, which is replaced."""
+    """Raise if the store would stand in the place of a source, above or below it."""
     for stream in streams:
-        place = getattr(stream, "address", "")  # cells in memory have none
-        if place and not is_url(place) and target in Path(place).resolve().parents:
-            raise OptionError(f"path={str(target)!r} contains the source {place!r}; choose a path apart from it.")
+        place = getattr(stream, "address", "").removeprefix("file://")  # cells in memory have none
+        source = Path(place).resolve()
+        if place and not is_url(place) and (target == source or target in source.parents or source in target.parents):
+            raise OptionError(f"path={str(target)!r} is, contains or lies in the source {place!r}; choose another.")
 
 
 @contextlib.contextmanager
@@ -271,14 +272,19 @@ def _full_disk(target: Path) -> Iterator[None]:
         told = re.search(r"\(os error (\d+)\)", str(error))
         if (int(told[1]) if told else getattr(error, "errno", None)) not in _FULL:
             raise
-        raise DataError(f"the disk of {str(target)!r} is full ({first_line(error)}); make room.") from error
+        raise DataError(
+            f"the disk of {str(target)!r} is full ({first_line(error)}); make room, and start again."
+        ) from error
 
 
 def _check_space(folder: Path, streams: Sequence[ChunkReader], n_genes: int) -> None:
     free = shutil.disk_usage(folder).free
     needed = sum(stream.n_entries for stream in streams) * _entry_bytes(n_genes)
     if free < needed:
-        raise DataError(f"{str(folder.parent)!r} has {free / 1e9:,.2f} GB free and needs up to {needed / 1e9:,.2f} GB.")
+        raise DataError(
+            f"{str(folder.parent)!r} has {free / 1e9:,.2f} GB free, but up to {needed / 1e9:,.2f} GB are needed; "
+            "make room, or choose a larger disk."
+        )
 
 
 def _gene_dtype(n_genes: int) -> np.dtype:
@@ -372,7 +378,9 @@ class _Scattered:
     def _check_largest(self, counts: sparse.csr_matrix, stream: ChunkReader) -> None:
         most = counts.data.max(initial=0)
         if most > _MAX_COUNT:
-            raise DataError(f"{stream.name!r} has the count {most:.0f}, and a store holds counts up to {_MAX_COUNT:,}.")
+            raise DataError(
+                f"{stream.name!r} has the count {most:.0f}, but a store holds {_MAX_COUNT:,} at most; mend it."
+            )
         if most > np.iinfo(np.uint16).max:
             self.counts_dtype = np.dtype(np.uint32)
 
@@ -499,6 +507,8 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
             if problem := _problem(name, kinds, streams):
                 if wanted is not None:
                     raise DataError(problem)
+                if "/" in name:
+                    warn(f"a column of obs is not stored: {problem}")
                 left_out[name] = problem
                 continue
             columns[name] = _joined(parts)
@@ -566,7 +576,7 @@ def _kind(values: Any) -> str | None:
 def _problem(name: str, kinds: Sequence[str | None], streams: Sequence[ChunkReader]) -> str | None:
     """Return why a column cannot be stored, one sentence, or None."""
     if "/" in name:
-        return f"{name!r} has a slash in its name, as no name in a store has; rename it or leave it out."
+        return f"{name!r} has a slash in its name, and no name in a store has one; rename it or leave it out."
     for kind, stream in zip(kinds, streams, strict=True):
         if kind is None:
             return f"{name!r} of {stream.name!r} holds neither text nor numbers; convert it or leave it out."

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scforge._checks import check_known
-from scforge.errors import DataError
+from scforge.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -37,6 +37,10 @@ class PerturbationKeys:
     perturbation: str
     control: str
     separator: str | None = "+"
+
+    def __post_init__(self) -> None:
+        if self.separator is not None and (not isinstance(self.separator, str) or not self.separator.strip()):
+            raise OptionError(f"separator={self.separator!r} is no text that can join parts; give '+', or None.")
 
 
 def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple[str, ...]]:

@@ -193,7 +193,8 @@ def remote_file_system(
                 'install the clients of S3 and Google Cloud with: pip install "scforge[cloud]".'
             ) from safe_cause(error)
         except (ValueError, TypeError) as error:
-            problem = f"{url!r} cannot be used with these storage_options: {first_line(error)}."
+            what = "used with these storage_options" if storage_options else "opened"
+            problem = f"{url!r} cannot be {what}: {first_line(error)}."
             raise OptionError(problem) from safe_cause(error)
     return found
 
@@ -748,7 +749,8 @@ class StoredAdata:
             matrix = Matrix.of(self.file[name], self.path)
         n_cells, n_genes = matrix.shape
         if n_genes != len(self.var) or not n_cells or not n_genes:
-            raise DataError(f"{name} of {self.path!r} has {n_cells} cells x {n_genes} genes, var {len(self.var)} rows.")
+            shape = f"{n_cells} cells x {n_genes} genes, and var {len(self.var)} rows"
+            raise DataError(f"{name} of {self.path!r} has {shape}; give a matrix with cells and as many genes.")
         return matrix
 
 

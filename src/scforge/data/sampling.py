@@ -396,7 +396,9 @@ class EpochPlan:
             most = max(len(cut_by_tokens(part, most_tokens, order.batch_size)) for part in lengths)
             # Another rank must have as many batches.
             if most > min(stop - start for start, stop in spans):
-                raise OptionError(f"max_tokens_per_batch={most_tokens} leaves a batch to each of the {most} cells.")
+                raise OptionError(
+                    f"max_tokens_per_batch={most_tokens} leaves a batch to each of {most} cells; raise it."
+                )
             # Passes in other threads may find it out, too: they write the same.
             self._packed[number] = most
         return self._packed[number]
@@ -547,7 +549,7 @@ class CellOrder:
         if self.lengths is None:
             raise OptionError(f"max_tokens_per_batch={budget} needs lengths, the number of tokens of each cell.")
         if (longest := int(self.lengths.max())) > budget:
-            raise OptionError(f"max_tokens_per_batch={budget} does not hold the longest cell, of {longest} tokens.")
+            raise OptionError(f"max_tokens_per_batch={budget} does not hold a cell of {longest} tokens; raise it.")
 
     def _cut(self, window_cells: int | None) -> None:
         """Set how the parts that ranks take are cut, the same in every epoch; see :class:`EpochPlan` for pieces."""
@@ -574,7 +576,7 @@ class CellOrder:
                 1,
             )
         elif n_batches > least:
-            raise OptionError(f"batch_size=1 cannot give each of world_size={world_size} ranks as many batches.")
+            raise OptionError(f"batch_size=1 cannot give world_size={world_size} ranks as many batches each; raise it.")
         self.n_windows = -(-self.n_pieces // self.pieces_per_window)
 
     def _typical_batch(self) -> int:
@@ -641,7 +643,13 @@ class CellOrder:
         for name, value in self._identity.items():
             if (there := state.get(name)) != value:
                 raise OptionError(f"state is of another order of cells: {name} is {there!r} there, but {value!r} here.")
-        self.epoch, self.position = state["epoch"], state["position"]
+        if missing := {"epoch", "position"} - state.keys():
+            raise OptionError(f"state is none of an order of cells, as it has no {missing.pop()}.")
+        self.epoch = state["epoch"]
+        n_batches = len(self)
+        if not 0 <= state["position"] <= n_batches:
+            raise OptionError(f"state has the position {state['position']}, but an epoch {n_batches} batches.")
+        self.position = state["position"]
         self._loaded = (self.epoch, self.position)
 
     def _plan(self) -> EpochPlan:

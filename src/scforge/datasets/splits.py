@@ -95,7 +95,9 @@ class Split:
         of = {cell: part for part in (*PARTS, LEFT_OUT) for cell in getattr(self, part)}
         unknown = [cell for cell in adata.obs_names if cell not in of]
         if unknown:
-            raise DataError(f"adata has cells that the split {self.name!r} does not know: {listing(unknown, most=3)}.")
+            raise DataError(
+                f"adata has cells that the split {self.name!r} lacks ({listing(unknown, most=3)}); pass its data."
+            )
         found = [None if of[cell] == LEFT_OUT else of[cell] for cell in adata.obs_names]
         used = [part for part in PARTS if part in found]
         return pd.Series(pd.Categorical(found, categories=used), index=adata.obs_names, name="split")
@@ -169,7 +171,9 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
         split = _parse(content, name, version, f"{name}-v{version}.csv.gz")
         if adata is not None:
             if len(split.labels(adata)) < len(split) or not adata.obs_names.is_unique:
-                raise DataError(f"adata has {adata.n_obs} cells but the split {name!r} has {len(split)}; pass them.")
+                raise DataError(
+                    f"adata has {adata.n_obs} cells but the split {name!r} has {len(split)}; pass them all."
+                )
             check_rule(split, card, adata)
         return split
     if adata is None:
@@ -401,7 +405,7 @@ def _share_controls(parts: np.ndarray, rule: SplitRule, card: DatasetCard, adata
     obs, ids = adata.obs, np.asarray(adata.obs_names, dtype=object)
     control = np.asarray(obs[rule.column].astype(object).map(str, na_action="ignore") == str(card.control))
     if not control.any():
-        raise DataError(f"no cell has {rule.column}={card.control!r}, the control of {card.name!r}; rename it.")
+        raise DataError(f"no cell has {rule.column}={card.control!r}, the control of {card.name!r}; rename such cells.")
     contexts = np.full(len(ids), "", dtype=object)
     if rule.context_key is not None:
         named = obs[rule.context_key].notna().to_numpy()

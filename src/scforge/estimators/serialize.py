@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import save_file
 from torch import nn
 
-from scforge._io import atomic_folder, parsed, read_json, read_settled, sha256_of
+from scforge._io import atomic_folder, parsed, read_json, read_settled, sha256_of, sha256_of_json
 from scforge._version import __version__
 from scforge.data.readers import is_url, write_h5ad
 from scforge.data.sources import read_h5ad
@@ -92,7 +91,7 @@ def sealed(content: Mapping[str, Any]) -> str:
     """Return the text of a description, with its format and its checksum."""
     whole = {"format": FORMAT, "scforge_version": __version__, **_encoded(dict(content))}
     whole = json.loads(json.dumps(whole, allow_nan=False))  # as it will be read: keys are text
-    return json.dumps({**whole, _CHECKSUM: _digest(whole)}, indent=2, allow_nan=False) + "\n"
+    return json.dumps({**whole, _CHECKSUM: sha256_of_json(whole, sort_keys=True)}, indent=2, allow_nan=False) + "\n"
 
 
 def read_description(kind: str, path: Path) -> dict[str, Any]:
@@ -109,13 +108,9 @@ def read_description(kind: str, path: Path) -> dict[str, Any]:
         raise ModelFileError(f"{str(path)!r} has format {version}; update scforge {__version__}, which reads {FORMAT}.")
     found: dict[str, Any] = _decoded(content)
     parsed(_Model if kind == MODEL else _Adapter, found, f"{str(path)!r} is not the description of an scforge {kind}")
-    if content.pop(_CHECKSUM, None) != _digest(content):
+    if content.pop(_CHECKSUM, None) != sha256_of_json(content, sort_keys=True):
         raise ModelFileError(f"{str(path)!r} is corrupted: its checksum is another one; copy the {kind} again.")
     return {name: value for name, value in found.items() if name != _CHECKSUM}
-
-
-def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _encoded(value: Any) -> Any:

@@ -11,6 +11,7 @@ import re
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -263,7 +264,9 @@ class NameMap:
             found = [name for name in tensors if _compiled(line.source).fullmatch(name)]
             other = None if line.same_as is None else tensors.get(line.same_as)
             if other is not None and any(not torch.equal(tensors[name], other) for name in found):
-                raise ModelFileError(f"{where} has {found[0]!r} and {line.same_as!r} with different numbers.")
+                raise ModelFileError(
+                    f"{where} has {found[0]!r} and {line.same_as!r} with other numbers; they have to be one."
+                )
             names.update(found)
         return names
 
@@ -315,10 +318,10 @@ def read_options(path: Path) -> dict[str, Any]:
 
 def in_order(tokens: Mapping[str, int]) -> tuple[str, ...]:
     """Return the names of a vocabulary in the order of their numbers."""
-    by_number = {number: name for name, number in tokens.items()}
-    if by_number.keys() != set(range(len(tokens))):
+    names = sorted((name for name, number in tokens.items() if isinstance(number, Integral)), key=tokens.__getitem__)
+    if not names or [tokens[name] for name in names] != list(range(len(tokens))):
         raise DataError("vocab does not number its names from 0 without a gap; give the published one.")
-    return tuple(by_number[number] for number in range(len(tokens)))
+    return tuple(names)
 
 
 def read_dictionary(path: Path) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def generate_cells(
     classes = None if condition is None else number_of_each("condition", condition, n_cells, device)
     if classes is not None and (wrong_b := (classes < 0) | (classes > model.n_conditions)).any():
         raise OptionError(
-            f"condition={int(classes[wrong_b][0])} is not between 0 (none) and n_conditions={model.n_conditions} of it."
+            f"condition={int(classes[wrong_b][0])} is not between 0 (none) and n_conditions={model.n_conditions}."
         )
     draws = [generator_of(f"{seed} {first_cell + row}") for row in range(n_cells)]
     draws_bt2 = torch.stack([torch.rand((max_len, 2), generator=generator, dtype=torch.float64) for generator in draws])

@@ -316,7 +316,7 @@ class GenePoolingModel(Architecture):
 
     def _decoder(self) -> nn.ModuleDict:
         if self.decoder is None:
-            raise OptionError("the model has no decoder of expression; make it with n_batches=0, or their number.")
+            raise OptionError("the model has no decoder of expression; make it with n_batches=0 or more.")
         return self.decoder
 
     @torch.no_grad()

@@ -20,8 +20,7 @@ from scforge._io import atomic_path, check_folder, check_writable
 from scforge.errors import DataError, OptionError
 from scforge.soma.byte_data import Chunks
 from scforge.soma.documents import Document, Files, read_documents
-from scforge.soma.model_folder import read_model
-from scforge.soma.placing import device_of
+from scforge.soma.model_folder import device_of, read_model
 from scforge.soma.v1.torch import Model
 
 type ModelOrFolder = str | os.PathLike[str]
@@ -137,8 +136,8 @@ def gene_table(
     >>> soma.gene_table(genes, trained, progress_bar=False).shape
     (2, 8)
     """
-    if not genes:
-        raise DataError("genes is empty; give at least one gene name with its text or sequence.")
+    if not isinstance(genes, Mapping) or not genes:
+        raise DataError("genes is empty or no dict; give at least one gene name with its text or sequence.")
     documents = []
     for name, text in genes.items():
         if not isinstance(text, str | bytes) or not text:

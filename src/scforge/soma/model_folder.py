@@ -1,20 +1,20 @@
-"""The folder of a model of bytes: ``weights.safetensors`` (as soma-models reads it), ``config.json``, ``README.md``."""
+"""The folder of a model of bytes (``weights.safetensors``, as soma-models reads it, and more), and its device."""
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, Field
 
-from scforge._io import parsed, read_json, read_settled, sha256_of
+from scforge._io import parsed, read_json, read_settled, sha256_of, sha256_of_json
 from scforge._version import __version__
-from scforge.errors import MissingFileError, ModelFileError, OptionError
+from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line
 from scforge.soma.v1 import ARCHITECTURE_VERSION
 from scforge.soma.v1.configs import ModelConfig
 from scforge.soma.v1.torch import Model
@@ -37,7 +37,7 @@ def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str,
         "seq_len": seq_len,
         "training": dict(facts),
     }
-    content["sha256"] = {WEIGHTS: sha256_of(folder / WEIGHTS), CONFIG: _sum(content)}
+    content["sha256"] = {WEIGHTS: sha256_of(folder / WEIGHTS), CONFIG: sha256_of_json(content, sort_keys=True)}
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (folder / README).write_text(_card(model, seq_len, facts), encoding="utf-8")
 
@@ -82,14 +82,10 @@ def _read(path: Path) -> tuple[Model, int]:
     if (found.format, found.architecture_version) != (_FORMAT, ARCHITECTURE_VERSION):
         raise ModelFileError(f"{where!r} is of a later version; load it with scforge {found.scforge_version}.")
     del content["sha256"]
-    for name, checksum in ((CONFIG, _sum(content)), (WEIGHTS, sha256_of(path / WEIGHTS))):
+    for name, checksum in ((CONFIG, sha256_of_json(content, sort_keys=True)), (WEIGHTS, sha256_of(path / WEIGHTS))):
         if found.sha256.get(name) != checksum:
             raise ModelFileError(f"{str(path / name)!r} is corrupted, as its checksum says; copy the folder again.")
     return Model.load(path / WEIGHTS, found.model).eval(), found.seq_len
-
-
-def _sum(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _card(model: Model, seq_len: int, facts: Mapping[str, Any]) -> str:
@@ -129,3 +125,21 @@ def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return ", ".join(map(str, value)) if isinstance(value, list) else f"{value}"
+
+
+def device_of(device: str) -> torch.device:
+    """Return a device by its name, or raise if there is none; ``"auto"`` is a GPU if there is one.
+
+    Examples
+    --------
+    >>> device_of("cpu")
+    device(type='cpu')
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        number = torch.zeros((), device=torch.device(device))
+        number.item()  # "meta" holds none
+    except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts it
+        raise OptionError(f"device={device!r} cannot be used ({first_line(error)}); give 'auto' or 'cpu'.") from error
+    return number.device

@@ -26,8 +26,7 @@ from scforge._io import atomic_folder
 from scforge.errors import DataError, OptionError, TrainingError, first_line
 from scforge.soma.byte_data import ByteData, hold_out
 from scforge.soma.documents import Document, Files, read_documents, read_groups
-from scforge.soma.model_folder import FINAL, WEIGHTS, read_model, write_model
-from scforge.soma.placing import device_of
+from scforge.soma.model_folder import FINAL, WEIGHTS, device_of, read_model, write_model
 from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, ModelConfig, SIGRegConfig
 from scforge.soma.v1.torch import Model, SIGReg, compute_loss
 from scforge.training.checkpoint import (

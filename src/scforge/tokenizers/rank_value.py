@@ -355,7 +355,7 @@ class RankValueTokenizer(Tokenizer):
         self.use_medians = check_bool("use_medians", use_medians)
         if self.use_medians and vocab.medians is None:
             raise OptionError(
-                "use_medians=True but the vocabulary has no medians; add them with vocab.with_medians, or set False."
+                "use_medians=True but the vocabulary has no medians; add them with vocab.with_medians, or pass False."
             )
         self.parity = check_choice("parity", parity, ["stable", "exact"])
         if parity == "stable" and not check_bool("collapse_duplicates", collapse_duplicates):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -27,7 +26,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from scforge._checks import check_share
-from scforge._io import check_folder, read_json, remove_folder, sha256_of
+from scforge._io import check_folder, read_json, remove_folder, sha256_of, sha256_of_json
 from scforge._version import __version__
 from scforge.errors import MissingFileError, ModelFileError, OptionError, ScforgeError, TrainingError, first_line, warn
 from scforge.training.datamodule import CellDataModule
@@ -632,7 +631,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
     place.mkdir()
     plain, tensors = pack(state, where="state")
     save_file(tensors, place / _TENSORS)
-    content = {"sha256": {_TENSORS: sha256_of(place / _TENSORS), "state": _sum(plain)}, "state": plain}
+    content = {"sha256": {_TENSORS: sha256_of(place / _TENSORS), "state": sha256_of_json(plain)}, "state": plain}
     (place / _STATE).write_text(json.dumps(content), encoding="utf-8")
 
 
@@ -650,7 +649,7 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
     place = Path(folder) / _PART
     try:
         content = read_json(place / _STATE)
-        sums = {_TENSORS: sha256_of(place / _TENSORS), "state": _sum(content["state"])}
+        sums = {_TENSORS: sha256_of(place / _TENSORS), "state": sha256_of_json(content["state"])}
         if wrong := [name for name, found in sums.items() if found != content["sha256"][name]]:
             file = place / (_TENSORS if _TENSORS in wrong else _STATE)
             raise ModelFileError(f"{str(file)!r} is corrupted: its checksum is not the one in {_STATE}.")
@@ -690,10 +689,6 @@ def check_state(path: Path, run: RunFolder | None = None) -> None:
     ways += [os.fspath(state) for state in states[-1:]]
     meant = f"did you mean {', or '.join(ways)}?" if ways else "give one such as ckpt/step=00000100, or 'auto'."
     raise MissingFileError(f"resume={str(path)!r} {problem} (--resume); {meant}")
-
-
-def _sum(plain: Any) -> str:
-    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
 
 class RunFolder:

@@ -92,7 +92,7 @@ class BatchLoader:
         self.batch_sampler = None  # Lightning asks whoever has a sampler
         self.prepare = prepare
         self.num_threads = num_threads
-        self.pin_memory = pin_memory
+        self.pin_memory = check_bool("pin_memory", pin_memory)
         self.waited = 0.0
         self._behind: tuple[int, int] | None = None
 
@@ -265,8 +265,10 @@ class CellDataModule(lightning.LightningDataModule):
                 train_rows, validation_rows = split_cells(len(cells), validation_size, self.seed, groups=groups)
             except DataError as error:
                 raise DataError(f"split_by={split_by!r}: {error}") from error
-        elif train_rows is None or validation_rows is None or split_by is not None:
-            raise OptionError(f"train_rows and validation_rows come together, without split_by={split_by!r}.")
+        elif train_rows is None or validation_rows is None:
+            raise OptionError("train_rows and validation_rows come together; give both, or neither.")
+        elif split_by is not None:
+            raise OptionError(f"split_by={split_by!r} has no use beside train_rows and validation_rows; give one.")
         else:
             train_rows = _checked_rows("train_rows", train_rows, len(cells))
             validation_rows = _checked_rows("validation_rows", validation_rows, len(cells))
@@ -350,7 +352,7 @@ class CellDataModule(lightning.LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on behind the batch that a state names, with the next :meth:`train_dataloader`."""
         # Lightning restores a loader only if none was made before; counting the steps of a training makes one.
-        self._state = state_dict.get("train_loader")
+        self._state, self._shortens = state_dict.get("train_loader"), False
 
     def position(self, *, begins_epoch: bool) -> dict[str, Any]:
         """Return which training batch comes next, for :meth:`go_on_with`; JSON-safe.

@@ -359,7 +359,8 @@ def peak_flops(device: torch.device, precision: str) -> float:
     kinds = {"bf16": torch.bfloat16, "16-": torch.float16}
     dtype = next((kind for name, kind in kinds.items() if str(precision).startswith(name)), torch.float32)
     left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    product = Timer("torch.mm(left, right, out=out)", globals={"left": left, "right": right, "out": left @ right})
+    names = {"left": left, "right": right, "out": left @ right}
+    product = Timer("torch.mm(left, right, out=out)", globals=names, num_threads=torch.get_num_threads())
     with torch.no_grad():
         times = product.blocked_autorange(min_run_time=_SECONDS).times
     return 2.0 * size**3 / min(times)

@@ -1,4 +1,4 @@
-"""Sizes of version 1, and the five configurations made of them, equal to the published ones."""
+"""Sizes of version 1, the five configurations made of them, equal to the published ones, and checks of numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Final
 
 from scforge._checks import check_count, check_positive, check_share
-from scforge.errors import OptionError
+from scforge.errors import DataError, OptionError
 
 V1_EMBEDDING_DIM: Final = 2048
 V1_NUM_HEADS: Final = 8
@@ -232,3 +232,39 @@ class SIGRegConfig(_Checked):
 def part_of[C](config: Any, kind: type[C]) -> C:
     """Return a configuration of a part with the numbers of that of the whole."""
     return kind(**{field.name: getattr(config, field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
+def check_config(config: Any, kind: type) -> None:
+    """Raise unless a configuration has the fields of `kind`."""
+    if lacking := [field.name for field in fields(kind) if not hasattr(config, field.name)]:
+        raise OptionError(f"config={config!r:.60} has no {lacking[0]}; pass a {kind.__name__}(...).")
+
+
+def check_whole(argument: str, values: Any, kind: type = object) -> None:
+    """Raise unless `values` are whole numbers of shape (B, S), in an array of the framework, of the type `kind`."""
+    if not isinstance(values, kind):
+        raise DataError(f"{argument} is of type {type(values).__name__}; pass a {kind.__name__}.")
+    dtype, shape = getattr(values, "dtype", type(values).__name__), tuple(getattr(values, "shape", ()))
+    if "int" not in str(dtype) or len(shape) != 2:
+        raise DataError(f"{argument} has dtype {dtype} and shape {shape}; pass whole numbers of shape (batch, seq).")
+
+
+def check_tokens(argument: str, values: Any, vocab_size: int) -> None:
+    """Raise if a token is outside the vocabulary."""
+    if values.shape[0] and values.shape[1] and not 0 <= int(values.min()) <= int(values.max()) < vocab_size:
+        wrong = values.min() if values.min() < 0 else values.max()
+        raise DataError(f"{argument} holds {int(wrong)}; pass tokens from 0 to {vocab_size - 1}, the vocabulary.")
+
+
+def check_one_a_token(argument: str, values: Any, of: str, tokens: Any, *, or_one_row: bool = False) -> None:
+    """Raise unless `values` has the shape of `tokens`, which the argument `of` names; or one row of it."""
+    if tuple(values.shape) not in {tuple(tokens.shape), *([(1, tokens.shape[1])] if or_one_row else [])}:
+        raise DataError(f"{argument} has shape {tuple(values.shape)} and {of} {tuple(tokens.shape)}; pass one a token.")
+
+
+def check_states(x: Any, noise: Any = None) -> None:
+    """Raise unless `x` are real numbers of shape (..., H), and `noise`, if given, is of shape (H, directions)."""
+    if "float" not in str(x.dtype) or not x.shape:
+        raise DataError(f"x has dtype {x.dtype} and shape {tuple(x.shape)}; pass states of shape (..., width).")
+    if noise is not None and (len(noise.shape) != 2 or len(noise) != x.shape[-1]):
+        raise DataError(f"noise has shape {tuple(noise.shape)}; pass ({x.shape[-1]}, directions).")

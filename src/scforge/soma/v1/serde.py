@@ -82,7 +82,7 @@ class Serde[M](abc.ABC):
     def _read(self, where: str, load: Callable[[], dict[str, Any]]) -> M:
         try:
             found = load()
-        except (SafetensorError, OSError, TypeError) as error:
+        except (SafetensorError, OSError, TypeError, ValueError) as error:
             raise ModelFileError(f"{where} cannot be read as safetensors: {first_line(error)}.") from error
         wanted = self._tensors()
         if missing := wanted.keys() - found.keys():

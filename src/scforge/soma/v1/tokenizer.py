@@ -116,8 +116,8 @@ def tokenize_arrays(
 def _numbers(data: bytes | bytearray | memoryview | np.ndarray) -> np.ndarray:
     try:
         view = memoryview(data)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise DataError(f"data is of type {type(data).__name__}; pass bytes, e.g. text.encode().") from error
     if view.format != "B" or view.ndim != 1:
-        raise DataError(f"data has the format {view.format!r} and shape {view.shape}; pass bytes, e.g. data.cast('B').")
+        raise DataError(f"data has the format {view.format!r} and shape {view.shape}; pass bytes, or uint8 in one row.")
     return np.frombuffer(view if view.c_contiguous else view.tobytes(), dtype=np.uint8)

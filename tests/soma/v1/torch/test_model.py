@@ -101,7 +101,8 @@ def test_pads_are_hidden_if_asked_for(tiny):
     ("tokens", "places", "message"),
     [
         (torch.rand(1, 4), PLACES[:, :4], "input has dtype torch.float32"),
-        ([[97, 98]], PLACES[:, :2], "input has dtype list"),
+        ([[97, 98]], PLACES[:, :2], "input is of type list; pass a Tensor"),
+        (PLACES[:, :2].numpy(), PLACES[:, :2], "input is of type ndarray; pass a Tensor"),
         (torch.tensor([[97, 264]]), PLACES[:, :2], "input holds 264; pass tokens from 0 to 263"),
         (torch.tensor([1, 2, 3, 4]), PLACES[:, :4], r"input has dtype torch.int64 and shape \(4,\)"),
         (torch.tensor([[1, 2]]), torch.rand(1, 2), "positions has dtype"),
@@ -114,6 +115,9 @@ def test_what_is_no_tokens(tiny, tokens, places, message):
 
 
 def test_what_is_no_configuration(tiny):
+    for config in ({"dropout_rate": 0.0}, SIGRegConfig()):
+        with pytest.raises(OptionError, match=r"config=.* has no dropout_rate; pass a ModelConfig"):
+            Model(config)
     with pytest.raises(OptionError, match="does not give num_heads=3"):
         Model(dataclasses.replace(tiny, num_heads=3))
     with pytest.raises(OptionError, match="pad_mask='no'"):

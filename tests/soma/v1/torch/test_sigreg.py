@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from scforge.errors import DataError
 from scforge.models.components import SIGReg as OverSamples
 from scforge.soma.v1.torch import SIGReg, SIGRegConfig
 
@@ -11,6 +12,19 @@ def regularizers(published):
         return SIGReg(SIGRegConfig(**options)), published.SIGReg(published.SIGRegConfig(**options))
 
     return make
+
+
+@pytest.mark.parametrize(
+    ("x", "noise", "message"),
+    [
+        (torch.zeros(3, 4, dtype=torch.int64), torch.randn(4, 5), "x has dtype torch.int64"),
+        (torch.zeros(3, 4), torch.randn(5, 4), r"noise has shape \(5, 4\); pass \(4, directions\)"),
+        (torch.zeros(3, 4), torch.randn(4), r"noise has shape \(4,\)"),
+    ],
+)
+def test_what_is_no_states(x, noise, message):
+    with pytest.raises(DataError, match=message):
+        SIGReg(SIGRegConfig(slices=4)).compute(x, noise)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from scforge.soma.v1.checks import check_one_a_token, check_tokens, check_whole
-from scforge.soma.v1.configs import V1_PAD_TOKEN_ID
+from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, check_one_a_token, check_tokens, check_whole
 from scforge.soma.v1.flax.model import Model
 from scforge.soma.v1.flax.sigreg import SIGReg
 

@@ -9,8 +9,15 @@ import jax
 from flax import nnx
 from jax import Array
 
-from scforge.soma.v1.checks import check_one_a_token, check_tokens, check_whole
-from scforge.soma.v1.configs import EncoderConfig, ModelConfig, part_of
+from scforge.soma.v1.configs import (
+    EncoderConfig,
+    ModelConfig,
+    check_config,
+    check_one_a_token,
+    check_tokens,
+    check_whole,
+    part_of,
+)
 from scforge.soma.v1.flax.modules.encoder import Encoder
 from scforge.soma.v1.flax.modules.layer import layer_norm
 from scforge.soma.v1.flax.serde import Serializable
@@ -47,6 +54,7 @@ class Model(Serializable, nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs | None = None) -> None:
         rngs = nnx.Rngs(0) if rngs is None else rngs
+        check_config(config, ModelConfig)
         self.config = config
         self.embedding = nnx.Embed(config.vocab_size, config.embedding_dim, rngs=rngs)
         self.encoder = Encoder(part_of(config, EncoderConfig), rngs)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from scforge.soma.v1.configs import SIGRegConfig
+from scforge.soma.v1.configs import SIGRegConfig, check_config, check_states
 
 
 class SIGReg(nnx.Module):
@@ -39,6 +39,7 @@ class SIGReg(nnx.Module):
     """
 
     def __init__(self, config: SIGRegConfig, rngs: nnx.Rngs | None = None) -> None:
+        check_config(config, SIGRegConfig)
         self.config = config
         self.rngs = nnx.Rngs(0) if rngs is None else rngs
         step = config.t_max / (config.points - 1)
@@ -49,11 +50,13 @@ class SIGReg(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         """Return the loss of representations of shape (..., H), a number, with new directions."""
+        check_states(x)
         shape = (x.shape[-1], self.config.slices)
         return self.compute(x, jax.random.normal(self.rngs.noise(), shape=shape, dtype=x.dtype))
 
     def compute(self, x: Array, noise: Array) -> Array:
         """Return the loss of representations of shape (..., H) along the columns of `noise`, shape (H, N)."""
+        check_states(x, noise)
         projected = x @ (noise / jnp.linalg.norm(noise, axis=0))
         angles = projected[..., None] * self.t
         error = (jnp.cos(angles).mean(axis=-2) - self.phi) ** 2 + jnp.sin(angles).mean(axis=-2) ** 2

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from scforge.soma.v1.checks import check_one_a_token, check_tokens, check_whole
-from scforge.soma.v1.configs import V1_PAD_TOKEN_ID
+from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, check_one_a_token, check_tokens, check_whole
 from scforge.soma.v1.torch.model import Model, can_look_at
 from scforge.soma.v1.torch.sigreg import SIGReg
 
@@ -54,8 +53,8 @@ def compute_loss(
     >>> loss.shape, embedding.shape
     (torch.Size([]), torch.Size([8]))
     """
-    check_whole("token_ids", token_ids)
-    check_whole("targets", targets)
+    check_whole("token_ids", token_ids, torch.Tensor)
+    check_whole("targets", targets, torch.Tensor)
     check_one_a_token("targets", targets, "token_ids", token_ids)
     if can_look_at(targets):
         check_tokens("targets", targets, model.config.vocab_size)

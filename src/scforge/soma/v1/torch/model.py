@@ -10,8 +10,16 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from scforge._checks import check_bool
-from scforge.soma.v1.checks import check_one_a_token, check_tokens, check_whole
-from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, EncoderConfig, ModelConfig, part_of
+from scforge.soma.v1.configs import (
+    V1_PAD_TOKEN_ID,
+    EncoderConfig,
+    ModelConfig,
+    check_config,
+    check_one_a_token,
+    check_tokens,
+    check_whole,
+    part_of,
+)
 from scforge.soma.v1.torch.modules.encoder import Encoder
 from scforge.soma.v1.torch.serde import Serializable
 
@@ -45,6 +53,7 @@ class Model(Serializable, nn.Module):
 
     def __init__(self, config: ModelConfig, *, gradient_checkpointing: bool = False, pad_mask: bool = False) -> None:
         super().__init__()
+        check_config(config, ModelConfig)
         self.config = config
         self.pad_mask = check_bool("pad_mask", pad_mask)
         self.embedding = nn.Embedding(config.vocab_size, config.embedding_dim)
@@ -68,8 +77,8 @@ class Model(Serializable, nn.Module):
             If tokens or positions are no tensors, have another shape or dtype, or tokens on a CPU are outside the
             vocabulary. Elsewhere looking at tokens would wait for the device, and they raise an error of torch.
         """
-        check_whole("input", input)
-        check_whole("positions", positions)
+        check_whole("input", input, torch.Tensor)
+        check_whole("positions", positions, torch.Tensor)
         check_one_a_token("positions", positions, "input", input, or_one_row=True)
         if can_look_at(input):
             check_tokens("input", input, self.config.vocab_size)

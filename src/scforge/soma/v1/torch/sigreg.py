@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from scforge.soma.v1.configs import SIGRegConfig
+from scforge.soma.v1.configs import SIGRegConfig, check_config, check_states
 
 
 class SIGReg(nn.Module):
@@ -36,6 +36,7 @@ class SIGReg(nn.Module):
 
     def __init__(self, config: SIGRegConfig) -> None:
         super().__init__()
+        check_config(config, SIGRegConfig)
         self.config = config
         t = torch.linspace(0, config.t_max, config.points)
         step = config.t_max / (config.points - 1)
@@ -48,6 +49,7 @@ class SIGReg(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the loss of states of shape (..., H) along directions drawn from torch's generator."""
+        check_states(x)
         noise = torch.randn(x.shape[-1], self.config.slices, dtype=x.dtype, device=x.device)
         return self.compute(x, noise)
 
@@ -65,6 +67,7 @@ class SIGReg(nn.Module):
         -------
         A scalar of float32, or of float64 if `x` is.
         """
+        check_states(x, noise)
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             directions = noise.to(wide) / noise.to(wide).norm(dim=0)
