@@ -153,7 +153,7 @@ def test_bad_input(obs) -> None:
             Scib("label", "batch", **options)
     with pytest.raises(DataError, match="the 90 nearest cells of each of 90 cells;"):
         Scib("label").check(obs[:90])
-    with pytest.raises(DataError, match=r"pre_integrated lacks 140 of 240 cells \(first: 'cell100', 'cell101', 'cell102'"):
+    with pytest.raises(DataError, match=r"lacks 140 of 240 cells \(first: 'cell100', 'cell101', 'cell102'"):
         Scib("label", "batch", pre_integrated=before).check(obs)
     for benchmark in (Scib, BatchIntegration):
         with pytest.raises(DataError, match="batch_key='bach' is not a column of obs; did you mean 'batch'"):
