@@ -151,7 +151,8 @@ def _evaluate(
 
 
 def _config_init(*, only_list: bool = False, **options: Any) -> None:
-    from scforge.config import init_config, list_recipes
+    from scforge.config import list_recipes
+    from scforge.config.editing import init_config
 
     if only_list:
         print("\n".join(list_recipes()))
@@ -206,8 +207,8 @@ def _convert_checkpoint(source: str, output: str, *, overwrite: bool = False, **
 
 
 def _inspect(file: str, *, verify: bool = False, **options: Any) -> None:
-    from scforge.data import inspect_h5ad, inspect_store
-    from scforge.data.store import may_be_store
+    from scforge.data.sources import inspect_h5ad
+    from scforge.data.store import inspect_store, may_be_store
 
     if may_be_store(file):
         print(inspect_store(file, verify=verify))

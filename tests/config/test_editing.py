@@ -4,9 +4,9 @@ from typing import Any
 import jsonschema
 import pytest
 
-from scforge.config import Config, init_config, list_recipes, load_config, recipe_path
+from scforge.config import Config, list_recipes, load_config, recipe_path
 from scforge.config.aliases import ALIASES, known_names
-from scforge.config.editing import config_schema
+from scforge.config.editing import config_schema, init_config
 from scforge.config.load import parse_yaml
 from scforge.errors import ConfigError
 

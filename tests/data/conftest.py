@@ -6,8 +6,9 @@ import anndata as ad
 import numpy as np
 import pytest
 
-from scforge.data import CellBlock, GeneVocab, StoreCells, open_cells
+from scforge.data import CellBlock, GeneVocab, open_cells
 from scforge.data.cells import CellSource
+from scforge.data.store import StoreCells
 
 
 @pytest.fixture

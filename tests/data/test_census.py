@@ -11,7 +11,8 @@ import pytest
 from scipy import sparse
 
 from scforge.config import load_config
-from scforge.data import CensusQuery, GeneVocab, StoreCells, convert, open_cells
+from scforge.data import CensusQuery, GeneVocab, convert, open_cells
+from scforge.data.store import StoreCells
 from scforge.errors import DataError, MissingFileError, OptionError, ScforgeWarning
 from scforge.workflows.train import train_from_config
 

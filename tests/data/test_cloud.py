@@ -12,9 +12,10 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import CellOrder, StoreCells, convert, open_cells
+from scforge.data import CellOrder, convert, open_cells
 from scforge.data import readers as remote
 from scforge.data.readers import open_group, open_streams
+from scforge.data.store import StoreCells
 from scforge.errors import DataError, MissingFileError, OptionError
 
 s3fs = pytest.importorskip("s3fs", reason="the client of S3 comes with the extra cloud")

@@ -4,11 +4,11 @@ import pytest
 from scipy import sparse
 
 from scforge.cli import main
-from scforge.data import CellBlock, inspect_h5ad, open_cells
+from scforge.data import CellBlock, open_cells
 from scforge.data.checks import compressed_problem, counts_of, sound_csr
 from scforge.data.genes import GeneMap, sum_columns
 from scforge.data.readers import Location
-from scforge.data.sources import read_h5ad
+from scforge.data.sources import inspect_h5ad, read_h5ad
 from scforge.data.statistics import measure_medians
 from scforge.errors import DataError
 

@@ -5,7 +5,8 @@ import pytest
 from scipy import sparse
 
 from scforge.cli import main
-from scforge.data import GeneVocab, inspect_h5ad, map_genes
+from scforge.data import GeneVocab, map_genes
+from scforge.data.sources import inspect_h5ad
 from scforge.errors import GeneMismatchError
 
 STORED = {"csr": sparse.csr_matrix, "csc": sparse.csc_matrix, "dense": lambda x: x.toarray()}

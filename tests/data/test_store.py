@@ -8,8 +8,9 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import CellBlock, CellOrder, GeneVocab, StoreCells, convert, open_cells
+from scforge.data import CellBlock, CellOrder, GeneVocab, convert, open_cells
 from scforge.data.sampling import Window
+from scforge.data.store import StoreCells
 from scforge.errors import DataError, GeneMismatchError, ScforgeWarning
 
 ALL = [f"gene{i}" for i in range(80)]

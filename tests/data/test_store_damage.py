@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scforge.data import CellOrder, StoreCells
+from scforge.data import CellOrder
+from scforge.data.store import StoreCells
 from scforge.errors import DataError, MissingFileError
 
 

@@ -10,9 +10,18 @@ import pytest
 import zarr
 
 from scforge.cli import main
-from scforge.data import GeneVocab, StoreCells, convert, inspect_store, open_cells
+from scforge.data import GeneVocab, convert, open_cells
 from scforge.data.readers import open_group
-from scforge.data.store import StoreInfo, dataset_hash, is_store, partial_path, read_measured, read_vocab
+from scforge.data.store import (
+    StoreCells,
+    StoreInfo,
+    dataset_hash,
+    inspect_store,
+    is_store,
+    partial_path,
+    read_measured,
+    read_vocab,
+)
 from scforge.errors import DataError, MissingFileError
 
 

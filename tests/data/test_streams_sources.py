@@ -10,8 +10,9 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import GeneVocab, StoreCells, open_cells
+from scforge.data import GeneVocab, open_cells
 from scforge.data.readers import open_streams
+from scforge.data.store import StoreCells
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning
 from scforge.training import CellDataModule
 

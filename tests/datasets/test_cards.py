@@ -7,7 +7,7 @@ import anndata as ad
 import pytest
 
 from scforge._io import sha256_of
-from scforge.datasets import check_independent, get_card, list_cards, load
+from scforge.datasets import get_card, list_cards, load
 from scforge.datasets.cards import SplitRule
 from scforge.datasets.loading import find_file
 from scforge.errors import DataError, MissingFileError, OptionError
@@ -88,13 +88,6 @@ def test_files_at_hand_are_those_of_the_cards(name: str) -> None:
     assert adata.shape == (card.n_cells, card.n_genes)
     ensembl = adata.var_names.str.match(r"^ENS(MUS)?G\d{11}$").all()
     assert ensembl == (card.genes == "ensembl")
-
-
-def test_data_of_one_study_do_not_test_each_other() -> None:
-    check_independent("kang_ifnb", ["kang_ifnb", "pbmc3k", "something of mine"])
-    for test, train in [("kang_ifnb", "kang_ctrl_8donor"), ("kang_ctrl_8donor", ["pbmc3k", "kang_ifnb"])]:
-        with pytest.raises(DataError, match=f"holds cells of test='{test}', the same study"):
-            check_independent(test, train)
 
 
 def test_a_rule_that_says_nothing() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scforge.datasets import get_card, get_split, list_cards, load, make_split, read_split, write_split
+from scforge.datasets import get_card, get_split, list_cards, load, read_split, write_split
 from scforge.datasets.cards import SplitRule
-from scforge.datasets.splits import Split, check_rule
+from scforge.datasets.splits import Split, check_rule, make_split
 from scforge.errors import DataError, OptionError
 
 SOURCE = Path(__file__).parents[3] / "shared" / "data" / "cells"

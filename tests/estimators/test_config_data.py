@@ -8,7 +8,7 @@ import pytest
 
 from scforge.cli import main
 from scforge.config import load_config
-from scforge.data import StoreCells
+from scforge.data.store import StoreCells
 from scforge.estimators import Encoder
 from scforge.training import CellDataModule
 from scforge.workflows import train_from_config

@@ -5,7 +5,8 @@ import anndata as ad
 import numpy as np
 import pytest
 
-from scforge.data import GeneVocab, StoreCells, open_cells, select_genes
+from scforge.data import GeneVocab, open_cells, select_genes
+from scforge.data.store import StoreCells
 from scforge.errors import GeneMismatchError, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
 from scforge.training import CellDataModule

@@ -6,9 +6,8 @@ from scipy import sparse
 
 from scforge.data.perturbation import PerturbationKeys
 from scforge.errors import DataError, ScforgeWarning
-from scforge.eval import check_disjoint
 from scforge.eval.expression import log_normalized
-from scforge.eval.generation import SAME_CELL, check_copies, check_features, copied_rows
+from scforge.eval.generation import SAME_CELL, check_copies, check_disjoint, check_features, copied_rows
 
 KEYS = PerturbationKeys("target", control="control")
 

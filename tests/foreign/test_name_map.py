@@ -7,12 +7,13 @@ import torch
 from scforge.data import GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, OptionError
 from scforge.estimators import Encoder
-from scforge.foreign import Foreign, LeftOut, NameMap, Rule, read_checkpoint, register_family, stacked
+from scforge.foreign import Foreign, LeftOut, NameMap, Rule, register_family, stacked
 from scforge.foreign.base import (
     AS_IS,
     FAMILIES,
     TRANSPOSED,
     folded_row,
+    read_checkpoint,
     read_weights,
     rows_in_order,
 )

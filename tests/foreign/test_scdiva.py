@@ -13,8 +13,7 @@ from torch import nn
 from scforge.cli import main
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
 from scforge.estimators import Encoder
-from scforge.foreign import read_checkpoint
-from scforge.foreign.base import list_families
+from scforge.foreign.base import list_families, read_checkpoint
 from scforge.models import ScDiVaModel
 
 WIDTH, DEPTH, HEADS, INNER, LATENT, TYPES = 16, 2, 2, 24, 5, 3

@@ -3,8 +3,9 @@ import torch
 
 from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
-from scforge.models import AutoregressiveTransformer, GeneratingModule, ScDiVaModel, TransformerEncoder
+from scforge.models import AutoregressiveTransformer, ScDiVaModel, TransformerEncoder
 from scforge.models.components.attention import KeyValueCache
+from scforge.models.protocol import GeneratingModule
 
 V, BINS, EOS, SPECIAL = 25, 6, 4, 5
 ENDS = {"eos_id": EOS, "n_special": SPECIAL}

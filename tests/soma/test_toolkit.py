@@ -11,9 +11,9 @@ import torch
 from scforge.cli import main
 from scforge.data import GeneVocab
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
-from scforge.soma import embed, gene_table, read_documents, read_fasta, train
+from scforge.soma import embed, gene_table, read_documents, train
 from scforge.soma.byte_data import hold_out
-from scforge.soma.documents import Document, read_groups
+from scforge.soma.documents import Document, read_fasta, read_groups
 from scforge.soma.model_folder import read_model
 from scforge.soma.v1.tokenizer import tokenize_arrays
 from scforge.tokenizers import GeneEmbeddingTokenizer

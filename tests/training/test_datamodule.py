@@ -4,7 +4,8 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from scforge.data import StoreCells, open_cells
+from scforge.data import open_cells
+from scforge.data.store import StoreCells
 from scforge.errors import DataError, MissingFileError, OptionError, TrainingError
 from scforge.models import GenePoolingModel
 from scforge.tokenizers import get_tokenizer

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from scforge.data import CellOrder, StoreCells, open_cells
+from scforge.data import CellOrder, open_cells
 from scforge.data.sampling import ClassBalance
+from scforge.data.store import StoreCells
 from scforge.errors import DataError, OptionError
 from scforge.tokenizers import get_tokenizer
 from scforge.training.datamodule import BatchLoader, default_threads

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from scforge.data import StoreCells, open_cells
+from scforge.data import open_cells
 from scforge.data.cells import CellSource
+from scforge.data.store import StoreCells
 from scforge.errors import DataError, OptionError, TrainingError
 from scforge.models import AutoregressiveTransformer, GenePoolingModel
 from scforge.tokenizers import get_tokenizer

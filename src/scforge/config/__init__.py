@@ -7,19 +7,11 @@ from scforge._lazy import lazy_names
 _NAMES = {
     "Config": "scforge.config.schema",
     "ModelConfig": "scforge.config.schema",
-    "init_config": "scforge.config.editing",
     "list_recipes": "scforge.config.recipes",
     "load_config": "scforge.config.load",
     "recipe_path": "scforge.config.recipes",
 }
 
-__all__ = [
-    "Config",
-    "ModelConfig",
-    "init_config",
-    "list_recipes",
-    "load_config",
-    "recipe_path",
-]
+__all__ = list(_NAMES)
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -464,7 +464,7 @@ class Inspection:
     >>> import tempfile, scforge
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     scforge.datasets.pbmc3k()[:100].write_h5ad(f"{folder}/cells.h5ad")
-    ...     found = scforge.data.inspect_h5ad(f"{folder}/cells.h5ad", "human_protein_coding")
+    ...     found = inspect_h5ad(f"{folder}/cells.h5ad", "human_protein_coding")
     >>> found.stored, found.overlap.n_matched, found.n_empty, found.mismatch is None
     ('csr', 12380, 0, True)
     """

@@ -87,36 +87,3 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
             "control", card.control, labels, f"{card.perturbation_key!r} of obs", fix="rename the control cells"
         )
     return adata
-
-
-def check_independent(test: str, train: list[str] | tuple[str, ...] | str) -> None:
-    """Raise if one of the data sets of the training holds cells of the one that is tested on.
-
-    The same name is allowed: a split of it keeps training and test apart.
-
-    Parameters
-    ----------
-    test
-        Name of the data set that is tested on.
-    train
-        Names of those that are trained on. Those without a card are not judged.
-
-    Raises
-    ------
-    OptionError
-        If there is no card of the name `test`.
-    DataError
-        If cells are shared.
-
-    Examples
-    --------
-    >>> check_independent("kang_ifnb", ["pbmc3k"])
-    >>> check_independent("kang_ifnb", ["kang_ctrl_8donor"])
-    Traceback (most recent call last):
-        ...
-    scforge.errors.DataError: train=['kang_ctrl_8donor'] holds cells of test='kang_ifnb', the same study; ...
-    """
-    names = [train] if isinstance(train, str) else list(train)
-    shared = [name for name in names if name in get_card(test).shares_cells_with]
-    if shared:
-        raise DataError(f"train={shared} holds cells of test={test!r}, the same study; train on other data.")

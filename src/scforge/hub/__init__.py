@@ -5,15 +5,11 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
-    "known_models": "scforge.hub.finding",
     "resolve": "scforge.hub.finding",
     "upload": "scforge.hub.uploading",
+    "known_models": "scforge.hub.finding",
 }
 
-__all__ = [  # noqa: RUF022 -- in the order in which one meets them
-    "resolve",
-    "upload",
-    "known_models",
-]
+__all__ = list(_NAMES)
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

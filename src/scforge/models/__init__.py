@@ -16,7 +16,6 @@ _NAMES = {
     "ScDiVaConfig": "scforge.models.scdiva",
     "ModelOutput": "scforge.models.protocol",
     "CellModule": "scforge.models.protocol",
-    "GeneratingModule": "scforge.models.protocol",
     "register_model": "scforge.models.registry",
     "get_model": "scforge.models.registry",
     "list_models": "scforge.models.registry",

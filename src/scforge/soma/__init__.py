@@ -16,10 +16,9 @@ _NAMES = {name: f"scforge.soma.{name}" for name in ("utils", "v1")} | {
     "embed": "scforge.soma.embedding",
     "gene_table": "scforge.soma.embedding",
     "read_documents": "scforge.soma.documents",
-    "read_fasta": "scforge.soma.documents",
     "train": "scforge.soma.training",
 }
 
-__all__ = ["embed", "gene_table", "read_documents", "read_fasta", "train", "utils", "v1"]
+__all__ = list(_NAMES)
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -56,7 +56,7 @@ def read_documents(
         one; quotes hold a cell of ``.csv`` together, in ``.tsv`` they are letters. ``"auto"``: ``.fa``, ``.fasta`` and
         the like are FASTA, ``.csv`` and ``.tsv`` are tables, others bytes.
     field
-        Field of FASTA headers with the names, see :func:`scforge.soma.read_fasta`.
+        Field of FASTA headers with the names, see :func:`read_fasta`.
     gene_column, text_column
         Columns of tables with the names and the texts; None for ``"gene"`` and ``"text"``.
 

@@ -14,14 +14,6 @@ _NAMES = {
     "train_from_config": "scforge.workflows.train",
 }
 
-__all__ = [
-    "check_config",
-    "embed_to",
-    "evaluate_models",
-    "evaluate_to",
-    "finetune_from_config",
-    "predict_to",
-    "train_from_config",
-]
+__all__ = list(_NAMES)
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)
