@@ -223,7 +223,7 @@ def test_what_a_web_server_answers(name, answer, message, web, tiny_adata, monke
     [
         ("zip://a.h5ad::{file}", "cannot be read: File is not a zip file"),
         ("filecache::zip://a.h5ad::{file}", "cannot be read: File is not a zip file"),
-        ("filecache::nothing://a.h5ad", "'filecache::nothing://a.h5ad' cannot be used .*: Protocol not known"),
+        ("filecache::nothing://a.h5ad", "'filecache::nothing://a.h5ad' cannot be opened: Protocol not known"),
     ],
 )
 def test_urls_in_urls(url, message, tmp_path, capsys):

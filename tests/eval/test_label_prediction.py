@@ -85,7 +85,7 @@ def test_mistakes(cells) -> None:
     for some, message in [
         (obs[:90], "labels_key='label' has one value only .'a'.; choose"),
         (obs.assign(label=None), "labels_key='label' has no value in any cell; choose a column with two"),
-        (obs[:93], r"fewer than 2 labels .* in n_folds=5 folds \(left out: 'b' \(3 cells\)\)"),
+        (obs[:93], r"fewer than 2 labels .* \(left out: 'b' \(3 cells\)\); lower n_folds=5"),
         (mixed, "labels_key='label' holds different values of one text"),
     ]:
         with pytest.raises(DataError, match=message):

@@ -115,14 +115,14 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
     check_positive("gradient_clip_val", how.gradient_clip_val, or_zero=True, hint="0 does not clip")
     if how.checkpoint_every_n_steps is not None:
         check_count("checkpoint_every_n_steps", how.checkpoint_every_n_steps, "steps")
-        if how.checkpoint_dir is None:
-            raise OptionError("checkpoint_every_n_steps has no use without checkpoint_dir, the folder of the training.")
     if model._is_query and (precision in ("16-true", "bf16-true") or how.strategy == "fsdp"):
         given = f"precision={precision!r} with strategy={how.strategy!r}"
         raise OptionError(f"{given} would change what a query model shares with its reference; take 'bf16-mixed'.")
     if how.checkpoint_dir is None and (how.resume == _AUTO or how.overwrite):
         name = "overwrite=True" if how.overwrite else "resume='auto'"
         raise OptionError(f"{name} needs checkpoint_dir, the folder of the training.")
+    if how.checkpoint_every_n_steps is not None and how.checkpoint_dir is None:
+        raise OptionError("checkpoint_every_n_steps has no use without checkpoint_dir, the folder of the training.")
     folder = None if how.checkpoint_dir is None else RunFolder(how.checkpoint_dir)
     rank = rank_zero_only.rank or 0
     with contextlib.ExitStack() as stack:

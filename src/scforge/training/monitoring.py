@@ -172,12 +172,12 @@ def make_loggers(
     ['TableLogger']
     """
     loggers: list[Logger] = []
+    if wandb_mode is not None:
+        check_choice("wandb_mode", wandb_mode, _WANDB_MODES)
     for name in names:
         check_choice("loggers", name, LOGGERS)
         if name != "csv" and importlib.util.find_spec(name) is None:
             raise OptionError(f"loggers names {name!r}, which is not installed; pip install 'scforge[{name}]'.")
-    if wandb_mode is not None:
-        check_choice("wandb_mode", wandb_mode, _WANDB_MODES)
     check_folder("log_dir", log_dir)
     if "csv" in names:
         loggers.append(TableLogger(log_dir))

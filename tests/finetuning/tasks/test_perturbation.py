@@ -187,7 +187,11 @@ def test_a_single_perturbation_leaves_nothing_to_hold_out(base: Encoder) -> None
         ({"perturbation_key": "targets"}, DataError, "'targets' is not a column of obs of .* did you mean 'target'"),
         ({"perturbation_key": "nothing"}, DataError, "no cell is perturbed"),
         ({"split_key": "part"}, OptionError, "hold out whole perturbations"),
-        ({"perturbation_key": "named", "heldout": ["drug"]}, OptionError, "the targets 'drug' are no genes of"),
+        (
+            {"perturbation_key": "named", "heldout": ["drug"]},
+            OptionError,
+            "the targets 'drug' are unknown to the model",
+        ),
     ],
 )
 def test_cells_that_cannot_be_learned_from(adata: ad.AnnData, base: Encoder, change: dict, error, message) -> None:
