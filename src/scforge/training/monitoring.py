@@ -21,7 +21,6 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from torch import nn
-from torch.utils.benchmark import Timer
 from torch.utils.flop_counter import FlopCounterMode
 
 from scforge._checks import check_choice
@@ -359,11 +358,20 @@ def peak_flops(device: torch.device, precision: str) -> float:
     kinds = {"bf16": torch.bfloat16, "16-": torch.float16}
     dtype = next((kind for name, kind in kinds.items() if str(precision).startswith(name)), torch.float32)
     left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
-    names = {"left": left, "right": right, "out": left @ right}
-    product = Timer("torch.mm(left, right, out=out)", globals=names, num_threads=torch.get_num_threads())
-    with torch.no_grad():
-        times = product.blocked_autorange(min_run_time=_SECONDS).times
-    return 2.0 * size**3 / min(times)
+    out = left @ right
+    best, end = 0.0, time.perf_counter() + _SECONDS
+    while time.perf_counter() < end or not best:
+        _wait(device)
+        start = time.perf_counter()
+        torch.mm(left, right, out=out)
+        _wait(device)
+        best = max(best, 2.0 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Monitor(Callback):
