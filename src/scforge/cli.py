@@ -299,7 +299,7 @@ def _layers(text: str) -> bool | int | str:
 
 _BATCH_SIZE: dict[str, Any] = {"type": int, "metavar": "N", "help": "cells at once (256)"}
 _DEVICE: dict[str, Any] = {"metavar": "DEVICE", "help": "cpu, cuda, cuda:1 (default: a GPU if any)"}
-_RESUME: dict[str, Any] = {"metavar": "auto|STATE", "help": "go on: with the latest state, if any, or with this one"}
+_RESUME: dict[str, Any] = {"metavar": "auto|STATE", "help": "resume: the latest state, if any, or this one"}
 _GENE_KEY: dict[str, Any] = {"metavar": "COLUMN", "help": "column of var with the gene names (default: var_names)"}
 
 
@@ -411,7 +411,7 @@ def _add_finetune(command: argparse.ArgumentParser) -> None:
     add("--lora", action="store_true", help="train low-rank adapters, not the weights")
     add("--max-epochs", type=int, metavar="N", help="most epochs (default: by task and cells)")
     add("--seed", type=int, metavar="N", help="seed of split, head and order (0)")
-    add("--eval", action=alone, metavar="NAME", help="score the cells of --test-size, beside baselines")
+    add("--eval", action=alone, metavar="NAME", help="score the cells of --test-size, compared with baselines")
     add("-o", "--output", metavar="DIR", help="folder of the training (default: DATA_TASK)")
     add("--resume", **_RESUME)
     add("--overwrite", action="store_true", help="replace the training in --output")
@@ -448,7 +448,7 @@ def _add_evaluate(command: argparse.ArgumentParser) -> None:
     add("source", nargs="?", metavar="FILE", help="cells: an h5ad file, or a data set, e.g. pbmc3k")
     add("--data", metavar="FILE", help="the same")
     add("-m", "--model", required=True, action="append", metavar="MODEL", help=place)
-    add("-o", "--output", metavar="PLACE", help="write the figures (out.csv) or a report (a folder)")
+    add("-o", "--output", metavar="PLACE", help="write the scores (out.csv) or a report (a folder)")
     add("--benchmarks", nargs="+", metavar="NAME", help=benchmarks)
     add("--against", nargs="+", metavar="NAME", help=against)
     add("--obsm-keys", nargs="+", metavar="KEY", help="embeddings in FILE, each a row")
@@ -460,7 +460,7 @@ def _add_evaluate(command: argparse.ArgumentParser) -> None:
     add("--seeds", type=int, metavar="N", help="seeds of folds (3)")
     add("--intervals", action=switch, help="intervals and tests of embeddings (default: on)")
     add("--untrained", action=switch, help="a row of random weights (default: on)")
-    add("--baselines", action=switch, help="beside the model, where possible (default: on)")
+    add("--baselines", action=switch, help="score baselines as well, where possible (default: on)")
     add("--trained-on", metavar="FILE", help="cells of the fine-tuning, if FILE has others")
     add("--base-model", metavar="MODEL", help="model before fine-tuning, for its frozen embedding")
     add("--batch-size", **_BATCH_SIZE)

@@ -379,7 +379,7 @@ class _Scattered:
         most = counts.data.max(initial=0)
         if most > _MAX_COUNT:
             raise DataError(
-                f"{stream.name!r} has the count {most:.0f}, but a store holds {_MAX_COUNT:,} at most; mend it."
+                f"{stream.name!r} has the count {most:.0f}, but a store holds {_MAX_COUNT:,} at most; correct it."
             )
         if most > np.iinfo(np.uint16).max:
             self.counts_dtype = np.dtype(np.uint32)

@@ -327,7 +327,7 @@ def check_scores_embeddings(title: str, subject: str) -> None:
 
 
 def check_has_metrics(benchmark: Benchmark) -> None:
-    """Raise :class:`~scforge.errors.OptionError` if a benchmark names no figures."""
+    """Raise :class:`~scforge.errors.OptionError` if a benchmark names no metrics."""
     check_defines(f"the benchmark {title_of(benchmark)!r}", benchmark, ("metrics",))
 
 

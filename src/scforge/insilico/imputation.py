@@ -289,6 +289,6 @@ def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objec
         return size
     room = int(embedding.max_seq_len) - int(lengths.max())
     if room < 1:
-        beside = f"the {int(lengths.max())} tokens of a cell"
-        raise OptionError(f"max_seq_len={embedding.max_seq_len} leaves no room beside {beside}; raise it.")
+        full = f"the {int(lengths.max())} tokens of a cell"
+        raise OptionError(f"max_seq_len={embedding.max_seq_len} leaves no room for more than {full}; raise it.")
     return min(size, room)

@@ -268,7 +268,7 @@ class CellDataModule(lightning.LightningDataModule):
         elif train_rows is None or validation_rows is None:
             raise OptionError("train_rows and validation_rows come together; give both, or neither.")
         elif split_by is not None:
-            raise OptionError(f"split_by={split_by!r} has no use beside train_rows and validation_rows; give one.")
+            raise OptionError(f"split_by={split_by!r} has no use with train_rows and validation_rows; give one.")
         else:
             train_rows = _checked_rows("train_rows", train_rows, len(cells))
             validation_rows = _checked_rows("validation_rows", validation_rows, len(cells))

@@ -30,6 +30,7 @@ from scforge._io import (
     new_h5,
     put_back,
     read_json,
+    sha256_of_json,
     swap_in,
 )
 from scforge.data.cells import Cells, CellSource
@@ -182,7 +183,7 @@ class EmbeddingFiles:
             if self.is_complete(plan) and not (self.overwrite and alone):
                 shutil.rmtree(self.folder, ignore_errors=True)  # of a process killed after its last step
                 return False
-            if not self.overwrite and self.mark() not in (None, _hash(plan)):
+            if not self.overwrite and self.mark() not in (None, sha256_of_json(plan, sort_keys=True)):
                 raise OptionError(
                     f"{self._prefix} exists and was made of other cells or by another model; choose another "
                     "name, or pass overwrite=True (--overwrite)."
@@ -230,7 +231,7 @@ class EmbeddingFiles:
 
     def is_complete(self, plan: dict[str, Any]) -> bool:
         """Whether the output is there, made as `plan` says."""
-        return self.mark() == _hash(plan)
+        return self.mark() == sha256_of_json(plan, sort_keys=True)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -279,7 +280,7 @@ def _fill(root: Any, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[str
     for part in parts:
         array[start : start + len(part)] = part
         start += len(part)
-    root.attrs[_MARK] = _hash(plan)
+    root.attrs[_MARK] = sha256_of_json(plan, sort_keys=True)
 
 
 def _mark_of(path: Path) -> str | None:
@@ -291,10 +292,6 @@ def _mark_of(path: Path) -> str | None:
             return str(file.attrs[_MARK])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _hash(plan: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
 def _difference(begun: dict[str, Any], plan: dict[str, Any]) -> str:
