@@ -219,17 +219,27 @@ def harmony(pair: Pair, seed: int, *, scale: bool) -> tuple[np.ndarray, np.ndarr
     return halves(harmony_correct(found, both.obs[BATCH].astype(str).to_numpy(), seed=seed), pair)
 
 
-def scvi(pair: Pair, seed: int, *, tuned: bool) -> tuple[np.ndarray, np.ndarray]:
-    """scVI of the reference; its encoder, which is not told the batch, embeds the query."""
+def scvi_of_reference(pair: Pair, seed: int, *, tuned: bool) -> tuple[ad.AnnData, object]:
+    """Return the query's variable genes and a scVI model of the reference, which labels do not change."""
     import scvi as tools
 
     tools.settings.seed = seed
     chosen = variable(pair[0])
     reference, query = (part[:, chosen].copy() for part in pair)
-    tools.model.SCVI.setup_anndata(reference, batch_key=BATCH)
+    tools.model.SCVI.setup_anndata(reference, batch_key=BATCH, labels_key=LABEL)
     options = {"n_latent": 30, "n_layers": 2, "gene_likelihood": "nb"} if tuned else {}
     model = tools.model.SCVI(reference, **options)
     model.train(enable_progress_bar=False, accelerator="cpu")
+    return query, model
+
+
+def scvi(pair: Pair, seed: int, *, tuned: bool) -> tuple[np.ndarray, np.ndarray]:
+    """scVI of the reference; its encoder, which is not told the batch, embeds the query."""
+    import scvi as tools
+
+    query, model = trained_once(pair, lambda: scvi_of_reference(pair, seed, tuned=tuned), f"scvi {tuned}")
+    query = query.copy()
+    query.obs[LABEL] = model.adata.obs[LABEL].iloc[0]
     mapped = tools.model.SCVI.load_query_data(query, model)
     mapped.is_trained = True  # nothing is learned of the query
     return model.get_latent_representation(), mapped.get_latent_representation()
@@ -239,12 +249,8 @@ def scanvi(pair: Pair, seed: int) -> np.ndarray:
     """Return the labels that scANVI predicts, made of scVI as in "scvi tuned"; nothing is learned of the query."""
     import scvi as tools
 
-    tools.settings.seed = seed
-    chosen = variable(pair[0])
-    reference, query = (part[:, chosen].copy() for part in pair)
-    tools.model.SCVI.setup_anndata(reference, batch_key=BATCH, labels_key=LABEL)
-    model = tools.model.SCVI(reference, n_latent=30, n_layers=2, gene_likelihood="nb")
-    model.train(enable_progress_bar=False, accelerator="cpu")
+    query, model = trained_once(pair, lambda: scvi_of_reference(pair, seed, tuned=True), "scvi True")
+    query = query.copy()
     model = tools.model.SCANVI.from_scvi_model(model, unlabeled_category="unlabeled")
     model.train(enable_progress_bar=False, accelerator="cpu", max_epochs=20)
     query.obs[LABEL] = "unlabeled"
@@ -297,24 +303,26 @@ def encoder(cells: ad.AnnData, seed: int) -> Encoder:
 
 
 LAST: dict[str, object] = {}
-"""The last pair with the encoder of its reference, the seconds of its training, and whether these are counted yet."""
+"""The last pair with models of its reference, the seconds of their training, and those that the next row has to add."""
 
 
-def of_reference(pair: Pair, seed: int) -> Encoder:
-    """Return the encoder of a reference, trained once for the rows that share it."""
+def trained_once[Model](pair: Pair, train: Callable[[], Model], name: str) -> Model:
+    """Return a model of a reference, trained once for the rows that share it."""
     if LAST.get("pair") is not pair:
-        began = time.process_time()
-        model = encoder(pair[0].copy(), seed)
-        LAST.update(pair=pair, model=model, seconds=time.process_time() - began)
-        LAST["to_add"] = 0.0
-    else:
-        LAST["to_add"] = LAST["seconds"]
-    return LAST["model"]
+        LAST.clear()
+        LAST["pair"] = pair
+    if name in LAST:
+        model, LAST["to_add"] = LAST[name]
+        return model
+    began = time.process_time()
+    model = train()
+    LAST[name] = (model, time.process_time() - began)
+    return model
 
 
 def scforge(pair: Pair, seed: int, *, how: str = "moved") -> tuple[np.ndarray, np.ndarray]:
     """Our default on the reference; the query is embedded, then moved, or trained on together with the reference."""
-    model = of_reference(pair, seed)
+    model = trained_once(pair, lambda: encoder(pair[0].copy(), seed), "scforge")
     reference, query = model.adata, pair[1].copy()
     if how == "moved":
         mapped = Encoder.load_query_data(query, model)
