@@ -56,21 +56,23 @@ from scforge.estimators.spec import (
 from scforge.estimators.training import OF_PLAN, run_training, train_options
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, merge_lora, merged
 from scforge.finetuning.base import EvaluationContext, Predictor, Task
+from scforge.finetuning.heads import FineTunedModule, QueryMapping
 from scforge.finetuning.held_out import CellFingerprints, fingerprints
 from scforge.finetuning.labels import UNASSIGNED, text_labels
 from scforge.finetuning.splits import Split
-from scforge.finetuning.tasks.adaptation import QueryShifts
 from scforge.foreign.base import Foreign, read_checkpoint
 from scforge.hub.finding import find_model
 from scforge.insilico.attention import attention_between_genes
 from scforge.insilico.gene_embeddings import contextual_gene_embeddings, input_gene_embeddings
 from scforge.insilico.imputation import knows_zeros, predict_counted, predict_uncounted
 from scforge.insilico.screening import Perturbation, centroid, screen, with_rates
+from scforge.models._utils import evaluating
 from scforge.models.components.gene_vectors import check_filled
 from scforge.training.checkpoint import SavingError
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import is_sharded
 from scforge.training.objectives.base import OBJECTIVES, Objective, get_objective
+from scforge.training.objectives.variational import expression_sums
 from scforge.training.plan import NotFiniteError, TrainingPlan
 from scforge.training.predict import embed
 
@@ -769,10 +771,13 @@ class Encoder(CellModel):
     ) -> Encoder:
         """Return a model of query cells that has the weights of a reference model.
 
-        No training is needed. With a reference of ``neighbor_denoising``, the default, the query is embedded by the
-        encoder of the reference and then moved onto the reference, cluster by cluster, by the differences to mutual
-        nearest neighbors there (:func:`scforge.data.neighbors.query_shifts`; all batches of the query by the same).
-        So the embedding is comparable with the one that the reference model wrote. Embed cells of the reference by the
+        No training is needed. With a reference of ``neighbor_denoising``, the default, the encoder of the reference
+        embeds the query, and each cluster of the query is moved by the differences to its mutual nearest neighbors in
+        the reference (:func:`scforge.data.neighbors.query_shifts`). Before the encoder, where the tokenizer gives
+        log1p CP10K, the expression of each gene is multiplied by a factor between 1/5 and 5: the median over clusters
+        of the expression that the decoder of the reference expects in these cells over the measured one. It corrects
+        what a study or protocol detects more or less of. All batches of the query share factors and shifts. So the
+        embedding is comparable with the one that the reference model wrote. Embed cells of the reference by the
         reference model: a query model moves whatever cells it is given. ``train()``
         learns nothing but vectors of the query's new batches in the decoder, as in scArches (Lotfollahi et al. 2022,
         Nature Biotechnology 40, 121-130).
@@ -876,7 +881,7 @@ class Encoder(CellModel):
             if reference._landmarks is None:
                 warn("The reference holds no embeddings of its cells, so the query is not moved; train it to its end.")
             else:
-                task["n_clusters"] = n_query_clusters(len(cells))
+                task |= {"n_clusters": n_query_clusters(len(cells)), "n_tokens": len(reference.vocab)}
         frozen = stays and reference_cells is None
         model = finetune(base, task, given, {}, freeze=frozen, lora=not stays and lora, **split)
         if integrated:
@@ -886,7 +891,7 @@ class Encoder(CellModel):
         if reference_cells is not None:
             model._query = source
         elif stays and reference._landmarks is not None:
-            model.module.head = reference._shifts_of(cells).to(model.device)
+            model.module.head = reference._mapping_of(cells).to(model.device)
         tuning = cast("FineTuneSpec", model.spec.tuning)
         digest = digest_of(merged(reference._backbone))  # not that of the copy with room for batches
         tuning = replace(tuning, base={**tuning.base, "sha256": digest, "reference": True})
@@ -898,13 +903,30 @@ class Encoder(CellModel):
         )
         return model
 
-    def _shifts_of(self, query: Cells) -> QueryShifts:
-        """Learn how to move cells of a query onto the cells of the training."""
+    def _mapping_of(self, query: Cells) -> QueryMapping:
+        """Learn how to map cells of a query onto the cells of the training."""
         some = query.sample(_MOST_OF_QUERY, seed=self.seed)
-        embedding = embed(self._backbone, some, self.tokenizer, objective=self.objective)
-        shifts = QueryShifts(embedding.shape[1], n_query_clusters(len(query)))
-        shifts.set_from(cast("torch.Tensor", self._landmarks).numpy(), embedding)
-        return shifts
+        reference = cast("torch.Tensor", self._landmarks).numpy()
+        mapping = QueryMapping(reference.shape[1], n_query_clusters(len(query)), len(self.vocab)).to(self.device)
+        module = FineTunedModule(self._backbone, mapping)
+
+        def embedding() -> np.ndarray:
+            return embed(module, some, self.tokenizer, objective=self.objective)
+
+        found = embedding()
+        mapping.set_shifts(reference, found)
+        if self.tokenizer.gives_expression and mapping.shifts.any():
+            backbone: Any = self._backbone
+            with torch.inference_mode(), evaluating(backbone):
+                points = torch.from_numpy(found).to(self.device)
+                clusters = mapping.cosines(points).argmax(dim=1).cpu()
+                expected = torch.zeros(int(clusters.max()) + 1, some.counts.shape[1], dtype=torch.float64)
+                for part, of_part in zip(mapping.move(points).split(512), clusters.split(512), strict=True):
+                    expected.index_add_(0, of_part, backbone.decode(part).cpu().double())
+            mapping.set_factors(expected.numpy(), expression_sums(some, clusters.numpy()))
+            mapping.shifts.zero_()
+            mapping.set_shifts(reference, embedding())
+        return mapping
 
     def transfer_labels(
         self,
@@ -999,10 +1021,11 @@ class Encoder(CellModel):
         landmarks = replace(self._predictor(reference_cells, batch_size), module=self._backbone).embedding(rows)
         predictor = self._predictor(self._open(source), batch_size)
         if query is not None:
-            predictor = replace(predictor, module=self._backbone)
+            module: torch.nn.Module = self._backbone
+            if self._landmarks is not None:
+                module = FineTunedModule(module, self._mapping_of(predictor.cells))
+            predictor = replace(predictor, module=module)
         embedding = predictor.embedding()
-        if query is not None and self._landmarks is not None:
-            embedding = self._shifts_of(predictor.cells).move(torch.from_numpy(embedding)).numpy()
         codes = np.asarray(labels.codes)[rows]
         voters = KNeighborsClassifier(min(n_neighbors, len(rows)), weights=votes_of).fit(landmarks, codes)
         votes = voters.predict_proba(embedding)

@@ -27,6 +27,7 @@ from scforge._version import __version__
 from scforge.data.cells import CellBlock
 from scforge.errors import ModelFileError, OptionError, first_line, listing
 from scforge.finetuning.adapters import merged
+from scforge.finetuning.heads import QueryMapping
 from scforge.models.components.gene_vectors import GeneVectorBag, check_filled
 from scforge.models.scdiva_parts import GeneEmbedding
 
@@ -106,8 +107,8 @@ def export_model(
     if format == "onnx" and (missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]):
         raise OptionError(f"format='onnx' needs {listing(missing)}; pip install 'scforge[onnx]'.")
     check_filled(model.module)
-    if hasattr(getattr(model.module, "head", None), "move"):
-        raise OptionError("the shifts of a query model onto its reference are not exported; export the reference.")
+    if isinstance(getattr(model.module, "head", None), QueryMapping):
+        raise OptionError("a query model, which maps cells onto its reference, is not exported; export the reference.")
     longest = _longest(model, max_len)
     encoder = merged(model._backbone)
     batches = [_batch(model, n_cells, n_genes, longest) for n_cells, n_genes in (_TRACED, *_COMPARED)]

@@ -20,8 +20,7 @@ from scforge.estimators.encoder import Encoder
 from scforge.estimators.finetune import options_of
 from scforge.estimators.interpret import expression_table, gene_numbers
 from scforge.finetuning.base import Predictor
-from scforge.finetuning.heads import FineTunedModule
-from scforge.finetuning.tasks.adaptation import QueryShifts
+from scforge.finetuning.heads import FineTunedModule, QueryMapping
 from scforge.finetuning.tasks.annotation import Annotation
 from scforge.training.objectives.base import OBJECTIVES
 from scforge.training.predict import run_over
@@ -200,15 +199,17 @@ class ScDiVa(Encoder):
         source = self._ready(adata, "its embedding is")
         cells = self._open(source)
         module: Any = self._backbone
+        head = getattr(self.module, "head", None)
+        mapping = head if isinstance(head, QueryMapping) else None
 
         def posterior(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            found = module.infer(**batch)
+            found = module.infer(**(batch if mapping is None else mapping.scaled(batch)))
             return torch.cat([found["mu"].float(), found["logvar"].float().exp()], dim=1)
 
         both = run_over(module, cells, self.tokenizer, posterior, objective=self.objective, batch_size=batch_size)
         mean, variance = (np.ascontiguousarray(half) for half in np.split(both, 2, axis=1))
-        if isinstance(head := getattr(self.module, "head", None), QueryShifts):
-            mean = head.move(torch.from_numpy(mean).to(head.center)).cpu().numpy()
+        if mapping is not None:
+            mean = mapping.move(torch.from_numpy(mean).to(mapping.center)).cpu().numpy()
         if indices is not None:
             rows = positions(indices, len(mean))
             return mean[rows], variance[rows]

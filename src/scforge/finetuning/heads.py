@@ -10,10 +10,12 @@ import torch
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax, softmax
 from torch import nn
+from torch.nn import functional as F
 
 from scforge._checks import check_count, check_share
 from scforge._registry import check_options
 from scforge.data.cells import CellSource
+from scforge.data.neighbors import SHARPNESS, query_shifts
 from scforge.errors import OptionError
 from scforge.finetuning.base import Task
 from scforge.models._utils import evaluating
@@ -58,8 +60,10 @@ class FineTunedModule(nn.Module):
 
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> torch.Tensor:
         """Return cell embeddings, shape (B, D); those of a query in the space of its reference."""
-        embeddings = self.encoder.encode(input_ids=input_ids, attention_mask=attention_mask, **batch)
-        return self.head.move(embeddings) if hasattr(self.head, "move") else embeddings
+        whole = {"input_ids": input_ids, "attention_mask": attention_mask, **batch}
+        if not isinstance(self.head, QueryMapping):
+            return self.encoder.encode(**whole)
+        return self.head.move(self.encoder.encode(**self.head.scaled(whole)))
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> ModelOutput:
         """Return the outputs of the head as ``logits``, shape (B, K), and ``embeddings``, shape (B, D)."""
@@ -77,6 +81,9 @@ class FineTunedModule(nn.Module):
 
 
 _SMALLEST = 1e-6
+_FACTOR_PRIOR, _MOST_OF_CLUSTER, _LARGEST_FACTOR = 30.0, 20.0, 5.0
+"""Expression, summed over cells, that pulls the factor of a gene toward 1; the most weight of a cluster; the largest
+factor. Chosen on kang_ifnb."""
 
 
 def check_head(head: Any) -> dict[str, Any]:
@@ -97,6 +104,71 @@ class Unchanged(nn.Module):
     def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any] | None = None) -> torch.Tensor:
         """Return the embeddings, shape (B, D)."""
         return embeddings
+
+
+class QueryMapping(Unchanged):
+    """Maps cells of a query onto their reference, without training.
+
+    Before the encoder the expression of each gene is multiplied by a factor; behind it the embedding of a cell is moved
+    as the clusters around it are (:func:`scforge.data.neighbors.query_shifts`).
+
+    Parameters
+    ----------
+    n_latent
+        Dimensions D.
+    n_clusters
+        Clusters K of the query.
+    n_tokens
+        Size of the vocabulary V.
+    """
+
+    center: torch.Tensor
+    clusters: torch.Tensor
+    shifts: torch.Tensor
+    factors: torch.Tensor
+
+    def __init__(self, n_latent: int, n_clusters: int, n_tokens: int) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(n_latent))
+        self.register_buffer("clusters", torch.zeros(n_clusters, n_latent))
+        self.register_buffer("shifts", torch.zeros(n_clusters, n_latent))
+        self.register_buffer("factors", torch.ones(n_tokens))
+
+    def set_shifts(self, reference: np.ndarray, query: np.ndarray) -> None:
+        """Learn the shifts of embeddings of reference and query, shapes (R, D) and (Q, D)."""
+        found = query_shifts(reference, query)
+        for buffer, value in zip((self.center, self.clusters, self.shifts), found, strict=True):
+            buffer.copy_(torch.from_numpy(value))
+
+    def set_factors(self, expected: np.ndarray, observed: np.ndarray) -> None:
+        """Learn the factors from log1p CP10K summed over each cluster: decoded, and counted, both of shape (K, G).
+
+        The factor of a gene is the weighted median over clusters of the ratio of the two, so that the genes of a cell
+        type that the reference lacks keep their expression where other types have it as well.
+        """
+        prior = _FACTOR_PRIOR
+        expected = expected.clip(min=0)
+        ratios = np.log((expected + prior / 4) / (observed + prior / 4))
+        weights = expected.clip(max=_MOST_OF_CLUSTER)
+        order = ratios.argsort(axis=0)
+        below = np.take_along_axis(weights, order, axis=0).cumsum(axis=0)
+        middle = (below >= below[-1] / 2).argmax(axis=0)[None]
+        median = np.take_along_axis(np.take_along_axis(ratios, order, axis=0), middle, axis=0)[0]
+        median *= below[-1] / (below[-1] + prior)
+        factors = np.where(observed.any(axis=0), np.exp(median), 1.0).clip(1 / _LARGEST_FACTOR, _LARGEST_FACTOR)
+        self.factors[len(self.factors) - len(factors) :] = torch.from_numpy(factors).to(self.factors)
+
+    def scaled(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch of tokens with the expression that the encoder expects."""
+        return {**batch, "values": batch["values"] * self.factors[batch["input_ids"]]} if "values" in batch else batch
+
+    def move(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings of cells of the query in the space of the reference, shape (B, D)."""
+        return embeddings + (SHARPNESS * self.cosines(embeddings)).softmax(dim=1) @ self.shifts
+
+    def cosines(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return how alike the directions of cells and of clusters are, shape (B, K)."""
+        return F.normalize(embeddings - self.center, dim=1) @ self.clusters.T
 
 
 class Standardize(nn.Module):

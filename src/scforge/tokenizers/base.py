@@ -304,6 +304,8 @@ class Tokenizer(ABC):
     """Whether all measured genes are tokens, so that a hidden gene is known to be one of those that are missing."""
     gives_counts: bool = False
     """Whether the values of genes are their counts, whole numbers."""
+    gives_expression: bool = False
+    """Whether the values of genes are log1p CP10K, and nothing else about a token depends on them."""
     needs_medians: bool = False
     """Whether the strategy uses the medians of the vocabulary."""
     needs_entropies: bool = False

@@ -124,6 +124,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         self.seed = check_seed(seed)
         self.lists_all_genes = self.include_zero_genes
         self.gives_counts = transform == "counts" and (clip is None or float(clip).is_integer())
+        self.gives_expression = (transform, self.target_sum, clip) == ("log1p_cp10k", TARGET_SUM, None)
 
     @classmethod
     def scfoundation(

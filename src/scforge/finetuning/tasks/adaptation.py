@@ -8,11 +8,9 @@ import numpy as np
 import torch
 from anndata import AnnData
 from torch import nn
-from torch.nn import functional as F
 
 from scforge._constants import OBSM_KEY
 from scforge.data.cells import CellBlock, Cells
-from scforge.data.neighbors import SHARPNESS, query_shifts
 from scforge.errors import OptionError
 from scforge.finetuning.base import (
     Batch,
@@ -24,42 +22,10 @@ from scforge.finetuning.base import (
     register_task,
     with_adapters,
 )
-from scforge.finetuning.heads import Unchanged
+from scforge.finetuning.heads import QueryMapping, Unchanged
 from scforge.models.components.latent import batch_vectors
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults
-
-
-class QueryShifts(Unchanged):
-    """Moves the embedding of a query onto its reference, see :func:`scforge.data.neighbors.query_shifts`.
-
-    Parameters
-    ----------
-    n_latent
-        Dimensions D.
-    n_clusters
-        Clusters K of the query.
-    """
-
-    center: torch.Tensor
-    clusters: torch.Tensor
-    shifts: torch.Tensor
-
-    def __init__(self, n_latent: int, n_clusters: int) -> None:
-        super().__init__()
-        self.register_buffer("center", torch.zeros(n_latent))
-        self.register_buffer("clusters", torch.zeros(n_clusters, n_latent))
-        self.register_buffer("shifts", torch.zeros(n_clusters, n_latent))
-
-    def set_from(self, reference: np.ndarray, query: np.ndarray) -> None:
-        """Learn the shifts of embeddings of reference and query, shapes (R, D) and (Q, D)."""
-        for buffer, value in zip(self.buffers(), query_shifts(reference, query), strict=True):
-            buffer.copy_(torch.from_numpy(value))
-
-    def move(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of cells of the query in the space of the reference, shape (B, D)."""
-        cosines = F.normalize(embeddings - self.center, dim=1) @ self.clusters.T
-        return embeddings + (SHARPNESS * cosines).softmax(dim=1) @ self.shifts
 
 
 @register_task("adaptation")
@@ -75,15 +41,18 @@ class Adaptation(Task):
         Train nothing but the vectors of the batches behind so many first ones, which a decoder of expression is told;
         None trains all. See :meth:`scforge.models.Encoder.load_query_data`, which sets it.
     n_clusters
-        Clusters of the query that are moved onto the reference; 0 moves none. Set as well.
+        Clusters of the query that are moved onto the reference; 0 maps no query. Set by the same method.
+    n_tokens
+        Size of the vocabulary of the reference, for the factors of genes. Set by the same method.
     """
 
     keys = ()
     learns_labels = False
 
-    def __init__(self, *, n_reference: int | None = None, n_clusters: int = 0) -> None:
+    def __init__(self, *, n_reference: int | None = None, n_clusters: int = 0, n_tokens: int = 0) -> None:
         self.n_reference = n_reference
         self.n_clusters = n_clusters
+        self.n_tokens = n_tokens
 
     @property
     def base_objective(self) -> Objective:
@@ -113,7 +82,7 @@ class Adaptation(Task):
         n, vectors = self.n_reference, batch_vectors(module)
         if n is not None and vectors is not None and len(vectors) > n:
             vectors.requires_grad_(True)
-        return QueryShifts(n_latent, self.n_clusters) if self.n_clusters else Unchanged()
+        return QueryMapping(n_latent, self.n_clusters, self.n_tokens) if self.n_clusters else Unchanged()
 
     def learn_from(self, module: nn.Module) -> None:
         """Look up what the objective needs to know of the encoder."""

@@ -280,11 +280,18 @@ def start_at_means(module: nn.Module, cells: CellSource) -> None:
     """Start the decoder at the mean expression of each gene, where an architecture has ``init_expression_prior``."""
     if not hasattr(module, "init_expression_prior"):
         return
-    sums = np.zeros(cells.counts.shape[1])
+    cast(Any, module).init_expression_prior(torch.from_numpy(expression_sums(cells)[0] / len(cells)).float())
+
+
+def expression_sums(cells: CellSource, groups: np.ndarray | None = None) -> np.ndarray:
+    """Return the sum of the log1p CP10K values of each gene over each group of cells, 0 to K - 1, float64 (K, G)."""
+    groups = np.zeros(len(cells), dtype=np.int64) if groups is None else groups
+    sums = np.zeros((groups.max() + 1, cells.counts.shape[1]))
     for start in range(0, len(cells), 4096):
         block = cells.block(np.arange(start, min(start + 4096, len(cells))))
-        sums += np.bincount(block.genes, weights=log1p_cp10k(block), minlength=len(sums))
-    cast(Any, module).init_expression_prior(torch.from_numpy(sums / len(cells)).float())
+        of_entries = np.repeat(groups[block.rows], np.diff(block.indptr)) * sums.shape[1] + block.genes
+        sums += np.bincount(of_entries, weights=log1p_cp10k(block), minlength=sums.size).reshape(sums.shape)
+    return sums
 
 
 def mean_moments(mu: torch.Tensor) -> dict[str, torch.Tensor]:
