@@ -449,19 +449,17 @@ def summary(results: pd.DataFrame, metric: str) -> str:
 
 def overview(results: pd.DataFrame, metric: str) -> str:
     """Return one row per task as Markdown: both ways of scforge, and their differences from the best other method."""
-    lines = [
-        "| task | n | scforge, query mapped | scforge, trained on both | best other method | mapped vs. best | both vs. best |"
-    ]
+    names = ("query mapped", "trained on both", "best other method", "mapped vs. best", "both vs. best")
+    lines = [f"| task | n | {' | '.join(names)} |"]
     lines.append(f"|{'---|' * 7}")
     for task, of_task in results[results["metric"] == metric].groupby("task", sort=False):
         wide = of_task.pivot(index="run", columns="method", values="value")
         best = wide.loc[:, ~wide.columns.str.startswith("scforge")].mean().idxmax()
         means = wide.mean().reindex([*OURS, best])
         cells = [f"{value:.3f}" for value in means]
-        verdicts = [difference(wide, best, ours) for ours in OURS]
-        lines.append(
-            f"| {QUESTIONS.get(task, task)} | {len(wide)} | {cells[0]} | {cells[1]} | {cells[2]} ({best}) | {' | '.join(verdicts)} |"
-        )
+        cells[2] += f" ({best})"
+        cells += [difference(wide, best, ours) for ours in OURS]
+        lines.append(f"| {QUESTIONS.get(task, task)} | {len(wide)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

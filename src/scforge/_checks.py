@@ -30,7 +30,7 @@ def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> int:
 
 
 def check_positive(argument: str, value: Any, *, or_zero: bool = False, hint: str = "") -> float:
-    """Return `value`, or raise unless it is finite and above zero, or zero `or_zero`; `hint` says what else may be."""
+    """Return `value`, or raise unless it is finite and above zero, or zero `or_zero`; `hint` names alternatives."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not or_zero):
         raise OptionError(
@@ -118,7 +118,7 @@ def check_known(
     fix: str = "",
     error: type[ScforgeError] = DataError,
 ) -> None:
-    """Raise `error` unless a name is among the `known` ones that `where` has; `fix` says what else can be done.
+    """Raise `error` unless a name is among the `known` ones that `where` has; `fix` names an alternative.
 
     Examples
     --------

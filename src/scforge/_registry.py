@@ -22,11 +22,11 @@ class Registry[T]:
         Entry-point group that other packages use to add entries, e.g. ``"scforge.models"``.
     builtin
         Name to module path of the entries that ship with scforge. The module is imported when the entry is first
-        asked for, and registers itself.
+        requested, and registers itself.
     base
         Public path of the class that entries derive from, e.g. ``"torch.nn.Module"``; None for any object.
     members
-        Methods and attributes that entries have to define, besides the abstract methods of `base`.
+        Methods and attributes that entries must define, in addition to the abstract methods of `base`.
     """
 
     def __init__(

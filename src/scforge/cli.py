@@ -214,7 +214,7 @@ def _inspect(file: str, *, verify: bool = False, **options: Any) -> None:
         print(inspect_store(file, verify=verify))
         return
     if verify:
-        raise OptionError(f"--verify checks a store, and {file!r} is none; leave it out.")
+        raise OptionError(f"--verify needs a store, and {file!r} is not one; leave it out.")
     found = inspect_h5ad(file, **options)
     print(found)
     found.check()
@@ -260,7 +260,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Looks the version up when it is asked for, not at every start."""
+    """Look up the version on request, not at every start."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from scforge._version import __version__
@@ -563,7 +563,7 @@ def _add_quickstart(command: argparse.ArgumentParser) -> None:
 
 
 _COMMANDS = {
-    "quickstart": (_add_quickstart, "train on embedded real data; leave a picture and a report"),
+    "quickstart": (_add_quickstart, "train on bundled PBMC 3k; write a UMAP and a benchmark report"),
     "train": (_add_train, "train a model as a YAML or TOML file says"),
     "config": (_add_config, "write, show or check a YAML file"),
     "convert": (_add_convert, "make a store, from which models train, of data of any size"),
@@ -574,7 +574,7 @@ _COMMANDS = {
     "evaluate": (_add_evaluate, "score a model's embedding, or the predictions of a fine-tuned one, with baselines"),
     "push": (_add_push, "send a model to the hub"),
     "pull": (_add_pull, "fetch a model, by its name on the hub or in the registry"),
-    "soma": (_add_soma, "models of bytes: of sequences, descriptions, any file"),
+    "soma": (_add_soma, "byte-level language models of sequences, descriptions or any file"),
     "inspect": (_add_inspect, "show what an h5ad file or a store holds, and which vocabulary fits"),
 }
 

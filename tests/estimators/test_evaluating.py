@@ -60,7 +60,7 @@ def test_several_trainings_are_one_row_and_other_embeddings_too(trained: Encoder
     assert [row.name for row in report.rows] == ["X_point", "X_mine", "PCA"]
     assert report.rows[1].spreads["effective_rank"] == 0.0
     assert {"X_mine_0", "X_mine_1"} <= set(cells.obsm)
-    assert "2 trainings" in report.facts["model mine"]
+    assert "2 training runs" in report.facts["model mine"]
     assert any(note.startswith("'X_point' has collapsed") for note in report.notes)
     assert not report.verdicts(), "geometry is no contest"
 
@@ -146,8 +146,8 @@ def test_files(trained: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert set(pd.read_csv("figures.csv")["method"]) == {"X_scforge", "X_untrained", "PCA"}
     for cells, wrong, message in (
         ("cells.h5ad", {"output": "out"}, r"output='out' holds a report; give another name, or replace it"),
-        ("cells.h5ad", {"base_model": "b/final"}, "base_model='b/final' has no use where embeddings are scored"),
-        ("cells.h5ad", {"frob": 1}, "frob=1 has no use where embeddings are scored"),
+        ("cells.h5ad", {"base_model": "b/final"}, "base_model='b/final' has no effect where embeddings are scored"),
+        ("cells.h5ad", {"frob": 1}, "frob=1 has no effect where embeddings are scored"),
         ("cells", {}, "is no h5ad file and no data set of scforge.datasets"),
     ):
         with pytest.raises(OptionError, match=message):
@@ -222,7 +222,7 @@ def test_models_that_are_none(trained: Encoder) -> None:
         Encoder.load_query_data(trained.adata, trained.adata)
     with pytest.raises(OptionError, match=r"plan_kwargs=\[1\] is no dictionary"):
         trained.train(1, plan_kwargs=[1])
-    with pytest.raises(OptionError, match="max_len=5 has no use with format='transformers'"):
+    with pytest.raises(OptionError, match="max_len=5 has no effect with format='transformers'"):
         trained.export("there", "transformers", max_len=5)
 
 

@@ -125,8 +125,8 @@ def test_figures_of_a_report(hub, model: Encoder, metrics: object, data: str, na
     [
         ({"metrics": LONG.drop(columns="kind")}, "metrics needs one row called 'scforge'"),
         ({"metrics": LONG[LONG["kind"] == "model"]}, "metrics needs one row called 'scforge', .* and baselines beside"),
-        ({"base": "org/other"}, "base='org/other' has no use where the model was not fine-tuned"),
-        ({"metrics": TABLE[:1]}, "and baselines beside it .'scforge'"),
+        ({"base": "org/other"}, "base='org/other' has no effect where the model was not fine-tuned"),
+        ({"metrics": TABLE[:1]}, "and rows of baselines .'scforge'"),
         ({"metrics": {"f1": 1.0}}, r"no table of evaluate\(\)"),
         ({"adapter_only": True}, "the model has no adapters|not known where others find"),
         ({"base": "somewhere"}, "base='somewhere' is no name that others can use"),
@@ -183,7 +183,7 @@ def test_whole_fine_tuned_models_name_their_base(hub, model: Encoder, annotator:
 def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotator: Encoder, tmp_path: Path) -> None:
     annotator.save(tmp_path / "before", adapter_only=True)
     model.save(tmp_path / "model")
-    with pytest.raises(OptionError, match="base has no use where dir_path="):
+    with pytest.raises(OptionError, match="base has no effect where dir_path="):
         Encoder.load(tmp_path / "model", base="org/light")
     with pytest.raises(OptionError, match="does not say which model its adapters sit on; name it with base="):
         Encoder.load(tmp_path / "before")

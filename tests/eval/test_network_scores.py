@@ -126,7 +126,7 @@ def test_predicted_effects() -> None:
             r"measure='cos' is not in the measures; did you mean 'cosine'",
         ),
         (lambda v: edges_from_embeddings(v, tfs=["ENSG1"]), DataError, r"none of tfs \('ENSG1'\) is among the 6 genes"),
-        (lambda v: edges_from_embeddings(pd.concat([v, v[:1]])), DataError, "the genes 'g0' stand there twice"),
+        (lambda v: edges_from_embeddings(pd.concat([v, v[:1]])), DataError, "the genes 'g0' occur twice"),
         (lambda v: edges_from_embeddings(v), OptionError, "6 x 6 pairs are more than 20; name the .* with tfs"),
     ],
 )

@@ -170,7 +170,7 @@ def test_a_folder_comes_before_the_hub(hub, folder: Path, tmp_path: Path, monkey
     assert resolve("org/light") == Path("org/light")
     with pytest.raises(MissingFileError, match="'org/lihgt' does not exist; give .*or scforge://name"):
         resolve("org/lihgt")
-    with pytest.raises(OptionError, match="revision='v1' has no use where name='org/light' is a folder here"):
+    with pytest.raises(OptionError, match="revision='v1' has no effect where name='org/light' is a folder here"):
         resolve("org/light", revision="v1")
     assert not hub.requests
 

@@ -75,7 +75,7 @@ def rewrite(place):
 def test_damage_is_told(folder, damage, error):
     last = folder.states()[-1]
     damage(last / "training")
-    with pytest.raises(error, match="go on with that version" if error is TrainingError else None):
+    with pytest.raises(error, match="continue with that version" if error is TrainingError else None):
         read_state(last)
     if error is not TrainingError:
         with pytest.warns(ScforgeWarning, match="The state before it is taken"):

@@ -30,7 +30,7 @@ REPAIR = "write the file again, or build the matrix anew"
 
 
 def sound_csr(matrix: Any, where: str) -> sparse.csr_matrix:
-    """Return `matrix` as CSR, itself if it is one; raise if its parts do not fit together (`where` says what it is)."""
+    """Return `matrix` as CSR, itself if it is one; raise if its parts do not fit together (`where` names it)."""
     if problem := compressed_problem(matrix):
         raise DataError(f"{where} is damaged: {problem}; {REPAIR}.")
     if isinstance(matrix, sparse.csr_matrix) and len(matrix.data) == len(matrix.indices) == matrix.indptr[-1]:

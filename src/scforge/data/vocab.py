@@ -766,7 +766,7 @@ def convert_gene_ids(
     names
         Ensembl ids, with or without version, or symbols; both may be mixed.
     to
-        ``"ensembl"`` or ``"symbol"``. A gene that has no symbol of its own keeps its id for one, as in CELLxGENE.
+        ``"ensembl"`` or ``"symbol"``. A gene without a symbol keeps its id instead, as in CELLxGENE.
     species
         ``"human"`` or ``"mouse"``.
     keep_unknown

@@ -265,7 +265,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
     Parameters
     ----------
     card
-        The card; its ``split`` says how.
+        The card; its ``split`` defines the rule.
     adata
         The whole data set.
     version

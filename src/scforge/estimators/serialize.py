@@ -100,7 +100,7 @@ def read_description(kind: str, path: Path) -> dict[str, Any]:
     Raises
     ------
     ModelFileError
-        If it is none, of a later format, or not what was saved.
+        If it is not a model folder, of a later format, or changed after saving.
     """
     content = read_json(path)
     version = content.get("format") if isinstance(content, dict) else None
@@ -178,7 +178,7 @@ def expected_of(found: Foreign) -> Shapes | None:
 def load_weights(
     module: nn.Module, weights: dict[str, torch.Tensor], *, source: str, adapters: bool = False, assign: bool = False
 ) -> None:
-    """Load weights strictly, or say what does not fit.
+    """Load weights strictly, or raise an error that names what does not fit.
 
     Parameters
     ----------

@@ -26,7 +26,7 @@ from scforge.training.predict import embed
 class BenchmarkCallback(Callback):
     """Scores the embedding of held-out cells, or of other data sets, every few epochs.
 
-    The figures stand in the history and in the loggers beside the losses, as ``<benchmark>_<metric>``. They are
+    The scores are in the history and in the loggers, with the losses, as ``<benchmark>_<metric>``. They are
     computed after validation, and change nothing in the training: random generators are put back. Of several processes
     one scores and the others wait.
 
@@ -40,7 +40,7 @@ class BenchmarkCallback(Callback):
     datasets
         Name of a data set to its path, for evaluations that name one.
     labels_key, batch_key
-        Columns of obs for benchmarks that are told none; None takes those of the data module.
+        Columns of obs for benchmarks that name none; None uses those of the data module.
 
     Raises
     ------

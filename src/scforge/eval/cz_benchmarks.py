@@ -280,7 +280,7 @@ def evaluate_cz(
     title: str = "Tasks of cz-benchmarks",
     **options: Any,
 ) -> Report:
-    """Run several tasks of cz-benchmarks, each beside its baseline, as a report.
+    """Run several tasks of cz-benchmarks, each with its baseline, as a report.
 
     Figures of several classifiers or perturbations stand in it as their mean;
     :func:`~scforge.eval.cz_benchmarks.run_cz_task` has each.

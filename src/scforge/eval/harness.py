@@ -1,4 +1,4 @@
-"""Run benchmarks on embeddings beside their baselines."""
+"""Run benchmarks on embeddings with their baselines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Replicates(tuple[Any, ...]):
 
 
 def runs_of(one: Any) -> tuple[Any, ...]:
-    """Return what a method made in each of its trainings."""
+    """Return the results of a method in each of its training runs."""
     return one if isinstance(one, Replicates) else (one,)
 
 
@@ -51,14 +51,15 @@ def score(
     versions = _versions(benchmark, seeds)
     scores: dict[str, pd.DataFrame] = {}
     draws: dict[str, pd.DataFrame] = {}
-    # What is no contest is quick, and its scores mean nothing by themselves.
+    # Diagnostics are fast, and their values are not comparable scores.
     speaks, start = progress_bar and benchmark.ranks, time.perf_counter()
     if speaks:
         announce(f"{name}: scoring {len(made)} methods ...")
     for n_done, (method, one) in enumerate(made.items(), 1):
         runs = runs_of(one)
         of_runs = [pd.DataFrame([version.run(run, reference) for version in versions]) for run in runs]
-        # Seeds of folds and trainings are no equal sources of variation: where there are trainings, theirs counts.
+        # Seeds of folds and training runs are no equal sources of variation: where there are training runs, theirs
+        # counts.
         scores[method] = of_runs[0] if len(runs) == 1 else pd.DataFrame([table.mean() for table in of_runs])
         drawn = [
             versions[0].resampled(run, reference, n=benchmark.n_draws, seed=int(seeds[0])) if intervals else None
@@ -163,7 +164,7 @@ def evaluate(
     key_added: str | None = "metrics",
     progress_bar: bool = True,
 ) -> Report:
-    """Score embeddings in ``adata.obsm`` beside baselines on the same cells.
+    """Score embeddings in ``adata.obsm`` with baselines on the same cells.
 
     Parameters
     ----------
@@ -188,7 +189,7 @@ def evaluate(
     intervals
         Add 95 % intervals and tests against the best baseline, from resampled cells.
     replicates
-        Name of a row to keys among `obsm_keys` that are the same method with several seeds: one row in place of theirs.
+        Name of a row to keys among `obsm_keys` that are the same method with several seeds: one row instead of theirs.
     rows
         Cells that are scored, positions in `adata`; baselines are made of all. None scores all.
     seconds
@@ -355,12 +356,12 @@ def entries_of(benchmarks: Entry | Sequence[Entry]) -> list[Entry]:
 
 
 def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None]) -> dict[str, Benchmark]:
-    """Make the benchmarks of a list, by names that differ; `keys` are columns of the data, where none is told."""
+    """Make the benchmarks of a list, with unique names; `keys` are columns of the data, used if none is given."""
     found: dict[str, Benchmark] = {}
     for entry in entries_of(benchmarks):
         evaluation = to_evaluation(entry)
         if not evaluation.held_out or evaluation.max_cells not in (None, 10_000):
-            raise OptionError(f"dataset and max_cells of {evaluation.title!r} have no use here; pass such cells.")
+            raise OptionError(f"dataset and max_cells of {evaluation.title!r} have no effect here; pass such cells.")
         if evaluation.title in found:
             raise OptionError(f"two benchmarks are called {evaluation.title!r}; give one of them a name.")
         found[evaluation.title] = evaluation.made(keys)
@@ -399,7 +400,7 @@ def _versions_of_packages() -> str:
 def _join_replicates(
     embeddings: dict[str, Any], kinds: dict[str, Kind], replicates: Mapping[str, Sequence[str]]
 ) -> None:
-    """Put one row in place of those that are the same method; `kinds` as well."""
+    """Put one row instead of those that are the same method; `kinds` as well."""
     for name, keys in replicates.items():
         missing = [key for key in keys if key not in embeddings]
         if missing or not keys:

@@ -56,7 +56,7 @@ def labeled(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> np.
 
 
 def check_names(obs: pd.DataFrame) -> None:
-    """Raise :class:`~scforge.errors.DataError` if cells cannot be told by their names."""
+    """Raise :class:`~scforge.errors.DataError` if cell names are not unique."""
     if not obs.index.is_unique:
         twice = obs.index[obs.index.duplicated()].unique()
         raise DataError(f"{len(twice)} names of obs stand on several cells ({listing(twice[:3])}); make them unique.")
@@ -159,7 +159,7 @@ class CellTypeProbe(Benchmark):
         return None if groups is None else len(np.unique(groups))
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
-        """Return one figure for each metric, in [0, 1].
+        """Return one score for each metric, in [0, 1].
 
         Raises
         ------
@@ -367,7 +367,7 @@ _MIN_RANK, _MAX_COSINE, _MAX_CONSTANT = 2.0, 0.99, 0.9
 class Geometry(Benchmark):
     """Effective rank, mean cosine and share of the first component: figures in which a collapse shows.
 
-    They need no labels, and say nothing of what an embedding knows: noise has a higher effective rank than any
+    They need no labels and do not measure the quality of an embedding: noise has a higher effective rank than any
     embedding of cells. So no intervals are computed, and nothing is tested.
 
     ``effective_rank``
@@ -407,7 +407,7 @@ class Geometry(Benchmark):
             raise DataError(f"geometry needs at least 2 cells, but there are {len(obs)}; score more cells.")
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
-        """Return one figure for each of :attr:`metrics`.
+        """Return one score for each of :attr:`metrics`.
 
         ``mean_cosine`` is NaN if fewer than two cells have a direction.
 

@@ -75,7 +75,7 @@ class RankReconstruction(Benchmark):
         _rows(reference, "the true orders", repeated=False)
 
     def run(self, made: np.ndarray, reference: np.ndarray) -> dict[str, float]:
-        """Return one figure for each of :attr:`metrics`.
+        """Return one score for each of :attr:`metrics`.
 
         Parameters
         ----------
@@ -113,9 +113,9 @@ def ranking_baselines(train: np.ndarray, reference: np.ndarray, *, seed: int = 0
     ``"mean order"``
         The genes with the highest mean rank in the training cells, as many as the cell has: the same for all cells.
     ``"mean order of the cell's genes"``
-        The genes of the cell by their mean rank in the training cells. It is told which genes the cell has.
+        The genes of the cell by their mean rank in the training cells. It receives the genes of the cell.
     ``"random order of the cell's genes"``
-        Chance. It is told which genes the cell has, too.
+        Chance. It also receives the genes of the cell.
 
     The rank of a gene is 1 at the first place and falls to 0 behind the last; it is 0 in cells that have it not.
 
@@ -149,7 +149,7 @@ def evaluate_reconstruction(
     intervals: bool = True,
     title: str = "Reconstructed orders of genes compared",
 ) -> Report:
-    """Score reconstructed orders of genes beside :func:`ranking_baselines` of the training cells.
+    """Score reconstructed orders of genes, with :func:`ranking_baselines` of the training cells.
 
     Parameters
     ----------
@@ -226,7 +226,7 @@ def _rows(orders: np.ndarray, what: str, *, repeated: bool) -> list[np.ndarray]:
     twice = [not repeated and len(np.unique(row)) < len(row) for row in rows]
     for wrong, problem in ((gaps, "-1 before a gene"), (empty, "no gene"), (twice, "a gene twice")):
         if np.any(wrong):
-            raise DataError(f"{what} have {problem} in row {int(np.argmax(wrong))}; mend it, or leave the cell out.")
+            raise DataError(f"{what} have {problem} in row {int(np.argmax(wrong))}; fix it, or leave the cell out.")
     return rows
 
 
@@ -247,7 +247,7 @@ def _of_cell(made: np.ndarray, true: np.ndarray) -> np.ndarray:
 
 
 def _figures(table: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
-    """Return each figure for each draw of cells, shape (R,)."""
+    """Return each score for each draw of cells, shape (R,)."""
     total = weights.sum(axis=1)
     spearman = np.isfinite(table[:, 4])
     of_spearman = weights[:, spearman].sum(axis=1)

@@ -67,7 +67,7 @@ class Comparison:
 
 
 def interval(value: float, draws: np.ndarray, *, n_units: int | None = None) -> tuple[float, float]:
-    """Return the 95 % interval around a figure from how it varies over draws of the data.
+    """Return the 95 % confidence interval of a score from its variation over resampled data.
 
     The draws are taken as deviations from their own mean, since figures on resampled data may all lie somewhat too low.
     With 100 draws or more, and as many units, the interval runs between percentiles of the deviations (the percentile
@@ -240,7 +240,7 @@ class Measured:
     lower_is_better
         Those in which less is better.
     ranks
-        Whether they say which method is better.
+        Whether they rank methods.
     """
 
     metrics: tuple[str, ...]
@@ -327,7 +327,7 @@ class Report:
         return Measured(metrics, metrics[0])
 
     def check(self) -> None:
-        """Raise if there is a model without a baseline beside it.
+        """Raise if there is a model but no baseline.
 
         Raises
         ------
@@ -351,9 +351,9 @@ class Report:
         Returns
         -------
         The columns ``benchmark``, ``method``, ``kind``, ``metric``, ``value``, ``low`` and ``high`` (95 % interval),
-        ``sd_seeds`` (over trainings where there are several, else over seeds of the benchmark), ``lower_is_better``,
-        and for models ``best_baseline``, ``difference``, ``difference_low``, ``difference_high`` and ``p_value`` (not
-        corrected) of the comparison with it; NaN and empty texts where there is nothing.
+        ``sd_seeds`` (over training runs where there are several, else over seeds of the benchmark),
+        ``lower_is_better``, and for models ``best_baseline``, ``difference``, ``difference_low``, ``difference_high``
+        and ``p_value`` (not corrected) of the comparison with it; NaN and empty texts where there is nothing.
 
         Raises
         ------

@@ -96,7 +96,7 @@ class BatchIntegration(Benchmark):
         self._columns(obs)
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
-        """Return one figure for each of :attr:`metrics`.
+        """Return one score for each of :attr:`metrics`.
 
         Raises
         ------
@@ -133,7 +133,7 @@ class BatchIntegration(Benchmark):
         n_cells, n_pairs = pairs.groupby("label").size(), pairs.drop_duplicates().groupby("label").size()
         if not ((n_pairs > 1) & (n_pairs < n_cells)).any():
             columns = f"label of obs[{self.labels_key!r}] has cells of several batches of obs[{self.batch_key!r}]"
-            raise DataError(f"no {columns}, so that mixing cannot be told from biology; choose other columns.")
+            raise DataError(f"no {columns}, so that mixing cannot be distinguished from biology; choose other columns.")
         return rows, labels, batches
 
 
@@ -158,7 +158,7 @@ def _neighbors(cells: np.ndarray, n_neighbors: int) -> NeighborsResults:
 def integration_scores(
     embedding: np.ndarray, obs: pd.DataFrame, *, labels_key: str, batch_key: str
 ) -> dict[str, float]:
-    """Return ``bio``, ``batch`` and ``total``, and the figures that they are means of.
+    """Return ``bio``, ``batch`` and ``total``, and the metrics that they average.
 
     ``bio`` is the mean of scIB's figures of biology, ``batch`` that of its figures of mixing (BRAS, iLISI, graph
     connectivity), ``total`` 0.6 bio + 0.4 batch [1]_. Figures are not scaled to the range of the methods compared, so
@@ -269,7 +269,7 @@ class Scib(Benchmark):
         self.main = self.metrics[0]
 
     def _computed(self) -> tuple[str, ...]:
-        """Return the names of the figures that are computed."""
+        """Return the names of the computed metrics."""
         wanted = self._wanted()
         means = list(_MEANS) if self.batch_key is not None else ["bio"]
         return (*means, *(name for name in (*_BIO, *_BATCH) if wanted[_group_of(name)]))
@@ -298,7 +298,7 @@ class Scib(Benchmark):
         return facts if min(n_cells // 2, _DRAWN) <= _WIDEST else facts | {"drawn again": "cells"}
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
-        """Return one figure for each of :attr:`metrics`.
+        """Return one score for each of :attr:`metrics`.
 
         ``kbet`` is NaN if no label has ten cells of several batches; then it takes no part in the means.
 
@@ -361,7 +361,7 @@ class Scib(Benchmark):
         cells = {name: check_embedding(one, len(obs))[rows].astype(np.float32) for name, one in embeddings.items()}
         _scib_metrics()
         with warnings.catch_warnings():
-            # Both are said in the docstrings: a figure that is 0, and one that is NaN.
+            # The docstrings document both: a metric that is 0, and one that is NaN.
             warnings.filterwarnings("ignore", "PCR comparison score is negative", UserWarning)
             warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)
             benchmarker = self._benchmarker(cells, obs.iloc[rows])

@@ -188,7 +188,7 @@ class Task(Objective):
     keys
         Options that name a column of obs. ``"labels_key"`` and ``"batch_key"`` are filled in from ``setup_anndata``.
     makes_cells
-        Whether :meth:`predict` returns an AnnData of its own in place of a table with a row a cell.
+        Whether :meth:`predict` returns an AnnData instead of a table with one row per cell.
     learns_labels
         Whether training looks at the labels of cells, so that these must not be scored later. False where columns of
         labels are for :meth:`evaluate` alone.
@@ -261,7 +261,7 @@ class Task(Objective):
         """
 
     def targets(self, rows: np.ndarray) -> Batch:
-        """Return what :meth:`loss_of` needs to know of the cells `rows`, besides their tokens."""
+        """Return what :meth:`loss_of` needs of the cells `rows`, in addition to their tokens."""
         return {}
 
     def arrange(
@@ -303,7 +303,7 @@ class Task(Objective):
         adata
             The same cells, or None if they are on disk.
         key_added
-            Where to write, in place of the usual name.
+            Key to write instead of the default.
         **options
             Options of the task's own.
         """
@@ -313,7 +313,7 @@ class Task(Objective):
 
     @abstractmethod
     def evaluate(self, context: EvaluationContext) -> Evaluated:
-        """Score the predictions of cells, beside baselines that learned from the same training cells."""
+        """Score the predictions of cells, with baselines trained on the same cells."""
 
 
 TASKS: Registry[type[Task]] = Registry(

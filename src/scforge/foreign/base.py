@@ -142,7 +142,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A weight of the checkpoint that we have no use for, and why.
+    """A weight of the checkpoint that we have no effect for, and why.
 
     Attributes
     ----------
@@ -417,7 +417,7 @@ def read_torch(path: Path) -> Any:
 
 
 def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
-    """Return the weights in what a torch file held: the content itself, or what stands under a usual name in it."""
+    """Return the weights in what a torch file held: the content itself, or its entry under a common name."""
     for name in ("state_dict", "model_state_dict"):
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
@@ -487,7 +487,7 @@ class Family(Protocol):
     """A family of published checkpoints: how one is recognized, and how it becomes a :class:`Foreign`.
 
     A class with these two methods, registered with :func:`register_family`, is all that a family needs; then
-    ``Encoder.from_checkpoint`` and ``scforge convert-checkpoint`` know it. What `read` needs besides the checkpoint are
+    ``Encoder.from_checkpoint`` and ``scforge convert-checkpoint`` know it. Further arguments of `read` are
     keyword-only arguments, which both pass on. Packages register theirs through the entry-point group
     ``scforge.checkpoints``.
 
@@ -542,7 +542,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     family
         One of :func:`list_families`; None takes the one that recognizes it.
     **options
-        What the family needs besides, e.g. ``tokens_medians`` for Geneformer.
+        Further arguments of the family, e.g. ``tokens_medians`` for Geneformer.
 
     Returns
     -------

@@ -29,7 +29,7 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
 }
 CARD = "README.md"
 SHARED_FILES = (*_NEEDED["model"], *_NEEDED["adapter"], CARD, "split.safetensors")
-"""All files that are ever sent or fetched; ``split.safetensors`` says which cells a fine-tuned model has seen."""
+"""All files that are uploaded or downloaded; ``split.safetensors`` identifies the cells of a fine-tuning."""
 ORIGIN_FILE = "origin.json"
 """What a folder on this machine was copied from; never sent."""
 
@@ -262,7 +262,7 @@ def resolve(
     Returns
     -------
     The folder. Of a repository it is in the cache and not to be changed, and holds the files of scforge only: pickles
-    and code that lie beside them are never fetched.
+    and code next to them are never fetched.
 
     Raises
     ------
@@ -311,7 +311,7 @@ def find_model(
     else:
         folder = _checked(Path(name), prefix)
         if revision is not None:
-            raise OptionError(f"revision={revision!r} has no use where {prefix} is a folder here; leave it out.")
+            raise OptionError(f"revision={revision!r} has no effect where {prefix} is a folder here; leave it out.")
         return FoundModel(folder, *origin_of(folder))
     assert repo_id is not None
     is_bare = not str(name).startswith((_HUB, SCHEME))

@@ -58,7 +58,7 @@ def upload(
     commit_message
         First line of the commit.
     create_pr
-        Propose the files in a pull request in place of writing them; the repository must be there.
+        Propose the files in a pull request instead of writing them; the repository must be there.
 
     Returns
     -------
@@ -155,6 +155,6 @@ def _text(card: Path) -> str:
 
 
 def tell_left_behind(folder: Path) -> None:
-    """Say what of a folder is not sent, save for what only tells where the folder comes from."""
+    """Report the files of a folder that are not uploaded."""
     if kept := sorted(path.name for path in folder.iterdir() if path.name not in {*SHARED_FILES, ORIGIN_FILE}):
         logger.info("Not sent, because it is no part of a shared model: %s.", listing(kept))

@@ -294,14 +294,14 @@ class Tokenizer(ABC):
 
     default_max_len: int | None = 2048
     ordered_by_gene: bool = False
-    """Whether the order of the tokens tells something of which genes they are, so that the neighbors of a hidden token
+    """Whether the order of the tokens reveals the genes, so that the neighbors of a masked token
     would narrow it down."""
     ranks: bool = False
     """Whether the order of the tokens is a ranking of the genes of the cell."""
     samples: bool = False
     """Whether truncation draws genes at random, rather than keeping the most expressed."""
     lists_all_genes: bool = False
-    """Whether all measured genes are tokens, so that a hidden gene is known to be one of those that are missing."""
+    """Whether all measured genes are tokens, so that a masked gene is known to be one of those that are missing."""
     gives_counts: bool = False
     """Whether the values of genes are their counts, whole numbers."""
     needs_medians: bool = False
@@ -317,7 +317,7 @@ class Tokenizer(ABC):
         self.append_cls = check_bool("append_cls", append_cls)
         self.append_eos = check_bool("append_eos", append_eos)
         if self.max_len is not None and self.max_len <= self._n_around:
-            raise OptionError(f"max_len={max_len} leaves no room for a gene; give the number of tokens of a cell.")
+            raise OptionError(f"max_len={max_len} leaves no token for a gene; give the number of tokens of a cell.")
         for option, token in _TOKEN_OF.items():
             if getattr(self, option):
                 self._require_token(option, token)
@@ -386,7 +386,7 @@ class Tokenizer(ABC):
         return list(names)
 
     def config(self) -> dict[str, Any]:
-        """Options that make this tokenizer again, JSON-safe; the vocabulary is kept beside them."""
+        """Options that make this tokenizer again, JSON-safe; the vocabulary is stored separately."""
         return {name: getattr(self, name) for name in self.option_names()}
 
     def gene_vectors(self) -> np.ndarray | None:

@@ -93,7 +93,7 @@ class SaveBest(Callback):
     monitor, mode
         Name of the figure, and whether ``"min"`` or ``"max"`` is better.
     first_epoch
-        Number of epochs trained before, so that a second training goes on with the numbers.
+        Number of epochs trained before, so that a second run continues the numbering.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class SaveBest(Callback):
         return {"kept": [list(one) for one in self.kept]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the epochs that were kept."""
+        """Restore the epochs that were kept."""
         self.kept = [(value, name) for value, name in state_dict["kept"]]
 
 
@@ -252,7 +252,7 @@ def _by_size(module: nn.Module, data: CellDataModule, sizes: list[int]) -> int |
     few, more = sizes[min(1, len(sizes) - 1)], sizes[min(3, len(sizes) - 1)]
     kept = {size: _kept_bytes(module, data, size) for size in {few, more}}
     per_cell = (kept[more] - kept[few]) / (more - few) if more > few else kept[few] / few
-    # A backward pass holds the gradients of a layer beside what it has not used yet.
+    # A backward pass holds the gradients of a layer in addition to unused activations.
     fitting = [size for size in sizes if 1.5 * per_cell * size <= _SHARE * there]
     return max(fitting, default=None)
 
@@ -430,7 +430,7 @@ def fit(
     max_steps
         Most optimizer steps; -1 for no limit.
     early_stopping
-        Stop when the validation loss (or the figure that the objective names) has not improved for
+        Stop when the validation loss (or the metric that the objective names) has not improved for
         `early_stopping_patience` epochs after the warm-up of the learning rate. Needs validation cells.
     early_stopping_patience
         Epochs without improvement to wait.
@@ -445,7 +445,7 @@ def fit(
     log_every_n_steps
         Optimizer steps between two rows of the loggers.
     saving
-        Where the state of the training is saved, and what it goes on with; None for nowhere and nothing.
+        Where checkpoints are saved, and the one to resume from; None for neither.
     callbacks
         Further Lightning callbacks.
     **trainer_options
@@ -592,7 +592,7 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
         )
     made = make_strategy(strategy, n_processes=processes)
     try:
-        # SLURM's signal is answered by saving our own state; Lightning would save one of its own and requeue the job.
+        # SLURM's signal is answered by saving our own state; Lightning would save another and requeue the job.
         slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
         plugins = [SLURMEnvironment(auto_requeue=False)] if slurm else []
         return lightning.Trainer(
@@ -616,7 +616,7 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
 def _run(
     trainer: lightning.Trainer, plan: TrainingPlan, data: CellDataModule
 ) -> tuple[bool, NotFiniteError | SavingError | None]:
-    """Fit; return whether a second Ctrl-C interrupted it, and why it could not go on.
+    """Fit; return whether a second Ctrl-C interrupted it, and why it could not continue.
 
     An error that has nothing to do with the training itself leaves the module as it was before.
     """

@@ -49,7 +49,7 @@ def evaluate_to(
     progress_bar: bool = True,
     **options: Any,
 ) -> pd.DataFrame | Report:
-    """Score models on cells of a file, beside baselines.
+    """Score models on cells of a file, with baselines.
 
     A fine-tuned model is scored by its task, if `benchmarks` are not given; others by their embedding.
 
@@ -116,7 +116,7 @@ def evaluate_to(
         options["baselines"] = list(baselines)
     for name, value in options.items():
         if name not in known:
-            raise OptionError(f"{name}={value!r} has no use where {what} scored (known: {listing(known)}).")
+            raise OptionError(f"{name}={value!r} has no effect where {what} scored (known: {listing(known)}).")
     trained_on = options.pop("trained_on", None)
     if trained_on is not None:
         learned = in_memory(trained_on)

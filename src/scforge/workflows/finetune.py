@@ -175,7 +175,7 @@ def _names(given: str, option: str) -> bool:
 
 
 def _batches(config: Config) -> dict[str, Any]:
-    """Return how batches are made, where the configuration says so."""
+    """Return the options of minibatches that the configuration sets."""
     given = {
         "batch_size": config.training.batch_size,
         "max_tokens_per_batch": config.data.max_tokens_per_batch,

@@ -45,10 +45,10 @@ class MultiLabel(SupervisedTask):
     labels_keys
         Columns of obs, one a label, with truth values or 0 and 1. A cell without value in one of them takes no part.
     labels_key
-        In place of these, one column with the labels of a cell as text. NaN is a cell that takes no part, an empty text
+        Instead of these, one column with the labels of a cell as text. NaN is a cell that takes no part, an empty text
         one that has no label.
     separator
-        What stands between the labels in `labels_key`.
+        Separator of the labels in `labels_key`.
     classes
         The labels, in the order of the outputs; None takes `labels_keys`, or those of the training cells, sorted.
     pos_weight
@@ -240,7 +240,7 @@ class MultiLabel(SupervisedTask):
         predictor, adata
             The model over the cells, and where to write; None: nowhere.
         key_added
-            In place of ``"scforge_<labels_key>"``; of the columns of labels it is what stands before ``_<label>``.
+            Instead of ``"scforge_<labels_key>"``; for the label columns it is the prefix before ``_<label>``.
         soft
             Return the probabilities.
         threshold

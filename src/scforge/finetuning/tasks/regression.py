@@ -169,7 +169,7 @@ class Regression(SupervisedTask):
         predictor, adata
             The model over the cells, and where to write; None: nowhere.
         key_added
-            Column of obs to write, float32, in place of ``"scforge_<labels_key>"``.
+            Column of obs to write, float32, instead of ``"scforge_<labels_key>"``.
 
         Returns
         -------

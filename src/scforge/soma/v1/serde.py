@@ -1,7 +1,7 @@
 """Weights as safetensors, in the layout that both halves of soma share; what is the same in both.
 
 A matrix has the shape (inputs, outputs); scale and bias of a layer norm are ``gamma`` and ``beta``; keys are sorted. A
-file is the same, byte for byte, whoever wrote it.
+file is the same, byte for byte, for both packages.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Model(Serializable, nn.Module):
 
     @staticmethod
     def _mask(tokens_bs: torch.Tensor) -> torch.Tensor:
-        """Return which tokens see which, (B, 1, S, S); each sees itself, so that none sees nothing."""
+        """Return which tokens see which, (B, 1, S, S); each sees at least itself."""
         n = tokens_bs.shape[1]
         before = torch.ones((n, n), dtype=torch.bool, device=tokens_bs.device).tril()
         itself = torch.eye(n, dtype=torch.bool, device=tokens_bs.device)
