@@ -59,7 +59,7 @@ PHRASES = {
     r"random weights (?:know|have)": "an untrained network scores",
     r"trainings": "training runs",
     r"asked? for(?= by|[.,;:)])": "requested, required",
-    r"(?:neighbour|tokenis|normalis|initialis|optimis(?!m|t)|maximis|minimis)\w*": "American spelling: neighbor, tokenize",
+    r"(?:neighbour|tokenis|normalis|initialis|optimis(?!m|t)|maximis|minimis)\w*": "American: neighbor, tokenize",
     r"(?:organis(?!m)|summaris|recognis|generalis)\w*": "American spelling: organize, summarize",
     r"(?:licence|colour|behaviour|modell?ling|grey|centre|favour)\w*": "American spelling: license, color",
     r"(?:un)?labelled": "American spelling: labeled",

@@ -434,14 +434,14 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     MissingFileError
         If there is no such file.
     ModelFileError
-        If it is no JSON.
+        If it is not JSON.
     """
     try:
         return json.loads(Path(path).read_bytes())
     except FileNotFoundError as error:
         raise MissingFileError(f"the file {os.fspath(path)!r} does not exist.") from error
     except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{os.fspath(path)!r} is no JSON file: {first_line(error)}.") from error
+        raise ModelFileError(f"{os.fspath(path)!r} is not a JSON file: {first_line(error)}.") from error
 
 
 def parsed[T: BaseModel](schema: type[T], content: Any, prefix: str) -> T:

@@ -140,7 +140,7 @@ class Registry[T]:
             return
         what = f"{self.kind}={name!r} is {getattr(entry, '__qualname__', entry)!s}"
         if not _derives(entry, self._base):
-            raise OptionError(f"{what}, which is no subclass of {self._base}; derive it from that.")
+            raise OptionError(f"{what}, which is not a subclass of {self._base}; derive it from that.")
         check_defines(what, entry, self._members)
 
     def _plugins(self) -> dict[str, list[EntryPoint]]:

@@ -92,7 +92,7 @@ class ConfigError(ScforgeError, ValueError):
 
     Cause
     -----
-    The file is not there, or is no YAML; a key is unknown; a value has the wrong type or lies out of its range; two
+    The file is not there, or is not YAML; a key is unknown; a value has the wrong type or lies out of its range; two
     options contradict each other; or one that is needed is missing.
 
     Fix
@@ -281,7 +281,7 @@ class ScforgeWarning(UserWarning):
 
     Cause
     -----
-    Cells, genes or labels are left out; a baseline or a comparison is missing; or a figure means less than it seems.
+    Cells, genes or labels are left out; a baseline or a comparison is missing; or a score means less than it seems.
 
     Fix
     ---

@@ -180,8 +180,14 @@ TUNE = "finetune: {base_model: a, task: b, "
         ("output: {loggers: csv}", "output.loggers='csv' has no effect without output.log_dir, "),
         ("output: {log_dir: a, project: b}", "output.project='b' has no effect without a logger that takes it; add"),
         ("data: {source: s3, paths: a}", "data.source='s3' is not known (known: 'local', 'cellxgene_census')."),
-        ("data: {source: cellxgene_census, paths: a}", "data.paths='a' has no effect with data.source='cellxgene_census'"),
-        ("data: {paths: a, organism: x}", "data.organism='x' has no effect without data.source='cellxgene_census'; set "),
+        (
+            "data: {source: cellxgene_census, paths: a}",
+            "data.paths='a' has no effect with data.source='cellxgene_census'",
+        ),
+        (
+            "data: {paths: a, organism: x}",
+            "data.organism='x' has no effect without data.source='cellxgene_census'; set ",
+        ),
         ("data: {source: cellxgene_census, modality: rna}", "data.modality='rna' has no effect without data.source="),
         ("data: {source: cellxgene_census, filters: [a]}", "data.filters=['a'] is neither columns with their values"),
         ("data: {paths: a, memory: yes}", "data.memory=True is not an amount of memory"),

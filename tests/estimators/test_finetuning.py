@@ -259,7 +259,7 @@ def test_cells_without_label_take_no_part(tune: Callable[..., Encoder], cells: a
         ({"split_key": "kind"}, "split_key='kind' has the values 'common', 'rare'; name the parts"),
         ({"labels_key": "grop"}, "labels_key='grop' is not a column .*did you mean 'group'"),
         ({"labels_key": "none"}, "labels_key='none' leaves no cell to train on; choose another"),
-        ({"lora": {"targets": ["qkv_prj"]}}, "'qkv_prj', which is no linear layer of TransformerEncoder"),
+        ({"lora": {"targets": ["qkv_prj"]}}, "'qkv_prj', which is not a linear layer of TransformerEncoder"),
         ({"lora": True, "freeze": 1}, "adapters freeze the encoder anyway"),
         ({"lora": True, "gradual_unfreezing": 1}, "thaws layers that lora=True keeps frozen"),
         ({"freeze": 9}, "freeze=9 but there are 3 layers"),

@@ -129,7 +129,7 @@ def test_figures_of_a_report(hub, model: Encoder, metrics: object, data: str, na
         ({"metrics": TABLE[:1]}, "and rows of baselines .'scforge'"),
         ({"metrics": {"f1": 1.0}}, r"no table of evaluate\(\)"),
         ({"adapter_only": True}, "the model has no adapters|not known where others find"),
-        ({"base": "somewhere"}, "base='somewhere' is no name that others can use"),
+        ({"base": "somewhere"}, "base='somewhere' is not a name that others can use"),
     ],
 )
 def test_what_cannot_be_told(hub, model: Encoder, options: dict, message: str) -> None:

@@ -143,7 +143,7 @@ def test_what_cannot_be_had(hub, folder: Path, name, options: dict, error, messa
     ("name", "options", "error", "message"),
     [
         ("nothing", {}, MissingFileError, "name='nothing' does not exist; give a folder, hf://org/name"),
-        ("hf://org/--bad..name", {}, OptionError, "is no name of a repository; give it as 'organization/name'"),
+        ("hf://org/--bad..name", {}, OptionError, "is not a name of a repository; give it as 'organization/name'"),
         ("hf://org/light@v1", {"revision": "v2"}, OptionError, "revision='v2' is another one; give one of them"),
     ],
 )

@@ -135,7 +135,7 @@ def test_lengths_are_drawn_from_those_of_training():
         ({"n_tokens": torch.tensor([1, 2, 3])}, "one for each of the 2 cells"),
         ({"prompt": {"values": torch.ones(2)}}, "no mapping with 'input_ids'"),
         ({"prompt": {"input_ids": torch.tensor([5, 5])}}, "the gene 5 twice in cell 0"),
-        ({"prompt": {"input_ids": torch.tensor([5, 2])}}, "the token 2, which is no gene"),
+        ({"prompt": {"input_ids": torch.tensor([5, 2])}}, "the token 2, which is not a gene"),
         ({"prompt": {"input_ids": torch.tensor([[5], [6], [7]])}}, r"give \(P,\), or \(2, P\)"),
         ({"prompt": {"input_ids": torch.tensor([5]), "values": torch.ones(2)}}, "values of shape"),
         ({"prompt": {"input_ids": torch.tensor([5]), "values": torch.tensor([-1.0])}}, "the value -1.0"),

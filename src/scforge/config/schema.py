@@ -586,7 +586,9 @@ class FinetuneConfig(OpenSection):
     @classmethod
     def _has_cells(cls, value: bool | str, info: ValidationInfo) -> bool | str:
         if isinstance(value, str) and value != info.data.get("task", value):
-            raise ValueError(f"is no evaluation of the task {info.data['task']!r}; set it to true (--eval) for its own")
+            raise ValueError(
+                f"is not an evaluation of the task {info.data['task']!r}; set it to true (--eval) for its own"
+            )
         if value and info.data.get("test_size") == 0 and info.data.get("split_key") is None:
             raise ValueError("has no cells to score with test_size=0; set that above 0")
         return value
@@ -602,7 +604,7 @@ def _benchmarks(value: Any) -> Any:
         named = isinstance(benchmark, Mapping) and len(benchmark) == 1 and _is_named(*next(iter(benchmark.items())))
         if not named and not (isinstance(benchmark, str) and benchmark):
             raise ValueError(
-                "holds something that is no benchmark; give each as its name, or as its name with options below, "
+                "holds something that is not a benchmark; give each as its name, or as its name with options below, "
                 "e.g. [cell_type_annotation: {dataset: held_out}]"
             )
     return benchmarks

@@ -123,7 +123,7 @@ def convert(
     Raises
     ------
     OptionError
-        If `path` exists (with `overwrite`: and is no store), or is, contains or lies in a source; if another
+        If `path` exists (with `overwrite`: and is not a store), or is, contains or lies in a source; if another
         conversion is writing to it, or `memory` is too little.
     MissingFileError
         If a source does not exist.
@@ -221,7 +221,7 @@ def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
         raise OptionError(f"path={name!r} is named like a file, and a store is a folder; name e.g. 'store.zarr'.")
     if target.exists():
         if not is_store(target) and any(target.iterdir()):
-            raise OptionError(f"path={str(target)!r} exists and is no store; choose another name, or remove it.")
+            raise OptionError(f"path={str(target)!r} exists and is not a store; choose another name, or remove it.")
         if not overwrite:
             raise OptionError(f"path={str(target)!r} exists; pass overwrite=True (--overwrite) or choose another name.")
     return target

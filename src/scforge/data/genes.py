@@ -470,7 +470,7 @@ class OverlapReport:
         return self.n_matched / self.n_genes_vocab
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures, one number or text each; a list of such dicts makes a data frame.
+        """Return the scores, one number or text each; a list of such dicts makes a data frame.
 
         Examples
         --------
@@ -546,7 +546,7 @@ def map_genes(
         If too few genes match. The message describes the names, what was expected, and which column of
         ``adata.var`` or which vocabulary fits.
     OptionError
-        If there is no such vocabulary, or `min_overlap` is no share.
+        If there is no such vocabulary, or `min_overlap` is not a share.
 
     Warns
     -----

@@ -76,7 +76,7 @@ def parse_bytes(argument: str, value: Any) -> int:
             return int(float(match[1]) * _UNITS[match[2].lower()])
     elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise OptionError(f"{argument}={value!r} is no size; give e.g. '4GB', or a number of bytes.")
+    raise OptionError(f"{argument}={value!r} is not a size; give e.g. '4GB', or a number of bytes.")
 
 
 logger = logging.getLogger("scforge")
@@ -487,7 +487,7 @@ class Matrix:
         place = f"{stored.name.removeprefix('/')!r} of {source!r}"
         if is_array(stored):
             if stored.shape is None or len(stored.shape) != 2 or stored.dtype.kind not in "biuf":
-                raise DataError(f"{place} is no matrix of numbers (shape {stored.shape}, {stored.dtype}).")
+                raise DataError(f"{place} is not a matrix of numbers (shape {stored.shape}, {stored.dtype}).")
             return cls(stored, "dense", tuple(stored.shape), place)
         encoding = str(stored.attrs.get("encoding-type", stored.attrs.get("h5sparse_format", "")))
         kind = encoding.removesuffix("_matrix")
@@ -504,7 +504,7 @@ class Matrix:
         for name, kinds in {"data": "biuf", "indices": "iu", "indptr": "iu"}.items():
             part = self.stored[name]
             if not is_array(part) or part.shape is None or len(part.shape) != 1 or part.dtype.kind not in kinds:
-                self._damaged(f"{name} is no list of numbers")
+                self._damaged(f"{name} is not a list of numbers")
         for name, needed in {"indices": self.n_stored, "indptr": self._major_minor[0] + 1}.items():
             if (found := self._parts[name].shape[0]) != needed:
                 self._damaged(f"its {name} have {found} numbers and need {needed}")
@@ -514,7 +514,7 @@ class Matrix:
         """Data, indices and indptr; the rows of a dense matrix under an empty name."""
         parts = {"": self.stored} if self.kind == "dense" else {name: self.stored[name] for name in _PARTS}
         if isinstance(self.stored, zarr.Group | zarr.Array):
-            # A chunk that is gone is no chunk of zeros.
+            # A chunk that is gone is not a chunk of zeros.
             parts = {name: part.with_config({"read_missing_chunks": False}) for name, part in parts.items()}
         return parts
 

@@ -185,7 +185,7 @@ def _is_fresh(path: Path, streams: Sequence[ChunkReader], options: Mapping[str, 
     """Return whether a store holds the sources as they are now; raise if it is of others, and not ours to replace."""
     from scforge.data.store import StoreInfo, read_vocab
 
-    info = StoreInfo.read(path)  # or raise, as it is no store
+    info = StoreInfo.read(path)  # or raise, as it is not a store
     # The same folder may be named from elsewhere; what is in a file is compared by its fingerprint.
     stored = [one["name"].rstrip("/").rpartition("/")[2] for one in info.sources]
     given = [stream.name.rstrip("/").rpartition("/")[2] for stream in streams]
@@ -535,7 +535,7 @@ def inspect_h5ad(
     MissingFileError
         If there is no such file.
     DataError
-        If it is no h5ad file, or has no such layer or column.
+        If it is not an h5ad file, or has no such layer or column.
     OptionError
         If there is no such vocabulary.
 

@@ -138,7 +138,7 @@ class StoreInfo:
         MissingFileError
             If there is nothing of that name.
         DataError
-            If it is no store, or one that a conversion has not finished, or of a later scforge.
+            If it is not a store, or one that a conversion has not finished, or of a later scforge.
         """
         return cls._of(_attributes(path, storage_options), repr(os.fspath(path)))
 
@@ -195,7 +195,7 @@ def is_store(path: str | os.PathLike[str]) -> bool:
 
 
 def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the attributes of the root of a zarr folder; an empty dict where a folder is no zarr v3 group."""
+    """Return the attributes of the root of a zarr folder; an empty dict where a folder is not a zarr v3 group."""
     name = os.fspath(path)
     attributes = root_attributes(name, storage_options)
     if attributes is not None:
@@ -587,7 +587,7 @@ class StoreCells:
         MissingFileError
             If there is nothing of that name.
         DataError
-            If it is no store, is incomplete or damaged, or has no such column.
+            If it is not a store, is incomplete or damaged, or has no such column.
         GeneMismatchError
             If too few genes of `vocab` are in the store.
 
@@ -791,14 +791,14 @@ def inspect_store(
     -------
     What is in it, with ``info``, ``columns``, ``n_bytes``, ``sources`` and ``verified``; ``print`` shows it. A source
     is ``"unchanged"`` if its size and its time of change are those of the conversion, ``"changed since"``, ``"not
-    there any more"``, or ``"not checked"`` if it is no local file.
+    there any more"``, or ``"not checked"`` if it is not a local file.
 
     Raises
     ------
     MissingFileError
         If there is nothing of that name.
     DataError
-        If it is no store, one that a conversion has not finished, or, with `verify`, a damaged one.
+        If it is not a store, one that a conversion has not finished, or, with `verify`, a damaged one.
 
     Examples
     --------

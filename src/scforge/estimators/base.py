@@ -90,7 +90,7 @@ def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
     if found.dtype == bool and not wrong:
         wrong, found = len(found) != n_cells, np.flatnonzero(found)
     if wrong or not len(found) or found.min() < 0 or found.max() >= n_cells:
-        raise OptionError(f"indices are no positions of the {n_cells} cells; give whole numbers from 0, or a mask.")
+        raise OptionError(f"indices are not positions of the {n_cells} cells; give whole numbers from 0, or a mask.")
     return found.astype(np.int64)
 
 
@@ -504,7 +504,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             self._landmarks = torch.from_numpy(found)
 
     def _extend_history(self, figures: dict[str, list[float]]) -> None:
-        """Append figures of epochs, one data frame a name, as in scvi-tools."""
+        """Append scores of epochs, one data frame a name, as in scvi-tools."""
         for name, values in figures.items():
             both = [*(self.history_[name][name] if name in self.history_ else ()), *values]
             self.history_[name] = pd.DataFrame({name: both}).rename_axis("epoch")
@@ -701,7 +701,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         Raises
         ------
         OptionError
-            If `mdata` is no MuData, or has no such modality.
+            If `mdata` is not a MuData, or has no such modality.
         DataError
             If counts, gene names or columns of the modality cannot be used.
 

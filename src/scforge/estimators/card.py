@@ -52,7 +52,7 @@ class Score:
 
 
 def is_long(table: pd.DataFrame) -> bool:
-    """Return whether a table has one line a figure, as ``scforge evaluate -o out.csv`` writes it for embeddings."""
+    """Return whether a table has one line a score, as ``scforge evaluate -o out.csv`` writes it for embeddings."""
     return {"benchmark", "method", "kind", "metric", "value"} <= set(table.columns)
 
 
@@ -82,7 +82,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
         metrics = metrics.to_frame()
     if not isinstance(metrics, pd.DataFrame):
         what = type(metrics).__name__
-        raise OptionError(f"{prefix} is a {what} that is no table of evaluate(); give what evaluate() returned.")
+        raise OptionError(f"{prefix} is a {what} that is not a table of evaluate(); give what evaluate() returned.")
     tables = {"": metrics}
     if is_long(metrics):
         lines = metrics.assign(benchmark=metrics["benchmark"].fillna(""))
@@ -169,7 +169,7 @@ class CardFacts:
     scores
         The same for machines.
     n_epochs
-        Epochs that the model had been trained for when the figures were given: with more of them they are not its own.
+        Epochs that the model had been trained for when the scores were given: with more of them they are not its own.
     base
         The model before fine-tuning.
     checkpoint
@@ -326,7 +326,7 @@ def _card_data(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_adapte
             dataset_type=re.sub(r"[^a-z0-9/]+", "-", (score.data or _UNKNOWN).lower()).strip("-") or "data",
             dataset_name=score.data or _UNKNOWN,
             metric_type=score.metric,
-            # The hub has no place for baselines; without them the figure would stand alone.
+            # The hub has no place for baselines; without them the score would stand alone.
             metric_name=score.metric + (f" (baselines: {shown(score.beside, '{:.3f}')})" if score.beside else ""),
             metric_value=score.value,
         )

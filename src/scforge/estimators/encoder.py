@@ -597,7 +597,7 @@ class Encoder(CellModel):
 
         Returns
         -------
-        One row a method, ``"scforge"`` first, one column a figure.
+        One row a method, ``"scforge"`` first, one column a score.
 
         Raises
         ------
@@ -1838,7 +1838,7 @@ class Encoder(CellModel):
         Notes
         -----
         Cells are never sent. Of a fine-tuned model ``split.safetensors`` is, which holds fingerprints (hashes of
-        counts) of the cells that it has seen. License, data, figures and citation stay with the model: :meth:`save`
+        counts) of the cells that it has seen. License, data, scores and citation stay with the model: :meth:`save`
         writes them, too.
 
         Examples

@@ -96,7 +96,7 @@ def evaluate_models(
     title
         Heading of the report.
     key_added
-        Key in ``adata.uns["scforge"]`` for the figures; None writes nothing, no embedding either.
+        Key in ``adata.uns["scforge"]`` for the scores; None writes nothing, no embedding either.
     progress_bar
         Show a line for each model, baseline and score, with its time.
 
@@ -298,7 +298,7 @@ def _lists(models: Any) -> dict[str, list[CellModel]]:
     if isinstance(models, Mapping):
         lists = {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
     if not lists or not all(some and all(isinstance(one, CellModel) for one in some) for some in lists.values()):
-        raise OptionError("models is no model and no {name: model}; load what is in a folder with Encoder.load.")
+        raise OptionError("models is not a model and no {name: model}; load what is in a folder with Encoder.load.")
     return lists
 
 

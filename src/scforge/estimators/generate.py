@@ -142,7 +142,7 @@ def _prompt_of_genes(
     tokenizer, objective = model.tokenizer, model._pretraining
     # A set has no order that stays, and of a Series either names or values could be meant.
     if not isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) or isinstance(genes, str):
-        raise OptionError(f"prompt={type(genes).__name__} is no list of genes, no dict of values, and no AnnData.")
+        raise OptionError(f"prompt={type(genes).__name__} is not a list of genes, no dict of values, and no AnnData.")
     index = gene_numbers(model, list(genes), argument="prompt")
     ids = torch.from_numpy(index.astype(np.int64) + tokenizer.vocab.n_special).expand(n_cells, -1)
     values = torch.full(ids.shape, torch.nan)
@@ -184,7 +184,7 @@ def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int
         raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; give one name, or one for each.")
     numbers_of = {name: i + 1 for i, name in enumerate(conditions)}
     if unknown := [name for name in names if not _is_missing(name) and name not in numbers_of]:
-        raise OptionError(f"condition={unknown[0]!r} is no class of the model{suggest(unknown[0], conditions)}")
+        raise OptionError(f"condition={unknown[0]!r} is not a class of the model{suggest(unknown[0], conditions)}")
     return np.array([0 if _is_missing(name) else numbers_of[name] for name in names], dtype=np.int64)
 
 

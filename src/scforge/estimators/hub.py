@@ -151,7 +151,7 @@ def place_of(name: str | os.PathLike[str]) -> str | None:
 def _named(base: str, model: Any) -> Origin:
     """Return the model below a fine-tuned one by the name that others get."""
     if place_of(base) is None:
-        raise OptionError(f"base={base!r} is no name that others can use; give 'org/name' or 'scforge://name'.")
+        raise OptionError(f"base={base!r} is not a name that others can use; give 'org/name' or 'scforge://name'.")
     if model.spec.tuning is None:
         raise OptionError(f"base={base!r} has no effect where the model was not fine-tuned; leave it out.")
     known = None if model._base is None else model._base._current_origin()

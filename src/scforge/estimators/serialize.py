@@ -277,7 +277,7 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
         If an architecture, tokenizer, objective or task is not registered.
     """
     if is_url(path):
-        raise MissingFileError(f"dir_path={os.fspath(path)!r} is no folder; get a model of a hub with Encoder.load.")
+        raise MissingFileError(f"dir_path={os.fspath(path)!r} is not a folder; get a model of a hub with Encoder.load.")
     return read_settled(path, lambda: _read(Path(path)))
 
 

@@ -58,7 +58,7 @@ class Benchmark(ABC):
     n_draws
         Draws of :meth:`resampled` that are worth their time.
     ranks
-        Whether a better figure is a better method. Without, methods are not compared: the figures warn of something.
+        Whether a higher score is better. Without, methods are not compared: the scores warn of something.
 
     Examples
     --------
@@ -132,7 +132,7 @@ class Benchmark(ABC):
         return {}
 
     def resampled(self, made: Any, reference: Any, *, n: int, seed: int) -> pd.DataFrame | None:
-        """Return the figures on resampled data, for intervals and paired tests; None where there are none.
+        """Return the scores on resampled data, for intervals and paired tests; None where there are none.
 
         The rows that are drawn depend on `reference` and `seed` alone, so that methods can be compared draw by draw.
         Here, for embeddings: on random halves of the cells, drawn without replacement, which spread as much around the
@@ -176,7 +176,7 @@ class Benchmark(ABC):
         return table.mean() + (table - table.mean()) * scale
 
     def _on_parts(self, made: np.ndarray, obs: pd.DataFrame, parts: Iterable[np.ndarray]) -> pd.DataFrame:
-        """Return the figures on these rows of an embedding, a row for each part."""
+        """Return the scores on these rows of an embedding, a row for each part."""
         figures = []
         for rows in parts:
             try:
@@ -349,7 +349,7 @@ class Evaluation:
     benchmark
         A registered name, or a benchmark that was made.
     name
-        What its figures are called by, ``<name>_<metric>``; None takes the name of the benchmark, with that of the data
+        What its scores are called by, ``<name>_<metric>``; None takes the name of the benchmark, with that of the data
         set behind it if another evaluation has the same.
     dataset
         ``"held_out"`` for the cells that the data module keeps for validation; the path or URL of an h5ad file, an

@@ -143,7 +143,7 @@ class Generation(Benchmark):
         return {name: float(values[0]) for name, values in self._figures(parts, *weights).items()}
 
     def resampled(self, made: AnnData, reference: AnnData, *, n: int, seed: int) -> pd.DataFrame:
-        """Return the figures on random halves of the cells; those of the real cells are the same for all methods.
+        """Return the scores on random halves of the cells; those of the real cells are the same for all methods.
 
         The trees and the components stay those of all cells.
         """
@@ -162,7 +162,7 @@ class Generation(Benchmark):
         return log_normalized(adata, argument=f"the {what} cells", made=what == "generated")
 
     def _parts(self, made: AnnData, reference: AnnData) -> _Parts:
-        """Compute what does not depend on the draw, once for the figures and their draws."""
+        """Compute what does not depend on the draw, once for the scores and their draws."""
         key = ((self.seed, self.n_comps, self.max_cells), mark_of(made), mark_of(reference))
         if self._last is not None and self._last[0] == key and None not in key:
             return self._last[1]
@@ -194,7 +194,7 @@ class Generation(Benchmark):
         told = {"leave out": (few, "real"), "are NaN, for": (lacking, "generated")}
         for what, (labels, of) in told.items():
             if len(labels):
-                warn(f"Figures of each label {what} {listing(labels)}: fewer than {MIN_CELLS} {of} cells.")
+                warn(f"Scores of each label {what} {listing(labels)}: fewer than {MIN_CELLS} {of} cells.")
         return [((of_made == name).to_numpy(), (of_real == name).to_numpy()) for name in names]
 
     def _figures(self, parts: _Parts, of_made: np.ndarray, of_real: np.ndarray) -> dict[str, np.ndarray]:
@@ -617,7 +617,7 @@ def evaluate_generation(
     train
         Real cells that the methods have learned from, raw counts.
     labels_key
-        Column of obs of all of them, for figures of each label.
+        Column of obs of all of them, for scores of each label.
     layer
         Key in ``layers`` of `real` and `train` with raw counts; None reads ``X``.
     kinds
@@ -633,7 +633,7 @@ def evaluate_generation(
 
     Returns
     -------
-    The report: figures of :class:`Generation` of each method and baseline.
+    The report: scores of :class:`Generation` of each method and baseline.
 
     Raises
     ------
@@ -708,7 +708,7 @@ def evaluate_generation(
     report.facts["cells of each in mmd and c2st"] = benchmark.max_cells
     report.notes += notes
     report.notes.append(
-        f"Figures are over {len(names)} of {real.n_vars} genes of the real cells, those that all cells have, on log1p "
+        f"Scores are over {len(names)} of {real.n_vars} genes of the real cells, those that all cells have, on log1p "
         f"CP{TARGET_SUM:,.0f}."
     )
     return report
@@ -729,7 +729,7 @@ def holds_counts(adata: AnnData, layer: str | None = None) -> bool:
 def check_complete(
     adata: AnnData, what: str, whole: AnnData, *, layer: str | None = None, layer_of_whole: str | None = None
 ) -> None:
-    """Raise where counts are over part of the genes of others, so that their totals are no library sizes."""
+    """Raise where counts are over part of the genes of others, so that their totals are not library sizes."""
     lacking = ~whole.var_names.isin(adata.var_names)
     if not lacking.any() or not holds_counts(adata, layer):
         return

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Replicates(tuple[Any, ...]):
-    """What one method made several times, e.g. trained with several seeds: one row, whose figures are means."""
+    """What one method made several times, e.g. trained with several seeds: one row, whose scores are means."""
 
 
 def runs_of(one: Any) -> tuple[Any, ...]:
@@ -58,7 +58,7 @@ def score(
     for n_done, (method, one) in enumerate(made.items(), 1):
         runs = runs_of(one)
         of_runs = [pd.DataFrame([version.run(run, reference) for version in versions]) for run in runs]
-        # Seeds of folds and training runs are no equal sources of variation: where there are training runs, theirs
+        # Seeds of folds and training runs are not equal sources of variation: where there are training runs, theirs
         # counts.
         scores[method] = of_runs[0] if len(runs) == 1 else pd.DataFrame([table.mean() for table in of_runs])
         drawn = [
@@ -127,7 +127,7 @@ def _versions(benchmark: Benchmark, seeds: Sequence[int]) -> list[Benchmark]:
 def _best(
     metric: str, means: Mapping[str, Mapping[str, float]], kinds: Mapping[str, Kind], measured: Measured
 ) -> str | None:
-    """Return the baseline with the best figure."""
+    """Return the baseline with the best score."""
     values = {method: found.get(metric, np.nan) for method, found in means.items() if kinds[method] == "baseline"}
     values = {method: value for method, value in values.items() if np.isfinite(value)}
     return max(values, key=lambda method: measured.sign(metric) * values[method], default=None)
@@ -185,7 +185,7 @@ def evaluate(
     labels_key, batch_key, groups_key
         Columns of ``adata.obs`` for benchmarks that are given by name without them.
     seeds
-        Seeds of benchmarks that have one; figures are means over them.
+        Seeds of benchmarks that have one; scores are means over them.
     intervals
         Add 95 % intervals and tests against the best baseline, from resampled cells.
     replicates
@@ -197,13 +197,13 @@ def evaluate(
     title
         Heading of the report.
     key_added
-        Key in ``adata.uns["scforge"]`` for the figures; None writes nothing.
+        Key in ``adata.uns["scforge"]`` for the scores; None writes nothing.
     progress_bar
         Show a line for each baseline and score, with its time.
 
     Returns
     -------
-    The report. Its figures (:meth:`Report.to_frame`) are also written to ``adata.uns["scforge"][key_added]``.
+    The report. Its scores (:meth:`Report.to_frame`) are also written to ``adata.uns["scforge"][key_added]``.
 
     Raises
     ------
@@ -296,7 +296,7 @@ def compare(
     kinds
         Name of a method to ``"model"``, ``"baseline"``, ``"untrained"`` or ``"ceiling"``.
     seeds
-        Seeds of a benchmark that has one; figures are means over them.
+        Seeds of a benchmark that has one; scores are means over them.
     intervals
         Add 95 % intervals, and tests of the models against the best baseline.
     title
@@ -371,13 +371,13 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
 def check_seeds(seeds: Sequence[int]) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless there is a seed, and each is one."""
     if not isinstance(seeds, Sequence) or isinstance(seeds, str) or not len(seeds):
-        raise OptionError(f"seeds={seeds!r} is no list of seeds; give one, e.g. (0, 1, 2).")
+        raise OptionError(f"seeds={seeds!r} is not a list of seeds; give one, e.g. (0, 1, 2).")
     for seed in seeds:
         check_seed(seed)
 
 
 def write_metrics(adata: AnnData, report: Report, key: str) -> None:
-    """Write the figures of a report into ``adata.uns["scforge"]``."""
+    """Write the scores of a report into ``adata.uns["scforge"]``."""
     adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key: report.to_frame()}
 
 

@@ -560,7 +560,7 @@ class GeneNetwork(Benchmark):
 
     The pairs are those of all transcription factors that regulate something in the truth, with all genes that something
     regulates there (or all measured ones), without pairs of a gene with itself. What is not in the truth counts as
-    wrong, although many true edges are unknown: figures compare methods, and are no error rates. Edges with more than
+    wrong, although many true edges are unknown: scores compare methods, and are no error rates. Edges with more than
     one row in the truth count once; signs take no part.
 
     **Pairs without a score** get the lowest of all, and tie with each other. So a method that names few edges is not
@@ -595,14 +595,14 @@ class GeneNetwork(Benchmark):
         Mean over transcription factors of the AUROC among their own pairs. That some have more known targets than
         others does not help here.
 
-    :meth:`resampled` is a bootstrap of transcription factors: the edges of one are no independent observations.
+    :meth:`resampled` is a bootstrap of transcription factors: the edges of one are not independent observations.
 
     Examples
     --------
     >>> truth = pd.DataFrame({"source": ["A", "A", "B"], "target": ["x", "y", "z"]})
     >>> scores = pd.DataFrame({"source": ["A", "A", "B"], "target": ["x", "y", "x"], "weight": [3.0, 2.0, 1.0]})
-    >>> figures = GeneNetwork().run(scores, truth)
-    >>> round(figures["auroc"], 3), round(figures["early_precision"], 3)
+    >>> scores = GeneNetwork().run(scores, truth)
+    >>> round(scores["auroc"], 3), round(scores["early_precision"], 3)
     (0.778, 0.667)
     """
 
@@ -655,7 +655,7 @@ class GeneNetwork(Benchmark):
         return Universe(tfs, genes, edges, pairs, len(given) - len(kept))
 
     def run(self, made: pd.DataFrame, reference: pd.DataFrame) -> dict[str, float]:
-        """Return the figures; NaN where all pairs, for ``auroc_within_tf`` those of each factor, are true edges.
+        """Return the scores; NaN where all pairs, for ``auroc_within_tf`` those of each factor, are true edges.
 
         Parameters
         ----------
@@ -669,7 +669,7 @@ class GeneNetwork(Benchmark):
         return RankedPairs(made, universe).figures(np.ones(len(universe.tfs)))
 
     def resampled(self, made: pd.DataFrame, reference: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame:
-        """Return the figures on bootstrapped transcription factors; NaN where those drawn regulate all genes."""
+        """Return the scores on bootstrapped transcription factors; NaN where those drawn regulate all genes."""
         universe = self.universe(reference)
         ranked = RankedPairs(made, universe)
         draws = bootstrap_weights(len(universe.tfs), n, seed=seed).astype(np.float64)
@@ -769,7 +769,7 @@ def degree_weights(universe: Universe, *, out: bool = True, seed: int = 0) -> np
     edge off each count would not do: among the pairs of a gene, true ones would then have the lower counts, by which
     they could be predicted. Folds keep some of that. Among the pairs of one transcription factor, the out-degree brings
     random edges somewhat below chance (AUROC 0.47 where 60 have 20 of 200 genes each). And where most genes of the
-    truth have one edge, to know that they have no other tells the true one, the wrong way round: figures below chance
+    truth have one edge, to know that they have no other tells the true one, the wrong way round: scores below chance
     say that the truth is too small for degrees. Shares are shrunk toward that of all pairs by one pseudo-observation.
     """
     rng = np.random.default_rng(seed)

@@ -36,7 +36,7 @@ _MIN_GENES = 10
 class RankReconstruction(Benchmark):
     """Compares orders of genes that a model gives back with the true ones, highest gene first.
 
-    These are the figures by which papers on models of ranked genes judge a reconstruction.
+    These are the scores by which papers on models of ranked genes judge a reconstruction.
 
     ``l_dist``
         Levenshtein distance [1]_: the fewest genes to put in, take out or replace, divided by the length of the longer
@@ -88,18 +88,18 @@ class RankReconstruction(Benchmark):
         Raises
         ------
         DataError
-            If they do not fit each other, or are no orders.
+            If they do not fit each other, or are not orders.
         """
         table = self._by_cell(made, reference)
         return {name: float(values[0]) for name, values in _figures(table, np.ones((1, len(table)))).items()}
 
     def resampled(self, made: np.ndarray, reference: np.ndarray, *, n: int, seed: int) -> pd.DataFrame:
-        """Return the figures on bootstrapped cells."""
+        """Return the scores on bootstrapped cells."""
         table = self._by_cell(made, reference)
         return pd.DataFrame(_figures(table, bootstrap_weights(len(table), n, seed=seed).astype(np.float64)))
 
     def _by_cell(self, made: np.ndarray, reference: np.ndarray) -> np.ndarray:
-        """Return what the figures of each cell are made of, float64, shape (N, 5 + 2 * 4), see :func:`_figures`."""
+        """Return what the scores of each cell are made of, float64, shape (N, 5 + 2 * 4), see :func:`_figures`."""
         true = _rows(reference, "the true orders", repeated=False)
         found = _rows(made, "the reconstructed orders", repeated=True)
         if len(found) != len(true):
@@ -170,7 +170,7 @@ def evaluate_reconstruction(
 
     Returns
     -------
-    The report: figures of :class:`RankReconstruction` of each method and baseline.
+    The report: scores of :class:`RankReconstruction` of each method and baseline.
 
     Raises
     ------

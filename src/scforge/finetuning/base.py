@@ -138,7 +138,7 @@ class Evaluated:
     Attributes
     ----------
     metrics
-        One row a method, ``"scforge"`` first; one column a figure.
+        One row a method, ``"scforge"`` first; one column a score.
     tables
         Further tables by name, e.g. ``"per_class"``.
 
@@ -163,7 +163,7 @@ type Batch = dict[str, torch.Tensor]
 """Tensors by their names."""
 
 type Loss = tuple[torch.Tensor, Batch]
-"""The loss of a batch, a scalar, and figures: means over its cells."""
+"""The loss of a batch, a scalar, and scores: means over its cells."""
 
 type Column = Callable[[str], pd.Series]
 """Returns a column of obs."""
@@ -178,7 +178,7 @@ def with_adapters(defaults: TrainingDefaults) -> TrainingDefaults:
 
 
 class Task(Objective):
-    """What a model is fine-tuned for: a head, its targets, a loss, figures, and what is written back.
+    """What a model is fine-tuned for: a head, its targets, a loss, scores, and what is written back.
 
     A task is an objective, so that the engine that trains models also fine-tunes them. All options are keyword-only
     arguments of the constructor, kept under their own names.
@@ -278,14 +278,14 @@ class Task(Objective):
         return {**tokens, **self.targets(block.rows)}
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """Return the loss of a batch, and figures."""
+        """Return the loss of a batch, and scores."""
         return self.loss_of(module(**batch).logits, batch)
 
     @abstractmethod
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """Return the loss of the outputs of the head, shape (B, K), and figures.
+        """Return the loss of the outputs of the head, shape (B, K), and scores.
 
-        A figure is a tensor of any shape, its mean over the cells of the batch; :meth:`summarize` gets its mean over
+        A score is a tensor of any shape, its mean over the cells of the batch; :meth:`summarize` gets its mean over
         those of the epoch.
         """
 

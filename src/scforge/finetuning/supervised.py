@@ -79,7 +79,7 @@ class SupervisedTask(Task):
 
     @abstractmethod
     def scores(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, float]:
-        """Return the figures of estimates."""
+        """Return the scores of estimates."""
 
     def tables(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, pd.DataFrame]:
         """Return further tables of the estimates of the model."""
@@ -117,7 +117,7 @@ class SupervisedTask(Task):
     def evaluate(self, context: EvaluationContext) -> Evaluated:
         """Score the estimates of cells, with baselines trained on the same cells.
 
-        Figures are of the ``n_scored`` cells whose target the model knows: see the method ``scores``. Other cells
+        Scores are of the ``n_scored`` cells whose target the model knows: see the method ``scores``. Other cells
         cannot be right whatever the method, so that they do not count as wrong; columns report their number.
 
         Raises

@@ -296,7 +296,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def _floats(tensor: torch.Tensor) -> torch.Tensor:
     """Return a weight as float32; whole numbers are of a checkpoint that was quantized."""
     if not tensor.is_floating_point():
-        raise TypeError(f"{tensor.dtype} is no weight")
+        raise TypeError(f"{tensor.dtype} is not a weight")
     return tensor.float()
 
 
@@ -345,11 +345,13 @@ def read_dictionary(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise MissingFileError(f"the file {str(path)!r} does not exist.") from error
     except Exception as error:  # damaged files raise anything
-        raise ModelFileError(f"{str(path)!r} is no pickle file of names with values: {first_line(error)}.") from error
+        raise ModelFileError(
+            f"{str(path)!r} is not a pickle file of names with values: {first_line(error)}."
+        ) from error
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in content.items()}
     kinds = (str, int, float, type(None))
     if not all(isinstance(name, str) and isinstance(value, kinds) for name, value in plain.items()):
-        raise ModelFileError(f"{str(path)!r} is no dictionary of names with values; give the published one.")
+        raise ModelFileError(f"{str(path)!r} is not a dictionary of names with values; give the published one.")
     return plain
 
 

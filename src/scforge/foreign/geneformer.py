@@ -128,9 +128,9 @@ class Geneformer:
     ) -> Foreign:
         """Read a folder; see :meth:`scforge.models.Encoder.from_checkpoint` for the arguments."""
         if not source.is_dir():
-            raise MissingFileError(f"the checkpoint {str(source)!r} is no folder; give the one with config.json.")
+            raise MissingFileError(f"the checkpoint {str(source)!r} is not a folder; give the one with config.json.")
         where = source / "config.json"
-        config = parsed(_Config, read_json(where), f"{str(where)!r} is no configuration of a BERT that scforge has")
+        config = parsed(_Config, read_json(where), f"{str(where)!r} is not a configuration of a BERT that scforge has")
         if version is None:
             is_v2 = config.max_position_embeddings > MODEL_INPUT["V1"] or config.vocab_size == _TOKENS_V2
             version = "V2" if is_v2 else "V1"

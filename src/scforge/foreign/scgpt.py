@@ -76,7 +76,7 @@ def scgpt_vocab(tokens: Mapping[str, int]) -> tuple[GeneVocab, tuple[int, ...]]:
     Raises
     ------
     DataError
-        If `tokens` is no vocabulary of scGPT.
+        If `tokens` is not a vocabulary of scGPT.
     """
     names = in_order(tokens)
     if missing := [name for name in (PAD_TOKEN, CLS_TOKEN) if name not in tokens]:

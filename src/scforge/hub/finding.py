@@ -140,7 +140,7 @@ def known_models() -> dict[str, str]:
     Raises
     ------
     MissingFileError, ModelFileError
-        If a file is not there, or is no registry.
+        If a file is not there, or is not a registry.
 
     Examples
     --------
@@ -176,7 +176,7 @@ def _entries() -> dict[str, tuple[_Entry, Path]]:
     own = [Path(name) for name in os.environ.get(_VARIABLE, "").split(os.pathsep) if name]
     with as_file(files("scforge.hub").joinpath("registry.json")) as shipped:
         for path in (*own, shipped):
-            found = parsed(_RegistryFile, read_json(path), f"{str(path)!r} is no registry of models ({_VARIABLE})")
+            found = parsed(_RegistryFile, read_json(path), f"{str(path)!r} is not a registry of models ({_VARIABLE})")
             for name, entry in found.models.items():
                 entries.setdefault(name, (entry, path))
     return entries
@@ -197,7 +197,7 @@ class FoundModel:
     folder
         Where the files are.
     repo_id, commit
-        Repository and commit on the hub; None for a folder of this machine that is no copy of one.
+        Repository and commit on the hub; None for a folder of this machine that is not a copy of one.
     name
         Name in the registry that ships with the package, with its version; None for anything else.
     """

@@ -256,7 +256,7 @@ def _begin(
     wrong = known & ((bins < 1) | (bins >= model.n_bins) | (values != bins))
     if bool(wrong.any()):
         raise OptionError(
-            f"prompt has the value {float(values[wrong][0]):g}, which is no bin from 1 to {model.n_bins - 1}; give the "
+            f"prompt has the value {float(values[wrong][0]):g}, not a bin from 1 to {model.n_bins - 1}; give the "
             "bins of the tokenizer, or NaN for bins to be drawn."
         )
     if first_id is None and not bool(known[:, 0].all()):

@@ -159,7 +159,7 @@ class GenePoolingModel(Architecture):
     decoder_dim
         Width of the decoder.
     n_special
-        Tokens of the vocabulary that are no genes, which are not decoded.
+        Tokens of the vocabulary that are not genes, which are not decoded.
     projector_dim
         Width of an MLP projection head (:meth:`project`); None for none. Objectives set it.
 

@@ -48,7 +48,7 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
     Raises
     ------
     OptionError
-        If `folder` is no name of a folder.
+        If `folder` is not a name of a folder.
     MissingFileError
         If there is none.
     ModelFileError

@@ -169,7 +169,7 @@ class TrainedModel:
     bits_per_byte
         Of the held-out bytes; of those trained on if none were held out.
     history
-        Name of a figure to one value an epoch.
+        Name of a metric to one value an epoch.
 
     Examples
     --------
@@ -274,7 +274,7 @@ def train(
 
     Returns
     -------
-    The model, where it is, and its figures.
+    The model, where it is, and its metrics.
 
     Raises
     ------
@@ -285,7 +285,7 @@ def train(
     DataError
         If a file is empty or cannot be read, or held-out bytes are among those to learn from.
     TrainingError
-        If the loss is no number, memory runs out, or a state cannot be saved.
+        If the loss is not a number, memory runs out, or a state cannot be saved.
 
     Examples
     --------

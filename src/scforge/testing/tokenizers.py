@@ -266,7 +266,7 @@ def _rule_columns(tokenizer: Tokenizer, cells: CellSource) -> None:
     _require_same(expected, permuted, "permuted columns give other tokens")
     other_names = {"version suffixes": names + ".7", "symbols": np.array(vocab.symbols or names, dtype=object)}
     for kind, others in other_names.items():
-        # A name may stand for another gene (a shared symbol), or for none (a version behind what is no Ensembl id).
+        # A name may stand for another gene (a shared symbol), or for none (a version behind what is not an Ensembl id).
         others = np.where(vocab.gene_indices(others) == np.arange(vocab.n_genes), others, names)
         _require_same(expected, _tokens_of(tokenizer, counts, others), f"{kind} give other tokens")
         repeated = _tokens_of(tokenizer, _halves(counts), np.concatenate([others, names]))

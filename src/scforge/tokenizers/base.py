@@ -188,8 +188,8 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
     is_matrix = sparse.issparse(cells) or isinstance(cells, np.ndarray)
     if not is_matrix or cells.ndim != 2 or cells.dtype.kind not in "biuf":
         raise OptionError(
-            f"cells of type {type(cells).__name__!r} are no matrix of numbers; pass counts of shape (cells, genes) as "
-            "a sparse matrix or a NumPy array, e.g. tokenizer(adata.X, adata.var_names)."
+            f"cells of type {type(cells).__name__!r} are not a matrix of numbers; pass counts of shape "
+            "(cells, genes), a sparse matrix or a NumPy array, e.g. tokenizer(adata.X, adata.var_names)."
         )
     if sparse.issparse(cells):
         cells = sound_csr(cells, "cells")
@@ -210,7 +210,7 @@ def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
     if array.shape != (n_cells,):
         raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; give one number a cell.")
     if len(bad := array[~(np.isfinite(array) & (array >= 0))]):
-        raise DataError(f"totals holds {bad[0]:g}, which is no library size; give zero or a positive number.")
+        raise DataError(f"totals holds {bad[0]:g}, which is not a library size; give zero or a positive number.")
     return array
 
 
@@ -457,7 +457,7 @@ class Tokenizer(ABC):
         Raises
         ------
         OptionError
-            If `cells` is no matrix, or `gene_ids` no list of names.
+            If `cells` is not a matrix, or `gene_ids` no list of names.
         DataError
             If `cells` does not hold raw counts, or `gene_ids` or `totals` do not fit.
         GeneMismatchError

@@ -301,7 +301,9 @@ def _kept(vocab: GeneVocab, dropped: Sequence[str]) -> np.ndarray:
     """Return True for the genes that are not dropped, bool, shape (number of genes,)."""
     gone = vocab.gene_indices(dropped)
     if (gone < 0).any():
-        raise OptionError(f"dropped names {dropped[int((gone < 0).argmax())]!r}, which is no gene of the vocabulary.")
+        raise OptionError(
+            f"dropped names {dropped[int((gone < 0).argmax())]!r}, which is not a gene of the vocabulary."
+        )
     kept = np.ones(vocab.n_genes, dtype=np.bool_)
     kept[gone] = False
     return kept

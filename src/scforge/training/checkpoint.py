@@ -132,12 +132,12 @@ def kept_weights(trainer: lightning.Trainer, pl_module: lightning.LightningModul
 
 
 def worst(mode: str) -> float:
-    """Return what any figure is better than, in the mode ``"min"`` or ``"max"``."""
+    """Return what any metric is better than, in the mode ``"min"`` or ``"max"``."""
     return math.inf if mode == "min" else -math.inf
 
 
 def is_better(value: float, other: float, mode: str) -> bool:
-    """Whether a figure is better than another."""
+    """Whether a metric is better than another."""
     return value < other if mode == "min" else value > other
 
 
@@ -177,7 +177,7 @@ class BestWeights(Callback):
             self.state = kept_weights(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best epoch, its figure and its weights."""
+        """Return the best epoch, its metric and its weights."""
         return {"epoch": self.epoch, "value": self.value, "state": self.state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -662,7 +662,7 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
     except ModelFileError:
         raise
     except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
-        raise ModelFileError(f"{str(place / _STATE)!r} is no state of a training: {first_line(error)}.") from error
+        raise ModelFileError(f"{str(place / _STATE)!r} is not a state of a training: {first_line(error)}.") from error
     return state
 
 

@@ -62,7 +62,7 @@ class StopAfterWarmup(EarlyStopping):
     Parameters
     ----------
     monitor, mode
-        Name of the figure, and whether ``"min"`` or ``"max"`` is better.
+        Name of the metric, and whether ``"min"`` or ``"max"`` is better.
     patience
         Epochs without improvement to wait.
     """
@@ -91,7 +91,7 @@ class SaveBest(Callback):
     top_k
         How many to keep; -1 keeps all.
     monitor, mode
-        Name of the figure, and whether ``"min"`` or ``"max"`` is better.
+        Name of the metric, and whether ``"min"`` or ``"max"`` is better.
     first_epoch
         Number of epochs trained before, so that a second run continues the numbering.
     """
@@ -323,7 +323,7 @@ class FitResult:
     Attributes
     ----------
     history
-        Name of a figure to one value an epoch.
+        Name of a metric to one value an epoch.
     best_epoch
         Epoch whose weights the module now has; -1 if no epoch ended.
     stopped
@@ -496,10 +496,11 @@ def fit(
     for one in (loggers := list(given) if isinstance(given, list | tuple) else [given]):
         if not isinstance(one, bool | Logger | None):
             raise OptionError(
-                f"logger={one!r} is no Lightning logger; make some with scforge.training.make_loggers(['csv'], 'logs')."
+                f"logger={one!r} is not a Lightning logger; make one with "
+                "scforge.training.make_loggers(['csv'], 'logs')."
             )
     has_validation = len(data.validation_rows) > 0 and trainer_options.get("limit_val_batches") != 0
-    # Without held-out cells only the loss says something: figures of training cells are those of a model that changes.
+    # Without held-out cells only the loss says something: metrics of training cells are those of a model that changes.
     aim = plan.objective
     monitor, mode = (f"validation_{aim.monitor}", aim.monitor_mode) if has_validation else ("train_loss", "min")
     saving = SaveOptions() if saving is None else saving

@@ -37,7 +37,7 @@ _WANDB_MODES = ("online", "offline", "disabled")
 
 
 class TableLogger(Logger):
-    """Writes ``metrics.csv`` into a folder: a row for each step that is logged, a column for each figure.
+    """Writes ``metrics.csv`` into a folder: a row for each step that is logged, a column for each metric.
 
     A resumed run first removes the rows after its checkpoint, so that no step occurs twice.
 
@@ -273,14 +273,14 @@ class EpochProgress(Callback):
 
 
 class History(Callback):
-    """Keeps the figures of each epoch and stops a training whose loss is not a number.
+    """Keeps the metrics of each epoch and stops a training whose loss is not a number.
 
     It has to come first among the callbacks, so that such a training ends before anything is saved.
 
     Attributes
     ----------
     epochs
-        Name to one value an epoch, NaN where a figure was not taken; also ``seconds``, the wall time since training
+        Name to one value an epoch, NaN where a metric was not taken; also ``seconds``, the wall time since training
         began.
     n_epochs
         Number of epochs that ended.
@@ -302,7 +302,7 @@ class History(Callback):
         self._start = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Take down the figures of the epoch (validation has run by now)."""
+        """Take down the metrics of the epoch (validation has run by now)."""
         means = pl_module.summary(pl_module.train_means)
         trainer.callback_metrics.update({f"train_{name}": torch.tensor(value) for name, value in means.items()})
         figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -325,11 +325,11 @@ class History(Callback):
             values.extend([math.nan] * (self.n_epochs - len(values)))
 
     def last(self) -> dict[str, float]:
-        """Return the figures of the last epoch that were taken."""
+        """Return the metrics of the last epoch that were taken."""
         return {name: values[-1] for name, values in self.epochs.items() if not math.isnan(values[-1])}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the figures and the clock."""
+        """Return the metrics and the clock."""
         return {"epochs": self.epochs, "n_epochs": self.n_epochs, "seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -385,7 +385,7 @@ class Monitor(Callback):
     Parameters
     ----------
     history
-        The figures of the epochs.
+        The metrics of the epochs.
     every_n_steps
         Optimizer steps between two rows.
     settings

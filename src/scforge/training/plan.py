@@ -21,14 +21,14 @@ from scforge.training.optimizers import make_optimizer, make_schedule, warmup_le
 
 
 class EpochMetrics:
-    """Adds figures up step by step; the sums stay on their device, so that no step waits for them."""
+    """Adds metrics up step by step; the sums stay on their device, so that no step waits for them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
         self._cells = 0
 
     def add(self, figures: dict[str, torch.Tensor], n_cells: int) -> None:
-        """Add the figures of a step, means over its `n_cells` cells, each a tensor of any shape."""
+        """Add the metrics of a step, means over its `n_cells` cells, each a tensor of any shape."""
         self._cells += n_cells
         for name, value in figures.items():
             value = value.detach()

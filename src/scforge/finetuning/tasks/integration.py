@@ -371,7 +371,7 @@ class Integration(Task):
         ones together, which favors them: PCA and scVI could embed new cells, and Symphony does so for Harmony, but that
         is not done here. Without labels, scores of biology are missing.
 
-        Figures: ``bio``, ``batch``, ``total`` and what they are means of, see
+        Scores: ``bio``, ``batch``, ``total`` and what they are means of, see
         :func:`scforge.eval.scib.integration_scores`.
 
         Raises

@@ -278,7 +278,7 @@ class MultiLabel(SupervisedTask):
         return {"n_unknown_label": int(unknown.sum()), **super().count_unscored(targets, column)}
 
     def scores(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, float]:
-        """Return figures of all labels.
+        """Return scores of all labels.
 
         ``auroc`` and ``average_precision`` are means over labels that they are defined for, ``macro_f1`` is that over
         labels that a cell has, at the probability 0.5, and ``subset_accuracy`` is the share of cells of which all
@@ -293,6 +293,6 @@ class MultiLabel(SupervisedTask):
         }
 
     def tables(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, pd.DataFrame]:
-        """Return the figures of each label."""
+        """Return the scores of each label."""
         of_labels = multi_label_figures(truth > 0, estimates)
         return {"per_label": pd.DataFrame(of_labels, index=self.known_classes).rename_axis("label")}

@@ -60,7 +60,7 @@ class Serde[M](abc.ABC):
         Raises
         ------
         ModelFileError
-            If `data` is no safetensors, or a tensor is missing, unknown, of another shape, or not of finite real
+            If `data` is not safetensors, or a tensor is missing, unknown, of another shape, or not of finite real
             numbers; nothing is changed then.
         """
         return self._read("data", lambda: self._format.load(bytes(data)))

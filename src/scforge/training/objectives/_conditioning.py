@@ -39,7 +39,7 @@ def classes_found(argument: str, key: str, column: Callable[[str], pd.Series]) -
     Raises
     ------
     OptionError
-        If it holds numbers that are no classes, or nothing.
+        If it holds numbers that are not classes, or nothing.
     """
     try:
         classes = column(key).dropna()

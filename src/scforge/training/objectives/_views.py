@@ -213,7 +213,7 @@ _POINT = 0.9999
 
 
 def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return figures of embeddings whose means over the cells of an epoch :func:`geometry` takes.
+    """Return metrics of embeddings whose means over the cells of an epoch :func:`geometry` takes.
 
     The covariance is that within the step: the embedding as a whole moves while it is trained, which over an epoch
     would look like a direction in which cells differ.
@@ -237,7 +237,7 @@ def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def geometry(means: dict[str, np.ndarray]) -> dict[str, float]:
-    """Take the figures of :func:`geometry_moments` out of the means of an epoch, and return what they say.
+    """Take the metrics of :func:`geometry_moments` out of the means of an epoch, and return what they say.
 
     Returns
     -------
@@ -261,7 +261,7 @@ def geometry(means: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def has_collapsed(figures: Mapping[str, float], n_dims: int) -> bool:
-    """Return whether the figures of :func:`geometry` are those of an embedding of `n_dims` that has collapsed.
+    """Return whether the metrics of :func:`geometry` are those of an embedding of `n_dims` that has collapsed.
 
     So it is if one of these holds:
 

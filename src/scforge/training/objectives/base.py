@@ -175,7 +175,7 @@ class Objective(ABC):
         """Return the loss to minimize and further metrics to log: means over the cells of the batch."""
 
     def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return what is logged of an epoch, made of the means of the loss and the figures over its cells."""
+        """Return what is logged of an epoch, made of the means of the loss and the metrics over its cells."""
         return {name: float(value) for name, value in means.items()}
 
     def __repr__(self) -> str:

@@ -23,10 +23,10 @@ from scforge.training.objectives._views import CollapseWatch, SeesViews, geometr
 from scforge.training.objectives.base import TrainingDefaults, mismatch, register_objective
 
 _MIN_CELLS = 2
-"""Cells of a batch in a step under which they are no sample of it."""
+"""Cells of a batch in a step under which they are not a sample of it."""
 
 _SHARES = "batch_shares"
-"""Key of a batch of tensors that is no argument of `encode`."""
+"""Key of a batch of tensors that is not an argument of `encode`."""
 
 _LARGEST_WEIGHT = 10.0
 """Maximum weight of a cell relative to the mean of its batch, so that rare ones do not dominate."""

@@ -138,7 +138,7 @@ class MaskedDiffusion(TellsBatches):
         return (self._attended or _MAX_GENES) if self.max_genes is None else self.max_genes
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise if genes without counts are tokens, or values are no log1p CP10K."""
+        """Raise if genes without counts are tokens, or values are not log1p CP10K."""
         refuse_zero_genes("masked_diffusion", tokenizer)
         if tokenizer.append_cls or tokenizer.append_eos:
             raise OptionError(

@@ -135,7 +135,7 @@ class NextGenePrediction(Objective):
         self._codes = numbers_of_cells("condition_key", self.condition_key, "conditions", self.conditions, cells)
         if self._codes is None:
             return
-        self._codes += 1  # 0 is no class
+        self._codes += 1  # 0 is not a class
         if not self._codes.any():
             raise DataError(
                 f"condition_key={self.condition_key!r}: no cell has one of the classes that the model knows "

@@ -229,7 +229,7 @@ class Variational(TellsBatches):
 
 
 _OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "kl_share", "cell_type", "batch"}
-"""Keys of a batch that are no arguments of `infer`."""
+"""Keys of a batch that are not arguments of `infer`."""
 
 
 def check_latent(

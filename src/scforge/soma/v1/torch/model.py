@@ -74,7 +74,7 @@ class Model(Serializable, nn.Module):
         Raises
         ------
         DataError
-            If tokens or positions are no tensors, have another shape or dtype, or tokens on a CPU are outside the
+            If tokens or positions are not tensors, have another shape or dtype, or tokens on a CPU are outside the
             vocabulary. Elsewhere looking at tokens would wait for the device, and they raise an error of torch.
         """
         check_whole("input", input, torch.Tensor)
