@@ -86,7 +86,7 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
         ({"baselines": ["pcaa"]}, "did you mean 'pca'"),
         ({"labels_key": None, "benchmarks": None}, "labels_key=None, but cell types are needed"),
         ({"obsm_keys": ["X_scforge"]}, "two rows are called 'X_scforge'; give the model"),
-        ({"benchmarks": {"label_prediction": {"max_cells": 50}}}, "max_cells of .* have no use here"),
+        ({"benchmarks": {"label_prediction": {"max_cells": 50}}}, "max_cells of .* have no effect here"),
         ({"seeds": ()}, r"seeds=\(\) is not a list of seeds"),
         ({"benchmarks": "gene_network"}, "needs true edges; pass network=FILE"),
         ({"benchmarks": "geometry", "network": "edges.csv"}, "which only the benchmark gene_network needs"),

@@ -124,10 +124,10 @@ def test_figures_of_a_report(hub, model: Encoder, metrics: object, data: str, na
     ("options", "message"),
     [
         ({"metrics": LONG.drop(columns="kind")}, "metrics needs one row called 'scforge'"),
-        ({"metrics": LONG[LONG["kind"] == "model"]}, "metrics needs one row called 'scforge', .* and baselines beside"),
+        ({"metrics": LONG[LONG["kind"] == "model"]}, "metrics needs one row called 'scforge', .* and rows of baselines"),
         ({"base": "org/other"}, "base='org/other' has no effect where the model was not fine-tuned"),
         ({"metrics": TABLE[:1]}, "and rows of baselines .'scforge'"),
-        ({"metrics": {"f1": 1.0}}, r"no table of evaluate\(\)"),
+        ({"metrics": {"f1": 1.0}}, r"not a table of evaluate\(\)"),
         ({"adapter_only": True}, "the model has no adapters|not known where others find"),
         ({"base": "somewhere"}, "base='somewhere' is not a name that others can use"),
     ],
@@ -185,7 +185,7 @@ def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotat
     model.save(tmp_path / "model")
     with pytest.raises(OptionError, match="base has no effect where dir_path="):
         Encoder.load(tmp_path / "model", base="org/light")
-    with pytest.raises(OptionError, match="does not say which model its adapters sit on; name it with base="):
+    with pytest.raises(OptionError, match="does not name the base model of its adapters; pass it as base="):
         Encoder.load(tmp_path / "before")
     model.save(tmp_path / "a" / "base")
     annotator.save(tmp_path / "a" / "adapter", adapter_only=True)

@@ -97,7 +97,7 @@ def test_pairs_that_a_model_perturbed(model: scforge.models.Encoder, tiny_adata:
     np.testing.assert_array_equal(found, found.T)
     np.testing.assert_allclose(found, np.fmax(expected, expected.T), rtol=1e-3, atol=1e-7)
     one_a_row = model.perturb_in_silico(tiny_adata, genes, n_permutations=0, key_added=None)
-    with pytest.raises(DataError, match=r"effects says nothing of pairs; call .*combinations=2"):
+    with pytest.raises(DataError, match=r"effects has no pairs of genes; call .*combinations=2"):
         edges_from_perturbations(one_a_row)
 
 

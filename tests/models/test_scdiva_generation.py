@@ -133,7 +133,7 @@ def test_lengths_are_drawn_from_those_of_training():
         ({"n_tokens": 0}, "n_tokens=0 to 0"),
         ({"n_tokens": 1.5}, "give a whole number"),
         ({"n_tokens": torch.tensor([1, 2, 3])}, "one for each of the 2 cells"),
-        ({"prompt": {"values": torch.ones(2)}}, "no mapping with 'input_ids'"),
+        ({"prompt": {"values": torch.ones(2)}}, "not a mapping with 'input_ids'"),
         ({"prompt": {"input_ids": torch.tensor([5, 5])}}, "the gene 5 twice in cell 0"),
         ({"prompt": {"input_ids": torch.tensor([5, 2])}}, "the token 2, which is not a gene"),
         ({"prompt": {"input_ids": torch.tensor([[5], [6], [7]])}}, r"give \(P,\), or \(2, P\)"),

@@ -280,7 +280,7 @@ def test_a_flipped_bit_is_refused(model, name):
     data = (model / name).read_bytes()
     for place in range(0, len(data), len(data) // 20):
         (model / name).write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        with pytest.raises(ModelFileError, match="corrupted|no configuration|no JSON file|later version"):
+        with pytest.raises(ModelFileError, match="corrupted|not a configuration|not a JSON file|later version"):
             read_model(model)
 
 
