@@ -124,7 +124,10 @@ def test_figures_of_a_report(hub, model: Encoder, metrics: object, data: str, na
     ("options", "message"),
     [
         ({"metrics": LONG.drop(columns="kind")}, "metrics needs one row called 'scforge'"),
-        ({"metrics": LONG[LONG["kind"] == "model"]}, "metrics needs one row called 'scforge', .* and rows of baselines"),
+        (
+            {"metrics": LONG[LONG["kind"] == "model"]},
+            "metrics needs one row called 'scforge', .* and rows of baselines",
+        ),
         ({"base": "org/other"}, "base='org/other' has no effect where the model was not fine-tuned"),
         ({"metrics": TABLE[:1]}, "and rows of baselines .'scforge'"),
         ({"metrics": {"f1": 1.0}}, r"not a table of evaluate\(\)"),
