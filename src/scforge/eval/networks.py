@@ -179,9 +179,9 @@ def edges_from_perturbations(effects: pd.DataFrame | AnnData, *, tfs: Sequence[s
           regulates the genes of the largest absolute change, the largest over contexts. Combinations are left out.
         - the same as a table, the index the perturbed genes and the columns the genes that change.
         - the table of ``model.perturb_in_silico(genes, combinations=2)``. It measures how far cells move, not which
-          genes do, so what two genes do together counts: with a_i + a_j the best additive fit to the shifts of pairs (least
-          squares), the weight is the absolute rest, the same in both directions; NaN shifts are left out. With groups
-          it is the largest over them.
+          genes do, so what two genes do together counts: with a_i + a_j the best additive fit to the shifts of pairs
+          (least squares), the weight is the absolute rest, the same in both directions; NaN shifts are left out. With
+          groups it is the largest over them.
     tfs
         Sources to keep; None keeps all.
 
