@@ -1,4 +1,4 @@
-# One word a job. Each job installs what it needs into $(VENV), once.
+# One word per job. Each job installs its dependencies into $(VENV) on first use.
 VENV ?= .venv
 export VENV
 INSTALL := sh tools/install.sh
@@ -12,7 +12,7 @@ PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 help: ## Show the jobs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
-quickstart: ## Install scforge and run the tour; results go to quickstart/
+quickstart: ## Install scforge, train two models on PBMC 3k and write a report to quickstart/
 	@$(INSTALL)
 	$(VENV)/bin/scforge quickstart --output quickstart
 
@@ -43,12 +43,13 @@ test-cz: ## Run the tests of the adapter to cz-benchmarks, with the real package
 	@PYTHON=$${PYTHON:-python3.12} $(INSTALL) test cz
 	$(ONE_THREAD) $(VENV)/bin/pytest tests/eval/test_cz_benchmarks.py $(ARGS)
 
-lint: ## Check style, imports between layers, and types
+lint: ## Check style, imports between layers, types, and wording
 	@$(INSTALL) dev
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/mypy
+	$(VENV)/bin/python tools/check_words.py
 
 docs: ## Build the documentation into docs/_build/html and check its links; run make notebooks before to show outputs
 	@$(INSTALL) docs

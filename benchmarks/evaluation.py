@@ -3,9 +3,9 @@
 For PBMC 3k, PBMC of eight donors (folds hold out whole donors) and the five cell lines of sc_mixology (five batches,
 two protocols) a light encoder is trained without labels, three times with different seeds. ``cell_type_probe``,
 ``scib`` and ``geometry`` score it, the same network with random weights, highly variable genes, PCA, Harmony and scVI,
-all on the same cells. The reports under ``docs/reports`` are what this leaves::
+all on the same cells. It writes one report per data set::
 
-    python benchmarks/evaluation.py --data FOLDER --output docs/reports
+    python benchmarks/evaluation.py --data FOLDER --output reports
 
 FOLDER has the h5ad files; PBMC 3k comes with the package.
 """
@@ -50,7 +50,7 @@ def main() -> None:
         times = f"trained in {trained:.0f} s ({trained_cpu:.0f} CPU s), evaluated in {seconds:.0f} s ({cpu:.0f} CPU s)"
         print(report.to_markdown(), f"\n{name}: {times}\n", sep="", flush=True)
         if args.output is not None:
-            command = f"python benchmarks/evaluation.py --data FOLDER --datasets {name} --output docs/reports"
+            command = f"python benchmarks/evaluation.py --data FOLDER --datasets {name} --output reports"
             report.facts["made by"] = f"`{command}`"
             args.output.mkdir(parents=True, exist_ok=True)
             (args.output / f"{name}.md").write_text(report.to_markdown())

@@ -16,7 +16,7 @@ differences::
     python benchmarks/transfer.py --data FOLDER --runs 5
     python benchmarks/transfer.py --tasks condition --methods scforge pca --runs 2
     python benchmarks/transfer.py --table
-    python benchmarks/transfer.py --docs docs/reference_mapping.md
+    python benchmarks/transfer.py --docs docs/reference_mapping.md README.md
 """
 
 from __future__ import annotations
@@ -69,6 +69,16 @@ PBMC = {
     "FCGR3A+ Mono": "FCGR3A monocyte",
     "DC": "dendritic",
     "Platelet": "megakaryocyte",
+}
+
+OURS = ("scforge", "scforge of both from scratch")
+QUESTIONS = {
+    "condition": "interferon-stimulated cells from control cells (kang_ifnb, used for tuning)",
+    "missing": "the same, with one cell type missing from the reference (used for tuning)",
+    "protocol": "Drop-seq from CEL-seq2, five cell lines (sc_mixology, used for tuning)",
+    "donors": "two unseen donors from six (kang_ctrl_8donor, test)",
+    "study": "PBMC 3k from eight donors of another study (test)",
+    "species": "half of PBMC 3k with simulated gene loss and scaling (test)",
 }
 
 type Pair = tuple[ad.AnnData, ad.AnnData]
@@ -437,11 +447,27 @@ def summary(results: pd.DataFrame, metric: str) -> str:
     return "\n".join(lines)
 
 
-def difference(linear: pd.DataFrame, method: str) -> str:
-    """Return the mean paired difference of F1 of "scforge" from a method, with its 95 % interval over runs."""
-    if method == "scforge" or "scforge" not in linear:
+def overview(results: pd.DataFrame, metric: str) -> str:
+    """Return one row per task as Markdown: both ways of scforge, and their differences from the best other method."""
+    names = ("query mapped", "trained on both", "best other method", "mapped vs. best", "both vs. best")
+    lines = [f"| task | n | {' | '.join(names)} |"]
+    lines.append(f"|{'---|' * 7}")
+    for task, of_task in results[results["metric"] == metric].groupby("task", sort=False):
+        wide = of_task.pivot(index="run", columns="method", values="value")
+        best = wide.loc[:, ~wide.columns.str.startswith("scforge")].mean().idxmax()
+        means = wide.mean().reindex([*OURS, best])
+        cells = [f"{value:.3f}" for value in means]
+        cells[2] += f" ({best})"
+        cells += [difference(wide, best, ours) for ours in OURS]
+        lines.append(f"| {QUESTIONS.get(task, task)} | {len(wide)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def difference(linear: pd.DataFrame, method: str, ours: str = "scforge") -> str:
+    """Return the mean paired difference of F1 of our row from a method, with its 95 % interval over runs."""
+    if method == ours or ours not in linear:
         return ""
-    paired = (linear["scforge"] - linear[method]).dropna()
+    paired = (linear[ours] - linear[method]).dropna()
     if len(paired) < 2:
         return f"{paired.mean():+.3f}, one run"
     half = stats.t.ppf(0.975, len(paired) - 1) * paired.std() / np.sqrt(len(paired))
@@ -458,19 +484,24 @@ def main() -> None:
     parser.add_argument("--first-run", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="print the table of what is kept, and measure nothing")
     parser.add_argument(
-        "--docs", type=Path, help="rewrite the tables of this page behind comments '%% transfer METRIC'"
+        "--docs",
+        type=Path,
+        nargs="+",
+        help="rewrite the tables of these pages behind comments '%% transfer METRIC' or '<!-- overview METRIC -->'",
     )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     keys = ["task", "run", "method", "metric"]
     kept = pd.read_csv(RESULTS) if RESULTS.exists() else pd.DataFrame(columns=[*keys, "value"])
     if args.docs is not None:
-        text = re.sub(
-            r"(?m)^% transfer (\w+)\n\n(?:\|.*\n)+",
-            lambda found: f"% transfer {found[1]}\n\n{summary(kept, found[1])}\n",
-            args.docs.read_text(),
-        )
-        args.docs.write_text(text)
+        tables = {"transfer": summary, "overview": overview}
+        for page in args.docs:
+            text = re.sub(
+                r"(?m)^(% |<!-- )(transfer|overview) (\w+)( -->)?\n\n(?:\|.*\n)+",
+                lambda found: f"{found[0].splitlines()[0]}\n\n{tables[found[2]](kept, found[3])}\n",
+                page.read_text(),
+            )
+            page.write_text(text)
         return
     if not args.table:
         for line in measured(args):

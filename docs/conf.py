@@ -25,7 +25,7 @@ extensions = [
     "sphinx_copybutton",
     "scforge_docs",  # in _ext: references and notebooks
 ]
-exclude_patterns = ["_build", "_ext", "_static", "example_plugin", "reports", "**.ipynb_checkpoints"]
+exclude_patterns = ["_build", "_ext", "_static", "example_plugin", "**.ipynb_checkpoints"]
 templates_path = ["_templates"]
 suppress_warnings = [
     # Types imported for checkers only stay as they are written.

@@ -65,7 +65,7 @@ def tiny_adata() -> ad.AnnData:
 
 @pytest.fixture
 def tiny_vocab(tiny_adata: ad.AnnData) -> GeneVocab:
-    """All genes of `tiny_adata`, with medians and entropies that are no power of anything."""
+    """All genes of `tiny_adata`, with medians and entropies that are not powers of anything."""
     medians = np.random.default_rng(1).uniform(0.5, 20.0, N_GENES)
     entropies = np.random.default_rng(2).uniform(0.3, 0.9, N_GENES)
     return GeneVocab.from_adata(tiny_adata).with_medians(medians).with_entropies(entropies)

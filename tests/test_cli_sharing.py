@@ -89,7 +89,7 @@ def test_remarks_stand_beside_the_result(hub, model: Encoder, capsys, monkeypatc
         assert main(["push", "base", "org/light"]) == 0
         shown = capsys.readouterr()
         assert shown.out == f"{hub.url}/org/light\n"
-        assert shown.err.count("Not sent, because it is no part of a shared model: 'adata.h5ad', 'notes'.") == 1
+        assert shown.err.count("Not sent, because it is not part of a shared model: 'adata.h5ad', 'notes'.") == 1
     hub.add_file("org/light", "pytorch_model.bin", b"\x80\x04cos\nsystem\n")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     assert main(["pull", "org/light", "-o", "pulled"]) == 0
@@ -132,7 +132,7 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
     ("line", "message"),
     [
         ("push nothing org/light", "DIR='nothing' does not exist; give the folder that model.save"),
-        ("push base org/light --base org/x", "base='org/x' (--base) has no use where DIR='base' is a whole model"),
+        ("push base org/light --base org/x", "base='org/x' (--base) has no effect where DIR='base' is a whole model"),
         ("push base org/light --metrics cells.csv", "metrics='cells.csv' (--metrics) needs one row called 'scforge'"),
         ("pull org/nothing", "there is no repository 'org/nothing'"),
         (

@@ -257,7 +257,7 @@ def test_json(tmp_path):
     assert read_json(tmp_path / "a.json") == content
     for data in (b"{", b"", b"\xff[]", b"[" * 100_000):
         (tmp_path / "a.json").write_bytes(data)
-        with pytest.raises(ModelFileError, match="a.json' is no JSON file: "):
+        with pytest.raises(ModelFileError, match="a.json' is not a JSON file: "):
             read_json(tmp_path / "a.json")
     with pytest.raises(MissingFileError, match="b.json' does not exist"):
         read_json(tmp_path / "b.json")

@@ -82,7 +82,9 @@ def strict() -> Registry:
 def test_a_class_of_another_family_is_told(strict):
     for number, entry in enumerate((type("Part", (), {}), object(), "text")):
         strict.register(f"other{number}")(entry)
-        with pytest.raises(OptionError, match=f"part='other{number}' is .*, which is no subclass of package.Part; der"):
+        with pytest.raises(
+            OptionError, match=f"part='other{number}' is .*, which is not a subclass of package.Part; der"
+        ):
             strict.get(f"other{number}")
 
 

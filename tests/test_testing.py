@@ -207,7 +207,10 @@ FLAWS = [
     ({"choose": lambda self, counts, key: Sorted.choose(self, -counts, key)}, "drops a count of .*; set samples"),
     ({"ragged": lambda self, block: Sorted.ragged(self, block)._replace(values=np.zeros(1))}, "differ in 'values'"),
     ({"ordered_by_gene": False}, "stand in one order in every cell.*set ordered_by_gene = True"),
-    ({"cls": Drawn, "samples": False, "choose": ties_in_random_order}, "where its count puts it.*set ordered_by_gene"),
+    (
+        {"cls": Drawn, "samples": False, "choose": ties_in_random_order},
+        "depends on its count only.*set ordered_by_gene",
+    ),
 ]
 
 

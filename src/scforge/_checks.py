@@ -30,7 +30,7 @@ def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> int:
 
 
 def check_positive(argument: str, value: Any, *, or_zero: bool = False, hint: str = "") -> float:
-    """Return `value`, or raise unless it is finite and above zero, or zero `or_zero`; `hint` says what else may be."""
+    """Return `value`, or raise unless it is finite and above zero, or zero `or_zero`; `hint` names alternatives."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not or_zero):
         raise OptionError(
@@ -48,7 +48,7 @@ def check_mask_ratio(value: Any) -> None:
     >>> check_mask_ratio({"start": 0.15, "end": 1.5, "epochs": 10})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    scforge.errors.OptionError: mask_ratio={'start': 0.15, 'end': 1.5, 'epochs': 10} is no schedule: ...
+    scforge.errors.OptionError: mask_ratio={'start': 0.15, 'end': 1.5, 'epochs': 10} is not a schedule: ...
     """
     if isinstance(value, Mapping):
         epochs = value.get("epochs")
@@ -57,7 +57,7 @@ def check_mask_ratio(value: Any) -> None:
         ends = _is_share(value.get("start")) and _is_share(value.get("end"))
         if not (whole and shape and ends and set(value) <= {"start", "end", "epochs", "shape"}):
             raise OptionError(
-                f"mask_ratio={dict(value)} is no schedule: it has start and end between 0 and 1, a number of epochs, "
+                f"mask_ratio={dict(value)} is not a schedule: it has start and end from 0 to 1, a number of epochs, "
                 "and may have the shape 'linear' or 'cosine'."
             )
     elif isinstance(value, Sequence) and not isinstance(value, str):
@@ -118,7 +118,7 @@ def check_known(
     fix: str = "",
     error: type[ScforgeError] = DataError,
 ) -> None:
-    """Raise `error` unless a name is among the `known` ones that `where` has; `fix` says what else can be done.
+    """Raise `error` unless a name is among the `known` ones that `where` has; `fix` names an alternative.
 
     Examples
     --------

@@ -44,7 +44,7 @@ def check_writable(argument: str, path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it takes the place of `path`, on an error it is removed.
+    """Yield a temporary path next to `path`; on success it takes the place of `path`, on an error it is removed.
 
     The temporary name keeps the suffix of `path`, because several writers choose their format by it.
     """
@@ -135,9 +135,9 @@ def atomic_folder(
 
     A new folder appears whole. In one that is there, which may be the working directory or what a link leads to, the
     files of the model in it are replaced, and all others stay. A process that is killed leaves the old model or the new
-    one: whoever reads or writes the folder next puts in place what was whole (see :func:`read_settled`). What was
-    written is on the disk before it gets its name, so that a machine that loses power leaves it whole, too. Of several
-    writers one waits for the other.
+    one: the next process that reads or writes the folder restores the complete version (see :func:`read_settled`). What
+    was written is on the disk before it gets its name, so that a machine that loses power leaves it whole, too. Of
+    several writers one waits for the other.
 
     Parameters
     ----------
@@ -242,7 +242,7 @@ def _put_in_place(path: Path, prefix: str) -> None:
 
 
 def _move_in(path: Path) -> None:
-    """Move what was saved to where it belongs; goes on where another process was killed."""
+    """Move what was saved to its place; completes a move of a killed process."""
     saved = path / _SAVED
     if not saved.is_dir():
         return
@@ -434,14 +434,14 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     MissingFileError
         If there is no such file.
     ModelFileError
-        If it is no JSON.
+        If it is not JSON.
     """
     try:
         return json.loads(Path(path).read_bytes())
     except FileNotFoundError as error:
         raise MissingFileError(f"the file {os.fspath(path)!r} does not exist.") from error
     except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{os.fspath(path)!r} is no JSON file: {first_line(error)}.") from error
+        raise ModelFileError(f"{os.fspath(path)!r} is not a JSON file: {first_line(error)}.") from error
 
 
 def parsed[T: BaseModel](schema: type[T], content: Any, prefix: str) -> T:

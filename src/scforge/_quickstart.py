@@ -110,14 +110,14 @@ def _report(adata: AnnData, transformer: Encoder, entropy: float, seconds: dict[
         "data": f"PBMC 3k, {adata.n_obs} cells, {int(adata.obs[_LABELS].notna().sum())} of them labeled",
         "task": f"{benchmark.n_folds}-fold prediction of {adata.obs[_LABELS].nunique()} cell types, same folds for all",
         "masked-gene loss of the transformer": f"{loss.min():.2f} on held-out cells (epoch {loss.argmin() + 1})",
-        "entropy of the token frequencies": f"{entropy:.2f} (the loss of a model that knows nothing of the cell)",
+        "entropy of the token frequencies": f"{entropy:.2f} (the loss of a model that ignores the cell)",
     }
     report.notes = [
         "`X_scforge` is the light encoder (`gene_pooling`, objective `neighbor_denoising`), `X_transformer` a small "
         "transformer trained from scratch on masked genes, both over 2,000 highly variable genes; `_untrained` is the "
         "same network with random weights. No model has seen a label; all have seen all cells, as PCA has. `seconds` "
-        "are those of the training. Hidden genes stand behind the others, so that their places in the ranking do not "
-        "give them away. Token pretraining needs more data and time than 2,700 cells: on data of this size the light "
+        "are those of the training. Masked genes are moved to the end, so that their rank does not reveal their "
+        "identity. Token pretraining needs more data and time than 2,700 cells: on data of this size the light "
         "encoder, or PCA, is the better choice.",
     ]
     return report
@@ -136,9 +136,7 @@ def _draw(adata: AnnData, light: Encoder, transformer: Encoder, entropy: float, 
     scforge.pl.embeddings(adata, titles, color=_LABELS, axes=top.subplots(1, 2))
     left, right = bottom.subplots(1, 2)
     # The loss of training has parts that held-out cells have not; the error of reconstruction is the same of both.
-    scforge.pl.training_curves(
-        light.history, metric="squared_error", title="light encoder: expression told from few counts", ax=left
-    )
+    scforge.pl.training_curves(light.history, metric="squared_error", title="light encoder: denoising loss", ax=left)
     scforge.pl.training_curves(
         transformer.history,
         title="transformer: masked genes",

@@ -22,11 +22,11 @@ class Registry[T]:
         Entry-point group that other packages use to add entries, e.g. ``"scforge.models"``.
     builtin
         Name to module path of the entries that ship with scforge. The module is imported when the entry is first
-        asked for, and registers itself.
+        requested, and registers itself.
     base
         Public path of the class that entries derive from, e.g. ``"torch.nn.Module"``; None for any object.
     members
-        Methods and attributes that entries have to define, besides the abstract methods of `base`.
+        Methods and attributes that entries must define, in addition to the abstract methods of `base`.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Registry[T]:
             return
         what = f"{self.kind}={name!r} is {getattr(entry, '__qualname__', entry)!s}"
         if not _derives(entry, self._base):
-            raise OptionError(f"{what}, which is no subclass of {self._base}; derive it from that.")
+            raise OptionError(f"{what}, which is not a subclass of {self._base}; derive it from that.")
         check_defines(what, entry, self._members)
 
     def _plugins(self) -> dict[str, list[EntryPoint]]:

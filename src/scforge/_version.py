@@ -1,4 +1,4 @@
-"""The version: what was installed says it, and that was told by the tag of the commit (CONTRIBUTING.md, Release).
+"""The version of the installed package, which comes from the git tag (CONTRIBUTING.md, Release).
 
 It is looked up when someone asks, because reading the metadata of packages takes longer than importing scforge.
 """

@@ -116,7 +116,7 @@ def _predict(
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name.isidentifier() or name in {*options, "model", "source", "output"}:
-            raise OptionError(f"{override!r} is no option of the task's predict; write it as name=value, once.")
+            raise OptionError(f"{override!r} is not an option of the task's predict; write it as name=value, once.")
         options[name] = parse_yaml(text, where=override)[0]
     done = predict_to(model, source, output, **options)
     if not quiet:
@@ -214,7 +214,7 @@ def _inspect(file: str, *, verify: bool = False, **options: Any) -> None:
         print(inspect_store(file, verify=verify))
         return
     if verify:
-        raise OptionError(f"--verify checks a store, and {file!r} is none; leave it out.")
+        raise OptionError(f"--verify needs a store, and {file!r} is not one; leave it out.")
     found = inspect_h5ad(file, **options)
     print(found)
     found.check()
@@ -260,7 +260,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Looks the version up when it is asked for, not at every start."""
+    """Look up the version on request, not at every start."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from scforge._version import __version__
@@ -270,7 +270,7 @@ class _Version(argparse.Action):
 
 
 class _MayStandAlone(argparse.Action):
-    """A flag with or without a value: KEY=VALUE behind it is no value of it, but an override as elsewhere."""
+    """A flag with or without a value: KEY=VALUE behind it is not a value of it, but an override as elsewhere."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, nargs="?", const=True)
@@ -293,13 +293,13 @@ def _layers(text: str) -> bool | int | str:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of layers; give one, or nothing for the head alone")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers; give one, or nothing for the head alone")
     return int(text)
 
 
-_BATCH_SIZE: dict[str, Any] = {"type": int, "metavar": "N", "help": "cells at once (256)"}
-_DEVICE: dict[str, Any] = {"metavar": "DEVICE", "help": "cpu, cuda, cuda:1 (default: a GPU if any)"}
-_RESUME: dict[str, Any] = {"metavar": "auto|STATE", "help": "resume: the latest state, if any, or this one"}
+_BATCH_SIZE: dict[str, Any] = {"type": int, "metavar": "N", "help": "cells per batch (256)"}
+_DEVICE: dict[str, Any] = {"metavar": "DEVICE", "help": "cpu, cuda, cuda:1 (default: a GPU if available)"}
+_RESUME: dict[str, Any] = {"metavar": "auto|DIR", "help": "resume from the latest checkpoint, or from this one"}
 _GENE_KEY: dict[str, Any] = {"metavar": "COLUMN", "help": "column of var with the gene names (default: var_names)"}
 
 
@@ -321,9 +321,9 @@ def _add_train(command: argparse.ArgumentParser) -> None:
 def _add_config(config: argparse.ArgumentParser) -> None:
     commands = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
     init = commands.add_parser("init", help="write a recipe to edit")
-    init.add_argument("recipe", nargs="?", metavar="RECIPE", help="its name (light)")
+    init.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of the recipe (light)")
     init.add_argument("-o", "--output", metavar="FILE", help="file to write (RECIPE.yaml)")
-    init.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    init.add_argument("--overwrite", action="store_true", help="replace an existing file")
     init.add_argument("--list", dest="only_list", action="store_true", help="list the recipes, and write nothing")
     init.set_defaults(run=_config_init)
     for name, run, words in (
@@ -345,14 +345,14 @@ def _add_convert(command: argparse.ArgumentParser) -> None:
     add("-o", "--output", required=True, metavar="STORE", help="folder to write, e.g. store.zarr")
     add("--vocab", metavar="NAME_OR_FILE", help="a vocabulary (default: all genes of all sources)")
     add("--obs", metavar="COLUMNS", help="columns of obs, e.g. cell_type,batch (default: all shared)")
-    add("--shuffle", action=argparse.BooleanOptionalAction, help="bring the cells into random order (default: on)")
-    add("--seed", type=int, metavar="N", help="seed of that order (0)")
-    add("--memory", metavar="SIZE", help="memory to take, about (4GB)")
+    add("--shuffle", action=argparse.BooleanOptionalAction, help="shuffle the cells (default: on)")
+    add("--seed", type=int, metavar="N", help="seed of the order (0)")
+    add("--memory", metavar="SIZE", help="approximate memory limit (4GB)")
     add("--layer", metavar="LAYER", help="layer with raw counts (default: X)")
     add("--gene-key", **_GENE_KEY)
     add("--modality", metavar="NAME", help="modality of an h5mu file")
     add("--overwrite", action="store_true", help="replace a store")
-    add("--quiet", action="store_true", help="no progress bar and no description at the end")
+    add("--quiet", action="store_true", help="no progress bar and no description")
     command.set_defaults(run=_convert)
 
 
@@ -360,18 +360,18 @@ def _add_convert_checkpoint(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     pooling = "Geneformer: genes (default of V1), cls (of V2) or mean; scFoundation: depths (default) or mean"
     add("source", metavar="SOURCE", help="folder or file of the checkpoint")
-    add("-o", "--output", required=True, metavar="DIR", help="folder of the model to make")
-    add("--family", metavar="NAME", help="geneformer, scgpt, ... (default: what recognizes it)")
-    add("--version", metavar="NAME", help="Geneformer: V1 or V2 (default: by its positions)")
+    add("-o", "--output", required=True, metavar="DIR", help="folder of the new model")
+    add("--family", metavar="NAME", help="geneformer, scgpt, ... (default: detected)")
+    add("--version", metavar="NAME", help="Geneformer: V1 or V2 (default: detected)")
     add("--tokens-medians", metavar="PLACE", help="Geneformer: folder or table of its dictionaries (default: SOURCE)")
     add("--ensembl-map", metavar="FILE", help="Geneformer: former Ensembl ids to current ones")
     add("--gene-names", metavar="FILE", help="Geneformer: symbols to Ensembl ids")
     add("--pooling", metavar="NAME", help=pooling)
-    add("--embedding-layer", type=int, metavar="N", help="Geneformer: embed from N layers below the last (1)")
-    add("--vocab", metavar="FILE", help="scGPT: its vocab.json; scFoundation: its panel of genes")
+    add("--embedding-layer", type=int, metavar="N", help="Geneformer: embed from the Nth layer below the last (1)")
+    add("--vocab", metavar="FILE", help="scGPT: its vocab.json; scFoundation: its gene panel")
     add("--args", metavar="FILE", help="scGPT: its args.json")
     add("--cls-value", type=float, metavar="VALUE", help="scGPT: value of CLS (default: pad_value)")
-    add("--normalize", action="store_true", help="scGPT: embeddings of length 1, as its embed_data")
+    add("--normalize", action="store_true", help="scGPT: embeddings of length 1, as embed_data")
     add("--part", metavar="NAME", help="scFoundation: cell, gene or rde")
     add("--overwrite", action="store_true", help="replace the model in --output; other files stay")
     command.set_defaults(run=_convert_checkpoint)
@@ -379,49 +379,49 @@ def _add_convert_checkpoint(command: argparse.ArgumentParser) -> None:
 
 def _add_embed(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    place = "its folder, org/name on the hub, or scforge://name"
+    place = "folder, org/name on the hub, or scforge://name"
     add("source", metavar="STORE_OR_H5AD", help="store, h5ad, AnnData-zarr, pattern or URL")
     add("-m", "--model", required=True, metavar="MODEL", help=place)
     add("-o", "--output", required=True, metavar="FILE", help="out.zarr or out.h5ad: obs and the embedding, no genes")
     add("--key", metavar="KEY", help="key in obsm (X_scforge)")
     add("--batch-size", **_BATCH_SIZE)
     add("--device", **_DEVICE)
-    add("--rank", type=int, metavar="N", help="which of several processes this is, from 0")
-    add("--world-size", type=int, metavar="N", help="how many (default: what torchrun or srun say)")
+    add("--rank", type=int, metavar="N", help="rank of this process, from 0")
+    add("--world-size", type=int, metavar="N", help="number of processes (default: from torchrun or srun)")
     add("--overwrite", action="store_true", help="replace another embedding, or an unfinished one")
-    add("--quiet", action="store_true", help="no progress bar and no summary at the end")
+    add("--quiet", action="store_true", help="no progress bar and no summary")
     command.set_defaults(run=_embed)
 
 
 def _add_finetune(command: argparse.ArgumentParser) -> None:
     add, alone = command.add_argument, _MayStandAlone
-    add("--config", metavar="FILE", help="YAML or TOML file with a section finetune; flags count more")
+    add("--config", metavar="FILE", help="YAML or TOML file with a section finetune; flags take precedence")
     add("--base-model", metavar="MODEL", help="the model to fine-tune: folder, org/name or scforge://name")
     add("--data", metavar="FILE", help="h5ad file, or a store")
     add("--task", metavar="NAME", help="annotation, integration, perturbation, regression, ...")
     add("--labels-key", metavar="COLUMN", help="column of obs with the labels")
     add("--batch-key", metavar="COLUMN", help="column of obs with the batches")
     add("--perturbation-key", metavar="COLUMN", help="column of obs with the perturbations")
-    add("--control", metavar="LABEL", help="how cells without perturbation are called there")
-    add("--validation-size", type=float, metavar="SHARE", help="share of the cells (0.1)")
-    add("--test-size", type=float, metavar="SHARE", help="share of the cells, for --eval (0.1)")
+    add("--control", metavar="LABEL", help="label of the control cells")
+    add("--validation-size", type=float, metavar="SHARE", help="fraction of the cells (0.1)")
+    add("--test-size", type=float, metavar="SHARE", help="fraction of the cells, for --eval (0.1)")
     add("--split-by", metavar="COLUMN", help="hold out whole groups, e.g. donors")
-    add("--split-key", metavar="COLUMN", help="column of obs that says train, validation or test")
-    add("--freeze", action=alone, type=_layers, metavar="N", help="train the head alone, or leave N layers")
-    add("--lora", action="store_true", help="train low-rank adapters, not the weights")
-    add("--max-epochs", type=int, metavar="N", help="most epochs (default: by task and cells)")
+    add("--split-key", metavar="COLUMN", help="column of obs with train, validation or test")
+    add("--freeze", action=alone, type=_layers, metavar="N", help="train the head only, or freeze N layers")
+    add("--lora", action="store_true", help="train low-rank adapters only")
+    add("--max-epochs", type=int, metavar="N", help="maximum epochs (default: by task and cells)")
     add("--seed", type=int, metavar="N", help="seed of split, head and order (0)")
-    add("--eval", action=alone, metavar="NAME", help="score the cells of --test-size, compared with baselines")
-    add("-o", "--output", metavar="DIR", help="folder of the training (default: DATA_TASK)")
+    add("--eval", action=alone, metavar="NAME", help="score the test set, with baselines")
+    add("-o", "--output", metavar="DIR", help="folder of the run (default: DATA_TASK)")
     add("--resume", **_RESUME)
-    add("--overwrite", action="store_true", help="replace the training in --output")
+    add("--overwrite", action="store_true", help="replace the run in --output")
     add("--quiet", action="store_true", help="no progress bar")
     _add_overrides(command, "e.g. training.lr=1e-4 finetune.lora.r=16")
     command.set_defaults(run=_finetune)
 
 
 def _add_predict(command: argparse.ArgumentParser) -> None:
-    add, vote = command.add_argument, "also a vote in each cluster (of COLUMN)"
+    add, vote = command.add_argument, "also a majority vote per cluster (of COLUMN)"
     add("source", metavar="FILE", help="h5ad file, store, pattern or URL")
     add("-m", "--model", required=True, metavar="MODEL", help="fine-tuned: folder, org/name or scforge://name")
     add("-o", "--output", required=True, metavar="FILE", help="out.h5ad (the cells) or out.csv")
@@ -432,98 +432,98 @@ def _add_predict(command: argparse.ArgumentParser) -> None:
     add("--batch-size", **_BATCH_SIZE)
     add("--device", **_DEVICE)
     add("--overwrite", action="store_true", help="replace the output")
-    add("--quiet", action="store_true", help="no summary at the end")
+    add("--quiet", action="store_true", help="no summary")
     _add_overrides(command, "further options of the task's predict")
     command.set_defaults(run=_predict)
 
 
 def _add_evaluate(command: argparse.ArgumentParser) -> None:
     add, switch = command.add_argument, argparse.BooleanOptionalAction
-    place = "folder, org/name or scforge://name; again for another row"
+    place = "folder, org/name or scforge://name; repeat to compare several models"
     benchmarks = (
         "score the embedding by these (default: a fine-tuned model by its task, others by cell_type_probe, scib and "
         "geometry)"
     )
     against = "baselines of embeddings, e.g. pca harmony (default: all; scvi takes minutes)"
     add("source", nargs="?", metavar="FILE", help="cells: an h5ad file, or a data set, e.g. pbmc3k")
-    add("--data", metavar="FILE", help="the same")
+    add("--data", metavar="FILE", help="the cells, as an option instead of FILE")
     add("-m", "--model", required=True, action="append", metavar="MODEL", help=place)
     add("-o", "--output", metavar="PLACE", help="write the scores (out.csv) or a report (a folder)")
     add("--benchmarks", nargs="+", metavar="NAME", help=benchmarks)
     add("--against", nargs="+", metavar="NAME", help=against)
-    add("--obsm-keys", nargs="+", metavar="KEY", help="embeddings in FILE, each a row")
+    add("--obsm-keys", nargs="+", metavar="KEY", help="embeddings in FILE to compare")
     add("--labels-key", metavar="COLUMN", help="column of obs with the cell types")
     add("--batch-key", metavar="COLUMN", help="column of obs with the batches")
-    add("--groups-key", metavar="COLUMN", help="column of obs with donors, which folds hold out whole")
+    add("--groups-key", metavar="COLUMN", help="column of obs with donors; folds hold out whole donors")
     add("--network", metavar="FILE", help="true edges, for the benchmark gene_network")
     add("--gene-key", metavar="COLUMN", help="column of var with the gene names of --network")
     add("--seeds", type=int, metavar="N", help="seeds of folds (3)")
     add("--intervals", action=switch, help="intervals and tests of embeddings (default: on)")
-    add("--untrained", action=switch, help="a row of random weights (default: on)")
-    add("--baselines", action=switch, help="score baselines as well, where possible (default: on)")
+    add("--untrained", action=switch, help="include an untrained control (default: on)")
+    add("--baselines", action=switch, help="score baselines if possible (default: on)")
     add("--trained-on", metavar="FILE", help="cells of the fine-tuning, if FILE has others")
     add("--base-model", metavar="MODEL", help="model before fine-tuning, for its frozen embedding")
     add("--batch-size", **_BATCH_SIZE)
     add("--device", **_DEVICE)
     add("--seed", type=int, metavar="N", help="seed of baselines (0)")
     add("--overwrite", action="store_true", help="replace the output")
-    add("--quiet", action="store_true", help="no lines on how far it is")
+    add("--quiet", action="store_true", help="no progress messages")
     command.set_defaults(run=_evaluate)
 
 
 def _add_push(command: argparse.ArgumentParser) -> None:
-    add, private = command.add_argument, "of a new repository (default: as the hub is set)"
+    add, private = command.add_argument, "create a private repository (default: setting of the hub)"
     add("folder", metavar="DIR", help="folder of a model, or of adapters")
-    add("repo_id", metavar="REPO", help="org/name; made if there is none")
+    add("repo_id", metavar="REPO", help="org/name; created if missing")
     add("--private", action=argparse.BooleanOptionalAction, help=private)
     add("--revision", metavar="BRANCH", help="branch to write to (default: the main one)")
     add("--message", dest="commit_message", metavar="TEXT", help="first line of the commit")
-    add("--pr", dest="create_pr", action="store_true", help="open a pull request, and write nothing")
+    add("--pr", dest="create_pr", action="store_true", help="open a pull request instead")
     add("--license", metavar="NAME", help="for the card, e.g. apache-2.0")
-    add("--data", nargs="+", metavar="NAME", help="for the card: what the model was trained on")
+    add("--data", nargs="+", metavar="NAME", help="for the card: the training data")
     add("--citation", metavar="TEXT", help="for the card: how to cite the model")
     add("--metrics", metavar="FILE", help="for the card: out.csv of scforge evaluate, with baselines")
-    add("--base", metavar="NAME", help="of adapters: org/name of the model that they sit on")
+    add("--base", metavar="NAME", help="of adapters: org/name of their base model")
     command.set_defaults(run=_push, prints_result=True)
 
 
 def _add_pull(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("name", metavar="NAME", help="org/name, hf://org/name@revision, or scforge://name@version")
-    add("-o", "--output", metavar="DIR", help="folder to write (default: it stays in the cache)")
+    add("-o", "--output", metavar="DIR", help="folder to write (default: the cache)")
     add("--revision", metavar="NAME", help="branch, tag or commit (default: the main branch)")
-    add("--cache-dir", metavar="DIR", help="another cache than that of the hub")
-    add("--offline", dest="local_files_only", action="store_true", help="look in the cache only")
+    add("--cache-dir", metavar="DIR", help="use this cache directory")
+    add("--offline", dest="local_files_only", action="store_true", help="use the cache only")
     add("--overwrite", action="store_true", help="replace the model in --output; other files stay")
     command.set_defaults(run=_pull, prints_result=True)
 
 
 def _add_soma(soma: argparse.ArgumentParser) -> None:
     commands = soma.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    train = commands.add_parser("train", help="train a model on the bytes of files")
-    embed = commands.add_parser("embed", help="embed files, records or descriptions; a table of gene vectors")
+    train = commands.add_parser("train", help="train a model on files")
+    embed = commands.add_parser("embed", help="embed files, records or descriptions; write a table of gene vectors")
     kinds = ("auto", "bytes", "fasta", "table")
     for command in (train, embed):
         add = command.add_argument
         add("files", nargs="+", metavar="FILE", help="FASTA, csv or tsv, or any other file; .gz as well")
-        add("--kind", choices=kinds, help="how files are read (auto: by their suffix)")
+        add("--kind", choices=kinds, help="file type (auto: by suffix)")
         add("--field", metavar="NAME", help="field of FASTA headers with the names, e.g. gene_symbol")
         add("--gene-column", metavar="COLUMN", help="column of a table with the names (gene)")
         add("--text-column", metavar="COLUMN", help="column of a table with the texts (text)")
     add = train.add_argument
-    add("-o", "--output", required=True, metavar="DIR", help="folder of the training")
-    add("--validation", nargs="+", metavar="FILE", help="files to hold out (default: a share)")
-    add("--validation-size", type=float, metavar="SHARE", help="share of the bytes to hold out (0.1)")
+    add("-o", "--output", required=True, metavar="DIR", help="folder of the run")
+    add("--validation", nargs="+", metavar="FILE", help="files to hold out (default: a fraction)")
+    add("--validation-size", type=float, metavar="SHARE", help="fraction of the bytes to hold out (0.1)")
     add("--embedding-dim", type=int, metavar="N", help="width (192)")
     add("--pwff-hidden-dim", type=int, metavar="N", help="hidden units (four times the width)")
     add("--num-layers", type=int, metavar="N", help="layers (4)")
     add("--num-heads", type=int, metavar="N", help="heads (4)")
     add("--dropout-rate", type=float, metavar="SHARE", help="dropout (0)")
-    add("--seq-len", type=int, metavar="N", help="bytes of a sequence (256)")
+    add("--seq-len", type=int, metavar="N", help="bytes per sequence (256)")
     add("--sig-reg", type=float, metavar="WEIGHT", help="weight of SIGReg (0; as published: 0.02)")
-    add("--epochs", dest="max_epochs", type=int, metavar="N", help="most epochs (by the bytes)")
-    add("--max-steps", type=int, metavar="N", help="most steps")
-    add("--batch-size", type=int, metavar="N", help="sequences a step (16)")
+    add("--epochs", dest="max_epochs", type=int, metavar="N", help="maximum epochs (default: by file size)")
+    add("--max-steps", type=int, metavar="N", help="maximum steps")
+    add("--batch-size", type=int, metavar="N", help="sequences per step (16)")
     add("--optimizer", metavar="NAME", help="adamw (default), adam, sgd or muon")
     add("--lr", type=float, metavar="RATE", help="peak learning rate (0.002; muon: 0.01)")
     add("--gradient-checkpointing", action="store_true", help="less memory, slower")
@@ -532,28 +532,28 @@ def _add_soma(soma: argparse.ArgumentParser) -> None:
     add("--checkpoint-every-n-steps", type=int, metavar="N", help="save within epochs as well")
     add("--seed", type=int, metavar="N", help="seed of weights, order and split (0)")
     add("--resume", **_RESUME)
-    add("--overwrite", action="store_true", help="replace the training in --output")
+    add("--overwrite", action="store_true", help="replace the run in --output")
     add("--quiet", action="store_true", help="no progress bar")
     train.set_defaults(run=_train_soma)
     add, output = embed.add_argument, "table.parquet, table.npz or table.csv, a row a name"
     add("-m", "--model", required=True, metavar="DIR", help="folder of scforge soma train")
     add("-o", "--output", required=True, metavar="FILE", help=output)
-    add("--duplicates", choices=("error", "mean"), help="names that stand more than once (error)")
-    add("--batch-size", type=int, metavar="N", help="sequences at once (32)")
+    add("--duplicates", choices=("error", "mean"), help="repeated names (error)")
+    add("--batch-size", type=int, metavar="N", help="sequences per batch (32)")
     add("--device", **_DEVICE)
     add("--overwrite", action="store_true", help="replace the output")
-    add("--quiet", action="store_true", help="no progress bar and no summary at the end")
+    add("--quiet", action="store_true", help="no progress bar and no summary")
     embed.set_defaults(run=_embed_soma)
 
 
 def _add_inspect(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("file", metavar="FILE", help="h5ad file of any size, or a store")
-    add("--verify", action="store_true", help="read a whole store and check that nothing is damaged")
+    add("--verify", action="store_true", help="read a whole store and verify its checksums")
     add("--vocab", metavar="NAME_OR_FILE", help="a vocabulary (default: the shipped one that fits)")
     add("--gene-key", **_GENE_KEY)
-    add("--layer", metavar="LAYER", help="layer to look at (default: X)")
-    add("--top", dest="n_top", type=int, metavar="N", help="missing genes to name (10)")
+    add("--layer", metavar="LAYER", help="layer to inspect (default: X)")
+    add("--top", dest="n_top", type=int, metavar="N", help="number of missing genes to list (10)")
     command.set_defaults(run=_inspect)
 
 
@@ -563,19 +563,19 @@ def _add_quickstart(command: argparse.ArgumentParser) -> None:
 
 
 _COMMANDS = {
-    "quickstart": (_add_quickstart, "train on embedded real data; leave a picture and a report"),
-    "train": (_add_train, "train a model as a YAML or TOML file says"),
+    "quickstart": (_add_quickstart, "train on bundled PBMC 3k; write a UMAP and a benchmark report"),
+    "train": (_add_train, "train a model from a YAML or TOML file"),
     "config": (_add_config, "write, show or check a YAML file"),
-    "convert": (_add_convert, "make a store, from which models train, of data of any size"),
-    "convert-checkpoint": (_add_convert_checkpoint, "make a model of a checkpoint that another package published"),
-    "embed": (_add_embed, "embed cells with a trained model; killed, it continues where it was"),
+    "convert": (_add_convert, "convert data of any size to a store for training"),
+    "convert-checkpoint": (_add_convert_checkpoint, "import a checkpoint of another package"),
+    "embed": (_add_embed, "embed cells with a trained model; resumable"),
     "finetune": (_add_finetune, "train a copy of a model for a task, e.g. annotation"),
-    "predict": (_add_predict, "predict cells with a fine-tuned model"),
+    "predict": (_add_predict, "predict with a fine-tuned model"),
     "evaluate": (_add_evaluate, "score a model's embedding, or the predictions of a fine-tuned one, with baselines"),
-    "push": (_add_push, "send a model to the hub"),
-    "pull": (_add_pull, "fetch a model, by its name on the hub or in the registry"),
-    "soma": (_add_soma, "models of bytes: of sequences, descriptions, any file"),
-    "inspect": (_add_inspect, "show what an h5ad file or a store holds, and which vocabulary fits"),
+    "push": (_add_push, "upload a model to the hub"),
+    "pull": (_add_pull, "download a model from the hub or a registry"),
+    "soma": (_add_soma, "byte-level language models of sequences, descriptions or any file"),
+    "inspect": (_add_inspect, "show the content of an h5ad file or a store, and the best vocabulary"),
 }
 
 

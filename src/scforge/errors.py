@@ -49,7 +49,7 @@ def _not_the_user() -> tuple[str, ...]:
 _NOT_THE_USER = _not_the_user()
 
 SECRET = "***"
-"""What is written in place of a credential."""
+"""Replacement of a credential."""
 
 # A path of a URL has one of its slashes left.
 _USER = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]+:/{1,2})[^\s/?#]*@")
@@ -61,11 +61,12 @@ _TOKEN = re.compile(
 
 
 class ScforgeError(Exception):
-    """Base of every error that scforge raises for a mistake the user can mend.
+    """Base of every error that scforge raises for a problem that the user can fix.
 
     Cause
     -----
-    A derived class says which. The base itself is raised where a plugin, or an optional package, cannot be imported.
+    Derived classes name the kind of problem. The base itself is raised where a plugin, or an optional package, cannot
+    be imported.
 
     Fix
     ---
@@ -91,7 +92,7 @@ class ConfigError(ScforgeError, ValueError):
 
     Cause
     -----
-    The file is not there, or is no YAML; a key is unknown; a value has the wrong type or lies out of its range; two
+    The file is not there, or is not YAML; a key is unknown; a value has the wrong type or lies out of its range; two
     options contradict each other; or one that is needed is missing.
 
     Fix
@@ -116,12 +117,12 @@ class DataError(ScforgeError, ValueError):
     Cause
     -----
     Counts are negative, not finite or already normalized; a column or a layer is missing; names stand twice; there are
-    too few cells, or labels, for what is asked; or a file of cells, or a store, is damaged.
+    too few cells or labels for the request; or a file of cells, or a store, is damaged.
 
     Fix
     ---
-    Mend the data as the message says. ``scforge inspect FILE`` shows what a file holds. Raw counts often stand in a
-    layer, or in ``adata.raw``: name the layer with ``layer=``, or take ``adata.raw.to_adata()``.
+    Correct the data as the message describes. ``scforge inspect FILE`` shows what a file holds. Raw counts often stand
+    in a layer, or in ``adata.raw``: name the layer with ``layer=``, or take ``adata.raw.to_adata()``.
 
     Examples
     --------
@@ -256,7 +257,7 @@ class ModelFileError(ScforgeError, ValueError):
 
 
 class TrainingError(ScforgeError, RuntimeError):
-    """A training run that cannot go on, e.g. because the loss is not a number.
+    """A training run that cannot continue, e.g. because the loss is not a number.
 
     Cause
     -----
@@ -266,7 +267,7 @@ class TrainingError(ScforgeError, RuntimeError):
     Fix
     ---
     Do as the message says: lower the learning rate, clip gradients or take another precision; lower ``batch_size``, or
-    let ``batch_size="auto"`` find one; free the disk. ``scforge train --resume auto`` goes on from the latest state.
+    let ``batch_size="auto"`` find one; free the disk. ``scforge train --resume auto`` continues from the latest state.
 
     Examples
     --------
@@ -280,7 +281,7 @@ class ScforgeWarning(UserWarning):
 
     Cause
     -----
-    Cells, genes or labels are left out; a baseline or a comparison is missing; or a figure means less than it seems.
+    Cells, genes or labels are left out; a baseline or a comparison is missing; or a score means less than it seems.
 
     Fix
     ---
@@ -376,7 +377,7 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
 
 
 def suggest(name: object, known: Iterable[object], label: str = "known", *, most: int = 12) -> str:
-    """Return what may be written in place of `name`: the nearest of the known names, and all of them under a label.
+    """Return a suggestion for `name`: the nearest of the known names, and all of them under a label.
 
     Examples
     --------
@@ -418,7 +419,7 @@ def first_line(error: BaseException) -> str:
 
     Returns
     -------
-    The first 300 characters of its first line; the name of its class if it says nothing.
+    The first 300 characters of its first line; the name of its class if it is empty.
 
     Examples
     --------
@@ -433,7 +434,7 @@ def first_line(error: BaseException) -> str:
 def redacted(text: str) -> str:
     """Return text without credentials: no token of a hub, and in URLs no user, password or query of a signed address.
 
-    Whatever scforge writes or shows of a URL goes through it; the messages of its own errors and warnings do anyway.
+    Whatever scforge writes or shows of a URL goes through it; its errors and warnings do so by default.
 
     Parameters
     ----------
@@ -442,7 +443,7 @@ def redacted(text: str) -> str:
 
     Returns
     -------
-    The text; ``***`` stands where something was.
+    The text, with ``***`` for removed parts.
 
     Examples
     --------

@@ -41,6 +41,6 @@ def test_what_is_no_filter(options, message):
 @pytest.mark.parametrize(("uri", "module"), [(None, "cellxgene_census"), ("census", "tiledbsoma")])
 def test_missing_clients_are_told_with_the_remedy(monkeypatch, uri, module):
     monkeypatch.setitem(__import__("sys").modules, module, None)
-    message = rf"needs the package '{module}'.*pip install \"scforge\[census\]\" into an environment of its own"
+    message = rf"needs the package '{module}'.*pip install \"scforge\[census\]\" into a separate environment"
     with pytest.raises(OptionError, match=message):
         open_cells(CensusQuery(uri=uri))

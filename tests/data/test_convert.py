@@ -202,16 +202,16 @@ def test_the_source_that_does_not_fit_is_named(sources, tmp_path):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"memory": "lots"}, "memory='lots' is no size"),
+        ({"memory": "lots"}, "memory='lots' is not a size"),
         ({"memory": "100MB"}, r"memory=0.10GB is too little here; give at least 1\.\dGB"),
         ({"seed": -1}, "seed=-1"),
-        ({"obs": "group"}, "obs='group' is no list of columns"),
-        ({"obs": 3}, "obs=3 is no list of columns"),
+        ({"obs": "group"}, "obs='group' is not a list of columns"),
+        ({"obs": 3}, "obs=3 is not a list of columns"),
         ({"min_overlap": "x"}, "min_overlap='x' is not a number from 0 to 1"),
         ({"obs": ["scforge_total"]}, "which scforge adds itself"),
         ({"path": "s3://bucket/s.zarr"}, "is a URL"),
         ({"path": "file"}, "is a file"),
-        ({"path": "."}, "exists and is no store"),
+        ({"path": "."}, "exists and is not a store"),
         ({"path": "out.h5ad"}, r"out\.h5ad' is named like a file, and a store is a folder; name e.g."),
     ],
 )
@@ -240,7 +240,7 @@ def test_only_a_store_or_an_empty_folder_is_replaced_and_only_when_asked(tiny_ad
     before = sorted(tmp_path.rglob("*"))
     for source, target in ((other / "a.h5ad", other), (tmp_path / "b.zarr", tmp_path / "b.zarr")):
         for overwrite in (False, True):
-            with pytest.raises(OptionError, match=f"{target.name}' exists and is no store; choose another name"):
+            with pytest.raises(OptionError, match=f"{target.name}' exists and is not a store; choose another name"):
                 convert(source, target, overwrite=overwrite)
     assert sorted(tmp_path.rglob("*")) == before
 

@@ -38,7 +38,7 @@ DAMAGE = {
     "a negative index": (put("indices", at(0, -5)), "the index -5, which is not from 0 to"),
     "short data": (put("data", lambda values: values[:100]), "and need 100"),
     "short boundaries": (put("indptr", lambda values: values[:7]), "its indptr have 7 numbers and need"),
-    "text for values": (put("data", np.array([b"a"])), "data is no list of numbers"),
+    "text for values": (put("data", np.array([b"a"])), "data is not a list of numbers"),
     "no indices": (put("indices", None), "a CSR, CSC or dense matrix is needed"),
     "no shape": (put("shape", None), "cannot be read"),
 }

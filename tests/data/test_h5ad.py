@@ -78,6 +78,6 @@ def test_files_and_matrices_that_are_none(tmp_path, tiny_adata):
     with h5py.File(path, "r+") as file:
         file["layers/text"], file["layers/small"] = np.array([[b"a"]]), np.ones((60, 3))
         file.create_group("layers/group")
-    fails("is no matrix of numbers", "text")
+    fails("is not a matrix of numbers", "text")
     fails("a CSR, CSC or dense matrix is needed", "group")
     fails("has 60 cells x 3 genes, and var 80 rows; give a matrix", "small")

@@ -121,7 +121,7 @@ def test_commands(folder, capsys):
     assert main(["inspect", "t.zarr", "--verify"]) == 0
     assert "(verified)" in capsys.readouterr().out
     assert main(["inspect", "a.h5ad", "--verify"]) == 2
-    assert "--verify checks a store" in capsys.readouterr().err
+    assert "--verify needs a store" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -69,6 +69,6 @@ def test_messages_are_those_of_the_code():
     known = {(message.error, message.module, message.text) for message in listed}
     told = "{kind} {name} is already registered; choose another name."
     assert ("OptionError", "_registry", told) in known
-    assert any(text.startswith("{option}={value} has no use without") for _, _, text in known)
+    assert any(text.startswith("{option}={value} has no effect without") for _, _, text in known)
     family = {cls.__name__: cls.__name__ for cls in errors.family()}
     assert set(family) == {message.error for message in listed}, "an error is raised nowhere"

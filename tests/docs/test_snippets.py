@@ -26,7 +26,7 @@ PAGES = (
     "extending_objective",
     "extending_task",
     "extending_benchmark",
-    "faq",
+    "troubleshooting",
     "migration",
     "user_guide",
 )

@@ -61,7 +61,11 @@ MISTAKES = [
     ("data.gene_key=symbol", OptionError, "gene_key='symbol' is not in var of 'cells.h5ad'; did"),
     ("data.gene_vocab=human", OptionError, "vocab='human' is neither a shipped vocabulary nor a file"),
     ("training.validation_size=0", ConfigError, "validation_size=0 leaves no cells for a validation, after which"),
-    (("training.checkpoint_every_n_steps=5", "output.checkpoint_dir="), ConfigError, "has no use without output.chec"),
+    (
+        ("training.checkpoint_every_n_steps=5", "output.checkpoint_dir="),
+        ConfigError,
+        "has no effect without output.chec",
+    ),
     (("output.log_dir=logs", "output.loggers=wandb"), OptionError, "'wandb', which is not installed; pip install 'sc"),
     ("output.checkpoint_dir=cells.h5ad", OptionError, "output.checkpoint_dir='cells.h5ad': 'cells.h5ad' is a file"),
     ("eval={benchmarks: [label_prediction], datasets: {a: b.h5ad}}", MissingFileError, "the file 'b.h5ad' does not"),

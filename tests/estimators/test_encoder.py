@@ -135,7 +135,7 @@ def test_inference_does_not_look_at_the_other_cells(model: Encoder, tiny_adata: 
     np.testing.assert_allclose(model.get_latent_representation(key_added=None, batch_size=7), whole, atol=1e-6)
     for some in ([3, 0], np.arange(60) < 2):
         np.testing.assert_allclose(model.get_latent_representation(indices=some), whole[some], atol=1e-6)
-    with pytest.raises(OptionError, match="indices are no positions of the 60 cells"):
+    with pytest.raises(OptionError, match="indices are not positions of the 60 cells"):
         model.get_latent_representation(indices=[10_000])
 
 

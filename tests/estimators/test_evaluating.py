@@ -60,9 +60,9 @@ def test_several_trainings_are_one_row_and_other_embeddings_too(trained: Encoder
     assert [row.name for row in report.rows] == ["X_point", "X_mine", "PCA"]
     assert report.rows[1].spreads["effective_rank"] == 0.0
     assert {"X_mine_0", "X_mine_1"} <= set(cells.obsm)
-    assert "2 trainings" in report.facts["model mine"]
+    assert "2 training runs" in report.facts["model mine"]
     assert any(note.startswith("'X_point' has collapsed") for note in report.notes)
-    assert not report.verdicts(), "geometry is no contest"
+    assert not report.verdicts(), "geometry is not a contest"
 
 
 @pytest.mark.filterwarnings("ignore:.*training cell each")
@@ -86,8 +86,8 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
         ({"baselines": ["pcaa"]}, "did you mean 'pca'"),
         ({"labels_key": None, "benchmarks": None}, "labels_key=None, but cell types are needed"),
         ({"obsm_keys": ["X_scforge"]}, "two rows are called 'X_scforge'; give the model"),
-        ({"benchmarks": {"label_prediction": {"max_cells": 50}}}, "max_cells of .* have no use here"),
-        ({"seeds": ()}, r"seeds=\(\) is no list of seeds"),
+        ({"benchmarks": {"label_prediction": {"max_cells": 50}}}, "max_cells of .* have no effect here"),
+        ({"seeds": ()}, r"seeds=\(\) is not a list of seeds"),
         ({"benchmarks": "gene_network"}, "needs true edges; pass network=FILE"),
         ({"benchmarks": "geometry", "network": "edges.csv"}, "which only the benchmark gene_network needs"),
         (
@@ -146,9 +146,9 @@ def test_files(trained: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert set(pd.read_csv("figures.csv")["method"]) == {"X_scforge", "X_untrained", "PCA"}
     for cells, wrong, message in (
         ("cells.h5ad", {"output": "out"}, r"output='out' holds a report; give another name, or replace it"),
-        ("cells.h5ad", {"base_model": "b/final"}, "base_model='b/final' has no use where embeddings are scored"),
-        ("cells.h5ad", {"frob": 1}, "frob=1 has no use where embeddings are scored"),
-        ("cells", {}, "is no h5ad file and no data set of scforge.datasets"),
+        ("cells.h5ad", {"base_model": "b/final"}, "base_model='b/final' has no effect where embeddings are scored"),
+        ("cells.h5ad", {"frob": 1}, "frob=1 has no effect where embeddings are scored"),
+        ("cells", {}, "is not an h5ad file and no data set of scforge.datasets"),
     ):
         with pytest.raises(OptionError, match=message):
             evaluate_to("a/final", cells, **options, **wrong)
@@ -206,9 +206,9 @@ def test_generated_cells(many_adata: ad.AnnData) -> None:
 
 def test_models_that_are_none(trained: Encoder) -> None:
     for models in ({}, "folder", {"x": "folder"}, {"x": []}):
-        with pytest.raises(OptionError, match="models is no model and no {name: model}"):
+        with pytest.raises(OptionError, match="models is not a model and no {name: model}"):
             evaluate_models(models, trained.adata, benchmarks="geometry", **QUICK)
-    with pytest.raises(OptionError, match=r"seeds=\(\) is no list of seeds"):
+    with pytest.raises(OptionError, match=r"seeds=\(\) is not a list of seeds"):
         evaluate_models(trained, trained.adata, benchmarks="gene_network", network=edges(), seeds=())
     with pytest.raises(DataError, match="the true edges have no column 'source'"):
         evaluate_models(
@@ -220,9 +220,9 @@ def test_models_that_are_none(trained: Encoder) -> None:
         )
     with pytest.raises(OptionError, match="reference_model is of type AnnData; give a model"):
         Encoder.load_query_data(trained.adata, trained.adata)
-    with pytest.raises(OptionError, match=r"plan_kwargs=\[1\] is no dictionary"):
+    with pytest.raises(OptionError, match=r"plan_kwargs=\[1\] is not a dictionary"):
         trained.train(1, plan_kwargs=[1])
-    with pytest.raises(OptionError, match="max_len=5 has no use with format='transformers'"):
+    with pytest.raises(OptionError, match="max_len=5 has no effect with format='transformers'"):
         trained.export("there", "transformers", max_len=5)
 
 

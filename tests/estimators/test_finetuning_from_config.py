@@ -135,7 +135,7 @@ MISTAKES = [
     ("finetune.label_smooting=0.1", OptionError, "is unknown to 'annotation'; did you mean 'label_smoothing'"),
     ("finetune.label_smoothing=2", OptionError, "label_smoothing=2 "),
     ("finetune.batch_key=donor", OptionError, "task option 'batch_key' is unknown to 'annotation'"),
-    ("finetune.evaluate=perturbbench", ConfigError, "'perturbbench' is no evaluation of the task 'annotation'"),
+    ("finetune.evaluate=perturbbench", ConfigError, "'perturbbench' is not an evaluation of the task 'annotation'"),
     (
         "finetune={evaluate: true, test_size: 0}",
         ConfigError,

@@ -125,17 +125,17 @@ def test_prompts(model: Encoder):
         ("plain", {"prompt": ["gene60", "nogene"]}, "prompt names 'nogene', not among the model's 40 genes"),
         ("plain", {"prompt": ["gene60", "gene60"]}, "prompt names 'gene60' twice, maybe"),
         ("plain", {"prompt": {"gene60": -1.0}}, "is not a positive number"),
-        ("plain", {"prompt": SERIES}, r"^prompt=Series is no list of genes, no dict .*AnnData.$"),
-        ("plain", {"prompt": ad.AnnData(np.ones((3, 4)))}, "prompt is AnnData, which says how many"),
+        ("plain", {"prompt": SERIES}, r"^prompt=Series is not a list of genes, no dict .*AnnData.$"),
+        ("plain", {"prompt": ad.AnnData(np.ones((3, 4)))}, "prompt is AnnData, which sets the number"),
         ("plain", {"n_cells": None}, "n_cells=None is not a whole number of cells"),
         ("plain", {"max_len": 1}, "max_len=1 is not at least 2"),
         ("plain", {"max_len": 99}, "max_len=99 is more than the 42 tokens"),
-        ("groups", {"condition": ["A", "b", "b"]}, r"condition='A' is no class .* did you mean 'a'\? \(known"),
-        ("groups", {"condition": 1}, "condition='1' is no class of the model"),
+        ("groups", {"condition": ["A", "b", "b"]}, r"condition='A' is not a class .* did you mean 'a'\? \(known"),
+        ("groups", {"condition": 1}, "condition='1' is not a class of the model"),
         ("groups", {"condition": ["a", "b"]}, "condition has 2 classes for 3 cells"),
         ("no cls", {}, "prompt gives no values, but the model has no CLS token"),
         ("no cls", {"prompt": ["gene60"]}, "gives no values, but the model has no CLS token"),
-        ("no end", {}, "max_len=None but cells of this model have no end"),
+        ("no end", {}, "max_len=None but cells of this model have no end token"),
         ("views", {}, "and 'joint_embedding' generates no cells"),
     ],
 )
@@ -155,7 +155,7 @@ def test_models_without_cls_or_end(made: Callable[[str], Encoder]):
     with told, pytest.raises(DataError, match="prompt has no counts in cell 1, and the model no CLS token"):
         model.generate(prompt=blank)
     assert (made("no end").generate(2, max_len=5).obs["n_genes"] == 4).all()
-    with pytest.raises(DataError, match="prompt has .* genes in cell .*, which has room for 4"):
+    with pytest.raises(DataError, match="prompt has .* genes in cell .*, above the limit of 4"):
         made("short").generate(prompt=made("short").adata)
 
 

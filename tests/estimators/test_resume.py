@@ -207,7 +207,7 @@ def test_a_folder_with_another_training_is_not_touched(cells, broken):
         ({"resume": "auto", "overwrite": True}, "contradict each other"),
         ({"resume": True}, "resume=True is neither"),
         ({"checkpoint_every_n_steps": 0}, "checkpoint_every_n_steps=0"),
-        ({"checkpoint_every_n_steps": 5, "checkpoint_dir": None}, "has no use without checkpoint_dir"),
+        ({"checkpoint_every_n_steps": 5, "checkpoint_dir": None}, "has no effect without checkpoint_dir"),
         ({"strategy": "dpp"}, "strategy='dpp' is not known; did you mean 'ddp'"),
         ({"ema_decay": 1}, "ema_decay=1 averages nothing"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing=True, but GenePoolingModel cannot"),

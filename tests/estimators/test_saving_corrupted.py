@@ -132,7 +132,7 @@ CASES["model"] |= {
     "JSON of a list": text("[]"),
     "the description of another program": text('{"model_type": "bert"}'),
     "a description without checksum": within('"checksum"', '"check"'),
-    "a format that is no number": within('"format": 2', '"format": true'),
+    "a format that is not a number": within('"format": 2', '"format": true'),
     "a format before the first": within('"format": 2', '"format": 0'),
     "gigabytes of weights": said("architecture", hidden_dim=10**6, ffn_dim=10**6),
     "a negative width": said("architecture", hidden_dim=-8),

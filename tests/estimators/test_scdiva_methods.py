@@ -176,10 +176,10 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
     other.is_trained_ = True
     for call, options, message in [
         (plain.generate, {}, r"'scdiva' and 'variational' generates no cells; .* 'masked_diffusion'"),
-        (plain.denoise, {}, r"predicts no expression of hidden genes; .* 'masked_diffusion' and 'scdiva'"),
+        (plain.denoise, {}, r"predicts no expression of masked genes; .* 'masked_diffusion' and 'scdiva'"),
         (model.generate, {"condition": "a"}, "the model knows no classes; leave it out"),
         (model.generate, {"n_cells": None, "prompt": ["gene0"]}, "n_cells=None is not a whole number of cells"),
-        (small.generate, {"max_len": 9}, "max_len=9 but the model has room for 8 tokens; lower it"),
+        (small.generate, {"max_len": 9}, "max_len=9 but the model takes at most 8 tokens; lower it"),
         (other.generate, {"n_steps": 4}, "n_steps=4 is for models of 'masked_diffusion'; leave it out"),
         (tuned.generate, {}, "was fine-tuned for 'annotation', not to generate; use its base model"),
         (untrained.get_latent_representation, {"return_dist": True}, "trained no variances; leave it out"),

@@ -124,12 +124,15 @@ def test_figures_of_a_report(hub, model: Encoder, metrics: object, data: str, na
     ("options", "message"),
     [
         ({"metrics": LONG.drop(columns="kind")}, "metrics needs one row called 'scforge'"),
-        ({"metrics": LONG[LONG["kind"] == "model"]}, "metrics needs one row called 'scforge', .* and baselines beside"),
-        ({"base": "org/other"}, "base='org/other' has no use where the model was not fine-tuned"),
-        ({"metrics": TABLE[:1]}, "and baselines beside it .'scforge'"),
-        ({"metrics": {"f1": 1.0}}, r"no table of evaluate\(\)"),
+        (
+            {"metrics": LONG[LONG["kind"] == "model"]},
+            "metrics needs one row called 'scforge', .* and rows of baselines",
+        ),
+        ({"base": "org/other"}, "base='org/other' has no effect where the model was not fine-tuned"),
+        ({"metrics": TABLE[:1]}, "and rows of baselines .'scforge'"),
+        ({"metrics": {"f1": 1.0}}, r"not a table of evaluate\(\)"),
         ({"adapter_only": True}, "the model has no adapters|not known where others find"),
-        ({"base": "somewhere"}, "base='somewhere' is no name that others can use"),
+        ({"base": "somewhere"}, "base='somewhere' is not a name that others can use"),
     ],
 )
 def test_what_cannot_be_told(hub, model: Encoder, options: dict, message: str) -> None:
@@ -183,9 +186,9 @@ def test_whole_fine_tuned_models_name_their_base(hub, model: Encoder, annotator:
 def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotator: Encoder, tmp_path: Path) -> None:
     annotator.save(tmp_path / "before", adapter_only=True)
     model.save(tmp_path / "model")
-    with pytest.raises(OptionError, match="base has no use where dir_path="):
+    with pytest.raises(OptionError, match="base has no effect where dir_path="):
         Encoder.load(tmp_path / "model", base="org/light")
-    with pytest.raises(OptionError, match="does not say which model its adapters sit on; name it with base="):
+    with pytest.raises(OptionError, match="does not name the base model of its adapters; pass it as base="):
         Encoder.load(tmp_path / "before")
     model.save(tmp_path / "a" / "base")
     annotator.save(tmp_path / "a" / "adapter", adapter_only=True)

@@ -97,7 +97,7 @@ def test_pairs_that_a_model_perturbed(model: scforge.models.Encoder, tiny_adata:
     np.testing.assert_array_equal(found, found.T)
     np.testing.assert_allclose(found, np.fmax(expected, expected.T), rtol=1e-3, atol=1e-7)
     one_a_row = model.perturb_in_silico(tiny_adata, genes, n_permutations=0, key_added=None)
-    with pytest.raises(DataError, match=r"effects says nothing of pairs; call .*combinations=2"):
+    with pytest.raises(DataError, match=r"effects has no pairs of genes; call .*combinations=2"):
         edges_from_perturbations(one_a_row)
 
 
@@ -126,7 +126,7 @@ def test_predicted_effects() -> None:
             r"measure='cos' is not in the measures; did you mean 'cosine'",
         ),
         (lambda v: edges_from_embeddings(v, tfs=["ENSG1"]), DataError, r"none of tfs \('ENSG1'\) is among the 6 genes"),
-        (lambda v: edges_from_embeddings(pd.concat([v, v[:1]])), DataError, "the genes 'g0' stand there twice"),
+        (lambda v: edges_from_embeddings(pd.concat([v, v[:1]])), DataError, "the genes 'g0' occur twice"),
         (lambda v: edges_from_embeddings(v), OptionError, "6 x 6 pairs are more than 20; name the .* with tfs"),
     ],
 )

@@ -104,8 +104,8 @@ def test_options(encoder) -> None:
         ("yes", "lora='yes' is neither true, false nor a dict"),
         ({"rank": 3}, "'rank' is unknown to"),
         ({"alpha": 0}, r"lora\['alpha'\]=0"),
-        ({"targets": []}, r"lora\['targets'\]=\[\] are no linear layers of TransformerEncoder"),
-        ({"targets": ["nothing"]}, "'nothing', which is no linear layer of TransformerEncoder"),
+        ({"targets": []}, r"lora\['targets'\]=\[\] are not linear layers of TransformerEncoder"),
+        ({"targets": ["nothing"]}, "'nothing', which is not a linear layer of TransformerEncoder"),
     ):
         with pytest.raises(OptionError, match=message):
             lora_options(encoder, lora)

@@ -251,7 +251,7 @@ def with_bias(bias: torch.Tensor, name: str = "cls.predictions.bias") -> Callabl
         ),
         (with_bias(torch.ones(3)), r"in the shape \(3,\), but its config and .* \(92,\)"),
         (with_bias(torch.full((92,), torch.nan)), "'head.bias' with NaN or infinite values"),
-        (with_bias(torch.ones(92, dtype=torch.int64)), "torch.int64 is no weight"),
+        (with_bias(torch.ones(92, dtype=torch.int64)), "torch.int64 is not a weight"),
         (
             with_bias(torch.ones(92, 16), "cls.predictions.decoder.weight"),
             "with other numbers; they have to be one",
@@ -269,7 +269,7 @@ def test_weights_that_do_not_fit(change, message: str, bert_folder: Path) -> Non
     [
         (
             {"model_type": "gpt2"},
-            "is no configuration of a BERT .*model_type: Input should be 'bert', and it is 'gpt2'",
+            "is not a configuration of a BERT .*model_type: Input should be 'bert', and it is 'gpt2'",
         ),
         ({"hidden_act": "tanh"}, "hidden_act: Input should be 'relu', 'gelu', 'silu' or 'swish', and it is 'tanh'"),
         ({"is_decoder": True}, "is_decoder: Input should be False, and it is True"),
@@ -290,7 +290,7 @@ def test_configurations_that_do_not_fit(changes: dict, message: str, bert_folder
     ("name", "options", "error", "message"),
     [
         ("nowhere", {}, MissingFileError, "the checkpoint '.*nowhere' does not exist"),
-        ("bert/config.json", {}, MissingFileError, "is no folder; give the one with config.json"),
+        ("bert/config.json", {}, MissingFileError, "is not a folder; give the one with config.json"),
         ("bert", {"version": "V3"}, OptionError, "version='V3' is not known .known: 'V1', 'V2'"),
         ("bert", {"pooling": "middle"}, OptionError, "pooling='middle' is not known"),
         ("bert", {"pooling": "cls"}, OptionError, "pooling='cls' needs a CLS token"),

@@ -143,7 +143,7 @@ def test_what_cannot_be_had(hub, folder: Path, name, options: dict, error, messa
     ("name", "options", "error", "message"),
     [
         ("nothing", {}, MissingFileError, "name='nothing' does not exist; give a folder, hf://org/name"),
-        ("hf://org/--bad..name", {}, OptionError, "is no name of a repository; give it as 'organization/name'"),
+        ("hf://org/--bad..name", {}, OptionError, "is not a name of a repository; give it as 'organization/name'"),
         ("hf://org/light@v1", {"revision": "v2"}, OptionError, "revision='v2' is another one; give one of them"),
     ],
 )
@@ -170,7 +170,7 @@ def test_a_folder_comes_before_the_hub(hub, folder: Path, tmp_path: Path, monkey
     assert resolve("org/light") == Path("org/light")
     with pytest.raises(MissingFileError, match="'org/lihgt' does not exist; give .*or scforge://name"):
         resolve("org/lihgt")
-    with pytest.raises(OptionError, match="revision='v1' has no use where name='org/light' is a folder here"):
+    with pytest.raises(OptionError, match="revision='v1' has no effect where name='org/light' is a folder here"):
         resolve("org/light", revision="v1")
     assert not hub.requests
 

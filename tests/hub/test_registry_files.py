@@ -87,7 +87,7 @@ def test_versions(registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_load_refuses_other_names() -> None:
     with pytest.raises(OptionError, match=r"^dir_path='scforge://geneformer-v2' is not in .*from_checkpoint\(folder"):
         Encoder.load("scforge://geneformer-v2")
-    with pytest.raises(MissingFileError, match=r"^dir_path='hf://org/light' is no folder; .*Encoder\.load\.$"):
+    with pytest.raises(MissingFileError, match=r"^dir_path='hf://org/light' is not a folder; .*Encoder\.load\.$"):
         Encoder.load_registry("hf://org/light")
 
 
@@ -112,8 +112,8 @@ def with_entry(latest: str = "1", **version: str) -> str:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no JSON file"),
-        ('{"format": 2, "models": {}}', "is no registry of models .*format: Input should be 1, and it is 2"),
+        ("{", "is not a JSON file"),
+        ('{"format": 2, "models": {}}', "is not a registry of models .*format: Input should be 1, and it is 2"),
         ('{"format": 1, "models": []}', "models: Input should be a valid dictionary"),
         (with_entry(repo_id="org/x", revision="abc1234"), "models.x.versions.1.revision: String should match pattern"),
     ],
@@ -134,5 +134,5 @@ def test_load_takes_a_name_of_the_registry() -> None:
         OptionError, match=r"^dir_path='scforge://geneformer-v2' is not in the registry.*from_checkpoint\(folder"
     ):
         Encoder.load("scforge://geneformer-v2")
-    with pytest.raises(MissingFileError, match=r"^dir_path='hf://org/light' is no folder; .*Encoder\.load\.$"):
+    with pytest.raises(MissingFileError, match=r"^dir_path='hf://org/light' is not a folder; .*Encoder\.load\.$"):
         Encoder.load_registry("hf://org/light")

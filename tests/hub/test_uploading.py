@@ -41,7 +41,7 @@ def test_one_commit_of_our_files(hub, model: Path, caplog: pytest.LogCaptureFixt
     assert url == f"{hub.url}/org/light"
     assert hub.files("org/light") == {**MODEL, ".gitattributes": b"*.safetensors filter=lfs\n"}
     assert sum("/commit/" in path for path in hub.requests) == 1
-    assert "Not sent, because it is no part of a shared model: 'adata.h5ad', 'model.pt'" in caplog.text
+    assert "Not sent, because it is not part of a shared model: 'adata.h5ad', 'model.pt'" in caplog.text
 
 
 def test_files_of_an_earlier_model_are_removed_and_others_stay(hub, model: Path, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_nothing_is_sent_where_everybody_would_see_it(hub, model: Path) -> None:
     [
         ("org/light", {"token": "hf_wrong"}, r"fails \(401, Invalid credentials.* a token \(HF_TOKEN"),
         ("org/light", {"token": "hf_reader"}, r"fails \(403, You don't have the rights.* a token \(HF_TOKEN"),
-        ("org/light?", {}, "this is no name of a repository; give it as 'organization/name'"),
+        ("org/light?", {}, "this is not a name of a repository; give it as 'organization/name'"),
         ("org/light", {"revision": "v1", "create_pr": True}, "pull requests go to the main branch"),
         ("org/light", {"token": True}, "there is no token here; log in with hf auth login"),
     ],
@@ -149,7 +149,7 @@ def test_a_card_that_the_hub_refuses(hub, model: Path) -> None:
 def test_folders_without_a_model(hub, tmp_path: Path) -> None:
     foreign = make(tmp_path / "other", {"config.json": b"{}", "pytorch_model.bin": b""})
     for folder, error, message in [
-        (tmp_path / "nowhere", MissingFileError, "is no folder; give the one that model.save"),
+        (tmp_path / "nowhere", MissingFileError, "is not a folder; give the one that model.save"),
         (foreign, ModelFileError, "holds no model .* or adapter"),
     ]:
         with pytest.raises(error, match=message):

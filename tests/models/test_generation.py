@@ -168,11 +168,14 @@ def test_what_generates_and_with_which_first_token():
         ({"max_len": 65}, "max_len=65 is more than .* max_seq_len=64"),
         ({"max_len": 23, "eos_id": EOS}, "max_len=23 is more than the 22 tokens that a cell"),
         ({"max_len": 2, "prompt": {"input_ids": torch.tensor([9, 8])}}, "prompt has 3 tokens, .* but max_len=2"),
-        ({"prompt": {"input_ids": torch.tensor([9, 2])}}, "prompt has the token 2, which is no gene"),
+        ({"prompt": {"input_ids": torch.tensor([9, 2])}}, "prompt has the token 2, which is not a gene"),
         ({"prompt": {"input_ids": torch.tensor([9, 9])}}, "prompt has the gene 9 twice in cell 0"),
-        ({"prompt": {"input_ids": torch.tensor([9]), "values": torch.tensor([0.5])}}, "the value 0.5, which is no bin"),
+        (
+            {"prompt": {"input_ids": torch.tensor([9]), "values": torch.tensor([0.5])}},
+            "the value 0.5, not a bin",
+        ),
         ({"prompt": {"input_ids": torch.tensor([[9]])}}, r"ids of shape \(1, 1\); give \(P,\), or \(3, P\)"),
-        ({"prompt": torch.tensor([9])}, "prompt is no mapping with 'input_ids'"),
+        ({"prompt": torch.tensor([9])}, "prompt is not a mapping with 'input_ids'"),
     ],
 )
 def test_bad_arguments(options: dict, message: str):

@@ -25,7 +25,7 @@ def _published(name, value, module) -> bool:
     if inspect.isclass(value) or inspect.isfunction(value):
         # A package hands on what its parts define.
         return value.__module__.startswith(module.__name__)
-    # Constants that a module takes from ``configs`` are no names of its own.
+    # Constants that a module takes from ``configs`` are not names of its own.
     return name.isupper() and isinstance(value, int | float) and (name[:3] != "V1_" or "configs" in module.__name__)
 
 

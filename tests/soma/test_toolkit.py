@@ -94,9 +94,9 @@ def test_options_without_use_are_refused():
     for name, content in {"a.txt": "words", "a.fa": ">x GN=A\nACGT\n", "b.fa": ">x GN=A\nTTTT\n"}.items():
         write(name, content)
     for files, options, words in [
-        ("a.txt", {"field": "GN"}, "field='GN' has no use"),
-        ("a.txt", {"gene_column": "gene"}, "gene_column='gene' has no use"),
-        ("a.fa", {"kind": "bytes", "field": "GN"}, "field='GN' has no use"),
+        ("a.txt", {"field": "GN"}, "field='GN' has no effect"),
+        ("a.txt", {"gene_column": "gene"}, "gene_column='gene' has no effect"),
+        ("a.fa", {"kind": "bytes", "field": "GN"}, "field='GN' has no effect"),
         (None, {}, "neither the name of a file nor a list"),
         ([3], {}, "neither the name of a file nor a list"),
     ]:
@@ -197,7 +197,7 @@ def test_options_of_training_that_cannot_be_are_refused(texts):
         ({"device": None}, "device=None cannot be used"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"validation_size": 1.0}, "validation_size=1.0"),
-        ({"validation": "0.txt", "validation_size": 0.5}, "validation_size=0.5 has no use beside validation"),
+        ({"validation": "0.txt", "validation_size": 0.5}, "validation_size=0.5 has no effect with validation"),
         ({"resume": "auto", "overwrite": True}, "contradict"),
         ({"optimizer": "rmsprop"}, "optimizer='rmsprop'"),
     ]:
@@ -265,7 +265,7 @@ def test_names_that_stand_twice(model):
         (["A"], {}, DataError, "no dict"),
         ({"A": ""}, {}, DataError, "'' for 'A'"),
         ({"A": 3}, {}, DataError, "3 for 'A'"),
-        ({"A": "x"}, {"model": "."}, MissingFileError, "no model of bytes"),
+        ({"A": "x"}, {"model": "."}, MissingFileError, "is not a byte-level language model"),
         ({"A": "x"}, {"model": 3}, OptionError, "model is of type int; give the name of the folder"),
         ({"A": "x"}, {"output": "table.txt"}, OptionError, "table.txt.*no known format"),
     ],
@@ -280,7 +280,7 @@ def test_a_flipped_bit_is_refused(model, name):
     data = (model / name).read_bytes()
     for place in range(0, len(data), len(data) // 20):
         (model / name).write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
-        with pytest.raises(ModelFileError, match="corrupted|no configuration|no JSON file|later version"):
+        with pytest.raises(ModelFileError, match="corrupted|not a configuration|not a JSON file|later version"):
             read_model(model)
 
 

@@ -1,4 +1,4 @@
-"""What is no count, no name and no option is refused in one sentence, before a kernel meets it."""
+"""What is not a count, no name and no option is refused in one sentence, before a kernel meets it."""
 
 import anndata as ad
 import numpy as np
@@ -78,11 +78,11 @@ NO_MATRIX = [
     (
         COUNTS.tolist(),
         OptionError,
-        "cells of type 'list' are no matrix of numbers; pass counts of shape (cells, genes)",
+        "cells of type 'list' are not a matrix of numbers; pass counts of shape (cells, genes)",
     ),
-    (ad.AnnData(COUNTS), OptionError, "cells of type 'AnnData' are no matrix of numbers"),
-    (COUNTS[0], OptionError, "cells of type 'ndarray' are no matrix of numbers"),
-    (COUNTS.astype(object), OptionError, "cells of type 'ndarray' are no matrix of numbers"),
+    (ad.AnnData(COUNTS), OptionError, "cells of type 'AnnData' are not a matrix of numbers"),
+    (COUNTS[0], OptionError, "cells of type 'ndarray' are not a matrix of numbers"),
+    (COUNTS.astype(object), OptionError, "cells of type 'ndarray' are not a matrix of numbers"),
     (COUNTS[:, :20], DataError, "cells has 20 columns but the vocabulary 50 genes; pass the names"),
 ]
 
@@ -110,7 +110,7 @@ def test_a_damaged_matrix(name) -> None:
 TOTALS = [
     (np.ones(5), "totals has the shape (5,) but there are 6 cells"),
     (3.0, "totals has the shape ()"),
-    ([1, 2, 3, 4, 5, np.nan], "totals holds nan, which is no library size"),
+    ([1, 2, 3, 4, 5, np.nan], "totals holds nan, which is not a library size"),
     ([1, 2, 3, 4, -5, 6], "totals holds -5"),
 ]
 
@@ -193,19 +193,19 @@ BOTH = "pass the two dictionaries (gene to token, gene to median) as a tuple."
 TEXT = pd.DataFrame({"gene_id": list(TOKENS), "token": ["a"] * 4, "median": [1.0] * 4})
 ONE = "ENSG00000000005"
 GENEFORMER = [
-    (TOKENS, DataError, "tokens_medians is no table with the columns 'gene_id', 'token', 'median' (it has: '<pad>'"),
-    ((TOKENS, 3), OptionError, "tokens_medians is no pair of dictionaries; " + BOTH),
+    (TOKENS, DataError, "tokens_medians is not a table with the columns 'gene_id', 'token', 'median' (it has: '<pad>'"),
+    ((TOKENS, 3), OptionError, "tokens_medians is not a pair of dictionaries; " + BOTH),
     (None, DataError, "(it has: NoneType); pass one, a file, or the two dictionaries"),
     ((MEDIANS, TOKENS), DataError, "tokens_medians does not number its tokens from 0 without a gap"),
-    (({**TOKENS, "<pad>": "0"}, MEDIANS), DataError, "tokens_medians has the token '0', which is no number"),
-    ((TOKENS, {**MEDIANS, ONE: "a"}), DataError, "has the median 'a', which is no number"),
+    (({**TOKENS, "<pad>": "0"}, MEDIANS), DataError, "tokens_medians has the token '0', which is not a number"),
+    ((TOKENS, {**MEDIANS, ONE: "a"}), DataError, "has the median 'a', which is not a number"),
     ((TOKENS, {**MEDIANS, ONE: -1.0}), DataError, f"has no positive median for 1 genes (first: '{ONE}', -1.0)"),
     ((TOKENS, {**MEDIANS, ONE: np.nan}), DataError, f"has no positive median for 1 genes (first: '{ONE}', nan)"),
-    (TEXT, DataError, "tokens_medians has the token 'a', which is no number"),
+    (TEXT, DataError, "tokens_medians has the token 'a', which is not a number"),
     (
         TEXT[["gene_id"]],
         DataError,
-        "tokens_medians is no table with the columns 'gene_id', 'token', 'median' (it has: 'ge",
+        "tokens_medians is not a table with the columns 'gene_id', 'token', 'median' (it has: 'ge",
     ),
     ("gone.parquet", MissingFileError, "tokens_medians='gone.parquet' does not exist"),
 ]
@@ -222,9 +222,7 @@ def test_options_of_geneformer(tmp_path) -> None:
 
     assert make().vocab.genes == tuple(MEDIANS)
     fails(lambda: make(version="V3"), OptionError, "version='V3' is not known (known: 'V1', 'V2')")
-    hint = (
-        "ensembl_map is no table with the columns 'ensembl_id', 'gene_id' (it has: list); pass one, a file, or the dict"
-    )
+    hint = "ensembl_map is not a table with the columns 'ensembl_id', 'gene_id' (it has: list); pass one, a file"
     fails(lambda: make(ensembl_map=[1]), DataError, hint)
     fails(lambda: make(ensembl_map="map.pkl"), OptionError, "ensembl_map='map.pkl' is a pickle file")
     (tmp_path / "tokens.pkl").write_bytes(b"no pickle is opened")

@@ -124,7 +124,7 @@ def vocab_of(n_genes):
 
 
 def dense_bins(batch, n_cells, n_genes):
-    """Return the bin of each gene, -1 where it is no token, shape (B, G)."""
+    """Return the bin of each gene, -1 where it is not a token, shape (B, G)."""
     bins = np.full((n_cells, n_genes), -1)
     for row, (ids, of_cell) in enumerate(zip(batch["input_ids"].numpy(), batch["bin_ids"].numpy(), strict=True)):
         genes = ids >= 4

@@ -262,7 +262,10 @@ def test_hidden_genes_do_not_keep_their_place(tiny_adata, tiny_vocab):
         ({"missing": "drop", "table": None}, "missing='drop' needs a table"),
         ({"missing": "drop", "dropped": []}, "dropped is made of the table"),
         ({"dropped": ["gene1"], "table": None}, "dropped is made of the table"),
-        ({"missing": "drop", "dropped": ["gene1", "geneX"], "table": None}, "dropped names 'geneX', which is no gene"),
+        (
+            {"missing": "drop", "dropped": ["gene1", "geneX"], "table": None},
+            "dropped names 'geneX', which is not a gene",
+        ),
         ({"missing": "drop", "library_size": "vocabulary"}, "pass library_size='data'"),
         ({"tabel": 3}, "'tabel' is unknown to 'gene_embedding'; did you mean 'table'"),
     ],

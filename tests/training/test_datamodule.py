@@ -128,7 +128,10 @@ COLUMNS = ("balance_by", "split_by", "weight_by", "batch_key", "labels_key")
         ({"train_rows": [], "validation_rows": [1]}, "train_rows names no cell"),
         ({"train_rows": np.array([0, 700]), "validation_rows": ROWS}, "train_rows has the row 700, but there"),
         ({"train_rows": ROWS, "validation_rows": np.array([-1])}, "validation_rows has the row -1"),
-        ({"train_rows": ROWS, "validation_rows": np.arange(5, 9), "split_by": "donor"}, "split_by='donor' has no use"),
+        (
+            {"train_rows": ROWS, "validation_rows": np.arange(5, 9), "split_by": "donor"},
+            "split_by='donor' has no effect",
+        ),
         ({"batch_size": 0}, "batch_size=0"),
         ({"pin_memory": "yes"}, "pin_memory='yes'"),
         ({"validation_size": 1.5}, r"validation_size=1\.5"),

@@ -181,8 +181,8 @@ def test_further_devices_after_a_training_on_one(setup, monkeypatch):
     ("options", "words"),
     [
         ({"callbacks": [object()]}, "callbacks has one of type 'object'; give callbacks of"),
-        ({"logger": "wandb"}, "logger='wandb' is no Lightning logger; make some with scforge.training.make_loggers"),
-        ({"logger": [3]}, "logger=3 is no Lightning logger"),
+        ({"logger": "wandb"}, "logger='wandb' is not a Lightning logger; make one with scforge.training.make_loggers"),
+        ({"logger": [3]}, "logger=3 is not a Lightning logger"),
         ({"early_stopping": 5}, "early_stopping=5 is neither True nor False."),
     ],
 )

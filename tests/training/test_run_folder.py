@@ -75,7 +75,7 @@ def rewrite(place):
 def test_damage_is_told(folder, damage, error):
     last = folder.states()[-1]
     damage(last / "training")
-    with pytest.raises(error, match="go on with that version" if error is TrainingError else None):
+    with pytest.raises(error, match="continue with that version" if error is TrainingError else None):
         read_state(last)
     if error is not TrainingError:
         with pytest.warns(ScforgeWarning, match="The state before it is taken"):
@@ -88,12 +88,12 @@ DEEP = b"[" * 50_000
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (DEEP, "is no JSON file"),
-        (b"[]", "is no state of a training"),
-        (b"\xff\xfe", "is no JSON file"),
-        (None, "is no state of a training"),
-        ({"x": {"__tensor__": ["a"]}}, "is no state of a training"),
-        ({}, "is no state of a training"),
+        (DEEP, "is not a JSON file"),
+        (b"[]", "is not a state of a training"),
+        (b"\xff\xfe", "is not a JSON file"),
+        (None, "is not a state of a training"),
+        ({"x": {"__tensor__": ["a"]}}, "is not a state of a training"),
+        ({}, "is not a state of a training"),
     ],
 )
 def test_hostile_states(content, message, folder):

@@ -45,7 +45,7 @@ def _bases(cls: type) -> str:
     caught = (
         ""
         if issubclass(cls, Warning) or builtin is Exception
-        else f", so `except {builtins[0].__name__}` catches it, too"
+        else f", so `except {builtins[0].__name__}` also catches it"
     )
     return f"It is {ours}{theirs}{caught}."
 
@@ -60,7 +60,7 @@ def _of_class(cls: type, messages: list[Message]) -> list[str]:
         parts.append(f"### Messages of `{cls.__name__}`")
     for room, of_room in groupby(messages, key=lambda message: message.room):
         lines = sorted({f"- {code(message.text)}" for message in of_room})
-        title = "All rooms" if room == "all rooms" else f"`scforge.{room}`"
+        title = "All subpackages" if room == "all rooms" else f"`scforge.{room}`"
         parts.append(f"{title}:\n\n" + "\n".join(lines))
     return parts
 

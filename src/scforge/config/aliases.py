@@ -223,7 +223,7 @@ class Places:
         Parameters
         ----------
         location
-            Keys from the outermost section on. Where it stands nowhere, the place of its section is told.
+            Keys from the outermost section on. If it is missing, the place of its section is returned.
         """
         best, text = -1, ""
         for source in self.sources:
@@ -242,7 +242,7 @@ class Places:
 
 
 def _step(node: yaml.Node | None, part: int | str) -> tuple[Any, int] | None:
-    """Return what stands at a key or an index of a node, and its line."""
+    """Return the node at a key or an index of a node, and its line."""
     import yaml
 
     if isinstance(node, yaml.MappingNode):

@@ -25,7 +25,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            # Some scalars look like a date or a number and are none, e.g. 2024-13-01; PyYAML leaves that to Python.
+            # Some scalars look like a date or a number but are not, e.g. 2024-13-01; PyYAML leaves that to Python.
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
                 None, None, f"{shown(node.value)} is not a value of type {kind}; put text in quotes", node.start_mark
@@ -69,7 +69,7 @@ _HINTS = {
 
 
 def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
-    """Return the content of a YAML document, and the node that says where each part of it stands.
+    """Return the content of a YAML document, and the node with the position of each part.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
 
 
 def parse_toml(text: str, *, where: str) -> Any:
-    """Return the content of a TOML document; its parser does not say where each part of it stands."""
+    """Return the content of a TOML document; its parser does not report positions."""
     try:
         return tomllib.loads(text) or None
     except tomllib.TOMLDecodeError as error:

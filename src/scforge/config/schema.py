@@ -41,11 +41,11 @@ def _as_list(value: Any) -> Any:
 
 
 def _needs(other: str, fix: str, *options: str) -> Any:
-    """Return a validator of options that have no use where another one is None."""
+    """Return a validator of options that have no effect where another one is None."""
 
     def validate(cls: Any, value: Any, info: ValidationInfo) -> Any:
         if value not in (None, []) and info.data.get(other, "") is None:
-            raise ValueError(f"has no use without {fix}")
+            raise ValueError(f"has no effect without {fix}")
         return value
 
     return field_validator(*options)(validate)
@@ -152,7 +152,7 @@ class PreprocessingConfig(Section):
     @classmethod
     def _needs_scaling(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("normalize") == "none":
-            raise ValueError("has no use with normalize='none'; remove one of the two")
+            raise ValueError("has no effect with normalize='none'; remove one of the two")
         return value
 
 
@@ -188,7 +188,7 @@ class SamplingConfig(Section):
 
 
 class SplitConfig(Section):
-    """How validation cells are held out; ``training.validation_size`` says how many.
+    """How validation cells are held out; ``training.validation_size`` sets their number.
 
     Parameters
     ----------
@@ -222,8 +222,8 @@ class DataConfig(Section):
     uri
         SOMA experiment, or a folder laid out as the Census is, to query in its place.
     obs_columns
-        Columns of ``obs`` to have at hand, besides those that other options name. None: all of local cells, none of
-        the Census.
+        Further columns of ``obs`` to keep, in addition to those that other options name. None: all of local cells, none
+        of the Census.
     storage_options
         Options of the file system of URLs, as of fsspec; for the Census those of TileDB.
     modality
@@ -298,7 +298,7 @@ class DataConfig(Section):
         if value is None and not census:
             raise PydanticCustomError("missing", "Field required")
         if value is not None and census:
-            raise ValueError(f"has no use with data.source={_CENSUS!r}; remove one of the two")
+            raise ValueError(f"has no effect with data.source={_CENSUS!r}; remove one of the two")
         return _as_list(value)
 
     @field_validator("paths", "uri", "storage_options")
@@ -314,11 +314,11 @@ class DataConfig(Section):
         local = info.field_name == "modality"
         if value is not None and info.data.get("source", "") == (_CENSUS if local else "local"):
             needed = "local" if local else _CENSUS
-            raise ValueError(f"has no use without data.source={needed!r}; set that, or remove the key")
+            raise ValueError(f"has no effect without data.source={needed!r}; set that, or remove the key")
         return value
 
 
-# Validators of their own instead of ``int | str``, which reports a mistake twice, once for each type.
+# Separate validators instead of ``int | str``, which reports an error once for each type.
 def _batch_size(value: Any) -> Any:
     whole = isinstance(value, int) and not isinstance(value, bool)
     if value is None or value == "auto" or (whole and value >= 1):
@@ -436,7 +436,7 @@ class TrainingConfig(Section):
     log_every_n_steps
         Steps between two lines of the log.
     checkpoint_every_n_steps
-        Steps between two states that a run can be resumed from, besides the one at the end of an epoch.
+        Steps between two checkpoints, in addition to the one at the end of each epoch.
     optimizer, scheduler
         Optimizer and course of the learning rate.
 
@@ -519,7 +519,7 @@ Part = Annotated[Float, Field(ge=0, lt=1)]
 class FinetuneConfig(OpenSection):
     """Fine-tuning of a trained model for a task. Any other key is an option of the task, e.g. ``class_weights``.
 
-    Architecture, tokenizer and genes are those of the base model; batches, epochs and learning rates stand in
+    Architecture, tokenizer and genes are those of the base model; batches, epochs and learning rates are set in
     ``training``, and the cells in ``data``.
 
     Parameters
@@ -535,15 +535,15 @@ class FinetuneConfig(OpenSection):
     split_by
         Column of ``obs`` with groups, e.g. donors, that are held out as a whole. None splits by cell.
     split_key
-        Column of ``obs`` that says ``"train"``, ``"validation"`` or ``"test"``, in place of a random split.
+        Column of ``obs`` with the values ``"train"``, ``"validation"`` or ``"test"``, instead of a random split.
     freeze
         True trains the head alone; a number leaves the embeddings and so many layers as they are.
     lora
-        True, or options: train low-rank adapters in place of the weights.
+        True, or options: train low-rank adapters instead of the weights.
     head
         Options of the head: ``hidden_dim`` and ``dropout``.
     evaluate
-        Score the cells of ``test_size`` in the end, beside baselines. The name of an evaluation, e.g.
+        Score the cells of ``test_size`` at the end, with baselines. The name of an evaluation, e.g.
         ``"perturbbench"``, has to be of the task.
     **options
         Options of the task, checked by its constructor.
@@ -579,14 +579,16 @@ class FinetuneConfig(OpenSection):
     @classmethod
     def _one_split(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("split_by") is not None:
-            raise ValueError(f"has no use beside split_by={info.data['split_by']!r}; keep one of them")
+            raise ValueError(f"has no effect with split_by={info.data['split_by']!r}; keep one of them")
         return value
 
     @field_validator("evaluate")
     @classmethod
     def _has_cells(cls, value: bool | str, info: ValidationInfo) -> bool | str:
         if isinstance(value, str) and value != info.data.get("task", value):
-            raise ValueError(f"is no evaluation of the task {info.data['task']!r}; set it to true (--eval) for its own")
+            raise ValueError(
+                f"is not an evaluation of the task {info.data['task']!r}; set it to true (--eval) for its own"
+            )
         if value and info.data.get("test_size") == 0 and info.data.get("split_key") is None:
             raise ValueError("has no cells to score with test_size=0; set that above 0")
         return value
@@ -602,7 +604,7 @@ def _benchmarks(value: Any) -> Any:
         named = isinstance(benchmark, Mapping) and len(benchmark) == 1 and _is_named(*next(iter(benchmark.items())))
         if not named and not (isinstance(benchmark, str) and benchmark):
             raise ValueError(
-                "holds something that is no benchmark; give each as its name, or as its name with options below, "
+                "holds something that is not a benchmark; give each as its name, or as its name with options below, "
                 "e.g. [cell_type_annotation: {dataset: held_out}]"
             )
     return benchmarks
@@ -672,7 +674,7 @@ class OutputConfig(Section):
         takers = ["wandb", "tensorboard"] if info.field_name == "run_name" else ["wandb"]
         loggers = info.data.get("loggers", takers) or []
         if value is not None and not set(takers) & set(loggers):
-            raise ValueError(f"has no use without a logger that takes it; add {takers[0]!r} to output.loggers")
+            raise ValueError(f"has no effect without a logger that takes it; add {takers[0]!r} to output.loggers")
         return value
 
     @field_validator("embedding")
@@ -684,7 +686,7 @@ class OutputConfig(Section):
 
 
 class EvalConfig(Section):
-    """Benchmarks that are run on the held-out cells while training goes on; their figures stand beside the loss.
+    """Benchmarks on the held-out cells during training; their scores are logged with the loss.
 
     Parameters
     ----------
@@ -723,7 +725,7 @@ def _mask_ratio(value: Any) -> Any:
 
 
 class MaskingConfig(Section):
-    """Which tokens are hidden for prediction, and what stands in their place.
+    """Which tokens are masked for prediction, and what replaces them.
 
     Parameters
     ----------

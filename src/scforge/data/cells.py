@@ -284,7 +284,7 @@ class CellSource:
         return np.diff(self.counts.indptr).astype(np.int64)
 
     def take(self, rows: np.ndarray) -> CellSource:
-        """Return the cells at `rows` as a source of their own."""
+        """Return the cells at `rows` as a separate source."""
         obs = None if self.obs is None else self.obs.iloc[rows]
         return replace(self, counts=self.counts[rows], totals=self.totals[rows], obs=obs)
 

@@ -44,10 +44,10 @@ _SAMPLED = 64
 
 @dataclass(frozen=True)
 class CensusQuery:
-    """Cells of the CELLxGENE Census, or of a SOMA experiment of one's own. Nothing is read before it is opened.
+    """Cells of the CELLxGENE Census, or of another SOMA experiment. Nothing is read before it is opened.
 
     :func:`scforge.data.open_cells` reads them into memory, and :func:`scforge.data.convert` writes a store of them.
-    Needs ``pip install "scforge[census]"``, in an environment of its own: the clients need pandas 2.
+    Needs ``pip install "scforge[census]"``, in a separate environment: the clients need pandas 2.
 
     Parameters
     ----------
@@ -273,7 +273,7 @@ def _import_soma(module: str = "tiledbsoma") -> Any:
     except ImportError as error:
         raise OptionError(
             f"CensusQuery needs the package {module!r}, which cannot be imported ({first_line(error)}); install it "
-            'with pip install "scforge[census]" into an environment of its own, because it needs pandas 2.'
+            'with pip install "scforge[census]" into a separate environment, because it needs pandas 2.'
         ) from error
 
 

@@ -30,7 +30,7 @@ REPAIR = "write the file again, or build the matrix anew"
 
 
 def sound_csr(matrix: Any, where: str) -> sparse.csr_matrix:
-    """Return `matrix` as CSR, itself if it is one; raise if its parts do not fit together (`where` says what it is)."""
+    """Return `matrix` as CSR, itself if it is one; raise if its parts do not fit together (`where` names it)."""
     if problem := compressed_problem(matrix):
         raise DataError(f"{where} is damaged: {problem}; {REPAIR}.")
     if isinstance(matrix, sparse.csr_matrix) and len(matrix.data) == len(matrix.indices) == matrix.indptr[-1]:
@@ -54,7 +54,7 @@ def compressed_problem(matrix: Any) -> str | None:
         part = getattr(matrix, name)
         # What anndata reads from a damaged file may be no array.
         if not isinstance(part, np.ndarray) or part.ndim != 1 or (name != "data" and part.dtype.kind not in "iu"):
-            return f"{name} is no list of numbers"
+            return f"{name} is not a list of numbers"
     n_major, n_minor = matrix.shape if matrix.format == "csr" else matrix.shape[::-1]
     if len(matrix.indptr) != n_major + 1:
         return f"it has {len(matrix.indptr)} boundaries (indptr) and needs {n_major + 1}"
@@ -144,7 +144,7 @@ _BARCODE = re.compile(r"(?:.*[_:#])?[ACGT]{10,}(?:[-_.].*)?")
 """Names that sequencing gives to cells, with what is put before or behind them where data sets are joined."""
 
 _NORMALIZED = "pass the layer that holds them, or undo the normalization"
-"""What to do about values that are no counts, where no layer is known that holds them."""
+"""What to do about values that are not counts, where no layer is known that holds them."""
 
 _UNMEASURED = "leave out genes that only some cells have measured, e.g. with anndata.concat(..., join='inner')"
 """What to do about missing values: most often the outer join of data sets with other genes."""
@@ -183,7 +183,7 @@ def listed_columns(obs: Any) -> list[str] | None:
     if obs is None:
         return None
     if isinstance(obs, str) or not isinstance(obs, Iterable):
-        raise OptionError(f"obs={obs!r} is no list of columns; give e.g. obs=['cell_type'].")
+        raise OptionError(f"obs={obs!r} is not a list of columns; give e.g. obs=['cell_type'].")
     return list(obs)
 
 
@@ -204,7 +204,7 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
         if (measured and values.nunique() > max(_FEW_VALUES, len(values) // 2)) or names_each_cell(adata.obs[key]):
             raise DataError(
                 f"batch_key={key!r} has {values.nunique():,} different values in {adata.n_obs:,} cells (first: "
-                f"{values.iloc[0]!s}), which are no batches; choose another column, leave it out, or make categories "
+                f"{values.iloc[0]!s}), which are not batches; choose another column, leave it out, or make categories "
                 "of numbers, e.g. with pandas.cut."
             )
 

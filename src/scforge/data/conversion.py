@@ -123,7 +123,7 @@ def convert(
     Raises
     ------
     OptionError
-        If `path` exists (with `overwrite`: and is no store), or is, contains or lies in a source; if another
+        If `path` exists (with `overwrite`: and is not a store), or is, contains or lies in a source; if another
         conversion is writing to it, or `memory` is too little.
     MissingFileError
         If a source does not exist.
@@ -162,7 +162,7 @@ def convert(
         order = np.arange(len(table), dtype=np.uint32 if len(table) < 2**32 else np.uint64)
         if shuffle:
             positions = order.copy()
-            # Not the seed alone: whoever permutes the cells of the store with the same would bring back the old order.
+            # Not the seed alone: permuting the cells of the store with the same seed would restore the old order.
             np.random.default_rng([seed, *b"store"]).shuffle(positions)
             order[positions] = np.arange(len(table))
         scattered = _Scattered(folder, order, size, genes)
@@ -221,7 +221,7 @@ def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
         raise OptionError(f"path={name!r} is named like a file, and a store is a folder; name e.g. 'store.zarr'.")
     if target.exists():
         if not is_store(target) and any(target.iterdir()):
-            raise OptionError(f"path={str(target)!r} exists and is no store; choose another name, or remove it.")
+            raise OptionError(f"path={str(target)!r} exists and is not a store; choose another name, or remove it.")
         if not overwrite:
             raise OptionError(f"path={str(target)!r} exists; pass overwrite=True (--overwrite) or choose another name.")
     return target
@@ -238,7 +238,7 @@ def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
 
 @contextlib.contextmanager
 def _working_folder(target: Path) -> Iterator[Path]:
-    """Make the folder that a store is written in, alone; whatever happens, it is removed in the end."""
+    """Make the folder that a store is written in, alone; whatever happens, it is removed at the end."""
     folder = partial_path(target)
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock", timeout=0)
@@ -273,7 +273,7 @@ def _full_disk(target: Path) -> Iterator[None]:
         if (int(told[1]) if told else getattr(error, "errno", None)) not in _FULL:
             raise
         raise DataError(
-            f"the disk of {str(target)!r} is full ({first_line(error)}); make room, and start again."
+            f"the disk of {str(target)!r} is full ({first_line(error)}); free disk space, and start again."
         ) from error
 
 
@@ -283,7 +283,7 @@ def _check_space(folder: Path, streams: Sequence[ChunkReader], n_genes: int) -> 
     if free < needed:
         raise DataError(
             f"{str(folder.parent)!r} has {free / 1e9:,.2f} GB free, but up to {needed / 1e9:,.2f} GB are needed; "
-            "make room, or choose a larger disk."
+            "free disk space, or choose a larger disk."
         )
 
 
@@ -317,7 +317,7 @@ def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, 
         least = (fixed + _MIN) / 1e9 + 0.05
         raise OptionError(f"memory={memory / 1e9:.2f}GB is too little here; give at least {least:.1f}GB.")
     n_entries = sum(stream.n_entries for stream in streams)
-    # As they stand in the temporary files, as they are gathered, and twice while they are packed.
+    # In the temporary files, while gathered, and twice while compressed.
     n_bytes = 5 * _entry_bytes(vocab.n_genes) * n_entries
     n_datasets = max(1, -(-n_bytes // (memory - fixed)))
     return -(-len(table) // (n_datasets * CHUNK_SIZE)) * CHUNK_SIZE  # whole chunks
@@ -525,7 +525,7 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
 
 
 def check_columns(obs: pd.DataFrame, source: str) -> None:
-    """Raise unless each column of a table of cells has a name of its own."""
+    """Raise unless the columns of a table of cells have unique names."""
     if not obs.columns.is_unique:
         twice = obs.columns[obs.columns.duplicated()][0]
         raise DataError(f"obs of {source!r} has the column {twice!r} twice; rename one of them.")

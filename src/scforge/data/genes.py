@@ -71,7 +71,7 @@ def warn_summed(names: np.ndarray, columns: np.ndarray, where: str) -> None:
 
 
 def join_columns(adata: AnnData, where: str) -> AnnData:
-    """Return `adata` with each of its ``var_names`` once; X and layers are summed, and a warning says so.
+    """Return `adata` with each of its ``var_names`` once; X and layers are summed, with a warning.
 
     Of ``var`` the first row of each name is kept; ``varm`` and ``varp``, which cannot be summed, are left out.
     """
@@ -318,7 +318,7 @@ def text_columns(var: pd.DataFrame) -> dict[str | None, np.ndarray]:
 
 
 def _way_out(kind: str, expected: str) -> str:
-    """Say what to do about names of one kind where the vocabulary has those of another."""
+    """Return advice for names of one kind if the vocabulary has those of another."""
     species, wanted = kind.split(" ")[0], expected.split(" ")[0]
     if {species, wanted} == set(SPECIES):
         return (
@@ -333,7 +333,7 @@ def _way_out(kind: str, expected: str) -> str:
 
 
 def how_to_convert(kind: str, expected: str) -> str | None:
-    """Say how names of one kind become the other names of the same genes; None where no table knows."""
+    """Return how to convert names of one kind to the other; None without a table."""
     species, wanted = kind.split(" ")[0], expected.split(" ")[0]
     if species != wanted or species not in SPECIES or kind == expected:
         return None
@@ -470,7 +470,7 @@ class OverlapReport:
         return self.n_matched / self.n_genes_vocab
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures, one number or text each; a list of such dicts makes a data frame.
+        """Return the scores, one number or text each; a list of such dicts makes a data frame.
 
         Examples
         --------
@@ -543,10 +543,10 @@ def map_genes(
     DataError
         If the counts or the gene names cannot be used.
     GeneMismatchError
-        If too few genes fit. The message says what the names look like, what was expected, and which column of
+        If too few genes match. The message describes the names, what was expected, and which column of
         ``adata.var`` or which vocabulary fits.
     OptionError
-        If there is no such vocabulary, or `min_overlap` is no share.
+        If there is no such vocabulary, or `min_overlap` is not a share.
 
     Warns
     -----

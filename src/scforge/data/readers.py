@@ -76,7 +76,7 @@ def parse_bytes(argument: str, value: Any) -> int:
             return int(float(match[1]) * _UNITS[match[2].lower()])
     elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise OptionError(f"{argument}={value!r} is no size; give e.g. '4GB', or a number of bytes.")
+    raise OptionError(f"{argument}={value!r} is not a size; give e.g. '4GB', or a number of bytes.")
 
 
 logger = logging.getLogger("scforge")
@@ -109,7 +109,7 @@ def refusal(error: BaseException) -> tuple[int, str] | None:
 
 @contextlib.contextmanager
 def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
-    """Turn an error of reading `what` (`how`: as what) into one sentence; `fix` says what to do about damage."""
+    """Turn an error of reading `what` (`how`: as what) into one sentence; `fix` is the advice for damaged files."""
     try:
         yield
     except ScforgeError:
@@ -156,7 +156,7 @@ _FINAL = (
     *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(KeyError, ValueError, TypeError, IndexError, AttributeError),
 )
-"""Errors that another try does not mend."""
+"""Errors that a retry does not fix."""
 
 
 def is_url(place: Any) -> bool:
@@ -244,7 +244,7 @@ def persistent(file: Any, what: str) -> Any:
     def whole(start: int, stop: int) -> bytes:
         found = fetch(start, stop)
         if len(found) < (wanted := min(stop, blocks.size) - start):
-            raise OSError(f"{wanted:,} bytes were asked for, and {len(found):,} came")
+            raise OSError(f"{wanted:,} bytes were requested, and {len(found):,} received")
         return found
 
     def again(start: int, stop: int) -> bytes:
@@ -338,7 +338,7 @@ def _checked(store: Any, key: str, content: Any) -> Any:
     try:
         described = json.loads(content.to_bytes())
     except (ValueError, RecursionError):
-        return content  # zarr cannot read it either, and says so
+        return content  # zarr cannot read it either, and raises
     for codec in _codecs(described):
         if codec.removeprefix("numcodecs.") not in _CODECS:
             raise DataError(
@@ -370,11 +370,11 @@ _CELL = 200
 """Bytes of a cell: its name, its library size, and some columns of obs."""
 
 _UNLIMITED = 2**60
-"""What control groups of the first version say where there is no limit is more than this."""
+"""Control groups of version 1 report more than this if there is no limit."""
 
 
 def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = None) -> str | None:
-    """Say how far cells exceed `memory`, e.g. ``"16GB"``, or half of what is available; None if they fit."""
+    """Return by how much cells exceed `memory`, e.g. ``"16GB"``, or half of what is available; None if they fit."""
     there = available_memory() if memory is None else parse_bytes("memory", memory)
     if there is None:
         return None
@@ -487,7 +487,7 @@ class Matrix:
         place = f"{stored.name.removeprefix('/')!r} of {source!r}"
         if is_array(stored):
             if stored.shape is None or len(stored.shape) != 2 or stored.dtype.kind not in "biuf":
-                raise DataError(f"{place} is no matrix of numbers (shape {stored.shape}, {stored.dtype}).")
+                raise DataError(f"{place} is not a matrix of numbers (shape {stored.shape}, {stored.dtype}).")
             return cls(stored, "dense", tuple(stored.shape), place)
         encoding = str(stored.attrs.get("encoding-type", stored.attrs.get("h5sparse_format", "")))
         kind = encoding.removesuffix("_matrix")
@@ -504,7 +504,7 @@ class Matrix:
         for name, kinds in {"data": "biuf", "indices": "iu", "indptr": "iu"}.items():
             part = self.stored[name]
             if not is_array(part) or part.shape is None or len(part.shape) != 1 or part.dtype.kind not in kinds:
-                self._damaged(f"{name} is no list of numbers")
+                self._damaged(f"{name} is not a list of numbers")
         for name, needed in {"indices": self.n_stored, "indptr": self._major_minor[0] + 1}.items():
             if (found := self._parts[name].shape[0]) != needed:
                 self._damaged(f"its {name} have {found} numbers and need {needed}")
@@ -514,7 +514,7 @@ class Matrix:
         """Data, indices and indptr; the rows of a dense matrix under an empty name."""
         parts = {"": self.stored} if self.kind == "dense" else {name: self.stored[name] for name in _PARTS}
         if isinstance(self.stored, zarr.Group | zarr.Array):
-            # A chunk that is gone is no chunk of zeros.
+            # A chunk that is gone is not a chunk of zeros.
             parts = {name: part.with_config({"read_missing_chunks": False}) for name, part in parts.items()}
         return parts
 
@@ -656,7 +656,7 @@ def check_chunk(
     no_counts: str = "name the layer that holds them",
     empty: str = "remove them with sc.pp.filter_cells(adata, min_counts=1)",
 ) -> None:
-    """Raise unless rows hold counts, and each some; `no_counts` and `empty` say what to do otherwise."""
+    """Raise unless rows hold counts, and each some; `no_counts` and `empty` are the advice otherwise."""
     if problem := value_problem(chunk.data):
         raise DataError(f"{place} {problem} in the rows from {first} on, but raw counts are needed; {no_counts}.")
     totals = row_sums(chunk)
@@ -1023,7 +1023,7 @@ class ChunkReader(Protocol):
     Attributes
     ----------
     name
-        Path or URL as given, or ``"adata"``; for messages and to say where a cell comes from.
+        Path or URL as given, or ``"adata"``; for messages and for the source of a cell.
     n_cells
         Number of cells.
     var

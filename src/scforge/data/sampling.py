@@ -47,7 +47,7 @@ def uniform(key, position):
 
 
 def cell_keys(rows: np.ndarray, *, seed: int, epoch: int, stream: int = 0) -> np.ndarray:
-    """Return one random 64-bit key for each cell, uint64, shape (B,), as the start of its own random numbers."""
+    """Return one random 64-bit key per cell, uint64, shape (B,), as the start of its random numbers."""
     return _mix_keys(np.asarray(rows, dtype=np.int64), np.uint64(seed), np.uint64(epoch), np.uint64(stream))
 
 
@@ -175,7 +175,7 @@ class CellWeights:
     def __init__(self, weights: np.ndarray) -> None:
         self._weights = np.asarray(weights)
         if not (np.isfinite(self._weights) & (self._weights >= 0)).all() or not self._weights.any():
-            raise OptionError("weights of cells must be finite, none below zero and some above; mend them.")
+            raise OptionError("weights of cells must be finite, none below zero and some above; fix them.")
 
     def __len__(self) -> int:
         return len(self._weights)
@@ -198,8 +198,9 @@ class ClassBalance:
     Parameters
     ----------
     codes
-        Class of each cell of the order, i.e. the codes of a categorical; cells without label, -1, are a class of their
-        own. Shape (n,).
+        Class of each cell of the order, i.e. the codes of a categorical; cells without label, -1, form a separate
+        class.
+         Shape (n,).
     warmup_epochs
         Epochs in which the strength runs linearly from `start` to `end`; 0: it is `end` from the first epoch on.
     start, end
@@ -476,7 +477,7 @@ class CellOrder:
     seed
         Seed of the order. Order, seed and epoch determine every batch.
     first_epoch
-        Number that the first epoch has, e.g. the epochs of earlier trainings. None: every epoch is epoch 0, so that
+        Number that the first epoch has, e.g. the epochs of earlier training runs. None: every epoch is epoch 0, so that
         validation always sees the same masks.
     rank, world_size
         This process, and the number of processes that share the cells out.
@@ -614,7 +615,7 @@ class CellOrder:
         return self._plan().windows(start)
 
     def advance(self, n_batches: int = 1) -> None:
-        """Count batches as handed out: whoever iterates calls this after each batch.
+        """Count batches as handed out; call it after each batch.
 
         Parameters
         ----------
@@ -624,11 +625,11 @@ class CellOrder:
         self.position += n_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what another process needs to go on after the batches handed out; JSON-safe, the same on each rank."""
+        """Return the state to resume after the batches handed out; JSON-safe, equal on all ranks."""
         return {"epoch": self.epoch, "position": self.position, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the order that `state` is of was.
+        """Continue at the position of `state`.
 
         Parameters
         ----------

@@ -108,7 +108,7 @@ def _in_memory(
 def joined_obs(streams: Sequence[ChunkReader], columns: Sequence[str] | None) -> pd.DataFrame:
     """Return the tables of cells of all sources as one; of one source as it is.
 
-    Of several sources the categories of a column are united, ``"scforge_source"`` says where a cell comes from (if it
+    Of several sources the categories of a column are united, ``"scforge_source"`` names the source of a cell (if it
     is among `columns`, or those are None), and cell names that repeat get the number of their source.
     """
     from scforge.data.conversion import check_columns, join_obs
@@ -126,7 +126,7 @@ AUTO = "auto"
 """Convert what does not fit into memory, into the cache of the user."""
 
 _OF_STORE = {"name", "overlap", "counts_kept"}
-"""What a store says of a source beside its fingerprint."""
+"""Description of a source in a store, in addition to its fingerprint."""
 
 
 def store_of_large(
@@ -185,7 +185,7 @@ def _is_fresh(path: Path, streams: Sequence[ChunkReader], options: Mapping[str, 
     """Return whether a store holds the sources as they are now; raise if it is of others, and not ours to replace."""
     from scforge.data.store import StoreInfo, read_vocab
 
-    info = StoreInfo.read(path)  # or raise, as it is no store
+    info = StoreInfo.read(path)  # or raise, as it is not a store
     # The same folder may be named from elsewhere; what is in a file is compared by its fingerprint.
     stored = [one["name"].rstrip("/").rpartition("/")[2] for one in info.sources]
     given = [stream.name.rstrip("/").rpartition("/")[2] for stream in streams]
@@ -242,8 +242,8 @@ def open_cells(
     min_overlap
         Smallest share of genes to accept in each source, see :func:`scforge.data.map_genes`.
     obs
-        Columns of obs to keep. None keeps all that every source has. Of several sources ``"scforge_source"`` says
-        where a cell comes from.
+        Columns of obs to keep. None keeps all that every source has. Of several sources ``"scforge_source"`` names
+        the source of a cell.
     memory
         Most memory that cells read from files may take, e.g. ``"16GB"`` or a number of bytes. None: half of what is
         available.
@@ -353,8 +353,8 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     """Read one or several h5ad files into one AnnData in memory.
 
     Several files are concatenated over the union of their genes (by ``var_names``); a gene that a file lacks counts
-    as not expressed there, and columns of one name in a file are summed first. ``obs["source_file"]`` says where a
-    cell comes from (``obs["scforge_source"]`` if a file has a column ``"source_file"`` of its own), and cell names are
+    as not expressed there, and columns of one name in a file are summed first. ``obs["source_file"]`` names the source
+    of a cell (``obs["scforge_source"]`` if a file has a column ``"source_file"`` already), and cell names are
     made unique.
 
     Parameters
@@ -535,7 +535,7 @@ def inspect_h5ad(
     MissingFileError
         If there is no such file.
     DataError
-        If it is no h5ad file, or has no such layer or column.
+        If it is not an h5ad file, or has no such layer or column.
     OptionError
         If there is no such vocabulary.
 

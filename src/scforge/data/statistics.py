@@ -143,7 +143,7 @@ def _chosen(
     batches: pd.Series | None,
     kept: np.ndarray,
 ) -> np.ndarray:
-    """Return which genes to take, in ascending order: those kept, and the most variable detected ones beside them."""
+    """Return which genes to take, in ascending order: those kept, and the most variable detected genes."""
     n_cells, n_genes = counts.shape
     candidates = np.flatnonzero(np.bincount(counts.indices[counts.data > 0], minlength=n_genes) >= min_cells)
     if not len(candidates):
@@ -154,7 +154,7 @@ def _chosen(
     others = np.setdiff1d(candidates, kept)
     n_others = max(n_top_genes - len(kept), 0)
     if n_others < len(others):
-        # All candidates are ranked, so that what is kept changes nothing but which genes make room for it.
+        # All candidates are ranked, so that kept genes only displace the last ones.
         of_batch = None if batches is None else np.asarray(batches, dtype=object).astype(str)
         ranked = candidates[_by_variability(counts, totals, candidates, n_top_genes, of_batch)]
         others = ranked[~np.isin(ranked, kept)][:n_others]

@@ -53,17 +53,17 @@ if TYPE_CHECKING:
 
 
 CODECS = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}
-"""Setting of zarr: chunks are packed and unpacked by zarrs, in threads of its own, three times as fast as by zarr's
+"""Setting of zarr: chunks are packed and unpacked by zarrs, in separate threads, three times as fast as by zarr's
 Python. Where zarrs cannot read (behind a URL) zarr does."""
 
 CHUNK_SIZE = 256
-"""Cells that stand together in a store, and are read together; also where a collection does not say how many do."""
+"""Cells per chunk of a store; also the default for collections without this number."""
 
 TOTAL = "scforge_total"
 """Column of obs with the counts of each cell over all genes of the data."""
 
 SOURCE = "scforge_source"
-"""Column of obs that says which source a cell comes from."""
+"""Column of obs with the source of a cell."""
 
 OWN_COLUMNS = (TOTAL, SOURCE)
 """Columns of obs that scforge adds."""
@@ -138,7 +138,7 @@ class StoreInfo:
         MissingFileError
             If there is nothing of that name.
         DataError
-            If it is no store, or one that a conversion has not finished, or of a later scforge.
+            If it is not a store, or one that a conversion has not finished, or of a later scforge.
         """
         return cls._of(_attributes(path, storage_options), repr(os.fspath(path)))
 
@@ -173,7 +173,7 @@ class StoreInfo:
 
 
 def partial_path(path: str | os.PathLike[str]) -> Path:
-    """Return the folder beside `path` that holds a store while it is being written."""
+    """Return the folder next to `path` that contains a store while it is written."""
     path = Path(path)
     return path.with_name(f".{path.name}.partial")
 
@@ -195,7 +195,7 @@ def is_store(path: str | os.PathLike[str]) -> bool:
 
 
 def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the attributes of the root of a zarr folder; an empty dict where a folder is no zarr v3 group."""
+    """Return the attributes of the root of a zarr folder; an empty dict where a folder is not a zarr v3 group."""
     name = os.fspath(path)
     attributes = root_attributes(name, storage_options)
     if attributes is not None:
@@ -212,7 +212,7 @@ def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
 
 
 def _other_kind(attributes: Mapping[str, Any]) -> str:
-    """Say what a folder that is no store is."""
+    """Describe a folder that is not a store."""
     kind = attributes.get("encoding-type")
     if kind == "anndata":
         return "is an AnnData, not a store; scforge convert SOURCE -o STORE makes one of it"
@@ -242,7 +242,7 @@ def _part(group: Any, name: str) -> np.ndarray:
 
 
 def write_root(folder: Path, info: StoreInfo, vocab: GeneVocab, measured: np.ndarray) -> None:
-    """Write what stands beside the datasets of a store, and one list of all that is in it."""
+    """Write the metadata of a store, and a list of its content."""
     root = zarr.open_group(folder, mode="a", zarr_format=3)
     part = root.create_group(_GROUP, overwrite=True)
     part.create_array("vocab", data=np.frombuffer(vocab.to_json().encode(), dtype=np.uint8))
@@ -289,7 +289,7 @@ _GAP = 32
 class _WindowSampler(Sampler):
     """Lets annbatch's loader, which keeps the row boundaries, read the windows of one pass after the other."""
 
-    batch_size = None  # each request says where its batches end
+    batch_size = None  # each request sets the ends of its batches
     shuffle = False
     windows: Iterable[Window] = ()
 
@@ -349,7 +349,7 @@ class _Store:
     ) -> None:
         self.place = os.fspath(path)
         if not is_url(path) and not Path(path, "zarr.json").is_file():
-            StoreInfo.read(path)  # says what is there instead
+            StoreInfo.read(path)  # raises an error that describes the folder
         group: Any = open_group(path, storage_options)
         self.is_own = _GROUP in group.attrs or group.attrs.get("encoding-type") != _ENCODING["encoding-type"]
         info = StoreInfo._of(group.attrs, repr(self.place)) if self.is_own else None
@@ -587,7 +587,7 @@ class StoreCells:
         MissingFileError
             If there is nothing of that name.
         DataError
-            If it is no store, is incomplete or damaged, or has no such column.
+            If it is not a store, is incomplete or damaged, or has no such column.
         GeneMismatchError
             If too few genes of `vocab` are in the store.
 
@@ -663,7 +663,7 @@ class StoreCells:
         return column_of(self.obs, key)
 
     def names(self) -> np.ndarray:
-        """Return the names of the cells, read when asked for, array of str, shape (N,)."""
+        """Return the names of the cells, read when requested, array of str, shape (N,)."""
         return self._store.names()
 
     def block(self, rows: np.ndarray, *, draw: int = 0) -> CellBlock:
@@ -731,7 +731,7 @@ class StoreInspection:
     vocab
         Its vocabulary in short.
     columns
-        Of each column of obs what it holds, e.g. ``"9 categories"``.
+        Content of each column of obs, e.g. ``"9 categories"``.
     n_bytes
         Size on disk.
     sources
@@ -791,14 +791,14 @@ def inspect_store(
     -------
     What is in it, with ``info``, ``columns``, ``n_bytes``, ``sources`` and ``verified``; ``print`` shows it. A source
     is ``"unchanged"`` if its size and its time of change are those of the conversion, ``"changed since"``, ``"not
-    there any more"``, or ``"not checked"`` if it is no local file.
+    there any more"``, or ``"not checked"`` if it is not a local file.
 
     Raises
     ------
     MissingFileError
         If there is nothing of that name.
     DataError
-        If it is no store, one that a conversion has not finished, or, with `verify`, a damaged one.
+        If it is not a store, one that a conversion has not finished, or, with `verify`, a damaged one.
 
     Examples
     --------
@@ -827,7 +827,7 @@ def inspect_store(
 
 
 def _described(column: Any) -> str:
-    """Say what a stored column of obs holds."""
+    """Describe the content of a stored column of obs."""
     if hasattr(column, "dtype"):
         return str(column.dtype)
     return f"{column['categories'].shape[0]} categories" if "categories" in column else "text"

@@ -376,7 +376,9 @@ class GeneVocab:
             raise OptionError(f"indices is a mask of {len(given)} genes, and there are {self.n_genes}.")
         chosen = np.flatnonzero(given) if given.dtype == bool else given
         if (wrong := chosen[~np.isin(chosen, np.arange(self.n_genes))]).size:
-            raise OptionError(f"indices holds {wrong[0]}, which is no gene; give indices from 0 to {self.n_genes - 1}.")
+            raise OptionError(
+                f"indices holds {wrong[0]}, which is not a gene; give indices from 0 to {self.n_genes - 1}."
+            )
         chosen = chosen.astype(np.int64)
         genes = tuple(self.genes[index] for index in chosen)
         left = set(genes)
@@ -449,7 +451,7 @@ class GeneVocab:
         tokens = self.tokens
         found = [int(i) for i in ids]
         if wrong := [i for i in found if not 0 <= i < len(tokens)]:
-            raise OptionError(f"ids holds {wrong[0]}, which is no token id; ids are from 0 to {len(tokens) - 1}.")
+            raise OptionError(f"ids holds {wrong[0]}, which is not a token id; ids are from 0 to {len(tokens) - 1}.")
         return [tokens[i] for i in found]
 
     def token_id(self, token: str) -> int | None:
@@ -766,7 +768,7 @@ def convert_gene_ids(
     names
         Ensembl ids, with or without version, or symbols; both may be mixed.
     to
-        ``"ensembl"`` or ``"symbol"``. A gene that has no symbol of its own keeps its id for one, as in CELLxGENE.
+        ``"ensembl"`` or ``"symbol"``. A gene without a symbol keeps its id instead, as in CELLxGENE.
     species
         ``"human"`` or ``"mouse"``.
     keep_unknown

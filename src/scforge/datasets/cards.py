@@ -31,7 +31,7 @@ class SplitRule:
             All cells of some values of `column`, e.g. of whole donors. Cells without a value are left out.
         ``"perturbations"``
             All cells of some perturbations; with `context_key`, of some perturbations in some contexts. Each held-out
-            part has control cells of its own. Cells without a value are left out.
+            part has its own control cells. Cells without a value are left out.
     column
         Column of obs.
     validation, test

@@ -58,7 +58,7 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
     OptionError
         If there is no card of that name.
     MissingFileError
-        If the file is not there; the message says how to obtain it.
+        If the file is missing; the message explains how to obtain it.
     DataError
         If it is another file than that of the card, lacks a column, or has no control cells.
 

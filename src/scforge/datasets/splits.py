@@ -226,7 +226,7 @@ def read_split(path: str | os.PathLike[str], *, name: str | None = None, version
     Raises
     ------
     DataError
-        If it is no split, a part is empty, or a cell is in two parts.
+        If it is not a split, a part is empty, or a cell is in two parts.
 
     Examples
     --------
@@ -239,7 +239,7 @@ def read_split(path: str | os.PathLike[str], *, name: str | None = None, version
     """
     path = Path(path)
     if not path.is_file():
-        raise MissingFileError(f"path={str(path)!r} is no file; write it with write_split.")
+        raise MissingFileError(f"path={str(path)!r} is not a file; write it with write_split.")
     return _parse(path.read_bytes(), path.name.split(".")[0] if name is None else name, version, path.name)
 
 
@@ -265,7 +265,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
     Parameters
     ----------
     card
-        The card; its ``split`` says how.
+        The card; its ``split`` defines the rule.
     adata
         The whole data set.
     version

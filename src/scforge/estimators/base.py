@@ -90,12 +90,12 @@ def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
     if found.dtype == bool and not wrong:
         wrong, found = len(found) != n_cells, np.flatnonzero(found)
     if wrong or not len(found) or found.min() < 0 or found.max() >= n_cells:
-        raise OptionError(f"indices are no positions of the {n_cells} cells; give whole numbers from 0, or a mask.")
+        raise OptionError(f"indices are not positions of the {n_cells} cells; give whole numbers from 0, or a mask.")
     return found.astype(np.int64)
 
 
 class _Absent:
-    """A name of scvi-tools that a model class does not have: asking for it says what to do."""
+    """A name of scvi-tools that a model class does not have; accessing it raises an error with advice."""
 
     def __init__(self, instead: str) -> None:
         self._instead = instead
@@ -177,7 +177,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         labels_key: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Tell the model where things are in `adata`, and check them.
+        """Register and validate the fields of `adata` that the model uses.
 
         Parameters
         ----------
@@ -247,7 +247,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         Parameters
         ----------
         adata
-            Cells to embed; None for those of the training. Without a set-up of their own, counts and gene names are
+            Cells to embed; None for those of the training. If they are not set up, counts and gene names are
             read from where they were in the training data; call :meth:`setup_anndata` first where they are elsewhere.
             Genes are matched by name. Cells from :func:`scforge.data.open_cells`, or a path or URL that it takes, are
             read as they are needed, and nothing is written.
@@ -304,7 +304,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @property
     def _obsm_key(self) -> str:
-        """Key of the embedding in obsm: one of its own where a query model has left the space of its reference."""
+        """Key of the embedding in obsm; a separate key if a query model has left the space of its reference."""
         tuning = self._spec.tuning
         adapted = tuning is not None and self._is_query and tuning.freeze is not True
         return QUERY_KEY if adapted and self.n_epochs_ else OBSM_KEY
@@ -481,7 +481,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return {**self._made_with(), "n_latent": n_latent, "gene_overlap": cells.overlap, "counts_kept": kept}
 
     def _made_with(self) -> dict[str, Any]:
-        """Return what describes the model beside what it made, as scalars that h5ad can hold."""
+        """Return a description of the model to store with its results, as scalars that h5ad can store."""
         spec = self._spec
         return {
             "scforge_version": __version__,
@@ -504,7 +504,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             self._landmarks = torch.from_numpy(found)
 
     def _extend_history(self, figures: dict[str, list[float]]) -> None:
-        """Append figures of epochs, one data frame a name, as in scvi-tools."""
+        """Append scores of epochs, one data frame a name, as in scvi-tools."""
         for name, values in figures.items():
             both = [*(self.history_[name][name] if name in self.history_ else ()), *values]
             self.history_[name] = pd.DataFrame({name: both}).rename_axis("epoch")
@@ -543,7 +543,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return origin if origin is not None and origin.n_epochs == self.n_epochs_ else None
 
     def _origin_at(self, folder: str | os.PathLike[str]) -> Origin:
-        """Return that the model is in a folder, besides where it is already."""
+        """Record a further folder that contains the model."""
         return replace(self._current_origin() or Origin(), folder=Path(folder).resolve(), n_epochs=self.n_epochs_)
 
     def _card_facts(self) -> CardFacts:
@@ -701,7 +701,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         Raises
         ------
         OptionError
-            If `mdata` is no MuData, or has no such modality.
+            If `mdata` is not a MuData, or has no such modality.
         DataError
             If counts, gene names or columns of the modality cannot be used.
 
@@ -769,7 +769,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
 
 def _family(cls: type[CellModel]) -> Iterator[type[CellModel]]:
-    """Return a model class and all that are made from it; each keeps a record of its own of what was set up."""
+    """Return a model class and all that are made from it; each keeps a separate record of its AnnData objects."""
     yield cls
     for other in cls.__subclasses__():
         yield from _family(other)

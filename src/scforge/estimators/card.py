@@ -30,16 +30,16 @@ _TEMPLATE = Path(__file__).with_name("model_card.md")
 
 @dataclass(frozen=True)
 class Score:
-    """A figure of the model, and those of what stands in the same table.
+    """A score of the model, and those of the baselines in the same table.
 
     Attributes
     ----------
     benchmark, metric
         What was measured.
     value
-        The figure of the model.
+        The score of the model.
     beside
-        Name of a baseline to its figure.
+        Name of a baseline to its score.
     data
         What it was measured on; None if the table does not say it.
     """
@@ -52,12 +52,12 @@ class Score:
 
 
 def is_long(table: pd.DataFrame) -> bool:
-    """Return whether a table has one line a figure, as ``scforge evaluate -o out.csv`` writes it for embeddings."""
+    """Return whether a table has one line a score, as ``scforge evaluate -o out.csv`` writes it for embeddings."""
     return {"benchmark", "method", "kind", "metric", "value"} <= set(table.columns)
 
 
 def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tuple[str, tuple[Score, ...]]:
-    """Return figures as Markdown, and those of the model with those beside them.
+    """Return scores as Markdown, and those of the model with those of the baselines.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
     Raises
     ------
     OptionError
-        If there are no baselines beside the model, or it is not clear which row is of the model.
+        If the table has no baselines, or the row of the model is ambiguous.
     """
     import pandas as pd
 
@@ -82,7 +82,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
         metrics = metrics.to_frame()
     if not isinstance(metrics, pd.DataFrame):
         what = type(metrics).__name__
-        raise OptionError(f"{prefix} is a {what} that is no table of evaluate(); give what evaluate() returned.")
+        raise OptionError(f"{prefix} is a {what} that is not a table of evaluate(); give what evaluate() returned.")
     tables = {"": metrics}
     if is_long(metrics):
         lines = metrics.assign(benchmark=metrics["benchmark"].fillna(""))
@@ -92,7 +92,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
         names = [str(name) for name in table.index]
         if names.count(_MODEL) != 1 or len(names) < 2:
             raise OptionError(
-                f"{prefix} needs one row called {_MODEL!r}, the model, and baselines beside it ({listing(names)})."
+                f"{prefix} needs one row called {_MODEL!r}, the model, and rows of baselines ({listing(names)})."
             )
         data = facts.get("data", facts.get(f"{benchmark}: data"))
         for metric, column in table.select_dtypes("floating").items():  # whole numbers count cells
@@ -165,11 +165,11 @@ class CardFacts:
     citation
         How to cite it.
     table
-        Figures beside baselines, as Markdown.
+        Scores with baselines, as Markdown.
     scores
         The same for machines.
     n_epochs
-        Epochs that the model had been trained for when the figures were given: with more of them they are not its own.
+        Epochs that the model had been trained for when the scores were given: with more of them they are not its own.
     base
         The model before fine-tuning.
     checkpoint
@@ -326,8 +326,8 @@ def _card_data(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_adapte
             dataset_type=re.sub(r"[^a-z0-9/]+", "-", (score.data or _UNKNOWN).lower()).strip("-") or "data",
             dataset_name=score.data or _UNKNOWN,
             metric_type=score.metric,
-            # The hub has no place for baselines; without them the figure would stand alone.
-            metric_name=score.metric + (f" (beside {shown(score.beside, '{:.3f}')})" if score.beside else ""),
+            # The hub has no place for baselines; without them the score would stand alone.
+            metric_name=score.metric + (f" (baselines: {shown(score.beside, '{:.3f}')})" if score.beside else ""),
             metric_value=score.value,
         )
         for score in facts.scores

@@ -115,9 +115,9 @@ class Encoder(CellModel):
     seed
         Seed of weights, splits, orders, masks and views.
     registry
-        Registry of a saved model, in place of `adata`; used by :meth:`load`.
+        Registry of a saved model, instead of `adata`; used by :meth:`load`.
     datamodule
-        A :class:`scforge.training.CellDataModule`, in place of `adata`: a model of cells that stay on disk. Its
+        A :class:`scforge.training.CellDataModule`, instead of `adata`: a model of cells that stay on disk. Its
         vocabulary is the default; genes are chosen from a sample of 100,000 training cells.
     tuning
         What the model is fine-tuned for; used by :meth:`finetune` and :meth:`load`.
@@ -240,7 +240,7 @@ class Encoder(CellModel):
         overwrite
             Replace what another training has left in `checkpoint_dir`.
         datamodule
-            Cells to train on in place of those that the model was made with.
+            Cells to train on instead of those that the model was made with.
         callbacks
             Further Lightning callbacks, e.g. :class:`scforge.eval.BenchmarkCallback`.
         progress_bar
@@ -454,12 +454,12 @@ class Encoder(CellModel):
             Column of obs with groups, such as donors, that are held out as a whole; None splits by cell, each class
             keeping its share.
         split_key
-            Column of obs that says ``"train"``, ``"validation"`` or ``"test"``, in place of a random split.
+            Column of obs with the values ``"train"``, ``"validation"`` or ``"test"``, instead of a random split.
         freeze
             True trains the head alone, a number leaves the embeddings and so many layers as they are.
         lora
-            True, or a dict of ``r``, ``alpha``, ``dropout``, ``targets`` and ``use_dora``: train low-rank adapters in
-            place of the weights, see ``peft.LoraConfig``.
+            True, or a dict of ``r``, ``alpha``, ``dropout``, ``targets`` and ``use_dora``: train low-rank adapters
+            instead of the weights, see ``peft.LoraConfig``.
         head
             Options of the head, ``hidden_dim`` and ``dropout``.
         max_epochs
@@ -528,7 +528,7 @@ class Encoder(CellModel):
         adata
             Cells, as for :meth:`get_latent_representation`; None for those of the fine-tuning.
         key_added
-            Where to write, in place of the usual names.
+            Key to write instead of the default.
         batch_size
             Cells a batch.
         **options
@@ -575,7 +575,7 @@ class Encoder(CellModel):
         batch_size: int = 256,
         seed: int = 0,
     ) -> pd.DataFrame:
-        """Score the predictions of a fine-tuned model, beside baselines that learned from the same cells.
+        """Score the predictions of a fine-tuned model, with baselines that learned from the same cells.
 
         :func:`scforge.workflows.evaluate_models` scores embeddings, of any model.
 
@@ -599,7 +599,7 @@ class Encoder(CellModel):
 
         Returns
         -------
-        One row a method, ``"scforge"`` first, one column a figure.
+        One row a method, ``"scforge"`` first, one column a score.
 
         Raises
         ------
@@ -1131,9 +1131,9 @@ class Encoder(CellModel):
         batch_size: int = 32,
         key_added: str | None = "scforge_attention",
     ) -> sparse.csr_matrix:
-        """Return how much genes look at each other, as a sparse graph: a mean over cells.
+        """Return the mean attention between genes, as a sparse graph: a mean over cells.
 
-        Attention is no causal network. It says what the model reads where it computes the state of a gene.
+        Attention is not a causal network. It shows what the model reads where it computes the state of a gene.
 
         Parameters
         ----------
@@ -1538,7 +1538,7 @@ class Encoder(CellModel):
             Number of cells; None for those of an AnnData as `prompt`.
         prompt
             What the cells begin with: a list of genes, a mapping of genes to values (log1p CP10K; the nearest bin is
-            taken where there are bins), or cells to go on with. None for nothing.
+            taken where there are bins), or cells to complete. None for no prompt.
         temperature
             Below 1 the likely becomes likelier.
         top_k
@@ -1551,7 +1551,7 @@ class Encoder(CellModel):
         max_len
             Most tokens of a cell, CLS and EOS included; None for as many as the model allows. By unmasking, as many as
             each cell gets; None draws numbers as they are in the training cells, of which the model learned the first
-            genes only that it has room for (``max_tokens``).
+            at most ``max_tokens`` genes.
         n_steps
             By unmasking, the steps in which all genes of a cell are drawn; None for 16.
         batch_size
@@ -1633,7 +1633,7 @@ class Encoder(CellModel):
         """
         if adapter_only:
             if save_anndata:
-                raise OptionError("save_anndata=True has no use with adapter_only=True; leave one of the two out.")
+                raise OptionError("save_anndata=True has no effect with adapter_only=True; leave one of the two out.")
             save_adapter(self, dir_path, overwrite=overwrite)
             return
         if save_anndata and self.adata is None:
@@ -1665,7 +1665,7 @@ class Encoder(CellModel):
             The folder; a repository of the hub, ``"org/name"``; or ``"scforge://name"``, a model of the registry. See
             :func:`scforge.hub.resolve`.
         adata
-            Data to go on with; unless it is set up already, it is set up as the training data were, without the columns
+            Data to continue with. If it is not set up, it is set up like the training data, without the columns
             of obs that it lacks. None takes the training data, if they were saved with the model; False takes none:
             pass the cells to :meth:`get_latent_representation`.
         base
@@ -1799,7 +1799,7 @@ class Encoder(CellModel):
         """
         if format == "transformers":
             if max_len is not None:
-                raise OptionError(f"max_len={max_len} has no use with format='transformers'; leave it out.")
+                raise OptionError(f"max_len={max_len} has no effect with format='transformers'; leave it out.")
             from scforge.foreign.geneformer import to_geneformer
 
             to_geneformer(self, path, overwrite=overwrite)
@@ -1832,7 +1832,7 @@ class Encoder(CellModel):
         data
             What the model was trained on, or a list of it; names of data sets on the hub become links.
         metrics
-            What :meth:`evaluate` returned: figures beside those of baselines.
+            The result of :meth:`evaluate`: scores of the model and of baselines.
         citation
             How to cite the model.
         adapter_only
@@ -1861,7 +1861,7 @@ class Encoder(CellModel):
         Notes
         -----
         Cells are never sent. Of a fine-tuned model ``split.safetensors`` is, which holds fingerprints (hashes of
-        counts) of the cells that it has seen. License, data, figures and citation stay with the model: :meth:`save`
+        counts) of the cells that it has seen. License, data, scores and citation stay with the model: :meth:`save`
         writes them, too.
 
         Examples
@@ -1894,14 +1894,14 @@ class Encoder(CellModel):
             ``model.safetensors`` or ``pytorch_model.bin``; of ``"scgpt"`` that of ``best_model.pt``, ``vocab.json`` and
             ``args.json``, or the file of the weights; of ``"scfoundation"`` that of ``models.ckpt``, or this file.
         adata
-            Cells to go on with, which are set up with :meth:`setup_anndata` unless they are already. None: pass cells
+            Cells to use further; they are set up with :meth:`setup_anndata` if they are not. None: pass cells
             to :meth:`get_latent_representation`.
         family
             One of :func:`scforge.foreign.list_families`; None takes the one that recognizes it.
         device
             Where to put the module.
         **options
-            What the family takes besides.
+            Further arguments of the family.
 
             ``"geneformer"``: `tokens_medians`, the published dictionaries: the folder of their pickle files, of which
             nothing but text and numbers is unpickled; or two files or dictionaries, gene to token and gene to median,
@@ -1914,13 +1914,13 @@ class Encoder(CellModel):
             code. Pass 0 for fine-tuning, so that the last layer has a use.
 
             ``"scgpt"``, whose embedding is the state of CLS: `vocab` and `args`, JSON files or dictionaries; None takes
-            those beside the weights, which may have the names that flash attention gives them. `cls_value`, the value
+            those next to the weights, which may have the names of flash attention. `cls_value`, the value
             of the CLS token; None takes ``pad_value`` of `args`, as scGPT does to embed cells; 0 is what its
             fine-tuning scripts take. `normalize`: divide each embedding by its length, as scGPT's ``embed_data`` does.
 
             ``"scfoundation"``, of which the decoder is left out, so that the model does not predict expression:
             `vocab`, the panel of genes: the published table with ``gene_name`` and ``index``, or the names in order;
-            None takes the table beside the weights. `part`: ``"cell"``, ``"gene"`` or ``"rde"``. `pooling`:
+            None reads the table next to the weights. `part`: ``"cell"``, ``"gene"`` or ``"rde"``. `pooling`:
             ``"depths"``, the states of the two tokens of depth, and the largest and the mean over genes, as
             scFoundation embeds cells, or another of ``transformer_encoder``.
 

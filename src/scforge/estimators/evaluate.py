@@ -1,4 +1,4 @@
-"""Evaluate models on benchmarks beside baselines."""
+"""Evaluate models on benchmarks with baselines."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def evaluate_models(
     key_added: str | None = "metrics",
     progress_bar: bool = True,
 ) -> Report:
-    """Score models by benchmarks, each beside its baselines.
+    """Score models by benchmarks, each with its baselines.
 
     Parameters
     ----------
@@ -70,7 +70,7 @@ def evaluate_models(
         Cells with raw counts. Embeddings are written into ``adata.obsm``, as ``X_<name>``.
     benchmarks
         Names (:func:`scforge.eval.list_benchmarks`), ``{name: {option: value}}`` or benchmarks. None scores embeddings
-        by ``cell_type_probe``, ``scib`` and ``geometry``. Beside those of embeddings, ``gene_network`` scores the
+        by ``cell_type_probe``, ``scib`` and ``geometry``. In addition to embeddings, ``gene_network`` scores the
         similarity of gene embeddings against `network`, and ``generation`` the cells that a model generates against
         `adata`, which must not be the cells that it was trained on.
     obsm_keys
@@ -96,7 +96,7 @@ def evaluate_models(
     title
         Heading of the report.
     key_added
-        Key in ``adata.uns["scforge"]`` for the figures; None writes nothing, no embedding either.
+        Key in ``adata.uns["scforge"]`` for the scores; None writes nothing, no embedding either.
     progress_bar
         Show a line for each model, baseline and score, with its time.
 
@@ -130,7 +130,7 @@ def evaluate_models(
     evaluations = [] if benchmarks is None else [to_evaluation(entry) for entry in entries_of(benchmarks)]
     others = [one for one in evaluations if one.subject != "embedding"]
     of_embeddings = [one for one in evaluations if one.subject == "embedding"]
-    # Each training has a name of its own; those of one model are called name_0, name_1, ...
+    # Each training run has a name; those of one model are called name_0, name_1, ...
     every = {
         f"{name}_{i}" if len(some) > 1 else name: one for name, some in trained.items() for i, one in enumerate(some)
     }
@@ -205,7 +205,7 @@ def _evaluate_embeddings(
     progress_bar: bool,
     **options: Any,
 ) -> Report:
-    """Embed cells with models and score the embeddings beside baselines."""
+    """Embed cells with models and score the embeddings with baselines."""
     if baselines is False or (isinstance(baselines, Sequence) and not len(baselines)):
         raise OptionError("baselines=False leaves embeddings with nothing to compare with; name one, e.g. ['pca'].")
     keys = _keys(every, adata, given)
@@ -253,7 +253,7 @@ def _evaluate_embeddings(
         )
         computed = {key: adata.obsm[key] for key in kinds if key not in obsm_keys}
     finally:
-        # What stands in the cells changes at the end, or not at all.
+        # The cells are changed at the end, or not at all.
         for key in set(adata.obsm) - set(before):
             del adata.obsm[key]
         adata.obsm.update(before)
@@ -293,12 +293,12 @@ def _fit_to(
 
 
 def _lists(models: Any) -> dict[str, list[CellModel]]:
-    """Return the trainings of each model by its name."""
+    """Return the training runs of each model by its name."""
     lists = {}
     if isinstance(models, Mapping):
         lists = {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
     if not lists or not all(some and all(isinstance(one, CellModel) for one in some) for some in lists.values()):
-        raise OptionError("models is no model and no {name: model}; load what is in a folder with Encoder.load.")
+        raise OptionError("models is not a model and no {name: model}; load what is in a folder with Encoder.load.")
     return lists
 
 
@@ -316,7 +316,7 @@ def _keys(models: Mapping[str, CellModel], adata: AnnData, given: Mapping[str, s
 
 
 def knows_labels(model: CellModel) -> bool:
-    """Return whether a model learned from labels of cells, in a fine-tuning or beside its pretraining."""
+    """Return whether a model learned from labels of cells, in fine-tuning or in pretraining."""
     return model._learned is not None or _pretraining_labels(model) is not None
 
 
@@ -350,7 +350,7 @@ def _facts(
             facts[name] = f"{key} ({adata.obs[key].nunique()})"
     for name, some in models.items():
         spec, epochs = some[0].spec, ", ".join(sorted({str(model.n_epochs_) for model in some}))
-        times = f", {len(some)} trainings" if len(some) > 1 else ""
+        times = f", {len(some)} training runs" if len(some) > 1 else ""
         facts[f"model {name}"] = f"{spec.architecture}, {spec.tokenizer}, trained {epochs} epochs{times}"
     return facts
 
@@ -381,8 +381,8 @@ def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Se
         sentences.append(f"What {listing([*unknown, *obsm_keys])} has seen is not known here.")
     return [
         " ".join(sentences),
-        "Intervals and p-values come from data that were drawn again, as the facts say for each benchmark: they tell "
-        "how scores vary over such data, not over trainings of a model (sd of seeds). p-values and intervals of the "
+        "Intervals and p-values come from resampled data, as the facts state for each benchmark: they describe "
+        "how scores vary over such data, not over training runs (sd of seeds). p-values and intervals of the "
         "sentences are corrected for their number (Holm), and 'worse' for the number of baselines; those in the tables "
         "are not.",
     ]
@@ -411,7 +411,7 @@ def _networks(
     known = dict(zip(adata.var_names.astype(str), gene_names(adata, gene_key), strict=True))
     vectors = {name: table.rename(index=known) for name, table in vectors.items()}
     vectors = {name: table[~table.index.duplicated()] for name, table in vectors.items()}
-    # What is asked is what models know of genes that all of them know.
+    # Models are compared on the genes that all of them know.
     named = set.intersection(*(set(table.index) for table in vectors.values()))
     truth = network if isinstance(network, pd.DataFrame) else read_network(network)
     check_edges("the true edges", truth)

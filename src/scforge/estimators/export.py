@@ -213,7 +213,7 @@ def _parity(
         with torch.no_grad():
             wanted = encoder.encode(**batch).numpy()
         found = computed([batch[name] for name in names])
-        # max() passes over numbers that are none.
+        # max() ignores NaN.
         if found.shape != wanted.shape or not (np.isfinite(found).all() and np.isfinite(wanted).all()):
             worst = float("inf")
             break

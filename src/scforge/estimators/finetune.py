@@ -150,7 +150,7 @@ def _task_options(
     if useless := sorted(beside.keys() - known):
         raise OptionError(f"{useless[0]}={beside[useless[0]]!r} is of no use to the task {name!r}; leave it out.")
     if twice := sorted(beside.keys() & found):
-        raise OptionError(f"{twice[0]} is given in task and beside it; give it once.")
+        raise OptionError(f"{twice[0]} is given in task and as an argument; give it once.")
     found |= beside
     return name, found | {key: setup[key] for key in cls.keys if found.get(key) is None and setup.get(key) is not None}
 
@@ -169,7 +169,7 @@ def make_split(task: Task, cells: Cells, *, split_by: str | None, split_key: str
         raise DataError(f"{named or 'the task'} leaves no cell to train on; choose another column or other cells.")
     if split_key is not None:
         if split_by is not None:
-            raise OptionError(f"split_by={split_by!r} has no use beside split_key={split_key!r}; give one of them.")
+            raise OptionError(f"split_by={split_by!r} has no effect with split_key={split_key!r}; give one of them.")
         return split_from(named_column(cells, split_key, argument="split_key"), usable, key=split_key)
     own = task.split(column, split_by=split_by, **how)
     if own is not None:
@@ -208,7 +208,7 @@ def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
 
 
 def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
-    """Return a copy of a model whose decoder knows further batches, which begin at the mean of its own."""
+    """Return a copy of a model whose decoder knows further batches, which start at the mean of its batches."""
     spec, own = reference.spec, merged(reference._backbone)
     sizes = {**spec.model_options, "n_batches": len(found["batches"])}
     objective = {**spec.objective_options, **found}
@@ -238,7 +238,7 @@ _MOST = 20_000
 def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, seed: int) -> tuple[Any, Any]:
     """Return cells of a query and of its reference as one, and the options of a decoder that knows all batches.
 
-    Cells without batch, or sides without the column, are a batch of their own. `key` is the column of the query; that
+    Cells without batch, or sides without the column, form a separate batch. `key` is the column of the query; that
     of both has the name of the reference's, so that the model can be the reference of another joint training.
     """
     known = list(pretraining.batches or [])
@@ -318,7 +318,7 @@ def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None)
     if adata is not None and cls._setup_of(adata) is None:
         keys = (tuning.task_options.get(key) for key in ("labels_key", "batch_key"))
         adata = set_up(base, adata, base._setup, *keys)
-    # The same memory, but parameters of their own, which can be frozen, or put on another device.
+    # The same memory, but separate parameters, which can be frozen or moved to another device.
     shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in encoder.parameters()}
     model: CellModel = cls._of_parts(
         replace(base.spec, tuning=None).to_json(),

@@ -46,7 +46,7 @@ def generate_with(
     tokens = None
     if isinstance(prompt, AnnData):
         if n_cells is not None:
-            raise OptionError(f"n_cells={n_cells!r} but prompt is AnnData, which says how many; leave n_cells out.")
+            raise OptionError(f"n_cells={n_cells!r} but prompt is AnnData, which sets the number; leave n_cells out.")
         n_cells = prompt.n_obs
     else:
         n_cells = check_count("n_cells", n_cells, "cells")
@@ -56,14 +56,14 @@ def generate_with(
     if unmasks:
         room = min(vocab.n_genes + tokenizer.append_cls, getattr(module, "max_generated", None) or math.inf)
         if max_len is not None and check_count("max_len", max_len, "tokens") > room:
-            raise OptionError(f"max_len={max_len} but the model has room for {room} tokens; lower it.")
+            raise OptionError(f"max_len={max_len} but the model takes at most {room} tokens; lower it.")
         options |= {"n_tokens": options.pop("max_len"), "mask_id": vocab.mask_id}
         options |= {} if n_steps is None else {"n_steps": n_steps}
     else:
         if n_steps is not None:
             raise OptionError(f"n_steps={n_steps!r} is for models of 'masked_diffusion'; leave it out.")
         if not tokenizer.append_eos and max_len is None:
-            raise OptionError("max_len=None but cells of this model have no end; say how many tokens to generate.")
+            raise OptionError("max_len=None but cells of this model have no end token; give the number of tokens.")
         if not tokenizer.append_cls and not isinstance(prompt, Mapping | AnnData):
             raise OptionError("prompt gives no values, but the model has no CLS token; give a dict of genes to values.")
         options |= {"eos_id": vocab.eos_id if tokenizer.append_eos else None, "n_special": vocab.n_special}
@@ -142,7 +142,7 @@ def _prompt_of_genes(
     tokenizer, objective = model.tokenizer, model._pretraining
     # A set has no order that stays, and of a Series either names or values could be meant.
     if not isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) or isinstance(genes, str):
-        raise OptionError(f"prompt={type(genes).__name__} is no list of genes, no dict of values, and no AnnData.")
+        raise OptionError(f"prompt={type(genes).__name__} is not a list of genes, no dict of values, and no AnnData.")
     index = gene_numbers(model, list(genes), argument="prompt")
     ids = torch.from_numpy(index.astype(np.int64) + tokenizer.vocab.n_special).expand(n_cells, -1)
     values = torch.full(ids.shape, torch.nan)
@@ -165,7 +165,7 @@ def prompt_of_cells(cells: Cells, tokenizer: Tokenizer, objective: Objective, se
     n_genes = np.diff(block.indptr)
     if (n_genes > tokenizer.most_genes).any():
         cell = int(np.flatnonzero(n_genes > tokenizer.most_genes)[0])
-        raise DataError(f"prompt has {n_genes[cell]} genes in cell {cell}, which has room for {tokenizer.most_genes}.")
+        raise DataError(f"prompt has {n_genes[cell]} genes in cell {cell}, above the limit of {tokenizer.most_genes}.")
     tokens = objective.arrange(tokenizer(block), tokenizer, block.rows, epoch=0, seed=seed)
     mask = tokens["attention_mask"]
     if tokenizer.append_eos:
@@ -178,16 +178,16 @@ def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int
     if _is_missing(condition):
         return None
     if not conditions:
-        raise OptionError("condition has no use, as the model knows no classes; leave it out.")
+        raise OptionError("condition has no effect, as the model knows no classes; leave it out.")
     names = list(condition) if pd.api.types.is_list_like(condition) else [str(condition)] * n_cells
     if len(names) != n_cells:
         raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; give one name, or one for each.")
     numbers_of = {name: i + 1 for i, name in enumerate(conditions)}
     if unknown := [name for name in names if not _is_missing(name) and name not in numbers_of]:
-        raise OptionError(f"condition={unknown[0]!r} is no class of the model{suggest(unknown[0], conditions)}")
+        raise OptionError(f"condition={unknown[0]!r} is not a class of the model{suggest(unknown[0], conditions)}")
     return np.array([0 if _is_missing(name) else numbers_of[name] for name in names], dtype=np.int64)
 
 
 def _is_missing(name: Any) -> bool:
-    """Whether a class is None, or what stands for it in a column of obs."""
+    """Whether a class is None or missing in a column of obs."""
     return bool(pd.api.types.is_scalar(name) and pd.isna(name))

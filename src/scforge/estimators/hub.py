@@ -96,7 +96,7 @@ def load_found(
     """
     if kind_of_folder(found.folder) != "adapter":
         if base is not None:
-            raise OptionError(f"base has no use where {prefix} is a whole model; leave it out.")
+            raise OptionError(f"base has no effect where {prefix} is a whole model; leave it out.")
         model = cls._load_folder(found.folder, adata, device)
         if found.repo_id is not None:
             model._origin = Origin(found.repo_id, found.commit, n_epochs=model.n_epochs_)
@@ -123,7 +123,7 @@ def _load_base(
     if base is None:
         stored = Origin.from_json(read_description(ADAPTER, found.folder / "adapter.json").get("base"))
         if stored is None or stored.name is None:
-            raise OptionError(f"{prefix} does not say which model its adapters sit on; name it with base=.")
+            raise OptionError(f"{prefix} does not name the base model of its adapters; pass it as base=.")
         where = f"{prefix} has adapters for {stored.name!r}, and this name of theirs"
         base, revision = place_of(stored.name) or found.folder / stored.name, stored.revision
         if isinstance(base, Path) and not base.is_dir():
@@ -151,9 +151,9 @@ def place_of(name: str | os.PathLike[str]) -> str | None:
 def _named(base: str, model: Any) -> Origin:
     """Return the model below a fine-tuned one by the name that others get."""
     if place_of(base) is None:
-        raise OptionError(f"base={base!r} is no name that others can use; give 'org/name' or 'scforge://name'.")
+        raise OptionError(f"base={base!r} is not a name that others can use; give 'org/name' or 'scforge://name'.")
     if model.spec.tuning is None:
-        raise OptionError(f"base={base!r} has no use where the model was not fine-tuned; leave it out.")
+        raise OptionError(f"base={base!r} has no effect where the model was not fine-tuned; leave it out.")
     known = None if model._base is None else model._base._current_origin()
     revision = known.revision if known is not None and known.name == base else None
     return Origin(base, revision, is_given=True)

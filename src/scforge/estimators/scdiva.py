@@ -86,18 +86,18 @@ class ScDiVa(Encoder):
     Parameters
     ----------
     adata
-        AnnData that :meth:`setup_anndata` was called on. Its ``batch_key`` is told to the decoder, so that expression
-        can be predicted as if all cells were of one batch.
+        AnnData that :meth:`setup_anndata` was called on. The decoder is conditioned on its ``batch_key``, so that
+        expression can be predicted as if all cells were of one batch.
     architecture
         ``"scdiva"``.
     tokenizer
         As for :class:`~scforge.models.Encoder`; None orders genes by value and entropy (``"entropy_ranked"``).
     objective
-        ``"variational"`` (None): reconstruction, and classification if `supervised`. ``"masked_diffusion"``: hidden
+        ``"variational"`` (None): reconstruction, and classification if `supervised`. ``"masked_diffusion"``: masked
         genes and values are predicted, so that the model can :meth:`generate` and :meth:`impute`. Or a dict with
         ``name`` and options, e.g. ``beta``.
     supervised
-        Learn the labels of ``labels_key`` beside the reconstruction, for ``predict(task="annotation")`` without
+        Learn the labels of ``labels_key`` in addition to the reconstruction, for ``predict(task="annotation")`` without
         fine-tuning. The embedding then knows the labels.
     **options
         Further arguments of :class:`~scforge.models.Encoder`, e.g. ``vocab``, ``n_top_genes`` and ``seed``, and options
@@ -164,7 +164,7 @@ class ScDiVa(Encoder):
             Return the variances, too, and write `uncertainty_key`.
         uncertainty_key
             With `return_dist`, the column of obs for the mean of the variances of a cell (float32): near 1, the
-            variance of the prior, the cell told the model nothing. Compare cells of one model with it, not models. None
+            variance of the prior, the cell carried no information. Compare cells of one model with it, not models. None
             writes nothing.
 
         Returns

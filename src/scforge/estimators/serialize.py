@@ -100,7 +100,7 @@ def read_description(kind: str, path: Path) -> dict[str, Any]:
     Raises
     ------
     ModelFileError
-        If it is none, of a later format, or not what was saved.
+        If it is not a model folder, of a later format, or changed after saving.
     """
     content = read_json(path)
     version = content.get("format") if isinstance(content, dict) else None
@@ -178,7 +178,7 @@ def expected_of(found: Foreign) -> Shapes | None:
 def load_weights(
     module: nn.Module, weights: dict[str, torch.Tensor], *, source: str, adapters: bool = False, assign: bool = False
 ) -> None:
-    """Load weights strictly, or say what does not fit.
+    """Load weights strictly, or raise an error that names what does not fit.
 
     Parameters
     ----------
@@ -277,7 +277,7 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
         If an architecture, tokenizer, objective or task is not registered.
     """
     if is_url(path):
-        raise MissingFileError(f"dir_path={os.fspath(path)!r} is no folder; get a model of a hub with Encoder.load.")
+        raise MissingFileError(f"dir_path={os.fspath(path)!r} is not a folder; get a model of a hub with Encoder.load.")
     return read_settled(path, lambda: _read(Path(path)))
 
 

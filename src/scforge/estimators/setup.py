@@ -90,7 +90,7 @@ class ObsField(CategoricalObsField):
 
 
 def check_setup_keys(adata: AnnData, setup: dict[str, Any], front: str) -> None:
-    """Raise unless an AnnData without a set-up of its own has counts and gene names where the training data had them.
+    """Raise unless an AnnData that is not set up has counts and gene names where the training data had them.
 
     `front` is the name of the model class, for the message.
     """
@@ -128,7 +128,7 @@ def adopted(mdata: MuData, modality: str, argument: str, key: str | None) -> str
 
 
 def bare_registry(model: str, setup: dict[str, Any]) -> dict[str, Any]:
-    """Return a registry that says where things are, of the class named `model`."""
+    """Return a registry of the fields of an AnnData, of the class named `model`."""
     return {
         "scvi_version": None,
         "model_name": model,
@@ -141,7 +141,7 @@ def bare_registry(model: str, setup: dict[str, Any]) -> dict[str, Any]:
 def datamodule_registry(
     model: str, adata: Any, data: CellDataModule, registry: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the registry of a data module, which says where things are in like data."""
+    """Return the registry of a data module, with the fields of similar data."""
     if adata is not None:
         raise OptionError("adata and datamodule both bring cells; give one of them.")
     if not isinstance(data, CellDataModule):

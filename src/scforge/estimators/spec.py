@@ -151,7 +151,7 @@ class FineTuneSpec:
     base
         What the base model was: its checksum, its epochs.
     backbone
-        Architecture with weights to put the head on, in place of a new one; not saved.
+        Architecture with weights to put the head on, instead of a new one; not saved.
     """
 
     task: str
@@ -351,7 +351,7 @@ class ModelSpec:
         # An architecture that tells them apart unless told otherwise has to know how many there are.
         if "n_special" in parameters and parameters["n_special"].default:
             _settle(options, "n_special", vocab.n_special, f"the vocabulary has {vocab.n_special} special tokens")
-        # A saved model says how its gene vectors are shaped, and has them in its weights.
+        # A saved model has the shape of its gene vectors in its description, and the vectors in its weights.
         vectors = None if options.get("gene_vectors") is not None else made_tokenizer.gene_vectors()
         if vectors is not None:
             known = option_names(architecture)
@@ -422,7 +422,7 @@ class ModelSpec:
 
 
 def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objective: Objective) -> None:
-    """Raise if an architecture would take values for counts that are none, or zeros for counts that cannot be zero."""
+    """Raise if an architecture would treat other values as counts, or zeros as counts that cannot be zero."""
     if value_loss not in COUNT_LOSSES:
         return
     if not tokenizer.gives_counts:

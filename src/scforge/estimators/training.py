@@ -52,7 +52,7 @@ _OF_OUTCOME = ("check_val_every_n_epoch", "gradient_clip_algorithm", "limit_trai
 """Further options of Lightning's Trainer that decide the outcome of a training."""
 
 _DECISIVE = ("max_steps", "gradient_clip_val", "accumulate_grad_batches", "ema_decay", "gradual_unfreezing")
-"""Options of :class:`TrainOptions` that decide the outcome, beside those of the plan."""
+"""Options of :class:`TrainOptions` that affect the result, in addition to those of the plan."""
 OF_PLAN = ("optimizer", "lr", "weight_decay", "schedule", "warmup_steps", "layer_lr_decay")
 """Options of :class:`TrainOptions` that a :class:`TrainingPlan` takes."""
 _OF_FIT = (
@@ -80,7 +80,7 @@ _OF_OTHERS = {
     "shuffle": "cells come in a new order in each epoch, leave it out",
     "shuffle_set_split": "cells are held out at random, by the seed of the model; leave it out",
     "enable_checkpointing": "pass checkpoint_dir=FOLDER to save states and the best epochs",
-    "use_distributed_sampler": "each process reads cells of its own anyway, leave it out",
+    "use_distributed_sampler": "each process reads its own cells anyway, leave it out",
     "num_sanity_val_steps": "there are none, leave it out",
 }
 """Arguments that users of scvi-tools, and of Lightning, try, and what to do here."""
@@ -94,10 +94,10 @@ def train_options(
     if "enable_progress_bar" in further:  # as scvi-tools and its autotune call it
         given = {**given, "progress_bar": further.pop("enable_progress_bar")}
     if not isinstance(plan_kwargs, Mapping | None):
-        raise OptionError(f"plan_kwargs={plan_kwargs!r} is no dictionary of options; give {{name: value}}.")
+        raise OptionError(f"plan_kwargs={plan_kwargs!r} is not a dictionary of options; give {{name: value}}.")
     for name, value in (plan_kwargs or {}).items():
         if name in further or given.get(name) not in (None, getattr(TrainOptions, name, None)):
-            raise OptionError(f"{name} is given in plan_kwargs and beside it; give it once.")
+            raise OptionError(f"{name} is given in plan_kwargs and as an argument; give it once.")
         further[name] = value
     own = TrainOptions.names()
     of_trainer = set(inspect.signature(lightning.Trainer).parameters) - set(_OF_OTHERS) - set(own)
@@ -122,7 +122,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         name = "overwrite=True" if how.overwrite else "resume='auto'"
         raise OptionError(f"{name} needs checkpoint_dir, the folder of the training.")
     if how.checkpoint_every_n_steps is not None and how.checkpoint_dir is None:
-        raise OptionError("checkpoint_every_n_steps has no use without checkpoint_dir, the folder of the training.")
+        raise OptionError("checkpoint_every_n_steps has no effect without checkpoint_dir, the folder of the training.")
     folder = None if how.checkpoint_dir is None else RunFolder(how.checkpoint_dir)
     rank = rank_zero_only.rank or 0
     with contextlib.ExitStack() as stack:
@@ -182,7 +182,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             announce(f"The training in {path} is complete: {done}." if is_over else f"Resuming {path} after {done}.")
         stack.enter_context(compiled(model.module, how.compile))
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        # Dropout and the directions of SIGReg; other than those of earlier trainings, and of other processes.
+        # Dropout and the directions of SIGReg; other than those of earlier training runs, and of other processes.
         torch.manual_seed(model.seed + model.n_epochs_ + 1_000_003 * rank)
         error: NotFiniteError | SavingError | None = None
         try:
@@ -207,7 +207,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         raise KeyboardInterrupt
     if result.signal is not None:
         logger.warning(
-            "Training was stopped by %s, and its state saved; go on with resume='auto' (--resume auto).",
+            "Training was stopped by %s, and a checkpoint saved; continue with resume='auto' (--resume auto).",
             signal.Signals(result.signal).name,
         )
         signal.raise_signal(result.signal)
@@ -230,7 +230,7 @@ def _take_over(model: CellModel, result: FitResult) -> None:
 
 
 def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool) -> _Found | None:
-    """Return the state to go on with, if that is wanted and there is one."""
+    """Return the checkpoint to resume from, if wanted and present."""
     if isinstance(resume, bool):
         raise OptionError(f"resume={resume!r} is neither 'auto' nor the folder of a state; give one, or None.")
     if resume is not None and overwrite:
@@ -250,7 +250,7 @@ def _freeing(
         state = found[1]
         return lambda: folder.go_back_to(state["step"], model.n_epochs_ + state["epoch"])
     if str(folder.path.resolve()) in model._trained_in:
-        # A second training of the same model goes on with the numbers of its epochs.
+        # A second training of the same model continues with the numbers of its epochs.
         return lambda: folder.clear(states_only=True)
     if not overwrite:
         folder.check_free(resumes=resume == _AUTO)
@@ -297,7 +297,7 @@ def _saved(model: CellModel, folder: RunFolder, name: str, n_epochs: int) -> Any
     except (OSError, SafetensorError, TrainingError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         kept = "".join(f"; {state.name} is whole" for state in folder.states()[-1:])
-        problem = f"{name} cannot be written ({reason}){kept}; make room and pass resume='auto' (--resume auto)"
+        problem = f"{name} cannot be written ({reason}){kept}; free disk space and pass resume='auto' (--resume auto)"
         raise SavingError(f"checkpoint_dir={str(folder.path)!r}: {problem}.") from error
     finally:
         model.is_trained_, model.n_epochs_ = before

@@ -1,4 +1,4 @@
-"""Evaluation of embeddings, always beside baselines."""
+"""Evaluation of embeddings, always with baselines."""
 
 from __future__ import annotations
 

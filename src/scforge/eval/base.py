@@ -50,7 +50,7 @@ class Benchmark(ABC):
         ``"ranking"``
             Orders of genes that were reconstructed, and the true ones, int, shape (N, S) with -1 behind the last.
     metrics
-        Names of the figures that :meth:`run` returns.
+        Names of the metrics that :meth:`run` returns.
     lower_is_better
         Those of them in which less is better.
     main
@@ -58,7 +58,7 @@ class Benchmark(ABC):
     n_draws
         Draws of :meth:`resampled` that are worth their time.
     ranks
-        Whether a better figure is a better method. Without, methods are not compared: the figures warn of something.
+        Whether a higher score is better. Without, methods are not compared: the scores warn of something.
 
     Examples
     --------
@@ -85,7 +85,7 @@ class Benchmark(ABC):
 
     @abstractmethod
     def run(self, made: Any, reference: Any) -> dict[str, float]:
-        """Return one figure for each metric; NaN where one is not defined.
+        """Return one score for each metric; NaN where one is not defined.
 
         Parameters
         ----------
@@ -132,7 +132,7 @@ class Benchmark(ABC):
         return {}
 
     def resampled(self, made: Any, reference: Any, *, n: int, seed: int) -> pd.DataFrame | None:
-        """Return the figures on resampled data, for intervals and paired tests; None where there are none.
+        """Return the scores on resampled data, for intervals and paired tests; None where there are none.
 
         The rows that are drawn depend on `reference` and `seed` alone, so that methods can be compared draw by draw.
         Here, for embeddings: on random halves of the cells, drawn without replacement, which spread as much around the
@@ -176,7 +176,7 @@ class Benchmark(ABC):
         return table.mean() + (table - table.mean()) * scale
 
     def _on_parts(self, made: np.ndarray, obs: pd.DataFrame, parts: Iterable[np.ndarray]) -> pd.DataFrame:
-        """Return the figures on these rows of an embedding, a row for each part."""
+        """Return the scores on these rows of an embedding, a row for each part."""
         figures = []
         for rows in parts:
             try:
@@ -238,7 +238,7 @@ def as_array(made: Any, name: str = "the embedding") -> np.ndarray:
         made = made.to_numpy(dtype=np.float32 if kept else np.float64, na_value=np.nan)
     array = np.asarray(made)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"{name} holds {array.dtype} in place of numbers; give an array of numbers.")
+        raise DataError(f"{name} holds {array.dtype} instead of numbers; give an array of numbers.")
     return array
 
 
@@ -349,7 +349,7 @@ class Evaluation:
     benchmark
         A registered name, or a benchmark that was made.
     name
-        What its figures are called by, ``<name>_<metric>``; None takes the name of the benchmark, with that of the data
+        What its scores are called by, ``<name>_<metric>``; None takes the name of the benchmark, with that of the data
         set behind it if another evaluation has the same.
     dataset
         ``"held_out"`` for the cells that the data module keeps for validation; the path or URL of an h5ad file, an
@@ -404,7 +404,7 @@ class Evaluation:
 
     @property
     def title(self) -> str:
-        """What its figures are called by, before two of one name are told apart."""
+        """Prefix of its scores, before repeated names are made unique."""
         if self.name is not None:
             return self.name
         return self.benchmark if isinstance(self.benchmark, str) else title_of(self.benchmark)
@@ -448,8 +448,8 @@ type Entry = str | Benchmark | Evaluation | Mapping[str, Mapping[str, Any] | Non
 def to_evaluation(entry: Entry) -> Evaluation:
     """Make an evaluation of an entry of a list: a name, a benchmark, or ``{name: {option: value, "dataset": ...}}``.
 
-    Beside the options of the benchmark a mapping takes ``dataset``, ``name`` and ``max_cells`` of :class:`Evaluation`;
-    an option of that name that the benchmark has goes to the benchmark.
+    In addition to the options of the benchmark, a mapping takes ``dataset``, ``name`` and ``max_cells`` of
+    :class:`Evaluation`; an option of that name that the benchmark has goes to the benchmark.
 
     Raises
     ------
@@ -461,7 +461,7 @@ def to_evaluation(entry: Entry) -> Evaluation:
     if not isinstance(entry, Mapping):
         return Evaluation(entry)
     if len(entry) != 1 or not isinstance(next(iter(entry.values())), Mapping | None):
-        raise OptionError(f"write one benchmark an entry, with its options, in place of {dict(entry)}.")
+        raise OptionError(f"write one benchmark per entry, with its options, instead of {dict(entry)}.")
     ((benchmark, given),) = entry.items()
     options = dict(given or {})
     theirs = options_of(benchmark) if benchmark in BENCHMARKS.names() else {}
@@ -472,12 +472,12 @@ def to_evaluation(entry: Entry) -> Evaluation:
 
 
 def resolve(evaluations: Sequence[Evaluation], datasets: Mapping[str, Any]) -> list[Evaluation]:
-    """Find the data set of each, and give each a name of its own.
+    """Find the data set of each, and give each a unique name.
 
     Raises
     ------
     OptionError
-        If a data set is unknown, or two evaluations cannot be told apart.
+        If a data set is unknown, or two evaluations are identical.
     MissingFileError
         If a path does not exist.
     """

@@ -115,8 +115,8 @@ def variable_genes(
 
     Genes in fewer than three cells are left out; library-size normalization to 10,000, log1p, highly variable genes
     (``flavor="seurat"``). With several batches genes are ranked in each, and taken by the number of batches in which
-    they are variable, so that what differs between batches alone is not chosen; cells without a batch are one of their
-    own.
+    they are variable, so that what differs between batches alone is not chosen; cells without a batch form a separate
+    one.
     """
     import anndata
     import scanpy as sc
@@ -150,7 +150,7 @@ _SHARE, _BATCH_SIZE, _MAX_EPOCHS = 0.9, 128, 400
 _PATIENCE = 15
 """Epochs without a better held-out ELBO after which scVI stops; its own default is 45."""
 _SECONDS_BETWEEN = 15
-"""Between two lines that say where the training of scVI is."""
+"""Seconds between two lines that report the progress of scVI."""
 _WARM_UP = 50
 """Most epochs over which the weight of scVI's KL term rises to 1; its own 400 would end after training has stopped."""
 
@@ -321,7 +321,7 @@ def scvi_embedding(
 
     All is as scvi-tools has it by default, save for when training ends. A tenth of the cells is held out, and training
     stops after 15 epochs without a better ELBO of these. The weight of the KL term rises over the first 50 epochs, a
-    quarter of all epochs at most, in place of 400, and nothing stops before that is done. The weights are those of the
+    quarter of all epochs at most, instead of 400, and nothing stops before that is done. The weights are those of the
     epoch with the best ELBO since; scvi-tools would keep the last ones.
     """
     import scvi
@@ -330,7 +330,7 @@ def scvi_embedding(
     work = variable_genes(adata, n_top_genes=n_top_genes, layer=layer, batch_key=batch_key)
     work.X = work.layers.pop("counts")
     work.obs["batch"] = pd.Categorical(["all"] * adata.n_obs if batch_key is None else adata.obs[batch_key].astype(str))
-    # scvi-tools would draw the held-out cells by a seed of its own, which is none unless somebody sets it.
+    # scvi-tools samples the held-out cells with its global seed, which is unset by default.
     order = np.random.default_rng(seed).permutation(adata.n_obs)
     n_train = math.ceil(_SHARE * adata.n_obs)
     # The batch norm of scVI takes no batch of one cell.

@@ -26,7 +26,7 @@ from scforge.training.predict import embed
 class BenchmarkCallback(Callback):
     """Scores the embedding of held-out cells, or of other data sets, every few epochs.
 
-    The figures stand in the history and in the loggers beside the losses, as ``<benchmark>_<metric>``. They are
+    The scores are in the history and in the loggers, with the losses, as ``<benchmark>_<metric>``. They are
     computed after validation, and change nothing in the training: random generators are put back. Of several processes
     one scores and the others wait.
 
@@ -40,7 +40,7 @@ class BenchmarkCallback(Callback):
     datasets
         Name of a data set to its path, for evaluations that name one.
     labels_key, batch_key
-        Columns of obs for benchmarks that are told none; None takes those of the data module.
+        Columns of obs for benchmarks that name none; None uses those of the data module.
 
     Raises
     ------
@@ -108,7 +108,7 @@ class BenchmarkCallback(Callback):
             self._runs = []
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Hand the figures to the plan, which logs them."""
+        """Hand the scores to the plan, which logs them."""
         if trainer.sanity_checking or not self._due(trainer):
             return
         figures: dict[str, float] = {}
@@ -119,7 +119,7 @@ class BenchmarkCallback(Callback):
             random.seed(0)
             if self._runs:
                 figures = self._figures(trainer, pl_module.module)
-        # Every process logs the same figures; this is also where the others wait.
+        # Every process logs the same scores; this is also where the others wait.
         pl_module.figures.update(trainer.strategy.broadcast(figures))
 
     def _due(self, trainer: lightning.Trainer) -> bool:
@@ -143,7 +143,7 @@ class BenchmarkCallback(Callback):
             except ScforgeError as error:
                 if name not in self._failed:  # once a training
                     self._failed.add(name)
-                    warn(f"the benchmark {name!r} failed during training, its figures are NaN: {error}")
+                    warn(f"the benchmark {name!r} failed during training, its scores are NaN: {error}")
             figures |= {f"{name}_{metric}": float(score) for metric, score in scores.items()}
         return figures
 

@@ -227,7 +227,7 @@ def run_cz_task(
 
     Returns
     -------
-    One row a figure, with the columns ``task``, ``method``, ``kind``, ``metric``, ``value``, ``params`` (a dict, e.g.
+    One row a score, with the columns ``task``, ``method``, ``kind``, ``metric``, ``value``, ``params`` (a dict, e.g.
     the classifier), ``n_dims`` and ``seconds`` (of the task). More is better in all of them.
 
     Raises
@@ -280,9 +280,9 @@ def evaluate_cz(
     title: str = "Tasks of cz-benchmarks",
     **options: Any,
 ) -> Report:
-    """Run several tasks of cz-benchmarks, each beside its baseline, as a report.
+    """Run several tasks of cz-benchmarks, each with its baseline, as a report.
 
-    Figures of several classifiers or perturbations stand in it as their mean;
+    Scores of several classifiers or perturbations stand in it as their mean;
     :func:`~scforge.eval.cz_benchmarks.run_cz_task` has each.
 
     Parameters
@@ -442,7 +442,7 @@ def _scores(frame: pd.DataFrame) -> dict[str, float]:
 
 
 def _figure(metric: str, params: Mapping[str, Any]) -> str:
-    """Return the column of a report for a figure; an empty text for that of one classifier of several."""
+    """Return the column of a report for a score; an empty text for that of one classifier of several."""
     if not str(params.get("classifier", "MEAN")).startswith("MEAN"):
         return ""
     if "train_species" not in params or params["train_species"] == params["test_species"]:

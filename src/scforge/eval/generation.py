@@ -30,7 +30,7 @@ _ROUNDING = 1e-12
 
 
 def mark_of(made: AnnData | pd.DataFrame | str) -> Any:
-    """Return what changes with made or real cells, or effects; None if that cannot be told."""
+    """Return what changes with made or real cells, or effects; None if that is unknown."""
     if isinstance(made, str):
         return made
     if isinstance(made, pd.DataFrame):
@@ -41,7 +41,7 @@ def mark_of(made: AnnData | pd.DataFrame | str) -> Any:
 
 
 class _Parts(NamedTuple):
-    """What the figures are made of; rows of made cells first, then of real ones, where both are in one array."""
+    """Statistics behind the scores; rows of generated cells first, then of real cells, if both are in one array."""
 
     made: sparse.csr_matrix
     real: sparse.csr_matrix
@@ -78,7 +78,7 @@ class Generation(Benchmark):
     Parameters
     ----------
     labels_key
-        Column of obs of both, e.g. cell types that were asked for.
+        Column of obs of both, e.g. cell types that were requested.
     n_comps
         Components of the real cells; fewer where there are not so many.
     max_cells
@@ -124,7 +124,7 @@ class Generation(Benchmark):
         self._cells(reference, "real")
 
     def run(self, made: AnnData, reference: AnnData) -> dict[str, float]:
-        """Return one figure for each of :attr:`metrics`.
+        """Return one score for each of :attr:`metrics`.
 
         Parameters
         ----------
@@ -143,12 +143,12 @@ class Generation(Benchmark):
         return {name: float(values[0]) for name, values in self._figures(parts, *weights).items()}
 
     def resampled(self, made: AnnData, reference: AnnData, *, n: int, seed: int) -> pd.DataFrame:
-        """Return the figures on random halves of the cells; those of the real cells are the same for all methods.
+        """Return the scores on random halves of the cells; those of the real cells are the same for all methods.
 
         The trees and the components stay those of all cells.
         """
         parts = self._parts(made, reference)
-        # Made cells are drawn from a generator of their own: their number may differ between methods.
+        # Generated cells use a separate random generator, because their number may differ between methods.
         of_real = _halves(parts.real.shape[0], n, np.random.default_rng([seed, 0]))
         of_made = _halves(parts.made.shape[0], n, np.random.default_rng([seed, 1]))
         return pd.DataFrame(self._figures(parts, of_made, of_real))[list(self.metrics)]
@@ -162,7 +162,7 @@ class Generation(Benchmark):
         return log_normalized(adata, argument=f"the {what} cells", made=what == "generated")
 
     def _parts(self, made: AnnData, reference: AnnData) -> _Parts:
-        """Compute what does not depend on the draw, once for the figures and their draws."""
+        """Compute what does not depend on the draw, once for the scores and their draws."""
         key = ((self.seed, self.n_comps, self.max_cells), mark_of(made), mark_of(reference))
         if self._last is not None and self._last[0] == key and None not in key:
             return self._last[1]
@@ -194,11 +194,11 @@ class Generation(Benchmark):
         told = {"leave out": (few, "real"), "are NaN, for": (lacking, "generated")}
         for what, (labels, of) in told.items():
             if len(labels):
-                warn(f"Figures of each label {what} {listing(labels)}: fewer than {MIN_CELLS} {of} cells.")
+                warn(f"Scores of each label {what} {listing(labels)}: fewer than {MIN_CELLS} {of} cells.")
         return [((of_made == name).to_numpy(), (of_real == name).to_numpy()) for name in names]
 
     def _figures(self, parts: _Parts, of_made: np.ndarray, of_real: np.ndarray) -> dict[str, np.ndarray]:
-        """Return each figure for each draw, shape (R,), from weights 0 or 1 of the cells, shapes (R, N)."""
+        """Return each score for each draw, shape (R,), from weights 0 or 1 of the cells, shapes (R, N)."""
         moments = [_moments(parts.made, of_made), _moments(parts.real, of_real)]
         both = [weights[:, rows] for weights, rows in ((of_made, parts.rows_made), (of_real, parts.rows_real))]
         figures = {
@@ -228,7 +228,8 @@ def mmd_squared(kernels: tuple[np.ndarray, ...], made: np.ndarray, real: np.ndar
     Parameters
     ----------
     kernels
-        Kernel between m made cells, between n real cells, and of made to real ones, shapes (m, m), (n, n) and (m, n).
+        Kernel between m generated cells, between n real cells, and between generated and real cells, shapes (m, m), (n,
+        n) and (m, n).
     made, real
         Which cells are in the subsets, 0 or 1, shapes (R, m) and (R, n). NaN where a subset has fewer than two.
 
@@ -383,7 +384,7 @@ def copied_rows(matrix: sparse.csr_matrix, known: sparse.csr_matrix) -> np.ndarr
 
 
 def _row_hashes(matrix: sparse.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
-    """Return a hash of each row, uint64, and which rows have enough genes to be told from others, bool, shape (N,)."""
+    """Return a hash of each row, uint64, and which rows have enough genes for it, bool, shape (N,)."""
     matrix = matrix.tocsr().astype(np.float64)
     matrix.sum_duplicates()
     matrix.data = np.round(matrix.data, _DECIMALS)
@@ -402,7 +403,7 @@ def check_features(
     """Raise where the features of a held-out perturbation were made from its own cells.
 
     The mean embedding of the cells under a perturbation is not known before the experiment. A regression that is fed
-    with it, in place of something known of the gene, reads the answer. That is told where a row is the mean, or the
+    with it, instead of something known of the gene, reads the answer. It is detected where a row is the mean, or the
     mean less that of the controls, of ``X``, of a layer (of counts also of their log1p CP10K) or of an entry of
     ``obsm`` over the cells of that perturbation, up to a factor; or, for at least five perturbations, if a column is
     any column of such means up to a factor and an offset. Columns of fewer than five values, e.g. indicators, are too
@@ -487,7 +488,7 @@ def _same_columns(ours: np.ndarray, means: np.ndarray) -> bool:
 
 
 def _unit_columns(values: np.ndarray) -> np.ndarray:
-    """Return centered columns of length 1, of those that take enough values to be told from others."""
+    """Return centered columns of length 1, of those that take enough values to be distinguished from others."""
     values = values[:, np.isfinite(values).all(axis=0)]
     size = np.abs(values).max(axis=0, initial=0.0)
     steps = np.diff(np.sort(values, axis=0), axis=0) > 1e-6 * size
@@ -541,10 +542,10 @@ def generation_baselines(
 
     ``"training cells"``
         Training cells themselves, as far as there are enough each once: a ceiling, not a baseline, since it is real
-        data of another split. Where they are better than real cells can be told from each other, nothing is left to
-        gain; a model that repeats its training cells reaches it, too.
+        data of another split. Where they are better than real cells can be distinguished from each other, nothing is
+        left to gain; a model that repeats its training cells reaches it, too.
     ``"independent genes"``
-        Each gene takes its log1p CP10K from a training cell of its own: every gene is right, no two go together.
+        Each gene takes its log1p CP10K from a different training cell: every gene is right, no two are correlated.
     ``"mean and Poisson"``
         Counts drawn about the mean share of each gene, times the library size of a training cell: every cell is of the
         same kind.
@@ -600,7 +601,7 @@ def evaluate_generation(
     intervals: bool = True,
     title: str = "Generated cells compared",
 ) -> Report:
-    """Score generated cells against real ones, beside cells made from the training cells without a model.
+    """Score generated cells against real cells, with cells derived from the training cells as baselines.
 
     Library sizes are those over all genes of each data set; then only genes count that all of them have. So counts have
     to be over all genes. ``mmd`` and ``c2st`` look at the same number of cells of each method and of the real ones, the
@@ -616,7 +617,7 @@ def evaluate_generation(
     train
         Real cells that the methods have learned from, raw counts.
     labels_key
-        Column of obs of all of them, for figures of each label.
+        Column of obs of all of them, for scores of each label.
     layer
         Key in ``layers`` of `real` and `train` with raw counts; None reads ``X``.
     kinds
@@ -632,7 +633,7 @@ def evaluate_generation(
 
     Returns
     -------
-    The report: figures of :class:`Generation` of each method and baseline.
+    The report: scores of :class:`Generation` of each method and baseline.
 
     Raises
     ------
@@ -707,7 +708,7 @@ def evaluate_generation(
     report.facts["cells of each in mmd and c2st"] = benchmark.max_cells
     report.notes += notes
     report.notes.append(
-        f"Figures are over {len(names)} of {real.n_vars} genes of the real cells, those that all cells have, on log1p "
+        f"Scores are over {len(names)} of {real.n_vars} genes of the real cells, those that all cells have, on log1p "
         f"CP{TARGET_SUM:,.0f}."
     )
     return report
@@ -728,7 +729,7 @@ def holds_counts(adata: AnnData, layer: str | None = None) -> bool:
 def check_complete(
     adata: AnnData, what: str, whole: AnnData, *, layer: str | None = None, layer_of_whole: str | None = None
 ) -> None:
-    """Raise where counts are over part of the genes of others, so that their totals are no library sizes."""
+    """Raise where counts are over part of the genes of others, so that their totals are not library sizes."""
     lacking = ~whole.var_names.isin(adata.var_names)
     if not lacking.any() or not holds_counts(adata, layer):
         return

@@ -1,4 +1,4 @@
-"""Run benchmarks on embeddings beside their baselines."""
+"""Run benchmarks on embeddings with their baselines."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class Replicates(tuple[Any, ...]):
-    """What one method made several times, e.g. trained with several seeds: one row, whose figures are means."""
+    """What one method made several times, e.g. trained with several seeds: one row, whose scores are means."""
 
 
 def runs_of(one: Any) -> tuple[Any, ...]:
-    """Return what a method made in each of its trainings."""
+    """Return the results of a method in each of its training runs."""
     return one if isinstance(one, Replicates) else (one,)
 
 
@@ -51,14 +51,15 @@ def score(
     versions = _versions(benchmark, seeds)
     scores: dict[str, pd.DataFrame] = {}
     draws: dict[str, pd.DataFrame] = {}
-    # What is no contest is quick, and its scores mean nothing by themselves.
+    # Diagnostics are fast, and their values are not comparable scores.
     speaks, start = progress_bar and benchmark.ranks, time.perf_counter()
     if speaks:
         announce(f"{name}: scoring {len(made)} methods ...")
     for n_done, (method, one) in enumerate(made.items(), 1):
         runs = runs_of(one)
         of_runs = [pd.DataFrame([version.run(run, reference) for version in versions]) for run in runs]
-        # Seeds of folds and trainings are no equal sources of variation: where there are trainings, theirs counts.
+        # Seeds of folds and training runs are not equal sources of variation: where there are training runs, theirs
+        # counts.
         scores[method] = of_runs[0] if len(runs) == 1 else pd.DataFrame([table.mean() for table in of_runs])
         drawn = [
             versions[0].resampled(run, reference, n=benchmark.n_draws, seed=int(seeds[0])) if intervals else None
@@ -126,7 +127,7 @@ def _versions(benchmark: Benchmark, seeds: Sequence[int]) -> list[Benchmark]:
 def _best(
     metric: str, means: Mapping[str, Mapping[str, float]], kinds: Mapping[str, Kind], measured: Measured
 ) -> str | None:
-    """Return the baseline with the best figure."""
+    """Return the baseline with the best score."""
     values = {method: found.get(metric, np.nan) for method, found in means.items() if kinds[method] == "baseline"}
     values = {method: value for method, value in values.items() if np.isfinite(value)}
     return max(values, key=lambda method: measured.sign(metric) * values[method], default=None)
@@ -163,7 +164,7 @@ def evaluate(
     key_added: str | None = "metrics",
     progress_bar: bool = True,
 ) -> Report:
-    """Score embeddings in ``adata.obsm`` beside baselines on the same cells.
+    """Score embeddings in ``adata.obsm`` with baselines on the same cells.
 
     Parameters
     ----------
@@ -184,11 +185,11 @@ def evaluate(
     labels_key, batch_key, groups_key
         Columns of ``adata.obs`` for benchmarks that are given by name without them.
     seeds
-        Seeds of benchmarks that have one; figures are means over them.
+        Seeds of benchmarks that have one; scores are means over them.
     intervals
         Add 95 % intervals and tests against the best baseline, from resampled cells.
     replicates
-        Name of a row to keys among `obsm_keys` that are the same method with several seeds: one row in place of theirs.
+        Name of a row to keys among `obsm_keys` that are the same method with several seeds: one row instead of theirs.
     rows
         Cells that are scored, positions in `adata`; baselines are made of all. None scores all.
     seconds
@@ -196,13 +197,13 @@ def evaluate(
     title
         Heading of the report.
     key_added
-        Key in ``adata.uns["scforge"]`` for the figures; None writes nothing.
+        Key in ``adata.uns["scforge"]`` for the scores; None writes nothing.
     progress_bar
         Show a line for each baseline and score, with its time.
 
     Returns
     -------
-    The report. Its figures (:meth:`Report.to_frame`) are also written to ``adata.uns["scforge"][key_added]``.
+    The report. Its scores (:meth:`Report.to_frame`) are also written to ``adata.uns["scforge"][key_added]``.
 
     Raises
     ------
@@ -295,7 +296,7 @@ def compare(
     kinds
         Name of a method to ``"model"``, ``"baseline"``, ``"untrained"`` or ``"ceiling"``.
     seeds
-        Seeds of a benchmark that has one; figures are means over them.
+        Seeds of a benchmark that has one; scores are means over them.
     intervals
         Add 95 % intervals, and tests of the models against the best baseline.
     title
@@ -355,12 +356,12 @@ def entries_of(benchmarks: Entry | Sequence[Entry]) -> list[Entry]:
 
 
 def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None]) -> dict[str, Benchmark]:
-    """Make the benchmarks of a list, by names that differ; `keys` are columns of the data, where none is told."""
+    """Make the benchmarks of a list, with unique names; `keys` are columns of the data, used if none is given."""
     found: dict[str, Benchmark] = {}
     for entry in entries_of(benchmarks):
         evaluation = to_evaluation(entry)
         if not evaluation.held_out or evaluation.max_cells not in (None, 10_000):
-            raise OptionError(f"dataset and max_cells of {evaluation.title!r} have no use here; pass such cells.")
+            raise OptionError(f"dataset and max_cells of {evaluation.title!r} have no effect here; pass such cells.")
         if evaluation.title in found:
             raise OptionError(f"two benchmarks are called {evaluation.title!r}; give one of them a name.")
         found[evaluation.title] = evaluation.made(keys)
@@ -370,13 +371,13 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
 def check_seeds(seeds: Sequence[int]) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless there is a seed, and each is one."""
     if not isinstance(seeds, Sequence) or isinstance(seeds, str) or not len(seeds):
-        raise OptionError(f"seeds={seeds!r} is no list of seeds; give one, e.g. (0, 1, 2).")
+        raise OptionError(f"seeds={seeds!r} is not a list of seeds; give one, e.g. (0, 1, 2).")
     for seed in seeds:
         check_seed(seed)
 
 
 def write_metrics(adata: AnnData, report: Report, key: str) -> None:
-    """Write the figures of a report into ``adata.uns["scforge"]``."""
+    """Write the scores of a report into ``adata.uns["scforge"]``."""
     adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key: report.to_frame()}
 
 
@@ -399,7 +400,7 @@ def _versions_of_packages() -> str:
 def _join_replicates(
     embeddings: dict[str, Any], kinds: dict[str, Kind], replicates: Mapping[str, Sequence[str]]
 ) -> None:
-    """Put one row in place of those that are the same method; `kinds` as well."""
+    """Put one row instead of those that are the same method; `kinds` as well."""
     for name, keys in replicates.items():
         missing = [key for key in keys if key not in embeddings]
         if missing or not keys:

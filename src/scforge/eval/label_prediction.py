@@ -56,7 +56,7 @@ def labeled(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> np.
 
 
 def check_names(obs: pd.DataFrame) -> None:
-    """Raise :class:`~scforge.errors.DataError` if cells cannot be told by their names."""
+    """Raise :class:`~scforge.errors.DataError` if cell names are not unique."""
     if not obs.index.is_unique:
         twice = obs.index[obs.index.duplicated()].unique()
         raise DataError(f"{len(twice)} names of obs stand on several cells ({listing(twice[:3])}); make them unique.")
@@ -159,7 +159,7 @@ class CellTypeProbe(Benchmark):
         return None if groups is None else len(np.unique(groups))
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
-        """Return one figure for each metric, in [0, 1].
+        """Return one score for each metric, in [0, 1].
 
         Raises
         ------
@@ -177,7 +177,7 @@ class CellTypeProbe(Benchmark):
         return self._figures(plan, self._predict(embedding, plan, len(obs)), np.ones(len(plan.rows)))
 
     def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame:
-        """Return the figures on bootstrap samples of the cells, or of whole groups, after the predictions were made.
+        """Return the scores on bootstrap samples of the cells, or of whole groups, after the predictions were made.
 
         A label that a sample lacks does not count in its means.
         """
@@ -365,9 +365,9 @@ _MIN_RANK, _MAX_COSINE, _MAX_CONSTANT = 2.0, 0.99, 0.9
 
 @register_benchmark("geometry")
 class Geometry(Benchmark):
-    """Effective rank, mean cosine and share of the first component: figures in which a collapse shows.
+    """Effective rank, mean cosine and share of the first component: scores in which a collapse shows.
 
-    They need no labels, and say nothing of what an embedding knows: noise has a higher effective rank than any
+    They need no labels and do not measure the quality of an embedding: noise has a higher effective rank than any
     embedding of cells. So no intervals are computed, and nothing is tested.
 
     ``effective_rank``
@@ -407,7 +407,7 @@ class Geometry(Benchmark):
             raise DataError(f"geometry needs at least 2 cells, but there are {len(obs)}; score more cells.")
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
-        """Return one figure for each of :attr:`metrics`.
+        """Return one score for each of :attr:`metrics`.
 
         ``mean_cosine`` is NaN if fewer than two cells have a direction.
 
@@ -435,7 +435,7 @@ class Geometry(Benchmark):
 
 
 def is_collapsed(scores: Mapping[str, float]) -> bool:
-    """Tell from the figures of :class:`Geometry` whether an embedding has collapsed.
+    """Tell from the scores of :class:`Geometry` whether an embedding has collapsed.
 
     So it is where the effective rank is below 2, the mean cosine above 0.99, or more than 0.9 of the dimensions are
     constant: all cells lie at about one point, in one direction, or on one line. The limits are ours.

@@ -59,7 +59,7 @@ def edges_from_embeddings(
     measure
         ``"cosine"``, ``"correlation"`` over the dimensions, or ``"dot"``, the inner product.
     center
-        Take the mean over all genes off first: what is common to all vectors says nothing of two genes.
+        Take the mean over all genes off first: what is common to all vectors carries no information on a pair of genes.
     absolute
         Score by the size alone, so that opposite vectors are as near as equal ones.
 
@@ -72,7 +72,7 @@ def edges_from_embeddings(
     OptionError
         If the measure is unknown, or there are too many pairs.
     DataError
-        If a gene stands there twice, or none of `tfs` or of `targets` has a vector.
+        If a gene occurs twice, or none of `tfs` or of `targets` has a vector.
 
     Examples
     --------
@@ -178,10 +178,10 @@ def edges_from_perturbations(effects: pd.DataFrame | AnnData, *, tfs: Sequence[s
         - what the perturbation task predicts (``predictor.predict(...)``), with ``layers["delta"]``: a perturbed gene
           regulates the genes of the largest absolute change, the largest over contexts. Combinations are left out.
         - the same as a table, the index the perturbed genes and the columns the genes that change.
-        - the table of ``model.perturb_in_silico(genes, combinations=2)``. It says how far cells move, not which genes
-          do, so what two genes do together counts: with a_i + a_j the best additive fit to the shifts of pairs (least
-          squares), the weight is the absolute rest, the same in both directions; NaN shifts are left out. With groups
-          it is the largest over them.
+        - the table of ``model.perturb_in_silico(genes, combinations=2)``. It measures how far cells move, not which
+          genes do, so what two genes do together counts: with a_i + a_j the best additive fit to the shifts of pairs
+          (least squares), the weight is the absolute rest, the same in both directions; NaN shifts are left out. With
+          groups it is the largest over them.
     tfs
         Sources to keep; None keeps all.
 
@@ -245,10 +245,10 @@ def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.n
 
 
 def _unique(names: Any) -> pd.Index:
-    """Return names as text, each of which has to stand there once."""
+    """Return names as text; each must occur once."""
     index = pd.Index(names).astype(str)
     if not index.is_unique:
-        raise DataError(f"the genes {listing(index[index.duplicated()].unique(), most=3)} stand there twice; keep one.")
+        raise DataError(f"the genes {listing(index[index.duplicated()].unique(), most=3)} occurs twice; keep one.")
     return index
 
 
@@ -267,7 +267,7 @@ def _deltas(predicted: AnnData) -> pd.DataFrame:
 def _of_pairs(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
     """Return how far the shifts of pairs are from a sum of what each gene does."""
     if "gene_2" not in table:
-        raise DataError("effects says nothing of pairs; call model.perturb_in_silico(genes, combinations=2).")
+        raise DataError("effects has no pairs of genes; call model.perturb_in_silico(genes, combinations=2).")
     names = pd.Index(pd.unique(pd.concat([table["gene"], table["gene_2"]]))).astype(str)
     groups = table["group"] if "group" in table else pd.Series("", index=table.index)
     found = np.full((len(names), len(names)), np.nan)
@@ -313,7 +313,7 @@ def read_network(
         OmniPath
             CollecTRI or DoRothEA from there: ``source_genesymbol``, ``target_genesymbol``, ``is_stimulation`` ...
         ENCODE
-            ``gene_attribute_edges.txt.gz`` of Harmonizome. Genes stand in ``source`` there, and the factors that bind
+            ``gene_attribute_edges.txt.gz`` of Harmonizome. Genes are in ``source`` there, and the factors that bind
             near them in ``target``; both change places.
         ChIP-Atlas
             Its target genes: one row a gene, ``FACTOR|Average`` and a column for each experiment. Targets whose average
@@ -327,7 +327,7 @@ def read_network(
     Returns
     -------
     ``source`` and ``target``, one row an edge, in the order of the file; and where the file tells, ``sign`` (1
-    activation, -1 repression, NaN unknown, or said both ways), ``weight`` (the largest, where an edge stands there more
+    activation, -1 repression, NaN unknown, or said both ways), ``weight`` (the largest, where an edge occurs more
     than once) and ``confidence`` (the best).
 
     Raises
@@ -360,7 +360,7 @@ def read_network(
 def _edges_of_file(path: Path, source: str | int | None, target: str | int | None) -> pd.DataFrame:
     """Return the edges of a file as it has them."""
     if not path.is_file():
-        raise MissingFileError(f"path={str(path)!r} is not a file; say where the network is.")
+        raise MissingFileError(f"path={str(path)!r} is not a file; pass the path of the network.")
     try:
         edges = _edges_of_table(_table(path, isinstance(source, int)), source, target)
     except (ValueError, OSError) as error:
@@ -408,7 +408,7 @@ def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str |
         edges = pd.DataFrame({"source": chip["tf"], "target": table.iloc[:, 0], "weight": weights})
         return edges[edges["weight"] > 0]
     if {"source_desc", "target_desc"} <= set(columns):
-        # The line below the header says what the columns are; it is no edge.
+        # The line below the header describes the columns; it is not an edge.
         edges = pd.DataFrame({"source": column("target"), "target": column("source")})
         edges = edges[~edges["target"].str.lower().isin(["genesym", "gene symbol", "na", "n/a"])]
         if edges["source"].nunique() > edges["target"].nunique():
@@ -464,7 +464,7 @@ class Universe:
         Raises
         ------
         DataError
-            If columns are missing, a weight is not a number, or a pair stands there twice.
+            If columns are missing, a weight is not a number, or a pair occurs twice.
         """
         check_edges("the scores", made, "weight")
         rows, columns = _places(made["source"], self.tfs), _places(made["target"], self.genes)
@@ -492,7 +492,7 @@ class RankedPairs:
     starts, ends
         First pair of the ties of each true edge, and the first pair behind them, shape (E,).
     n_scored
-        Pairs that had a weight; those without stand behind and tie with each other.
+        Pairs that had a weight; those without follow and tie with each other.
     within
         AUROC among the pairs of each transcription factor, shape (T,); NaN where all are true.
     bounds
@@ -559,7 +559,7 @@ class GeneNetwork(Benchmark):
 
     The pairs are those of all transcription factors that regulate something in the truth, with all genes that something
     regulates there (or all measured ones), without pairs of a gene with itself. What is not in the truth counts as
-    wrong, although many true edges are unknown: figures compare methods, and are no error rates. Edges with more than
+    wrong, although many true edges are unknown: scores compare methods, and are no error rates. Edges with more than
     one row in the truth count once; signs take no part.
 
     **Pairs without a score** get the lowest of all, and tie with each other. So a method that names few edges is not
@@ -594,14 +594,14 @@ class GeneNetwork(Benchmark):
         Mean over transcription factors of the AUROC among their own pairs. That some have more known targets than
         others does not help here.
 
-    :meth:`resampled` is a bootstrap of transcription factors: the edges of one are no independent observations.
+    :meth:`resampled` is a bootstrap of transcription factors: the edges of one are not independent observations.
 
     Examples
     --------
     >>> truth = pd.DataFrame({"source": ["A", "A", "B"], "target": ["x", "y", "z"]})
     >>> scores = pd.DataFrame({"source": ["A", "A", "B"], "target": ["x", "y", "x"], "weight": [3.0, 2.0, 1.0]})
-    >>> figures = GeneNetwork().run(scores, truth)
-    >>> round(figures["auroc"], 3), round(figures["early_precision"], 3)
+    >>> scores = GeneNetwork().run(scores, truth)
+    >>> round(scores["auroc"], 3), round(scores["early_precision"], 3)
     (0.778, 0.667)
     """
 
@@ -654,7 +654,7 @@ class GeneNetwork(Benchmark):
         return Universe(tfs, genes, edges, pairs, len(given) - len(kept))
 
     def run(self, made: pd.DataFrame, reference: pd.DataFrame) -> dict[str, float]:
-        """Return the figures; NaN where all pairs, for ``auroc_within_tf`` those of each factor, are true edges.
+        """Return the scores; NaN where all pairs, for ``auroc_within_tf`` those of each factor, are true edges.
 
         Parameters
         ----------
@@ -668,7 +668,7 @@ class GeneNetwork(Benchmark):
         return RankedPairs(made, universe).figures(np.ones(len(universe.tfs)))
 
     def resampled(self, made: pd.DataFrame, reference: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame:
-        """Return the figures on bootstrapped transcription factors; NaN where those drawn regulate all genes."""
+        """Return the scores on bootstrapped transcription factors; NaN where those drawn regulate all genes."""
         universe = self.universe(reference)
         ranked = RankedPairs(made, universe)
         draws = bootstrap_weights(len(universe.tfs), n, seed=seed).astype(np.float64)
@@ -696,9 +696,9 @@ def _places(names: pd.Series, index: pd.Index) -> np.ndarray:
 
 NETWORK_BASELINES = ("pearson", "spearman", "mean_expression", "degree", "in_degree", "random")
 _N_FOLDS = 5
-"""Folds in which edges are counted apart from those that are asked for."""
+"""Folds in which edges are counted without the scored ones."""
 _N_RANDOM = 3
-"""Random scores, each a method of its own."""
+"""Random scores, each a separate method."""
 
 
 def network_baselines(
@@ -719,7 +719,7 @@ def network_baselines(
         Product of the means of log1p CP10K of both genes: what is highly expressed is well known.
     ``"degree"``
         How many edges either gene has in the truth apart from the one in question (cross-fitted). It sees true edges,
-        which a model does not, and no cell: it says how far popularity alone gets.
+        which a model does not, and no cell: it shows how far popularity alone gets.
     ``"in_degree"``
         The same of the target alone, which is the fair one to compare the order within a transcription factor with.
     ``"random"``
@@ -760,15 +760,15 @@ def _correlations(values: sparse.csc_matrix, rows: np.ndarray, columns: np.ndarr
 
 
 def degree_weights(universe: Universe, *, out: bool = True, seed: int = 0) -> np.ndarray:
-    """Score pairs of genes by the share of true edges of either, apart from what is asked for, shape (T, G).
+    """Score pairs of genes by the share of true edges of either, without the scored pair itself, shape (T, G).
 
     The weight of an edge is the out-degree of its source (with `out`) times the in-degree of its target, as shares.
     They are cross-fitted: transcription factors and genes are dealt into folds, and for a pair of fold a and fold b the
     out-degree is counted over the genes outside b, the in-degree over the transcription factors outside a. To take one
     edge off each count would not do: among the pairs of a gene, true ones would then have the lower counts, by which
-    they could be told. Folds keep some of that. Among the pairs of one transcription factor, the out-degree brings
+    they could be predicted. Folds keep some of that. Among the pairs of one transcription factor, the out-degree brings
     random edges somewhat below chance (AUROC 0.47 where 60 have 20 of 200 genes each). And where most genes of the
-    truth have one edge, to know that they have no other tells the true one, the wrong way round: figures below chance
+    truth have one edge, to know that they have no other tells the true one, the wrong way round: scores below chance
     say that the truth is too small for degrees. Shares are shrunk toward that of all pairs by one pseudo-observation.
     """
     rng = np.random.default_rng(seed)
@@ -831,7 +831,7 @@ def evaluate_network(
     intervals: bool = True,
     title: str = "Gene networks compared",
 ) -> Report:
-    """Score networks of genes against known edges, beside baselines on the same pairs.
+    """Score networks of genes against known edges, with baselines on the same pairs.
 
     Parameters
     ----------
@@ -841,7 +841,7 @@ def evaluate_network(
     truth
         True edges, with the columns ``source`` and ``target``: from :func:`scforge.eval.networks.read_network`.
     adata
-        Annotated data with raw counts: says which genes were measured, and is what baselines correlate.
+        Annotated data with raw counts: defines the measured genes and the input of the baselines.
     layer
         Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
     gene_key
@@ -870,7 +870,7 @@ def evaluate_network(
 
     Returns
     -------
-    The report: metrics of :class:`scforge.eval.GeneNetwork`; its facts say what the pairs are, its notes which methods
+    The report: metrics of :class:`scforge.eval.GeneNetwork`; its facts describe the pairs, its notes the methods that
     left pairs without a score.
 
     Raises
@@ -937,7 +937,7 @@ def network_curves(scores: Mapping[str, pd.DataFrame], truth: pd.DataFrame, *, n
     Returns
     -------
     ``method``, ``recall``, ``precision`` and ``auprc``, by rising recall. ``auprc`` is the average precision of the
-    whole network, as :class:`GeneNetwork` has it, the same on all its rows. Points stand where the weight changes, so
+    whole network, as :class:`GeneNetwork` has it, the same on all its rows. Points are where the weight changes, so
     that pairs that tie are one step. The last point, at recall 1, is where all pairs are taken: its precision is that
     of random scores.
 

@@ -36,7 +36,7 @@ _MIN_GENES = 10
 class RankReconstruction(Benchmark):
     """Compares orders of genes that a model gives back with the true ones, highest gene first.
 
-    These are the figures by which papers on models of ranked genes judge a reconstruction.
+    These are the scores by which papers on models of ranked genes judge a reconstruction.
 
     ``l_dist``
         Levenshtein distance [1]_: the fewest genes to put in, take out or replace, divided by the length of the longer
@@ -75,7 +75,7 @@ class RankReconstruction(Benchmark):
         _rows(reference, "the true orders", repeated=False)
 
     def run(self, made: np.ndarray, reference: np.ndarray) -> dict[str, float]:
-        """Return one figure for each of :attr:`metrics`.
+        """Return one score for each of :attr:`metrics`.
 
         Parameters
         ----------
@@ -88,18 +88,18 @@ class RankReconstruction(Benchmark):
         Raises
         ------
         DataError
-            If they do not fit each other, or are no orders.
+            If they do not fit each other, or are not orders.
         """
         table = self._by_cell(made, reference)
         return {name: float(values[0]) for name, values in _figures(table, np.ones((1, len(table)))).items()}
 
     def resampled(self, made: np.ndarray, reference: np.ndarray, *, n: int, seed: int) -> pd.DataFrame:
-        """Return the figures on bootstrapped cells."""
+        """Return the scores on bootstrapped cells."""
         table = self._by_cell(made, reference)
         return pd.DataFrame(_figures(table, bootstrap_weights(len(table), n, seed=seed).astype(np.float64)))
 
     def _by_cell(self, made: np.ndarray, reference: np.ndarray) -> np.ndarray:
-        """Return what the figures of each cell are made of, float64, shape (N, 5 + 2 * 4), see :func:`_figures`."""
+        """Return what the scores of each cell are made of, float64, shape (N, 5 + 2 * 4), see :func:`_figures`."""
         true = _rows(reference, "the true orders", repeated=False)
         found = _rows(made, "the reconstructed orders", repeated=True)
         if len(found) != len(true):
@@ -113,9 +113,9 @@ def ranking_baselines(train: np.ndarray, reference: np.ndarray, *, seed: int = 0
     ``"mean order"``
         The genes with the highest mean rank in the training cells, as many as the cell has: the same for all cells.
     ``"mean order of the cell's genes"``
-        The genes of the cell by their mean rank in the training cells. It is told which genes the cell has.
+        The genes of the cell by their mean rank in the training cells. It receives the genes of the cell.
     ``"random order of the cell's genes"``
-        Chance. It is told which genes the cell has, too.
+        Chance. It also receives the genes of the cell.
 
     The rank of a gene is 1 at the first place and falls to 0 behind the last; it is 0 in cells that have it not.
 
@@ -149,7 +149,7 @@ def evaluate_reconstruction(
     intervals: bool = True,
     title: str = "Reconstructed orders of genes compared",
 ) -> Report:
-    """Score reconstructed orders of genes beside :func:`ranking_baselines` of the training cells.
+    """Score reconstructed orders of genes, with :func:`ranking_baselines` of the training cells.
 
     Parameters
     ----------
@@ -170,7 +170,7 @@ def evaluate_reconstruction(
 
     Returns
     -------
-    The report: figures of :class:`RankReconstruction` of each method and baseline.
+    The report: scores of :class:`RankReconstruction` of each method and baseline.
 
     Raises
     ------
@@ -226,7 +226,7 @@ def _rows(orders: np.ndarray, what: str, *, repeated: bool) -> list[np.ndarray]:
     twice = [not repeated and len(np.unique(row)) < len(row) for row in rows]
     for wrong, problem in ((gaps, "-1 before a gene"), (empty, "no gene"), (twice, "a gene twice")):
         if np.any(wrong):
-            raise DataError(f"{what} have {problem} in row {int(np.argmax(wrong))}; mend it, or leave the cell out.")
+            raise DataError(f"{what} have {problem} in row {int(np.argmax(wrong))}; fix it, or leave the cell out.")
     return rows
 
 
@@ -247,7 +247,7 @@ def _of_cell(made: np.ndarray, true: np.ndarray) -> np.ndarray:
 
 
 def _figures(table: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
-    """Return each figure for each draw of cells, shape (R,)."""
+    """Return each score for each draw of cells, shape (R,)."""
     total = weights.sum(axis=1)
     spearman = np.isfinite(table[:, 4])
     of_spearman = weights[:, spearman].sum(axis=1)

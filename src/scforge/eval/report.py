@@ -67,9 +67,9 @@ class Comparison:
 
 
 def interval(value: float, draws: np.ndarray, *, n_units: int | None = None) -> tuple[float, float]:
-    """Return the 95 % interval around a figure from how it varies over draws of the data.
+    """Return the 95 % confidence interval of a score from its variation over resampled data.
 
-    The draws are taken as deviations from their own mean, since figures on resampled data may all lie somewhat too low.
+    The draws are taken as deviations from their own mean, since scores on resampled data may all lie somewhat too low.
     With 100 draws or more, and as many units, the interval runs between percentiles of the deviations (the percentile
     bootstrap, Efron and Tibshirani 1993), with fewer it is that of Student's t. Bootstraps of few units vary too
     little, which is made up for (Hesterberg 2015).
@@ -229,7 +229,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a reader has to know of the figures of a benchmark.
+    """What a reader has to know of the scores of a benchmark.
 
     Attributes
     ----------
@@ -240,7 +240,7 @@ class Measured:
     lower_is_better
         Those in which less is better.
     ranks
-        Whether they say which method is better.
+        Whether they rank methods.
     """
 
     metrics: tuple[str, ...]
@@ -250,7 +250,7 @@ class Measured:
 
     @classmethod
     def by(cls, benchmark: Benchmark) -> Measured:
-        """Describe the figures of a benchmark."""
+        """Describe the scores of a benchmark."""
         return cls(tuple(benchmark.metrics), benchmark.main, frozenset(benchmark.lower_is_better), benchmark.ranks)
 
     def sign(self, metric: str) -> float:
@@ -273,7 +273,7 @@ class Report:
     rows
         The scores.
     measured
-        Benchmark to what its figures are. For one that is not here, more is better and the first figure counts most.
+        Benchmark to what its scores are. For one that is not here, more is better and the first score counts most.
 
     Examples
     --------
@@ -320,14 +320,14 @@ class Report:
         return [row for row in self.rows if row.benchmark == benchmark]
 
     def about(self, benchmark: str) -> Measured:
-        """Return what the figures of a benchmark are."""
+        """Return what the scores of a benchmark are."""
         if benchmark in self.measured:
             return self.measured[benchmark]
         metrics = tuple(dict.fromkeys(name for row in self.of(benchmark) for name in row.scores))
         return Measured(metrics, metrics[0])
 
     def check(self) -> None:
-        """Raise if there is a model without a baseline beside it.
+        """Raise if there is a model but no baseline.
 
         Raises
         ------
@@ -346,14 +346,14 @@ class Report:
         return None
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one line a figure.
+        """Return one line a score.
 
         Returns
         -------
         The columns ``benchmark``, ``method``, ``kind``, ``metric``, ``value``, ``low`` and ``high`` (95 % interval),
-        ``sd_seeds`` (over trainings where there are several, else over seeds of the benchmark), ``lower_is_better``,
-        and for models ``best_baseline``, ``difference``, ``difference_low``, ``difference_high`` and ``p_value`` (not
-        corrected) of the comparison with it; NaN and empty texts where there is nothing.
+        ``sd_seeds`` (over training runs where there are several, else over seeds of the benchmark),
+        ``lower_is_better``, and for models ``best_baseline``, ``difference``, ``difference_low``, ``difference_high``
+        and ``p_value`` (not corrected) of the comparison with it; NaN and empty texts where there is nothing.
 
         Raises
         ------
@@ -387,7 +387,7 @@ class Report:
         return pd.DataFrame(lines)
 
     def to_table(self, benchmark: str | None = None) -> pd.DataFrame:
-        """Return one row a method, and one column a figure of a benchmark; of the first, if None is named."""
+        """Return one row a method, and one column a score of a benchmark; of the first, if None is named."""
         self.check()
         rows = self.of(self.benchmarks[0] if benchmark is None else benchmark)
         return pd.DataFrame({row.name: row.scores for row in rows}).T
@@ -450,7 +450,7 @@ class Report:
         return self.to_markdown() if self._problem() is None and self.rows else None
 
     def to_markdown(self) -> str:
-        """Return the report as Markdown; the best figure of each metric is bold."""
+        """Return the report as Markdown; the best score of each metric is bold."""
         self.check()
         return to_markdown(self)
 
@@ -630,7 +630,7 @@ def _columns(report: Report, benchmark: str) -> list[_Column]:
 
 
 def _best(rows: list[Row], metric: str, about: Measured) -> float:
-    """Return the best figure of a metric; a ceiling does not compete."""
+    """Return the best score of a metric; a ceiling does not compete."""
     values = [row.scores.get(metric, math.nan) for row in rows if row.kind != "ceiling"]
     return max((value for value in values if not math.isnan(value)), key=lambda v: about.sign(metric) * v, default=0.0)
 
@@ -644,7 +644,7 @@ def _number(value: float) -> str:
 
 
 def _picture(frame: pd.DataFrame, about: Measured) -> str:
-    """Draw the figures of a benchmark, those of the main metric first, and return them as an image tag."""
+    """Draw the scores of a benchmark, those of the main metric first, and return them as an image tag."""
     import matplotlib.pyplot as plt
 
     from scforge.pl.scores import metrics as draw

@@ -55,7 +55,7 @@ _BIO_WEIGHT = 0.6
 
 @register_benchmark("batch_integration")
 class BatchIntegration(Benchmark):
-    """scIB's figures of biology that was kept and of batches that were mixed, as scib-metrics computes them.
+    """scIB's scores of biology that was kept and of batches that were mixed, as scib-metrics computes them.
 
     They are those of [1]_, under the names that scib-metrics gives them: all lie about in [0, 1], and higher is better.
     The neighbors are exact. Cells without a label or batch take no part.
@@ -67,7 +67,7 @@ class BatchIntegration(Benchmark):
     batch_key
         Column of obs with the batches.
     n_neighbors
-        Neighbors, each cell itself among them, for the LISI figures; fewer where there are fewer cells.
+        Neighbors, each cell itself among them, for the LISI scores; fewer where there are fewer cells.
 
     References
     ----------
@@ -96,7 +96,7 @@ class BatchIntegration(Benchmark):
         self._columns(obs)
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
-        """Return one figure for each of :attr:`metrics`.
+        """Return one score for each of :attr:`metrics`.
 
         Raises
         ------
@@ -133,7 +133,7 @@ class BatchIntegration(Benchmark):
         n_cells, n_pairs = pairs.groupby("label").size(), pairs.drop_duplicates().groupby("label").size()
         if not ((n_pairs > 1) & (n_pairs < n_cells)).any():
             columns = f"label of obs[{self.labels_key!r}] has cells of several batches of obs[{self.batch_key!r}]"
-            raise DataError(f"no {columns}, so that mixing cannot be told from biology; choose other columns.")
+            raise DataError(f"no {columns}, so that mixing cannot be distinguished from biology; choose other columns.")
         return rows, labels, batches
 
 
@@ -158,10 +158,10 @@ def _neighbors(cells: np.ndarray, n_neighbors: int) -> NeighborsResults:
 def integration_scores(
     embedding: np.ndarray, obs: pd.DataFrame, *, labels_key: str, batch_key: str
 ) -> dict[str, float]:
-    """Return ``bio``, ``batch`` and ``total``, and the figures that they are means of.
+    """Return ``bio``, ``batch`` and ``total``, and the metrics that they average.
 
-    ``bio`` is the mean of scIB's figures of biology, ``batch`` that of its figures of mixing (BRAS, iLISI, graph
-    connectivity), ``total`` 0.6 bio + 0.4 batch [1]_. Figures are not scaled to the range of the methods compared, so
+    ``bio`` is the mean of scIB's scores of biology, ``batch`` that of its scores of mixing (BRAS, iLISI, graph
+    connectivity), ``total`` 0.6 bio + 0.4 batch [1]_. Scores are not scaled to the range of the methods compared, so
     that they do not depend on which these are.
 
     References
@@ -193,13 +193,13 @@ NEIGHBORS = ("exact", "pynndescent")
 
 @register_benchmark("scib")
 class Scib(Benchmark):
-    """What :class:`scib_metrics.benchmark.Benchmarker` says of an embedding, all its figures and their means.
+    """What :class:`scib_metrics.benchmark.Benchmarker` says of an embedding, all its scores and their means.
 
-    ``bio`` is the mean of the figures of biology that was kept, ``batch`` that of batches that were mixed, and
+    ``bio`` is the mean of the scores of biology that was kept, ``batch`` that of batches that were mixed, and
     ``total`` 0.6 bio + 0.4 batch, as in [1]_. All lie in [0, 1], and higher is better. The numbers are scib-metrics'
     own, not scaled to the range of the methods compared, so that they do not depend on which these are.
 
-    Without ``batch_key`` only the figures of biology are there, without ``isolated_labels``, which needs batches;
+    Without ``batch_key`` only the scores of biology are there, without ``isolated_labels``, which needs batches;
     ``pcr_comparison`` is there only where ``pre_integrated`` is given. The means are over those that are there. Cells
     without a label or batch take no part.
 
@@ -269,7 +269,7 @@ class Scib(Benchmark):
         self.main = self.metrics[0]
 
     def _computed(self) -> tuple[str, ...]:
-        """Return the names of the figures that are computed."""
+        """Return the names of the computed metrics."""
         wanted = self._wanted()
         means = list(_MEANS) if self.batch_key is not None else ["bio"]
         return (*means, *(name for name in (*_BIO, *_BATCH) if wanted[_group_of(name)]))
@@ -298,7 +298,7 @@ class Scib(Benchmark):
         return facts if min(n_cells // 2, _DRAWN) <= _WIDEST else facts | {"drawn again": "cells"}
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
-        """Return one figure for each of :attr:`metrics`.
+        """Return one score for each of :attr:`metrics`.
 
         ``kbet`` is NaN if no label has ten cells of several batches; then it takes no part in the means.
 
@@ -312,9 +312,9 @@ class Scib(Benchmark):
         return {name: float(figures[name]) for name in self.metrics}
 
     def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame | None:
-        """Return the figures on random parts of the cells, brought to the spread that they have on all cells.
+        """Return the scores on random parts of the cells, brought to the spread that they have on all cells.
 
-        A part is half of the cells, 1,000 at most, with the share of each label. A figure of b of N cells spreads
+        A part is half of the cells, 1,000 at most, with the share of each label. A score of b of N cells spreads
         around that of all by sqrt((N - b) / b) times as much as that of all does around the truth [2]_, so its distance
         from the mean of the draws is divided by that.
 
@@ -342,7 +342,7 @@ class Scib(Benchmark):
         return table.mean() + (table - table.mean()) * np.sqrt(n_drawn / (len(rows) - n_drawn))
 
     def table(self, embeddings: Mapping[str, np.ndarray], obs: pd.DataFrame) -> pd.DataFrame:
-        """Return the figures of several embeddings of the same cells, a row each.
+        """Return the scores of several embeddings of the same cells, a row each.
 
         Parameters
         ----------
@@ -361,11 +361,11 @@ class Scib(Benchmark):
         cells = {name: check_embedding(one, len(obs))[rows].astype(np.float32) for name, one in embeddings.items()}
         _scib_metrics()
         with warnings.catch_warnings():
-            # Both are said in the docstrings: a figure that is 0, and one that is NaN.
+            # The docstrings document both: a metric that is 0, and one that is NaN.
             warnings.filterwarnings("ignore", "PCR comparison score is negative", UserWarning)
             warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)
             benchmarker = self._benchmarker(cells, obs.iloc[rows])
-            # scib-metrics collects garbage after each figure, which looks at every object of a session: a third of a
+            # scib-metrics collects garbage after each score, which looks at every object of a session: a third of a
             # second each time. Frozen, those that are there already are passed over.
             gc.freeze()
             try:
@@ -406,7 +406,7 @@ class Scib(Benchmark):
         return benchmarker
 
     def _wanted(self) -> dict[str, bool]:
-        """Return which of the figures, by their names in scib-metrics, are computed."""
+        """Return which of the scores, by their names in scib-metrics, are computed."""
         batches = self.batch_key is not None
         return {
             "isolated_labels": batches,
@@ -455,5 +455,5 @@ def _drawn(labels: pd.Series, size: int, rng: np.random.Generator) -> np.ndarray
 
 
 def _group_of(name: str) -> str:
-    """Return what scib-metrics calls the function that computes a figure; two of them give NMI and ARI."""
+    """Return what scib-metrics calls the function that computes a score; two of them give NMI and ARI."""
     return _NAMES[name].removesuffix("_nmi").removesuffix("_ari")

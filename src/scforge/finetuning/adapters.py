@@ -40,7 +40,7 @@ def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str
     Raises
     ------
     OptionError
-        If an option cannot be used, or a target is no linear layer of the architecture.
+        If an option cannot be used, or a target is not a linear layer of the architecture.
     """
     if lora is False or lora is None:
         return None
@@ -69,10 +69,10 @@ def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
         of_target = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not of_target:
             hint = suggest(target, sorted({name.rpartition(".")[2] for name in linear}), "there are")
-            raise OptionError(f"lora['targets'] has {target!r}, which is no linear layer of {kind}{hint}")
+            raise OptionError(f"lora['targets'] has {target!r}, which is not a linear layer of {kind}{hint}")
         found += of_target
     if not found:
-        raise OptionError(f"lora['targets']={wanted!r} are no linear layers of {kind}; fine-tune it without lora.")
+        raise OptionError(f"lora['targets']={wanted!r} are not linear layers of {kind}; fine-tune it without lora.")
     return sorted(set(found), key=linear.index)
 
 

@@ -138,7 +138,7 @@ class Evaluated:
     Attributes
     ----------
     metrics
-        One row a method, ``"scforge"`` first; one column a figure.
+        One row a method, ``"scforge"`` first; one column a score.
     tables
         Further tables by name, e.g. ``"per_class"``.
 
@@ -163,7 +163,7 @@ type Batch = dict[str, torch.Tensor]
 """Tensors by their names."""
 
 type Loss = tuple[torch.Tensor, Batch]
-"""The loss of a batch, a scalar, and figures: means over its cells."""
+"""The loss of a batch, a scalar, and scores: means over its cells."""
 
 type Column = Callable[[str], pd.Series]
 """Returns a column of obs."""
@@ -178,7 +178,7 @@ def with_adapters(defaults: TrainingDefaults) -> TrainingDefaults:
 
 
 class Task(Objective):
-    """What a model is fine-tuned for: a head, its targets, a loss, figures, and what is written back.
+    """What a model is fine-tuned for: a head, its targets, a loss, scores, and what is written back.
 
     A task is an objective, so that the engine that trains models also fine-tunes them. All options are keyword-only
     arguments of the constructor, kept under their own names.
@@ -188,7 +188,7 @@ class Task(Objective):
     keys
         Options that name a column of obs. ``"labels_key"`` and ``"batch_key"`` are filled in from ``setup_anndata``.
     makes_cells
-        Whether :meth:`predict` returns an AnnData of its own in place of a table with a row a cell.
+        Whether :meth:`predict` returns an AnnData instead of a table with one row per cell.
     learns_labels
         Whether training looks at the labels of cells, so that these must not be scored later. False where columns of
         labels are for :meth:`evaluate` alone.
@@ -261,7 +261,7 @@ class Task(Objective):
         """
 
     def targets(self, rows: np.ndarray) -> Batch:
-        """Return what :meth:`loss_of` needs to know of the cells `rows`, besides their tokens."""
+        """Return what :meth:`loss_of` needs of the cells `rows`, in addition to their tokens."""
         return {}
 
     def arrange(
@@ -278,14 +278,14 @@ class Task(Objective):
         return {**tokens, **self.targets(block.rows)}
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """Return the loss of a batch, and figures."""
+        """Return the loss of a batch, and scores."""
         return self.loss_of(module(**batch).logits, batch)
 
     @abstractmethod
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """Return the loss of the outputs of the head, shape (B, K), and figures.
+        """Return the loss of the outputs of the head, shape (B, K), and scores.
 
-        A figure is a tensor of any shape, its mean over the cells of the batch; :meth:`summarize` gets its mean over
+        A score is a tensor of any shape, its mean over the cells of the batch; :meth:`summarize` gets its mean over
         those of the epoch.
         """
 
@@ -303,7 +303,7 @@ class Task(Objective):
         adata
             The same cells, or None if they are on disk.
         key_added
-            Where to write, in place of the usual name.
+            Key to write instead of the default.
         **options
             Options of the task's own.
         """
@@ -313,7 +313,7 @@ class Task(Objective):
 
     @abstractmethod
     def evaluate(self, context: EvaluationContext) -> Evaluated:
-        """Score the predictions of cells, beside baselines that learned from the same training cells."""
+        """Score the predictions of cells, with baselines trained on the same cells."""
 
 
 TASKS: Registry[type[Task]] = Registry(

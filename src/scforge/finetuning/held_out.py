@@ -147,7 +147,7 @@ class HeldOutRegistry:
     marks
         What all these cells are known by, N of them.
     learned
-        What cells are known by whose labels were learned besides: by fine-tunings before this one, or from another
+        Fingerprints of further cells whose labels were learned: by earlier fine-tuning, or from another
         data module; M of them.
     """
 

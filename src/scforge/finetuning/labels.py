@@ -89,7 +89,7 @@ def check_weights(argument: str, weights: Any, classes: Sequence[str] | None) ->
         raise OptionError(f"{argument}={weights!r} is neither None, 'balanced' nor a dict of weights by class.")
     found = {str(name): check_positive(f"{argument}[{name!r}]", weight) for name, weight in weights.items()}
     if classes is not None and (unknown := set(found) - set(classes)):
-        raise OptionError(f"{argument} has {min(unknown)!r}, which is no class (classes: {listing(classes)}).")
+        raise OptionError(f"{argument} has {min(unknown)!r}, which is not a class (classes: {listing(classes)}).")
     return found
 
 

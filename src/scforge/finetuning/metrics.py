@@ -1,4 +1,4 @@
-"""Figures of predicted classes, labels and numbers.
+"""Scores of predicted classes, labels and numbers.
 
 Shapes: N cells, C classes.
 """

@@ -44,7 +44,7 @@ class Split:
 
     def __post_init__(self) -> None:
         rows = np.concatenate([self.train, self.validation, self.test])
-        if len(np.unique(rows)) < len(rows):  # a task of one's own may split cells
+        if len(np.unique(rows)) < len(rows):  # a custom task may split cells
             raise OptionError("train, validation and test share cells; a split must be disjoint.")
         if not len(self.train):
             raise OptionError("no cell is left to train on; lower validation_size or test_size.")

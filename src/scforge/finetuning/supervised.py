@@ -79,7 +79,7 @@ class SupervisedTask(Task):
 
     @abstractmethod
     def scores(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, float]:
-        """Return the figures of estimates."""
+        """Return the scores of estimates."""
 
     def tables(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, pd.DataFrame]:
         """Return further tables of the estimates of the model."""
@@ -115,10 +115,10 @@ class SupervisedTask(Task):
         return torch.tensor([option.get(name, 1.0) for name in self.known_classes])
 
     def evaluate(self, context: EvaluationContext) -> Evaluated:
-        """Score the estimates of cells, beside baselines that learned from the same training cells.
+        """Score the estimates of cells, with baselines trained on the same cells.
 
-        Figures are of the ``n_scored`` cells whose target the model knows: see the method ``scores``. Other cells
-        cannot be right whatever the method, so that they do not count as wrong; columns say how many there are.
+        Scores are of the ``n_scored`` cells whose target the model knows: see the method ``scores``. Other cells
+        cannot be right whatever the method, so that they do not count as wrong; columns report their number.
 
         Raises
         ------

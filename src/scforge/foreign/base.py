@@ -142,7 +142,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A weight of the checkpoint that we have no use for, and why.
+    """A weight of the checkpoint that we have no effect for, and why.
 
     Attributes
     ----------
@@ -296,7 +296,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def _floats(tensor: torch.Tensor) -> torch.Tensor:
     """Return a weight as float32; whole numbers are of a checkpoint that was quantized."""
     if not tensor.is_floating_point():
-        raise TypeError(f"{tensor.dtype} is no weight")
+        raise TypeError(f"{tensor.dtype} is not a weight")
     return tensor.float()
 
 
@@ -345,11 +345,13 @@ def read_dictionary(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise MissingFileError(f"the file {str(path)!r} does not exist.") from error
     except Exception as error:  # damaged files raise anything
-        raise ModelFileError(f"{str(path)!r} is no pickle file of names with values: {first_line(error)}.") from error
+        raise ModelFileError(
+            f"{str(path)!r} is not a pickle file of names with values: {first_line(error)}."
+        ) from error
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in content.items()}
     kinds = (str, int, float, type(None))
     if not all(isinstance(name, str) and isinstance(value, kinds) for name, value in plain.items()):
-        raise ModelFileError(f"{str(path)!r} is no dictionary of names with values; give the published one.")
+        raise ModelFileError(f"{str(path)!r} is not a dictionary of names with values; give the published one.")
     return plain
 
 
@@ -417,7 +419,7 @@ def read_torch(path: Path) -> Any:
 
 
 def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
-    """Return the weights in what a torch file held: the content itself, or what stands under a usual name in it."""
+    """Return the weights in what a torch file held: the content itself, or its entry under a common name."""
     for name in ("state_dict", "model_state_dict"):
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
@@ -487,7 +489,7 @@ class Family(Protocol):
     """A family of published checkpoints: how one is recognized, and how it becomes a :class:`Foreign`.
 
     A class with these two methods, registered with :func:`register_family`, is all that a family needs; then
-    ``Encoder.from_checkpoint`` and ``scforge convert-checkpoint`` know it. What `read` needs besides the checkpoint are
+    ``Encoder.from_checkpoint`` and ``scforge convert-checkpoint`` know it. Further arguments of `read` are
     keyword-only arguments, which both pass on. Packages register theirs through the entry-point group
     ``scforge.checkpoints``.
 
@@ -542,7 +544,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     family
         One of :func:`list_families`; None takes the one that recognizes it.
     **options
-        What the family needs besides, e.g. ``tokens_medians`` for Geneformer.
+        Further arguments of the family, e.g. ``tokens_medians`` for Geneformer.
 
     Returns
     -------

@@ -100,7 +100,7 @@ def geneformer_names(*, tied: bool = True, n_types: int = 2, head: bool = True) 
         left_out.append(LeftOut("cls.predictions.decoder.bias", "the same again", same_as="cls.predictions.bias"))
     else:
         rules.append(Rule("cls.predictions.decoder.{p}", "head.decoder.{p}"))
-        left_out.append(LeftOut("cls.predictions.bias", "unused where the decoder has a bias of its own"))
+        left_out.append(LeftOut("cls.predictions.bias", "unused if the decoder has a bias"))
     return NameMap("Geneformer", tuple(rules), tuple(left_out))
 
 
@@ -109,7 +109,7 @@ class Geneformer:
     """Folders that ``BertForMaskedLM.save_pretrained`` wrote, with the dictionaries of a Geneformer."""
 
     def recognizes(self, source: Path) -> bool:
-        """Return whether there is a configuration of a BERT beside weights."""
+        """Return whether there is a BERT configuration next to weights."""
         config = source / "config.json"
         if not config.is_file() or not any((source / name).is_file() for name in _WEIGHTS):
             return False
@@ -128,9 +128,9 @@ class Geneformer:
     ) -> Foreign:
         """Read a folder; see :meth:`scforge.models.Encoder.from_checkpoint` for the arguments."""
         if not source.is_dir():
-            raise MissingFileError(f"the checkpoint {str(source)!r} is no folder; give the one with config.json.")
+            raise MissingFileError(f"the checkpoint {str(source)!r} is not a folder; give the one with config.json.")
         where = source / "config.json"
-        config = parsed(_Config, read_json(where), f"{str(where)!r} is no configuration of a BERT that scforge has")
+        config = parsed(_Config, read_json(where), f"{str(where)!r} is not a configuration of a BERT that scforge has")
         if version is None:
             is_v2 = config.max_position_embeddings > MODEL_INPUT["V1"] or config.vocab_size == _TOKENS_V2
             version = "V2" if is_v2 else "V1"
@@ -176,7 +176,7 @@ class Geneformer:
             version=version,
             architecture=architecture,
             tokenizer=tokenizer,
-            # In its pretraining hidden tokens stay in their ranks.
+            # In its pretraining masked tokens stay in their ranks.
             objective={"name": "masked_gene_prediction", "hide_order": False} if head else {"name": "joint_embedding"},
             vocab=vocab,
             names=geneformer_names(tied=tied, n_types=config.type_vocab_size, head=head),
@@ -252,7 +252,7 @@ def _only(pattern: Path) -> Path | None:
 
 
 def _opened(dictionary: Any) -> Any:
-    """Return a dictionary that is a JSON or pickle file as what it holds; anything else as it is."""
+    """Return the content of a dictionary in a JSON or pickle file; anything else unchanged."""
     if isinstance(dictionary, str | os.PathLike) and Path(dictionary).suffix in (".pkl", ".pickle", ".json"):
         return read_dictionary(Path(dictionary))
     return dictionary
@@ -291,7 +291,7 @@ _NEEDED = {
 def to_geneformer(model: Any, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a model as a folder that ``transformers.BertForMaskedLM.from_pretrained`` loads.
 
-    Beside ``config.json`` and ``model.safetensors`` stand the dictionaries that Geneformer's own code reads:
+    In addition to ``config.json`` and ``model.safetensors``, it writes the dictionaries of Geneformer's code:
     ``token_dictionary.pkl``, ``gene_median_dictionary.pkl`` where the vocabulary has medians, and
     ``ensembl_mapping_dict.pkl`` where it has aliases. They hold text and numbers alone.
 

@@ -111,7 +111,7 @@ class ScDiVa:
     """A folder with ``config.json`` and weights in the layout of ScDiVa's released code."""
 
     def recognizes(self, source: Path) -> bool:
-        """Return whether a configuration that names ScDiVa lies beside weights."""
+        """Return whether a configuration that names ScDiVa is next to weights."""
         folder = source if source.is_dir() else source.parent
         if not (folder / _CONFIG).is_file() or not (source.is_file() or any((folder / w).is_file() for w in _WEIGHTS)):
             return False
@@ -127,7 +127,7 @@ class ScDiVa:
         Parameters
         ----------
         source
-            Folder with ``config.json`` and weights, or the file of the weights beside it.
+            Folder with ``config.json`` and weights, or the file of the weights next to it.
         vocab
             The genes in the order of the columns of the checkpoint: their names, names to columns, or a file: JSON of
             either, or text with one name a line. Neither weights nor configuration hold them.

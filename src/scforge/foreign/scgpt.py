@@ -55,7 +55,7 @@ def scgpt_names(order: tuple[int, ...]) -> NameMap:
     )
     left_out = (
         LeftOut("decoder.zero_logit.*", "probabilities of zeros, which no objective here predicts"),
-        LeftOut("cls_decoder.*", "classes of a fine-tuning; finetune('annotation') makes a head of its own"),
+        LeftOut("cls_decoder.*", "classes of a fine-tuning; finetune('annotation') trains a new head"),
         LeftOut("mvc_decoder.*", "expression from the cell embedding, which no objective here predicts"),
         LeftOut("flag_encoder.*", "marks of given genes in its generative training; embedding cells takes none"),
         LeftOut("grad_reverse_discriminator.*", "the adversary of a fine-tuning, no part of the model"),
@@ -76,7 +76,7 @@ def scgpt_vocab(tokens: Mapping[str, int]) -> tuple[GeneVocab, tuple[int, ...]]:
     Raises
     ------
     DataError
-        If `tokens` is no vocabulary of scGPT.
+        If `tokens` is not a vocabulary of scGPT.
     """
     names = in_order(tokens)
     if missing := [name for name in (PAD_TOKEN, CLS_TOKEN) if name not in tokens]:

@@ -29,7 +29,7 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
 }
 CARD = "README.md"
 SHARED_FILES = (*_NEEDED["model"], *_NEEDED["adapter"], CARD, "split.safetensors")
-"""All files that are ever sent or fetched; ``split.safetensors`` says which cells a fine-tuned model has seen."""
+"""All files that are uploaded or downloaded; ``split.safetensors`` identifies the cells of a fine-tuning."""
 ORIGIN_FILE = "origin.json"
 """What a folder on this machine was copied from; never sent."""
 
@@ -140,7 +140,7 @@ def known_models() -> dict[str, str]:
     Raises
     ------
     MissingFileError, ModelFileError
-        If a file is not there, or is no registry.
+        If a file is not there, or is not a registry.
 
     Examples
     --------
@@ -176,7 +176,7 @@ def _entries() -> dict[str, tuple[_Entry, Path]]:
     own = [Path(name) for name in os.environ.get(_VARIABLE, "").split(os.pathsep) if name]
     with as_file(files("scforge.hub").joinpath("registry.json")) as shipped:
         for path in (*own, shipped):
-            found = parsed(_RegistryFile, read_json(path), f"{str(path)!r} is no registry of models ({_VARIABLE})")
+            found = parsed(_RegistryFile, read_json(path), f"{str(path)!r} is not a registry of models ({_VARIABLE})")
             for name, entry in found.models.items():
                 entries.setdefault(name, (entry, path))
     return entries
@@ -197,7 +197,7 @@ class FoundModel:
     folder
         Where the files are.
     repo_id, commit
-        Repository and commit on the hub; None for a folder of this machine that is no copy of one.
+        Repository and commit on the hub; None for a folder of this machine that is not a copy of one.
     name
         Name in the registry that ships with the package, with its version; None for anything else.
     """
@@ -262,7 +262,7 @@ def resolve(
     Returns
     -------
     The folder. Of a repository it is in the cache and not to be changed, and holds the files of scforge only: pickles
-    and code that lie beside them are never fetched.
+    and code next to them are never fetched.
 
     Raises
     ------
@@ -311,7 +311,7 @@ def find_model(
     else:
         folder = _checked(Path(name), prefix)
         if revision is not None:
-            raise OptionError(f"revision={revision!r} has no use where {prefix} is a folder here; leave it out.")
+            raise OptionError(f"revision={revision!r} has no effect where {prefix} is a folder here; leave it out.")
         return FoundModel(folder, *origin_of(folder))
     assert repo_id is not None
     is_bare = not str(name).startswith((_HUB, SCHEME))

@@ -58,7 +58,7 @@ def upload(
     commit_message
         First line of the commit.
     create_pr
-        Propose the files in a pull request in place of writing them; the repository must be there.
+        Propose the files in a pull request instead of writing them; the repository must be there.
 
     Returns
     -------
@@ -103,7 +103,7 @@ def send_model(
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     if not folder.is_dir():
-        raise MissingFileError(f"folder={str(folder)!r} is no folder; give the one that model.save() wrote.")
+        raise MissingFileError(f"folder={str(folder)!r} is not a folder; give the one that model.save() wrote.")
     if kind_of_folder(folder) is None:
         raise ModelFileError(f"folder={str(folder)!r} holds no {described_kind()}; give the folder of one.")
     if create_pr and revision is not None:
@@ -155,6 +155,6 @@ def _text(card: Path) -> str:
 
 
 def tell_left_behind(folder: Path) -> None:
-    """Say what of a folder is not sent, save for what only tells where the folder comes from."""
+    """Report the files of a folder that are not uploaded."""
     if kept := sorted(path.name for path in folder.iterdir() if path.name not in {*SHARED_FILES, ORIGIN_FILE}):
-        logger.info("Not sent, because it is no part of a shared model: %s.", listing(kept))
+        logger.info("Not sent, because it is not part of a shared model: %s.", listing(kept))

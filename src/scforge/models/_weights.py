@@ -23,7 +23,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     Raises
     ------
     ModelFileError
-        If it is no safetensors file, or damaged.
+        If it is not a safetensors file, or damaged.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file

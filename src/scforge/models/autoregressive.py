@@ -256,7 +256,7 @@ def _begin(
     wrong = known & ((bins < 1) | (bins >= model.n_bins) | (values != bins))
     if bool(wrong.any()):
         raise OptionError(
-            f"prompt has the value {float(values[wrong][0]):g}, which is no bin from 1 to {model.n_bins - 1}; give the "
+            f"prompt has the value {float(values[wrong][0]):g}, not a bin from 1 to {model.n_bins - 1}; give the "
             "bins of the tokenizer, or NaN for bins to be drawn."
         )
     if first_id is None and not bool(known[:, 0].all()):
@@ -266,11 +266,11 @@ def _begin(
 
 _READOUT = "cls"
 _INIT_STD = 0.5
-"""Of what is added to, or stands beside, embeddings of unit variance; at 0.02 it would be hundreds of steps behind."""
+"""Standard deviation of what is added to embeddings of unit variance; 0.02 would cost hundreds of steps."""
 
 
 class _States(NamedTuple):
-    """States of the tokens (B, S, H), of the read-out (B, H) if there is one, and what else was asked for."""
+    """States of the tokens (B, S, H), of the read-out (B, H) if there is one, and what else was requested."""
 
     tokens: torch.Tensor
     readout: torch.Tensor | None
@@ -306,7 +306,7 @@ class AutoregressiveTransformer(Architecture):
         Most tokens of a cell.
     pooling
         ``"mean"`` (mean over tokens), ``"last"`` (state of the last token) or ``"cls"``. As a CLS token in front would
-        see nothing of the cell, a read-out stands behind the last token: a learned vector that sees all tokens, and
+        see none of the cell, a read-out follows the last token: a learned vector that sees all tokens, and
         that none sees. It learns to name the genes of the cell (see `cell_loss_weight`).
     activation
         ``"gelu"``, ``"relu"`` or ``"silu"``.
@@ -420,7 +420,7 @@ class AutoregressiveTransformer(Architecture):
             position_embedding=position_embedding,
         )
         # A bin as a number would reach 50 times a projection: behind a layer norm little else is left, and of the bin
-        # itself only that it is large (PBMC 3k, 8 epochs: loss of the next bin 2.1, and .24 by vectors of bins).
+        # itself only that it is large (PBMC 3k, 8 epochs: loss of the next bin 2.1, and 0.24 by vectors of bins).
         self.bin_embedding = nn.Embedding(n_bins, hidden_dim) if use_expression_values else None
         self.condition_embedding = nn.Embedding(n_conditions, hidden_dim) if n_conditions else None
         self.readout = nn.Parameter(torch.empty(hidden_dim)) if has_readout else None
@@ -461,7 +461,7 @@ class AutoregressiveTransformer(Architecture):
     ) -> ModelOutput:
         """Predict the next gene, and its bin, at each token of a batch.
 
-        Labels stand where their tokens stand, and are shifted here: what a token predicts is compared with the label
+        Labels are aligned with their tokens and shifted here: the prediction of a token is compared with the label
         of the next token of its cell. The first token of a cell is predicted by none. (Unless ``shift_labels`` is
         false.)
 
@@ -479,7 +479,7 @@ class AutoregressiveTransformer(Architecture):
             Bins to predict, aligned with `input_ids`, shape (B, S), at the tokens that have a label; of the two
             `bin_labels` counts, where -100 is nothing to predict.
         condition
-            Class of each cell, int64, shape (B,): 0 for none, else 1 to `n_conditions`. None is none for all. Its
+            Class of each cell, int64, shape (B,): 0 for none, else 1 to `n_conditions`. None means 0 for all. Its
             vector is added to the embedding of every token, so that no attention has to carry it to where it is used.
         attention_bias
             Number to add to the attention scores of each token as a key, shape (B, S).
@@ -597,7 +597,7 @@ class AutoregressiveTransformer(Architecture):
         hidden_bsh = self._embed(input_ids, tokens_bs, values, token_positions(tokens_bs), condition)
         readout = self.readout if causal else None
         if readout is not None:
-            # Behind the padding it sees the same tokens as right behind the last one; it has no position of its own.
+            # Behind the padding it sees the same tokens as right behind the last one; it has no position.
             readout_b1h = readout.to(hidden_bsh.dtype).expand(hidden_bsh.shape[0], 1, -1)
             hidden_bsh = torch.cat([hidden_bsh, readout_b1h], dim=1)
             tokens_bs = F.pad(tokens_bs, (0, 1), value=True)

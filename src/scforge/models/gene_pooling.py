@@ -73,7 +73,7 @@ class _TokenStates(nn.Module):
 
 
 class _WeightedSum(nn.Module):
-    """The sum of gene embeddings weighted by expression, then a perceptron: one state a cell."""
+    """The sum of gene embeddings weighted by expression, then an MLP: one hidden state per cell."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class _WeightedSum(nn.Module):
             layers += [nn.LayerNorm(width, eps=layer_norm_eps), nn.GELU(), nn.Dropout(dropout)]
             layers += [nn.Linear(width, next_width)]
         self.mlp = nn.Sequential(*layers)
-        # Small gene embeddings matter: with torch's N(0, 1) the macro-F1 of kNN on PBMC 3k is .81 instead of .88.
+        # Small gene embeddings matter: with torch's N(0, 1) the macro-F1 of kNN on PBMC 3k is 0.81 instead of 0.88.
         self.bag.apply(init_weights)
 
     def forward(
@@ -154,14 +154,14 @@ class GenePoolingModel(Architecture):
         Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
         :class:`scforge.models.components.GeneVectorEmbedding`. ``Encoder`` sets it for tokenizers with gene vectors.
     n_batches
-        Give ``"weighted_sum"`` a variance of the latent and a decoder of expression that is told one of so many
-        batches, 0 for none to tell; None leaves variance and decoder out. Objectives that decode set it.
+        Give ``"weighted_sum"`` a variance of the latent and a decoder of expression that is conditioned on one of so
+        many batches, 0 for none to tell; None leaves variance and decoder out. Objectives that decode set it.
     decoder_dim
         Width of the decoder.
     n_special
-        Tokens of the vocabulary that are no genes, which are not decoded.
+        Tokens of the vocabulary that are not genes, which are not decoded.
     projector_dim
-        Width of a perceptron behind the embedding (:meth:`project`); None for none. Objectives set it.
+        Width of an MLP projection head (:meth:`project`); None for none. Objectives set it.
 
     Examples
     --------
@@ -325,7 +325,7 @@ class GenePoolingModel(Architecture):
         self._decoder()["expression"].decoder.bias.copy_(mean)
 
     def project(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return what a perceptron behind the embedding makes of embeddings (B, L), shape (B, projector_dim).
+        """Return the output of the MLP projection head for embeddings (B, L), shape (B, projector_dim).
 
         Raises
         ------

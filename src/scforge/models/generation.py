@@ -49,7 +49,7 @@ def read_prompt(
     first[:, :1] = first_id is not None
     wrong = mask & ~first & ((ids < n_special) | (ids >= vocab_size))
     if bool(wrong.any()):
-        raise OptionError(f"prompt has the token {int(ids[wrong][0])}, which is no gene; leave it out.")
+        raise OptionError(f"prompt has the token {int(ids[wrong][0])}, which is not a gene; leave it out.")
     again = mask & ~first_of_its_kind(ids.masked_fill(~mask, -1))
     if bool(again.any()):
         row, column = again.nonzero()[0].tolist()
@@ -60,7 +60,7 @@ def read_prompt(
 def _tensors_of(prompt: Mapping[str, torch.Tensor], n_cells: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ids, values and mask of a prompt, shape (B, P)."""
     if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
-        raise OptionError("prompt is no mapping with 'input_ids'; give a batch of the tokenizer.")
+        raise OptionError("prompt is not a mapping with 'input_ids'; give a batch of the tokenizer.")
     ids = torch.as_tensor(prompt["input_ids"]).cpu().long()
     values, mask = prompt.get("values"), prompt.get("attention_mask")
     values = torch.full(ids.shape, float("nan")) if values is None else torch.as_tensor(values).cpu().float()

@@ -110,7 +110,7 @@ class MaskedAutoencoder(Architecture):
     mask token, and for both which gene it is; it predicts the value of the hidden ones.
 
     The decoder knows tokens by their gene, not by their place. Positions, where there are any, enter the encoder alone.
-    In a ranking the place of a hidden token tells its value, so have hidden tokens stand last, as the objective
+    In a ranking the position of a masked token reveals its value, so move masked tokens to the end, as the objective
     ``masked_value_prediction`` does, or leave positions out, which is the default.
 
     Parameters
@@ -171,7 +171,7 @@ class MaskedAutoencoder(Architecture):
     }
 
     labels_name_genes: ClassVar[bool] = True
-    """Labels say which gene is hidden, not what is to be predicted of it."""
+    """Labels name the masked gene, not the target."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class MaskedAutoencoder(Architecture):
         )
         self.decoder_projection = nn.Linear(encoder_dim, decoder_dim)
         self.mask_token = nn.Parameter(torch.empty(decoder_dim))
-        # Gene embeddings start fifty times smaller than encoder states, and would drown beside them.
+        # Gene embeddings start fifty times smaller than encoder states, and would be negligible compared with them.
         self.gene_norm = nn.LayerNorm(encoder_dim, eps=layer_norm_eps)
         self.gene_projection = nn.Linear(encoder_dim, decoder_dim)
         self.decoder = TransformerStack(decoder_dim, decoder_layers, decoder_heads, None, *inner, **run)
@@ -264,18 +264,18 @@ class MaskedAutoencoder(Architecture):
         attention_mask
             Bool, int or float of shape (B, S), nonzero for tokens.
         values
-            Expression values, shape (B, S). Those of hidden tokens serve as targets alone.
+            Expression values, shape (B, S). Those of masked tokens serve as targets alone.
         labels
-            Gene of hidden tokens where `input_ids` do not tell it (int64, shape (B, S), -100 elsewhere). Their
+            Gene of masked tokens where `input_ids` do not tell it (int64, shape (B, S), -100 elsewhere). Their
             presence asks for a loss.
         attention_bias
             Number to add to the attention scores of each visible token as a key in the encoder, shape (B, S).
         masked_positions
-            Nonzero for hidden tokens, shape (B, S); where `labels` are not -100 if None.
+            Nonzero for masked tokens, shape (B, S); where `labels` are not -100 if None.
         value_labels
             Values to predict, shape (B, S); `values` if None.
         return_logits
-            If false, the head runs at hidden tokens only, and ``logits`` is None.
+            If false, the head runs at masked tokens only, and ``logits`` is None.
         output_hidden_states, output_attentions
             Also return the encoder's states after each layer, zeros at what it did not see, and attention weights.
         **kwargs
@@ -283,7 +283,7 @@ class MaskedAutoencoder(Architecture):
 
         Returns
         -------
-        ``loss`` (with hidden tokens and either labels), ``logits``: predicted values, for a loss of counts expected
+        ``loss`` (with masked tokens and either labels), ``logits``: predicted values, for a loss of counts expected
         counts, (B, S); and ``embeddings`` (B, H) of the visible tokens.
         """
         check_shapes(

@@ -1,4 +1,4 @@
-"""A perceptron over the expression of genes, the plainest encoder of cells.
+"""An MLP over the expression of genes, the simplest encoder of cells.
 
 Shapes: B cells, L latent, V vocabulary.
 """
@@ -14,7 +14,7 @@ from scforge.models.registry import register_model
 
 @register_model("mlp")
 class MLPEncoder(GenePoolingModel):
-    """A perceptron on the values of all genes of the vocabulary, as scVI's encoder is on its highly variable genes.
+    """An MLP on the values of all genes of the vocabulary, like scVI's encoder on highly variable genes.
 
     The first layer maps the V values of a cell to `hidden_dim`; as most are zero, it is computed as a sum over the
     tokens of the cell. Then follow LayerNorm, GELU, dropout and a linear layer, `num_layers` times and once more to

@@ -21,16 +21,16 @@ class ModelOutput:
     loss
         Scalar, present only if labels were given.
     logits
-        Predictions for each token, shape (B, S, V), or (B, S) for continuous values. None if they were not asked for.
+        Predictions for each token, shape (B, S, V), or (B, S) for continuous values. None if they were not requested.
     embeddings
         One vector a cell, shape (B, H).
     hidden_states
-        Hidden states after each layer, each of shape (B, S, H), if they were asked for.
+        Hidden states after each layer, each of shape (B, S, H), if they were requested.
     expression
-        Predicted expression of each token beside its gene, where an architecture offers it: values, shape (B, S), or
-        logits of bins, shape (B, S, number of bins).
+        Predicted expression of each token in addition to its gene, if the architecture offers it: values, shape (B, S),
+        or logits of bins, shape (B, S, number of bins).
     attentions
-        Attention weights of each layer, float32, each of shape (B, heads, S, S), if they were asked for.
+        Attention weights of each layer, float32, each of shape (B, heads, S, S), if they were requested.
     losses
         The parts of the loss by name, scalars, where an architecture has several.
 
@@ -62,7 +62,7 @@ class CellModule(Protocol):
     "encoder_dim"}``), ``labels_name_genes`` (labels tell the model which gene is hidden, rather than what to predict),
     ``init_token_prior`` (starts the head at token frequencies), ``token_table`` (gives the vectors of all tokens,
     (V, H), where no embedding of the module holds them), ``attended_tokens`` (most tokens of a cell that it attends to,
-    None for all), ``model_class`` (the class of ``scforge.models`` that trains it, ``"Encoder"`` if it says nothing).
+    None for all), ``model_class`` (the class of ``scforge.models`` that trains it, ``"Encoder"`` by default).
     One that makes new cells is a :class:`GeneratingModule`. :func:`scforge.testing.check_model` checks an architecture
     against all of this.
 

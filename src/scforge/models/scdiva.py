@@ -239,7 +239,7 @@ class States(NamedTuple):
     """What the transformer makes of cells.
 
     ``readout``: states of LAT, (B, H). ``tokens``: states of the tokens, (B, S, H), zeros where none is attended to.
-    ``attended``: where one is, bool, (B, S). ``table``: vectors of all tokens, (V, H), if asked for.
+    ``attended``: where one is, bool, (B, S). ``table``: vectors of all tokens, (V, H), if requested.
     ``hidden_states`` and ``attentions``: as in :class:`scforge.models.ModelOutput`.
     """
 
@@ -252,7 +252,7 @@ class States(NamedTuple):
 
 
 _OWN_BETA = 1e-3
-"""Weight of the divergence where the latent learns from hidden genes alone."""
+"""Weight of the KL divergence if the latent learns from masked genes only."""
 
 
 @register_model("scdiva")
@@ -282,8 +282,8 @@ class ScDiVaModel(Architecture):
     dropout
         Dropout on embeddings and residual branches.
     max_tokens
-        Most tokens of a cell that are attended to besides LAT, which sums all: hidden ones, then others, in the order
-        of the batch. 0 is the mode ``"vector"``.
+        Maximum number of attended tokens per cell, in addition to LAT, which sums all: masked ones first, then others,
+        in the order of the batch. 0 is the mode ``"vector"``.
     mode
         ``"tokens"`` or ``"vector"``.
     norm_style
@@ -291,7 +291,7 @@ class ScDiVaModel(Architecture):
     norm, activation, bias
         See :class:`scforge.models.components.TransformerBlock`; `norm` is that of the embedding, too.
     final_norm
-        Whether a norm stands behind the last layer; None puts one with ``norm_style="pre"``.
+        Whether a norm follows the last layer; None adds one with ``norm_style="pre"``.
     latent_dim
         Width L of the latent.
     num_cell_types
@@ -664,11 +664,11 @@ class ScDiVaModel(Architecture):
             hold MASK where the identity is hidden. Of what is hidden neither LAT nor its token has the value.
         loss_weights
             Weight of each cell, (B,): then the losses of tokens are means over cells of its weight times the mean over
-            its hidden tokens. Without, they are means over tokens.
+            its masked tokens. Without, they are means over tokens.
         target
             Expression to reconstruct from the latent, (B, G), e.g. of the cell before anything was hidden.
         beta
-            Weight of the divergence of the latent beside that.
+            Weight of the KL divergence of the latent.
         batch
             Batch of each cell for the reconstruction, (B,).
         return_logits
@@ -684,7 +684,7 @@ class ScDiVaModel(Architecture):
         ``expression`` (B, S). ``losses`` has the parts of the loss that there is a target for: ``"identity"`` (cross
         entropy), ``"value"`` (squared error), and ``"reconstruction"`` and ``"kl"`` with `target`. Where there are
         labels but neither `target` nor `loss_weights`, the latent learns from the labels: ``"latent"``, the cross
-        entropy of the hidden genes given the latent alone, and ``"kl"``, weighted by 1e-3.
+        entropy of the masked genes given the latent alone, and ``"kl"``, weighted by 1e-3.
 
         Of a profile ``logits`` of cell types (B, T) or None, ``embeddings``, and ``expression`` (B, G), with a loss
         where there are `labels` (``"classification"``) or a `target`.
@@ -794,7 +794,7 @@ class ScDiVaModel(Architecture):
         return self.value_head(states.tokens[chosen_bs] + vectors_mh).float()
 
     def _expected_values(self, states: States, seen: Seen, logits_bsv: torch.Tensor) -> torch.Tensor | None:
-        """Return the predicted value of every token; of a hidden gene that of the mean vector of what it may be."""
+        """Return the predicted value of every token; of a masked gene that of the mean vector of what it may be."""
         if self.value_head is None:
             return None
         mean_bsh = logits_bsv.softmax(dim=-1) @ states.table.to(logits_bsv.dtype)
@@ -818,7 +818,7 @@ class ScDiVaModel(Architecture):
         input_ids, attention_mask, values
             See :meth:`forward`.
         masked_values
-            Nonzero where the value is to be predicted, shape (B, S); more than `max_tokens` of a cell have no room.
+            Nonzero where the value is to be predicted, shape (B, S); at most `max_tokens` per cell.
 
         Raises
         ------
@@ -875,7 +875,7 @@ class ScDiVaModel(Architecture):
     ) -> GeneratedCells:
         """Draw cells by iterative unmasking.
 
-        In the beginning all tokens but the prompt are hidden. In each step a gene is drawn for every hidden token, and
+        In the beginning all tokens but the prompt are hidden. In each step a gene is drawn for every masked token, and
         the surest are kept, as many as bring the hidden ones down evenly over the steps; in the next step they get the
         value that is predicted for them. No gene comes twice in a cell. The random numbers of a cell depend on `seed`
         and its number alone.
@@ -1027,10 +1027,11 @@ class _Cells:
             self.no_value_bs = self.no_value_bs & ~known_bs
 
     def unmask(self, share: float, random_bs2: torch.Tensor, temperature: float, top_k: int | None) -> None:
-        """Draw a gene for every hidden token, and keep the surest, so that `share` of all is unmasked."""
+        """Draw a gene for every masked token, and keep the most confident, so that `share` of all is unmasked."""
         gene_m, log_share_m = self._drawn(random_bs2[..., 0][self.no_gene_bs], temperature, top_k)
         gene_bs = self.ids_bs.masked_scatter(self.no_gene_bs, gene_m)
-        # Gumbel noise that fades, as in MaskGIT (Chang et al. 2022): at first nearly any, in the end the surest.
+        # Gumbel noise that fades, as in MaskGIT (Chang et al. 2022): at first nearly any, at the end the most
+        # confident.
         noise_bs = -(-random_bs2[..., 1].clamp(min=1e-12).log()).log()
         sure_bs = torch.full_like(noise_bs, float("-inf")).masked_scatter(self.no_gene_bs, log_share_m)
         sure_bs = sure_bs + temperature * (1.0 - share) * noise_bs
@@ -1047,7 +1048,7 @@ class _Cells:
     def _drawn(
         self, random_m: torch.Tensor, temperature: float, top_k: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a gene for each hidden token, int64, and the logarithm of its share, float64, both (M,)."""
+        """Return a gene for each masked token, int64, and the logarithm of its share, float64, both (M,)."""
         table_vh = self.states.table
         blocked_bv = self.seen.blocked(len(table_vh), self.model.n_special)
         cells_m = self.no_gene_bs.nonzero()[:, 0]

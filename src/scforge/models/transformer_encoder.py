@@ -31,7 +31,7 @@ from scforge.models.registry import register_model
 
 @register_model("transformer_encoder")
 class TransformerEncoder(Architecture):
-    """BERT-style encoder: gene embedding, transformer layers, head for hidden genes.
+    """BERT-style encoder: gene embedding, transformer layers, head for masked genes.
 
     Parameters
     ----------
@@ -69,27 +69,27 @@ class TransformerEncoder(Architecture):
     tie_head
         The last layer of the head is the gene embedding.
     expression_head
-        Also predict the expression of hidden tokens: ``"value"`` (mean squared error), ``"deep"`` (the same with the
+        Also predict the expression of masked tokens: ``"value"`` (mean squared error), ``"deep"`` (the same with the
         three layers of scGPT) or ``"bin"`` (cross entropy).
     n_bins
         Number of expression bins, for ``"bin"``.
     expression_loss_weight
-        Weight of that loss beside that of the genes.
+        Weight of that loss relative to that of the genes.
     gradient_checkpointing
         Compute each layer again in the backward pass rather than keep what it computed.
     unpad
         Whether padding is taken out of the computation; None does where it is worth its while.
     gene_head, head_activation
-        Whether there is a head for hidden genes, and its activation.
+        Whether there is a head for masked genes, and its activation.
     value_encoder, n_value_bins, value_bins_alpha, embedding_norm
         How values and genes become one vector, see :class:`scforge.models.components.GeneExpressionEmbedding`.
     n_special
         Tokens with ids below this are special ones.
     special_value, mask_value
-        Value of special tokens, and of hidden ones, in place of those of the batch (scGPT: -2 and -1); None leaves
+        Value of special tokens, and of hidden ones, instead of those of the batch (scGPT: -2 and -1); None leaves
         them.
     final_norm
-        Whether a norm stands behind the last layer; None puts one behind pre-norm layers.
+        Whether a norm follows the last layer; None adds one to pre-norm layers.
     embedding_layer
         From how many layers below the last the embedding is pooled (Geneformer publishes embeddings of 1).
     normalize_embedding

@@ -31,7 +31,7 @@ def training_curves(
     metric
         Draws ``train_<metric>`` and ``validation_<metric>``.
     reference, reference_label
-        Value of a dashed line, e.g. the loss of a model that knows nothing, and what it is.
+        Value and label of a dashed line, e.g. the loss at chance.
     title
         Title of the axes.
     ax
@@ -39,7 +39,7 @@ def training_curves(
 
     Returns
     -------
-    The axes. The legend says so where the losses are sums of different terms, and so cannot be compared.
+    The axes. The legend notes losses that are sums of different terms and cannot be compared.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Predicted classes beside the truth."""
+"""Predicted and true classes."""
 
 from __future__ import annotations
 

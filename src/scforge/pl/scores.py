@@ -1,4 +1,4 @@
-"""Figures of methods beside those of baselines."""
+"""Scores of methods and baselines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models of bytes read: files, records of FASTA files, rows of tables. Each is a document with a name."""
+"""Input of byte-level language models: files, FASTA records, rows of tables. Each is a document with a name."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def read_groups(
     for option, value in {"field": field, **columns}.items():
         needed = "fasta" if option == "field" else "table"
         if value is not None and needed not in there:
-            raise OptionError(f"{option}={value!r} has no use, as none of files is of the kind {needed}; leave it out.")
+            raise OptionError(f"{option}={value!r} has no effect, as no file is of the kind {needed}; leave it out.")
     names = _COLUMNS | {option: column for option, column in columns.items() if column is not None}
     return [[one for path, this in group for one in _read(path, this, field, names)] for group in kinds]
 
@@ -179,9 +179,9 @@ class FastaRecord(NamedTuple):
     Attributes
     ----------
     name
-        The first word of its header, or the value of the field that was asked for.
+        The first word of its header, or the value of the field that was requested.
     sequence
-        Its letters as they stand in the file, without white space.
+        Its letters as in the file, without white space.
     """
 
     name: str
@@ -212,7 +212,7 @@ def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> lis
     field
         Name records by a field of their header, e.g. ``"gene_symbol"`` for ``gene_symbol:TP53`` (Ensembl) or ``"GN"``
         for ``GN=TP53`` (UniProt); None takes the first word of the header. The value is a word; that of a UniProt
-        field, which has a name of two capitals, goes on until the next such field.
+        field, which has a name of two capitals, continues until the next such field.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Vectors of documents by a model of bytes, and tables of genes that the tokenizer ``gene_embedding`` reads.
+"""Vectors of documents by a byte-level language model, and tables of genes that the tokenizer ``gene_embedding`` reads.
 
 Shapes: N documents, B chunks, S tokens, H hidden.
 """

@@ -1,4 +1,4 @@
-"""The folder of a model of bytes (``weights.safetensors``, as soma-models reads it, and more), and its device."""
+"""The folder of a byte-level language model (``weights.safetensors``, as in soma-models, and more), and its device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
     Raises
     ------
     OptionError
-        If `folder` is no name of a folder.
+        If `folder` is not a name of a folder.
     MissingFileError
         If there is none.
     ModelFileError
@@ -60,7 +60,7 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
     if not (path / CONFIG).is_file() and (path / FINAL / CONFIG).is_file():
         path /= FINAL
     if missing := [name for name in (CONFIG, WEIGHTS) if not (path / name).is_file()]:
-        raise MissingFileError(f"{argument}={str(path)!r} holds no model of bytes: {missing[0]} is missing.")
+        raise MissingFileError(f"{argument}={str(path)!r} is not a byte-level language model: {missing[0]} is missing.")
     return read_settled(path, lambda: _read(path))
 
 
@@ -78,7 +78,7 @@ class _Description(BaseModel):
 def _read(path: Path) -> tuple[Model, int]:
     where = str(path / CONFIG)
     content = read_json(path / CONFIG)
-    found = parsed(_Description, content, f"{where!r} is no configuration of a model of bytes")
+    found = parsed(_Description, content, f"{where!r} is not a configuration of a byte-level language model")
     if (found.format, found.architecture_version) != (_FORMAT, ARCHITECTURE_VERSION):
         raise ModelFileError(f"{where!r} is of a later version; load it with scforge {found.scforge_version}.")
     del content["sha256"]
@@ -92,7 +92,7 @@ def _card(model: Model, seq_len: int, facts: Mapping[str, Any]) -> str:
     n_weights = sum(parameter.numel() for parameter in model.parameters())
     sizes = "\n".join(f"- {name}: {value}" for name, value in dataclasses.asdict(model.config).items())
     told = "\n".join(f"- {name.replace('_', ' ')}: {_shown(value)}" for name, value in facts.items())
-    return f"""# A model of bytes
+    return f"""# A byte-level language model
 
 A causal transformer over bytes ({n_weights:,} weights, sequences of {seq_len} tokens), made by scforge {__version__}.
 

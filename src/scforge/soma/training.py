@@ -1,4 +1,4 @@
-"""Train models of bytes with Lightning."""
+"""Train byte-level language models with Lightning."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class _Remembered(nn.Module):
 
 
 class NextByte:
-    """The loss of soma, and bits per byte beside it.
+    """The loss of soma, and bits per byte.
 
     Bits per byte are what a file would take if the model compressed it: the bits of all predicted tokens, the end of
     each document included, and 8 for the first byte of each chunk, over the number of bytes.
@@ -103,7 +103,7 @@ class NextByte:
         return self.seq_len
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of a batch; beside it its bits and bytes, each a sequence."""
+        """Return the loss of a batch, and its bits and bytes per sequence."""
         assert isinstance(module, Model)
         targets = batch["targets"]
         loss, _ = compute_loss(module, self.sig_reg.to(targets.device), batch["input_ids"], targets)
@@ -169,7 +169,7 @@ class TrainedModel:
     bits_per_byte
         Of the held-out bytes; of those trained on if none were held out.
     history
-        Name of a figure to one value an epoch.
+        Name of a metric to one value an epoch.
 
     Examples
     --------
@@ -188,7 +188,7 @@ class TrainedModel:
     history: dict[str, list[float]]
 
     def __fspath__(self) -> str:
-        """Return the name of its folder, so that it stands where a folder does."""
+        """Return the path of its folder, so that it can be used as a path."""
         return str(self.path)
 
 
@@ -220,11 +220,11 @@ def train(
     progress_bar: bool = True,
     **reading: Any,
 ) -> TrainedModel:
-    r"""Train a model of bytes on files of any kind.
+    r"""Train a byte-level language model on files of any kind.
 
-    The folder gets a state at the end of each epoch (``step=NNNNNNNN``), from which a training goes on to the last bit,
-    and the model of the best epoch as ``final``. Documents are told apart, see :func:`read_documents`: a FASTA file has
-    one in each record, a table one in each row, any other file is one.
+    The folder gets a state at the end of each epoch (``step=NNNNNNNN``), from which a training continues bit for bit,
+    and the model of the best epoch as ``final``. For the documents of a file, see :func:`read_documents`: a FASTA file
+    has one in each record, a table one in each row, any other file is one.
 
     Parameters
     ----------
@@ -262,7 +262,7 @@ def train(
     checkpoint_every_n_steps
         Save a state so often as well.
     resume
-        ``"auto"`` goes on with the latest state in the folder, if any; or the folder of a state.
+        ``"auto"`` continues with the latest state in the folder, if any; or the folder of a state.
     overwrite
         Replace the training in the folder.
     seed
@@ -274,7 +274,7 @@ def train(
 
     Returns
     -------
-    The model, where it is, and its figures.
+    The model, where it is, and its metrics.
 
     Raises
     ------
@@ -285,7 +285,7 @@ def train(
     DataError
         If a file is empty or cannot be read, or held-out bytes are among those to learn from.
     TrainingError
-        If the loss is no number, memory runs out, or a state cannot be saved.
+        If the loss is not a number, memory runs out, or a state cannot be saved.
 
     Examples
     --------
@@ -333,7 +333,7 @@ def train(
             path, state = found
             check_settings(state["settings"], settings, where=str(path))
             model = Model.load(path / WEIGHTS, config, gradient_checkpointing=gradient_checkpointing)
-            logger.info("Going on with %s: epoch %d, step %d.", path, state["epoch"] + 1, state["step"])
+            logger.info("Resuming from %s: epoch %d, step %d.", path, state["epoch"] + 1, state["step"])
             begin = _after(folder, path, state)
         parts = ((training, data.train_chunks), (held_out, data.held_out_chunks))
         told = [f"{chunks.n_bytes:,} bytes of {len(documents):,} documents" for documents, chunks in parts]
@@ -363,7 +363,7 @@ def train(
         if result.interrupted:
             raise KeyboardInterrupt
         if result.signal is not None:
-            logger.warning("Training was stopped, and its state saved; go on with resume='auto' (--resume auto).")
+            logger.warning("Training was stopped, and a checkpoint saved; continue with resume='auto' (--resume auto).")
             signal.raise_signal(result.signal)
         bits = _bits(result)
         facts |= {"bits_per_byte": bits, "epochs": result.n_epochs, "best_epoch": result.best_epoch + 1}
@@ -378,7 +378,7 @@ def _documents(
     if validation is None:
         return hold_out(read_documents(files, **reading), _HELD_OUT if share is None else share, seed=seed)
     if share is not None:
-        raise OptionError(f"validation_size={share!r} has no use beside validation; keep one of the two.")
+        raise OptionError(f"validation_size={share!r} has no effect with validation; keep one of the two.")
     documents, held_out = read_groups([files, validation], **reading)
     if known := {one.data for one in documents} & {one.data for one in held_out}:
         name = next(one.name for one in held_out if one.data in known)
@@ -408,7 +408,7 @@ def _found(folder: RunFolder, resume: str | os.PathLike[str] | None) -> tuple[Pa
 
 
 def _after(folder: RunFolder, path: Path, state: dict[str, Any]) -> Callable[[], None]:
-    """Return what makes room right before the first step of a training that goes on."""
+    """Return the callback that removes later checkpoints before the first step of a resumed run."""
     if folder.holds(path):
         return lambda: folder.go_back_to(state["step"], state["epoch"])
     folder.check_free()
@@ -426,8 +426,8 @@ def _writer(
             folder.keep_last(_KEPT)
         except (OSError, SafetensorError) as error:
             raise SavingError(
-                f"checkpoint_dir={str(folder.path)!r}: {name} cannot be written ({first_line(error)}); make room and "
-                "go on with resume='auto' (--resume auto)."
+                f"checkpoint_dir={str(folder.path)!r}: {name} cannot be written ({first_line(error)}); free disk "
+                "space and continue with resume='auto' (--resume auto)."
             ) from error
 
     return write
@@ -435,7 +435,7 @@ def _writer(
 
 def _fit(plan: TrainingPlan, data: Any, **options: Any) -> FitResult:
     """Train; errors speak of bytes, not of cells."""
-    data.tokenizer = data  # what the hint about memory asks for; it is told below
+    data.tokenizer = data  # used by the hint about memory below
     try:
         return fit(plan, data, **options)
     except NotFiniteError as error:

@@ -10,7 +10,7 @@ from scforge.errors import OptionError
 
 
 class BrokenRuleError(Exception):
-    """Says which rule was broken, and how."""
+    """The broken rule, and how it was broken."""
 
 
 def require(condition: object, sentence: str) -> None:

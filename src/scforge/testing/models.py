@@ -33,7 +33,7 @@ _TOLERANCE = 1e-4
 class Subject:
     """A model on trial: in evaluation mode, without gradients, for each rule.
 
-    ``again`` makes one of other weights. ``tokens`` is a batch to encode, ``masked`` the same with hidden tokens, and
+    ``again`` makes one of other weights. ``tokens`` is a batch to encode, ``masked`` the same with masked tokens, and
     ``shown`` has labels at all tokens and hides none.
     """
 
@@ -161,7 +161,7 @@ def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> Non
 
     Call it in the tests of a package that brings an architecture. It runs five cells of up to 12 tokens through the
     model: all at once and alone, with more padding, with masks of other dtypes, with other labels (those that the model
-    reads as names of hidden genes if it says ``labels_name_genes = True`` excepted), with genes in another order (where
+    reads as names of masked genes if it says ``labels_name_genes = True`` excepted), with genes in another order (where
     it says ``uses_order = False``), without a single token (alone and among others), after a round trip of the weights
     through safetensors, with LoRA adapters on all linear layers, and exported with ``torch.export``. Weights are moved
     by a little first, as some start at zero on purpose.
@@ -187,7 +187,7 @@ def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> Non
     >>> check_model("gene_pooling", hidden_dim=8, num_layers=1, pooling="weighted_sum")
     >>> check_model(scforge.models.TransformerEncoder(vocab_size=60, hidden_dim=8, num_layers=1, num_heads=2))
     """
-    # The tests around it go on with the random numbers that they would have had.
+    # The tests around it continue with the random numbers that they would have had.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made, remake = _make(model, options)
@@ -309,7 +309,7 @@ def _rule_labels(subject: Subject) -> None:
         "value_labels": batch["value_labels"] * 7,
     }
     if getattr(subject.model, "labels_name_genes", False):
-        # Then the labels say of which gene the value is to be predicted, and values may still stand where it is hidden.
+        # Then the labels name the gene whose value is predicted, and values may remain at masked positions.
         other |= {"labels": batch["labels"], "values": batch["values"].masked_fill(chosen, 5.0)}
     with torch.no_grad():
         one, two = subject.model(**batch), subject.model(**other)
@@ -467,12 +467,12 @@ _RULES: dict[str, Callable[[Subject], None]] = {
     "evaluation is not random": _rule_determinism,
     "logits are left out when they are not asked for": _rule_without_logits,
     "encode gives the embeddings of forward": _rule_encode,
-    "cells have embeddings of their own": _rule_cells,
+    "cells have different embeddings": _rule_cells,
     "labels serve the loss alone": _rule_labels,
     "every parameter learns": _rule_gradients,
     "padding means nothing": _rule_padding,
     "a mask may be of any dtype": _rule_masks,
-    "the order of genes counts only where the model says so": _rule_order,
+    "the order of genes only matters if the model declares it": _rule_order,
     "a cell may have no tokens": _rule_empty_cell,
     "weights are saved and loaded": _rule_weights,
     "LoRA adapts the linear layers": _rule_lora,

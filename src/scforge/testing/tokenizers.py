@@ -218,7 +218,7 @@ def _rule_repeatable(tokenizer: Tokenizer, cells: CellSource) -> None:
     _require_same(first, _tokens_of(tokenizer, cells), "a second call gives other tokens")
     copy: Tokenizer = pickle.loads(pickle.dumps(tokenizer))
     _require_same(first, _tokens_of(copy, cells), "a pickled copy gives other tokens")
-    # Torch is asked first, as numba may change its number when it starts threads of its own.
+    # Torch is asked first, as numba may change its number when it starts threads.
     torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
     try:
         for n_threads in (1, 2):
@@ -266,7 +266,7 @@ def _rule_columns(tokenizer: Tokenizer, cells: CellSource) -> None:
     _require_same(expected, permuted, "permuted columns give other tokens")
     other_names = {"version suffixes": names + ".7", "symbols": np.array(vocab.symbols or names, dtype=object)}
     for kind, others in other_names.items():
-        # A name may stand for another gene (a shared symbol), or for none (a version behind what is no Ensembl id).
+        # A name may stand for another gene (a shared symbol), or for none (a version behind what is not an Ensembl id).
         others = np.where(vocab.gene_indices(others) == np.arange(vocab.n_genes), others, names)
         _require_same(expected, _tokens_of(tokenizer, counts, others), f"{kind} give other tokens")
         repeated = _tokens_of(tokenizer, _halves(counts), np.concatenate([others, names]))
@@ -344,7 +344,7 @@ def _rule_order(tokenizer: Tokenizer, cells: CellSource) -> None:
     require(not alike, "genes with equal counts stand in one order in every cell; set ordered_by_gene = True.")
     # In this cell the count of a gene is its place in the vocabulary.
     ranks = [np.corrcoef(np.arange(len(genes)), genes)[0, 1] for genes in (_genes_of(tokenizer, b, 8) for b in batches)]
-    require(abs(np.mean(ranks)) < 0.5, "a gene stands where its count puts it; set ordered_by_gene = True.")
+    require(abs(np.mean(ranks)) < 0.5, "the position of a gene depends on its count only; set ordered_by_gene = True.")
 
 
 def _rule_masking(tokenizer: Tokenizer, cells: CellSource) -> None:
@@ -357,13 +357,13 @@ def _rule_masking(tokenizer: Tokenizer, cells: CellSource) -> None:
     for key, tensor in cast(dict[str, torch.Tensor], masked).items():
         blank = tokenizer.vocab.mask_id if key == "input_ids" else 0
         told = key not in _LABELS and key != "attention_mask" and (tensor[hidden] != blank).any()
-        require(not told, f"{key!r} still tells of hidden tokens.")
+        require(not told, f"{key!r} still reveals masked tokens.")
 
 
 _RULES: dict[str, Callable[[Tokenizer, CellSource], None]] = {
     "a batch has the right keys, dtypes and shapes": _rule_batch,
-    "padding stands behind the tokens of a cell": _rule_padding,
-    "special tokens stand where they belong": _rule_special_tokens,
+    "padding follows the tokens of a cell": _rule_padding,
+    "special tokens are in their places": _rule_special_tokens,
     "the tokens are the same a second time": _rule_repeatable,
     "config() makes an equal tokenizer": _rule_config,
     "the tokens are the genes of the cell": _rule_genes,
@@ -374,6 +374,6 @@ _RULES: dict[str, Callable[[Tokenizer, CellSource], None]] = {
     "the form of the matrix does not matter, and it is left alone": _rule_matrices,
     "a cell that is too long loses its lowest genes": _rule_truncation,
     "ragged() is the batch without padding": _rule_ragged,
-    "the neighbors of a hidden token do not tell which gene it was": _rule_order,
-    "masking leaves nothing of a hidden token": _rule_masking,
+    "the neighbors of a masked token do not reveal its gene": _rule_order,
+    "masking hides all of a masked token": _rule_masking,
 }

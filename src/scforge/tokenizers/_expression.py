@@ -126,7 +126,7 @@ def check_transform(transform: str, target_sum: float) -> float:
     """Raise unless the values of genes are known, and their library size is used; return the latter as a float."""
     check_choice("transform", transform, TRANSFORMS)
     if check_positive("target_sum", target_sum) != TARGET_SUM and "cp10k" not in transform:
-        raise OptionError(f"target_sum={target_sum!r} has no use with transform={transform!r}; leave it out.")
+        raise OptionError(f"target_sum={target_sum!r} has no effect with transform={transform!r}; leave it out.")
     return float(target_sum)
 
 
@@ -299,7 +299,7 @@ def ranked(
     block
         The cells.
     amounts, values
-        Amount of each entry, at least 0, and what is told of it, shape (Z,).
+        Amount of each entry, at least 0, and its value, shape (Z,).
     weights
         Shape (G,), at least 0.
     most
@@ -341,7 +341,7 @@ def with_zeros(
     Parameters
     ----------
     block
-        The cells. Where it does not say which genes were measured, all were.
+        The cells. All genes count as measured unless it lists them.
     n_genes
         Genes of the vocabulary.
     columns

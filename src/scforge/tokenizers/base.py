@@ -188,8 +188,8 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
     is_matrix = sparse.issparse(cells) or isinstance(cells, np.ndarray)
     if not is_matrix or cells.ndim != 2 or cells.dtype.kind not in "biuf":
         raise OptionError(
-            f"cells of type {type(cells).__name__!r} are no matrix of numbers; pass counts of shape (cells, genes) as "
-            "a sparse matrix or a NumPy array, e.g. tokenizer(adata.X, adata.var_names)."
+            f"cells of type {type(cells).__name__!r} are not a matrix of numbers; pass counts of shape "
+            "(cells, genes), a sparse matrix or a NumPy array, e.g. tokenizer(adata.X, adata.var_names)."
         )
     if sparse.issparse(cells):
         cells = sound_csr(cells, "cells")
@@ -210,7 +210,7 @@ def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
     if array.shape != (n_cells,):
         raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; give one number a cell.")
     if len(bad := array[~(np.isfinite(array) & (array >= 0))]):
-        raise DataError(f"totals holds {bad[0]:g}, which is no library size; give zero or a positive number.")
+        raise DataError(f"totals holds {bad[0]:g}, which is not a library size; give zero or a positive number.")
     return array
 
 
@@ -294,14 +294,14 @@ class Tokenizer(ABC):
 
     default_max_len: int | None = 2048
     ordered_by_gene: bool = False
-    """Whether the order of the tokens tells something of which genes they are, so that the neighbors of a hidden token
+    """Whether the order of the tokens reveals the genes, so that the neighbors of a masked token
     would narrow it down."""
     ranks: bool = False
     """Whether the order of the tokens is a ranking of the genes of the cell."""
     samples: bool = False
     """Whether truncation draws genes at random, rather than keeping the most expressed."""
     lists_all_genes: bool = False
-    """Whether all measured genes are tokens, so that a hidden gene is known to be one of those that are missing."""
+    """Whether all measured genes are tokens, so that a masked gene is known to be one of those that are missing."""
     gives_counts: bool = False
     """Whether the values of genes are their counts, whole numbers."""
     gives_expression: bool = False
@@ -319,7 +319,7 @@ class Tokenizer(ABC):
         self.append_cls = check_bool("append_cls", append_cls)
         self.append_eos = check_bool("append_eos", append_eos)
         if self.max_len is not None and self.max_len <= self._n_around:
-            raise OptionError(f"max_len={max_len} leaves no room for a gene; give the number of tokens of a cell.")
+            raise OptionError(f"max_len={max_len} leaves no token for a gene; give the number of tokens of a cell.")
         for option, token in _TOKEN_OF.items():
             if getattr(self, option):
                 self._require_token(option, token)
@@ -388,7 +388,7 @@ class Tokenizer(ABC):
         return list(names)
 
     def config(self) -> dict[str, Any]:
-        """Options that make this tokenizer again, JSON-safe; the vocabulary is kept beside them."""
+        """Options that make this tokenizer again, JSON-safe; the vocabulary is stored separately."""
         return {name: getattr(self, name) for name in self.option_names()}
 
     def gene_vectors(self) -> np.ndarray | None:
@@ -459,7 +459,7 @@ class Tokenizer(ABC):
         Raises
         ------
         OptionError
-            If `cells` is no matrix, or `gene_ids` no list of names.
+            If `cells` is not a matrix, or `gene_ids` no list of names.
         DataError
             If `cells` does not hold raw counts, or `gene_ids` or `totals` do not fit.
         GeneMismatchError

@@ -151,7 +151,7 @@ def _bin(indptr, counts, shares, side, draws, keys, bins):
 
 @numba.njit(cache=True, nogil=True)
 def _between(low, high, share):
-    """Interpolate as NumPy's quantile does, to the last bit: the difference has the precision of the data."""
+    """Interpolate as NumPy's quantile does, bit for bit: the difference has the precision of the data."""
     return high - (high - low) * (1.0 - share) if share >= 0.5 else low + (high - low) * share
 
 
@@ -230,7 +230,7 @@ class BinnedExpressionTokenizer(Tokenizer):
         would be those that are missing.
     truncation
         Which genes are kept of a cell that has too many: ``"random"``, drawn anew each epoch as scGPT does, or
-        ``"highest"``, the most expressed, and genes without counts, which are drawn, where there is room left.
+        ``"highest"``, the most expressed, and genes without counts, which are sampled, up to the limit.
     seed
         Seed of what is drawn. What happens to a cell depends on the seed, the epoch and the cell alone.
 

@@ -42,7 +42,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         Values of genes: ``"log1p_cp10k"``; ``"cp10k"``, without the logarithm; ``"log1p_counts"``, without a library
         size; ``"counts"``, without either.
     target_sum
-        What the counts of a cell are scaled to, in place of the 10,000 of CP10K.
+        What the counts of a cell are scaled to, instead of the 10,000 of CP10K.
     clip
         Largest value; None for no limit.
     order

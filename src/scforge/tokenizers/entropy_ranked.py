@@ -63,7 +63,7 @@ class EntropyRankedTokenizer(Tokenizer):
     and equal products stand in the order of the vocabulary, so that a model that is given a dense cell finds the same
     order.
 
-    Where two genes stand tells something of their weights, so masking puts hidden tokens behind the others (see
+    The positions of two genes reveal something about their weights, so masking moves masked tokens to the end (see
     :class:`~scforge.tokenizers.Masking`).
 
     Parameters

@@ -51,7 +51,7 @@ def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
             raise MissingFileError(f"{where} does not exist; give the file with the gene vectors.")
     try:
         names, vectors = _read(table)
-    except Exception as error:  # each reader has errors of its own
+    except Exception as error:  # each reader raises different errors
         raise DataError(
             f"{where} cannot be read as names of genes and a vector of one size for each: {first_line(error)}."
         ) from error
@@ -181,7 +181,7 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         ``genes`` in the metadata, or one vector a gene. Names are Ensembl ids, versions ignored, or symbols, as the
         vocabulary knows them. None tokenizes without vectors, as a saved model does.
     missing
-        What happens to genes of the vocabulary without a vector: ``"learned"``, the model learns a vector of its own
+        What happens to genes of the vocabulary without a vector: ``"learned"``, the model learns a separate vector
         for each; ``"drop"``, they do not become tokens, but their counts stay in the library size.
     freeze
         Whether training leaves the vectors as they are. Their projection is learned in any case.
@@ -301,7 +301,9 @@ def _kept(vocab: GeneVocab, dropped: Sequence[str]) -> np.ndarray:
     """Return True for the genes that are not dropped, bool, shape (number of genes,)."""
     gone = vocab.gene_indices(dropped)
     if (gone < 0).any():
-        raise OptionError(f"dropped names {dropped[int((gone < 0).argmax())]!r}, which is no gene of the vocabulary.")
+        raise OptionError(
+            f"dropped names {dropped[int((gone < 0).argmax())]!r}, which is not a gene of the vocabulary."
+        )
     kept = np.ones(vocab.n_genes, dtype=np.bool_)
     kept[gone] = False
     return kept

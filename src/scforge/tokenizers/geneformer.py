@@ -41,14 +41,14 @@ def geneformer_vocab(
     """
     if isinstance(tokens_medians, tuple | list):
         if len(tokens_medians) != 2 or not all(isinstance(part, Mapping) for part in tokens_medians):
-            raise OptionError(f"tokens_medians is no pair of dictionaries; pass {_BOTH}.")
+            raise OptionError(f"tokens_medians is not a pair of dictionaries; pass {_BOTH}.")
         tokens, medians = (dict(part) for part in tokens_medians)
     else:
         table = _table(tokens_medians, "tokens_medians", ("gene_id", "token", "median"))
         tokens, medians = (_column(table, name) for name in ("token", "median"))
     for what, of_genes in (("token", tokens), ("median", medians)):
         if odd := [value for value in of_genes.values() if not isinstance(value, numbers.Real)]:
-            raise DataError(f"tokens_medians has the {what} {odd[0]!r}, which is no number; pass {_BOTH}.")
+            raise DataError(f"tokens_medians has the {what} {odd[0]!r}, which is not a number; pass {_BOTH}.")
     names = sorted(tokens, key=lambda name: tokens[name])
     special = _SPECIAL[version]
     if [tokens[name] for name in names] != list(range(len(names))):
@@ -156,7 +156,7 @@ def _table(source: pd.DataFrame | str | os.PathLike[str], argument: str, columns
     if not isinstance(source, pd.DataFrame) or not set(columns) <= set(source.columns):
         has = listing(map(str, source)) if isinstance(source, pd.DataFrame | Mapping) else type(source).__name__
         raise DataError(
-            f"{argument} is no table with the columns {listing(columns)} (it has: {has}); pass one, a file, or "
+            f"{argument} is not a table with the columns {listing(columns)} (it has: {has}); pass one, a file, or "
             f"{_IN_MEMORY[argument]}."
         )
     return source

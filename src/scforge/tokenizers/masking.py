@@ -23,15 +23,15 @@ _STREAM = 0x6D61736B  # "mask": its random numbers are others than those of the 
 _RATIO_STREAM = 0x72617469
 
 _LABELS_OF = {"values": ("value_labels", 0), "bin_ids": ("bin_labels", IGNORE_LABEL)}
-"""What is told of a token, to the labels made of it where the token is hidden, and their value elsewhere."""
+"""From the outputs of a tokenizer to the labels at masked tokens, and the value of the labels elsewhere."""
 
 
 class Masking:
-    """Choose tokens to predict, and hide them, in the way of BERT (Devlin et al. 2019).
+    """Select tokens to predict and mask them, as in BERT (Devlin et al. 2019).
 
     Of the gene tokens of a cell a share `mask_ratio` is chosen (at least one). A chosen token becomes MASK with
     `mask_token_prob`, another random gene with `random_token_prob`, and else stays. Its value, its bin and whatever
-    else the tokenizer tells of it are hidden in every case, so that a target cannot be read off them. Special tokens
+    else the tokenizer tells of it are hidden in every case, so that they do not reveal the target. Special tokens
     are never chosen nor drawn.
 
     What is chosen depends on the seed, the epoch and the cell alone.
@@ -92,7 +92,7 @@ class Masking:
         self.seed = check_seed(seed)
 
     def __call__(self, batch: TokenBatch, rows: np.ndarray, *, epoch: int, hidden_last: bool = False) -> TokenBatch:
-        """Return a new batch with hidden tokens, labels and `masked_positions`.
+        """Return a new batch with masked tokens, labels and `masked_positions`.
 
         Parameters
         ----------
@@ -104,7 +104,7 @@ class Masking:
             Each epoch hides other tokens.
         hidden_last
             Put the chosen tokens behind the others, in random order. Needed where the order of the tokens tells
-            something of which genes they are: a gene hidden between two others could be read off its neighbors.
+            something of which genes they are: a masked gene could be inferred from its neighbors.
 
         Returns
         -------
@@ -212,7 +212,7 @@ def _mask(
 
 @numba.njit(cache=True, nogil=True)
 def _hide(array, order, chosen, ignore, visible, hidden):
-    """Part an array into what is seen and, if asked for, what is hidden."""
+    """Split an array into the visible and, if requested, the masked entries."""
     n_tokens = array.shape[1]
     wanted = len(hidden) > 0
     for cell in range(len(array)):

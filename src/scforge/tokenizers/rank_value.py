@@ -300,7 +300,7 @@ class RankValueTokenizer(Tokenizer):
     The median is that of the nonzero library-size-normalized values of the gene, where the vocabulary has it; it puts
     genes that are high everywhere behind those that are high here. ``values`` are log1p CP10K by default.
 
-    Where two genes stand tells something of their medians, so masking puts hidden tokens behind the others (see
+    The positions of two genes reveal something about their medians, so masking moves masked tokens to the end (see
     :class:`~scforge.tokenizers.Masking`).
 
     Parameters
@@ -450,7 +450,7 @@ class RankValueTokenizer(Tokenizer):
         return usual and can_pack(block, self._scales)
 
     def _batch(self, block: CellBlock) -> TokenBatch:
-        # Whoever subclasses this to rank otherwise overrides _tokenize.
+        # Subclasses with another ranking override _tokenize.
         ours = self.parity == "stable" and type(self)._tokenize is RankValueTokenizer._tokenize
         if not ours or not self._packs(block):
             return super()._batch(block)

@@ -43,7 +43,7 @@ class GracefulStop(Callback):
     ----------
     saves
         Whether there is a place for the state of the training. SIGTERM (under SLURM SIGUSR1 as well) then waits until
-        the state is saved; otherwise it ends the process as ever.
+        the state is saved; otherwise it ends the process as usual.
 
     Attributes
     ----------
@@ -62,7 +62,7 @@ class GracefulStop(Callback):
 
     @property
     def cuts(self) -> bool:
-        """Whether Ctrl-C has cut an epoch short that can be gone on with."""
+        """Whether Ctrl-C has interrupted an epoch that can be resumed."""
         return self.stopped and self.saves
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -132,12 +132,12 @@ def kept_weights(trainer: lightning.Trainer, pl_module: lightning.LightningModul
 
 
 def worst(mode: str) -> float:
-    """Return what any figure is better than, in the mode ``"min"`` or ``"max"``."""
+    """Return what any metric is better than, in the mode ``"min"`` or ``"max"``."""
     return math.inf if mode == "min" else -math.inf
 
 
 def is_better(value: float, other: float, mode: str) -> bool:
-    """Whether a figure is better than another."""
+    """Whether a metric is better than another."""
     return value < other if mode == "min" else value > other
 
 
@@ -147,7 +147,7 @@ class BestWeights(Callback):
     Parameters
     ----------
     monitor
-        Name of the figure that says which is the best, e.g. ``"validation_loss"``.
+        Name of the metric that selects the best epoch, e.g. ``"validation_loss"``.
     mode
         ``"min"`` or ``"max"``.
 
@@ -177,7 +177,7 @@ class BestWeights(Callback):
             self.state = kept_weights(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best epoch, its figure and its weights."""
+        """Return the best epoch, its metric and its weights."""
         return {"epoch": self.epoch, "value": self.value, "state": self.state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -243,7 +243,7 @@ class MovingAverage(Callback):
             pl_module.module.load_state_dict(self._average)
 
     def put_back(self, pl_module: lightning.LightningModule) -> None:
-        """Go on training the weights themselves, once all callbacks have seen the average that was validated."""
+        """Continue training the weights themselves, once all callbacks have seen the average that was validated."""
         if self._raw is not None:
             pl_module.module.load_state_dict(self._raw)
             self._raw = None
@@ -253,7 +253,7 @@ class MovingAverage(Callback):
         return {"steps": self.steps, "average": self._average}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with an average."""
+        """Continue with an average."""
         self.steps, self._average = state_dict["steps"], state_dict["average"]
 
 
@@ -278,7 +278,7 @@ class SavingError(TrainingError):
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Where the state of a training goes, and what it goes on with.
+    """Folder of the checkpoints of a run, and the checkpoint to resume from.
 
     Attributes
     ----------
@@ -288,12 +288,12 @@ class SaveOptions:
     every_n_steps
         Save after so many optimizer steps as well; a state is saved at the end of each epoch anyway.
     best
-        Makes the callback that keeps the best epochs, of the name of the figure that says which these are, and
+        Creates the callback that keeps the best epochs, from the name of the metric that selects them, and
         ``"min"`` or ``"max"``; None keeps none.
     settings
-        What must not change until the training goes on, JSON-safe.
+        Settings that must not change until training resumes, JSON-safe.
     resume
-        A state to go on with.
+        A checkpoint to resume from.
     begin
         Called on the first process right before the first step.
     """
@@ -306,7 +306,7 @@ class SaveOptions:
     begin: Callable[[], None] | None = None
 
     def is_over(self, max_epochs: int, max_steps: int, patience: int | None) -> bool:
-        """Return whether the training that is to go on has come to its end; `patience` is that of early stopping."""
+        """Return whether the training that is to continue has come to its end; `patience` is that of early stopping."""
         if self.resume is None or self.resume["finished"] is None:
             return False
         stopped = [state for key, state in self.resume["callbacks"].items() if key.startswith("StopAfterWarmup")]
@@ -325,7 +325,7 @@ class SaveState(Checkpoint):
     Parameters
     ----------
     saving
-        Where to, and what to go on with.
+        The folder, and the checkpoint to resume from.
     data
         The data module of the training.
     stop
@@ -396,7 +396,7 @@ class SaveState(Checkpoint):
         """Save the end of a whole epoch."""
         epoch, at_most = trainer.current_epoch + 1, trainer.global_step == trainer.max_steps
         if self.saving.write is None or not (trainer.is_last_batch or at_most):
-            return  # an epoch that was cut short goes on from its middle
+            return  # an interrupted epoch resumes from its middle
         stops = [one for one in trainer.callbacks if isinstance(one, EarlyStopping)]
         finished = None
         if epoch == trainer.max_epochs or at_most:
@@ -473,7 +473,7 @@ def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: s
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     raise OptionError(
         f"resume: the training in {where!r} had other settings ({shown}{more}); "
-        "use those to go on with it, or another folder (or overwrite=True) to start anew."
+        "use those to continue with it, or another folder (or overwrite=True) to start anew."
     )
 
 
@@ -657,12 +657,12 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
         if state["format"] != _FORMAT:
             raise TrainingError(
                 f"the state of the training in {str(folder)!r} is of scforge {state.get('scforge_version')}, this is "
-                f"{__version__}; go on with that version."
+                f"{__version__}; continue with that version."
             )
     except ModelFileError:
         raise
     except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
-        raise ModelFileError(f"{str(place / _STATE)!r} is no state of a training: {first_line(error)}.") from error
+        raise ModelFileError(f"{str(place / _STATE)!r} is not a state of a training: {first_line(error)}.") from error
     return state
 
 
@@ -705,7 +705,7 @@ class RunFolder:
         self.path = Path(path)
 
     def parts(self) -> list[Path]:
-        """Return what trainings have left here: states, the oldest first, the best epochs, and the trained model."""
+        """Return the outputs of training runs: checkpoints, the oldest first, best epochs, and the trained model."""
         return [part for pattern in _PARTS for part in sorted(self.path.glob(pattern)) if part.is_dir()]
 
     def models(self) -> list[Path]:
@@ -771,11 +771,11 @@ class RunFolder:
         if found:
             raise OptionError(
                 f"checkpoint_dir={str(self.path)!r} holds a training already ({found[-1].name}); pass resume='auto' "
-                "(--resume auto) to go on with it, overwrite=True (--overwrite) to replace it, or another folder."
+                "(--resume auto) to continue with it, overwrite=True (--overwrite) to replace it, or another folder."
             )
 
     def clear(self, *, states_only: bool = False) -> None:
-        """Remove what trainings have left here."""
+        """Remove the outputs of training runs."""
         for part in self.states() if states_only else self.parts():
             remove_folder(part)
 
@@ -795,7 +795,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other trainings out while this one runs; the lock ends with the process, however it ends.
+        """Keep other training runs out while this one runs; the lock ends with the process, however it ends.
 
         Raises
         ------

@@ -23,13 +23,13 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 
 _AHEAD = 4
-"""Batches that are read and tokenized ahead, besides one for each thread."""
+"""Minibatches that are read and tokenized ahead, in addition to one per thread."""
 
 Batch = dict[str, torch.Tensor]
 
 
 def default_threads(cells: Cells) -> int:
-    """Return the number of threads that tokenize where the user says nothing.
+    """Return the default number of tokenizing threads.
 
     Cells in memory are tokenized while the last step is computed, by one thread; those on disk also have to be
     unpacked, so that two are worth their while.
@@ -40,8 +40,8 @@ def default_threads(cells: Cells) -> int:
 class BatchLoader:
     """Iterates over the batches of an epoch, in the order of a :class:`~scforge.data.CellOrder`.
 
-    The batches do not depend on the number of threads. A state says how many batches of the epoch were handed out, not
-    how many were made, so that a training that is resumed in the middle of an epoch gets the very same rest.
+    The batches do not depend on the number of threads. A state counts the batches of the epoch that were handed out,
+    not how many were made, so that a training that is resumed in the middle of an epoch gets the very same rest.
 
     Parameters
     ----------
@@ -52,14 +52,14 @@ class BatchLoader:
     prepare
         Makes the tensors of a block of cells, in another thread: e.g. a tokenizer.
     num_threads
-        Threads that call `prepare`, besides one that reads; 0 does all when a batch is asked for. None chooses.
+        Threads that call `prepare`, in addition to one that reads; 0 works on request. None chooses.
     pin_memory
         Put the tensors into memory that a CUDA device copies from while it computes.
 
     Attributes
     ----------
     waited
-        Seconds in which whoever iterates has waited for batches.
+        Seconds that the iterating caller has waited for batches.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class BatchLoader:
         check_count("num_threads", num_threads, "threads", least=0)
         self.cells = cells
         self.sampler = order
-        self.batch_sampler = None  # Lightning asks whoever has a sampler
+        self.batch_sampler = None  # Lightning reads this attribute
         self.prepare = prepare
         self.num_threads = num_threads
         self.pin_memory = check_bool("pin_memory", pin_memory)
@@ -196,7 +196,7 @@ class CellDataModule(lightning.LightningDataModule):
     seed
         Seed of the split, the order, the masks and the views.
     num_threads
-        Threads that tokenize, besides one that reads; 0 makes batches in the training thread; None chooses.
+        Threads that tokenize, in addition to one that reads; 0 makes batches in the training thread; None chooses.
     pin_memory
         Put batches into memory that a CUDA device copies from while it computes; None does so if there is one.
     window_cells
@@ -268,7 +268,7 @@ class CellDataModule(lightning.LightningDataModule):
         elif train_rows is None or validation_rows is None:
             raise OptionError("train_rows and validation_rows come together; give both, or neither.")
         elif split_by is not None:
-            raise OptionError(f"split_by={split_by!r} has no use with train_rows and validation_rows; give one.")
+            raise OptionError(f"split_by={split_by!r} has no effect with train_rows and validation_rows; give one.")
         else:
             train_rows = _checked_rows("train_rows", train_rows, len(cells))
             validation_rows = _checked_rows("validation_rows", validation_rows, len(cells))
@@ -350,7 +350,7 @@ class CellDataModule(lightning.LightningDataModule):
         return {} if self._train_loader is None else {"train_loader": self._train_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on behind the batch that a state names, with the next :meth:`train_dataloader`."""
+        """Continue behind the batch that a state names, with the next :meth:`train_dataloader`."""
         # Lightning restores a loader only if none was made before; counting the steps of a training makes one.
         self._state, self._shortens = state_dict.get("train_loader"), False
 

@@ -97,7 +97,7 @@ def make_strategy(name: str, *, n_processes: int) -> Any:
         # Each process reads other cells, so all of them are data-parallel.
         sizes = {"data_parallel_size": n_processes, "tensor_parallel_size": 1}
         return ModelParallelStrategy(**sizes, save_distributed_checkpoint=False)
-    # With DDP, an embedding that a loss does not use may have parameters of its own.
+    # With DDP, an embedding that a loss does not use may have separate parameters.
     return "auto" if n_processes == 1 else DDPStrategy(find_unused_parameters=True)
 
 

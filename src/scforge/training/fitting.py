@@ -62,7 +62,7 @@ class StopAfterWarmup(EarlyStopping):
     Parameters
     ----------
     monitor, mode
-        Name of the figure, and whether ``"min"`` or ``"max"`` is better.
+        Name of the metric, and whether ``"min"`` or ``"max"`` is better.
     patience
         Epochs without improvement to wait.
     """
@@ -91,9 +91,9 @@ class SaveBest(Callback):
     top_k
         How many to keep; -1 keeps all.
     monitor, mode
-        Name of the figure, and whether ``"min"`` or ``"max"`` is better.
+        Name of the metric, and whether ``"min"`` or ``"max"`` is better.
     first_epoch
-        Number of epochs trained before, so that a second training goes on with the numbers.
+        Number of epochs trained before, so that a second run continues the numbering.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class SaveBest(Callback):
         return {"kept": [list(one) for one in self.kept]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the epochs that were kept."""
+        """Restore the epochs that were kept."""
         self.kept = [(value, name) for value, name in state_dict["kept"]]
 
 
@@ -252,7 +252,7 @@ def _by_size(module: nn.Module, data: CellDataModule, sizes: list[int]) -> int |
     few, more = sizes[min(1, len(sizes) - 1)], sizes[min(3, len(sizes) - 1)]
     kept = {size: _kept_bytes(module, data, size) for size in {few, more}}
     per_cell = (kept[more] - kept[few]) / (more - few) if more > few else kept[few] / few
-    # A backward pass holds the gradients of a layer beside what it has not used yet.
+    # A backward pass holds the gradients of a layer in addition to unused activations.
     fitting = [size for size in sizes if 1.5 * per_cell * size <= _SHARE * there]
     return max(fitting, default=None)
 
@@ -323,7 +323,7 @@ class FitResult:
     Attributes
     ----------
     history
-        Name of a figure to one value an epoch.
+        Name of a metric to one value an epoch.
     best_epoch
         Epoch whose weights the module now has; -1 if no epoch ended.
     stopped
@@ -430,7 +430,7 @@ def fit(
     max_steps
         Most optimizer steps; -1 for no limit.
     early_stopping
-        Stop when the validation loss (or the figure that the objective names) has not improved for
+        Stop when the validation loss (or the metric that the objective names) has not improved for
         `early_stopping_patience` epochs after the warm-up of the learning rate. Needs validation cells.
     early_stopping_patience
         Epochs without improvement to wait.
@@ -445,7 +445,7 @@ def fit(
     log_every_n_steps
         Optimizer steps between two rows of the loggers.
     saving
-        Where the state of the training is saved, and what it goes on with; None for nowhere and nothing.
+        Where checkpoints are saved, and the one to resume from; None for neither.
     callbacks
         Further Lightning callbacks.
     **trainer_options
@@ -496,10 +496,11 @@ def fit(
     for one in (loggers := list(given) if isinstance(given, list | tuple) else [given]):
         if not isinstance(one, bool | Logger | None):
             raise OptionError(
-                f"logger={one!r} is no Lightning logger; make some with scforge.training.make_loggers(['csv'], 'logs')."
+                f"logger={one!r} is not a Lightning logger; make one with "
+                "scforge.training.make_loggers(['csv'], 'logs')."
             )
     has_validation = len(data.validation_rows) > 0 and trainer_options.get("limit_val_batches") != 0
-    # Without held-out cells only the loss says something: figures of training cells are those of a model that changes.
+    # Without held-out cells only the loss says something: metrics of training cells are those of a model that changes.
     aim = plan.objective
     monitor, mode = (f"validation_{aim.monitor}", aim.monitor_mode) if has_validation else ("train_loss", "min")
     saving = SaveOptions() if saving is None else saving
@@ -592,7 +593,7 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
         )
     made = make_strategy(strategy, n_processes=processes)
     try:
-        # SLURM's signal is answered by saving our own state; Lightning would save one of its own and requeue the job.
+        # SLURM's signal is answered by saving our own state; Lightning would save another and requeue the job.
         slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
         plugins = [SLURMEnvironment(auto_requeue=False)] if slurm else []
         return lightning.Trainer(
@@ -616,7 +617,7 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
 def _run(
     trainer: lightning.Trainer, plan: TrainingPlan, data: CellDataModule
 ) -> tuple[bool, NotFiniteError | SavingError | None]:
-    """Fit; return whether a second Ctrl-C interrupted it, and why it could not go on.
+    """Fit; return whether a second Ctrl-C interrupted it, and why it could not continue.
 
     An error that has nothing to do with the training itself leaves the module as it was before.
     """

@@ -37,9 +37,9 @@ _WANDB_MODES = ("online", "offline", "disabled")
 
 
 class TableLogger(Logger):
-    """Writes ``metrics.csv`` into a folder: a row for each step that is logged, a column for each figure.
+    """Writes ``metrics.csv`` into a folder: a row for each step that is logged, a column for each metric.
 
-    A training that goes on from a saved state removes the rows behind it first, so that no step stands there twice.
+    A resumed run first removes the rows after its checkpoint, so that no step occurs twice.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ class TableLogger(Logger):
         return str(self.folder)
 
     def begin(self, n_rows: int = 0) -> None:
-        """Begin a table, or go on with one of which the first rows count; the table of another training is set aside.
+        """Start a table, or resume one after its first rows; the table of another run is set aside.
 
         Raises
         ------
@@ -114,7 +114,7 @@ class TableLogger(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
-        """Write the settings of the training beside the table, as ``settings.json``."""
+        """Write the settings of the run next to the table, as ``settings.json``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with atomic_path(self.folder / "settings.json") as temporary:
             temporary.write_text(json.dumps(dict(params), indent=2, default=str) + "\n", encoding="utf-8")
@@ -128,7 +128,7 @@ class TableLogger(Logger):
 
 
 class PurgingTensorBoardLogger(TensorBoardLogger):
-    """TensorBoard's, which hides what came behind the state that a training goes on from."""
+    """TensorBoard's, which hides the steps after the checkpoint of a resumed run."""
 
     def go_on_behind(self, step: int) -> None:
         """Hide what comes after a step; call it before anything is logged."""
@@ -199,7 +199,7 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 class StepClock:
-    """Says how long the steps of a training will still take, at the rate of those that this process took."""
+    """Reports the remaining time of a run, at the rate of the steps so far."""
 
     def __init__(self) -> None:
         self._start, self._first = 0.0, 0
@@ -273,14 +273,14 @@ class EpochProgress(Callback):
 
 
 class History(Callback):
-    """Keeps the figures of each epoch and stops a training whose loss is not a number.
+    """Keeps the metrics of each epoch and stops a training whose loss is not a number.
 
     It has to come first among the callbacks, so that such a training ends before anything is saved.
 
     Attributes
     ----------
     epochs
-        Name to one value an epoch, NaN where a figure was not taken; also ``seconds``, the wall time since training
+        Name to one value an epoch, NaN where a metric was not taken; also ``seconds``, the wall time since training
         began.
     n_epochs
         Number of epochs that ended.
@@ -302,12 +302,12 @@ class History(Callback):
         self._start = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Take down the figures of the epoch (validation has run by now)."""
+        """Take down the metrics of the epoch (validation has run by now)."""
         means = pl_module.summary(pl_module.train_means)
         trainer.callback_metrics.update({f"train_{name}": torch.tensor(value) for name, value in means.items()})
         figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
         figures |= {f"train_{name}": value for name, value in means.items()}
-        if not pl_module.validated:  # what stands there is of an earlier epoch
+        if not pl_module.validated:  # the value is of an earlier epoch
             figures = {name: value for name, value in figures.items() if not name.startswith("validation_")}
         pl_module.validated = False
         for name, value in figures.items():
@@ -325,15 +325,15 @@ class History(Callback):
             values.extend([math.nan] * (self.n_epochs - len(values)))
 
     def last(self) -> dict[str, float]:
-        """Return the figures of the last epoch that were taken."""
+        """Return the metrics of the last epoch that were taken."""
         return {name: values[-1] for name, values in self.epochs.items() if not math.isnan(values[-1])}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the figures and the clock."""
+        """Return the metrics and the clock."""
         return {"epochs": self.epochs, "n_epochs": self.n_epochs, "seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with figures."""
+        """Restore metrics."""
         self.epochs = {name: list(values) for name, values in state_dict["epochs"].items()}
         self.n_epochs, self._before = state_dict["n_epochs"], state_dict["seconds"]
 
@@ -385,11 +385,11 @@ class Monitor(Callback):
     Parameters
     ----------
     history
-        The figures of the epochs.
+        The metrics of the epochs.
     every_n_steps
         Optimizer steps between two rows.
     settings
-        What the loggers are told of the training.
+        Settings of the run, for the loggers.
     """
 
     def __init__(self, history: History, *, every_n_steps: int, settings: dict[str, Any]) -> None:
@@ -407,7 +407,7 @@ class Monitor(Callback):
         self._tokens: Any = 0
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Begin the tables, or go on with them."""
+        """Start or resume the tables."""
         self._loggers = trainer.loggers
         self._seen = trainer.global_step
         self._clock.begin(trainer.global_step)
@@ -451,7 +451,7 @@ class Monitor(Callback):
         self._stopped = time.perf_counter()
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Let it go on."""
+        """Resume it."""
         self._began += time.perf_counter() - self._stopped
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -464,7 +464,7 @@ class Monitor(Callback):
         return {"rows": tables[0].n_rows if tables else 0}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on behind so many rows."""
+        """Continue behind so many rows."""
         self._rows = state_dict["rows"]
 
     def _clear(self, trainer: lightning.Trainer) -> None:
@@ -495,5 +495,5 @@ class Monitor(Callback):
                 one.log_metrics(row, step=trainer.global_step)
             except OSError as error:
                 raise SavingError(
-                    f"logger {type(one).__name__} cannot write ({error.strerror or error}); make room and go on."
+                    f"logger {type(one).__name__} cannot write ({error.strerror or error}); free disk space and resume."
                 ) from error

@@ -22,7 +22,7 @@ class TrainOptions:
     max_steps
         Most optimizer steps; -1 for no limit.
     datamodule
-        Cells to train on in place of those that the model was made with; it brings what says how batches are made
+        Cells to train on instead of those that the model was made with; it also sets how minibatches are made
         (`batch_size`, `max_tokens_per_batch`, `validation_size`, `num_threads`).
     batch_size
         Cells a step and process; ``"auto"`` takes the most that fit into memory. None takes the objective's default.

@@ -21,14 +21,14 @@ from scforge.training.optimizers import make_optimizer, make_schedule, warmup_le
 
 
 class EpochMetrics:
-    """Adds figures up step by step; the sums stay on their device, so that no step waits for them."""
+    """Adds metrics up step by step; the sums stay on their device, so that no step waits for them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
         self._cells = 0
 
     def add(self, figures: dict[str, torch.Tensor], n_cells: int) -> None:
-        """Add the figures of a step, means over its `n_cells` cells, each a tensor of a shape of its own."""
+        """Add the metrics of a step, means over its `n_cells` cells, each a tensor of any shape."""
         self._cells += n_cells
         for name, value in figures.items():
             value = value.detach()
@@ -56,7 +56,7 @@ class EpochMetrics:
         return {"sums": {name: value.tolist() for name, value in self._sums.items()}, "cells": self._cells}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with sums."""
+        """Restore sums."""
         self._sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in state["sums"].items()}
         self._cells = int(state["cells"])
 
@@ -65,7 +65,7 @@ def layer_groups(module: nn.Module) -> list[list[nn.Parameter]]:
     """Return the parameters of each layer, from the input to the output.
 
     With transformer layers: the embeddings and whatever else stands before the first layer, each layer of the first
-    stack, and what stands behind. Without: each part with a weight matrix and the norms before it.
+    stack, and what follows. Without: each part with a weight matrix and the norms before it.
     """
     stack = next((part for part in module.modules() if isinstance(part, TransformerStack)), None)
     groups: list[list[nn.Parameter]] = [[]]
@@ -128,7 +128,7 @@ class GradualUnfreezing(Callback):
     """Trains the top layer first, and one more layer below it every few epochs (Howard and Ruder, 2018).
 
     A layer whose turn has not come loses its gradient right before a step, so that processes that share a training need
-    not agree on anything, and a training that goes on needs no memory of this.
+    not agree on anything, and a training that continues needs no memory of this.
 
     Parameters
     ----------
@@ -182,8 +182,7 @@ class TrainingPlan(lightning.LightningModule):
     Attributes
     ----------
     figures
-        Further figures of the epoch, by name, that a callback puts there: they go into the history and the loggers
-        beside the loss at its end.
+        Further metrics of the epoch, by name, set by a callback; logged with the loss at its end.
     gradient_norm
         Norm of all gradients in the last step, before clipping, scalar.
     total_steps
@@ -194,7 +193,7 @@ class TrainingPlan(lightning.LightningModule):
     Notes
     -----
     Leaves ``train_loss`` and ``validation_loss`` of each epoch (means over cells) in the trainer's callback metrics,
-    beside them what the objective logs, as ``train_<name>`` and ``validation_<name>``.
+    and what the objective logs, as ``train_<name>`` and ``validation_<name>``.
 
     Examples
     --------

@@ -123,7 +123,7 @@ def objective_of(config: Config) -> dict[str, Any]:
         name = name if "mask_ratio" in OBJECTIVES.get(name).option_names() else _MASKED
     if masking and "mask_ratio" not in OBJECTIVES.get(str(name)).option_names():
         raise ConfigError(
-            f"tokenizer.masking={masking} has no use, as the objective {name!r} masks nothing; remove it, or set "
+            f"tokenizer.masking={masking} has no effect, as the objective {name!r} masks nothing; remove it, or set "
             f"objective.name to {_MASKED!r}."
         )
     for key in sorted(set(masking) & set(options)):
@@ -212,10 +212,10 @@ NOT_OF_TUNING = {
         ("tokenizer", "objective", "model", "data.gene_vocab", "data.max_genes", "data.preprocessing"),
         "is settled by the base model of a fine-tuning; remove it",
     ),
-    "data.pin_memory": "has no use in a fine-tuning; leave it out",
-    "data.sampling": "has no use in a fine-tuning; weigh classes with finetune.class_weights",
-    "data.split": "has no use in a fine-tuning; name the column in finetune.split_by",
-    "training.validation_size": "has no use in a fine-tuning; set finetune.validation_size",
+    "data.pin_memory": "has no effect in a fine-tuning; leave it out",
+    "data.sampling": "has no effect in a fine-tuning; weigh classes with finetune.class_weights",
+    "data.split": "has no effect in a fine-tuning; name the column in finetune.split_by",
+    "training.validation_size": "has no effect in a fine-tuning; set finetune.validation_size",
 }
 """Sections and options that a fine-tuning does not read, to what to do instead."""
 
@@ -390,7 +390,7 @@ def check_settings(config: Config, *, replaces: bool = False) -> None:
     n_steps = config.training.checkpoint_every_n_steps
     if n_steps is not None and output.checkpoint_dir is None:
         raise ConfigError(
-            f"training.checkpoint_every_n_steps={n_steps} has no use without output.checkpoint_dir; set both."
+            f"training.checkpoint_every_n_steps={n_steps} has no effect without output.checkpoint_dir; set both."
         )
     embedding = None if output.embedding is None else os.fspath(Path(output.embedding).parent)
     folders = {"output.log_dir": output.log_dir, "output.checkpoint_dir": output.checkpoint_dir}

@@ -87,7 +87,7 @@ def source_identity(source: Any, cells: Cells, *, layer: str | None, gene_key: s
     Raises
     ------
     OptionError
-        If the cells are of a kind that cannot be told from others.
+        If the type of the cells does not allow a fingerprint.
     """
     if isinstance(cells, StoreCells):
         if is_store(cells.place):
@@ -102,8 +102,7 @@ def source_identity(source: Any, cells: Cells, *, layer: str | None, gene_key: s
             digest.update(np.ascontiguousarray(part))
         return {"counts": digest.hexdigest(), "obs": None if cells.obs is None else table_digest(cells.obs)}
     raise OptionError(
-        f"source is of type {type(source).__name__!r}, which cannot be told from other cells; give a path, a store or "
-        "an AnnData."
+        f"source is of type {type(source).__name__!r}, which has no fingerprint; give a path, a store or an AnnData."
     )
 
 
@@ -114,7 +113,7 @@ _ENCODING = {"encoding-type": "array", "encoding-version": "0.2.0"}
 
 
 class EmbeddingFiles:
-    """The output of an embedding, and a hidden folder beside it with a file for each block that is done.
+    """The output of an embedding, and a hidden folder next to it with a file for each finished block.
 
     Parameters
     ----------
@@ -242,7 +241,7 @@ class EmbeddingFiles:
                 yield
             finally:
                 if not self.folder.exists():
-                    # Whoever waits for it looks at the output next.
+                    # A process that waits for it checks the output next.
                     self._lock.unlink(missing_ok=True)
 
     def _begun(self) -> dict[str, Any] | None:
@@ -370,10 +369,10 @@ def embed_to(
     """Embed cells into a file, as ``scforge embed`` does.
 
     The cells are cut into blocks, of which one at a time is in memory. Several processes, which need not know of each
-    other, take turns: block k belongs to process k modulo `world_size`. Whoever ends last puts the output in its place,
-    so it appears whole or not at all. Until then it grows in a hidden folder beside, from which the same call goes on
-    if a process was killed, also with another number of processes. Where the output is complete already, nothing is
-    done.
+    other, take turns: block k belongs to process k modulo `world_size`. The process that finishes last assembles the
+    output, so it appears whole or not at all. Until then it is in a hidden folder next to it, from which the same call
+    resumes if a process was killed, also with another number of processes. Where the output is complete already,
+    nothing is done.
 
     Parameters
     ----------
@@ -532,7 +531,7 @@ def _open(model: CellModel, source: Any) -> Cells:
         if "_protein_coding'" not in way_out:
             raise
         raise GeneMismatchError(
-            f"{problem}; the model (--model) knows genes of its own species only, so give cells of that species, or a "
+            f"{problem}; the model (--model) knows the genes of one species only, so give cells of that species, or a "
             "model that was trained on this one."
         ) from error
     if not len(cells):

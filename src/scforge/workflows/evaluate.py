@@ -49,7 +49,7 @@ def evaluate_to(
     progress_bar: bool = True,
     **options: Any,
 ) -> pd.DataFrame | Report:
-    """Score models on cells of a file, beside baselines.
+    """Score models on cells of a file, with baselines.
 
     A fine-tuned model is scored by its task, if `benchmarks` are not given; others by their embedding.
 
@@ -61,7 +61,7 @@ def evaluate_to(
         Cells with the answer: an h5ad file, for tasks also a store, or the name of a data set
         (:func:`scforge.datasets.list_cards`). Of the cells of a fine-tuning those are scored that it held out.
     output
-        Where to write: a ``.csv`` file for the figures, for embeddings also a folder for the report. None writes
+        Where to write: a ``.csv`` file for the scores, for embeddings also a folder for the report. None writes
         nothing.
     benchmarks
         What to score embeddings by, as in :func:`scforge.workflows.evaluate_models`.
@@ -86,7 +86,7 @@ def evaluate_to(
 
     Returns
     -------
-    For a task one row a method, one column a figure; for embeddings the report.
+    For a task one row a method, one column a score; for embeddings the report.
 
     Raises
     ------
@@ -116,12 +116,12 @@ def evaluate_to(
         options["baselines"] = list(baselines)
     for name, value in options.items():
         if name not in known:
-            raise OptionError(f"{name}={value!r} has no use where {what} scored (known: {listing(known)}).")
+            raise OptionError(f"{name}={value!r} has no effect where {what} scored (known: {listing(known)}).")
     trained_on = options.pop("trained_on", None)
     if trained_on is not None:
         learned = in_memory(trained_on)
         if learned is None:
-            raise OptionError(f"trained_on={str(trained_on)!r} (--trained-on) is no h5ad file; give one.")
+            raise OptionError(f"trained_on={str(trained_on)!r} (--trained-on) is not an h5ad file; give one.")
         models = {name: _load(folder, learned) for name, folder in zip(models, folders, strict=True)}
     for one in models.values():
         one._move_to(chosen_device(device))
@@ -205,7 +205,7 @@ def _cells_of(source: Folder) -> tuple[AnnData, dict[str, str | None]]:
     adata = in_memory(source)
     if adata is None:
         raise OptionError(
-            f"source={name!r} is no h5ad file and no data set of scforge.datasets; embeddings are scored on one of "
+            f"source={name!r} is not an h5ad file and no data set of scforge.datasets; embeddings are scored on one of "
             f"these (data sets: {listing(list_cards())})."
         )
     return adata, {}

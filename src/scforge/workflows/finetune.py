@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("scforge")
 
 EVALUATION_FILE = "evaluation.csv"
-"""Name of the table of figures in ``output.checkpoint_dir``."""
+"""Name of the table of scores in ``output.checkpoint_dir``."""
 
 _PERTURBED = ("perturbation", "condition")
 _CONTROLS = ("control", "ctrl", "non-targeting", "NT")
@@ -54,7 +54,7 @@ class FinetuningResult:
     model
         The fine-tuned model.
     metrics
-        Figures of the test cells, one row a method; None where ``finetune.evaluate`` did not ask for them.
+        Scores of the test cells, one row a method; None where ``finetune.evaluate`` did not ask for them.
     """
 
     model: Encoder
@@ -102,7 +102,7 @@ def finetune_from_config(
 
     Returns
     -------
-    Model and figures. With ``output.checkpoint_dir`` the model is saved there as ``final``, and the figures as
+    Model and scores. With ``output.checkpoint_dir`` the model is saved there as ``final``, and the scores as
     ``evaluation.csv``. Of several processes only the first evaluates and writes.
 
     Raises
@@ -139,7 +139,7 @@ def finetune_from_config(
 
 
 def finetuning_report(result: FinetuningResult, config: Config) -> list[str]:
-    """Return what a fine-tuning has come to, and where it is: a line each, and the figures of the test cells.
+    """Return what a fine-tuning has come to, and where it is: a line each, and the scores of the test cells.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ def _names(given: str, option: str) -> bool:
 
 
 def _batches(config: Config) -> dict[str, Any]:
-    """Return how batches are made, where the configuration says so."""
+    """Return the options of minibatches that the configuration sets."""
     given = {
         "batch_size": config.training.batch_size,
         "max_tokens_per_batch": config.data.max_tokens_per_batch,

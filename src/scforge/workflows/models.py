@@ -132,7 +132,7 @@ def push_folder(
     if not is_adapter:
         _check_holds_model(path, prefix)
         if base is not None:
-            raise OptionError(f"base={base!r} (--base) has no use where {prefix} is a whole model; leave it out.")
+            raise OptionError(f"base={base!r} (--base) has no effect where {prefix} is a whole model; leave it out.")
     told: dict[str, Any] = {"license": license, "data": data, "citation": citation}
     told["metrics"] = None if metrics is None else _table(metrics)
     given = [name for name, value in told.items() if value is not None]
@@ -166,7 +166,7 @@ def _card_of_others(folder: Path) -> str | None:
 def pull_folder(
     name: str, output: str | os.PathLike[str] | None = None, *, overwrite: bool = False, **options: Any
 ) -> Path:
-    """Fetch a model, and copy it out of the cache where `output` says where to.
+    """Fetch a model, and copy it from the cache to `output` if given.
 
     Parameters
     ----------

@@ -60,7 +60,7 @@ def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Se
     vocab
         Genes of a model that is there already; None takes those that the section names.
     columns
-        Columns of obs to have at hand, besides those that the section names.
+        Further columns of obs to keep, in addition to those that the section names.
     """
     if data.source != "local":
         from scforge.data.census import CensusQuery
@@ -138,7 +138,7 @@ _AUTO = "auto"
 
 
 class KeepConfig(Callback):
-    """Writes the configuration beside the checkpoints once training begins, so that it can be repeated.
+    """Writes the configuration next to the checkpoints when training starts, so that it can be repeated.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ class KeepConfig(Callback):
 
     def __init__(self, config: Config) -> None:
         self.path = Path(str(config.output.checkpoint_dir)) / CONFIG_FILE
-        self.text = f"# What this training was told, overrides included (scforge {__version__}).\n{dump_config(config)}"
+        self.text = f"# Resolved configuration, including overrides (scforge {__version__}).\n{dump_config(config)}"
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Write it, on the first process; the folder belongs to this training by now."""
@@ -169,7 +169,7 @@ def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
     ConfigError, OptionError
         If the two contradict each other, have no folder to work on, or the folder holds another run.
     MissingFileError
-        If there is no state to go on with.
+        If there is no state to continue with.
     """
     folder = config.output.checkpoint_dir
     if resume is not None and overwrite:
@@ -272,14 +272,14 @@ def train_from_config(
     progress_bar
         Show a bar while training.
     resume
-        ``"auto"`` goes on with the latest state in ``output.checkpoint_dir``, and starts where there is none; or the
+        ``"auto"`` continues with the latest state in ``output.checkpoint_dir``, and starts where there is none; or the
         path of a state. None starts, and refuses a folder that holds another run.
     overwrite
         Replace the run in ``output.checkpoint_dir``, and the file ``output.embedding``.
 
     Returns
     -------
-    The trained model. With ``output.checkpoint_dir`` it is saved there as ``final``, beside the best epochs and the
+    The trained model. With ``output.checkpoint_dir`` it is saved there as ``final``, next to the best epochs and the
     configuration (``config.yaml``). Without, nothing is saved, while ``scforge train``, which returns no model, takes
     ``checkpoints/NAME`` of a file ``NAME.yaml``. Of several processes only the first writes.
 
@@ -325,7 +325,7 @@ def checked_arguments(config: Config, *, resume: Any, overwrite: bool) -> dict[s
 
 
 def outputs_of(model: Encoder, source: AnnData | Cells, config: Config) -> None:
-    """Write the model, and the embedding of its cells, where the configuration says so."""
+    """Write the model and the embedding of its cells, as configured."""
     output = config.output
     if output.checkpoint_dir is not None:
         model.save(Path(output.checkpoint_dir) / FINAL, overwrite=True)

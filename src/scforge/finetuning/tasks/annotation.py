@@ -34,7 +34,7 @@ from scforge.finetuning.splits import Split, warn_of_unlearned
 from scforge.finetuning.supervised import SupervisedTask
 
 HETEROGENEOUS = "Heterogeneous"
-"""What cells of a cluster are called of which no label has the share that was asked for."""
+"""Label of clusters in which no label reaches the requested fraction."""
 
 _RESOLUTIONS = ((5_000, 5.0), (20_000, 10.0), (40_000, 15.0), (100_000, 20.0), (200_000, 25.0))
 _N_NEIGHBORS = 15
@@ -289,7 +289,7 @@ class Annotation(SupervisedTask):
         predictor, adata
             The model over the cells, and where to write; None: nowhere.
         key_added
-            Name of the column, in place of ``"scforge_<labels_key>"``; the others are then called
+            Name of the column, instead of ``"scforge_<labels_key>"``; the others are then called
             ``"<key_added>_confidence"`` and ``"<key_added>_entropy"``.
         soft
             Return the probabilities, and write them into ``obsm["scforge_<labels_key>_probabilities"]`` (float32; the
@@ -312,7 +312,7 @@ class Annotation(SupervisedTask):
         clusters = None
         if not isinstance(majority_voting, bool | str):
             raise OptionError(f"majority_voting={majority_voting!r} is neither True, False nor a column of obs.")
-        if isinstance(majority_voting, str):  # a column that is missing is told before any time is spent
+        if isinstance(majority_voting, str):  # report a missing column early
             of_cells = predictor.cells.column
             clusters = of_cells(majority_voting) if adata is None else column_of(adata.obs, majority_voting)
         if threshold is not None and check_share("threshold", threshold) and predictor.module.head.temperature == 1.0:

@@ -41,7 +41,7 @@ _NOTHING = -30.0
 
 
 class IntegrationHead(nn.Module):
-    """A decoder of expression that is told the batch of a cell, so that the embedding need not tell it.
+    """A decoder of expression that is conditioned on the batch of a cell, so that the embedding need not encode it.
 
     The share of gene g in the counts of a cell of batch e is ``softmax(W GELU(LayerNorm(A z + b_e)))_g``, and its
     counts are negative binomial around share times library size, with one dispersion a gene (as in scVI, Lopez et al.
@@ -147,7 +147,7 @@ def align(sigreg: SIGReg, z_bd: torch.Tensor, codes: torch.Tensor, n_batches: in
     n_batches
         Number of batches E.
     fresh
-        Take new directions, in place of the same ones each time.
+        Take new directions, instead of the same ones each time.
 
     Returns
     -------
@@ -353,7 +353,7 @@ class Integration(Task):
         predictor, adata
             The model over the cells, and where to write; None: nowhere.
         key_added
-            Key in obsm, in place of ``"X_scforge_integrated"``.
+            Key in obsm, instead of ``"X_scforge_integrated"``.
 
         Returns
         -------
@@ -365,13 +365,13 @@ class Integration(Task):
         return embedding
 
     def evaluate(self, context: EvaluationContext) -> Evaluated:
-        """Score how batches mix and cell types stay apart, beside PCA, Harmony, scVI and the frozen embedding.
+        """Score batch correction and biological conservation, with PCA, Harmony, scVI and the frozen embedding.
 
         All methods are scored on the same cells. PCA, Harmony and scVI are fitted on the training cells and the scored
         ones together, which favors them: PCA and scVI could embed new cells, and Symphony does so for Harmony, but that
         is not done here. Without labels, scores of biology are missing.
 
-        Figures: ``bio``, ``batch``, ``total`` and what they are means of, see
+        Scores: ``bio``, ``batch``, ``total`` and what they are means of, see
         :func:`scforge.eval.scib.integration_scores`.
 
         Raises

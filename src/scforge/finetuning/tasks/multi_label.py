@@ -45,10 +45,10 @@ class MultiLabel(SupervisedTask):
     labels_keys
         Columns of obs, one a label, with truth values or 0 and 1. A cell without value in one of them takes no part.
     labels_key
-        In place of these, one column with the labels of a cell as text. NaN is a cell that takes no part, an empty text
+        Instead of these, one column with the labels of a cell as text. NaN is a cell that takes no part, an empty text
         one that has no label.
     separator
-        What stands between the labels in `labels_key`.
+        Separator of the labels in `labels_key`.
     classes
         The labels, in the order of the outputs; None takes `labels_keys`, or those of the training cells, sorted.
     pos_weight
@@ -240,7 +240,7 @@ class MultiLabel(SupervisedTask):
         predictor, adata
             The model over the cells, and where to write; None: nowhere.
         key_added
-            In place of ``"scforge_<labels_key>"``; of the columns of labels it is what stands before ``_<label>``.
+            Instead of ``"scforge_<labels_key>"``; for the label columns it is the prefix before ``_<label>``.
         soft
             Return the probabilities.
         threshold
@@ -278,7 +278,7 @@ class MultiLabel(SupervisedTask):
         return {"n_unknown_label": int(unknown.sum()), **super().count_unscored(targets, column)}
 
     def scores(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, float]:
-        """Return figures of all labels.
+        """Return scores of all labels.
 
         ``auroc`` and ``average_precision`` are means over labels that they are defined for, ``macro_f1`` is that over
         labels that a cell has, at the probability 0.5, and ``subset_accuracy`` is the share of cells of which all
@@ -293,6 +293,6 @@ class MultiLabel(SupervisedTask):
         }
 
     def tables(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, pd.DataFrame]:
-        """Return the figures of each label."""
+        """Return the scores of each label."""
         of_labels = multi_label_figures(truth > 0, estimates)
         return {"per_label": pd.DataFrame(of_labels, index=self.known_classes).rename_axis("label")}

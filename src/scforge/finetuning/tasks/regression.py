@@ -129,7 +129,7 @@ class Regression(SupervisedTask):
         return {"target": torch.from_numpy(self._standardized(self._targets[rows]).astype(np.float32))}
 
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """Return the mean loss of the cells that have a number, and sums that figures are made of."""
+        """Return the mean loss of the cells that have a number, and sums that scores are made of."""
         predicted, target = outputs[:, 0].float(), batch["target"]
         labeled = ~torch.isnan(target)
         # Without a number the prediction is right. Leaving these cells out would wait for a GPU.
@@ -169,7 +169,7 @@ class Regression(SupervisedTask):
         predictor, adata
             The model over the cells, and where to write; None: nowhere.
         key_added
-            Column of obs to write, float32, in place of ``"scforge_<labels_key>"``.
+            Column of obs to write, float32, instead of ``"scforge_<labels_key>"``.
 
         Returns
         -------

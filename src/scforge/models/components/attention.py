@@ -205,7 +205,7 @@ class SelfAttention(nn.Module):
     Raises
     ------
     OptionError
-        If `hidden_dim` is no multiple of `num_heads`, or one of them no number above zero.
+        If `hidden_dim` is not a multiple of `num_heads`, or one of them no number above zero.
 
     Examples
     --------

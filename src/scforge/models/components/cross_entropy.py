@@ -44,7 +44,7 @@ def token_loss(
     return_logits
         Whether the logits of all positions are wanted.
     weight_vh
-        Last layer of a head that has none of its own, shape (V, H).
+        Last layer of a head without one, shape (V, H).
     """
     weight = () if weight_vh is None else (weight_vh,)
     if return_logits:
@@ -109,7 +109,7 @@ class _Chunked(torch.autograd.Function):
         labels: torch.Tensor,
         learning: bool,
     ) -> torch.Tensor:
-        # Grad mode is always off in here, and what needs a gradient says so in validation, too.
+        # Grad mode is always off in here, and tensors require gradients in validation as well.
         n_tokens, n_classes = len(hidden), len(weight)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=hidden.device)

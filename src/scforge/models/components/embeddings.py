@@ -102,7 +102,7 @@ class SoftBins(nn.Module):
     n_bins
         Number of bins K.
     alpha
-        Weight of the first layer beside the second.
+        Weight of the first layer relative to the second.
 
     Examples
     --------
@@ -156,7 +156,7 @@ class GeneExpressionEmbedding(nn.Module):
         How values get there: ``"linear"``, one projection; ``"mlp"``, as scGPT (:class:`ValueMLP`); ``"soft_bins"``, as
         scFoundation (:class:`SoftBins`).
     n_value_bins, value_bins_alpha
-        Bins of ``"soft_bins"``, and the weight of its first layer beside its second.
+        Bins of ``"soft_bins"``, and the weight of its first layer relative to its second.
     embedding_norm
         What the layer norm is applied to: the ``"sum"``, the gene embedding alone (``"genes"``, as scGPT), or nothing
         (``"none"``, as scFoundation).

@@ -38,7 +38,7 @@ class _Projection(nn.Linear):
 
 
 class GeneVectorEmbedding(nn.Module):
-    """Projected pretrained vectors for tokens that have one, learned vectors of their own for the others.
+    """Projected pretrained vectors for tokens that have one, learned vectors for the others.
 
     The embedding of a token with the pretrained vector v is ``W (v - center) * scale``: `center` is the mean vector and
     `scale` brings the root mean square length to 1, so that W, which starts with standard deviation 0.02, gives vectors

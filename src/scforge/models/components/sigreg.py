@@ -25,7 +25,7 @@ class SIGReg(nn.Module):
     by the trapezoidal rule on [-t_max, t_max] (symmetric, so points on [0, t_max] are enough). The mean over
     directions is returned. Its expectation for Gaussian cells does not depend on N.
 
-    Where several processes train together, each with cells of its own, the means are over the cells of all of them,
+    Where several processes train together, each with different cells, the means are over the cells of all of them,
     along the same directions: gradients that are averaged over processes, as DDP does, are those of one process with
     all cells.
 

@@ -72,7 +72,7 @@ class Packing:
     ends: tuple[torch.Tensor, int] | None = None
 
     def pack(self, padded: torch.Tensor) -> torch.Tensor:
-        """Take what stands at tokens: from shape (B, S, ...) to (P, ...)."""
+        """Select the entries at tokens: from shape (B, S, ...) to (P, ...)."""
         flat = padded.flatten(0, 1)
         return flat if self.index is None else flat.index_select(0, self.index)
 
@@ -84,7 +84,7 @@ class Packing:
         return packed.unflatten(0, self.shape)
 
     def split(self, padded: torch.Tensor) -> list[torch.Tensor]:
-        """Return what stands at the tokens of each group: from shape (B, S, ...) to (b, s, ...) of each."""
+        """Return the entries at the tokens of each group: from shape (B, S, ...) to (b, s, ...) of each."""
         sizes = [group.n_cells * group.longest for group in self.groups]
         parts = self.pack(padded).split(sizes)
         return [part.unflatten(0, (g.n_cells, g.longest)) for part, g in zip(parts, self.groups, strict=True)]
@@ -233,7 +233,7 @@ class StackOutput(NamedTuple):
 
     ``hidden``: states of the tokens after the final norm, (B, S, H), finite at padding but without a meaning.
     ``hidden_states``: the same after each layer, the last of them `hidden`. ``attentions``: float32 (B, N, S, S) of
-    each layer, the first S the queries. Both None unless asked for.
+    each layer, the first S the queries. Both None unless requested.
     """
 
     hidden: torch.Tensor
@@ -301,7 +301,7 @@ class TransformerBlock(nn.Module):
         self.ffn_in = nn.Linear(hidden_dim, 2 * ffn_dim if gated else ffn_dim, bias=bias)
         self.ffn_out = nn.Linear(ffn_dim, hidden_dim, bias=bias)
         self.dropout = Dropout(dropout)
-        # The wider the layers, the less it costs beside their products, and the more it saves.
+        # The wider the layers, the smaller its relative cost, and the more it saves.
         self.saves_memory = hidden_dim >= _WIDE
 
     def forward(
@@ -383,7 +383,7 @@ class TransformerStack(nn.Module):
     unpad
         Whether padding is taken out. None does where it is worth its while.
     final_norm
-        Whether a norm stands behind the last layer; None puts one behind pre-norm layers.
+        Whether a norm follows the last layer; None adds one to pre-norm layers.
 
     Examples
     --------
@@ -513,7 +513,7 @@ class TransformerStack(nn.Module):
         biases = nothing if bias_bs is None else packing.split(bias_bs)
         results = []
         for group, part, places, bias in zip(packing.groups, packing.split(hidden_bsh), positions, biases, strict=True):
-            # Where tokens were put together, padding stands behind them, and a causal mask alone hides it.
+            # Where tokens were concatenated, padding follows them, and a causal mask hides it.
             tokens = None if causal and packing.index is not None else group.tokens
             mask = attention_mask_of(tokens, causal=causal, n_queries=group.longest, bias_bt=bias)
             rotation = None if places is None else rotation_of(places, self.head_dim)

@@ -1,7 +1,7 @@
 """Weights as safetensors, in the layout that both halves of soma share; what is the same in both.
 
 A matrix has the shape (inputs, outputs); scale and bias of a layer norm are ``gamma`` and ``beta``; keys are sorted. A
-file is the same, byte for byte, whoever wrote it.
+file is the same, byte for byte, for both packages.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Serde[M](abc.ABC):
         Raises
         ------
         ModelFileError
-            If `data` is no safetensors, or a tensor is missing, unknown, of another shape, or not of finite real
+            If `data` is not safetensors, or a tensor is missing, unknown, of another shape, or not of finite real
             numbers; nothing is changed then.
         """
         return self._read("data", lambda: self._format.load(bytes(data)))

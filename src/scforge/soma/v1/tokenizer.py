@@ -54,7 +54,7 @@ def tokenize(data: bytes | bytearray, max_seq_len: int = V1_MAX_SEQ_LEN) -> list
     Raises
     ------
     DataError
-        If `data` is no bytes.
+        If `data` is not bytes.
     OptionError
         If `max_seq_len` is not a positive whole number.
 
@@ -86,7 +86,7 @@ def tokenize_arrays(
     Raises
     ------
     DataError
-        If `data` is no bytes.
+        If `data` is not bytes.
     OptionError
         If `max_seq_len` is not a positive whole number.
 

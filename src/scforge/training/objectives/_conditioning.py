@@ -39,7 +39,7 @@ def classes_found(argument: str, key: str, column: Callable[[str], pd.Series]) -
     Raises
     ------
     OptionError
-        If it holds numbers that are no classes, or nothing.
+        If it holds numbers that are not classes, or nothing.
     """
     try:
         classes = column(key).dropna()
@@ -99,7 +99,7 @@ IN_THE_MEAN = "they are decoded in the mean of all."
 
 
 class TellsBatches(Objective):
-    """An objective whose decoder is told the batch of each cell, from a column of obs called `batch_key`."""
+    """An objective whose decoder is conditioned on the batch of each cell, from the column `batch_key` of obs."""
 
     batch_key: str | None
     batches: list[str] | None
@@ -138,7 +138,7 @@ class TellsBatches(Objective):
             warn(f"{problem}; {IN_THE_MEAN}")
 
     def look_up_batches(self, cells: Cells, *, needed: bool = True) -> str:
-        """Look up the batch of each cell; return how many are of none that the decoder can be told, "" for all.
+        """Look up the batch of each cell; return how many have none that the decoder knows, "" for all.
 
         Without a column that is not `needed` all are of none.
         """

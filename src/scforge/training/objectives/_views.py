@@ -18,7 +18,7 @@ from scforge.tokenizers.base import TokenBatch, Tokenizer, concatenate, pad
 from scforge.training.objectives.base import Objective
 
 _SINGLY = 8.0
-"""Counts up to which each trial has a random number of its own; of more, 64 share some."""
+"""Counts up to which each trial has a separate random number; above, 64 share some."""
 _NORMAL_ABOVE = 1000.0
 """Counts above which the binomial is drawn from its normal approximation (relative error of its spread < 0.1 %)."""
 
@@ -128,10 +128,10 @@ def downsample_counts(
     keep
         Range from which the share of counts to keep is drawn, one for each cell; above zero if `log_uniform`.
     gene_dropout
-        Range from which the rate of hidden genes is drawn, one for each cell. A hidden gene is not in the view, but
+        Range from which the rate of masked genes is drawn, one for each cell. A masked gene is not in the view, but
         its counts stay in the library size.
     seed, epoch, view
-        What the random numbers depend on, besides the cell.
+        What the random numbers depend on, in addition to the cell.
     log_uniform
         Draw the logarithm of the share evenly, rather than the share: as many cells are seen at a tenth to a third of
         their depth as at a third to all of it.
@@ -145,7 +145,7 @@ def downsample_counts(
         block.indptr, block.genes, block.counts, block.totals, keys, float(keep[0]), float(keep[1]),
         float(gene_dropout[0]), float(gene_dropout[1]), log_uniform,
     )  # fmt: skip
-    # Each view is a draw of its own for a tokenizer that samples.
+    # Each view is a separate sample for a tokenizer that samples.
     return replace(block, indptr=indptr, genes=genes, counts=counts, totals=totals, draw=(block.draw << 16) + view)
 
 
@@ -183,7 +183,7 @@ class SeesViews(Objective):
             )
 
     def _views(self, blocks: Sequence[CellBlock], tokenizer: Tokenizer, *, epoch: int, seed: int) -> TokenBatch:
-        """Tokenize a view of each block, one block after the other; each place draws random numbers of its own."""
+        """Tokenize a view of each block, one block after the other; each place uses separate random numbers."""
         keep, dropout = (self.keep_min, self.keep_max), (0.0, self.gene_dropout)
         parts = [
             tokenizer.ragged(
@@ -213,7 +213,7 @@ _POINT = 0.9999
 
 
 def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return figures of embeddings whose means over the cells of an epoch :func:`geometry` takes.
+    """Return metrics of embeddings whose means over the cells of an epoch :func:`geometry` takes.
 
     The covariance is that within the step: the embedding as a whole moves while it is trained, which over an epoch
     would look like a direction in which cells differ.
@@ -237,7 +237,7 @@ def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def geometry(means: dict[str, np.ndarray]) -> dict[str, float]:
-    """Take the figures of :func:`geometry_moments` out of the means of an epoch, and return what they say.
+    """Take the metrics of :func:`geometry_moments` out of the means of an epoch, and return what they say.
 
     Returns
     -------
@@ -261,7 +261,7 @@ def geometry(means: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def has_collapsed(figures: Mapping[str, float], n_dims: int) -> bool:
-    """Return whether the figures of :func:`geometry` are those of an embedding of `n_dims` that has collapsed.
+    """Return whether the metrics of :func:`geometry` are those of an embedding of `n_dims` that has collapsed.
 
     So it is if one of these holds:
 

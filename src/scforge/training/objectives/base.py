@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainingDefaults:
-    """What works for an objective where the user says nothing.
+    """Default training options of an objective.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class Objective(ABC):
     """Whether values are hidden by ``masked_values``, apart from the genes that ``masked_positions`` hides."""
 
     takes_batch_key: ClassVar[bool] = False
-    """Whether `Encoder` gives it the batches of its set-up as `batch_key`, where the user says nothing."""
+    """Whether `Encoder` passes the batches of its set-up as `batch_key` by default."""
 
     maps_queries: ClassVar[bool] = False
     """Whether a trained encoder embeds cells of new batches as it is, so that of these only the decoder learns."""
@@ -142,7 +142,7 @@ class Objective(ABC):
         return {}
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:  # noqa: B027 -- optional
-        """Look up what batches need to know of cells besides their counts, before any are made.
+        """Look up what minibatches need in addition to counts, before any are made.
 
         Parameters
         ----------
@@ -172,10 +172,10 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss to minimize and further figures to log beside it: means over the cells of the batch."""
+        """Return the loss to minimize and further metrics to log: means over the cells of the batch."""
 
     def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return what is logged of an epoch, made of the means of the loss and the figures over its cells."""
+        """Return what is logged of an epoch, made of the means of the loss and the metrics over its cells."""
         return {name: float(value) for name, value in means.items()}
 
     def __repr__(self) -> str:

@@ -23,13 +23,13 @@ from scforge.training.objectives._views import CollapseWatch, SeesViews, geometr
 from scforge.training.objectives.base import TrainingDefaults, mismatch, register_objective
 
 _MIN_CELLS = 2
-"""Cells of a batch in a step under which they are no sample of it."""
+"""Cells of a batch in a step under which they are not a sample of it."""
 
 _SHARES = "batch_shares"
-"""Key of a batch of tensors that is no argument of `encode`."""
+"""Key of a batch of tensors that is not an argument of `encode`."""
 
 _LARGEST_WEIGHT = 10.0
-"""Of a cell beside the mean of its batch; rarer ones would be all that is seen of it."""
+"""Maximum weight of a cell relative to the mean of its batch, so that rare ones do not dominate."""
 
 
 @register_objective("joint_embedding")
@@ -50,7 +50,7 @@ class JointEmbedding(TellsBatches, SeesViews):
     batch lacks altogether no weight makes up for.
 
     ``effective_rank`` and ``mean_cosine`` in the history tell how many dimensions the embedding uses, and whether its
-    cells lie in one direction; a warning says so if it has collapsed.
+    cells lie in one direction; a warning reports a collapse.
 
     Parameters
     ----------
@@ -59,7 +59,7 @@ class JointEmbedding(TellsBatches, SeesViews):
     keep_min, keep_max
         Range of the share of counts that a view keeps, drawn for each view.
     gene_dropout
-        Largest rate of hidden genes; the rate is drawn between 0 and this for each view.
+        Largest rate of masked genes; the rate is drawn between 0 and this for each view.
     weight
         Weight of SIGReg, in (0, 1).
     slices
@@ -76,7 +76,7 @@ class JointEmbedding(TellsBatches, SeesViews):
     batches
         The batches; None takes those of the cells that the model is made with.
     projector
-        Width of a perceptron behind the embedding, of whose output both terms are taken; the embedding then need not
+        Width of an MLP projection head, to whose output both terms apply; the embedding then need not
         fill its space evenly. For architectures that have one (``gene_pooling``, ``mlp``). None takes both of the
         embedding.
 
@@ -142,7 +142,7 @@ class JointEmbedding(TellsBatches, SeesViews):
             raise mismatch("joint_embedding", architecture, why, "the architecture 'gene_pooling' or 'mlp'")
 
     def model_options(self) -> dict[str, Any]:
-        """Return the width of the projector, as an option of the architecture, which is told no batches."""
+        """Return the width of the projector, as an option of the architecture, which does not receive batches."""
         return {} if self.projector is None else {"projector_dim": self.projector}
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
@@ -206,7 +206,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         return {**batch, _SHARES: _shares(codes, torch.from_numpy(weights))}
 
     def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
-        """Return the number of cells, each of which stands there once a view."""
+        """Return the number of cells; each occurs once per view."""
         return batch["input_ids"].shape[0] // self.views
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -215,7 +215,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         tokens = {name: tensor for name, tensor in batch.items() if name != _SHARES}
         z = of_cells.encode(**tokens)
         z_kbd = z.float().unflatten(0, (self.views, -1))
-        # Both terms are of what stands behind the projector, if there is one.
+        # Both terms apply to the output of the projector, if there is one.
         p_kbd = z_kbd if self.projector is None else of_cells.project(z).float().unflatten(0, (self.views, -1))
         agreement = (p_kbd - p_kbd.mean(dim=0)).square().mean()
         sigreg = self._statistic(p_kbd, batch.get(_SHARES), fresh=module.training)

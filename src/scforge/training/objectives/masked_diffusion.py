@@ -42,23 +42,23 @@ from scforge.training.objectives.variational import (
 _STREAM = 0x64696666  # "diff": its random numbers are others than those of masks and views
 _SAMPLED_CELLS = 10_000
 _MAX_GENES = 1200
-"""Genes of a cell where nobody says how many an architecture attends to."""
+"""Default number of genes per cell if the architecture sets no limit."""
 
 
 @register_objective("masked_diffusion")
 class MaskedDiffusion(TellsBatches):
-    """Cross entropy of hidden genes and squared error of hidden values, at all shares of what is hidden.
+    """Cross entropy of masked genes and squared error of hidden values, at all masked fractions.
 
     The absorbing-state diffusion of discrete tokens (Austin et al. 2021; Sahoo et al. 2024) over the genes of a cell
     and their values, as ScDiVa has it (arXiv:2602.03477); the formulas are ours. Each cell has a time t in [0, 1); of
     its S tokens n = floor(t S) + 1 are hidden, so that each n from 1 to S is equally likely::
 
-        loss = mean over cells of (mean cross entropy of hidden genes
+        loss = mean over cells of (mean cross entropy of masked genes
                                    + value_weight * mean squared error of hidden values)
                + reconstruction_weight * reconstruction + beta * kl
 
     The mean cross entropy is the bound on the likelihood of a cell, for each of its tokens. In the bound, tokens are
-    hidden independently with probability t, and their sum has the weight 1 / t. So all states with n hidden tokens
+    hidden independently with probability t, and their sum has the weight 1 / t. So all states with n masked tokens
     together have the weight 1 / n, the integral of (S over n) t^(n - 1) (1 - t)^(S - n), and 1 / n times a sum over n
     tokens is their mean. Times are stratified: t_i = (u + i / B) mod 1 over the B cells of a batch, so that all shares
     are seen in each. The last two terms are those of :class:`~scforge.training.Variational`, of the latent that is made
@@ -88,8 +88,9 @@ class MaskedDiffusion(TellsBatches):
     token_prior
         Start the prediction of genes at the token frequencies of the training cells.
     batch_key, batches
-        Column of obs with the batch of each cell, which the decoder of the latent is told, and the batches in the order
-        of their numbers; see :class:`~scforge.training.Variational`. Of no use with ``reconstruction_weight=0``.
+        Column of obs with the batch of each cell, on which the decoder of the latent is conditioned, and the batches in
+        the order of their numbers; see :class:`~scforge.training.Variational`. Of no use with
+        ``reconstruction_weight=0``.
 
     Examples
     --------
@@ -137,7 +138,7 @@ class MaskedDiffusion(TellsBatches):
         return (self._attended or _MAX_GENES) if self.max_genes is None else self.max_genes
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise if genes without counts are tokens, or values are no log1p CP10K."""
+        """Raise if genes without counts are tokens, or values are not log1p CP10K."""
         refuse_zero_genes("masked_diffusion", tokenizer)
         if tokenizer.append_cls or tokenizer.append_eos:
             raise OptionError(
@@ -151,7 +152,7 @@ class MaskedDiffusion(TellsBatches):
             )
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise unless the architecture predicts hidden genes and hidden values of cells with weights."""
+        """Raise unless the architecture predicts masked genes and hidden values of cells with weights."""
         named = set(inspect.signature(architecture.forward).parameters)
         if not {"loss_weights", "masked_values", "target"} <= named:
             why = "takes no loss_weights, masked_values and target in forward"
@@ -260,7 +261,7 @@ class MaskedDiffusion(TellsBatches):
         parts = output.losses
         if not parts or not {"identity", "value"} <= set(parts):
             raise TrainingError(
-                f"{type(module).__name__} returned no losses of hidden genes and values; make it with denoising=True."
+                f"{type(module).__name__} returned no losses of masked genes and values; make it with denoising=True."
             )
         weights = {
             "identity": 1.0,

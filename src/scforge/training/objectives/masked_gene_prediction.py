@@ -32,8 +32,8 @@ class MaskedGenePrediction(Objective):
     mask_ratio, mask_token_prob, random_token_prob
         See :class:`scforge.tokenizers.Masking`.
     hide_order
-        Where the order of the tokens tells something of which genes they are, put hidden tokens behind the others.
-        False leaves them in their places, as in Geneformer's pretraining: there a hidden gene stands between its
+        If the order of the tokens reveals the genes, move masked tokens to the end.
+        False leaves them in their places, as in Geneformer's pretraining: there a masked gene stands between its
         neighbors in the ranking, and genes with the same count in the fixed order of their medians, so that much of
         what the loss falls below the entropy of the token frequencies is no biology.
     token_prior
@@ -82,9 +82,9 @@ class MaskedGenePrediction(Objective):
         refuse_zero_genes("masked_gene_prediction", tokenizer)
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise if the architecture takes labels for names of hidden genes, rather than for what it is to predict."""
+        """Raise if the architecture takes labels for names of masked genes, rather than for targets."""
         if getattr(architecture, "labels_name_genes", False):
-            why = "is told the hidden genes and predicts their values"
+            why = "receives the masked genes and predicts their values"
             choice = "objective='masked_value_prediction', or the architecture 'transformer_encoder'"
             raise mismatch("masked_gene_prediction", architecture, why, choice)
 

@@ -36,7 +36,7 @@ class MaskedValuePrediction(Objective):
 
     For architectures that predict a value of each token: ``masked_autoencoder``, or ``transformer_encoder`` with
     ``expression_head="value"`` or ``"bin"``. The ``forward`` of another one must name ``value_labels``, ``bin_labels``
-    or ``masked_positions`` among its arguments. Hidden genes stand behind the others in random order, so that their
+    or ``masked_positions`` among its arguments. Masked genes follow the others in random order, so that their
     place in a ranking does not tell their value.
 
     Parameters
@@ -44,7 +44,7 @@ class MaskedValuePrediction(Objective):
     mask_ratio
         Share of the genes of a cell to hide, as :class:`scforge.tokenizers.Masking` takes it.
     zero_targets
-        Genes without counts that are added as hidden tokens of value 0 for each hidden gene, drawn from the measured
+        Genes without counts that are added as masked tokens of value 0 for each masked gene, drawn from the measured
         genes of the vocabulary. Without them a model never sees that a gene is off. Not for truncated losses.
 
     Examples
@@ -80,7 +80,7 @@ class MaskedValuePrediction(Objective):
             )
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise if the architecture predicts what comes next, or has no use for hidden values."""
+        """Raise if the architecture predicts what comes next, or does not use masked values."""
         if getattr(architecture, "predicts_next", False):
             why = "predicts the next token rather than hidden values"
         elif not _TARGETS & set(inspect.signature(architecture.forward).parameters):
@@ -117,7 +117,7 @@ class MaskedValuePrediction(Objective):
             tokenizer.vocab, mask_ratio=self.mask_ratio, mask_token_prob=0.0, random_token_prob=0.0, seed=seed
         )
         batch = masking(tokenizer(block), block.rows, epoch=epoch, hidden_last=True)
-        # The ids are in `input_ids`; labels would ask for a prediction of genes that stand there.
+        # The ids are in `input_ids`; labels would request a prediction of visible genes.
         del batch["labels"]
         if self.zero_targets:
             keys = cell_keys(block.rows, seed=seed, epoch=epoch, stream=_STREAM)
@@ -143,14 +143,14 @@ def _largest(mask_ratio: Any) -> float:
 
 
 def _n_zeros(per_hidden: float, n_hidden: np.ndarray) -> np.ndarray:
-    """Return how many genes without counts to add for so many hidden tokens, int64."""
+    """Return how many genes without counts to add for so many masked tokens, int64."""
     return np.floor(per_hidden * n_hidden + 0.5).astype(np.int64)
 
 
 def _add_zeros(
     batch: TokenBatch, block: CellBlock, tokenizer: Tokenizer, per_hidden: float, keys: np.ndarray
 ) -> TokenBatch:
-    """Add genes without counts to the hidden tokens of each cell, and put all hidden tokens into random order."""
+    """Add genes without counts to the masked tokens of each cell, and put all masked tokens into random order."""
     n_genes, n_special = tokenizer.vocab.n_genes, tokenizer.vocab.n_special
     measured = np.arange(n_genes, dtype=np.int32)
     if block.measured is not None:
@@ -195,7 +195,7 @@ def _place(indptr, genes, measured, hidden, lengths, n_added, keys, n_special, n
         for entry in range(indptr[cell], indptr[cell + 1]):
             counted[genes[entry]] = False
         key, length, n_new = keys[cell], lengths[cell], n_added[cell]
-        # Slots of hidden tokens: their old ones, and new ones behind the last token.
+        # Slots of masked tokens: their old ones, and new ones behind the last token.
         slots = np.empty(hidden.shape[1] + n_new, dtype=np.int64)
         n_slots = 0
         for position in range(length):
@@ -210,7 +210,7 @@ def _place(indptr, genes, measured, hidden, lengths, n_added, keys, n_special, n
             slots[n_slots] = length + step
             zeros[cell, length + step] = n_special + free[step]
             n_slots += 1
-        # Where a hidden token stands must not tell whether it was added.
+        # The position of a masked token must not reveal whether it was added.
         for step in range(n_slots - 1, 0, -1):
             other = int(uniform(key, np.uint64(n_new + step)) * (step + 1))
             here, there = slots[step], slots[other]

@@ -54,13 +54,13 @@ class NextGenePrediction(Objective):
     Parameters
     ----------
     order
-        A cell has no order of its own. ``"rank"`` goes from the highest to the lowest value, equal ones in random
+        A cell has no natural order. ``"rank"`` goes from the highest to the lowest value, equal ones in random
         order; ``"random"`` takes any order. What is random is drawn anew in each epoch. Tokenizers that rank genes keep
         their ranking with ``"rank"``. A gene and its bin are predicted independently of each other; ranks tell much of
         a value and a random order nothing, so generate cells from models of ranks.
     condition_key
-        Column of obs with classes that the model is told, such as the type of a cell, so that it can generate cells of
-        a class. None for none.
+        Column of obs with classes on which the model is conditioned, such as the cell type, so that it can generate
+        cells of a class. None for none.
     conditions
         The classes, in the order of their numbers; None takes those of the cells that the model is made with. Cells of
         others count as cells of unknown class.
@@ -135,7 +135,7 @@ class NextGenePrediction(Objective):
         self._codes = numbers_of_cells("condition_key", self.condition_key, "conditions", self.conditions, cells)
         if self._codes is None:
             return
-        self._codes += 1  # 0 is no class
+        self._codes += 1  # 0 is not a class
         if not self._codes.any():
             raise DataError(
                 f"condition_key={self.condition_key!r}: no cell has one of the classes that the model knows "

@@ -1,4 +1,4 @@
-"""How often genes are tokens, and what a model would lose that knows nothing else."""
+"""Token frequencies, and the loss of a model that knows only these."""
 
 from __future__ import annotations
 

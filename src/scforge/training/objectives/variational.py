@@ -71,7 +71,7 @@ class Variational(TellsBatches):
         The classes, in the order of their numbers; None takes those of the cells that the model is made with. Cells of
         others count as cells without a class.
     batch_key
-        Column of obs with the batch of each cell, which the decoder is told, so that the latent need not hold it.
+        Column of obs with the batch of each cell, on which the decoder is conditioned.
     batches
         The batches, in the order of their numbers; None takes those of the cells that the model is made with.
     thinning
@@ -171,7 +171,7 @@ class Variational(TellsBatches):
             warn(f"{problem}; the cells train the reconstruction alone.")
 
     def _no_class(self, cells: Cells, train_rows: np.ndarray, *, needed: bool) -> str:
-        """Look up the class of each cell; say so if no training cell has a known one."""
+        """Look up the class of each cell; warn if no training cell has a known one."""
         key, names = self.labels_key, self.labels
         self._labels = numbers_of_cells("labels_key", key, "labels", names, cells, needed=needed)
         if self._labels is None or (self._labels[train_rows] >= 0).any():
@@ -229,7 +229,7 @@ class Variational(TellsBatches):
 
 
 _OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "kl_share", "cell_type", "batch"}
-"""Keys of a batch that are no arguments of `infer`."""
+"""Keys of a batch that are not arguments of `infer`."""
 
 
 def check_latent(
@@ -272,7 +272,7 @@ def whole_profiles(block: CellBlock) -> dict[str, torch.Tensor]:
 def dense_profiles(batch: dict[str, torch.Tensor], n_genes: int) -> torch.Tensor:
     """Return the profiles of :func:`whole_profiles`, float32, shape (B, G)."""
     genes, values = batch["profile_genes"], batch["profile_values"]
-    # Padding goes into a column of its own.
+    # Padding goes into a separate column.
     return values.new_zeros((len(genes), n_genes + 1)).scatter(1, genes, values)[:, 1:]
 
 

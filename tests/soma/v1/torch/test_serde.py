@@ -72,7 +72,7 @@ def test_a_refused_file_changes_no_weight(tiny, values, message):
 def test_what_is_no_file_of_weights(tiny, tmp_path):
     with pytest.raises(MissingFileError, match="nowhere"):
         Model.load(tmp_path / "nowhere.safetensors", tiny)
-    (tmp_path / "text.safetensors").write_text("these are no weights")
+    (tmp_path / "text.safetensors").write_text("these are not weights")
     with pytest.raises(ModelFileError, match=r"text\.safetensors"):
         Model.load(tmp_path / "text.safetensors", tiny)
     for data, message in [(Model(tiny).save_bytes()[:-10], "cannot be read"), (None, "'NoneType' object")]:

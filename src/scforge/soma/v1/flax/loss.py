@@ -34,7 +34,7 @@ def compute_loss(model: Model, sig_reg: SIGReg, token_ids: Array, targets: Array
     Raises
     ------
     DataError
-        If `token_ids` and `targets` differ in shape, are no arrays of whole numbers, or, unless traced, hold tokens
+        If `token_ids` and `targets` differ in shape, are not arrays of whole numbers, or, unless traced, hold tokens
         outside the vocabulary.
     """
     check_whole("token_ids", token_ids)

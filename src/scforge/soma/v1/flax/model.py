@@ -78,7 +78,7 @@ class Model(Serializable, nnx.Module):
         Raises
         ------
         DataError
-            If tokens or positions are no arrays, or have another shape or dtype; if tokens are outside the vocabulary,
+            If tokens or positions are not arrays, or have another shape or dtype; if tokens are outside the vocabulary,
             unless they are traced (under ``jit``).
         """
         check_whole("input", input)

@@ -38,7 +38,7 @@ class Serde[M: nnx.Module](serde.Serde[M]):
         nnx.update(self.module, nnx.from_flat_state(new))
 
     def _variables(self) -> dict[str, tuple[_Path, Any]]:
-        """Return key in the file to path and variable; states of random generators are no weights."""
+        """Return key in the file to path and variable; states of random generators are not weights."""
         flat: list[tuple[_Path, Any]] = list(nnx.to_flat_state(nnx.state(self.module, nnx.Param)))
         norms = {path[:-1] for path, _ in flat if path[-1] == "scale"}
         named = {}

@@ -18,7 +18,7 @@ def compute_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss and the embedding of a batch.
 
-    The loss is the mean cross entropy in nats at targets that are no PAD, plus the regularizer of all states. Places
+    The loss is the mean cross entropy in nats at targets that are not PAD, plus the regularizer of all states. Places
     count from the beginning of each chunk. The embedding is the mean over tokens, then over chunks. PAD counts as any
     token in both, unless ``model.pad_mask`` is set.
 
@@ -40,7 +40,7 @@ def compute_loss(
     Raises
     ------
     DataError
-        If `token_ids` and `targets` differ in shape, are no tensors of whole numbers, or hold tokens outside the
+        If `token_ids` and `targets` differ in shape, are not tensors of whole numbers, or hold tokens outside the
         vocabulary (looked at on a CPU only).
 
     Examples

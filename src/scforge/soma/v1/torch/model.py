@@ -74,7 +74,7 @@ class Model(Serializable, nn.Module):
         Raises
         ------
         DataError
-            If tokens or positions are no tensors, have another shape or dtype, or tokens on a CPU are outside the
+            If tokens or positions are not tensors, have another shape or dtype, or tokens on a CPU are outside the
             vocabulary. Elsewhere looking at tokens would wait for the device, and they raise an error of torch.
         """
         check_whole("input", input, torch.Tensor)
@@ -95,7 +95,7 @@ class Model(Serializable, nn.Module):
 
     @staticmethod
     def _mask(tokens_bs: torch.Tensor) -> torch.Tensor:
-        """Return which tokens see which, (B, 1, S, S); each sees itself, so that none sees nothing."""
+        """Return which tokens see which, (B, 1, S, S); each sees at least itself."""
         n = tokens_bs.shape[1]
         before = torch.ones((n, n), dtype=torch.bool, device=tokens_bs.device).tril()
         itself = torch.eye(n, dtype=torch.bool, device=tokens_bs.device)

@@ -19,7 +19,7 @@ class SIGReg(nn.Module):
         coefficient * K * integral over t of |mean_k exp(i t p_k) - exp(-t^2 / 2)|^2 * exp(-t^2 / 2) dt
 
     by the trapezoidal rule on [-t_max, t_max], and averaged over states. The mean is over *directions*, so that it
-    draws the squared norm of a state to H and sees nothing of how states differ; states that all are equal suit it.
+    pulls the squared norm of a state to H and cannot detect that all states are equal.
     What keeps states apart is :class:`scforge.models.components.SIGReg`, with the mean over *samples*.
 
     Parameters

@@ -18,7 +18,7 @@ def layer_norm(embedding_dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
 
 
 class Layer(nnx.Module):
-    """Attention, then feed-forward, each behind a LayerNorm and beside a residual connection (pre-norm).
+    """Attention, then feed-forward, each after a LayerNorm and with a residual connection (pre-norm).
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """Parts of the model: encoder, layer, attention, feed-forward block.
 
-``Model`` and ``SIGReg`` stand here too, as published; they are made of the parts, and imported when asked for.
+``Model`` and ``SIGReg`` are available here as well, as published; they are imported when used.
 """
 
 from __future__ import annotations

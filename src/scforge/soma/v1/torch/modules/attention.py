@@ -148,7 +148,7 @@ class MultiHeadAttention(nn.Module):
         mask
             False where attention is forbidden on top of the causal mask, bool, of a shape that broadcasts to
             (B, N, S, S), e.g. (B, 1, S, S); it allows no token to see later ones. What comes out at a token that may
-            see nothing, not even itself, has no meaning. None for the causal mask alone.
+            see no token, not even itself, has no meaning. None for the causal mask alone.
 
         Returns
         -------

@@ -1,4 +1,4 @@
-"""One layer: attention and a feed-forward block, each behind a norm and beside a residual.
+"""One layer: attention and a feed-forward block, each after a norm and with a residual connection.
 
 Shapes: B sequences, S tokens, H width.
 """
