@@ -44,7 +44,8 @@ def test_factors_of_genes_are_learned_from_most_clusters() -> None:
     mapping.set_factors(expected, observed)
     found = mapping.scaled(batch)["values"][0]
     assert found[[2, 3, 5]].tolist() == pytest.approx([1.0, 1.0, 1.0])
-    assert found[0] == pytest.approx(2.0, rel=0.15) and found[1] == pytest.approx(0.25, rel=0.35)
+    assert found[0] == pytest.approx(2.0, rel=0.15)
+    assert found[1] == pytest.approx(0.25, rel=0.35)
     assert found[4] == pytest.approx(5.0)
     few = QueryMapping(3, 8, 7)
     few.set_factors(expected / 1_000, observed / 1_000)
