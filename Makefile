@@ -7,7 +7,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-exhaustive test-census test-cz lint docs notebooks constraints clean
+.PHONY: help quickstart test test-all test-exhaustive gpu gpu-dry test-census test-cz lint docs notebooks constraints clean
 
 help: ## Show the jobs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -27,6 +27,18 @@ test-all: ## Run the slow tests as well (kills, limits of memory, every variant)
 test-exhaustive: ## Run slow tests at full size, which takes an hour
 	@$(INSTALL) test
 	$(ONE_THREAD) $(VENV)/bin/pytest -m exhaustive $(ARGS)
+
+gpu: ## Measure a GPU and run the tests that need one, in 10 minutes; the table goes to docs/scaling.md
+	@$(INSTALL) test
+	@# flash-attn is a peer of the benchmark, where there is a wheel; building it takes longer than all the rest.
+	@timeout 60 uv pip install -q --python $(VENV)/bin/python --only-binary flash-attn flash-attn 2>/dev/null || true
+	$(VENV)/bin/python benchmarks/gpu.py --budget 330
+	$(VENV)/bin/python benchmarks/gpu.py --docs docs/scaling.md
+	timeout 210 $(VENV)/bin/pytest -m gpu tests/test_gpu.py $(ARGS)
+
+gpu-dry: ## Run the benchmark of a GPU on the CPU, in tiny sizes
+	@$(INSTALL) test
+	$(ONE_THREAD) $(VENV)/bin/python benchmarks/gpu.py --tiny
 
 # What meets the tables of pandas, whose version 2 the clients of the Census need.
 WITH_PANDAS := census census_filters checks convert h5ad perturbation selection sources splits store \

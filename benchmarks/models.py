@@ -77,9 +77,9 @@ class Plain(nn.Module):
         return F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=-100)
 
 
-def make_batch(row: Row, args: argparse.Namespace) -> dict[str, torch.Tensor]:
+def make_batch(row: Row, args: argparse.Namespace, seed: int = 0) -> dict[str, torch.Tensor]:
     """Return random tokens, some of them hidden."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     shape = (args.batch, args.length)
     lengths = torch.randint(args.length // 4, args.length + 1, (args.batch, 1)) if row.ragged else args.length
     mask = torch.arange(args.length) < torch.as_tensor(lengths).expand(args.batch, 1)
@@ -132,9 +132,9 @@ def flops(row: Row, args: argparse.Namespace, batch: dict[str, torch.Tensor]) ->
     return 3 * (layers(lengths, args.hidden) + head * (n_tokens if row.full_head else n_targets))
 
 
-def ceiling(device: str, dtype: torch.dtype) -> float:
+def ceiling(device: str, dtype: torch.dtype, size: int | None = None) -> float:
     """Return the operations a second of large matrix products: a CPU second, or a wall second of CUDA."""
-    size = 4096 if device == "cpu" else 8192
+    size = size or (4096 if device == "cpu" else 8192)
     one, two = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = 0.0
     for _ in range(4):

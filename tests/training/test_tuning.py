@@ -1,9 +1,11 @@
+import contextlib
+
 import pytest
 import torch
 
 from scforge.errors import OptionError, TrainingError
-from scforge.training.devices import compiled, gradient_checkpointing
-from scforge.training.fitting import _kept_bytes, choose_precision, find_batch_size
+from scforge.training.devices import compiled, gradient_checkpointing, root_device
+from scforge.training.fitting import _by_trying, _kept_bytes, choose_precision, find_batch_size
 from scforge.training.monitoring import flops_per_token, peak_flops
 
 CPU = torch.device("cpu")
@@ -66,3 +68,36 @@ def test_layers_are_compiled_for_a_while(setup):
         pass
     with gradient_checkpointing(setup.module, None):
         pass
+
+
+@pytest.mark.parametrize(("native", "precision"), [(True, "bf16-mixed"), (False, "32-true")])
+def test_a_gpu_that_emulates_bfloat16_computes_in_float32(masked_setup, monkeypatch, native, precision):
+    def is_bf16_supported(including_emulation=True):
+        return native or including_emulation
+
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    assert choose_precision(masked_setup.module, masked_setup.data(), torch.device("cuda")) == precision
+
+
+@pytest.mark.parametrize(
+    ("devices", "number"), [("1,", 1), ("2,3", 2), ([3], 3), (2, 0), ("auto", 0), ("x,", 0)], ids=str
+)
+def test_the_device_that_is_tried_is_the_first_one_named(monkeypatch, devices, number):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert root_device("gpu", devices) == torch.device("cuda", number)
+
+
+def test_sizes_are_tried_in_the_precision_of_the_training(masked_setup, monkeypatch):
+    module, data = masked_setup.module, masked_setup.data(batch_size=None)
+    seen, most = [], 2
+
+    def step(module, data, batch):
+        seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+        if len(batch["input_ids"]) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("scforge.training.fitting._step", step)
+    assert _by_trying(module, data, CPU, [1, 2, 4, 8], "bf16-mixed") == most
+    assert _by_trying(module, data, CPU, [4], None) is None
+    assert seen == [torch.bfloat16] * 3 + [None]

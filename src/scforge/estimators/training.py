@@ -140,13 +140,14 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         device = root_device(how.accelerator, how.devices)
         processes = n_processes(how.accelerator, how.devices, how.num_nodes)
         stack.enter_context(gradient_checkpointing(model.module, how.gradient_checkpointing))
+        if precision == _AUTO:
+            precision = saved.get("precision") or choose_precision(model.module, data, device, processes)
         if batch_size == _AUTO:
             if processes != 1 or data.batch_size is not None or data.max_tokens_per_batch is not None:
                 raise OptionError("batch_size='auto' is for one process, and no other size of batches; give a number.")
             stack.callback(setattr, data, "batch_size", None)
-            data.batch_size = saved.get("batch_size") or find_batch_size(model.module, data, device)
-        if precision == _AUTO:
-            precision = saved.get("precision") or choose_precision(model.module, data, device, processes)
+            fitting = saved.get("batch_size") or find_batch_size(model.module, data, device, precision=precision)
+            data.batch_size = fitting
         if max_epochs is None:
             max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if how.max_steps < 0 else -1
         settings = _settings(
@@ -181,7 +182,8 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             is_over = saving.is_over(max_epochs, how.max_steps, patience)
             announce(f"The training in {path} is complete: {done}." if is_over else f"Resuming {path} after {done}.")
         stack.enter_context(compiled(model.module, how.compile))
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        gpus = range(torch.cuda.device_count()) if device.type == "cuda" else ()
+        stack.enter_context(torch.random.fork_rng(devices=gpus))
         # Dropout and the directions of SIGReg; other than those of earlier training runs, and of other processes.
         torch.manual_seed(model.seed + model.n_epochs_ + 1_000_003 * rank)
         error: NotFiniteError | SavingError | None = None

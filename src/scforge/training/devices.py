@@ -41,13 +41,18 @@ def n_processes(accelerator: str, devices: Any, num_nodes: int) -> int:
     """Return how many processes will train."""
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    if isinstance(devices, str) and "," in devices:  # as in Lightning: "0,1" are the devices of these numbers
-        devices = [part for part in devices.split(",") if part.strip()]
-    if isinstance(devices, list):
-        return len(devices) * num_nodes
+    if (named := _named(devices)) is not None:
+        return len(named) * num_nodes
     if str(devices).isdecimal():
         return int(devices) * num_nodes
     return num_nodes if accelerator in ("cpu", "mps") else max(1, torch.cuda.device_count()) * num_nodes
+
+
+def _named(devices: Any) -> list[Any] | None:
+    """Return the numbers of devices that are named one by one, as a list or, as in Lightning, as "0,1"; else None."""
+    if isinstance(devices, str) and "," in devices:
+        return [part.strip() for part in devices.split(",") if part.strip()]
+    return devices if isinstance(devices, list) else None
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -68,7 +73,8 @@ def root_device(accelerator: str, devices: Any) -> torch.device:
     device(type='cpu')
     """
     if accelerator in ("auto", "gpu", "cuda") and torch.cuda.is_available():
-        return torch.device("cuda", devices[0] if isinstance(devices, list) and devices else 0)
+        first = next(iter(_named(devices) or []), 0)
+        return torch.device("cuda", int(first) if str(first).isdecimal() else 0)
     if accelerator in ("auto", "gpu", "mps") and torch.backends.mps.is_available():
         return torch.device("mps")
     return torch.device("cpu")

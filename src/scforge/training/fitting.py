@@ -151,11 +151,14 @@ _FASTER = 1.1
 """How much faster 16 bits have to be to be worth their rounding."""
 
 
-def find_batch_size(module: nn.Module, data: CellDataModule, device: torch.device, *, most: int = _MAX) -> int:
+def find_batch_size(
+    module: nn.Module, data: CellDataModule, device: torch.device, *, precision: str | None = None, most: int = _MAX
+) -> int:
     """Return the largest power of two of cells whose training step fits into memory.
 
-    The longest cells of the data are tried. On a CPU, where nothing fails before the machine does, the memory of a step
-    is what autograd keeps for the backward pass of a few cells, scaled up. At least 8 steps an epoch are left.
+    The longest cells of the data are tried, with room for the two states of AdamW. On a CPU, where nothing fails before
+    the machine does, the memory of a step is what autograd keeps for the backward pass of a few cells, scaled up. At
+    least 8 steps an epoch are left.
 
     Parameters
     ----------
@@ -165,6 +168,8 @@ def find_batch_size(module: nn.Module, data: CellDataModule, device: torch.devic
         A data module that is bound to a tokenizer and an objective.
     device
         Where the training will run.
+    precision
+        That of the training; a mixed one takes less memory.
     most
         Largest number of cells to try.
 
@@ -190,7 +195,10 @@ def find_batch_size(module: nn.Module, data: CellDataModule, device: torch.devic
     """
     limit = max(1, min(most, len(data.train_rows) // _MIN_STEPS))
     sizes = [1 << power for power in range(limit.bit_length())]
-    found = _by_trying(module, data, device, sizes) if device.type == "cuda" else _by_size(module, data, sizes)
+    if device.type == "cuda":
+        found = _by_trying(module, data, device, sizes, precision)
+    else:
+        found = _by_size(module, data, sizes)
     if found is None:
         raise TrainingError(
             "memory ran out with a batch of one cell; lower the tokenizer's max_len (data.max_genes), or pass "
@@ -203,8 +211,8 @@ def find_batch_size(module: nn.Module, data: CellDataModule, device: torch.devic
 def choose_precision(module: nn.Module, data: CellDataModule, device: torch.device, processes: int = 1) -> str:
     """Return ``"bf16-mixed"`` where a training step is faster so, else ``"32-true"``.
 
-    A GPU that knows bfloat16 is faster so. On a CPU three steps of each are timed on the same batch, and 10 % count;
-    random numbers and weights stay as they were.
+    A GPU that computes with bfloat16, and does not emulate it, is faster so. On a CPU three steps of each are timed on
+    the same batch, and 10 % count; random numbers and weights stay as they were.
 
     Parameters
     ----------
@@ -223,7 +231,9 @@ def choose_precision(module: nn.Module, data: CellDataModule, device: torch.devi
         If steps of several processes would have to be timed.
     """
     if device.type == "cuda":
-        return "bf16-mixed" if torch.cuda.is_bf16_supported() else "32-true"
+        with torch.cuda.device(device):
+            # Older GPUs emulate bfloat16, which is slower than float32.
+            return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
     if processes != 1:
         raise OptionError("precision='auto' measures one process; name the precision, e.g. 'bf16-mixed', for several.")
     if device.type != "cpu":
@@ -235,7 +245,7 @@ def choose_precision(module: nn.Module, data: CellDataModule, device: torch.devi
         times = []
         for _ in range(4):
             start = time.perf_counter()
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            with _autocast(device, precision):
                 _step(module.to(device), data, batch)
             times.append(time.perf_counter() - start)
         seconds[precision] = min(times[1:])  # the first one also makes plans and kernels
@@ -270,17 +280,30 @@ def _kept_bytes(module: nn.Module, data: CellDataModule, size: int) -> int:
     return sum(kept.values())
 
 
-def _by_trying(module: nn.Module, data: CellDataModule, device: torch.device, sizes: list[int]) -> int | None:
+def _autocast(device: torch.device, precision: str | None) -> torch.autocast:
+    """Return what the steps of a training of this precision run under."""
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision or "")
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
+
+
+def _by_trying(
+    module: nn.Module, data: CellDataModule, device: torch.device, sizes: list[int], precision: str | None
+) -> int | None:
     found = None
     module.to(device)
     for size in sizes:
+        states: list[torch.Tensor] = []
         try:
-            _step(module, data, _batch(data, size, device))
+            # In a training the optimizer makes its states after the first step, for which there was memory.
+            states += [torch.empty_like(p) for p in module.parameters() if p.requires_grad for _ in range(2)]
+            with _autocast(device, precision):
+                _step(module, data, _batch(data, size, device))
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
             break
         finally:
+            del states
             torch.cuda.empty_cache()
         found = size
     return found
@@ -380,6 +403,7 @@ _REMARKS = (
     "is smaller than the logging interval",
     "find_unused_parameters=True was specified",
     "Total length of.*across ranks is zero",
+    "It is recommended to use.*sync_dist=True",  # the plan adds up over processes itself
 )
 """Warnings of Lightning and torch that tell a user nothing."""
 

@@ -118,9 +118,9 @@ def run_over(
 
     result: np.ndarray | None = None
     with evaluating(module):
-        for batch in BatchLoader(cells, order, prepare):
+        for batch in BatchLoader(cells, order, prepare, pin_memory=device.type == "cuda"):
             at = np.searchsorted(wanted, batch.pop("rows").numpy())
-            computed = compute({name: tensor.to(device) for name, tensor in batch.items()})
+            computed = compute({name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()})
             if not isinstance(computed, torch.Tensor) or computed.ndim != 2 or len(computed) != len(at):
                 shape = getattr(computed, "shape", None)
                 given = f"a {type(computed).__name__}" if shape is None else f"an embedding of shape {tuple(shape)}"

@@ -233,7 +233,7 @@ def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
         centered_bd = z_bd - z_bd.mean(dim=0)
         covariance = centered_bd.T @ centered_bd / len(z_bd)
         direction = torch.nn.functional.normalize(z_bd, dim=1).mean(dim=0)
-        return {_COVARIANCE: covariance, _DIRECTION: direction, _CELLS: z_bd.new_tensor(float(len(z_bd)))}
+        return {_COVARIANCE: covariance, _DIRECTION: direction, _CELLS: z_bd.new_full((), len(z_bd))}
 
 
 def geometry(means: dict[str, np.ndarray]) -> dict[str, float]:
