@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anndata
@@ -16,6 +16,7 @@ from scforge._constants import UNS_KEY
 from scforge.data.checks import content_mark
 from scforge.errors import DataError, listing
 from scforge.eval.base import Benchmark, register_benchmark
+from scforge.eval.effect_kernels import kernel_effects
 from scforge.eval.expression import principal_components, scale_difference
 from scforge.eval.generation import (
     SAME_CELL,
@@ -40,6 +41,7 @@ from scforge.eval.perturbation_metrics import (
     own_genes,
     score_deltas,
     technical_duplicate,
+    warn_of_few,
 )
 from scforge.eval.report import bootstrap_weights
 
@@ -70,12 +72,15 @@ class KnownEffects:
     controls
         Mean log1p CP10K of the controls of each context, also of contexts without effects, shape (G,) each. In those
         without effects, which may come from other data, NaN for genes that were not measured.
+    n_cells
+        Cells behind each effect, shape (N,); None takes all to be alike.
     """
 
     targets: tuple[tuple[str, ...], ...]
     contexts: tuple[str, ...]
     deltas: np.ndarray
     controls: Mapping[str, np.ndarray]
+    n_cells: np.ndarray | None = None
 
     def within(self, context: str) -> np.ndarray:
         """Return the effects in a context, of all contexts if it has none, int64."""
@@ -111,6 +116,8 @@ class WantedEffects:
         Vector of a target that a model has, shape (D,) each.
     context_features
         Vector of a context that a model has, shape (D,) each.
+    tables
+        More vectors of targets by the name of their source, for ``kernels``.
     """
 
     targets: tuple[tuple[str, ...], ...]
@@ -118,6 +125,7 @@ class WantedEffects:
     genes: Mapping[str, int] = field(default_factory=dict)
     gene_features: Mapping[str, np.ndarray] = field(default_factory=dict)
     context_features: Mapping[str, np.ndarray] = field(default_factory=dict)
+    tables: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
 
 
 def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np.ndarray]:
@@ -143,6 +151,9 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np
     ``linear_pca``, ``linear_embedding``
         :func:`linear_effects` with what the training effects, and the model, know of the perturbed genes. For a
         perturbation that was seen in other contexts: of the contexts.
+    ``kernels``
+        :func:`~scforge.eval.effect_kernels.kernel_effects` with all of these features, and with `tables`: each source
+        counts as far as it helps for training effects that are left out, and where none does, this is the mean.
     ``nearest``
         The effect of the training perturbation with the most similar genes in :func:`gene_scores` (cosine); for a
         perturbation that was seen in other contexts, its effect in the context with the nearest controls.
@@ -176,6 +187,7 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np
     found["linear_embedding"] = linear_baseline(
         known, wanted, wanted.gene_features, wanted.context_features, genes=genes
     )
+    found["kernels"] = _by_kernels(known, wanted, of_genes)
     found["nearest"] = np.array([_nearest(known, of_genes, *pair) for pair in pairs])
     return found
 
@@ -262,6 +274,38 @@ def linear_baseline(
         if not len(rows):
             rows, features, of_wanted = known.within(context), seen, asked
         found[place] = linear_effects(known.deltas[rows], genes, features[rows], of_wanted[place : place + 1])[0]
+    return found
+
+
+def _by_kernels(known: KnownEffects, wanted: WantedEffects, of_genes: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Predict effects by all kernels: of contexts for a perturbation that was seen in others, else of genes."""
+    found = np.empty((len(wanted.targets), known.deltas.shape[1]))
+    groups: dict[tuple[bool, tuple[int, ...]], list[int]] = {}
+    for place, (targets, context) in enumerate(zip(wanted.targets, wanted.contexts, strict=True)):
+        same = known.same(targets)
+        rows = same if len(same) else known.within(context)
+        groups.setdefault((len(same) > 0, tuple(rows.tolist())), []).append(place)
+    tables = {"pca": of_genes, "embedding": wanted.gene_features, **wanted.tables}
+    of_contexts = {"pca": _context_scores(known), "embedding": wanted.context_features}
+    for (elsewhere, some), places in groups.items():
+        rows = np.array(some, dtype=np.int64)
+        seen, own = [known.targets[i] for i in rows], [wanted.targets[i] for i in places]
+        names = sorted({target for targets in seen for target in targets})
+        if elsewhere:
+            seen, own = [(known.contexts[i],) for i in rows], [(wanted.contexts[i],) for i in places]
+            names = []
+        shares = [np.array([[name in some for name in names] for some in part], float) for part in (seen, own)]
+        shares = [one.reshape(len(part), len(names)) for one, part in zip(shares, (seen, own), strict=True)]
+        counts = [np.array([len(some) for some in part], float) for part in (seen, own)]
+        blocks = np.unique([" ".join(some) for some in seen], return_inverse=True)[1]
+        n_cells = np.ones(len(rows)) if known.n_cells is None else np.maximum(known.n_cells[rows], 1)
+        sources = {
+            name: (_sums(tuple(seen), table), _sums(tuple(own), table))
+            for name, table in (of_contexts if elsewhere else tables).items()
+            if table
+        }
+        noise = n_cells.mean() / n_cells
+        found[places], _ = kernel_effects(known.deltas[rows], noise, counts, shares, sources, blocks)
     return found
 
 
@@ -357,12 +401,15 @@ class Reference:
         self.changed = de_genes(self.effects.p_values)
         self.own_genes = own_genes([effect.targets for effect in cells.effects], np.asarray(cells.genes))
         self.controls = {name: groups.mean[len(cells.effects) + i] for i, name in enumerate(cells.contexts)}
+        warn_of_few(len(cells.effects))
         self.base: pd.DataFrame | None = None
+        self.trained: tuple[np.ndarray, Sequence[object]] | None = None
         self.center: np.ndarray | None = None
         if train is not None:
             starts = PerturbedCells.read(train, keys, argument="train").over(cells.genes, argument="train")
             known = known_effects(starts, set(self.contexts))
             self.controls = dict(known.controls)
+            self.trained = known.deltas, known.contexts
             self.center = np.array([known.mean(context) for context in self.contexts])
             self.base = pd.DataFrame(self.center, index=keys.index(cells.effects), columns=cells.genes)
         self.space = CellSpace(starts.expression, n_comps=benchmark.n_comps, seed=self.seed)
@@ -386,7 +433,8 @@ class Reference:
     def figures(self, deltas: np.ndarray, made: PerturbedCells | None) -> pd.DataFrame:
         """Score predicted effects, and the cells, if there are some."""
         effects = self.effects
-        table = score_deltas(deltas, effects.deltas, effects.scores, self.changed, self.center, self.contexts)
+        asked = (effects.deltas, effects.scores, self.changed, self.center, self.contexts, self.trained)
+        table = score_deltas(deltas, *asked)
         return table.assign(**self.discriminated(deltas, effects.deltas), energy_distance=self.energy(deltas, made))
 
     def energy(self, deltas: np.ndarray, made: PerturbedCells | None) -> np.ndarray:
@@ -419,9 +467,8 @@ class Reference:
                     energy[number] = energy_distance(*(self.coordinates[side] for side in sides))
             return {**self.discriminated(one, other), "energy_distance": energy}
 
-        return technical_duplicate(
-            cells.expression, cells.groups, cells.controls, self.center, self.contexts, seed=self.seed, more=more
-        )
+        asked = (cells.groups, cells.controls, self.center, self.contexts, self.trained)
+        return technical_duplicate(cells.expression, *asked, seed=self.seed, more=more)
 
 
 def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
@@ -440,6 +487,7 @@ def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
         tuple(effect.context for effect in train.effects),
         effects.deltas,
         plain,
+        effects.n_cells,
     )
 
 
@@ -500,6 +548,11 @@ class PerturbationPrediction(Benchmark):
     seed
         Of the cells that these are, and of halves.
 
+    Warns
+    -----
+    ScforgeWarning
+        If fewer than ten effects are scored.
+
     References
     ----------
     Ahlmann-Eltze et al. (Nat Methods 2025), Mejia et al. (arXiv:2506.22641), Wu et al. (arXiv:2408.10609).
@@ -507,11 +560,11 @@ class PerturbationPrediction(Benchmark):
     Examples
     --------
     >>> import anndata, numpy as np, pandas as pd
-    >>> names = np.repeat(["control", "A", "B"], 30)
-    >>> counts = np.random.default_rng(0).poisson(5.0, size=(90, 20)).astype("float32")
-    >>> counts[30:60, 0] *= 3
-    >>> counts[60:, 1] *= 3
-    >>> cells = anndata.AnnData(counts, pd.DataFrame({"target": names}, index=[f"cell{i}" for i in range(90)]))
+    >>> names = np.repeat(["control", *"ABCDEFGHIJ"], 30)
+    >>> counts = np.random.default_rng(0).poisson(5.0, size=(330, 20)).astype("float32")
+    >>> for gene in range(10):
+    ...     counts[30 * (gene + 1) : 30 * (gene + 2), gene] *= 3
+    >>> cells = anndata.AnnData(counts, pd.DataFrame({"target": names}, index=[f"cell{i}" for i in range(330)]))
     >>> scores = PerturbationPrediction("target", "control").run(cells, cells)
     >>> round(scores["pearson_delta"], 2), scores["rank"]
     (1.0, 0.0)
@@ -860,10 +913,11 @@ def perturbation_baselines(
     number = {str(gene): column for column, gene in enumerate(train.genes)}
     genes = {name: number[name] for some in targets + known.targets for name in some if name in number}
     wanted = WantedEffects(targets, tuple(effect.context for effect in effects), genes)
-    found = baseline_effects(known, wanted)
+    reduced = {name: _reduced(frame) for name, frame in features.items()}
+    found = baseline_effects(known, replace(wanted, tables=reduced))
     del found["linear_embedding"]
-    for name, frame in features.items():
-        found[f"linear_{name}"] = linear_baseline(known, wanted, _reduced(frame), {}, genes=gene_scores(known))
+    for name, table in reduced.items():
+        found[f"linear_{name}"] = linear_baseline(known, wanted, table, {}, genes=gene_scores(known))
     return {name: pd.DataFrame(deltas, keys.index(effects), train.genes) for name, deltas in found.items()}
 
 
