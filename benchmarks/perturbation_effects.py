@@ -173,7 +173,7 @@ def interval(values: pd.Series) -> str:
 def summary(results: pd.DataFrame, kind: str) -> str:
     """Return the means over held-out effects of a kind as Markdown, and paired differences of Pearson correlations."""
     of_kind = results[results["data"] == kind]
-    metrics = [name for name in [*METRICS, "program"] if of_kind[name].notna().any()]
+    metrics = [name for name in [*METRICS, "program"] if name in of_kind and of_kind[name].notna().any()]
     means = of_kind.groupby("method")[metrics].mean().sort_values("pearson_delta", ascending=False)
     wide = of_kind.pivot_table(index="perturbation", columns="method", values="pearson_delta")
     lines = [f"| method (n = {len(wide)} effects) | {' | '.join(metrics)} | `{OURS}` less it, correlation |"]

@@ -16,8 +16,8 @@ from scforge.data.cells import Cells, choose_rows
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, OptionError, listing, suggest
-from scforge.eval.effect_kernels import BASE, choose_scales
 from scforge.eval.expression import effects_of, moments
+from scforge.eval.perturbation import BASE, choose_scales
 from scforge.eval.perturbation_metrics import de_weights
 from scforge.finetuning.base import Column
 from scforge.finetuning.heads import Standardize
