@@ -4,7 +4,7 @@ import pertpy
 import pytest
 from scipy import sparse, stats
 
-from scforge.errors import DataError
+from scforge.errors import DataError, ScforgeWarning
 from scforge.eval.expression import effects_of, moments_of
 from scforge.eval.perturbation_metrics import (
     de_genes,
@@ -13,6 +13,7 @@ from scforge.eval.perturbation_metrics import (
     own_genes,
     score_deltas,
     technical_duplicate,
+    warn_of_few,
 )
 
 
@@ -163,3 +164,27 @@ def test_what_is_no_number_is_refused() -> None:
 def test_effects_without_a_context() -> None:
     effects = np.eye(4)
     assert discrimination_scores(effects, effects, contexts=[None, None, "a", "a"]).tolist() == [1.0] * 4
+
+
+def test_overlap_of_the_genes_that_change() -> None:
+    changed = np.array([[True, True, False, False]] * 4 + [[False] * 4])
+    predicted = np.array([[2.0, -3, 1, 0], [0, 3, 2, 1], [0, 0, 0, 0], [1, 1, 1, 0], [1, 2, 3, 4]])
+    found = score_deltas(predicted, predicted, predicted, changed)["de_overlap"]
+    np.testing.assert_allclose(found, [1.0, 0.5, 0.5, 2 / 3, np.nan])
+    assert score_deltas(predicted, predicted, predicted)["de_overlap"].isna().all()
+
+
+def test_rank_among_the_whole_screen() -> None:
+    measured, trained = np.eye(6)[:2], np.eye(6)[2:]
+    own = measured + np.array([[0, 0, 2.0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
+    contexts = ["a", "a"]
+    found = score_deltas(own, measured, measured, None, None, contexts, (trained, ["a", "a", "a", "b"]))
+    assert found["rank"].tolist() == [0.0, 0.0]
+    assert found["rank_in_screen"].tolist() == [0.25, 0.0]  # one of two held-out and three trained ones is nearer
+    assert score_deltas(own, measured, measured)["rank_in_screen"].isna().all()
+
+
+def test_few_effects_are_no_comparison() -> None:
+    with pytest.warns(ScforgeWarning, match="Only 9 held-out effects are scored, fewer than 10"):
+        warn_of_few(9)
+    warn_of_few(10)

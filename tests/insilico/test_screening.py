@@ -1,11 +1,25 @@
+from functools import partial
+
 import numpy as np
 import pytest
 from scipy import sparse
 from scipy.stats import false_discovery_control, kstest
 
-from scforge.data import GeneVocab
+from scforge.data import GeneVocab, open_cells
 from scforge.data.cells import Cells, CellSource
-from scforge.insilico.screening import Perturbation, centroid, mean_moves, screen, units, with_rates
+from scforge.datasets import pbmc3k
+from scforge.insilico.screening import (
+    Perturbation,
+    PerturbedCells,
+    centroid,
+    mean_moves,
+    screen,
+    strata_of,
+    units,
+    with_rates,
+)
+from scforge.models import Encoder
+from scforge.training.predict import embed
 
 N_GENES = 60
 
@@ -100,3 +114,45 @@ def test_a_gene_that_gets_counts_was_measured(cells: CellSource):
     assert screen(some, embed, perturbation, np.array([[N_GENES - 1]]), n_controls=5)["n_cells"][0] == 200
     assert all(seen)
     assert not measured[-1]
+
+
+def test_random_weights_find_neither_specific_nor_broad_genes():
+    adata = pbmc3k()
+    adata = adata[(adata.obs["cell_type"] == "CD14+ Mono").to_numpy()].copy()
+    p_values: dict[str, list[float]] = {"specific": [], "broad": []}
+    for seed in range(2):
+        Encoder.setup_anndata(adata)
+        model = Encoder(adata, seed=seed)
+        module, tokenizer = model.spec.build_untrained()
+        embed_cells = partial(embed, module, tokenizer=tokenizer, objective=model.spec.build_objective())
+        cells = open_cells(adata, model.vocab)
+        share = cells.counts.getnnz(axis=0) / len(cells)
+        level = np.asarray(cells.counts.sum(axis=0)).ravel() / np.maximum(cells.counts.getnnz(axis=0), 1)
+        few = np.flatnonzero((share > 0.02) & (share < 0.3))
+        tested = {"specific": few[np.argsort(-level[few])[:40]], "broad": np.argsort(-share)[:40]}
+        strata = strata_of(cells, embed_cells(cells))
+        table = screen(
+            cells, embed_cells, Perturbation("delete"), np.concatenate([*tested.values()])[:, None], strata=strata
+        )
+        assert (table["n_controls"] == 100).all()
+        for name, some in zip(tested, np.split(table["p_value"].to_numpy(), 2), strict=True):
+            p_values[name] += some.tolist()
+    for some in p_values.values():
+        assert 0.38 < np.median(some) < 0.62
+        assert np.mean(np.array(some) < 0.05) <= 0.1
+
+
+def test_controls_are_compared_in_cells_of_the_same_type(cells: CellSource):
+    # In half of the cells every deletion moves four times as far, and the tested gene is deleted only there.
+    kinds = (np.arange(200) < 100).astype(np.int64)
+    linear = Linear(strength=0.4)
+
+    def embed_cells(some: Cells) -> np.ndarray:
+        rows = some.rows if isinstance(some, PerturbedCells) else np.arange(len(some))
+        made = linear(some)
+        return np.where(kinds[rows, None] == 1, made - 2.0, made + 8.0)
+
+    asked = (cells, embed_cells, Perturbation("delete"), np.array([[0]]))
+    blind, matched = (screen(*asked, n_controls=40, strata=strata) for strata in (None, kinds))
+    assert matched["shift_z"][0] < blind["shift_z"][0]
+    assert matched["shift"][0] == blind["shift"][0]

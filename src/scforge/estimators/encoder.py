@@ -65,7 +65,7 @@ from scforge.hub.finding import find_model
 from scforge.insilico.attention import attention_between_genes
 from scforge.insilico.gene_embeddings import contextual_gene_embeddings, input_gene_embeddings
 from scforge.insilico.imputation import knows_zeros, predict_counted, predict_uncounted
-from scforge.insilico.screening import Perturbation, centroid, screen, with_rates
+from scforge.insilico.screening import Perturbation, centroid, screen, strata_of, with_rates
 from scforge.models._utils import evaluating
 from scforge.models.components.gene_vectors import check_filled
 from scforge.training.checkpoint import SavingError
@@ -1349,7 +1349,7 @@ class Encoder(CellModel):
         start: Mapping[str, Any] | tuple[str, Any] | None = None,
         combinations: bool | int = False,
         max_cells: int = 1000,
-        n_permutations: int = 100,
+        n_permutations: int | None = None,
         untrained: bool = True,
         seed: int = 0,
         batch_size: int = 256,
@@ -1366,21 +1366,23 @@ class Encoder(CellModel):
         with that count set to 0.
 
         **What the p-values say.** Cells are no replicates here: one gene moves all cells alike, and every perturbation
-        moves them somewhat. So the null is that a gene does no more than other genes of like expression. For each gene,
-        `n_permutations` other genes of like mean expression are perturbed in the same way, each in up to 100 of the
-        cells that it applies to (a deletion: that express it). ``p_value`` is the share of them that shift the cells at
-        least as far, ``goal_p_value`` that of those that move them as far to one side, doubled; the gene itself counts
-        as one, so none is below ``1 / (n_permutations + 1)``. Where fewer genes are left than are tested
-        (``genes=None``), these are compared with each other: then p-values are ranks, no false discovery rate can be
-        small, and ``shift_z`` is what to sort by. The highest genes of all have no others like them, so that theirs
-        means less. Tokenizers that draw (``side="both"``, truncation by a sample) add their noise to all shifts.
+        moves them somewhat. So the null is that a gene does no more than other genes of like expression. Each gene is
+        compared with `n_permutations` others that are matched, within the group, on the share of cells that express
+        them and on their level where expressed. They are perturbed in the same way, each in up to 100 cells, and their
+        means are standardized to the types (clusters of the embedding) and depths of the cells of the tested gene; a
+        regression removes what is left of the difference in expression. ``p_value`` is the share of them that shift the
+        cells at least as far, ``goal_p_value`` that of those that move them as far to one side, doubled; the gene
+        itself counts as one, so none is below ``1 / (n_permutations + 1)``.
 
-        **What they do not say.** Like mean expression is not a like dose: a gene that few cells express highly loses
-        more counts where it is deleted than one that all cells express weakly, and has a small p-value in a model with
-        random weights as well. ``shift_z_untrained`` is the z-score of the gene in such a model, with the same controls
-        and cells; only what stands above it was learned. And a gene that stands out alone cannot have an
-        ``fdr`` below the number of tests divided by ``n_permutations + 1`` (with a goal twice that); the table says how
-        low it can be in ``attrs["lowest_fdr"]``, and a warning where that is above 0.1.
+        A gene that stands out alone cannot have an ``fdr`` below the number of tests divided by
+        ``n_permutations + 1`` (with a goal twice that). By default `n_permutations` is high enough for 0.1 where half
+        of the model's genes are. The table says how low the rate can be in ``attrs["lowest_fdr"]``, and a warning
+        where that is above 0.1. With ``genes=None`` p-values are ranks: sort by ``shift_z``.
+
+        **What they do not say.** A gene may stand out for its expression with random weights, too:
+        ``shift_z_untrained`` is the z-score of the gene in such a model, with the same controls and cells. Only what
+        stands above it was learned. Tokenizers that draw (``side="both"``, truncation by a sample) add their noise to
+        all shifts.
 
         Parameters
         ----------
@@ -1403,7 +1405,8 @@ class Encoder(CellModel):
         max_cells
             Cells to perturb, drawn at random, in all or in each group; also those that the goal is the mean of.
         n_permutations
-            Other genes to compare each with; 0 for no p-values.
+            Other genes to compare each with; 0 for no p-values. None takes 100, or as many as allow an ``fdr`` of 0.1
+            if these are no more than half of the genes of the model.
         untrained
             Compute ``shift_z_untrained`` (and ``goal_z_untrained``), the z-scores of the same genes in the same
             architecture with random weights. It takes as long again; False leaves it out.
@@ -1418,7 +1421,8 @@ class Encoder(CellModel):
         Returns
         -------
         One row a gene (or pair: ``gene``, ``gene_2``) and group, by falling shift (with a goal, by falling goal
-        shift). ``n_cells``: cells it was perturbed in. ``shift``, ``shift_sd``: mean and standard deviation over these
+        shift). ``n_cells``: cells it was perturbed in,
+        ``n_controls``: genes it is compared with. ``shift``, ``shift_sd``: mean and standard deviation over these
         of 1 - the cosine between the embedding before and after; NaN without cells. ``shift_z``: the shift in standard
         deviations of the compared genes, NaN in fewer than 3 cells. ``shift_z_untrained``: as above. ``p_value``,
         ``fdr``: as above, and by Benjamini and Hochberg over all rows.
@@ -1446,7 +1450,8 @@ class Encoder(CellModel):
         1
         """
         check_count("max_cells", max_cells, "cells")
-        check_count("n_permutations", n_permutations, "genes", least=0)
+        if n_permutations is not None:
+            check_count("n_permutations", n_permutations, "genes", least=0)
         check_seed(seed)
         source = self._ready(adata, "how cells move is")
         perturbation = Perturbation(mode)
@@ -1462,7 +1467,7 @@ class Encoder(CellModel):
             batch_size=batch_size,
         )
         embeddings: dict[str, Callable[[Cells], np.ndarray]] = {"": embed_cells}
-        if untrained and n_permutations:
+        if untrained and n_permutations != 0:
             try:
                 embeddings["_untrained"] = interpret.untrained_embedder(self, batch_size)
             except OptionError as error:
@@ -1479,12 +1484,23 @@ class Encoder(CellModel):
         perturbation = Perturbation.of(mode, cells.sample(interpret.USUAL_CELLS, seed=seed), self.tokenizer)
         interpret.check_activated(perturbation, numbers, self.vocab.genes)
         sets = interpret.gene_combinations(numbers, combinations)
-        tables = []
-        for group, rows in interpret.cell_groups(cells, groups, chosen):
+        tables, sides = [], 1 if there is None else 2
+        parts = list(interpret.cell_groups(cells, groups, chosen))
+        if n_permutations is None:
+            n_permutations = interpret.enough_controls(self, len(sets) * len(parts), sides)
+        for group, rows in parts:
             some = cells.sample(max_cells, rows=rows, seed=seed)
+            strata = strata_of(some, embed_cells(some), seed=seed)
             moved = {
                 name: screen(
-                    some, embed_them, perturbation, sets, goal=toward[name], n_controls=n_permutations, seed=seed
+                    some,
+                    embed_them,
+                    perturbation,
+                    sets,
+                    goal=toward[name],
+                    n_controls=n_permutations,
+                    strata=strata,
+                    seed=seed,
                 )
                 for name, embed_them in embeddings.items()
             }
@@ -1513,7 +1529,7 @@ class Encoder(CellModel):
             "start": None if start is None else str(start),
         }
         if n_permutations:
-            results.attrs["lowest_fdr"] = asked["lowest_fdr"] = interpret.lowest_fdr(results, n_permutations)
+            results.attrs["lowest_fdr"] = asked["lowest_fdr"] = interpret.lowest_fdr(results, sides)
         interpret.note(self, source, key_added, asked, results=results)
         return results
 

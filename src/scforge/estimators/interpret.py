@@ -190,6 +190,9 @@ USUAL_CELLS = 10_000
 """Cells that usual counts are taken from."""
 
 _HIGH_FDR = 0.1
+_CONTROLS = 100
+_MOST_CONTROLS = 0.5
+"""Share of the genes of a model that each is compared with at most: more of them are no longer like it."""
 
 
 def untrained_embedder(model: CellModel, batch_size: int) -> Callable[[Cells], np.ndarray]:
@@ -199,16 +202,22 @@ def untrained_embedder(model: CellModel, batch_size: int) -> Callable[[Cells], n
     return partial(embed, module, tokenizer=tokenizer, objective=model._pretraining, batch_size=batch_size)
 
 
-def lowest_fdr(results: pd.DataFrame, n_controls: int) -> float:
+def enough_controls(model: CellModel, n_tests: int, sides: int) -> int:
+    """Return how many genes to compare each with: as many as allow an fdr of 0.1, if a share of the genes does."""
+    wanted = math.ceil(sides * n_tests / _HIGH_FDR)
+    return max(_CONTROLS, wanted) if wanted <= _MOST_CONTROLS * model.vocab.n_genes else _CONTROLS
+
+
+def lowest_fdr(results: pd.DataFrame, sides: int) -> float:
     """Return the false discovery rate of a test that alone has the lowest p-value there can be; warn if it is high."""
-    p_values = results["goal_p_value" if "goal_p_value" in results else "p_value"]
-    n_tests, sides = int(p_values.notna().sum()), 2 if "goal_p_value" in results else 1
-    lowest = min(1.0, sides * n_tests / (n_controls + 1))
-    if not any(name.endswith("_untrained") for name in results):
-        warn("Genes are compared with genes of similar mean expression, not of a similar dose; pass untrained=True.")
+    n_controls = results.loc[results["p_value"].notna(), "n_controls"]
+    lowest = min(1.0, sides * len(n_controls) / (n_controls.max() + 1)) if len(n_controls) else float("nan")
     if lowest > _HIGH_FDR:
-        enough = math.ceil(sides * n_tests / _HIGH_FDR)
-        warn(f"The fdr of a gene that stands out alone is at least {lowest:.2g}; raise n_permutations to {enough}.")
+        enough = math.ceil(sides * len(n_controls) / _HIGH_FDR)
+        warn(
+            f"The fdr of a gene that stands out alone is at least {lowest:.2g}, above {_HIGH_FDR:g}; test fewer genes, "
+            f"or compare with n_permutations={enough} others if the model has so many."
+        )
     return lowest
 
 

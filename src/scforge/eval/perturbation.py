@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anndata
@@ -40,6 +41,7 @@ from scforge.eval.perturbation_metrics import (
     own_genes,
     score_deltas,
     technical_duplicate,
+    warn_of_few,
 )
 from scforge.eval.report import bootstrap_weights
 
@@ -70,12 +72,15 @@ class KnownEffects:
     controls
         Mean log1p CP10K of the controls of each context, also of contexts without effects, shape (G,) each. In those
         without effects, which may come from other data, NaN for genes that were not measured.
+    n_cells
+        Cells behind each effect, shape (N,); None takes all to be alike.
     """
 
     targets: tuple[tuple[str, ...], ...]
     contexts: tuple[str, ...]
     deltas: np.ndarray
     controls: Mapping[str, np.ndarray]
+    n_cells: np.ndarray | None = None
 
     def within(self, context: str) -> np.ndarray:
         """Return the effects in a context, of all contexts if it has none, int64."""
@@ -111,6 +116,8 @@ class WantedEffects:
         Vector of a target that a model has, shape (D,) each.
     context_features
         Vector of a context that a model has, shape (D,) each.
+    tables
+        More vectors of targets by the name of their source, for ``kernels``.
     """
 
     targets: tuple[tuple[str, ...], ...]
@@ -118,6 +125,7 @@ class WantedEffects:
     genes: Mapping[str, int] = field(default_factory=dict)
     gene_features: Mapping[str, np.ndarray] = field(default_factory=dict)
     context_features: Mapping[str, np.ndarray] = field(default_factory=dict)
+    tables: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
 
 
 def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np.ndarray]:
@@ -143,6 +151,9 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np
     ``linear_pca``, ``linear_embedding``
         :func:`linear_effects` with what the training effects, and the model, know of the perturbed genes. For a
         perturbation that was seen in other contexts: of the contexts.
+    ``kernels``
+        :func:`kernel_effects` with all of these features, and with `tables`: each source
+        counts as far as it helps for training effects that are left out, and where none does, this is the mean.
     ``nearest``
         The effect of the training perturbation with the most similar genes in :func:`gene_scores` (cosine); for a
         perturbation that was seen in other contexts, its effect in the context with the nearest controls.
@@ -176,6 +187,7 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np
     found["linear_embedding"] = linear_baseline(
         known, wanted, wanted.gene_features, wanted.context_features, genes=genes
     )
+    found["kernels"] = _by_kernels(known, wanted, of_genes)
     found["nearest"] = np.array([_nearest(known, of_genes, *pair) for pair in pairs])
     return found
 
@@ -262,6 +274,181 @@ def linear_baseline(
         if not len(rows):
             rows, features, of_wanted = known.within(context), seen, asked
         found[place] = linear_effects(known.deltas[rows], genes, features[rows], of_wanted[place : place + 1])[0]
+    return found
+
+
+BASE = 100.0
+"""Prior variance of what all effects share: next to no shrinkage, so that the rest shrinks to the mean."""
+
+_PENALTIES = (1000.0, 100.0, 10.0, 1.0, 0.1, 0.01)
+_SCALES = (0.0, 0.1, 1.0, 10.0)
+_MAX_COMPARED = 512
+"""Effects among which scales and penalty are chosen; where there are more, among some of the blocks."""
+
+_SWEEPS = 2
+
+
+def choose_scales(
+    fixed: np.ndarray, kernels: Sequence[np.ndarray], noise: np.ndarray, scores: np.ndarray, blocks: np.ndarray
+) -> tuple[list[float], float]:
+    """Return the scale of each kernel and the penalty with the least error on blocks that are left out.
+
+    Two kernels are tried together, more of them one after the other in two sweeps. Scales of 0 come first and win ties:
+    a source that tells nothing has none.
+
+    Parameters
+    ----------
+    fixed
+        Sum of the kernels of a known scale, shape (N, N).
+    kernels
+        Those that a scale is chosen for, shape (N, N) each.
+    noise
+        Variance of each effect, in units of the penalty, shape (N,).
+    scores
+        The effects, shape (N, R).
+    blocks
+        What is left out together, integers, shape (N,).
+    """
+    if len(np.unique(blocks)) < 2:
+        # A single effect: nothing to compare scales with.
+        return [0.0] * len(kernels), 1.0
+    if len(blocks) > _MAX_COMPARED:
+        names, sizes = np.unique(blocks, return_counts=True)
+        order = np.random.default_rng(0).permutation(len(names))
+        n_blocks = max(2, int(np.searchsorted(np.cumsum(sizes[order]), _MAX_COMPARED)))
+        chosen = np.isin(blocks, names[order[:n_blocks]])
+        fixed, kernels = fixed[np.ix_(chosen, chosen)], [kernel[np.ix_(chosen, chosen)] for kernel in kernels]
+        noise, scores, blocks = noise[chosen], scores[chosen], blocks[chosen]
+    best, penalty, least = [0.0] * len(kernels), 1.0, np.inf
+    told = [number for number, kernel in enumerate(kernels) if kernel.any()]
+    for scales, tried in _candidates(best, told):
+        kernel = fixed + sum((scale * one for scale, one in zip(scales, kernels, strict=True) if scale), start=0.0)
+        error = _left_out(np.linalg.inv(kernel + tried * np.diag(noise)), noise, scores, blocks)
+        if error < least * (1 - 1e-9):
+            best[:], penalty, least = scales, tried, error
+    return best, penalty
+
+
+def _candidates(best: list[float], told: list[int]) -> Iterator[tuple[list[float], float]]:
+    """Yield scales and penalties to try; `best` is what was found so far."""
+    groups = [told] if len(told) < 3 else [[], *([number] for number in told * _SWEEPS)]
+    for group in groups:
+        start = list(best)
+        for *values, penalty in product(*[_SCALES] * len(group), _PENALTIES):
+            scales = list(start)
+            for number, value in zip(group, values, strict=True):
+                scales[number] = value
+            yield scales, penalty
+
+
+def _left_out(inverse: np.ndarray, noise: np.ndarray, scores: np.ndarray, blocks: np.ndarray) -> float:
+    """Return the squared error, over noise, of blocks that are predicted from the others, without fitting anew.
+
+    For kernel ridge regression with ``A = (K + noise)^-1`` the residuals of a left-out block S are
+    ``A[S, S]^-1 (A Y)[S]``.
+    """
+    dual = inverse @ scores
+    error = 0.0
+    for block in np.unique(blocks):
+        rows = np.flatnonzero(blocks == block)
+        residuals = np.linalg.solve(inverse[np.ix_(rows, rows)], dual[rows])
+        error += float((np.square(residuals).sum(axis=1) / noise[rows]).sum())
+    return error
+
+
+def kernel_effects(
+    deltas: np.ndarray,
+    noise: np.ndarray,
+    counts: Sequence[np.ndarray],
+    members: Sequence[np.ndarray],
+    sources: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    blocks: np.ndarray,
+) -> tuple[np.ndarray, dict[str, float]]:
+    """Predict effects by ridge regression on several sources of what is known about perturbations.
+
+    The covariance of two effects is ``100 n n' + m m' + sum over sources of a f f'``, with n the number of targets, m
+    the targets themselves and f the features of a source, scaled to a mean square length of 1. The scales a and the
+    penalty are those with the least error when one block after the other is left out. Without a source that helps, the
+    prediction is the mean effect, shrunken by the number of cells; of a combination the sum of its parts.
+
+    Parameters
+    ----------
+    deltas
+        Training effects, shape (N, G).
+    noise
+        Relative variance of each, e.g. the mean number of cells divided by its own, shape (N,).
+    counts
+        Number of targets of the training effects, shape (N,), and of the wanted ones, shape (Q,).
+    members
+        1 for the targets of each among the T that have a part of their own, shapes (N, T) and (Q, T).
+    sources
+        Features of the training effects and of the wanted ones by name, shapes (N, D) and (Q, D); NaN where nothing is
+        known.
+    blocks
+        What is left out together, integers, shape (N,).
+
+    Returns
+    -------
+    The effects, float64, shape (Q, G), and the scale of each source.
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> features = rng.normal(size=(60, 3))
+    >>> effects = features @ rng.normal(size=(3, 20)) + 1.0
+    >>> own, sources = (np.eye(50), np.zeros((10, 50))), {"told": (features[:50], features[50:])}
+    >>> counts = np.ones(50), np.ones(10)
+    >>> made, scales = kernel_effects(effects[:50], counts[0], counts, own, sources, np.arange(50))
+    >>> bool(scales["told"] > 0)
+    True
+    """
+    fixed = BASE * np.outer(counts[0], counts[0]) + members[0] @ members[0].T
+    kernels, across = [], []
+    for seen, wanted in sources.values():
+        seen, wanted = np.nan_to_num(seen), np.nan_to_num(wanted)
+        size = max(float(np.square(seen).sum(axis=1).mean()), 1e-300)
+        kernels.append(seen @ seen.T / size)
+        across.append(wanted @ seen.T / size)
+    # Errors are the same in the principal components of the effects, which are fewer than genes.
+    left, values, right = np.linalg.svd(deltas, full_matrices=False)
+    scores = left * values
+    scales, penalty = choose_scales(fixed, kernels, noise, scores, blocks)
+    whole, between = fixed, BASE * np.outer(counts[1], counts[0]) + members[1] @ members[0].T
+    for scale, kernel, other in zip(scales, kernels, across, strict=True):
+        whole, between = whole + scale * kernel, between + scale * other
+    made = between @ np.linalg.solve(whole + penalty * np.diag(noise), scores) @ right
+    return made, dict(zip(sources, scales, strict=True))
+
+
+def _by_kernels(known: KnownEffects, wanted: WantedEffects, of_genes: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Predict effects by all kernels: of contexts for a perturbation that was seen in others, else of genes."""
+    found = np.empty((len(wanted.targets), known.deltas.shape[1]))
+    groups: dict[tuple[bool, tuple[int, ...]], list[int]] = {}
+    for place, (targets, context) in enumerate(zip(wanted.targets, wanted.contexts, strict=True)):
+        same = known.same(targets)
+        rows = same if len(same) else known.within(context)
+        groups.setdefault((len(same) > 0, tuple(rows.tolist())), []).append(place)
+    tables = {"pca": of_genes, "embedding": wanted.gene_features, **wanted.tables}
+    of_contexts = {"pca": _context_scores(known), "embedding": wanted.context_features}
+    for (elsewhere, some), places in groups.items():
+        rows = np.array(some, dtype=np.int64)
+        seen, own = [known.targets[i] for i in rows], [wanted.targets[i] for i in places]
+        names = sorted({target for targets in seen for target in targets})
+        if elsewhere:
+            seen, own = [(known.contexts[i],) for i in rows], [(wanted.contexts[i],) for i in places]
+            names = []
+        shares = [np.array([[name in some for name in names] for some in part], float) for part in (seen, own)]
+        shares = [one.reshape(len(part), len(names)) for one, part in zip(shares, (seen, own), strict=True)]
+        counts = [np.array([len(some) for some in part], float) for part in (seen, own)]
+        blocks = np.unique([" ".join(some) for some in seen], return_inverse=True)[1]
+        n_cells = np.ones(len(rows)) if known.n_cells is None else np.maximum(known.n_cells[rows], 1)
+        sources = {
+            name: (_sums(tuple(seen), table), _sums(tuple(own), table))
+            for name, table in (of_contexts if elsewhere else tables).items()
+            if table
+        }
+        noise = n_cells.mean() / n_cells
+        found[places], _ = kernel_effects(known.deltas[rows], noise, counts, shares, sources, blocks)
     return found
 
 
@@ -357,12 +544,15 @@ class Reference:
         self.changed = de_genes(self.effects.p_values)
         self.own_genes = own_genes([effect.targets for effect in cells.effects], np.asarray(cells.genes))
         self.controls = {name: groups.mean[len(cells.effects) + i] for i, name in enumerate(cells.contexts)}
+        warn_of_few(len(cells.effects))
         self.base: pd.DataFrame | None = None
+        self.trained: tuple[np.ndarray, Sequence[object]] | None = None
         self.center: np.ndarray | None = None
         if train is not None:
             starts = PerturbedCells.read(train, keys, argument="train").over(cells.genes, argument="train")
             known = known_effects(starts, set(self.contexts))
             self.controls = dict(known.controls)
+            self.trained = known.deltas, known.contexts
             self.center = np.array([known.mean(context) for context in self.contexts])
             self.base = pd.DataFrame(self.center, index=keys.index(cells.effects), columns=cells.genes)
         self.space = CellSpace(starts.expression, n_comps=benchmark.n_comps, seed=self.seed)
@@ -386,7 +576,8 @@ class Reference:
     def figures(self, deltas: np.ndarray, made: PerturbedCells | None) -> pd.DataFrame:
         """Score predicted effects, and the cells, if there are some."""
         effects = self.effects
-        table = score_deltas(deltas, effects.deltas, effects.scores, self.changed, self.center, self.contexts)
+        asked = (effects.deltas, effects.scores, self.changed, self.center, self.contexts, self.trained)
+        table = score_deltas(deltas, *asked)
         return table.assign(**self.discriminated(deltas, effects.deltas), energy_distance=self.energy(deltas, made))
 
     def energy(self, deltas: np.ndarray, made: PerturbedCells | None) -> np.ndarray:
@@ -419,9 +610,8 @@ class Reference:
                     energy[number] = energy_distance(*(self.coordinates[side] for side in sides))
             return {**self.discriminated(one, other), "energy_distance": energy}
 
-        return technical_duplicate(
-            cells.expression, cells.groups, cells.controls, self.center, self.contexts, seed=self.seed, more=more
-        )
+        asked = (cells.groups, cells.controls, self.center, self.contexts, self.trained)
+        return technical_duplicate(cells.expression, *asked, seed=self.seed, more=more)
 
 
 def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
@@ -440,6 +630,7 @@ def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
         tuple(effect.context for effect in train.effects),
         effects.deltas,
         plain,
+        effects.n_cells,
     )
 
 
@@ -500,6 +691,11 @@ class PerturbationPrediction(Benchmark):
     seed
         Of the cells that these are, and of halves.
 
+    Warns
+    -----
+    ScforgeWarning
+        If fewer than ten effects are scored.
+
     References
     ----------
     Ahlmann-Eltze et al. (Nat Methods 2025), Mejia et al. (arXiv:2506.22641), Wu et al. (arXiv:2408.10609).
@@ -507,11 +703,11 @@ class PerturbationPrediction(Benchmark):
     Examples
     --------
     >>> import anndata, numpy as np, pandas as pd
-    >>> names = np.repeat(["control", "A", "B"], 30)
-    >>> counts = np.random.default_rng(0).poisson(5.0, size=(90, 20)).astype("float32")
-    >>> counts[30:60, 0] *= 3
-    >>> counts[60:, 1] *= 3
-    >>> cells = anndata.AnnData(counts, pd.DataFrame({"target": names}, index=[f"cell{i}" for i in range(90)]))
+    >>> names = np.repeat(["control", *"ABCDEFGHIJ"], 30)
+    >>> counts = np.random.default_rng(0).poisson(5.0, size=(330, 20)).astype("float32")
+    >>> for gene in range(10):
+    ...     counts[30 * (gene + 1) : 30 * (gene + 2), gene] *= 3
+    >>> cells = anndata.AnnData(counts, pd.DataFrame({"target": names}, index=[f"cell{i}" for i in range(330)]))
     >>> scores = PerturbationPrediction("target", "control").run(cells, cells)
     >>> round(scores["pearson_delta"], 2), scores["rank"]
     (1.0, 0.0)
@@ -860,10 +1056,11 @@ def perturbation_baselines(
     number = {str(gene): column for column, gene in enumerate(train.genes)}
     genes = {name: number[name] for some in targets + known.targets for name in some if name in number}
     wanted = WantedEffects(targets, tuple(effect.context for effect in effects), genes)
-    found = baseline_effects(known, wanted)
+    reduced = {name: _reduced(frame) for name, frame in features.items()}
+    found = baseline_effects(known, replace(wanted, tables=reduced))
     del found["linear_embedding"]
-    for name, frame in features.items():
-        found[f"linear_{name}"] = linear_baseline(known, wanted, _reduced(frame), {}, genes=gene_scores(known))
+    for name, table in reduced.items():
+        found[f"linear_{name}"] = linear_baseline(known, wanted, table, {}, genes=gene_scores(known))
     return {name: pd.DataFrame(deltas, keys.index(effects), train.genes) for name, deltas in found.items()}
 
 

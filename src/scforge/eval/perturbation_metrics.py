@@ -23,7 +23,7 @@ from scipy import sparse
 from scforge._checks import check_known
 from scforge.data.checks import check_is_adata
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
-from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing
+from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing, warn
 from scforge.eval.base import check_column
 from scforge.eval.expression import Effects, Moments, effects_of, log_normalized, moments_of
 
@@ -126,11 +126,26 @@ METRICS = {
     "wmse": False,
     "weighted_r2_delta": True,
     "direction_accuracy": True,
+    "de_overlap": True,
     "rank": False,
+    "rank_in_screen": False,
 }
 """The metrics, and whether more of one is better."""
 
 TOP_GENES = 20
+
+FEW_EFFECTS = 10
+"""With fewer held-out effects, `rank` has too few values, and an interval is that of a handful of numbers."""
+
+
+def warn_of_few(n_effects: int) -> None:
+    """Warn where too few effects are scored to compare methods."""
+    if n_effects < FEW_EFFECTS:
+        warn(
+            f"Only {n_effects} held-out effects are scored, fewer than {FEW_EFFECTS}: 'rank' and intervals say little; "
+            "hold out more, or pool the tables of several folds."
+        )
+
 
 _NOISE = 2.0
 """How much larger the noise of a measured effect is under weights that grow with it."""
@@ -178,6 +193,7 @@ def score_deltas(
     changed: np.ndarray | None = None,
     center: np.ndarray | None = None,
     contexts: Sequence[object] | None = None,
+    trained: tuple[np.ndarray, Sequence[object]] | None = None,
 ) -> pd.DataFrame:
     """Score predicted effects.
 
@@ -195,6 +211,8 @@ def score_deltas(
         of the measured ones.
     contexts
         Context of each effect, Q of them, within which ``rank`` compares; without, there is one only.
+    trained
+        Measured effects of the training, shape (N, G), and their contexts, N of them, for ``rank_in_screen``.
 
     Returns
     -------
@@ -214,12 +232,18 @@ def score_deltas(
     ``direction_accuracy``
         Share of the genes that change for which the sign of the change is predicted; no change is a wrong sign. NaN
         where no gene changes.
+    ``de_overlap``
+        Share of the K genes that change which are among the K largest predicted changes; genes of equal size share
+        their places. No change has K / G, which is chance. NaN where no gene changes.
     ``rank``
         Share of the measured effects of the same context that are more similar to the prediction (cosine; ties count
         half) than the own one: 0 is perfect, 0.5 chance, which is what one prediction for all of a context has on
         average. After the rank metrics of PerturBench (Wu et al., arXiv:2408.10609). NaN without another effect in the
         context. Effects of other contexts are no candidates, since who knows the context alone would be right more
         often than by chance, nor are those of the training: their own mean would be nearer to them than to any other.
+    ``rank_in_screen``
+        The same among the effects of the training in the same context as well, so that a fold with few held-out effects
+        has a rank, too. Compare it with that of the mean, not with 0.5. NaN without `trained`.
 
     Raises
     ------
@@ -243,14 +267,21 @@ def score_deltas(
     spread = (weights * np.square(rest - (weights * rest).mean(axis=1, keepdims=True))).mean(axis=1)
     varies = spread > 1e-12 * np.square(measured).max(axis=1, initial=0.0)
     wmse = (weights * np.square(error)).mean(axis=1)
-    directions, rank = nothing.copy(), nothing.copy()
+    directions, overlap, rank, in_screen = (nothing.copy() for _ in range(4))
     if changed is not None:
         right = (changed & (np.sign(predicted) == np.sign(measured))).sum(axis=1)
         n_changed = changed.sum(axis=1)
         np.divide(right, n_changed, out=directions, where=n_changed > 0)
+        overlap = _overlap(predicted, changed)
     for rows in _within(contexts, len(measured)):
         if len(rows) > 1:
             rank[rows] = _nearer(cosine_distances(predicted[rows], measured[rows]), atol=1e-9) / (len(rows) - 1)
+        if trained is not None:
+            here = [contexts is None or place == contexts[rows[0]] for place in trained[1]]
+            screened = np.concatenate([measured[rows], trained[0][here]])
+            if len(screened) > 1:
+                away = cosine_distances(predicted[rows], screened)
+                in_screen[rows] = _nearer(away, atol=1e-9) / (len(screened) - 1)
     return pd.DataFrame(
         {
             "pearson_delta": _cosine(_centered(predicted), _centered(measured)),
@@ -263,9 +294,23 @@ def score_deltas(
             "wmse": wmse,
             "weighted_r2_delta": 1 - np.divide(wmse, spread, out=nothing.copy(), where=varies),
             "direction_accuracy": directions,
+            "de_overlap": overlap,
             "rank": rank,
+            "rank_in_screen": in_screen,
         }
     )
+
+
+def _overlap(predicted: np.ndarray, changed: np.ndarray) -> np.ndarray:
+    """Return ``de_overlap`` of each effect."""
+    found = np.full(len(predicted), np.nan)
+    for row, (size, genes) in enumerate(zip(np.abs(predicted), changed, strict=True)):
+        if n_changed := int(genes.sum()):
+            least = np.partition(size, -n_changed)[-n_changed]
+            larger, equal = size > least, size == least
+            places = (n_changed - larger.sum()) / equal.sum()
+            found[row] = (larger[genes].sum() + places * equal[genes].sum()) / n_changed
+    return found
 
 
 def _cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -291,6 +336,7 @@ def technical_duplicate(
     controls: np.ndarray,
     center: np.ndarray | None = None,
     contexts: Sequence[object] | None = None,
+    trained: tuple[np.ndarray, Sequence[object]] | None = None,
     *,
     seed: int = 0,
     more: Callable[[np.ndarray, np.ndarray, np.ndarray, np.random.Generator], dict[str, np.ndarray]] | None = None,
@@ -305,8 +351,8 @@ def technical_duplicate(
     ``u = 1 - weighted_r2_delta``, as ``3 u / (6 - 2 u)``. This is the last: with v the noise of the predicted half, the
     weights, which grow with the measured noise, raise that to k v, so that ``u = (1 + k) v / (k v + T)`` for effects of
     the size T, and v is halved in whole groups; k is 1 for strong effects and about 3, the kurtosis of noise, for none,
-    of which 2 is taken. `rank` and `direction_accuracy` are left as they are, which makes the one a little too high
-    and the other a little too low.
+    of which 2 is taken. Ranks, `direction_accuracy` and `de_overlap` are left as they are, which makes the first a
+    little too high and the others a little too low.
 
     Parameters
     ----------
@@ -316,7 +362,7 @@ def technical_duplicate(
         Group of each cell: 0 to Q - 1 for perturbations, from Q on for their controls, shape (N,).
     controls
         For each perturbation the group of its controls, shape (Q,).
-    center, contexts
+    center, contexts, trained
         See :func:`score_deltas`.
     seed
         Seed of the splits.
@@ -350,7 +396,8 @@ def technical_duplicate(
         both = moments_of(expression, groups + n_groups * half, 2 * n_groups)
         one = effects_of(both, perturbed, controls).deltas
         other = effects_of(both, perturbed + n_groups, controls + n_groups)
-        table = of_whole(score_deltas(one, other.deltas, other.scores, de_genes(other.p_values), center, contexts))
+        changed = de_genes(other.p_values)
+        table = of_whole(score_deltas(one, other.deltas, other.scores, changed, center, contexts, trained))
         tables.append(table if more is None else table.assign(**more(one, other.deltas, half, rng)))
     mean = sum(tables[1:], start=tables[0]) / _N_SPLITS
     mean.loc[(sizes[perturbed] < 2) | (sizes[controls] < 2)] = np.nan

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import numpy as np
 import pandas as pd
+from scipy import sparse
 from scipy.stats import false_discovery_control
 
 from scforge._constants import TARGET_SUM
@@ -25,7 +26,7 @@ _TRIES = 20
 
 
 def draw_controls(
-    tested_ck: np.ndarray, levels: np.ndarray, eligible: np.ndarray, n_controls: int, rng: np.random.Generator
+    tested_ck: np.ndarray, places: np.ndarray, eligible: np.ndarray, n_controls: int, rng: np.random.Generator
 ) -> np.ndarray:
     """Choose controls: combinations in which each gene is replaced by another one of like expression.
 
@@ -33,8 +34,8 @@ def draw_controls(
     ----------
     tested_ck
         Genes of the tested combinations, shape (C, K).
-    levels
-        Expression of each gene, shape (G,).
+    places
+        Expression of each gene as :func:`places_of` says it, shape (G, 2).
     eligible
         Genes to choose from, shape (any,).
     n_controls
@@ -47,7 +48,6 @@ def draw_controls(
     Genes of the controls, each combination once, int32, shape (R, K).
     """
     n_tested, n_genes = tested_ck.shape
-    eligible = eligible[np.argsort(levels[eligible], kind="stable")]
     most = min(n_controls * min(n_tested, _SHARES), len(eligible) if n_genes == 1 else 10**9)
     if not n_tested or len(eligible) < n_genes or most <= 0:
         return np.empty((0, n_genes), dtype=np.int32)
@@ -57,11 +57,11 @@ def draw_controls(
     for row in rng.permutation(n_tested):
         if n_genes == 1:
             open_ = np.flatnonzero(free)
-            like = open_[_closest(levels[eligible[open_]], levels[tested_ck[row, 0]], each)]
+            like = open_[nearest(places[tested_ck[row, 0]], places[eligible[open_]], each)]
             free[like] = False
             chosen |= {(int(gene),): None for gene in eligible[like]}
             continue
-        pools = [eligible[_closest(levels[eligible], levels[gene], max(each, 20))] for gene in tested_ck[row]]
+        pools = [eligible[nearest(places[gene], places[eligible], max(each, 20))] for gene in tested_ck[row]]
         wanted = len(chosen) + each
         for _ in range(each * _TRIES):
             drawn = tuple(sorted(int(rng.choice(pool)) for pool in pools))
@@ -72,18 +72,9 @@ def draw_controls(
     return np.array(list(chosen), dtype=np.int32).reshape(-1, n_genes)[:most]
 
 
-def _closest(levels: np.ndarray, level: float, n: int) -> np.ndarray:
-    """Return the positions of the `n` levels that are closest to `level`."""
-    return np.argsort(np.abs(levels - level), kind="stable")[:n]
-
-
-def nearest(level: float, levels: np.ndarray, usable: np.ndarray, n: int) -> np.ndarray:
-    """Return the positions of the `n` usable controls whose level is closest, as many by rank below as above."""
-    positions = np.flatnonzero(usable)
-    order = positions[np.argsort(levels[positions], kind="stable")]
-    middle = int(np.searchsorted(levels[order], level))
-    start = min(max(0, middle - n // 2), max(0, len(order) - n))
-    return order[start : start + n]
+def nearest(place: np.ndarray, places: np.ndarray, n: int) -> np.ndarray:
+    """Return the positions of the `n` places that are closest to one, shape (at most n,)."""
+    return np.argsort(np.square(places - place).sum(axis=1), kind="stable")[:n]
 
 
 def compare(value: float, controls: np.ndarray, *, two_sided: bool) -> tuple[float, float]:
@@ -388,6 +379,11 @@ _CONTROL_CELLS = 100
 _MIN_CELLS = 3
 """Cells that a gene has to be perturbed in to be compared."""
 
+_KINDS, _CELLS_PER_KIND, _DEPTHS = 8, 100, 3
+
+_MIN_FITTED = 5
+"""Controls for each coefficient of the regression on expression; with fewer nothing is removed."""
+
 
 def screen(
     cells: CellSource,
@@ -397,26 +393,31 @@ def screen(
     *,
     goal: np.ndarray | None = None,
     n_controls: int = 100,
+    strata: np.ndarray | None = None,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Perturb genes in cells, and say how far the cells move, beside genes of like expression.
+    """Perturb genes in cells, and compare how far the cells move with matched control genes.
 
     A gene is the unit of the comparison: it is perturbed in many cells, but these move alike, and every perturbation
-    moves them somewhat. So the question is whether they move further than with other genes, and the p-value is the
-    share of control genes (of like mean expression, perturbed in the same way, each in up to 100 of the cells that the
-    perturbation applies to) that do at least as much. A like mean is not a like dose: see how far the gene stands out
-    in a model with random weights as well. Cells are no replicates of it. Where fewer genes are left than are tested,
-    the tested ones serve as controls of each other as well.
+    moves them somewhat. So the question is whether they move further than with other genes. Controls are matched on
+    the share of cells that express them and on their dose, the root mean square of log1p CP10K there (a cosine falls
+    with the square of a change). Each is perturbed in the same way, in up to 100 of the cells that it applies to. Its
+    mean shift and dose are standardized to the strata (type and depth) of the cells in which the tested gene was
+    perturbed. What is left of the difference in expression is removed by a linear regression of the log shift (of the
+    goal shift itself) over the controls. The p-value is the share of controls that do at least as much. Cells are no
+    replicates of it. Tested genes are controls of each other as well: the genes most like a highly expressed one may
+    all be tested.
 
     `combinations` are genes that are perturbed together, as their number in the vocabulary, shape (C, K); `goal` is the
-    :func:`centroid` of cells that others might move to.
+    :func:`centroid` of cells that others might move to; `strata` are numbers of what cells are compared within, int64,
+    shape (N,), as :func:`strata_of` makes them. None compares all cells.
 
     Returns
     -------
-    One row a combination, in their order: ``n_cells``, ``shift``, ``shift_sd``, ``shift_z``, ``p_value``; with a goal
-    ``goal_shift``, ``goal_shift_sd``, ``goal_z``, ``goal_p_value``. NaN where nothing was perturbed; z-scores and
-    p-values also where that was in fewer than 3 cells. False discovery rates are up to whoever knows all tests, see
-    :func:`with_rates`.
+    One row a combination, in their order: ``n_cells``, ``n_controls``, ``shift``, ``shift_sd``, ``shift_z``,
+    ``p_value``; with a goal ``goal_shift``, ``goal_shift_sd``, ``goal_z``, ``goal_p_value``. NaN where nothing was
+    perturbed; z-scores and p-values also where that was in fewer than 3 cells. False discovery rates are up to whoever
+    knows all tests, see :func:`with_rates`.
 
     Examples
     --------
@@ -429,11 +430,12 @@ def screen(
     >>> delete, genes = scforge.insilico.screening.Perturbation("delete"), np.array([[0], [1], [2]])
     >>> table = screen(cells, embed, delete, genes, n_controls=5)
     >>> table.columns.tolist()
-    ['n_cells', 'shift', 'shift_sd', 'shift_z', 'p_value']
+    ['n_cells', 'n_controls', 'shift', 'shift_sd', 'shift_z', 'p_value']
     """
     if not len(cells):
         raise DataError("there are no cells to perturb; choose others.")
     combinations = np.asarray(combinations, dtype=np.int32).reshape(len(combinations), -1)
+    strata = np.zeros(len(cells), dtype=np.int64) if strata is None else strata
     rng = np.random.default_rng(seed)
     if perturbation.mode != "delete" and cells.measured is not None:
         # A gene that gets counts was measured, in the copies as in what they are compared with.
@@ -441,32 +443,66 @@ def screen(
         measured[combinations.ravel()] = True
         cells = replace(cells, measured=measured)
     before = units(embed_cells(cells))
-    tested = _measure(cells, embed_cells, before, perturbation, combinations, goal)
-    table = tested[["n_cells"]].copy()
-    levels = expression_levels(cells)
-    groups, controls = combinations[:0], tested[:0]
-    n_drawn = 0
+    tested = _measure(cells, embed_cells, before, perturbation, combinations, goal, strata)
+    near = []
     if n_controls:
+        places, scale = places_of(cells)
         eligible = _eligible(cells, perturbation, combinations)
-        groups = draw_controls(combinations, levels, eligible, n_controls, rng)
-        controls = _measure(cells, embed_cells, before, perturbation, groups, goal, most=_CONTROL_CELLS, rng=rng)
-        n_drawn = len(groups)
-        if len(eligible) < len(np.unique(combinations)):
-            # Where most genes are tested, few like them are left.
-            groups, controls = np.concatenate([groups, combinations]), pd.concat([controls, tested])
-    level_of = [levels[some].sum(axis=1) for some in (combinations, groups)]
-    usable = controls["n_cells"].to_numpy() >= _MIN_CELLS
-    named = [("shift", "", False), ("goal", "goal_", True)]
-    for name, prefix, two_sided in named[: 1 if goal is None else 2]:
-        pooled, results = controls[name].to_numpy(), []
-        for number, value in enumerate(tested[name]):
-            others = usable & (np.arange(len(pooled)) != n_drawn + number)
-            like = nearest(level_of[0][number], level_of[1], others, n_controls)
-            known = value if table["n_cells"][number] >= _MIN_CELLS else np.nan
-            results.append(compare(known, pooled[like], two_sided=two_sided))
-        table[f"{prefix}shift"], table[f"{prefix}shift_sd"] = tested[name], tested[f"{name}_sd"]
+        drawn = draw_controls(combinations, places, eligible, n_controls, rng)
+        controls = _measure(
+            cells, embed_cells, before, perturbation, drawn, goal, strata, most=_CONTROL_CELLS, rng=rng
+        ).joined(tested)
+        n_drawn, drawn = len(drawn), np.concatenate([drawn, combinations])
+        # Genes of a pair are in no order.
+        shares = np.sort(places[drawn, 0], axis=1)
+    table = pd.DataFrame({"n_cells": tested.n_cells, "n_controls": 0})
+    for number in range(len(combinations) if n_controls else 0):
+        own, weights = n_drawn + number, tested.counts[number]
+        doses = controls.standardized("dose", np.arange(len(drawn)), weights)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            away = np.column_stack([shares, np.log(doses) / 2 / scale])
+            away -= away[own]
+        usable = (controls.n_cells >= _MIN_CELLS) & np.isfinite(away).all(axis=1) & (np.arange(len(drawn)) != own)
+        others = np.flatnonzero(usable)
+        others = others[nearest(np.zeros(away.shape[1]), away[others], n_controls)]
+        near.append((others, away[others]))
+        table.loc[number, "n_controls"] = len(others)
+    for name, prefix, two_sided in [("shift", "", False), ("goal", "goal_", True)][: 1 if goal is None else 2]:
+        value, spread = tested.moments(name)
+        results = []
+        for number, (others, away) in enumerate(near):
+            like = controls.standardized(name, others, tested.counts[number])
+            known = value[number] if tested.n_cells[number] >= _MIN_CELLS else np.nan
+            results.append(compare(known, _at_origin(like, away, logs=not two_sided), two_sided=two_sided))
+        results = results or [(np.nan, np.nan)] * len(combinations)
+        table[f"{prefix}shift"], table[f"{prefix}shift_sd"] = value, spread
         table[f"{prefix or 'shift_'}z"], table[f"{prefix}p_value"] = np.array(results).reshape(-1, 2).T
     return table
+
+
+def strata_of(cells: CellSource, embedding: np.ndarray, *, seed: int = 0) -> np.ndarray:
+    """Return numbers of strata of cells, int64, shape (N,): clusters of their embedding (types), cut by depth.
+
+    There is a cluster for each 100 cells, 8 at most, and each is cut into thirds of the library size.
+    """
+    from sklearn.cluster import KMeans
+
+    n_kinds = min(_KINDS, max(1, len(cells) // _CELLS_PER_KIND))
+    kinds = KMeans(n_kinds, n_init=1, random_state=seed).fit_predict(units(embedding))
+    depths = pd.Series(np.asarray(cells.totals)).groupby(kinds).rank(pct=True, method="first").to_numpy()
+    return kinds.astype(np.int64) * _DEPTHS + np.minimum((depths * _DEPTHS).astype(np.int64), _DEPTHS - 1)
+
+
+def _at_origin(values: np.ndarray, away: np.ndarray, *, logs: bool) -> np.ndarray:
+    """Return what values of controls would be without the difference `away` of their expression, by least squares."""
+    known = np.isfinite(values) & ((values > 0) if logs else True)
+    if known.sum() < _MIN_FITTED * (1 + away.shape[1]):
+        return values
+    values, away = values[known], away[known]
+    made = np.log(values) if logs else values
+    design = np.column_stack([np.ones(len(made)), away])
+    moved = made - away @ np.linalg.lstsq(design, made, rcond=None)[0][1:]
+    return np.exp(moved) if logs else moved
 
 
 def mean_moves(
@@ -530,10 +566,31 @@ def centroid(embedding: np.ndarray) -> np.ndarray:
     return units(units(embedding).mean(axis=0, keepdims=True))[0]
 
 
-def expression_levels(cells: CellSource) -> np.ndarray:
-    """Return the mean share of the counts of a cell that each gene has, float64, shape (G,)."""
-    scale = 1.0 / np.maximum(cells.totals, 1.0)
-    return np.asarray(cells.counts.T @ scale).ravel() / max(len(cells), 1)
+def places_of(cells: CellSource) -> tuple[np.ndarray, float]:
+    """Return by what genes are matched, float64, shape (G, 2), and what the second was divided by.
+
+    They are the logarithms of the share of cells that express a gene, and of the root mean square of its log1p CP10K in
+    these, both in units of their standard deviations over the expressed genes. Genes that no cell expresses have the
+    lowest of both.
+    """
+    n_genes = cells.counts.shape[1]
+    n_expressing = np.bincount(cells.counts.indices, minlength=n_genes).astype(np.float64)
+    squares = np.bincount(cells.counts.indices, np.square(_logs(cells).data), minlength=n_genes)
+    on, places, spread = n_expressing > 0, np.zeros((n_genes, 2)), np.ones(2)
+    if on.any():
+        places[on] = np.log(
+            np.column_stack([n_expressing / len(cells), np.sqrt(squares / np.maximum(n_expressing, 1))])[on]
+        )
+        spread = np.maximum(places[on].std(axis=0), 1e-9)
+        places[~on] = places[on].min(axis=0)
+    return places / spread, float(spread[1])
+
+
+def _logs(cells: CellSource) -> sparse.csr_matrix:
+    """Return log1p CP10K, float64, CSR."""
+    scale = np.repeat(TARGET_SUM / np.maximum(cells.totals, 1.0), np.diff(cells.counts.indptr))
+    counts = cells.counts
+    return sparse.csr_matrix((np.log1p(counts.data * scale), counts.indices, counts.indptr), shape=counts.shape)
 
 
 def _eligible(cells: CellSource, perturbation: Perturbation, combinations: np.ndarray) -> np.ndarray:
@@ -545,6 +602,45 @@ def _eligible(cells: CellSource, perturbation: Perturbation, combinations: np.nd
     return np.flatnonzero(fit)
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """Sums over the cells of each of C combinations in each of S strata, float64, shape (C, S) each."""
+
+    counts: np.ndarray
+    sums: Mapping[str, np.ndarray]
+    squares: Mapping[str, np.ndarray]
+
+    @property
+    def n_cells(self) -> np.ndarray:
+        """Cells of each combination, int64, shape (C,)."""
+        return self.counts.sum(axis=1).astype(np.int64)
+
+    def joined(self, other: _Measured) -> _Measured:
+        """Return the combinations of both."""
+        pairs = ((self.sums, other.sums), (self.squares, other.squares))
+        parts = ({name: np.concatenate([one[name], two[name]]) for name in one} for one, two in pairs)
+        return _Measured(np.concatenate([self.counts, other.counts]), *parts)
+
+    def moments(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return mean and standard deviation over the cells of each combination, NaN where there are too few."""
+        n_cells = self.counts.sum(axis=1)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean = self.sums[name].sum(axis=1) / n_cells
+            left = np.maximum(0, self.squares[name].sum(axis=1) - n_cells * mean**2)
+            return mean, np.where(n_cells < 2, np.nan, np.sqrt(left / (n_cells - 1)))
+
+    def standardized(self, name: str, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        """Return the mean of each of the combinations `rows` if its cells were in strata as `weights` says.
+
+        Strata in which a combination has no cell do not count; NaN where it has none in any that does.
+        """
+        counts = self.counts[rows]
+        there = np.where(counts > 0, weights, 0.0)
+        means = np.divide(self.sums[name][rows], counts, out=np.zeros_like(counts), where=counts > 0)
+        total = there.sum(axis=1)
+        return np.divide((there * means).sum(axis=1), total, out=np.full(len(rows), np.nan), where=total > 0)
+
+
 def _measure(
     cells: CellSource,
     embed_cells: Callable[[Cells], np.ndarray],
@@ -552,32 +648,32 @@ def _measure(
     perturbation: Perturbation,
     combinations: np.ndarray,
     goal: np.ndarray | None,
+    strata: np.ndarray,
     *,
     most: int | None = None,
     rng: np.random.Generator | None = None,
-) -> pd.DataFrame:
-    """Perturb each combination in the cells that it applies to, or in `most` of them; mean and spread of what it does.
-
-    One row a combination, with the columns ``n_cells``, ``shift``, ``shift_sd``, ``goal`` and ``goal_sd``; NaN without
-    cells.
-    """
-    n = len(combinations)
-    sums = np.zeros((5, n))
+) -> _Measured:
+    """Perturb each combination in the cells that it applies to, or in `most` of them; sum up what it does."""
+    shape = len(combinations), int(strata.max(initial=0)) + 1
     near = None if goal is None else before @ goal
+    sums = np.zeros((6, shape[0] * shape[1]))
+    logs, usual = _logs(cells), None
+    if perturbation.mode != "delete":
+        # Cells that a gene is activated in have none of it: its dose is what is usual.
+        squares = np.asarray(logs.power(2).sum(axis=0)).ravel()
+        usual = np.sqrt(squares / np.maximum(logs.getnnz(axis=0), 1))
     for which, rows in _pairs(cells, perturbation, combinations, most, rng):
         after = units(embed_cells(PerturbedCells(cells, perturbation, rows, combinations[which])))
         shift = 1.0 - np.einsum("nd,nd->n", after, before[rows])
         closer = np.zeros(len(rows)) if near is None or goal is None else after @ goal - near[rows]
-        weights = (np.ones(len(rows)), shift, shift**2, closer, closer**2)
-        sums += np.array([np.bincount(which, weights=weight, minlength=n) for weight in weights])
-    n_cells = sums[0]
-    table = pd.DataFrame({"n_cells": n_cells.astype(np.int64)})
-    with np.errstate(invalid="ignore", divide="ignore"):
-        for name, total, squares in (("shift", sums[1], sums[2]), ("goal", sums[3], sums[4])):
-            mean = total / n_cells
-            spread = np.sqrt(np.maximum(0, squares - n_cells * mean**2) / (n_cells - 1))
-            table[name], table[f"{name}_sd"] = mean, np.where(n_cells < 2, np.nan, spread)
-    return table
+        doses = [
+            np.asarray(logs[rows, genes]).ravel() if usual is None else usual[genes] for genes in combinations[which].T
+        ]
+        places = which * shape[1] + strata[rows]
+        weights = (np.ones(len(rows)), np.square(np.sum(doses, axis=0)), shift, shift**2, closer, closer**2)
+        sums += np.array([np.bincount(places, weights=weight, minlength=sums.shape[1]) for weight in weights])
+    counts, squares, *rest = sums.reshape(6, *shape)
+    return _Measured(counts, {"dose": squares, "shift": rest[0], "goal": rest[2]}, {"shift": rest[1], "goal": rest[3]})
 
 
 def _pairs(

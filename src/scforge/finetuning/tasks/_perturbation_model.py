@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, OptionError, listing, suggest
 from scforge.eval.expression import effects_of, moments
+from scforge.eval.perturbation import BASE, choose_scales
 from scforge.eval.perturbation_metrics import de_weights
 from scforge.finetuning.base import Column
 from scforge.finetuning.heads import Standardize
@@ -435,15 +435,6 @@ def gene_features(vectors: torch.Tensor, n_special: int, n_features: int) -> tor
     return features
 
 
-_BASE = 100.0
-"""Prior variance of the effect that all targets share: next to no shrinkage."""
-
-_PENALTIES = (1000.0, 100.0, 10.0, 1.0, 0.1, 0.01)
-_SCALES = (0.0, 0.1, 1.0, 10.0)
-_MAX_COMPARED = 512
-"""Effects among which scales and penalty are chosen; where there are more, among some of the blocks."""
-
-
 @dataclass(frozen=True)
 class Observed:
     """Training effects, and what they are explained by.
@@ -525,54 +516,18 @@ def fit_linear(observed: Observed, rank: int) -> dict[str, np.ndarray]:
         observed.cells @ observed.cells.T / n_dims,
     ]
     noise = observed.n_cells.mean() / np.maximum(observed.n_cells, 1)
-    of_features, of_cells, penalty = _choose(kernels, noise, scores, observed)
-    kernel = _BASE * kernels[0] + of_features * kernels[1] + kernels[2] + of_cells * kernels[3]
+    fixed = BASE * kernels[0] + kernels[2]
+    # Features of no spread, e.g. cells of one context, tell nothing.
+    cells = kernels[3] if np.ptp(observed.cells, axis=0).any() else np.zeros_like(fixed)
+    (of_features, of_cells), penalty = choose_scales(fixed, [kernels[1], cells], noise, scores, observed.blocks)
+    kernel = fixed + of_features * kernels[1] + of_cells * kernels[3]
     dual = np.linalg.solve(kernel + penalty * np.diag(noise), scores)
     own = np.zeros((members.shape[1] + 1, rank))
     own[1:] = members.T @ dual
     return {
-        "base": _BASE * counts @ dual,
+        "base": BASE * counts @ dual,
         "of_features.weight": of_features * dual.T @ observed.features,
         "own.weight": own,
         "of_cell.weight": of_cells / n_dims * dual.T @ observed.cells,
         "basis": basis,
     }
-
-
-def _choose(
-    kernels: list[np.ndarray], noise: np.ndarray, scores: np.ndarray, observed: Observed
-) -> tuple[float, float, float]:
-    """Return the scales of features and cells and the penalty with the least error on blocks that are left out."""
-    blocks = observed.blocks
-    if len(np.unique(blocks)) < 2:
-        # A single effect: nothing to compare scales with.
-        return 0.0, 0.0, 1.0
-    if len(blocks) > _MAX_COMPARED:
-        order = np.random.default_rng(0).permutation(np.unique(blocks))
-        sizes = np.cumsum(np.bincount(blocks)[order])
-        chosen = np.isin(blocks, order[: max(2, int(np.searchsorted(sizes, _MAX_COMPARED)))])
-        kernels = [kernel[np.ix_(chosen, chosen)] for kernel in kernels]
-        noise, scores, blocks = noise[chosen], scores[chosen], blocks[chosen]
-    cells_differ = np.ptp(observed.cells, axis=0).any()
-    tried = product(_SCALES if observed.features.any() else (0.0,), _SCALES if cells_differ else (0.0,), _PENALTIES)
-    best, least = (0.0, 0.0, 1.0), np.inf
-    for of_features, of_cells, penalty in tried:
-        kernel = _BASE * kernels[0] + of_features * kernels[1] + kernels[2] + of_cells * kernels[3]
-        error = _left_out(np.linalg.inv(kernel + penalty * np.diag(noise)), scores, blocks)
-        if error < least * (1 - 1e-9):
-            best, least = (of_features, of_cells, penalty), error
-    return best
-
-
-def _left_out(inverse: np.ndarray, scores: np.ndarray, blocks: np.ndarray) -> float:
-    """Return the squared error of blocks that are predicted from the others, without fitting anew.
-
-    For kernel ridge regression with ``A = (K + noise)^-1`` the residuals of a left-out block S are
-    ``A[S, S]^-1 (A Y)[S]``.
-    """
-    dual = inverse @ scores
-    error = 0.0
-    for block in np.unique(blocks):
-        rows = np.flatnonzero(blocks == block)
-        error += float(np.square(np.linalg.solve(inverse[np.ix_(rows, rows)], dual[rows])).sum())
-    return error

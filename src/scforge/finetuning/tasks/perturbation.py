@@ -25,6 +25,7 @@ from scforge.eval.perturbation_metrics import (
     de_genes,
     score_deltas,
     technical_duplicate,
+    warn_of_few,
 )
 from scforge.finetuning.base import Batch, Column, Evaluated, EvaluationContext, Loss, Predictor, Task, register_task
 from scforge.finetuning.heads import FineTunedModule, check_head
@@ -550,6 +551,11 @@ class Perturbation(Task):
         ------
         DataError
             If no scored cell has a perturbation that the model was not trained on, or there are too few controls.
+
+        Warns
+        -----
+        ScforgeWarning
+            If fewer than ten effects are scored.
         """
         cells = context.predictor.cells
         conditions = self.conditions(cells.column)
@@ -560,23 +566,28 @@ class Perturbation(Task):
         inputs, tested = _divide_controls(conditions, context, {pair.context for pair in pairs})
         measured, rows, groups, controls = measured_effects(conditions, cells, scored, pairs, tested)
         genes = _measured(context.predictor)
-        predictions = {"scforge": self._effects(context.predictor, pairs, inputs)}
+        predictions, trained = {"scforge": self._effects(context.predictor, pairs, inputs)}, None
         if context.train is None:
             predictions["no_change"] = np.zeros((len(pairs), len(genes)))
         else:
             genes = genes & _measured(context.train)
-            predictions |= self._baselines(context, context.train, pairs, inputs)
+            known = self._known(context, context.train, inputs)
+            predictions |= self._baselines(context, context.train, known, pairs, inputs)
+            place = np.cumsum(_measured(context.train)) - 1
+            trained = known.deltas[:, place[genes]], known.contexts
         predictions = {name: made[:, genes] for name, made in predictions.items()}
         effects, scores = measured.deltas[:, genes], measured.scores[:, genes]
         changed = de_genes(measured.p_values[:, genes])
+        warn_of_few(len(pairs))
         center = predictions.get("train_mean")
         places = [pair.context for pair in pairs]
         tables = {
-            name: score_deltas(made, effects, scores, changed, center, places) for name, made in predictions.items()
+            name: score_deltas(made, effects, scores, changed, center, places, trained)
+            for name, made in predictions.items()
         }
         expression = log_expression(cells, rows)[:, genes]
         tables["technical_duplicate"] = technical_duplicate(
-            expression, groups, controls, center, places, seed=context.seed
+            expression, groups, controls, center, places, trained, seed=context.seed
         )
         described = pd.DataFrame(
             {
@@ -599,11 +610,12 @@ class Perturbation(Task):
         self,
         context: EvaluationContext,
         train: Predictor,
+        known: KnownEffects,
         pairs: Sequence[Pair],
         inputs: Mapping[str, np.ndarray],
     ) -> dict[str, np.ndarray]:
         """Return the effects that baselines predict, shape (Q, G), zeros for genes that the training cells lack."""
-        known, trained = self._known(context, train, inputs), np.flatnonzero(_measured(train))
+        trained = np.flatnonzero(_measured(train))
         vocab = train.cells.vocab
         assert vocab is not None
         targets = sorted({target for some in (*known.targets, *(pair.targets for pair in pairs)) for target in some})
@@ -647,4 +659,5 @@ class Perturbation(Task):
             contexts=tuple(pair.context for pair in pairs),
             deltas=effects.deltas[:, genes],
             controls={name: mean[genes] for name, mean in means.items()},
+            n_cells=effects.n_cells,
         )

@@ -1,0 +1,214 @@
+"""Effects of held-out perturbations by linear models and baselines, without an encoder, and where the truth is known.
+
+- ``planted``: a simulated screen of the shape of Norman et al. (2019) and Replogle et al. (2022): 500 knock-outs of
+  genes in 20 programs and 60 pairs of them, 1,000 genes, negative binomial counts. A knock-out shifts the log means of
+  its program's response genes by a strength of its own, and of a few genes that only it has; a pair shifts by the sum.
+  40 % of the knock-outs do nothing. What is known about genes: noisy vectors that tell the program (``vectors``), the
+  effects of the same genes in a noisier screen (``screen``), and vectors that tell nothing (``random``). ``program`` is
+  the share of held-out knock-outs with an effect of which the prediction is nearest (cosine) to the response of the
+  right program, less the mean of all programs; 0.05 is chance.
+- ``papalexi``: all 25 knock-outs of Papalexi et al. (2021), with rows of three regulatory networks as vectors of genes.
+- ``kang``: the response to interferon beta of each cell type of Kang et al. (2018).
+
+Perturbations (cell types) are held out in five folds (one by one) and pooled; a third of the controls is only for the
+test. Intervals are over perturbations, of means over seeds. ``kernels`` is ours.
+
+Results are in ``benchmarks/results/perturbation_effects.csv``, one row a held-out effect; ``--docs PAGE`` rewrites the
+tables of a page behind comments ``% effects NAME``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+from scipy import sparse, stats
+
+from scforge.eval.perturbation import known_effects, perturbation_baselines
+from scforge.eval.perturbation_metrics import EffectKeys, PerturbedCells, de_genes, score_deltas
+
+RESULTS = Path(__file__).parent / "results" / "perturbation_effects.csv"
+N_GENES, N_PROGRAMS, N_RESPONSE, N_FOLDS = 1_000, 20, 40, 5
+OURS = "kernels"
+METRICS = ["pearson_delta", "mse", "de_overlap", "rank", "rank_in_screen"]
+
+
+def simulate(
+    seed: int, n_knockouts: int = 500, n_pairs: int = 60, n_cells: int = 25
+) -> tuple[ad.AnnData, pd.Series, np.ndarray, dict[str, pd.DataFrame]]:
+    """Return cells, the program of each knock-out (-1 for none), the responses of programs, and tables of genes."""
+    rng = np.random.default_rng(seed)
+    genes = [f"G{i}" for i in range(N_GENES)]
+    knocked = genes[:n_knockouts]
+    responses = np.zeros((N_PROGRAMS, N_GENES))
+    for response in responses:
+        response[rng.choice(N_GENES, N_RESPONSE, replace=False)] = rng.normal(scale=0.8, size=N_RESPONSE)
+    program = rng.integers(N_PROGRAMS, size=n_knockouts)
+    strength = rng.gamma(4.0, 0.25, size=n_knockouts) * (rng.random(n_knockouts) >= 0.4)
+    effects = strength[:, None] * responses[program]
+    for effect in effects:
+        effect[rng.choice(N_GENES, 5, replace=False)] += rng.normal(scale=0.4, size=5)
+    pairs = rng.choice(n_knockouts, size=(n_pairs, 2))
+    pairs = np.unique(np.sort(pairs[pairs[:, 0] != pairs[:, 1]], axis=1), axis=0)
+    labels = ["control", *knocked, *(f"{knocked[a]}+{knocked[b]}" for a, b in pairs)]
+    changes = np.vstack([np.zeros(N_GENES), effects, effects[pairs[:, 0]] + effects[pairs[:, 1]]])
+    base = rng.normal(-1.5, 1.2, size=N_GENES)
+    numbers = np.repeat(np.arange(len(labels)), [20 * n_cells, *[n_cells] * (len(labels) - 1)])
+    blocks = []
+    for rows in np.array_split(numbers, 20):
+        means = np.exp(base + changes[rows]) * rng.lognormal(0, 0.3, size=(len(rows), 1))
+        blocks.append(sparse.csr_matrix(rng.poisson(means * rng.gamma(4.0, 0.25, means.shape)).astype(np.float32)))
+    obs = pd.DataFrame({"perturbation": np.array(labels, object)[numbers]}, [f"cell{i}" for i in range(len(numbers))])
+    vectors = np.eye(N_PROGRAMS)[program] + rng.normal(scale=0.5, size=(n_knockouts, N_PROGRAMS))
+    tables = {
+        "vectors": vectors,
+        "screen": effects + rng.normal(scale=0.3, size=effects.shape),
+        "random": rng.normal(size=(n_knockouts, N_PROGRAMS)),
+    }
+    frames = {name: pd.DataFrame(table, index=knocked) for name, table in tables.items()}
+    truth = pd.Series(np.where(strength > 0, program, -1), index=knocked)
+    return ad.AnnData(sparse.vstack(blocks, format="csr"), obs, pd.DataFrame(index=genes)), truth, responses, frames
+
+
+def scored(
+    train: ad.AnnData, test: ad.AnnData, keys: EffectKeys, tables: dict[str, pd.DataFrame]
+) -> tuple[pd.DataFrame, dict[str, np.ndarray], np.ndarray]:
+    """Return the scores of each held-out effect by each method, the predictions, and the mean training effect."""
+    trained, held_out = (PerturbedCells.read(cells, keys, argument="cells") for cells in (train, test))
+    effects = held_out.measured(held_out.moments(), argument="test")
+    contexts = [effect.context for effect in held_out.effects]
+    known = known_effects(trained, set(contexts))
+    center = np.array([known.mean(context) for context in contexts])
+    made = {
+        name: table.to_numpy()
+        for name, table in perturbation_baselines(trained, held_out.effects, keys, tables).items()
+    }
+    measured = effects.deltas, effects.scores, de_genes(effects.p_values), center, contexts
+    found = []
+    for method, deltas in made.items():
+        scores = score_deltas(deltas, *measured, (known.deltas, known.contexts))[METRICS]
+        found.append(scores.assign(perturbation=keys.titles(held_out.effects), method=method))
+    return pd.concat(found, ignore_index=True), made, center
+
+
+def planted(folder: Path | None, seed: int) -> Iterator[pd.DataFrame]:
+    """Yield the scores of each fold of a simulated screen."""
+    adata, truth, responses, tables = simulate(seed)
+    labels = adata.obs["perturbation"].to_numpy()
+    of_programs = responses - responses.mean(axis=0)
+    of_programs /= np.linalg.norm(of_programs, axis=1, keepdims=True)
+    for train, test in folds(adata, labels, seed):
+        found, made, center = scored(train, test, EffectKeys("perturbation", "control"), tables)
+        right = []
+        for deltas in made.values():
+            like = (deltas - center) @ of_programs.T
+            best = like >= like.max(axis=1, keepdims=True) - 1e-12
+            of_gene = [truth.get(name, -1) for name in found["perturbation"][: len(deltas)]]
+            right += [b[gene] / b.sum() if gene >= 0 else np.nan for b, gene in zip(best, of_gene, strict=True)]
+        is_pair = found["perturbation"].str.contains("+", regex=False)
+        yield found.assign(program=right, data=np.where(is_pair, "pairs", "planted"))
+
+
+def papalexi(folder: Path, seed: int) -> Iterator[pd.DataFrame]:
+    """Yield the scores of each fold of the knock-outs of Papalexi et al., with networks as tables of genes."""
+    adata = ad.read_h5ad(folder / "cells" / "papalexi_eccite.h5ad")
+    adata = adata[np.asarray(adata.obs["grna_frac"] >= 0.8)].copy()
+    labels = np.asarray(adata.obs["perturbation"].astype(str))
+    tables = {}
+    for name in ("collectri", "dorothea_ABC", "trrust"):
+        edges = pd.read_parquet(folder / "networks" / f"{name}_human.parquet")
+        edges = edges.set_axis([str(column).lower() for column in edges.columns], axis=1)
+        source, target = (next(c for c in edges if c in known) for known in (("source", "tf"), ("target", "gene")))
+        both = pd.concat(
+            [edges[[source, target]].set_axis(["a", "b"], axis=1), edges[[target, source]].set_axis(["a", "b"], axis=1)]
+        )
+        both = both[both["a"].isin(np.unique(labels))]
+        tables[name] = pd.crosstab(both["a"], both["b"]).clip(upper=1).astype(float)
+    for train, test in folds(adata, labels, seed):
+        found, *_ = scored(train, test, EffectKeys("perturbation", "control"), tables)
+        yield found.assign(data="papalexi")
+
+
+def kang(folder: Path, seed: int) -> Iterator[pd.DataFrame]:
+    """Yield the scores of the response of each cell type of Kang et al., held out in turn."""
+    adata = ad.read_h5ad(folder / "cells" / "kang_ifnb.h5ad")
+    types = np.asarray(adata.obs["cell_type"].astype(str))
+    is_control = np.asarray(adata.obs["condition"] == "control")
+    tested_controls = is_control & (np.random.default_rng(seed).random(adata.n_obs) < 1 / 3)
+    for name in np.unique(types):
+        is_test = (types == name) & (~is_control | tested_controls)
+        train = adata[(types != name) | (is_control & ~tested_controls)]
+        found, *_ = scored(train, adata[is_test], EffectKeys("condition", "control", "cell_type"), {})
+        yield found.assign(data="kang")
+
+
+def folds(adata: ad.AnnData, labels: np.ndarray, seed: int) -> Iterator[tuple[ad.AnnData, ad.AnnData]]:
+    """Yield training and test cells; each perturbation is held out once, and a third of the controls always."""
+    rng = np.random.default_rng(seed)
+    names = np.array(sorted({*labels} - {"control"}), dtype=object)
+    fold = dict(zip(names, rng.permutation(len(names)) % N_FOLDS, strict=True)) | {"control": -1}
+    of_cell = np.array([fold[name] for name in labels])
+    tested_controls = (labels == "control") & (rng.random(len(labels)) < 1 / 3)
+    for number in range(N_FOLDS):
+        is_test = (of_cell == number) | tested_controls
+        yield adata[~is_test], adata[is_test]
+
+
+DATA = {"planted": planted, "papalexi": papalexi, "kang": kang}
+
+
+def interval(values: pd.Series) -> str:
+    """Return a mean difference with its 95 % interval over perturbations."""
+    half = stats.t.ppf(0.975, len(values) - 1) * values.sem()
+    verdict = "tie" if not abs(values.mean()) > half else "better" if values.mean() > 0 else "worse"
+    return f"{values.mean():+.3f} ± {half:.3f}, {verdict}"
+
+
+def summary(results: pd.DataFrame, kind: str) -> str:
+    """Return the means over held-out effects of a kind as Markdown, and paired differences of Pearson correlations."""
+    of_kind = results[results["data"] == kind]
+    metrics = [name for name in [*METRICS, "program"] if name in of_kind and of_kind[name].notna().any()]
+    means = of_kind.groupby("method")[metrics].mean().sort_values("pearson_delta", ascending=False)
+    wide = of_kind.pivot_table(index="perturbation", columns="method", values="pearson_delta")
+    lines = [f"| method (n = {len(wide)} effects) | {' | '.join(metrics)} | `{OURS}` less it, correlation |"]
+    lines.append(f"|{'---|' * (len(metrics) + 2)}")
+    for method, row in means.iterrows():
+        gain = "" if method == OURS else interval(wide[OURS] - wide[method])
+        values = " | ".join(f"{row[name]:.4f}" if name == "mse" else f"{row[name]:.3f}" for name in metrics)
+        lines.append(f"| `{method}` | {values} | {gain} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder with cells and networks; not for planted")
+    parser.add_argument("--datasets", nargs="+", default=list(DATA), choices=list(DATA))
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--docs", type=Path, help="rewrite the tables of this page, and measure nothing")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    results = pd.read_csv(RESULTS) if RESULTS.exists() else pd.DataFrame(columns=["data"])
+    for name in args.datasets if args.docs is None else ():
+        parts = [part.assign(seed=seed) for seed in range(args.seeds) for part in DATA[name](args.data, seed)]
+        found = pd.concat(parts)
+        results = pd.concat([results[~results["data"].isin(found["data"])], found])
+        results.to_csv(RESULTS, index=False, float_format="%.5f")
+        for kind in found["data"].unique():
+            print(kind, summary(results, kind), sep="\n", flush=True)
+    if args.docs is not None:
+        text = re.sub(
+            r"(?m)^% effects (\w+)\n\n(?:\|.*\n)*",
+            lambda found: f"% effects {found[1]}\n\n{summary(results, found[1])}\n",
+            args.docs.read_text(),
+        )
+        args.docs.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
