@@ -440,7 +440,7 @@ def summary(results: pd.DataFrame, metric: str) -> str:
     runs = results[results["metric"] == metric].groupby("task")["run"].nunique()
     lines = [f"| | {' | '.join(f'{task} ({runs[task]})' for task in wide)} |", f"|{'---|' * (wide.shape[1] + 1)}"]
     for method, row in wide.iterrows():
-        cells = ("" if np.isnan(value) else f"{value:.3f}".lstrip("0") for value in row)
+        cells = ("" if np.isnan(value) else f"{value:.3f}" for value in row)
         best = (round(value, 3) == round(wide[task].max(), 3) for task, value in row.items())
         marked = [f"**{cell}**" if is_best else cell for cell, is_best in zip(cells, best, strict=True)]
         lines.append(f"| {method} | {' | '.join(marked)} |")

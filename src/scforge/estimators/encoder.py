@@ -1376,12 +1376,12 @@ class Encoder(CellModel):
 
         A gene that stands out alone cannot have an ``fdr`` below the number of tests divided by
         ``n_permutations + 1`` (with a goal twice that). By default `n_permutations` is high enough for 0.1 where half
-        of the model's genes are. The table says how low the rate can be in ``attrs["lowest_fdr"]``, and a warning
-        where that is above 0.1. With ``genes=None`` p-values are ranks: sort by ``shift_z``.
+        of the model's genes are. ``attrs["lowest_fdr"]`` of the table is the lowest possible rate; a warning is given
+        where it is above 0.1. With ``genes=None`` p-values are ranks: sort by ``shift_z``.
 
         **What they do not say.** A gene may stand out for its expression with random weights, too:
-        ``shift_z_untrained`` is the z-score of the gene in such a model, with the same controls and cells. Only what
-        stands above it was learned. Tokenizers that draw (``side="both"``, truncation by a sample) add their noise to
+        ``shift_z_untrained`` is the z-score of the gene in such a model, with the same controls and cells. Only a
+        larger z-score was learned. Tokenizers that draw (``side="both"``, truncation by a sample) add their noise to
         all shifts.
 
         Parameters
