@@ -76,7 +76,7 @@ def test_tables_that_evaluate_has_written(hub, model: Encoder) -> None:
         found = yaml.safe_load(text.split("---\n")[1])["model-index"][0]["results"]
         figures = [figure for result in found for figure in result["metrics"] if metric in figure["type"]]
         assert figures[0]["value"] == pytest.approx(value)
-        assert "beside" in figures[0]["name"]
+        assert "baselines" in figures[0]["name"]
 
 
 def test_remarks_stand_beside_the_result(hub, model: Encoder, capsys, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -236,7 +236,7 @@ def test_what_masking_leaves_is_found(monkeypatch, key):
             return masked
 
     monkeypatch.setattr(scforge.testing.tokenizers, "Masking", Leaving)
-    with pytest.raises(AssertionError, match=f"'{key}' still tells of hidden|does not hide a token of each cell"):
+    with pytest.raises(AssertionError, match=f"'{key}' still reveals masked|does not hide a token of each cell"):
         check_tokenizer(Sorted)
 
 

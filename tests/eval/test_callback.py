@@ -128,8 +128,8 @@ def test_held_out_cells_and_other_data_sets(tiny_adata: ad.AnnData, many_adata, 
     np.testing.assert_allclose(embedding, expected[many_adata.obs_names.get_indexer(obs.index)], atol=1e-5)
 
 
-def test_a_failure_costs_the_figure_only(tiny_adata: ad.AnnData) -> None:
-    with pytest.warns(ScforgeWarning, match="'Draws' failed during training, its figures are NaN: it broke") as warned:
+def test_a_failure_costs_the_score_only(tiny_adata: ad.AnnData) -> None:
+    with pytest.warns(ScforgeWarning, match="'Draws' failed during training, its scores are NaN: it broke") as warned:
         history = fit(tiny_adata, Draws(DataError), CELL_TYPES).history
     assert sum("failed during training" in str(warning.message) for warning in warned) == 1
     assert np.isnan(np.ravel(history["Draws_runs"])).all()

@@ -42,7 +42,7 @@ def quick(real: ad.AnnData, predictions: object, **options: object):
 
 def test_all_baselines_and_the_ceiling_stand_beside_a_prediction(real, train, made) -> None:
     report = evaluate_perturbations(real, {"good": made}, train=train, **KEYS)
-    baselines = ["no_change", "train_mean", "control_mean", "additive", "linear_pca", "nearest"]
+    baselines = ["no_change", "train_mean", "control_mean", "additive", "linear_pca", "kernels", "nearest"]
     expected = {"good": "model", **dict.fromkeys(baselines, "baseline"), "technical_duplicate": "ceiling"}
     assert {row.name: row.kind for row in report.rows} == expected
     table = report.to_table()

@@ -248,7 +248,7 @@ def _unique(names: Any) -> pd.Index:
     """Return names as text; each must occur once."""
     index = pd.Index(names).astype(str)
     if not index.is_unique:
-        raise DataError(f"the genes {listing(index[index.duplicated()].unique(), most=3)} occurs twice; keep one.")
+        raise DataError(f"the genes {listing(index[index.duplicated()].unique(), most=3)} occur twice; keep one.")
     return index
 
 

@@ -29,10 +29,10 @@ _Batch = dict[str, torch.Tensor]
 
 
 def check_predicts(objective: Objective) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless a model trained so predicts the expression of hidden genes."""
+    """Raise :class:`~scforge.errors.OptionError` unless a model trained so predicts the expression of masked genes."""
     if not (objective.predicts_values or objective.denoises_values):
         raise OptionError(
-            f"a model trained for {type(objective).__name__} predicts no expression of hidden genes; make one with "
+            f"a model trained for {type(objective).__name__} predicts no expression of masked genes; make one with "
             "'masked_value_prediction' and architecture='masked_autoencoder', or 'masked_diffusion' and 'scdiva'."
         )
 
@@ -194,7 +194,7 @@ def hide_genes(tokens: _Batch, hidden: torch.Tensor, tokenizer: Tokenizer) -> tu
 def _predict(
     module: nn.Module, tokens: _Batch, hidden: torch.Tensor, tokenizer: Tokenizer, objective: Objective
 ) -> torch.Tensor:
-    """Return the predicted values of hidden genes, float32, shape (B, G), 0 elsewhere."""
+    """Return the predicted values of masked genes, float32, shape (B, G), 0 elsewhere."""
     values = torch.zeros(hidden.shape, dtype=torch.float32)
     if not hidden.any():
         return values
