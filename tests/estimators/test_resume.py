@@ -261,7 +261,9 @@ def test_a_full_disk_leaves_the_last_state_whole(cells, whole, tmp_path):
     given = {**PLAIN, "max_epochs": 3, "early_stopping": False, "checkpoint_dir": tmp_path / "run", "save_top_k": 1}
     given |= {"checkpoint_every_n_steps": 1, "keep_last": 2}
     try:
-        with pytest.raises(TrainingError, match=r"step=00000002 cannot be written .*; step=00000001 is whole; free disk"):
+        with pytest.raises(
+            TrainingError, match=r"step=00000002 cannot be written .*; step=00000001 is whole; free disk"
+        ):
             model.train(**given, callbacks=[FillsUp()])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

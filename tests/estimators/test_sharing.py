@@ -71,7 +71,9 @@ def test_what_was_told_is_on_the_card_and_stays_with_the_model(hub, model: Encod
     assert (front["library_name"], front["license"], front["datasets"]) == ("scforge", "apache-2.0", ["org/cells"])
     assert {"single-cell", "gene_pooling", "neighbor_denoising"} <= set(front["tags"])
     (result,) = front["model-index"][0]["results"]
-    assert result["metrics"] == [{"type": "accuracy", "value": 0.9, "name": "accuracy (baselines: majority_class=0.500)"}]
+    assert result["metrics"] == [
+        {"type": "accuracy", "value": 0.9, "name": "accuracy (baselines: majority_class=0.500)"}
+    ]
     for words in ('load("org/light")', "| majority_class | 0.5 | 6 |", "Somebody 2026", "org/cells, others"):
         assert words in card
     assert "40 gene symbols" in card
@@ -105,8 +107,16 @@ ROWS = [Row("scforge", "model", {"f1": 0.9, "b": 0.1}), Row("pca", "baseline", {
 @pytest.mark.parametrize(
     ("metrics", "data", "names"),
     [
-        (Report("Cells", {"data": "PBMC 3k"}, rows=ROWS), "PBMC 3k", ["f1 (baselines: pca=0.800)", "b (baselines: pca=0.200)"]),
-        (Report("Cells", rows=ROWS).to_frame(), "not stated", ["f1 (baselines: pca=0.800)", "b (baselines: pca=0.200)"]),
+        (
+            Report("Cells", {"data": "PBMC 3k"}, rows=ROWS),
+            "PBMC 3k",
+            ["f1 (baselines: pca=0.800)", "b (baselines: pca=0.200)"],
+        ),
+        (
+            Report("Cells", rows=ROWS).to_frame(),
+            "not stated",
+            ["f1 (baselines: pca=0.800)", "b (baselines: pca=0.200)"],
+        ),
         (TABLE[::-1], "not stated", ["accuracy (baselines: majority_class=0.500)"]),
     ],
 )
