@@ -435,31 +435,45 @@ def table(results: pd.DataFrame) -> str:
 
 
 def summary(results: pd.DataFrame, metric: str) -> str:
-    """Return means over runs as Markdown, one row a method and one column a task; the best of a task is bold."""
-    wide = results[results["metric"] == metric].pivot_table(index="method", columns="task", values="value", sort=False)
-    runs = results[results["metric"] == metric].groupby("task")["run"].nunique()
+    """Return means over runs as Markdown, one row per method and one column per task; the best of a task is bold.
+
+    The number of runs is behind the task, and behind the mean of a method with fewer.
+    """
+    results = results[results["metric"] == metric]
+    by_method = {"index": "method", "columns": "task", "values": "value"}
+    wide = results.pivot_table(**by_method).reindex([name for name in METHODS if name in set(results["method"])])
+    wide = wide[[task for task in TASKS if task in wide]]
+    runs, counts = results.groupby("task")["run"].nunique(), results.pivot_table(**by_method, aggfunc="count")
     lines = [f"| | {' | '.join(f'{task} ({runs[task]})' for task in wide)} |", f"|{'---|' * (wide.shape[1] + 1)}"]
     for method, row in wide.iterrows():
-        cells = ("" if np.isnan(value) else f"{value:.3f}" for value in row)
+        cells = ["" if np.isnan(value) else f"{value:.3f}" for value in row]
         best = (round(value, 3) == round(wide[task].max(), 3) for task, value in row.items())
         marked = [f"**{cell}**" if is_best else cell for cell, is_best in zip(cells, best, strict=True)]
+        few = [f" ({n:.0f})" if 0 < n < runs[task] else "" for task, n in counts.loc[method, wide.columns].items()]
+        marked = [cell + n for cell, n in zip(marked, few, strict=True)]
         lines.append(f"| {method} | {' | '.join(marked)} |")
     return "\n".join(lines)
 
 
 def overview(results: pd.DataFrame, metric: str) -> str:
-    """Return one row per task as Markdown: both ways of scforge, and their differences from the best other method."""
+    """Return one row per task as Markdown: both ways of scforge, and their differences from the best other method.
+
+    The best other method is one that has two runs or more.
+    """
     names = ("query mapped", "trained on both", "best other method", "mapped vs. best", "both vs. best")
     lines = [f"| task | n | {' | '.join(names)} |"]
     lines.append(f"|{'---|' * 7}")
-    for task, of_task in results[results["metric"] == metric].groupby("task", sort=False):
+    for task in TASKS:
+        of_task = results[(results["metric"] == metric) & (results["task"] == task)]
+        if of_task.empty:
+            continue
         wide = of_task.pivot(index="run", columns="method", values="value")
-        best = wide.loc[:, ~wide.columns.str.startswith("scforge")].mean().idxmax()
+        best = wide.loc[:, ~wide.columns.str.startswith("scforge") & (wide.count() > 1)].mean().idxmax()
         means = wide.mean().reindex([*OURS, best])
         cells = [f"{value:.3f}" for value in means]
         cells[2] += f" ({best})"
         cells += [difference(wide, best, ours) for ours in OURS]
-        lines.append(f"| {QUESTIONS.get(task, task)} | {len(wide)} | {' | '.join(cells)} |")
+        lines.append(f"| {QUESTIONS[task]} | {len(wide)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -469,10 +483,11 @@ def difference(linear: pd.DataFrame, method: str, ours: str = "scforge") -> str:
         return ""
     paired = (linear[ours] - linear[method]).dropna()
     if len(paired) < 2:
-        return f"{paired.mean():+.3f}, one run"
+        return f"{paired.mean():+.3f}, one run" if len(paired) else ""
     half = stats.t.ppf(0.975, len(paired) - 1) * paired.std() / np.sqrt(len(paired))
     verdict = "tie" if abs(paired.mean()) <= half else "better" if paired.mean() > 0 else "worse"
-    return f"{paired.mean():+.3f} ± {half:.3f}, {verdict}"
+    of = f" (n = {len(paired)})" if len(paired) < len(linear) else ""
+    return f"{paired.mean():+.3f} ± {half:.3f}, {verdict}{of}"
 
 
 def main() -> None:
@@ -507,7 +522,9 @@ def main() -> None:
         for line in measured(args):
             kept = pd.concat([kept, pd.DataFrame([line])]).drop_duplicates(keys, keep="last")
             RESULTS.parent.mkdir(exist_ok=True)
-            kept.to_csv(RESULTS, index=False, float_format="%.5f")
+            whole = RESULTS.with_suffix(".partial")
+            kept.to_csv(whole, index=False, float_format="%.5f")
+            whole.replace(RESULTS)
     print(table(kept))
 
 
