@@ -103,7 +103,6 @@ SKIPPED = (
     "docs/generated",
     "docs/notebooks",
     "docs/references.bib",
-    "docs/embeddings.md",
     "src/scforge/data/neighbors.py",
     "src/scforge/data/perturbation.py",
     "src/scforge/eval/perturbation",
