@@ -151,13 +151,16 @@ def run_all(args: argparse.Namespace) -> None:
         if args.rows not in case.name:
             continue
         if (left := end - time.monotonic()) < 20:
-            print(f"The time is up before {case.name!r}, {case.size}; go on with --rows.", file=sys.stderr)
+            print(f"The time is up before {case.name!r}, {case.size}; continue with --rows.", file=sys.stderr)
             return
         note = ""
         try:
             done = subprocess.run([sys.executable, __file__, "--one", str(number)], timeout=min(left, 150), check=False)
             note = f"Error: exit code {done.returncode}" if done.returncode else ""
         except subprocess.TimeoutExpired:
+            if left < 150:
+                print(f"The time is up in {case.name!r}, {case.size}; continue with --rows.", file=sys.stderr)
+                return
             note = "Error: took too long"
         if note:
             keep(RESULTS, described(case, torch.device("cuda")) | {"note": note})
@@ -186,6 +189,8 @@ def measured(case: Case, device_type: str) -> dict[str, Any]:
     dtype = torch.bfloat16 if case.bf16 else torch.float32
     try:
         peak = ceiling(device.type, dtype, 256 if tiny else None)
+        if not tiny:
+            torch.cuda.reset_peak_memory_stats()
         found = (
             trained(case, size, tiny) if case.model == "train" else stepped(case, size, device, 0.0 if tiny else 3.0)
         )

@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, help="rewrite the tables of this page, and measure nothing")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    kept = pd.read_csv(RESULTS) if RESULTS.exists() else pd.DataFrame(columns=[*KEYS, "value"])
+    kept = pd.read_csv(RESULTS, keep_default_na=False) if RESULTS.exists() else pd.DataFrame(columns=[*KEYS, "value"])
     if args.docs is not None:
         text = re.sub(
             r"(?m)^% in_silico (\w+)\n\n(?:\|.*\n)*",

@@ -192,6 +192,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--docs", type=Path, help="rewrite the tables of this page, and measure nothing")
     args = parser.parse_args()
+    if args.docs is None and args.data is None and set(args.datasets) != {"planted"}:
+        parser.error("name the folder with the data, --data")
     warnings.simplefilter("ignore")
     results = pd.read_csv(RESULTS) if RESULTS.exists() else pd.DataFrame(columns=["data"])
     for name in args.datasets if args.docs is None else ():

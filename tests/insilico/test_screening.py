@@ -65,6 +65,10 @@ def test_planted_gene_stands_out(cells: CellSource):
     back = screen(cells.take(np.arange(100, 200)), embed, activate, genes[:1], goal=goal, n_controls=40)
     assert back["n_cells"][0] == 100
     assert back["goal_shift"][0] > 0
+    assert back[["p_value", "shift_z"]].notna().all(axis=None)  # though none of these cells expresses it
+    pairs = np.array([[0, other] for other in range(5, 15)])
+    together = screen(cells, embed, Perturbation("delete"), pairs, n_controls=40)
+    assert together["p_value"].tolist() == pytest.approx([1 / 41] * 10)  # not controls of each other
 
 
 def test_genes_of_one_effect_move_cells_alike(cells: CellSource):

@@ -1490,7 +1490,7 @@ class Encoder(CellModel):
             n_permutations = interpret.enough_controls(self, len(sets) * len(parts), sides)
         for group, rows in parts:
             some = cells.sample(max_cells, rows=rows, seed=seed)
-            strata = strata_of(some, embed_cells(some), seed=seed)
+            strata = strata_of(some, embed_cells(some), seed=seed) if n_permutations else None
             moved = {
                 name: screen(
                     some,

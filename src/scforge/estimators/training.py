@@ -140,7 +140,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         device = root_device(how.accelerator, how.devices)
         processes = n_processes(how.accelerator, how.devices, how.num_nodes)
         stack.enter_context(gradient_checkpointing(model.module, how.gradient_checkpointing))
-        if precision == _AUTO:
+        if precision == _AUTO and device.type == "cuda":  # the batch size depends on it
             precision = saved.get("precision") or choose_precision(model.module, data, device, processes)
         if batch_size == _AUTO:
             if processes != 1 or data.batch_size is not None or data.max_tokens_per_batch is not None:
@@ -148,6 +148,8 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             stack.callback(setattr, data, "batch_size", None)
             fitting = saved.get("batch_size") or find_batch_size(model.module, data, device, precision=precision)
             data.batch_size = fitting
+        if precision == _AUTO:
+            precision = saved.get("precision") or choose_precision(model.module, data, device, processes)
         if max_epochs is None:
             max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if how.max_steps < 0 else -1
         settings = _settings(

@@ -15,7 +15,7 @@ from scipy import sparse
 from scforge._checks import check_count, check_seed
 from scforge._constants import UNS_KEY
 from scforge.data.checks import content_mark
-from scforge.errors import DataError, listing
+from scforge.errors import DataError, OptionError, listing
 from scforge.eval.base import Benchmark, register_benchmark
 from scforge.eval.expression import principal_components, scale_difference
 from scforge.eval.generation import (
@@ -968,6 +968,8 @@ def evaluate_perturbations(
     named = {name: _effects_of_task(one, keys) for name, one in predictions.items()}
     features = {} if gene_features is None else gene_features
     features = {"embedding": features} if isinstance(features, pd.DataFrame) else dict(features)
+    if "pca" in features:
+        raise OptionError("gene_features has a table called 'pca', the name of a built-in one; choose another name.")
     held_out = PerturbedCells.read(real, keys, argument="real")
     trained = whole = PerturbedCells.read(train, keys, argument="train")
     check_disjoint(trained.names, held_out.names, what="cells")

@@ -462,7 +462,8 @@ def screen(
         with np.errstate(divide="ignore", invalid="ignore"):
             away = np.column_stack([shares, np.log(doses) / 2 / scale])
             away -= away[own]
-        usable = (controls.n_cells >= _MIN_CELLS) & np.isfinite(away).all(axis=1) & (np.arange(len(drawn)) != own)
+        shares_genes = np.isin(drawn, combinations[number]).any(axis=1)
+        usable = (controls.n_cells >= _MIN_CELLS) & np.isfinite(away).all(axis=1) & ~shares_genes
         others = np.flatnonzero(usable)
         others = others[nearest(np.zeros(away.shape[1]), away[others], n_controls)]
         near.append((others, away[others]))
@@ -498,11 +499,12 @@ def _at_origin(values: np.ndarray, away: np.ndarray, *, logs: bool) -> np.ndarra
     known = np.isfinite(values) & ((values > 0) if logs else True)
     if known.sum() < _MIN_FITTED * (1 + away.shape[1]):
         return values
-    values, away = values[known], away[known]
-    made = np.log(values) if logs else values
-    design = np.column_stack([np.ones(len(made)), away])
-    moved = made - away @ np.linalg.lstsq(design, made, rcond=None)[0][1:]
-    return np.exp(moved) if logs else moved
+    made = np.log(values[known]) if logs else values[known]
+    design = np.column_stack([np.ones(len(made)), away[known]])
+    moved = made - away[known] @ np.linalg.lstsq(design, made, rcond=None)[0][1:]
+    corrected = values.copy()
+    corrected[known] = np.exp(moved) if logs else moved
+    return corrected
 
 
 def mean_moves(
@@ -662,6 +664,7 @@ def _measure(
         # Cells that a gene is activated in have none of it: its dose is what is usual.
         squares = np.asarray(logs.power(2).sum(axis=0)).ravel()
         usual = np.sqrt(squares / np.maximum(logs.getnnz(axis=0), 1))
+        usual = np.maximum(usual, usual[usual > 0].min(initial=1.0))  # a gene that none of these cells expresses
     for which, rows in _pairs(cells, perturbation, combinations, most, rng):
         after = units(embed_cells(PerturbedCells(cells, perturbation, rows, combinations[which])))
         shift = 1.0 - np.einsum("nd,nd->n", after, before[rows])

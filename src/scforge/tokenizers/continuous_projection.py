@@ -124,7 +124,8 @@ class ContinuousProjectionTokenizer(Tokenizer):
         self.seed = check_seed(seed)
         self.lists_all_genes = self.include_zero_genes
         self.gives_counts = transform == "counts" and (clip is None or float(clip).is_integer())
-        self.gives_expression = (transform, self.target_sum, clip) == ("log1p_cp10k", TARGET_SUM, None)
+        plain = (transform, self.target_sum, clip) == ("log1p_cp10k", TARGET_SUM, None)
+        self.gives_expression = plain and not attention_bias
 
     @classmethod
     def scfoundation(
