@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import re
 import resource
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from _tables import rewrite
 from models import Row, ceiling, flops, make_batch, make_loss
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -119,10 +119,8 @@ def main() -> None:
     parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.docs is not None:
-        text, n = re.subn(r"(?m)^% gpu\n\n(?:\|.*\n)+", lambda _: f"% gpu\n\n{table(RESULTS)}\n", args.docs.read_text())
-        if n != 1:
+        if (n := rewrite(args.docs, "gpu", lambda _: table(RESULTS))) != 1:
             sys.exit(f"{args.docs} has {n} tables behind a comment '% gpu'; give a page with one.")
-        args.docs.write_text(text)
     elif args.one is not None:
         keep(RESULTS, measured(CASES[args.one], "cuda"))
     elif args.tiny:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -30,6 +29,7 @@ from pathlib import Path
 import anndata
 import numpy as np
 import pandas as pd
+from _tables import rewrite
 
 import scforge
 from scforge.data.cells import CellSource
@@ -166,12 +166,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     kept = pd.read_csv(RESULTS, keep_default_na=False) if RESULTS.exists() else pd.DataFrame(columns=[*KEYS, "value"])
     if args.docs is not None:
-        text = re.sub(
-            r"(?m)^% in_silico (\w+)\n\n(?:\|.*\n)*",
-            lambda found: f"% in_silico {found[1]}\n\n{summary(kept, found[1])}\n",
-            args.docs.read_text(),
-        )
-        args.docs.write_text(text)
+        rewrite(args.docs, "in_silico", partial(summary, kept))
         return
     for part in args.parts:
         if part == "pathway" and args.data is None:

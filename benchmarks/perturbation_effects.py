@@ -20,15 +20,16 @@ tables of a page behind comments ``% effects NAME``.
 from __future__ import annotations
 
 import argparse
-import re
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import anndata as ad
 import numpy as np
 import pandas as pd
-from scipy import sparse, stats
+from _tables import difference, rewrite
+from scipy import sparse
 
 from scforge.eval.perturbation import known_effects, perturbation_baselines
 from scforge.eval.perturbation_metrics import EffectKeys, PerturbedCells, de_genes, score_deltas
@@ -163,13 +164,6 @@ def folds(adata: ad.AnnData, labels: np.ndarray, seed: int) -> Iterator[tuple[ad
 DATA = {"planted": planted, "papalexi": papalexi, "kang": kang}
 
 
-def interval(values: pd.Series) -> str:
-    """Return a mean difference with its 95 % interval over perturbations."""
-    half = stats.t.ppf(0.975, len(values) - 1) * values.sem()
-    verdict = "tie" if not abs(values.mean()) > half else "better" if values.mean() > 0 else "worse"
-    return f"{values.mean():+.3f} ± {half:.3f}, {verdict}"
-
-
 def summary(results: pd.DataFrame, kind: str) -> str:
     """Return the means over held-out effects of a kind as Markdown, and paired differences of Pearson correlations."""
     of_kind = results[results["data"] == kind]
@@ -179,7 +173,7 @@ def summary(results: pd.DataFrame, kind: str) -> str:
     lines = [f"| method (n = {len(wide)} effects) | {' | '.join(metrics)} | `{OURS}` less it, correlation |"]
     lines.append(f"|{'---|' * (len(metrics) + 2)}")
     for method, row in means.iterrows():
-        gain = "" if method == OURS else interval(wide[OURS] - wide[method])
+        gain = "" if method == OURS else difference(wide[OURS] - wide[method])
         values = " | ".join(f"{row[name]:.4f}" if name == "mse" else f"{row[name]:.3f}" for name in metrics)
         lines.append(f"| `{method}` | {values} | {gain} |")
     return "\n".join(lines)
@@ -204,12 +198,7 @@ def main() -> None:
         for kind in found["data"].unique():
             print(kind, summary(results, kind), sep="\n", flush=True)
     if args.docs is not None:
-        text = re.sub(
-            r"(?m)^% effects (\w+)\n\n(?:\|.*\n)*",
-            lambda found: f"% effects {found[1]}\n\n{summary(results, found[1])}\n",
-            args.docs.read_text(),
-        )
-        args.docs.write_text(text)
+        rewrite(args.docs, "effects", partial(summary, results))
 
 
 if __name__ == "__main__":

@@ -23,18 +23,19 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import anndata as ad
 import numpy as np
 import pandas as pd
 import scanpy as sc
-from scipy import sparse, stats
+from _tables import difference, rewrite
+from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score, roc_auc_score
 from sklearn.multiclass import OneVsRestClassifier
@@ -430,7 +431,7 @@ def table(results: pd.DataFrame) -> str:
         lines.append(f"|{'---|' * (wide.shape[1] + 2)}")
         for method, row in wide.iterrows():
             figures = " | ".join("" if np.isnan(value) else f"{value:.3f}" for value in row)
-            lines.append(f"| {method} | {figures} | {difference(linear, str(method))} |")
+            lines.append(f"| {method} | {figures} | {gain(linear, str(method))} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -474,22 +475,19 @@ def overview(results: pd.DataFrame, metric: str) -> str:
         means = wide.mean().reindex([*OURS, best])
         cells = [f"{value:.3f}" for value in means]
         cells[2] += f" ({best})"
-        cells += [difference(wide, best, ours) for ours in OURS]
+        cells += [gain(wide, best, ours) for ours in OURS]
         lines.append(f"| {QUESTIONS[task]} | {len(wide)} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def difference(linear: pd.DataFrame, method: str, ours: str = "scforge") -> str:
+def gain(linear: pd.DataFrame, method: str, ours: str = "scforge") -> str:
     """Return the mean paired difference of F1 of our row from a method, with its 95 % interval over runs."""
     if method == ours or ours not in linear:
         return ""
     paired = (linear[ours] - linear[method]).dropna()
     if len(paired) < 2:
         return f"{paired.mean():+.3f}, one run" if len(paired) else ""
-    half = stats.t.ppf(0.975, len(paired) - 1) * paired.std() / np.sqrt(len(paired))
-    verdict = "tie" if abs(paired.mean()) <= half else "better" if paired.mean() > 0 else "worse"
-    of = f" (n = {len(paired)})" if len(paired) < len(linear) else ""
-    return f"{paired.mean():+.3f} ± {half:.3f}, {verdict}{of}"
+    return difference(paired) + (f" (n = {len(paired)})" if len(paired) < len(linear) else "")
 
 
 def main() -> None:
@@ -511,14 +509,9 @@ def main() -> None:
     keys = ["task", "run", "method", "metric"]
     kept = pd.read_csv(RESULTS) if RESULTS.exists() else pd.DataFrame(columns=[*keys, "value"])
     if args.docs is not None:
-        tables = {"transfer": summary, "overview": overview}
         for page in args.docs:
-            text = re.sub(
-                r"(?m)^(% |<!-- )(transfer|overview) (\w+)( -->)?\n\n(?:\|.*\n)+",
-                lambda found: f"{found[0].splitlines()[0]}\n\n{tables[found[2]](kept, found[3])}\n",
-                page.read_text(),
-            )
-            page.write_text(text)
+            rewrite(page, "transfer", partial(summary, kept))
+            rewrite(page, "overview", partial(overview, kept))
         return
     if not args.table:
         for line in measured(args):

@@ -116,11 +116,6 @@ SKIPPED = (
 
 # Where a phrase is right: (part of the path, pattern of the text around it, and the reason).
 ALLOWED = (
-    # load_query_data, transfer_labels and perturb_in_silico are reworded with the code that they describe.
-    (
-        "estimators/encoder.py",
-        r"a warning says so|decoder is told|in place of|only what stands above|the table says how",
-    ),
     # The name of a field.
     ("estimators/card.py", r"^\s*beside\s*$|\n    beside\n"),
 )

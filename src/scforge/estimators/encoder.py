@@ -788,8 +788,7 @@ class Encoder(CellModel):
 
         Other objectives, and references that were fine-tuned for ``"integration"``, have to adapt the encoder:
         ``train()`` fits adapters to the query, and the embedding leaves the space of the reference. It is then written
-        to ``obsm["X_scforge_query"]``, a warning says so, and the reference has to be embedded again by the query
-        model.
+        to ``obsm["X_scforge_query"]`` with a warning, and the reference has to be embedded again by the query model.
 
         A batch of the query that is called as one of the reference is taken for that one, which is logged.
 
@@ -802,7 +801,7 @@ class Encoder(CellModel):
             A trained model, or one that was fine-tuned for ``"integration"``, or its folder. It is never changed.
         batch_key
             Column of obs with the batches of the query; None for that of its set-up, or else of the reference. For
-            references whose decoder is told batches.
+            references whose decoder is conditioned on batches.
         reference_cells
             Cells of the reference to train on together with the query, as for :meth:`get_latent_representation`; of
             each at most 20,000 cells are drawn, into memory. None trains on the query alone.
@@ -960,7 +959,7 @@ class Encoder(CellModel):
         n_neighbors
             Reference cells that vote; fewer where there are fewer.
         key_added
-            Name of the column, in place of ``"scforge_<labels_key>_transferred"``; the other is called
+            Name of the column, instead of ``"scforge_<labels_key>_transferred"``; the other is called
             ``"<key_added>_uncertainty"``.
         threshold
             Cells of higher uncertainty are called ``"unassigned"``. Cells of a class that the reference does not have

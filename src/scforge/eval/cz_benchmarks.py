@@ -282,8 +282,8 @@ def evaluate_cz(
 ) -> Report:
     """Run several tasks of cz-benchmarks, each with its baseline, as a report.
 
-    Scores of several classifiers or perturbations stand in it as their mean;
-    :func:`~scforge.eval.cz_benchmarks.run_cz_task` has each.
+    Scores of several classifiers or perturbations are averaged; :func:`~scforge.eval.cz_benchmarks.run_cz_task` returns
+    each of them.
 
     Parameters
     ----------

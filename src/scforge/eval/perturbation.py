@@ -128,8 +128,8 @@ class WantedEffects:
     tables: Mapping[str, Mapping[str, np.ndarray]] = field(default_factory=dict)
 
 
-def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np.ndarray]:
-    """Return what each baseline predicts.
+def baseline_effects(known: KnownEffects, wanted: WantedEffects, *, fitted: bool = True) -> dict[str, np.ndarray]:
+    """Return what each baseline predicts; without `fitted`, of the first two alone.
 
     Returns
     -------
@@ -167,15 +167,13 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np
     >>> made["train_mean"].tolist(), made["additive"].tolist()
     ([[0.5, 1.0, 0.0]], [[1.0, 2.0, 0.0]])
     """
-    genes = gene_scores(known)
     pairs = list(zip(wanted.targets, wanted.contexts, strict=True))
     means = [known.mean(context) for context in wanted.contexts]
-    control = np.mean(list(known.controls.values()), axis=0)
-    found = {
-        "no_change": np.zeros((len(pairs), known.deltas.shape[1])),
-        "train_mean": np.array(means),
-        "control_mean": np.array([control - known.controls[context] for context in wanted.contexts]),
-    }
+    found = {"no_change": np.zeros((len(pairs), known.deltas.shape[1])), "train_mean": np.array(means)}
+    if not fitted:
+        return found
+    genes, control = gene_scores(known), np.mean(list(known.controls.values()), axis=0)
+    found["control_mean"] = np.array([control - known.controls[context] for context in wanted.contexts])
     if len(set(known.contexts)) > 1 and not {*wanted.contexts}.isdisjoint(known.contexts):
         found["overall_mean"] = np.tile(known.deltas.mean(axis=0), (len(pairs), 1))
     if any(some in known.targets for some in wanted.targets):

@@ -455,7 +455,6 @@ def screen(
         n_drawn, drawn = len(drawn), np.concatenate([drawn, combinations])
         # Genes of a pair are in no order.
         shares = np.sort(places[drawn, 0], axis=1)
-    table = pd.DataFrame({"n_cells": tested.n_cells, "n_controls": 0})
     for number in range(len(combinations) if n_controls else 0):
         own, weights = n_drawn + number, tested.counts[number]
         doses = controls.standardized("dose", np.arange(len(drawn)), weights)
@@ -467,7 +466,8 @@ def screen(
         others = np.flatnonzero(usable)
         others = others[nearest(np.zeros(away.shape[1]), away[others], n_controls)]
         near.append((others, away[others]))
-        table.loc[number, "n_controls"] = len(others)
+    used = [len(others) for others, _ in near] or 0
+    table = pd.DataFrame({"n_cells": tested.n_cells, "n_controls": used})
     for name, prefix, two_sided in [("shift", "", False), ("goal", "goal_", True)][: 1 if goal is None else 2]:
         value, spread = tested.moments(name)
         results = []

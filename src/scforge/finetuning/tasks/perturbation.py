@@ -635,10 +635,9 @@ class Perturbation(Task):
             context_features=_context_features(context, inputs) if self.context_key is not None else {},
         )
         found = {}
-        for name, made in baseline_effects(known, wanted).items():
-            if context.baselines or name in ("no_change", "train_mean"):
-                found[name] = np.zeros((len(pairs), vocab.n_genes))
-                found[name][:, trained] = made
+        for name, made in baseline_effects(known, wanted, fitted=context.baselines).items():
+            found[name] = np.zeros((len(pairs), vocab.n_genes))
+            found[name][:, trained] = made
         return found
 
     def _known(self, context: EvaluationContext, train: Predictor, inputs: Mapping[str, np.ndarray]) -> KnownEffects:
