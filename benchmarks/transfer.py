@@ -8,7 +8,7 @@ nearest reference cells tells their cells from others. `f1_linear_5`, `_20` and 
 learns from so many reference cells of each type. Rows "of both" learn from the query without labels, "scforge" and
 "scforge, encoder alone" from the reference alone; "scforge" then moves the query onto it in closed form. scANVI and
 CellTypist learn from the labels of the reference and predict those of the query themselves, which is their `f1_linear`.
-CONCORD needs the package ``concord-sc``.
+CONCORD needs the package ``concord-sc``, scPoli ``scarches``.
 Hyper-parameters may be chosen on ``kang_ifnb`` and ``sc_mixology`` only; the other data sets are and stay tests.
 The results go into ``benchmarks/results/transfer.csv``, from which ``--table`` prints means and paired differences::
 
@@ -291,6 +291,42 @@ def scanvi(pair: Pair, seed: int) -> np.ndarray:
     return np.asarray(mapped.predict(), dtype=str)
 
 
+def scpoli(pair: Pair, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """scPoli of the reference and its labels; of the query it learns the vector of the batch, without labels.
+
+    Epochs and weights are those of its tutorials.
+    """
+    ad.read = ad.read_h5ad  # removed from anndata; scArches imports it
+    from scarches.models.scpoli import scPoli
+    from scvi import settings
+
+    settings.seed = seed
+    chosen = variable(pair[0])
+    reference, query = (part[:, chosen].copy() for part in pair)
+    for part in (reference, query):
+        part.X = part.X.toarray().astype(np.float32)
+    stop = {
+        "early_stopping_metric": "val_prototype_loss",
+        "mode": "min",
+        "threshold": 0,
+        "patience": 20,
+        "reduce_lr": True,
+        "lr_patience": 13,
+        "lr_factor": 0.1,
+    }
+    options = {"n_epochs": 50, "pretraining_epochs": 40, "early_stopping_kwargs": stop}
+    # Masks, where it expects positions: those do not index a Series of pandas 3.
+    keys = {"condition_keys": BATCH, "cell_type_keys": LABEL}
+    model = scPoli(
+        reference, **keys, embedding_dims=5, recon_loss="nb", labeled_indices=np.ones(reference.n_obs, dtype=bool)
+    )
+    model.train(**options, eta=5)
+    mapped = scPoli.load_query_data(query, model, labeled_indices=np.zeros(query.n_obs, dtype=bool))
+    mapped.train(**options, eta=10)
+    mapped.model.eval()
+    return tuple(mapped.get_latent(part, mean=True) for part in (reference, query))
+
+
 def celltypist(pair: Pair, seed: int) -> np.ndarray:
     """Return the labels that a logistic regression per type predicts from all genes, scaled: how CellTypist trains.
 
@@ -386,6 +422,7 @@ METHODS: dict[str, Callable[[Pair, int], tuple | np.ndarray]] = {
     "scvi": lambda pair, seed: scvi(pair, seed, tuned=False),
     "scvi tuned": lambda pair, seed: scvi(pair, seed, tuned=True),
     "scanvi": scanvi,
+    "scpoli": scpoli,
     "celltypist's way": celltypist,
     "concord": lambda pair, seed: concord(pair, seed, both=False),
     "concord of both": lambda pair, seed: concord(pair, seed, both=True),
