@@ -9,9 +9,8 @@ learns from so many reference cells of each type. Rows "of both" learn from the 
 "scforge, encoder alone" from the reference alone; "scforge" then moves the query onto it in closed form. scANVI and
 CellTypist learn from the labels of the reference and predict those of the query themselves, which is their `f1_linear`.
 CONCORD needs the package ``concord-sc``.
-Hyper-parameters may be chosen on ``kang_ifnb`` and ``sc_mixology`` only; the tasks donors, study and species are tests
-and stay that. The results go into ``benchmarks/results/transfer.csv``, from which ``--table`` prints means and paired
-differences::
+Hyper-parameters may be chosen on ``kang_ifnb`` and ``sc_mixology`` only; the other data sets are and stay tests.
+The results go into ``benchmarks/results/transfer.csv``, from which ``--table`` prints means and paired differences::
 
     python benchmarks/transfer.py --data FOLDER --runs 5
     python benchmarks/transfer.py --tasks condition --methods scforge pca --runs 2
@@ -60,6 +59,15 @@ KANG_TO_PBMC = {
     "Dendritic cells": "dendritic",
     "Megakaryocytes": "megakaryocyte",
 }
+IFNB_TO_PBMC = {
+    "CD4T": "CD4 T",
+    "CD8T": "CD8 T",
+    "B": "B",
+    "NK": "NK",
+    "CD14+Mono": "CD14 monocyte",
+    "FCGR3A+Mono": "FCGR3A monocyte",
+    "Dendritic": "dendritic",
+}
 PBMC = {
     "Naive CD4 T": "CD4 T",
     "Memory CD4 T": "CD4 T",
@@ -79,6 +87,7 @@ QUESTIONS = {
     "protocol": "Drop-seq from CEL-seq2, five cell lines (sc_mixology, used for tuning)",
     "donors": "two unseen donors from six (kang_ctrl_8donor, test)",
     "study": "PBMC 3k from eight donors of another study (test)",
+    "collection": "the same, from these donors and kang_ifnb together (test)",
     "species": "half of PBMC 3k with simulated gene loss and scaling (test)",
 }
 
@@ -140,6 +149,16 @@ def study(folder: str | None, seed: int) -> Pair:
     return reference[:, genes].copy(), query[:, genes].copy()
 
 
+def collection(folder: str | None, seed: int) -> Pair:
+    """PBMC 3k by two data sets at once, of eight donors and of two conditions, in the genes of all; a test."""
+    eight, query = study(folder, seed)
+    adata = load("kang_ifnb", folder)
+    ifnb = prepared(adata, adata.obs["cell_type"].map(IFNB_TO_PBMC), adata.obs["condition"])
+    genes = eight.var_names.intersection(ifnb.var_names)
+    reference = ad.concat([eight[:, genes], ifnb[:, genes]], index_unique="-", keys=["donors", "ifnb"])
+    return reference, query[:, genes].copy()
+
+
 def species(folder: str | None, seed: int) -> Pair:
     """Half of PBMC 3k by the other half as another species would have it; a test.
 
@@ -174,6 +193,7 @@ TASKS: dict[str, Callable[[str | None, int], Pair]] = {
     "protocol": protocol,
     "donors": donors,
     "study": study,
+    "collection": collection,
     "species": species,
 }
 

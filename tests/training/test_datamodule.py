@@ -1,3 +1,5 @@
+import warnings
+
 import lightning
 import numpy as np
 import pytest
@@ -6,7 +8,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
 from scforge.data import open_cells
 from scforge.data.store import StoreCells
-from scforge.errors import DataError, MissingFileError, OptionError, TrainingError
+from scforge.errors import DataError, MissingFileError, OptionError, ScforgeWarning, TrainingError
 from scforge.models import GenePoolingModel
 from scforge.tokenizers import get_tokenizer
 from scforge.training import CellDataModule, MaskedGenePrediction, TrainingPlan
@@ -144,6 +146,18 @@ def test_options_that_cannot_be(store, options, match):
     with pytest.raises((OptionError, DataError), match=match) as told:
         masked(store, **options).train_dataloader()
     assert "\n" not in str(told.value)
+
+
+def test_batches_of_one_name_in_several_sources_are_reported(many_adata):
+    first, second = many_adata[:40].copy(), many_adata[40:80].copy()
+    first.obs["donor"], second.obs["donor"] = ["1", "2"] * 20, ["1"] * 30 + ["3"] * 10
+    both = open_cells([first, second])
+    with pytest.warns(ScforgeWarning, match=r"batch_key='donor': batches of one name in several sources .*: '1'; give"):
+        CellDataModule(both, batch_key="donor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        CellDataModule(both, batch_key="scforge_source")
+        CellDataModule(open_cells(first), batch_key="donor")
 
 
 class Seen(Callback):

@@ -18,7 +18,7 @@ from scforge._checks import check_bool, check_count, check_seed
 from scforge.data.cells import CellBlock, Cells, named_column
 from scforge.data.sampling import Balance, CellOrder, CellWeights, ClassBalance
 from scforge.data.splits import split_cells
-from scforge.errors import DataError, OptionError, TrainingError
+from scforge.errors import DataError, OptionError, TrainingError, listing, warn
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 
@@ -164,6 +164,23 @@ _UNSHUFFLED_WINDOW = 16_384
 """Cells of a window where cells that stand together may be of one kind: 64 chunks from everywhere mix well."""
 
 
+def _warn_of_shared_batches(cells: Cells, batch_key: str) -> None:
+    """Warn if several sources have a batch of the same name: donor 1 of one study is not donor 1 of another."""
+    from scforge.data.store import SOURCE
+
+    try:
+        source = cells.column(SOURCE).astype(str)
+    except DataError:  # a single source
+        return
+    batches = cells.column(batch_key).astype(object)
+    sources_of = source.groupby(batches.to_numpy()).nunique()  # leaves out cells without a batch
+    if batch_key != SOURCE and (shared := list(sources_of.index[sources_of > 1])):
+        warn(
+            f"batch_key={batch_key!r}: batches of one name in several sources count as one: {listing(shared)}; give "
+            "different batches different names, e.g. of study and donor."
+        )
+
+
 class CellDataModule(lightning.LightningDataModule):
     """Batches of training and validation cells, in memory, in a store, or behind a URL.
 
@@ -296,6 +313,8 @@ class CellDataModule(lightning.LightningDataModule):
             if key is not None:
                 named_column(cells, key, argument=name)
         self.batch_key, self.labels_key = batch_key, labels_key
+        if batch_key is not None:
+            _warn_of_shared_batches(cells, batch_key)
         self._balance: Balance | None = None
         if weight_by is not None:
             if balance_by is not None:
