@@ -29,6 +29,7 @@ TASKS = {
     "protocol": "Drop-seq from CEL-seq2\n(sc_mixology, used for tuning)",
     "donors": "Two unseen donors from six\n(kang_ctrl_8donor, test)",
     "study": "PBMC 3k from another study\n(test)",
+    "collection": "PBMC 3k from two other data sets\n(test)",
     "species": "Simulated other species\n(half of PBMC 3k, test)",
 }
 METHODS = {
@@ -90,7 +91,8 @@ def transfer() -> plt.Figure:
     results = pd.read_csv(RESULTS / "transfer.csv")
     results = results[results["metric"] == "f1_linear"].replace({"method": METHODS})
     tasks = [task for task in TASKS if task in set(results["task"])]
-    figure, grid = plt.subplots(2, 3, figsize=(15, 8), layout="constrained")
+    rows = -(-len(tasks) // 3)
+    figure, grid = plt.subplots(rows, 3, figsize=(15, 4 * rows), layout="constrained", squeeze=False)
     for axes in grid.flat[len(tasks) :]:
         axes.remove()
     for axes, task in zip(grid.flat, tasks, strict=False):
