@@ -91,8 +91,8 @@ def transfer() -> plt.Figure:
     results = pd.read_csv(RESULTS / "transfer.csv")
     results = results[results["metric"] == "f1_linear"].replace({"method": METHODS})
     tasks = [task for task in TASKS if task in set(results["task"])]
-    rows = -(-len(tasks) // 3)
-    figure, grid = plt.subplots(rows, 3, figsize=(15, 4 * rows), layout="constrained", squeeze=False)
+    rows = -(-len(tasks) // 2)
+    figure, grid = plt.subplots(rows, 2, figsize=(12, 3.8 * rows), layout="constrained", squeeze=False)
     for axes in grid.flat[len(tasks) :]:
         axes.remove()
     for axes, task in zip(grid.flat, tasks, strict=False):
@@ -108,8 +108,8 @@ def few_labels() -> plt.Figure:
     results = results[results["metric"].str.fullmatch(r"f1_linear_\d+") & (results["task"] != "protocol")]
     results = results.assign(labels=results["metric"].str.rpartition("_")[2].astype(int)).replace({"method": METHODS})
     tasks = [task for task in TASKS if task in set(results["task"])]
-    rows = -(-len(tasks) // 3)
-    figure, grid = plt.subplots(rows, min(3, len(tasks)), figsize=(13, 4.2 * rows), layout="constrained", squeeze=False)
+    rows = -(-len(tasks) // 2)
+    figure, grid = plt.subplots(rows, 2, figsize=(12, 4 * rows), layout="constrained", squeeze=False)
     methods = list(dict.fromkeys(results["method"]))
     colors = dict(zip(methods, mpl.color_sequences["tab20"], strict=False))
     for axes in grid.flat[len(tasks) :]:
