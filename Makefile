@@ -7,7 +7,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-all test-exhaustive gpu gpu-dry test-census test-cz lint docs notebooks constraints clean
+.PHONY: help quickstart test test-all test-exhaustive gpu gpu-dry test-census test-cz results lint docs notebooks constraints clean
 
 help: ## Show the jobs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,14 @@ test-cz: VENV := .venv-cz
 test-cz: ## Run the tests of the adapter to cz-benchmarks, with the real package, in an environment of their own
 	@PYTHON=$${PYTHON:-python3.12} $(INSTALL) test cz
 	$(ONE_THREAD) $(VENV)/bin/pytest tests/eval/test_cz_benchmarks.py $(ARGS)
+
+results: ## Rewrite the tables and figures of the documentation from benchmarks/results, and measure nothing
+	@$(INSTALL) test
+	$(VENV)/bin/python benchmarks/embedding_quality.py --docs docs/embeddings.md
+	$(VENV)/bin/python benchmarks/transfer.py --docs docs/transfer.md README.md
+	$(VENV)/bin/python benchmarks/perturbation_effects.py --docs docs/fine_tuning.md
+	$(VENV)/bin/python benchmarks/in_silico.py --docs docs/in_silico.md
+	$(VENV)/bin/python benchmarks/figures.py docs/_static/benchmarks
 
 lint: ## Check style, imports between layers, types, and wording
 	@$(INSTALL) dev

@@ -11,6 +11,8 @@ interrupted run goes on, and scVI is trained once per data set::
     python benchmarks/embedding_quality.py --objective 'wide={"name": "joint_embedding", "weight": 0.1}' --methods wide
 
 What is kept is known by the arguments of a method, not by its code: name methods whose code has changed in ``--refit``.
+Means and standard deviations of the default and of the baselines go into ``benchmarks/results/embedding_quality.csv``;
+``--docs PAGE`` rewrites the tables of a page behind comments ``% embeddings DATA_SCENARIO`` from it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ import numpy as np
 import pandas as pd
 import torch
 from _embedding_quality_data import DATASETS, FIGURES, SCENARIOS, SCORING, UNSEEN, Data, Scorer, open_data
+from _tables import rewrite
 from anndata import AnnData
 from finetuning import BASES
 from scipy.sparse import csr_matrix
@@ -87,6 +90,17 @@ METHODS = {
     "untrained": Method(trained=False),
 }
 BASELINES = {"pca": "PCA", "harmony": "Harmony", "scvi": "scVI"}
+RESULTS = Path(__file__).parent / "results" / "embedding_quality.csv"
+OURS = "light encoder"
+"""The name of the default in the results."""
+SUMMARY = {
+    ("pbmc3k", "whole"): ("PBMC 3k, no batches", ("bio", "knn_f1")),
+    ("kang_ctrl_8donor", "whole"): ("eight donors (kang_ctrl_8donor)", ("total", "bio", "batch", "linear_f1")),
+    ("sc_mixology", "whole"): ("cell lines, two protocols (sc_mixology)", ("total", "bio")),
+    ("kang_ifnb", "whole"): ("a treatment as the batch (kang_ifnb)", ("total", "bio", "batch", "knn_f1")),
+    ("merfish_mouse_brain", "donors"): ("MERFISH, small simulated donors", ("total", "linear_f1")),
+}
+"""Data set and scenario to the title and the scores in the summary of the documentation."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,9 @@ class Made:
 
 def main() -> None:
     args = parsed()
+    if args.docs is not None:
+        rewrite(args.docs, "embeddings", lambda name: documented(pd.read_csv(RESULTS), name))
+        return
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     set_threads(args.threads)
@@ -131,6 +148,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--cells", type=int, default=4_000, help="cells that are scored, drawn once")
     parser.add_argument("--epochs", type=int, help="of methods that are trained; default: their own number")
     parser.add_argument("--threads", type=int, help="threads of torch, numba and linear algebra")
+    parser.add_argument("--docs", type=Path, help="rewrite the tables of this page, and measure nothing")
     args = parser.parse_args()
     known = dict(METHODS)
     for text in args.objective:
@@ -181,6 +199,7 @@ def report_on(data: Data, args: argparse.Namespace) -> None:
             dims[title] = made.embedding.shape[1]
     tables = {title: pd.DataFrame(figures).reindex(columns=list(FIGURES)) for title, figures in rows.items()}
     print_table(data, tables, dims, notes)
+    keep(data, tables)
     for name in args.judge or list(args.configured)[:1]:
         if name in tables:
             print_verdict(name, tables, data)
@@ -313,6 +332,47 @@ def print_table(data: Data, tables: dict[str, pd.DataFrame], dims: dict[str, int
         cells = " | ".join(shown(table[name], name) for name in columns)
         print(f"| {title} | {dims[title]} | {len(table)} | {cells} |")
     print("\n" + "\n".join(f"- {note}" for note in notes), flush=True)
+
+
+def keep(data: Data, tables: dict[str, pd.DataFrame]) -> None:
+    """Replace the rows of the default and of the baselines in the results; those of other methods are ablations."""
+    kept = pd.read_csv(RESULTS)
+    for title in [name for name in ("default", *BASELINES.values()) if name in tables]:
+        method, table = OURS if title == "default" else title, tables[title].dropna(axis=1, how="all")
+        found = pd.DataFrame({"mean": table.mean(), "sd": table.std(), "n": len(table)}).round(4)
+        found = found.rename_axis("metric").reset_index().assign(data=data.name, scenario=data.scenario, method=method)
+        old = (kept[["data", "scenario", "method"]] == [data.name, data.scenario, method]).all(axis=1)
+        kept = pd.concat([kept[~old], found[kept.columns]])
+    with atomic_path(RESULTS) as path:
+        kept.to_csv(path, index=False)
+
+
+def documented(kept: pd.DataFrame, name: str) -> str:
+    """Return the table of a data set in a scenario as Markdown, or the summary of several."""
+    methods = [OURS, *BASELINES.values()]
+    if name == "summary":
+        lines = [f"| data set | score | {' | '.join(methods)} |", f"|{'---|' * (len(methods) + 2)}"]
+        means = kept.set_index(["data", "scenario", "metric", "method"])["mean"]
+        for (data, scenario), (title, metrics) in SUMMARY.items():
+            for metric in metrics:
+                cells = (means.get((data, scenario, metric, method)) for method in methods)
+                shown_cells = " | ".join("" if mean is None else f"{mean:.3f}" for mean in cells)
+                lines.append(f"| {title} | {FIGURES[metric].replace('F1', 'macro-F1')} | {shown_cells} |")
+                title = ""
+        return "\n".join(lines)
+    data, _, scenario = name.rpartition("_")
+    rows = kept[(kept["data"] == data) & (kept["scenario"] == scenario)]
+    metrics = [metric for metric in FIGURES if metric in set(rows["metric"])]
+    lines = [f"| | n | {' | '.join(FIGURES[metric] for metric in metrics)} |", f"|{'---|' * (len(metrics) + 2)}"]
+    for method in [method for method in methods if method in set(rows["method"])]:
+        of_method = rows[rows["method"] == method].set_index("metric")
+        cells = []
+        for metric in metrics:
+            mean, sd = of_method.loc[metric, ["mean", "sd"]]
+            digits = 1 if "seconds" in metric else 3
+            cells.append(f"{mean:.{digits}f}" + (f" ± {sd:.{digits}f}" if sd == sd and digits == 3 else ""))
+        lines.append(f"| {method} | {of_method['n'].iloc[0]} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def shown(values: pd.Series, name: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 import scforge
 from scforge._registry import Registry
 
-API = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+API = "".join((Path(__file__).parents[1] / "docs" / f"{name}.md").read_text() for name in ("api", "api_developers"))
 ROOMS = [name for name in scforge.__all__ if inspect.ismodule(getattr(scforge, name))]
 NAMES = [info.name for info in pkgutil.walk_packages(scforge.__path__, "scforge.")]
 MODULES = sorted(name for name in NAMES if "__main__" not in name)
@@ -44,7 +44,7 @@ def registries():
 
 
 def listed(path):
-    """Return what docs/api.md lists as `path`, e.g. "models.Encoder"; modules on the way are imported."""
+    """Return what the API pages list as `path`, e.g. "models.Encoder"; modules on the way are imported."""
     value = scforge
     for i, part in enumerate(path.split("."), start=1):
         name = ".".join(["scforge", *path.split(".")[:i]])
@@ -114,8 +114,8 @@ def test_public_names_stand_in_the_api_page(room, name):
     value = getattr(importlib.import_module(f"scforge.{room}"), name)
     parts = [path.split(".") for path in LISTED]
     if inspect.ismodule(value):
-        assert any(path[:2] == [room, name] for path in parts), f"docs/api.md lists nothing of {room}.{name}"
+        assert any(path[:2] == [room, name] for path in parts), f"the API pages list nothing of {room}.{name}"
     else:
         found = any(functools.reduce(getattr, path, scforge) is value for path in parts if path[-1] == name)
-        assert found, f"docs/api.md lacks {room}.{name}"
+        assert found, f"the API pages lack {room}.{name}"
         assert value.__doc__, f"scforge.{room}.{name} has no docstring"

@@ -11,15 +11,13 @@ from hatchling.metadata.core import ProjectMetadata
 from hatchling.plugin.manager import PluginManager
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from packaging.version import Version
-
-import scforge
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 FALLBACK = PYPROJECT["tool"]["hatch"]["version"]["fallback-version"]
 META = yaml.safe_load((ROOT / "packaging" / "meta.yaml").read_text())
+RECIPE = yaml.safe_load((ROOT / "packaging" / "recipe.yaml").read_text())
 CITATION = yaml.safe_load((ROOT / "CITATION.cff").read_text())
 PYTHONS = [c.rsplit(" ", 1)[1] for c in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", c)]
 
@@ -85,14 +83,42 @@ def test_ecosystem_entry_and_citation_agree_with_the_project():
     assert META["license"] == CITATION["license"] == PROJECT["license"]
     assert META["project_home"] == PROJECT["urls"]["Homepage"]
     assert META["documentation_home"] == CITATION["url"] == PROJECT["urls"]["Documentation"]
-    assert META["version"] == f"v{Version(FALLBACK).base_version}"
-    assert Version(META["version"]) <= Version(Version(scforge.__version__).base_version)
+    assert META["category"] == "ecosystem"
+    assert "version" not in META, "the list reads it from PyPI"
     (group,) = re.findall(r"--group (\S+)", META["test_command"])
     assert any(str(requirement).startswith("pytest>") for requirement in PYPROJECT["dependency-groups"][group])
     assert CITATION["title"] == f"{PROJECT['name']}: {PROJECT['description'][0].lower()}{PROJECT['description'][1:]}"
     assert CITATION["repository-code"] == PROJECT["urls"]["Source"]
     assert [author["name"] for author in CITATION["authors"]] == [author["name"] for author in PROJECT["authors"]]
     assert not {"version", "date-released"} & set(CITATION), "it would grow old"
+
+
+def test_recipe_of_conda_agrees_with_the_project():
+    other_names = {"huggingface_hub": "huggingface-hub", "matplotlib-base": "matplotlib", "pytorch": "torch"}
+
+    def requirements(section: str) -> set[str]:
+        lines = (line.split(" ", 1) for line in RECIPE["requirements"][section] if "python_min" not in line)
+        return {other_names.get(name, name) + "".join(limits) for name, *limits in lines} - {"pip"}
+
+    def wanted(texts: list[str]) -> set[str]:
+        return {
+            requirement.name + ",".join(sorted(map(str, requirement.specifier), reverse=True))
+            for requirement in map(Requirement, texts)
+        }
+
+    assert requirements("run") == wanted(PROJECT["dependencies"])
+    assert requirements("host") == wanted(PYPROJECT["build-system"]["requires"])
+    assert RECIPE["context"]["version"] == FALLBACK
+    assert RECIPE["build"]["python"]["entry_points"] == [f"{k} = {v}" for k, v in PROJECT["scripts"].items()]
+    assert RECIPE["about"]["summary"] == PROJECT["description"]
+    assert RECIPE["about"]["license"] == PROJECT["license"]
+
+
+def test_the_newest_section_of_the_changelog_is_the_released_version():
+    (newest, *_) = re.findall(
+        r"^## \[(\d[^\]]*)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
+    )
+    assert newest == FALLBACK
 
 
 @pytest.mark.skipif(not (ROOT / ".github" / "workflows").is_dir(), reason="not a checkout")
@@ -111,6 +137,9 @@ def test_workflows():
     assert used
     assert not [action for action in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action)]
     assert not re.findall(r"uvx (?!\w+@)\S+", text)
+    publish = yaml.safe_load((folder / "release.yaml").read_text())["jobs"]["publish"]
+    assert publish["permissions"] == {"id-token": "write"}
+    assert not [step for step in publish["steps"] if "run" in step or "checkout" in step["uses"]]
 
 
 COMPATIBLE = re.compile(
