@@ -76,15 +76,16 @@ docs: ## Build the documentation into docs/_build/html and check its links; run 
 	$(VENV)/bin/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	$(VENV)/bin/python tools/check_links.py docs/_build/html README.md CONTRIBUTING.md CHANGELOG.md notebooks/*.ipynb
 
-# Copies are run, so that those in notebooks/ stay without outputs. They find tests/ where the originals do, and figures
-# are kept whatever the shell says of matplotlib.
+# Copies are run, so that those in notebooks/ stay without outputs, and figures are kept whatever the shell says of
+# matplotlib. Data sets that are not bundled are read from SCFORGE_DATA, or from a folder next to the checkout if it is not
+# set; notebooks use bundled data instead of a missing file, and print so.
 notebooks: ## Run every notebook from top to bottom; what they print goes to build/notebooks
 	@$(INSTALL) test
 	rm -rf build/notebooks
 	mkdir -p build/notebooks
 	cp notebooks/*.ipynb build/notebooks
-	ln -sfn ../tests build/tests
-	env -u MPLBACKEND $(ONE_THREAD) $(VENV)/bin/pytest $(PARALLEL) -p nbmake --nbmake --nbmake-timeout=900 --overwrite build/notebooks/*.ipynb
+	env -u MPLBACKEND SCFORGE_DATA="$${SCFORGE_DATA:-$(abspath ../shared/data/cells)}" $(ONE_THREAD) \
+		$(VENV)/bin/pytest $(PARALLEL) -p nbmake --nbmake --nbmake-timeout=900 --overwrite build/notebooks/*.ipynb
 
 PINS := uv pip compile -q --universal --python-version 3.12 --no-header --no-annotate --no-emit-index-url
 constraints: ## Renew constraints.txt and those of the extras census and cz; needs uv
