@@ -104,7 +104,7 @@ def test_folders_that_are_not_sent_or_replaced(hub, model: Encoder, told: Callab
     assert not hub.requests
     model.save("checkpoints/final")
     message = told("push", "checkpoints", "org/light")
-    assert "DIR='checkpoints' is the folder of a training; did you mean 'checkpoints/final'?" in message
+    assert "DIR='checkpoints' is the folder of a training run; did you mean 'checkpoints/final'?" in message
     Path("base/model.safetensors").write_bytes(b"\0" * 100)
     assert "'base/model.safetensors'" in told("push", "base", "org/light")
     assert not hub.repos

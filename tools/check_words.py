@@ -103,15 +103,12 @@ SKIPPED = (
     "docs/generated",
     "docs/notebooks",
     "docs/references.bib",
-    "src/scforge/data/neighbors.py",
     "src/scforge/data/perturbation.py",
     "src/scforge/eval/perturbation",
-    "src/scforge/finetuning/tasks/adaptation.py",
     "src/scforge/finetuning/tasks/_perturbation",
     "src/scforge/finetuning/tasks/perturbation.py",
     "src/scforge/insilico",
     "src/scforge/pl/perturbations.py",
-    "src/scforge/training/objectives/neighbor_denoising.py",
 )
 
 # Where a phrase is right: (part of the path, pattern of the text around it, and the reason).

@@ -259,7 +259,7 @@ def _move_in(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, a link, or the folder of the state of a training."""
+    """Remove a file, a link, or the folder of the state of a training run."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
     elif _is_removable(path):
@@ -267,7 +267,7 @@ def _remove(path: Path) -> None:
 
 
 def _is_removable(path: Path) -> bool:
-    """Return whether something is a file, a link, or a folder that holds the state of a training and nothing else."""
+    """Return whether a path is a file, a link, or a folder with only a training checkpoint in it."""
     if not path.is_dir() or path.is_symlink():
         return True
     return {part.name for part in path.iterdir()} <= {"state.json", "state.safetensors"}

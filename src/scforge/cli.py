@@ -535,7 +535,7 @@ def _add_soma(soma: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace the run in --output")
     add("--quiet", action="store_true", help="no progress bar")
     train.set_defaults(run=_train_soma)
-    add, output = embed.add_argument, "table.parquet, table.npz or table.csv, a row a name"
+    add, output = embed.add_argument, "table.parquet, table.npz or table.csv, a row per name"
     add("-m", "--model", required=True, metavar="DIR", help="folder of scforge soma train")
     add("-o", "--output", required=True, metavar="FILE", help=output)
     add("--duplicates", choices=("error", "mean"), help="repeated names (error)")

@@ -133,7 +133,7 @@ class DataError(ScforgeError, ValueError):
     ...     open_cells(ad.AnnData(np.array([[0.0, 1.5], [2.0, 0.5]])))
     ... except DataError as error:
     ...     print(str(error).partition(", ")[0])
-    adata.X holds values that are not whole numbers (first: 1.5)
+    adata.X contains values that are not whole numbers (first: 1.5)
     """
 
 

@@ -23,10 +23,10 @@ from scforge.errors import DataError, OptionError, ScforgeWarning
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (-1.0, r"adata\.X holds negative values .smallest: -1."),
-        (np.nan, r"adata\.X holds 1 missing or infinite values"),
-        (np.inf, r"adata\.X holds 1 missing or infinite values"),
-        (0.5, r"adata\.X holds values that are not whole numbers .first: 0\.5."),
+        (-1.0, r"adata\.X contains negative values .smallest: -1."),
+        (np.nan, r"adata\.X contains 1 missing or infinite values"),
+        (np.inf, r"adata\.X contains 1 missing or infinite values"),
+        (0.5, r"adata\.X contains values that are not whole numbers .first: 0\.5."),
     ],
 )
 def test_values_that_are_no_counts(tiny_adata, tiny_vocab, value, message):
@@ -53,7 +53,7 @@ def test_where_the_counts_are_is_told(tiny_adata):
     tiny_adata.X = counts.log1p()
     told("undo the normalization")
     tiny_adata.raw = plain
-    told("adata.raw holds counts")
+    told("adata.raw contains counts")
     tiny_adata.layers["raw_counts"] = counts
     told("layer='raw_counts' holds counts")
     told("layer='raw_count' is not in adata.layers; did you mean 'raw_counts'", "raw_count")
@@ -197,7 +197,7 @@ def test_whole_numbers_that_are_hardly_counts(tiny_adata):
     rounded = np.round(1e4 * raw / raw.sum(axis=1, keepdims=True))
     with pytest.warns(ScforgeWarning, match=r"^adata\.X has nearly the same total in all cells .median (9,|10,)"):
         warn_if_transformed(sparse.csr_matrix(rounded), None)
-    with pytest.warns(ScforgeWarning, match=r"^adata\.layers\['b'\] holds only 0 and 1, as after binarizing; pass"):
+    with pytest.warns(ScforgeWarning, match=r"^adata\.layers\['b'\] contains only 0 and 1, as after binarizing; pass"):
         warn_if_transformed(sparse.csr_matrix((raw > 0).astype(np.uint8)), "b")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

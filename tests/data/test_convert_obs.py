@@ -97,7 +97,7 @@ def test_columns_that_not_all_have_are_left_out_and_told(files, caplog):
 def test_a_column_that_cannot_be_stored(tiny_adata, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "scforge")
     tiny_adata.obs["when"] = pd.to_datetime("2020-01-01")
-    with pytest.raises(DataError, match="'when' of 'adata' holds neither text nor numbers"):
+    with pytest.raises(DataError, match="'when' of 'adata' contains neither text nor numbers"):
         convert(tiny_adata, tmp_path / "s.zarr", obs=["when"])
     assert convert(tiny_adata, tmp_path / "s.zarr").obs_columns == ["group", "batch"]
     assert "left out: when" in caplog.text

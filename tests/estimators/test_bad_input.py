@@ -47,9 +47,9 @@ def test_arguments_of_a_set_up(tiny_adata: ad.AnnData, front) -> None:
 
 
 COUNTS = [
-    (lambda x: -x, "adata.X holds negative values (smallest: -"),
-    (lambda x: x + np.where(np.arange(80) == 3, np.nan, 0), "adata.X holds 60 missing or infinite values"),
-    (np.log1p, "adata.X holds values that are not whole numbers (first: "),
+    (lambda x: -x, "adata.X contains negative values (smallest: -"),
+    (lambda x: x + np.where(np.arange(80) == 3, np.nan, 0), "adata.X contains 60 missing or infinite values"),
+    (np.log1p, "adata.X contains values that are not whole numbers (first: "),
     (lambda x: x.astype(object), "adata.X has the dtype object"),
     (lambda x: None, "adata.X is None"),
     (lambda x: x[:, :0], "adata is empty ("),
@@ -72,7 +72,7 @@ def test_where_counts_are_is_told(tiny_adata: ad.AnnData) -> None:
     tiny_adata.X = tiny_adata.X * 0.5
     fails(setup, DataError, "undo the normalization")
     tiny_adata.raw = counts
-    fails(setup, DataError, "adata.raw holds counts, pass adata.raw.to_adata()")
+    fails(setup, DataError, "adata.raw contains counts, pass adata.raw.to_adata()")
     tiny_adata.layers["counts"] = counts.X
     fails(setup, DataError, "layer='counts' holds counts")
     Encoder.setup_anndata(tiny_adata, layer="counts")
@@ -142,7 +142,7 @@ def test_what_is_hardly_counts_of_one_species() -> None:
     with pytest.warns(ScforgeWarning, match="adata.var_names holds 6 human genes and 5 mouse genes, .*'human_mouse'"):
         Encoder(adata, hidden_dim=4)
     wide = ad.AnnData((np.random.default_rng(0).random((60, 200)) < 0.3).astype(np.float32))
-    with pytest.warns(ScforgeWarning, match="adata.X holds only 0 and 1"):
+    with pytest.warns(ScforgeWarning, match="adata.X contains only 0 and 1"):
         Encoder.setup_anndata(wide)
 
 

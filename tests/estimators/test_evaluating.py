@@ -145,7 +145,7 @@ def test_files(trained: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     evaluate_to("a/final", "cells.h5ad", "figures.csv", **options)
     assert set(pd.read_csv("figures.csv")["method"]) == {"X_scforge", "X_untrained", "PCA"}
     for cells, wrong, message in (
-        ("cells.h5ad", {"output": "out"}, r"output='out' holds a report; give another name, or replace it"),
+        ("cells.h5ad", {"output": "out"}, r"output='out' contains a report; give another name, or replace it"),
         ("cells.h5ad", {"base_model": "b/final"}, "base_model='b/final' has no effect where embeddings are scored"),
         ("cells.h5ad", {"frob": 1}, "frob=1 has no effect where embeddings are scored"),
         ("cells", {}, "is not an h5ad file and no data set of scforge.datasets"),

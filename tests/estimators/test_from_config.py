@@ -81,10 +81,10 @@ def test_log_embedding_and_benchmarks(run) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, r"config.yaml, line \d+: checkpoint_dir='ck' holds a training already"),
+        ({}, r"config.yaml, line \d+: checkpoint_dir='ck' contains a training already"),
         ({"resume": "auto", "overwrite": True}, "--resume and --overwrite"),
-        ({"resume": "ck"}, r"resume='ck' holds no state .*; did you mean --resume auto, or ck/step=00000004\?$"),
-        ({"resume": "other/step=1"}, "resume='other/step=1' holds no state"),
+        ({"resume": "ck"}, r"resume='ck' contains no state .*; did you mean --resume auto, or ck/step=00000004\?$"),
+        ({"resume": "other/step=1"}, "resume='other/step=1' contains no state"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_told_before_the_cells_are_read(run, options, message, monkeypatch) -> None:

@@ -179,7 +179,7 @@ def test_joint_trainings_keep_the_batches_of_the_first_reference(reference, dist
 
 
 def test_cells_of_the_reference_are_of_use_to_neighbors_alone(viewed, distant):
-    with pytest.raises(OptionError, match="reference_cells is of no use for a reference of 'joint_embedding'"):
+    with pytest.raises(OptionError, match="reference_cells has no effect for a reference of 'joint_embedding'"):
         Encoder.load_query_data(distant, viewed, reference_cells=viewed.adata)
 
 

@@ -168,7 +168,7 @@ def test_bad_data(tiny_adata) -> None:
     with pytest.raises(DataError, match="batch_key='bach' is not a column of obs; did you mean 'batch'"):
         check_baselines(tiny_adata, ["scvi"], batch_key="bach")
     tiny_adata.obs["batch"] = tiny_adata.obs["batch"].astype(str)
-    with pytest.raises(DataError, match=r"obs\['batch'\] holds one batch"):
+    with pytest.raises(DataError, match=r"obs\['batch'\] contains one batch"):
         check_baselines(tiny_adata[:20], ["harmony"], batch_key="batch")
     check_baselines(tiny_adata[:20], ["scvi"], batch_key="batch")
     tiny_adata.obs.iloc[3, 1] = None

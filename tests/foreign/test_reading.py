@@ -122,7 +122,7 @@ def test_damaged_torch_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("new", [True, False])
 def test_torch_files_that_would_run_something(new: bool, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1), "b": Hostile()}, tmp_path / "x.pt", _use_new_zipfile_serialization=new)
-    with pytest.raises(ModelFileError, match="holds more than tensors, which could run code, and is not opened"):
+    with pytest.raises(ModelFileError, match="contains more than tensors, which could run code, and is not opened"):
         read_weights(tmp_path / "x.pt")
 
 

@@ -123,7 +123,7 @@ def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -
         ("org/light", {"revision": "v9"}, MissingFileError, "there is no revision 'v9' of 'org/light'"),
         ("org/secret", {"token": "hf_reader"}, MissingFileError, "or it is private; check the name"),
         ("org/asking", {"token": "hf_reader"}, OptionError, "ask for access at http.*/org/asking"),
-        ("org/foreign", {}, ModelFileError, "holds no model .*config.json.* or adapter .*convert-checkpoint"),
+        ("org/foreign", {}, ModelFileError, "contains no model .*config.json.* or adapter .*convert-checkpoint"),
     ],
 )
 def test_what_cannot_be_had(hub, folder: Path, name, options: dict, error, message: str) -> None:

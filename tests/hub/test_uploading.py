@@ -150,7 +150,7 @@ def test_folders_without_a_model(hub, tmp_path: Path) -> None:
     foreign = make(tmp_path / "other", {"config.json": b"{}", "pytorch_model.bin": b""})
     for folder, error, message in [
         (tmp_path / "nowhere", MissingFileError, "is not a folder; give the one that model.save"),
-        (foreign, ModelFileError, "holds no model .* or adapter"),
+        (foreign, ModelFileError, "contains no model .* or adapter"),
     ]:
         with pytest.raises(error, match=message):
             upload(folder, "org/light")

@@ -162,7 +162,7 @@ class Seen(Callback):
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec", "ignore:.*logging interval")
 @pytest.mark.filterwarnings("ignore:.*Checkpoint directory")
 def test_lightning_goes_on_in_the_middle_of_an_epoch(store, tmp_path):
-    """The checkpoint of a Trainer holds the state of the loader, and a new Trainer gets the very same rest."""
+    """The checkpoint of a Trainer contains the state of the loader, and a new Trainer gets the very same rest."""
 
     def run(name, **seen):
         torch.manual_seed(0)

@@ -123,7 +123,7 @@ def dump_yaml(content: Any) -> str:
     except yaml.representer.RepresenterError as error:
         kind = type(error.args[-1]).__name__
         raise ConfigError(
-            f"an option holds a value of type {kind}, which has no place in a file; use plain values."
+            f"an option contains a value of type {kind}, which has no place in a file; use plain values."
         ) from error
 
 

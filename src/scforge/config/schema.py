@@ -84,7 +84,7 @@ class Section(BaseModel):
 
 
 class OpenSection(Section):
-    """A section that also holds the options of the class it names; that class's constructor checks them."""
+    """A section that also contains the options of the class it names; that class's constructor checks them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -251,8 +251,8 @@ class DataConfig(Section):
     split
         How validation cells are held out.
     max_tokens_per_batch
-        Tokens that a batch holds at most, padding included; cells of like length come together then. Also accepted
-        as ``training.max_tokens_per_batch``.
+        Tokens that a batch contains at most, padding included; cells of similar length come together then. Also
+        accepted as ``training.max_tokens_per_batch``.
     num_threads
         Threads that tokenize ahead; 0 does all in the training thread. Also accepted as ``data.num_workers``.
     pin_memory
@@ -537,7 +537,7 @@ class FinetuneConfig(OpenSection):
     split_key
         Column of ``obs`` with the values ``"train"``, ``"validation"`` or ``"test"``, instead of a random split.
     freeze
-        True trains the head alone; a number leaves the embeddings and so many layers as they are.
+        True trains the head alone; a number leaves the embeddings and this many layers as they are.
     lora
         True, or options: train low-rank adapters instead of the weights.
     head

@@ -126,7 +126,7 @@ class CellBlock:
 
 
 class Cells(Protocol):
-    """What batches are drawn from: cells in memory, in a store, or in a remote collection.
+    """What batches are sampled from: cells in memory, in a store, or in a remote collection.
 
     Attributes
     ----------
@@ -289,7 +289,7 @@ class CellSource:
         return replace(self, counts=self.counts[rows], totals=self.totals[rows], obs=obs)
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-        """Return at most `n` cells (of those at `rows`), drawn by `seed`, in the order of the source."""
+        """Return at most `n` cells (of those at `rows`), sampled by `seed`, in the order of the source."""
         return self.take(choose_rows(len(self), n, rows=rows, seed=seed))
 
     def with_vocab(self, vocab: GeneVocab, *, min_overlap: float = MIN_OVERLAP) -> CellSource:

@@ -33,7 +33,7 @@ Filters = Mapping[str, Any] | str | None
 _SPECIES = {"human": "homo_sapiens", "mouse": "mus_musculus"}
 
 _NAMES = ("feature_id", "feature_name", "var_id")
-"""Columns of var that hold names of genes: those of the Census, and that of ``tiledbsoma.io.from_anndata``."""
+"""Columns of var that contain names of genes: those of the Census, and that of ``tiledbsoma.io.from_anndata``."""
 
 _ROWS = 1024
 """Cells that are read at a time."""
@@ -354,7 +354,7 @@ def _read_table(
 
 
 def best_names(var: pd.DataFrame, vocab: GeneVocab | None) -> str:
-    """Return the column of var that holds the names of genes, of several the one that fits the vocabulary best."""
+    """Return the column of var that contains the names of genes, of several the one that fits the vocabulary best."""
     columns = {name: column for name, column in text_columns(var).items() if name is not None}
     known = [name for name in _NAMES if name in columns] or list(columns)
     if not known:

@@ -579,7 +579,7 @@ def _problem(name: str, kinds: Sequence[str | None], streams: Sequence[ChunkRead
         return f"{name!r} has a slash in its name, and no name in a store has one; rename it or leave it out."
     for kind, stream in zip(kinds, streams, strict=True):
         if kind is None:
-            return f"{name!r} of {stream.name!r} holds neither text nor numbers; convert it or leave it out."
+            return f"{name!r} of {stream.name!r} contains neither text nor numbers; convert it or leave it out."
         if kind != kinds[0]:
             return (
                 f"{name!r} holds {kind} in {stream.name!r} and {kinds[0]} in {streams[0].name!r}; "

@@ -419,7 +419,7 @@ class OverlapReport:
     Attributes
     ----------
     where
-        What holds the gene names: ``"adata.var_names"`` or a column of ``adata.var``.
+        What contains the gene names: ``"adata.var_names"`` or a column of ``adata.var``.
     id_kind
         What the names are, e.g. ``"human Ensembl ids"`` or ``"mouse gene symbols"``.
     vocab, vocab_hash, vocab_kind
@@ -433,7 +433,7 @@ class OverlapReport:
     n_columns_summed
         Number of columns that mean a gene of an earlier column; their counts are summed.
     counts_kept
-        Share of all counts that lie in genes of the vocabulary; NaN where the data hold no counts.
+        Share of all counts that lie in genes of the vocabulary; NaN where the data contain no counts.
     top_missing
         Names outside of the vocabulary with the most counts, each with its share of all counts.
     gene_map

@@ -448,7 +448,7 @@ ROWS = 2**16
 """Most rows of a piece: the boundaries of empty rows alone may be many."""
 
 _CSC_WINDOW = 8
-"""How many pieces of a CSC matrix are gathered in one reading of it, which is all of it: some 800 MB at the most."""
+"""How many pieces of a CSC matrix are gathered in one reading of it, which is all of it: some 800 MB at most."""
 
 
 _PARTS = ("data", "indices", "indptr")
@@ -653,10 +653,10 @@ def check_chunk(
     place: str,
     first: int,
     *,
-    no_counts: str = "name the layer that holds them",
+    no_counts: str = "name the layer that contains them",
     empty: str = "remove them with sc.pp.filter_cells(adata, min_counts=1)",
 ) -> None:
-    """Raise unless rows hold counts, and each some; `no_counts` and `empty` are the advice otherwise."""
+    """Raise unless rows contain counts, and each some; `no_counts` and `empty` are the advice otherwise."""
     if problem := value_problem(chunk.data):
         raise DataError(f"{place} {problem} in the rows from {first} on, but raw counts are needed; {no_counts}.")
     totals = row_sums(chunk)
@@ -689,7 +689,7 @@ class StoredAdata:
 
     @classmethod
     def of(cls, path: str, file: Any, modality: str | None = None) -> StoredAdata:
-        """Check that an open file holds an AnnData, or a MuData with the modality."""
+        """Check that an open file contains an AnnData, or a MuData with the modality."""
         if "mod" in file and not is_array(file["mod"]):
             check_modality(modality, list(file["mod"]), path)
             opened = cls(path, file[f"mod/{modality}"], file, str(modality))
@@ -1027,7 +1027,7 @@ class ChunkReader(Protocol):
     n_cells
         Number of cells.
     var
-        The table of genes; its index holds the ``var_names``.
+        The table of genes; its index contains the ``var_names``.
 
     Examples
     --------

@@ -294,13 +294,13 @@ def _index_type(n: int) -> type[np.unsignedinteger]:
 class _ChunkSequence:
     """The cells of chunks in random order, or draws of them: from each chunk as many as draws from all would give.
 
-    First the number of draws of each chunk is drawn (a multinomial), then that many cells of the chunk, so that cells
+    First the number of draws of each chunk is sampled (a multinomial), then that many cells of the chunk, so that cells
     that stand together are read together and the memory does not grow with the number of cells.
     """
 
     def __init__(self, order: CellOrder, generator: np.random.Generator, epoch: int) -> None:
         self._balance, self._seed, self._epoch = order.balance, order.seed, epoch
-        # Where the chunks that hold any of the ascending rows start in them, and n: no array of n chunk numbers.
+        # Where the chunks that contain any of the ascending rows start in them, and n: no array of n chunk numbers.
         rows, size = order.rows, order.chunk_size
         starts = np.searchsorted(rows, np.arange(rows[0] // size, rows[-1] // size + 1) * size)
         self._bounds = np.append(starts[np.diff(starts, append=len(rows)) > 0], len(rows))
@@ -450,7 +450,7 @@ _MIN_WINDOWS = 4
 class CellOrder:
     """The batches of every epoch on one rank.
 
-    In each epoch the chunks that hold any of the cells are put into a random order, and each rank takes a contiguous
+    In each epoch the chunks that contain any of the cells are put into a random order, and each rank takes a contiguous
     part of this sequence: parts are disjoint, together complete, and differ by at most one cell. The rank's part is
     cut into windows, and cells are shuffled within a window. Every rank has the same number of batches, none empty.
 
@@ -459,18 +459,18 @@ class CellOrder:
     rows
         Positions of the cells in their source, int64, ascending, shape (n,). Without `shuffle` any order is kept.
     batch_size
-        Cells a batch; the last batches may be smaller. With `max_tokens_per_batch` the most cells a batch, or None.
+        Cells per batch; the last batches may be smaller. With `max_tokens_per_batch` the most cells a batch, or None.
     chunk_size
         Rows ``[k * chunk_size, (k + 1) * chunk_size)`` of the source stand, and are shuffled, together; 1 in memory.
     window_cells
         Cells that are read and shuffled together, rounded to whole batches. None: 4,096 cells if `chunk_size` is
         above 1, else 32 batches; with `lengths` at most a fourth of an epoch.
     lengths
-        Number of tokens of each of `rows`, any integers, shape (n,). If given, cells of like length share a batch, so
-        that little is padded, and a batch is no random draw of cells. Without `shuffle` cells are sorted by length
+        Number of tokens of each of `rows`, any integers, shape (n,). If given, cells of similar length share a batch,
+        so that little is padded, and a batch is no random draw of cells. Without `shuffle` cells are sorted by length
         within a window, or, if `chunk_size` is 1, over the rank's whole part.
     max_tokens_per_batch
-        A batch holds as many cells as fit into this many tokens with padding, i.e. cells times the length of the
+        A batch contains as many cells as fit into this many tokens with padding, i.e. cells times the length of the
         longest. Needs `lengths`.
     shuffle
         Draw a new order each epoch.

@@ -182,7 +182,7 @@ def convert_once(
 
 
 def _is_fresh(path: Path, streams: Sequence[ChunkReader], options: Mapping[str, str | None]) -> bool:
-    """Return whether a store holds the sources as they are now; raise if it is of others, and not ours to replace."""
+    """Return whether a store matches the current sources; raise if it has other content that must not be replaced."""
     from scforge.data.store import StoreInfo, read_vocab
 
     info = StoreInfo.read(path)  # or raise, as it is not a store
@@ -249,7 +249,7 @@ def open_cells(
         available.
     cache
         Folder for a store; of no use for what is a store already. It is written when it is not there yet,
-        or the sources have changed, and opened from then on. It holds all genes and columns, so it serves every
+        or the sources have changed, and opened from then on. It contains all genes and columns, so it serves every
         vocabulary. ``"auto"`` converts files that do not fit into memory, into ``~/.cache/scforge/stores`` (or
         ``$XDG_CACHE_HOME``), as training from files does.
     storage_options
@@ -451,7 +451,7 @@ class Inspection:
     n_empty
         Number of cells without any count; None where there are no counts.
     other_names
-        Other columns of ``var`` that hold gene names, each with what they are and how many the vocabulary has.
+        Other columns of ``var`` that contain gene names, each with what they are and how many the vocabulary has.
     overlap
         How well the genes fit the vocabulary.
     chosen
@@ -519,8 +519,8 @@ def inspect_h5ad(
     vocab
         A vocabulary, the file of one, or the name of a shipped one. None takes the shipped one that fits best.
     layer
-        Layer to look at; None looks at X. If it holds no counts, another matrix that does is named, and the shares of
-        counts are those of that one if it is a layer or X.
+        Layer to look at; None looks at X. If it contains no counts, another matrix that does is named, and the shares
+        of counts are those of that one if it is a layer or X.
     gene_key
         Column of ``var`` with the gene names; None reads ``var_names``.
     n_top

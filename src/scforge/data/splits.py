@@ -64,7 +64,7 @@ def split_cells(
     if rows is not None:
         rows = np.unique(rows)
         if rows.size and (rows.dtype.kind not in "iu" or not 0 <= rows[0] <= rows[-1] < n_cells):
-            raise OptionError(f"rows={rows!r} holds what is not a position of a cell, from 0 to {n_cells - 1}.")
+            raise OptionError(f"rows={rows!r} contains what is not a position of a cell, from 0 to {n_cells - 1}.")
         rows = rows.astype(np.int64)
     codes, names = (None, None) if groups is None else _codes(groups, n_cells, rows)
     if codes is None or names is None or validation_size == 0:

@@ -276,7 +276,7 @@ def measure_entropies(
 ) -> GeneVocab:
     """Return a vocabulary with the entropy of each gene over cells, from 0 (one cell has all of it) to 1.
 
-    The tokenizer ``"entropy_ranked"`` puts genes of low entropy, which tell cells apart, before housekeeping genes.
+    The tokenizer ``"entropy_ranked"`` puts genes of low entropy, which distinguish cells, before housekeeping genes.
     A model measures what it needs of its training cells by itself; this is for vocabularies that several models share.
 
     Parameters

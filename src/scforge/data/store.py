@@ -154,7 +154,7 @@ class StoreInfo:
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
             raise DataError(
-                f"{place} is a damaged store: its description holds no usable {'.'.join(map(str, wrong['loc']))!r} "
+                f"{place} is a damaged store: its description contains no usable {'.'.join(map(str, wrong['loc']))!r} "
                 f"({wrong['msg']}); convert the data again."
             ) from error
 
@@ -690,9 +690,9 @@ class StoreCells:
             yield CellBlock(indptr, genes, values, sums, rows, draw=draw, measured=self.measured)
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-        """Return at most `n` cells (of those at `rows`), drawn by `seed`, in memory, in the order of the store.
+        """Return at most `n` cells (of those at `rows`), sampled by `seed`, in memory, in the order of the store.
 
-        Of more cells whole chunks are drawn, because they are read in one go.
+        Of more cells whole chunks are sampled, because they are read in one go.
         """
         chosen = choose_chunks(len(self), n, self.chunk_size, rows=rows, seed=seed)
         block = self.block(chosen)

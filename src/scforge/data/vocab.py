@@ -165,7 +165,7 @@ class GeneVocab:
 
     def __post_init__(self) -> None:
         if not self.genes:
-            raise DataError("genes=[] holds no gene; a vocabulary needs at least one.")
+            raise DataError("genes=[] contains no gene; a vocabulary needs at least one.")
         if len(set(self.genes)) < len(self.genes):
             twice = next(gene for gene, count in Counter(self.genes).items() if count > 1)
             raise DataError(f"genes holds {twice!r} twice; a vocabulary needs each gene once.")
@@ -183,13 +183,15 @@ class GeneVocab:
         if self.medians is not None:
             medians = np.array(self.medians, dtype=np.float64)
             if not (np.isfinite(medians).all() and (medians > 0).all()):
-                raise DataError("medians holds a value that is not a positive number; leave genes without one out.")
+                raise DataError("medians contains a value that is not a positive number; leave genes without one out.")
             medians.setflags(write=False)
             object.__setattr__(self, "medians", medians)
         if self.entropies is not None:
             entropies = np.array(self.entropies, dtype=np.float64)
             if not ((entropies >= 0) & (entropies <= 1)).all():
-                raise DataError("entropies holds a value that is not from 0 to 1; measure them with measure_entropies.")
+                raise DataError(
+                    "entropies contains a value that is not from 0 to 1; measure them with measure_entropies."
+                )
             entropies.setflags(write=False)
             object.__setattr__(self, "entropies", entropies)
         if self.aliases is not None:

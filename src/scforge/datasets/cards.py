@@ -20,7 +20,7 @@ type Amount = float | int | tuple[str, ...]
 class SplitRule:
     """How the cells of a data set are divided into training, validation and test.
 
-    What is drawn is drawn by the SHA-256 of names: neither the order of the cells nor the machine matters.
+    What is sampled is sampled by the SHA-256 of names: neither the order of the cells nor the machine matters.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ class DatasetCard:
     splits
         Version to the SHA-256 of the shipped file of cell ids, ``splits/<name>-v<version>.csv.gz``.
     shares_cells_with
-        Names of data sets that hold some of the same cells: one must not be trained on to be tested on the other.
+        Names of data sets that contain some of the same cells: one must not be trained on to be tested on the other.
     note
         What else a user should know.
 

@@ -364,7 +364,7 @@ def _drawn(units: list[str], amounts: dict[str, Amount], salt: str, what: str) -
 
 
 def _cut(ids: np.ndarray, shares: dict[str, float], salt: str) -> np.ndarray:
-    """Return the part of each cell of a stratum: shares of them, drawn by hash; at least one each of three or more."""
+    """Return the part of each cell of a stratum, chosen by hash; with three or more cells, each part has one."""
     order = np.array(sorted(range(len(ids)), key=lambda row: (_rank(salt, str(ids[row])), ids[row])), dtype=np.int64)
     parts = np.full(len(ids), "train", dtype=object)
     start = 0

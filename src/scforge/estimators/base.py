@@ -256,7 +256,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             ``"X_scforge"``, or ``"X_scforge_query"`` of a query model (:meth:`Encoder.load_query_data`) whose training
             changed its encoder. None writes nothing.
         batch_size
-            Cells a batch.
+            Cells per batch.
         indices
             Positions of the cells to embed, or a bool for each cell; then nothing is written. None embeds all.
 
@@ -623,7 +623,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         made_by = config["class"]
         found = class_in_place_of(cls, made_by, config["architecture"]["name"])
         if found is None:
-            what = f"dir_path={str(dir_path)!r} holds a model of the class {made_by!r}"
+            what = f"dir_path={str(dir_path)!r} contains a model of the class {made_by!r}"
             raise ModelFileError(f"{what}; load it with scforge.models.{made_by}.load.")
         cls = found
         setup = config["setup"]

@@ -62,7 +62,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
     Parameters
     ----------
     metrics
-        A report, its :meth:`Report.to_frame`, or a table as :meth:`Encoder.evaluate` returns it: one row a method, of
+        A report, its :meth:`Report.to_frame`, or a table as :meth:`Encoder.evaluate` returns it: one row per method, of
         which ``"scforge"`` is the model.
     prefix
         How the user named it, the beginning of a message.
@@ -105,7 +105,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
 
 
 def _wide(lines: pd.DataFrame) -> pd.DataFrame:
-    """Return one row a method, of which the only model is called ``"scforge"``."""
+    """Return one row per method, of which the only model is called ``"scforge"``."""
     table = lines.pivot_table(index="method", columns="metric", values="value", aggfunc="first", sort=False)
     models = list(lines.loc[lines["kind"].isin(["model", "supervised"]), "method"].unique())
     return table.rename(index={models[0]: _MODEL}) if len(models) == 1 else table

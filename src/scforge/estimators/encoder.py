@@ -219,12 +219,12 @@ class Encoder(CellModel):
         max_epochs
             Most epochs; None chooses by objective and number of cells.
         batch_size
-            Cells a step and process; ``"auto"`` takes the most that fit into memory. None takes the objective's
+            Cells per step and process; ``"auto"`` takes the most that fit into memory. None takes the objective's
             default, as for `lr`.
         lr
             Learning rate at its peak.
         validation_size
-            Share of cells held out, drawn with the model's seed, so the same cells in every call; None holds out 0.1.
+            Share of cells held out, sampled with the model's seed, so the same cells in every call; None holds out 0.1.
         early_stopping
             Stop when the validation loss has not improved for ten epochs (``early_stopping_patience``).
         accelerator, devices
@@ -236,9 +236,9 @@ class Encoder(CellModel):
             Folder for states to resume from and for the best epochs; all are model folders.
         resume
             ``"auto"`` resumes from the last state in `checkpoint_dir`, if there is one; or the folder of a state. The
-            model has to be made as before; the outcome is that of a training that was never interrupted.
+            model has to be made as before; the outcome is that of a training run that was never interrupted.
         overwrite
-            Replace what another training has left in `checkpoint_dir`.
+            Replace what another training run has left in `checkpoint_dir`.
         datamodule
             Cells to train on instead of those that the model was made with.
         callbacks
@@ -254,7 +254,7 @@ class Encoder(CellModel):
         Raises
         ------
         OptionError
-            If an argument cannot be used, or a training is not the one to resume.
+            If an argument cannot be used, or a training run is not the one to resume.
         TrainingError
             If the loss is not a number, or a state cannot be saved (the model has the best weights so far then), or
             memory runs out.
@@ -456,7 +456,7 @@ class Encoder(CellModel):
         split_key
             Column of obs with the values ``"train"``, ``"validation"`` or ``"test"``, instead of a random split.
         freeze
-            True trains the head alone, a number leaves the embeddings and so many layers as they are.
+            True trains the head alone, a number leaves the embeddings and this many layers as they are.
         lora
             True, or a dict of ``r``, ``alpha``, ``dropout``, ``targets`` and ``use_dora``: train low-rank adapters
             instead of the weights, see ``peft.LoraConfig``.
@@ -530,13 +530,13 @@ class Encoder(CellModel):
         key_added
             Key to write instead of the default.
         batch_size
-            Cells a batch.
+            Cells per batch.
         **options
             Options of the task, e.g. ``threshold`` and ``majority_voting`` of ``"annotation"``.
 
         Returns
         -------
-        A data frame with one row a cell; of ``"perturbation"`` the cells after their perturbation.
+        A data frame with one row per cell; of ``"perturbation"`` the cells after their perturbation.
 
         Raises
         ------
@@ -593,7 +593,7 @@ class Encoder(CellModel):
             Key in ``adata.uns["scforge"]`` for the table; further tables get ``<key_added>_<table>``. None writes
             nothing.
         batch_size
-            Cells a batch.
+            Cells per batch.
         seed
             Seed of what is random in baselines.
 
@@ -804,7 +804,7 @@ class Encoder(CellModel):
             references whose decoder is conditioned on batches.
         reference_cells
             Cells of the reference to train on together with the query, as for :meth:`get_latent_representation`; of
-            each at most 20,000 cells are drawn, into memory. None trains on the query alone.
+            each at most 20,000 cells are sampled, into memory. None trains on the query alone.
         lora
             Options of the adapters, see :meth:`finetune`; of no use where the encoder stays as it is.
         validation_size
@@ -850,11 +850,11 @@ class Encoder(CellModel):
         known = tuning.task_options if tuning is not None and integrated else pretraining.config() if stays else {}
         of = f"a reference of {reference.spec.objective!r}{', fine-tuned for integration' if integrated else ''}"
         if isinstance(lora, Mapping) if stays else not lora:
-            raise OptionError(f"lora={lora!r} is of no use for {of}; leave it out.")
+            raise OptionError(f"lora={lora!r} has no effect for {of}; leave it out.")
         if reference_cells is not None and not stays:
-            raise OptionError(f"reference_cells is of no use for {of}; leave it out.")
+            raise OptionError(f"reference_cells has no effect for {of}; leave it out.")
         if batch_key is not None and not known.get("batches") and reference_cells is None:
-            raise OptionError(f"batch_key={batch_key!r} is of no use for {of} that knows no batches; leave it out.")
+            raise OptionError(f"batch_key={batch_key!r} has no effect for {of} that knows no batches; leave it out.")
         source = reference._source(query)
         cells: Any = reference._open(source)
         split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
@@ -878,7 +878,9 @@ class Encoder(CellModel):
             base = with_room(reference, found) if found else reference
             task["n_reference"] = len(known["batches"] or [])
             if reference._landmarks is None:
-                warn("The reference holds no embeddings of its cells, so the query is not moved; train it to its end.")
+                warn(
+                    "The reference contains no embeddings of its cells, so the query is not moved; train it to its end."
+                )
             else:
                 task |= {"n_clusters": n_query_clusters(len(cells)), "n_tokens": len(reference.vocab)}
         frozen = stays and reference_cells is None
@@ -968,11 +970,11 @@ class Encoder(CellModel):
             The labeled cells, or a model that has them. None: those that this model was trained on, or of a query
             model those of its reference.
         batch_size
-            Cells a batch.
+            Cells per batch.
 
         Returns
         -------
-        Columns ``label`` and ``uncertainty``, one row a cell.
+        Columns ``label`` and ``uncertainty``, one row per cell.
 
         Raises
         ------
@@ -1065,11 +1067,11 @@ class Encoder(CellModel):
         layer
             With `contextual`, the layer; -1 for the last.
         max_cells
-            With `contextual`, cells to take, drawn at random.
+            With `contextual`, cells to take, sampled at random.
         seed
             Seed of that draw.
         batch_size
-            Cells a batch.
+            Cells per batch.
         key_added
             Key in ``adata.varm``; genes that the model does not know have NaN there. None writes nothing.
 
@@ -1147,13 +1149,13 @@ class Encoder(CellModel):
         min_cells
             Cells in which two genes must both be tokens.
         max_cells
-            Cells to take, drawn at random.
+            Cells to take, sampled at random.
         max_genes
             Genes to take at most, the most widely expressed; memory grows with its square.
         seed
             Seed of the draw.
         batch_size
-            Cells a batch; fewer where they have many tokens, since weights take the square of that.
+            Cells per batch; fewer where they have many tokens, since weights take the square of that.
         key_added
             Key in ``adata.varp`` for the same over ``adata.var_names``. None writes nothing.
 
@@ -1227,7 +1229,7 @@ class Encoder(CellModel):
         seed
             Seed of which genes are asked about together.
         batch_size
-            Cells a batch.
+            Cells per batch.
         key_added
             Key in ``adata.layers``: the same over ``adata.var_names``, dense, NaN for genes that were not asked for or
             that the model does not know. None writes nothing.
@@ -1297,7 +1299,7 @@ class Encoder(CellModel):
         seed
             Seed of which genes are in which fold.
         batch_size
-            Cells a batch.
+            Cells per batch.
         key_added
             Key in ``adata.layers``: the same over ``adata.var_names``. None writes nothing.
 
@@ -1402,7 +1404,7 @@ class Encoder(CellModel):
         combinations
             2 perturbs all pairs of `genes` (a deletion: where both are expressed; an activation: where neither is).
         max_cells
-            Cells to perturb, drawn at random, in all or in each group; also those that the goal is the mean of.
+            Cells to perturb, sampled at random, in all or in each group; also those that the goal is the mean of.
         n_permutations
             Other genes to compare each with; 0 for no p-values. None takes 100, or as many as allow an ``fdr`` of 0.1
             if these are no more than half of the genes of the model.
@@ -1410,9 +1412,9 @@ class Encoder(CellModel):
             Compute ``shift_z_untrained`` (and ``goal_z_untrained``), the z-scores of the same genes in the same
             architecture with random weights. It takes as long again; False leaves it out.
         seed
-            Seed of what is drawn.
+            Seed of what is sampled.
         batch_size
-            Cells a batch.
+            Cells per batch.
         key_added
             Key in ``adata.uns["scforge"]`` for the table (``"results"``) and what it was made with. None writes
             nothing.
@@ -1557,9 +1559,9 @@ class Encoder(CellModel):
         temperature
             Below 1 the likely becomes likelier.
         top_k
-            Draw among so many of the likeliest genes only.
+            Draw among this many of the likeliest genes only.
         seed
-            Seed of what is drawn. A cell depends on the seed and on its number, not on `n_cells` or `batch_size` (but
+            Seed of what is sampled. A cell depends on the seed and on its number, not on `n_cells` or `batch_size` (but
             for rounding).
         condition
             Class of all cells, or of each, of an objective with ``condition_key``; None for any.
@@ -1568,7 +1570,7 @@ class Encoder(CellModel):
             each cell gets; None draws numbers as they are in the training cells, of which the model learned the first
             at most ``max_tokens`` genes.
         n_steps
-            By unmasking, the steps in which all genes of a cell are drawn; None for 16.
+            By unmasking, the steps in which all genes of a cell are sampled; None for 16.
         batch_size
             Cells at a time.
 
@@ -1925,8 +1927,8 @@ class Encoder(CellModel):
             by the number of positions and tokens. `ensembl_map`, former Ensembl ids to current ones, and `gene_names`,
             symbols to Ensembl ids: a dictionary, its file, or a table. `pooling`: ``"genes"`` (the mean over genes, as
             Geneformer's own code embeds cells with V1), ``"cls"`` (as with V2) or ``"mean"`` (over all tokens).
-            `embedding_layer`: take the embedding from so many layers below the last; None takes 1, as Geneformer's own
-            code. Pass 0 for fine-tuning, so that the last layer has a use.
+            `embedding_layer`: take the embedding from this many layers below the last; None takes 1, as Geneformer's
+            own code. Pass 0 for fine-tuning, so that the last layer has a use.
 
             ``"scgpt"``, whose embedding is the state of CLS: `vocab` and `args`, JSON files or dictionaries; None takes
             those next to the weights, which may have the names of flash attention. `cls_value`, the value

@@ -92,7 +92,7 @@ def evaluate_models(
     gene_key
         Column of ``adata.var`` with the names of genes that `network` uses; None takes ``adata.var_names``.
     batch_size
-        Cells a batch.
+        Cells per batch.
     title
         Heading of the report.
     key_added

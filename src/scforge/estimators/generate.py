@@ -136,8 +136,8 @@ def _prompt_of_genes(
 ) -> Prompt:
     """Return a prompt of named genes for each of `n_cells` cells.
 
-    A list keeps its order, and its values are drawn. A mapping gives values, each of which becomes the bin that stands
-    for the nearest (without `bin_values` it stays), and its genes come in the order of the objective.
+    A list keeps its order, and its values are sampled. A mapping gives values, each of which becomes the bin that
+    stands for the nearest (without `bin_values` it stays), and its genes come in the order of the objective.
     """
     tokenizer, objective = model.tokenizer, model._pretraining
     # A set has no order that stays, and of a Series either names or values could be meant.

@@ -130,7 +130,7 @@ def _load_base(
             raise MissingFileError(f"{where} is a folder that is not here; name the model with base=.")
     below = find_model(base, prefix=where, revision=revision, **access)
     if kind_of_folder(below.folder) != "model":
-        raise ModelFileError(f"{where} holds no model; name another one with base=.")
+        raise ModelFileError(f"{where} contains no model; name another one with base=.")
     return load_found(cls, below, where, False, device=device)
 
 

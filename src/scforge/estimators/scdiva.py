@@ -247,7 +247,7 @@ class ScDiVa(Encoder):
 
         Returns
         -------
-        A data frame with one row a cell.
+        A data frame with one row per cell.
 
         Raises
         ------
@@ -316,7 +316,7 @@ class ScDiVa(Encoder):
             Key in ``adata.layers``: the same over ``adata.var_names``, dense, NaN for genes that were not asked for or
             that the model does not know. None writes nothing.
         batch_size
-            Cells a batch.
+            Cells per batch.
 
         Returns
         -------

@@ -41,7 +41,7 @@ class GeneField(LayerField):
         self.gene_key = gene_key
 
     def validate_field(self, adata: AnnData) -> None:
-        """Raise unless the layer holds counts and every gene has a name; warn where they look transformed."""
+        """Raise unless the layer contains counts and every gene has a name; warn where they look transformed."""
         warn_if_transformed(counts_of(adata, self.attr_key), self.attr_key)
         gene_names(adata, self.gene_key)
 

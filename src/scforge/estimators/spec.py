@@ -348,7 +348,7 @@ class ModelSpec:
                     f"max_seq_len={options['max_seq_len']} is smaller than the {longest} tokens that {name!r} and "
                     f"{objective[0]!r} make of a cell; raise it, or lower the tokenizer's max_len (data.max_genes)."
                 )
-        # An architecture that tells them apart unless told otherwise has to know how many there are.
+        # An architecture that distinguishes them unless told otherwise has to know how many there are.
         if "n_special" in parameters and parameters["n_special"].default:
             _settle(options, "n_special", vocab.n_special, f"the vocabulary has {vocab.n_special} special tokens")
         # A saved model has the shape of its gene vectors in its description, and the vectors in its weights.
@@ -459,7 +459,7 @@ def _check_expression_head(
 
 
 SAMPLED_CELLS = 100_000
-"""Training cells, drawn at random, that choices are made from where there are more: they fit into memory."""
+"""Training cells, sampled at random, that choices are made from where there are more: they fit into memory."""
 
 _MIXED = 0.1
 """Share of the genes from which on both species are there; symbols of one in data of the other are below 0.02."""

@@ -49,7 +49,7 @@ logger = logging.getLogger("scforge")
 
 _AUTO = "auto"
 _OF_OUTCOME = ("check_val_every_n_epoch", "gradient_clip_algorithm", "limit_train_batches", "val_check_interval")
-"""Further options of Lightning's Trainer that decide the outcome of a training."""
+"""Further options of Lightning's Trainer that decide the outcome of a training run."""
 
 _DECISIVE = ("max_steps", "gradient_clip_val", "accumulate_grad_batches", "ema_decay", "gradual_unfreezing")
 """Options of :class:`TrainOptions` that affect the result, in addition to those of the plan."""
@@ -63,7 +63,7 @@ _OF_FIT = (
 """Options of :class:`TrainOptions` that :func:`fit` takes as they are."""
 
 _NOT_RESUMED = {"limit_train_batches": None, "val_check_interval": 1.0, "overfit_batches": 0.0}
-"""Options of Lightning's Trainer that would count batches anew in a resumed training, and their usual values."""
+"""Options of Lightning's Trainer that would count batches anew in a resumed training run, and their usual values."""
 _MAX_LENGTH = 200
 """Characters of a setting beyond which its checksum is kept in its place."""
 
@@ -89,7 +89,7 @@ _OF_OTHERS = {
 def train_options(
     given: Mapping[str, Any], options: Mapping[str, Any], plan_kwargs: Mapping[str, Any] | None
 ) -> TrainOptions:
-    """Return the options of a training: the arguments of ``Encoder.train``, and further ones by name."""
+    """Return the options of a training run: the arguments of ``Encoder.train``, and further ones by name."""
     further = dict(options)
     if "enable_progress_bar" in further:  # as scvi-tools and its autotune call it
         given = {**given, "progress_bar": further.pop("enable_progress_bar")}
@@ -107,7 +107,7 @@ def train_options(
 
 
 def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how: TrainOptions) -> None:
-    """Train with a data module that is bound, or resume a training."""
+    """Train with a data module that is bound, or resume a training run."""
     precision, batch_size, max_epochs = how.precision, how.batch_size, how.max_epochs
     check_count("save_top_k", how.save_top_k, "epochs", least=-1)
     check_count("keep_last", how.keep_last, "states")
@@ -131,7 +131,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         if folder is not None or how.resume is not None:
             for name, plain in _NOT_RESUMED.items():
                 if (value := how.trainer_kwargs.get(name)) not in (None, plain):
-                    raise OptionError(f"{name}={value!r} does not go with checkpoint_dir, as it cannot be resumed.")
+                    raise OptionError(f"{name}={value!r} does not work with checkpoint_dir, as it cannot be resumed.")
         found = _found(folder, how.resume, overwrite=how.overwrite)
         make_free = None
         if folder is not None and rank == 0:
@@ -254,7 +254,7 @@ def _freeing(
         state = found[1]
         return lambda: folder.go_back_to(state["step"], model.n_epochs_ + state["epoch"])
     if str(folder.path.resolve()) in model._trained_in:
-        # A second training of the same model continues with the numbers of its epochs.
+        # A second training run of the same model continues with the numbers of its epochs.
         return lambda: folder.clear(states_only=True)
     if not overwrite:
         folder.check_free(resumes=resume == _AUTO)
@@ -282,7 +282,7 @@ def _best(model: CellModel, folder: RunFolder, top_k: int) -> Any:
             model._write(folder.path / name, weights=weights)
 
     def remove(name: str) -> None:
-        if (folder.path / name).is_dir():  # a resumed training may have removed it before
+        if (folder.path / name).is_dir():  # a resumed training run may have removed it before
             with _saved(model, folder, name, before):
                 remove_folder(folder.path / name)
 
@@ -291,7 +291,7 @@ def _best(model: CellModel, folder: RunFolder, top_k: int) -> Any:
 
 @contextlib.contextmanager
 def _saved(model: CellModel, folder: RunFolder, name: str, n_epochs: int) -> Any:
-    """Describe the model as trained for so many epochs; raise SavingError for what cannot be written."""
+    """Describe the model as trained for this many epochs; raise SavingError for what cannot be written."""
     before = model.is_trained_, model.n_epochs_
     model.is_trained_, model.n_epochs_ = True, n_epochs
     try:
@@ -308,7 +308,7 @@ def _saved(model: CellModel, folder: RunFolder, name: str, n_epochs: int) -> Any
 
 
 def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **further: Any) -> dict[str, Any]:
-    """Return what decides the outcome of a training, JSON-safe."""
+    """Return what decides the outcome of a training run, JSON-safe."""
     parts = model.spec.to_json()
     named = {f"{part}.{name}": value for part, options in parts.items() for name, value in options.items()}
     budget = data.max_tokens_per_batch
@@ -335,6 +335,6 @@ def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **furt
 
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what may change: with a constant learning rate a training may have more epochs."""
+    """Leave out what may change: with a constant learning rate a training run may have more epochs."""
     is_free = settings.get("schedule") == "constant"
     return {name: value for name, value in settings.items() if not (is_free and name == "max_epochs")}

@@ -134,13 +134,13 @@ class Benchmark(ABC):
     def resampled(self, made: Any, reference: Any, *, n: int, seed: int) -> pd.DataFrame | None:
         """Return the scores on resampled data, for intervals and paired tests; None where there are none.
 
-        The rows that are drawn depend on `reference` and `seed` alone, so that methods can be compared draw by draw.
-        Here, for embeddings: on random halves of the cells, drawn without replacement, which spread as much around the
-        figure of all cells as that does around the truth (Shao and Wu 1989, the delete-half jackknife). Halves keep the
-        share of each label of ``labels_key``; with ``groups_key`` they are halves of the groups, and there are none
-        with fewer than four groups. Draws of b of n groups are brought from the spread of halves to that of a
-        bootstrap of the groups, as :meth:`n_units` asks for: times sqrt(b / (n - b)) for their number, the delete-d
-        jackknife, and sqrt((n - 1) / n), which intervals take back.
+        The rows that are sampled depend on `reference` and `seed` alone, so that methods can be compared draw by draw.
+        Here, for embeddings: on random halves of the cells, sampled without replacement, which spread as much around
+        the figure of all cells as that does around the truth (Shao and Wu 1989, the delete-half jackknife). Halves keep
+        the share of each label of ``labels_key``; with ``groups_key`` they are halves of the groups, and there are none
+        with fewer than four groups. Draws of b of n groups are brought from the spread of halves to that of a bootstrap
+        of the groups, as :meth:`n_units` asks for: times sqrt(b / (n - b)) for their number, the delete-d jackknife,
+        and sqrt((n - 1) / n), which intervals take back.
 
         Parameters
         ----------
@@ -153,7 +153,7 @@ class Benchmark(ABC):
 
         Returns
         -------
-        `n` rows, one column a metric.
+        `n` rows, one column per metric.
         """
         if self.subject != "embedding":
             return None
@@ -203,7 +203,7 @@ def half_samples(
     """Yield rows of random halves of the cells, ascending, int64, `n` times; of whole groups with `groups_key`.
 
     Halves of cells keep the share of each label of `labels_key`; missing ones count as one label. Of an odd number of
-    groups the smaller half is drawn, and nothing of fewer than four, as no half tells how groups differ.
+    groups the smaller half is sampled, and nothing of fewer than four, as no half tells how groups differ.
     """
     rng = np.random.default_rng(seed)
     for _ in range(n):
@@ -354,13 +354,13 @@ class Evaluation:
     dataset
         ``"held_out"`` for the cells that the data module keeps for validation; the path or URL of an h5ad file, an
         AnnData-zarr folder or a store; an AnnData; or a name that `datasets` of the callback knows, that has a card
-        (:func:`scforge.datasets.list_cards`), or that the folder in the environment variable ``SCFORGE_DATA`` holds as
-        ``NAME.h5ad``.
+        (:func:`scforge.datasets.list_cards`), or that the folder in the environment variable ``SCFORGE_DATA`` contains
+        as ``NAME.h5ad``.
     options
         Options of the benchmark, where it is given by name. ``labels_key`` and ``batch_key``, if left out, are those of
         the card for a data set that is found by its card, and those of the data module otherwise.
     max_cells
-        Score at most so many cells, drawn once; None scores all.
+        Score at most this many cells, sampled once; None scores all.
     card_columns
         Columns that a card names, taken where neither `options` nor the data module name one.
 

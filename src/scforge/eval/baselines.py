@@ -216,7 +216,7 @@ def embedding_baselines(
         If a name is unknown or named twice, Harmony is asked for without `batch_key`, or there cannot be so many
         components.
     DataError
-        If there are no raw counts, or `batch_key` is no column or holds one batch or missing values.
+        If there are no raw counts, or `batch_key` is no column or contains one batch or missing values.
 
     References
     ----------
@@ -304,7 +304,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
             if adata.obs[batch_key].isna().any():
                 raise DataError(f"obs[{batch_key!r}] has missing values; give each cell a batch for {name!r}.")
             if name == "harmony" and adata.obs[batch_key].nunique() < 2:
-                raise DataError(f"obs[{batch_key!r}] holds one batch, so there is nothing for 'harmony' to correct.")
+                raise DataError(f"obs[{batch_key!r}] contains one batch, so there is nothing for 'harmony' to correct.")
 
 
 def scvi_embedding(
@@ -364,7 +364,7 @@ def scvi_embedding(
 
 
 def _best_epoch(warm_up: int, *, progress_bar: bool) -> Any:
-    """Return a callback of Lightning whose ``weights`` are those of the best held-out ELBO after so many epochs.
+    """Return a callback of Lightning whose ``weights`` are those of the best held-out ELBO after this many epochs.
 
     With `progress_bar` it shows where it is; scvi-tools' own remarks are hidden.
 
@@ -453,7 +453,7 @@ class BaselineInputs:
     ) -> BaselineInputs:
         """Choose genes and find components on the training cells, and see all cells through them.
 
-        At most 50,000 training cells are taken, drawn at random, with a warning if there are more.
+        At most 50,000 training cells are taken, sampled at random, with a warning if there are more.
         """
         chosen = choose_rows(len(train_cells), _MAX_FITTED, rows=train_rows, seed=seed)
         if len(chosen) < len(train_rows):

@@ -141,7 +141,7 @@ def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer:
     """Return cells with what the task reads: changed genes of each perturbation, and a control for each cell.
 
     Genes are those of a Wilcoxon test against the controls, by the limits of cz-benchmarks; all of them are targets.
-    Controls are drawn at random, without replacement where there are enough.
+    Controls are sampled at random, without replacement where there are enough.
     """
     import scanpy as sc
 
@@ -359,7 +359,7 @@ class CzTask(Benchmark):
         _input(self.task, _cells(obs), model, self._keys(), layer=None, seed=self.seed, options=self.options)
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
-        """Return the version of cz-benchmarks, and what is drawn again for intervals."""
+        """Return the version of cz-benchmarks, and what is sampled again for intervals."""
         return {"version": f"cz-benchmarks {metadata.version('cz-benchmarks')}", "drawn again": "cells"}
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:

@@ -82,11 +82,11 @@ class Generation(Benchmark):
     n_comps
         Components of the real cells; fewer where there are not so many.
     max_cells
-        Cells of each side that ``mmd`` and ``c2st`` look at, drawn at random; the same number of both, fewer where a
+        Cells of each side that ``mmd`` and ``c2st`` look at, sampled at random; the same number of both, fewer where a
         side has fewer. A classifier that sees fewer cells tells them less well, so methods can be compared only if
         the number is the same for all of them, as :func:`~scforge.eval.generation.evaluate_generation` makes it.
     seed
-        Seed of what is drawn, of the components and of the trees.
+        Seed of what is sampled, of the components and of the trees.
 
     References
     ----------
@@ -625,7 +625,7 @@ def evaluate_generation(
     n_comps, max_cells
         As in :class:`Generation`.
     seeds
-        Seeds of what is drawn for ``mmd`` and ``c2st``; the first is that of the baselines, too.
+        Seeds of what is sampled for ``mmd`` and ``c2st``; the first is that of the baselines, too.
     intervals
         Add 95 % intervals, and tests against the best baseline.
     title
@@ -736,7 +736,7 @@ def check_complete(
     logs = log_normalized(whole, layer_of_whole, argument="the others")
     share = float(totals_of(logs[:, np.flatnonzero(lacking)]).sum() / totals_of(logs).sum())
     if share > _MISSING:
-        of = f"{int(lacking.sum())} genes that hold {share:.0%} of the counts of others"
+        of = f"{int(lacking.sum())} genes with {share:.0%} of the counts of others"
         raise DataError(f"{what} are counts without {of}; give all genes, or log1p of counts per 10,000 of all.")
 
 

@@ -23,7 +23,7 @@ _MAX_CACHED = 64
 
 
 def check_embedding(embedding: np.ndarray, n_cells: int, name: str = "the embedding") -> np.ndarray:
-    """Return an embedding of so many cells as floats, shape (N, D), or raise :class:`~scforge.errors.DataError`.
+    """Return an embedding of this many cells as floats, shape (N, D), or raise :class:`~scforge.errors.DataError`.
 
     A sparse matrix, or a table of numbers, is one, too.
     """
@@ -31,7 +31,7 @@ def check_embedding(embedding: np.ndarray, n_cells: int, name: str = "the embedd
     if embedding.ndim != 2 or embedding.shape[0] != n_cells or embedding.shape[1] == 0:
         raise DataError(f"{name} has the shape {embedding.shape}, but there are {n_cells} cells; give a row for each.")
     if not np.isfinite(embedding).all():
-        raise DataError(f"{name} holds values that are not numbers; it cannot be evaluated.")
+        raise DataError(f"{name} contains values that are not numbers; it cannot be evaluated.")
     return embedding if embedding.dtype in (np.float32, np.float64) else embedding.astype(np.float32)
 
 
@@ -41,7 +41,7 @@ def labeled(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> np.
     Raises
     ------
     DataError
-        If the column is missing, holds fewer than two labels, or different values that are the same text.
+        If the column is missing, contains fewer than two labels, or different values that are the same text.
     """
     check_column(argument, key, obs)
     known = obs[key].notna().to_numpy()
@@ -145,7 +145,7 @@ class CellTypeProbe(Benchmark):
             warn_of_missing(obs, self.groups_key, argument="groups_key")
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
-        """Return how many cells are scored, which labels are left out, and what is drawn again for intervals."""
+        """Return how many cells are scored, which labels are left out, and what is sampled again for intervals."""
         plan = self._plan(obs)
         facts = {"cells scored": f"{len(plan.rows):,} of {len(obs):,}"}
         if plan.left_out:

@@ -316,8 +316,8 @@ def read_network(
             ``gene_attribute_edges.txt.gz`` of Harmonizome. Genes are in ``source`` there, and the factors that bind
             near them in ``target``; both change places.
         ChIP-Atlas
-            Its target genes: one row a gene, ``FACTOR|Average`` and a column for each experiment. Targets whose average
-            binding score (of MACS2, -10 log10 q) is 0 are left out.
+            Its target genes: one row per gene, ``FACTOR|Average`` and a column for each experiment. Targets whose
+            average binding score (of MACS2, -10 log10 q) is 0 are left out.
         other tables
             with a column of sources and one of targets, and maybe ``weight``.
     source, target
@@ -725,7 +725,7 @@ def network_baselines(
     ``"random"``
         Chance.
 
-    `max_cells` cells, drawn at random, are correlated at most. Returns the name of each baseline and its edges.
+    `max_cells` cells, sampled at random, are correlated at most. Returns the name of each baseline and its edges.
     """
     for name in names:
         check_known("baselines", name, NETWORK_BASELINES, "the baselines of networks", error=OptionError)

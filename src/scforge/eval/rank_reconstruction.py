@@ -217,7 +217,7 @@ def _rows(orders: np.ndarray, what: str, *, repeated: bool) -> list[np.ndarray]:
     """Return the genes of each cell, without padding."""
     orders = np.asarray(orders)
     if orders.ndim != 2 or orders.dtype.kind not in "iu" or orders.min(initial=0) < _PAD:
-        raise DataError(f"{what} are {orders.dtype}, shape {orders.shape}; give genes from 0, a row a cell, and -1.")
+        raise DataError(f"{what} are {orders.dtype}, shape {orders.shape}; give genes from 0, a row per cell, and -1.")
     orders = orders.astype(np.int64)
     sizes = (orders != _PAD).sum(axis=1)
     gaps = ((orders != _PAD) != (np.arange(orders.shape[1]) < sizes[:, None])).any(axis=1)
@@ -266,7 +266,7 @@ def _figures(table: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _matches(made: list[int], true: list[int], length: int) -> tuple[int, int]:
-    """Return how many runs of so many genes are in the true order, at most as often as there, and their number."""
+    """Return how many runs of this many genes are in the true order, at most as often as there, and their number."""
     of_made, of_true = (Counter(zip(*(row[i:] for i in range(length)), strict=False)) for row in (made, true))
     return (of_made & of_true).total(), of_made.total()
 

@@ -109,7 +109,7 @@ def compare_paired(
     """Compare two methods on the same draws of the data.
 
     The test is Student's t of the difference over its standard deviation between draws, which estimates the error of
-    the difference on all data, for the bootstrap as for halves drawn without replacement. The interval is that of the
+    the difference on all data, for the bootstrap as for halves sampled without replacement. The interval is that of the
     same test, so that it excludes 0 where p is below 0.05.
 
     Examples
@@ -164,9 +164,9 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
 
 
 def bootstrap_weights(n_rows: int, n: int, *, seed: int, groups: np.ndarray | None = None) -> np.ndarray:
-    """Return how often each row is drawn, with replacement.
+    """Return how often each row is sampled, with replacement.
 
-    Rows of one group, whole numbers from 0, are drawn together. Int64, shape (R, n_rows).
+    Rows of one group, whole numbers from 0, are sampled together. Int64, shape (R, n_rows).
 
     Examples
     --------
@@ -387,7 +387,7 @@ class Report:
         return pd.DataFrame(lines)
 
     def to_table(self, benchmark: str | None = None) -> pd.DataFrame:
-        """Return one row a method, and one column a score of a benchmark; of the first, if None is named."""
+        """Return one row per method, and one column a score of a benchmark; of the first, if None is named."""
         self.check()
         rows = self.of(self.benchmarks[0] if benchmark is None else benchmark)
         return pd.DataFrame({row.name: row.scores for row in rows}).T

@@ -219,7 +219,7 @@ class Scib(Benchmark):
         are to the last digit those of a ``Benchmarker`` with its defaults; with exact neighbors, those of one that is
         prepared with exact neighbors.
     max_cells
-        Score so many cells at most, each label by its share, the same for all embeddings; None scores all. Time and
+        Score this many cells at most, each label by its share, the same for all embeddings; None scores all. Time and
         memory grow with the square of their number.
     pre_integrated
         Coordinates of the cells before integration, e.g. principal components, with the names of the cells as index,
@@ -263,7 +263,7 @@ class Scib(Benchmark):
         self.neighbors = check_choice("neighbors", neighbors, NEIGHBORS)
         self.max_cells = max_cells
         if pre_integrated is not None and (batch_key is None or not isinstance(pre_integrated, pd.DataFrame)):
-            raise OptionError("pre_integrated has to be a DataFrame with a row a cell, and needs batch_key.")
+            raise OptionError("pre_integrated has to be a DataFrame with a row per cell, and needs batch_key.")
         self.pre_integrated = pre_integrated
         self.metrics = self._computed()
         self.main = self.metrics[0]
@@ -292,7 +292,7 @@ class Scib(Benchmark):
         warn_of_missing(obs, self.labels_key)
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
-        """Return how many cells are scored, and what is drawn again for intervals, if anything is."""
+        """Return how many cells are scored, and what is sampled again for intervals, if anything is."""
         n_cells = len(self._rows(obs))
         facts = {"cells scored": f"{n_cells:,} of {len(obs):,}"}
         return facts if min(n_cells // 2, _DRAWN) <= _WIDEST else facts | {"drawn again": "cells"}
@@ -329,7 +329,7 @@ class Scib(Benchmark):
 
         Returns
         -------
-        `n` rows, one column a metric, NaN where a part cannot be scored; None if half of the cells are too few.
+        `n` rows, one column per metric, NaN where a part cannot be scored; None if half of the cells are too few.
         """
         rows = self._rows(obs)
         size = min(len(rows) // 2, _DRAWN)
@@ -443,7 +443,7 @@ class Scib(Benchmark):
 
 
 def _drawn(labels: pd.Series, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw about so many cells, each label by its share, rounded up; positions, ascending.
+    """Draw about this many cells, each label by its share, rounded up; positions, ascending.
 
     The number of each label is always the same: JAX compiles anew for each size.
     """

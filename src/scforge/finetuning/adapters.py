@@ -95,7 +95,7 @@ def inject_lora(encoder: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def has_lora(encoder: nn.Module) -> bool:
-    """Whether an architecture holds adapters."""
+    """Whether an architecture contains adapters."""
     return any(_is_lora(part) for part in encoder.modules())
 
 
@@ -115,7 +115,7 @@ def merge_lora(encoder: nn.Module) -> None:
 
 
 def merged(encoder: nn.Module) -> nn.Module:
-    """Return an architecture with its adapters added to a copy of its weights, or itself if it holds none."""
+    """Return an architecture with its adapters added to a copy of its weights, or itself if it contains none."""
     if not has_lora(encoder):
         return encoder
     encoder = copy.deepcopy(encoder)

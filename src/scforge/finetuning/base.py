@@ -1,4 +1,4 @@
-"""The base class of fine-tuning tasks, what they know of a training, and their registry."""
+"""The base class of fine-tuning tasks, what they know of a training run, and their registry."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Predictor:
     cells
         The cells, over the genes of the model.
     batch_size
-        Cells a batch.
+        Cells per batch.
 
     Examples
     --------

@@ -16,7 +16,7 @@ from scforge.errors import DataError, OptionError, listing
 
 
 def write_probabilities(adata: AnnData, key: str, table: pd.DataFrame) -> None:
-    """Write a table of one column a class into ``obsm["<key>_probabilities"]``, and the names of its columns into uns.
+    """Write a table with one column per class into ``obsm["<key>_probabilities"]``, and its column names into uns.
 
     An h5ad file takes no table with a name such as ``"NK/T"``.
     """

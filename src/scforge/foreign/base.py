@@ -312,7 +312,7 @@ def read_options(path: Path) -> dict[str, Any]:
     """Return the options by name that a JSON file holds."""
     content = _io.read_json(path)
     if not isinstance(content, dict):
-        raise ModelFileError(f"{str(path)!r} holds no options by name; give the published file.")
+        raise ModelFileError(f"{str(path)!r} contains no options by name; give the published file.")
     return content
 
 
@@ -409,7 +409,8 @@ def read_torch(path: Path) -> Any:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelFileError(
-            f"{str(path)!r} holds more than tensors, which could run code, and is not opened; save the weights alone."
+            f"{str(path)!r} contains more than tensors, which could run code, and is not opened; save the weights "
+            "alone."
         ) from error
     except Exception as error:  # damaged files raise anything
         raise ModelFileError(f"{str(path)!r} is damaged, or no file of torch: {first_line(error)}.") from error
@@ -425,7 +426,7 @@ def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
             content = content[name]
             break
     if not isinstance(content, Mapping) or not content:
-        raise ModelFileError(f"{where!r} holds no weights by name; give the file of a state_dict.")
+        raise ModelFileError(f"{where!r} contains no weights by name; give the file of a state_dict.")
     if odd := [name for name, value in content.items() if not isinstance(value, torch.Tensor)]:
         raise ModelFileError(f"{where!r} holds {listing(odd, most=3)}, not tensors; give the file of a state_dict.")
     # What torch's wrapper for several devices puts before all names.

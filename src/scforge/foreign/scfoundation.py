@@ -53,7 +53,7 @@ def scfoundation_names(order: tuple[int, ...]) -> NameMap:
     )
     decoder = "the decoder, a Performer, which is not computed here"
     left_out = (
-        LeftOut("token_emb.emb_mask.weight", "the vector of hidden values, which the encoder never sees"),
+        LeftOut("token_emb.emb_mask.weight", "the vector of masked values, which the encoder never sees"),
         LeftOut("token_emb.emb_pad.weight", "the vector of padding, to which nothing attends"),
         *(LeftOut(source, decoder) for source in ("decoder.*", "decoder_embed.*", "norm.*", "to_final.*")),
     )

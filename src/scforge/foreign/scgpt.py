@@ -149,7 +149,7 @@ class ScGPT:
 
 
 class _Args(BaseModel):
-    """What is read of the options of a training, or can be one value alone here; defaults are those of scGPT."""
+    """What is read of the options of a training run, or can be one value alone here; defaults are those of scGPT."""
 
     model_config = ConfigDict(strict=True)
     embsize: PositiveInt

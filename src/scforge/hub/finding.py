@@ -84,7 +84,7 @@ def copy_model(
         read_settled(source, copy)
         kind = kind_of_folder(place)
         if kind is None:
-            raise MissingFileError(f"folder={str(folder)!r} holds no {described_kind()}; give the folder of one.")
+            raise MissingFileError(f"folder={str(folder)!r} contains no {described_kind()}; give the folder of one.")
         if None not in origin:
             content = {"repo_id": origin[0], "commit": origin[1], "sha256": sha256_of(place / _NEEDED[kind][0])}
             (place / ORIGIN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -92,7 +92,7 @@ def copy_model(
 
 
 def origin_of(folder: Path) -> Origin:
-    """Return where a folder was copied from; of one that holds another model by now, nothing."""
+    """Return where a folder was copied from; of one that contains another model by now, nothing."""
     kind = kind_of_folder(folder)
     if kind is None or not (folder / ORIGIN_FILE).is_file():
         return None, None
@@ -261,8 +261,8 @@ def resolve(
 
     Returns
     -------
-    The folder. Of a repository it is in the cache and not to be changed, and holds the files of scforge only: pickles
-    and code next to them are never fetched.
+    The folder. Of a repository it is in the cache and not to be changed, and contains the files of scforge only:
+    pickles and code next to them are never fetched.
 
     Raises
     ------
@@ -337,5 +337,5 @@ def _fetch(
         api = hub_api(token)
         folder = Path(api.snapshot_download(repo_id, revision=revision, allow_patterns=list(SHARED_FILES), **options))
     if kind_of_folder(folder) is None:
-        raise ModelFileError(f"{prefix}: {repo_id!r} holds no {described_kind()}; see scforge convert-checkpoint.")
+        raise ModelFileError(f"{prefix}: {repo_id!r} contains no {described_kind()}; see scforge convert-checkpoint.")
     return FoundModel(folder, repo_id, folder.name)

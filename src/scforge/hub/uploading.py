@@ -67,7 +67,7 @@ def upload(
     Raises
     ------
     MissingFileError, ModelFileError
-        If `folder` is not there, or holds no model.
+        If `folder` is not there, or contains no model.
     OptionError
         If an argument cannot be used, or the repository has a model of another package.
     HubError
@@ -105,7 +105,7 @@ def send_model(
     if not folder.is_dir():
         raise MissingFileError(f"folder={str(folder)!r} is not a folder; give the one that model.save() wrote.")
     if kind_of_folder(folder) is None:
-        raise ModelFileError(f"folder={str(folder)!r} holds no {described_kind()}; give the folder of one.")
+        raise ModelFileError(f"folder={str(folder)!r} contains no {described_kind()}; give the folder of one.")
     if create_pr and revision is not None:
         raise OptionError(f"revision={revision!r} and create_pr=True: pull requests go to the main branch.")
     tell_left_behind(folder)

@@ -28,7 +28,7 @@ _AT_ONCE = 128
 
 
 class _Prompt(NamedTuple):
-    """What cells begin with: ids (B, P), bins (B, P) with -1 where they are to be drawn, and lengths (B,)."""
+    """What cells begin with: ids (B, P), bins (B, P) with -1 where they are to be sampled, and lengths (B,)."""
 
     ids: torch.Tensor
     bins: torch.Tensor
@@ -65,14 +65,14 @@ def generate_cells(
         Number of cells B.
     prompt
         Tokens that the cells begin with, in the manner of a tokenizer's batch: ``input_ids`` (P,) for all cells or
-        (B, P), and if given ``values`` (the bins as numbers, NaN where a bin is to be drawn; without them all are) and
-        ``attention_mask``, of the same shape. `first_id` is put in front unless all of them begin with it.
+        (B, P), and if given ``values`` (the bins as numbers, NaN where a bin is to be sampled; without them all are)
+        and ``attention_mask``, of the same shape. `first_id` is put in front unless all of them begin with it.
     temperature
         Logits of genes and bins are divided by it: below 1 the likely becomes likelier.
     top_k
-        Draw among so many of the likeliest genes only.
+        Draw among this many of the likeliest genes only.
     seed
-        Seed of what is drawn.
+        Seed of what is sampled.
     condition
         Class of each cell, int64, shape (B,), or one for all; 0 or None for none.
     max_len
@@ -152,7 +152,7 @@ class _Cells:
         self.parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def begin_with_prompt(self) -> bool:
-        """Take over each prompt up to the first bin that is to be drawn; return whether any cell is to grow.
+        """Take over each prompt up to the first bin that is to be sampled; return whether any cell is to grow.
 
         The tokens are read many at a time rather than one by one.
         """
@@ -257,7 +257,7 @@ def _begin(
     if bool(wrong.any()):
         raise OptionError(
             f"prompt has the value {float(values[wrong][0]):g}, not a bin from 1 to {model.n_bins - 1}; give the "
-            "bins of the tokenizer, or NaN for bins to be drawn."
+            "bins of the tokenizer, or NaN for bins to be sampled."
         )
     if first_id is None and not bool(known[:, 0].all()):
         raise OptionError("prompt has no bin for the first token, which nothing predicts; give it in values.")

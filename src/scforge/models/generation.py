@@ -22,7 +22,7 @@ LARGEST = 1.0 - 1e-12
 class Prompt(NamedTuple):
     """What cells begin with, all of shape (B, P): tokens first, padding behind them.
 
-    ``values`` are NaN where they are to be drawn. ``first`` is true for the special token that cells begin with.
+    ``values`` are NaN where they are to be sampled. ``first`` is true for the special token that cells begin with.
     """
 
     ids: torch.Tensor
@@ -75,7 +75,7 @@ def _tensors_of(prompt: Mapping[str, torch.Tensor], n_cells: int) -> tuple[torch
 
 
 def check_drawing(n_cells: int, temperature: float, seed: int, top_k: int | None) -> None:
-    """Raise unless cells can be drawn with these options."""
+    """Raise unless cells can be sampled with these options."""
     check_count("n_cells", n_cells, "cells")
     check_positive("temperature", temperature)
     check_seed(seed)

@@ -44,7 +44,7 @@ class Layout:
         Position of each token among the tokens of its cell in the batch, int64, shape (B, S), in the order of the
         layout.
     width
-        The first C positions hold all visible tokens.
+        The first C positions contain all visible tokens.
     order
         Where each position was in the batch, int64, shape (B, S). None: tokens stand as in the batch.
     """
@@ -425,7 +425,7 @@ class MaskedAutoencoder(Architecture):
     def _loss(
         self, raw_m: torch.Tensor, target_m: torch.Tensor, genes_m: torch.Tensor, offset_m: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the mean loss of hidden values; 0 where there is none."""
+        """Return the mean loss of masked values; 0 where there is none."""
         if offset_m is None:
             return (raw_m - target_m).square().sum() / max(1, len(target_m))
         if target_m.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -61,9 +61,9 @@ class CellModule(Protocol):
     matter), ``config_names`` (what the constructor calls fields of ``ModelConfig``, e.g. ``{"hidden_dim":
     "encoder_dim"}``), ``labels_name_genes`` (labels tell the model which gene is hidden, rather than what to predict),
     ``init_token_prior`` (starts the head at token frequencies), ``token_table`` (gives the vectors of all tokens,
-    (V, H), where no embedding of the module holds them), ``attended_tokens`` (most tokens of a cell that it attends to,
-    None for all), ``model_class`` (the class of ``scforge.models`` that trains it, ``"Encoder"`` by default).
-    One that makes new cells is a :class:`GeneratingModule`. :func:`scforge.testing.check_model` checks an architecture
+    (V, H), where no embedding of the module contains them), ``attended_tokens`` (most tokens of a cell that it attends
+    to, None for all), ``model_class`` (the class of ``scforge.models`` that trains it, ``"Encoder"`` by default). One
+    that makes new cells is a :class:`GeneratingModule`. :func:`scforge.testing.check_model` checks an architecture
     against all of this.
 
     Examples
@@ -185,9 +185,9 @@ class GeneratingModule(CellModule, Protocol):
         temperature
             Logits are divided by it: below 1 the likely becomes likelier.
         top_k
-            Draw among so many of the likeliest genes only.
+            Draw among this many of the likeliest genes only.
         seed
-            Seed of what is drawn; a cell depends on it and on its number alone.
+            Seed of what is sampled; a cell depends on it and on its number alone.
         first_id
             Token that cells begin with.
         first_cell

@@ -301,7 +301,7 @@ class ScDiVaModel(Architecture):
     variational
         False leaves out the variance, and with it all noise.
     denoising
-        Adds what the objective ``masked_diffusion`` needs: a vector of hidden values, and a head that predicts them.
+        Adds what the objective ``masked_diffusion`` needs: a vector of masked values, and a head that predicts them.
     layer_norm_eps
         Epsilon of the norms.
     position_embedding
@@ -422,7 +422,7 @@ class ScDiVaModel(Architecture):
     ) -> dict[str, torch.Tensor]:
         """Return ``latent``, ``mu`` and ``logvar`` of cells, float32, each (B, L).
 
-        In training the latent is drawn, in evaluation it is the mean. The variance is ``exp(logvar)``. The arguments
+        In training the latent is sampled, in evaluation it is the mean. The variance is ``exp(logvar)``. The arguments
         are those of :meth:`forward`.
         """
         if attention_mask is None:
@@ -501,7 +501,7 @@ class ScDiVaModel(Architecture):
     def _alone(
         self, summed_bh: torch.Tensor, nothing_b1: torch.Tensor, *, output_hidden_states: bool = False
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        """Run the transformer on one vector a cell; return its state, (B, H), and if asked for those of the layers.
+        """Run the transformer on one vector per cell; return its state, (B, H), and if asked for those of the layers.
 
         Without a gene the vector is the bias, which starts at zero, where each norm has a gradient without bounds. So
         such a cell passes none to the bias, and while the norm leaves (nearly) zero none to the transformer either.
@@ -615,7 +615,7 @@ class ScDiVaModel(Architecture):
         weights = torch.as_tensor(weights)
         if tuple(weights.shape) != (self.num_genes,):
             raise OptionError(
-                f"weights has the shape {tuple(weights.shape)}; give one number a gene, {self.num_genes}."
+                f"weights has the shape {tuple(weights.shape)}; give one number per gene, {self.num_genes}."
             )
         if self.gene_weights is not None:
             self.gene_weights.copy_(weights)
@@ -854,7 +854,7 @@ class ScDiVaModel(Architecture):
             self.token_prior.copy_((smoothed / smoothed.sum()).log())
 
     def init_value_prior(self, mean: float) -> None:
-        """Start the prediction of hidden values from the mean of those to predict."""
+        """Start the prediction of masked values from the mean of those to predict."""
         if self.value_head is not None:
             nn.init.constant_(self.value_head.decoder.bias, mean)
 
@@ -875,10 +875,10 @@ class ScDiVaModel(Architecture):
     ) -> GeneratedCells:
         """Draw cells by iterative unmasking.
 
-        In the beginning all tokens but the prompt are hidden. In each step a gene is drawn for every masked token, and
-        the surest are kept, as many as bring the hidden ones down evenly over the steps; in the next step they get the
-        value that is predicted for them. No gene comes twice in a cell. The random numbers of a cell depend on `seed`
-        and its number alone.
+        In the beginning all tokens but the prompt are hidden. In each step a gene is sampled for every masked token,
+        and the surest are kept, as many as bring the hidden ones down evenly over the steps; in the next step they get
+        the value that is predicted for them. No gene comes twice in a cell. The random numbers of a cell depend on
+        `seed` and its number alone.
 
         Parameters
         ----------
@@ -895,9 +895,9 @@ class ScDiVaModel(Architecture):
         temperature
             Logits are divided by it, and the noise of the order is multiplied by it.
         top_k
-            Draw among so many of the likeliest genes only.
+            Draw among this many of the likeliest genes only.
         seed
-            Seed of what is drawn.
+            Seed of what is sampled.
         first_cell
             Number of the first cell, where cells are generated in several calls.
         first_id
@@ -932,7 +932,7 @@ class ScDiVaModel(Architecture):
     def _begin(
         self, n_cells: int, prompt: Mapping[str, torch.Tensor] | None, first_id: int | None, mask_id: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids, values (NaN where they are to be drawn) and mask of what cells begin with, (B, P)."""
+        """Return ids, values (NaN where they are to be sampled) and mask of what cells begin with, (B, P)."""
         if not 0 < mask_id < self.n_special:
             raise OptionError(f"mask_id={mask_id} is none of the {self.n_special} special tokens; give that of MASK.")
         ids, values, mask, first = read_prompt(prompt, n_cells, first_id, self.n_special, self.vocab_size)

@@ -145,7 +145,7 @@ class TransformerEncoder(Architecture):
         if expression_head is not None:
             check_choice("expression_head", expression_head, ["value", "deep", "bin"])
         if (expression_head == "bin") != (n_bins is not None):
-            raise OptionError(f"n_bins={n_bins!r} does not go with expression_head={expression_head!r}; give both.")
+            raise OptionError(f"n_bins={n_bins!r} does not work with expression_head={expression_head!r}; give both.")
         if tie_head and (gene_vectors is not None or not gene_head):
             raise OptionError(
                 "tie_head=True needs a learned gene embedding and a head that shares it, so neither gene_vectors nor "

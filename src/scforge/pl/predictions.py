@@ -139,7 +139,7 @@ def calibration(
     Parameters
     ----------
     data
-        Annotated data, or a table with a row a cell.
+        Annotated data, or a table with a row per cell.
     truth, predicted, confidence
         Columns of obs with the true class, the predicted one (``scforge_<truth>`` if None), and the probability of
         that (``<predicted>_confidence`` if None, as ``annotator.predict`` writes it). Cells that lack one of them, and

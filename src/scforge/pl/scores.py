@@ -30,7 +30,7 @@ def metrics(
     lower_is_better: Collection[str] | None = None,
     ax: Axes | Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """Draw figures of methods as dots with their intervals, a panel a metric, the best method on top.
+    """Draw figures of methods as dots with their intervals, a panel per metric, the best method on top.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
     ----------
     report
         A :class:`~scforge.eval.Report` with a benchmark of integration, its table (columns ``method``, ``metric`` and
-        ``value``), or a table with one row a method and one column a metric. ``bio``, ``batch`` and ``total`` are
+        ``value``), or a table with one row per method and one column per metric. ``bio``, ``batch`` and ``total`` are
         totals; the methods are sorted by the last of them that is there, or by their mean.
     benchmark
         Which, if there are several.
@@ -213,7 +213,7 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
 
 
 def _wide(report: Any, benchmark: str | None) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Return one row a method and one column a metric, and the kind of each method."""
+    """Return one row per method and one column per metric, and the kind of each method."""
     frame = check_columns("report", report, ())
     if "metric" in frame or "value" in frame:
         frame = _of_benchmark(frame, benchmark)

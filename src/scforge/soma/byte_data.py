@@ -136,7 +136,7 @@ class ByteBatches:
     chunks
         What the batches are of.
     shuffle
-        Whether they are drawn at random.
+        Whether they are sampled at random.
     start
         How many batches of the epoch are left out, as they were taken before.
     """

@@ -196,7 +196,7 @@ def _vectors(module: Model, chunks: Chunks, n_documents: int, batch_size: int, p
     """Return the mean state over the bytes of each document, float32, shape (N, H)."""
     device = next(module.parameters()).device
     sums = torch.zeros((n_documents, module.config.embedding_dim), dtype=torch.float64)
-    order = np.argsort(-chunks.sizes, kind="stable")  # chunks of like length share a batch
+    order = np.argsort(-chunks.sizes, kind="stable")  # chunks of similar length share a batch
     with tqdm(total=len(chunks), desc="Embedding", unit="sequence", disable=not progress_bar) as bar:
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]

@@ -222,9 +222,9 @@ def train(
 ) -> TrainedModel:
     r"""Train a byte-level language model on files of any kind.
 
-    The folder gets a state at the end of each epoch (``step=NNNNNNNN``), from which a training continues bit for bit,
-    and the model of the best epoch as ``final``. For the documents of a file, see :func:`read_documents`: a FASTA file
-    has one in each record, a table one in each row, any other file is one.
+    The folder gets a state at the end of each epoch (``step=NNNNNNNN``), from which a training run continues bit for
+    bit, and the model of the best epoch as ``final``. For the documents of a file, see :func:`read_documents`: a FASTA
+    file has one in each record, a table one in each row, any other file is one.
 
     Parameters
     ----------
@@ -279,7 +279,7 @@ def train(
     Raises
     ------
     OptionError
-        If an option cannot be used, or the folder holds another training.
+        If an option cannot be used, or the folder contains another training run.
     MissingFileError
         If a file does not exist.
     DataError

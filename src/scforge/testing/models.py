@@ -249,7 +249,7 @@ def _rule_output(subject: Subject) -> None:
         shape = tuple(output.embeddings.shape)
         require(len(shape) == 2 and shape[0] == n_cells, f"the embeddings of {n_cells} cells are {shape}.")
         for part in ("logits", "embeddings"):
-            require(getattr(output, part).isfinite().all(), f"the {part} hold a number that is not finite.")
+            require(getattr(output, part).isfinite().all(), f"the {part} contain a number that is not finite.")
     require(output.loss is None, "there is a loss without labels.")
     loss = model(**batch).loss
     require(loss is not None, "there is no loss though labels are given.")

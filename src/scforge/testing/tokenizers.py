@@ -85,8 +85,8 @@ _KINDS = {"input_ids": torch.int64, "attention_mask": torch.bool, "values": torc
 def check_tokenizer(tokenizer: str | type[Tokenizer] | Tokenizer, **options: Any) -> None:
     """Check that a tokenizer keeps what models, loaders and training rely on.
 
-    Call it in the tests of a package that brings a tokenizer. The cells that it looks at hold no genes, one, and all;
-    counts up to 2^31; many equal counts. It tokenizes them in blocks and alone, in other orders, with permuted,
+    Call it in the tests of a package that brings a tokenizer. The cells that it looks at contain no genes, one, and
+    all; counts up to 2^31; many equal counts. It tokenizes them in blocks and alone, in other orders, with permuted,
     renamed, repeated and foreign columns, in each dtype, after pickling, on more threads, cut short, and masked.
 
     Parameters
@@ -140,7 +140,7 @@ def _rule_batch(tokenizer: Tokenizer, cells: CellSource) -> None:
         allowed = (_KINDS[key],) if key in _KINDS else (torch.int64, torch.float32)
         require(tensor.dtype in allowed, f"{key!r} is {tensor.dtype} instead of {allowed[0]}.")
         require(tensor.shape == shape, f"{key!r} has the shape {tuple(tensor.shape)}, ids {tuple(shape)}.")
-        require(tensor.isfinite().all(), f"{key!r} holds a number that is not finite.")
+        require(tensor.isfinite().all(), f"{key!r} contains a number that is not finite.")
 
 
 def _rule_padding(tokenizer: Tokenizer, cells: CellSource) -> None:

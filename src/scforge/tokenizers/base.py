@@ -198,9 +198,9 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
     data = matrix.data
     problem = value_problem(data)
     if problem is None and data.dtype == np.float64 and data.max(initial=0) > np.finfo(np.float32).max:
-        problem = f"holds values that are too large (largest: {data.max():g})"
+        problem = f"contains values that are too large (largest: {data.max():g})"
     if problem:
-        raise DataError(f"cells {problem}, but raw counts are needed; pass the matrix that holds them.")
+        raise DataError(f"cells {problem}, but raw counts are needed; pass the matrix that contains them.")
     return matrix
 
 
@@ -208,7 +208,7 @@ def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
     """Return library sizes, float64, shape (B,), or raise unless there is a finite one for each cell."""
     array = np.asarray(totals, dtype=np.float64)
     if array.shape != (n_cells,):
-        raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; give one number a cell.")
+        raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; give one number per cell.")
     if len(bad := array[~(np.isfinite(array) & (array >= 0))]):
         raise DataError(f"totals holds {bad[0]:g}, which is not a library size; give zero or a positive number.")
     return array

@@ -53,7 +53,7 @@ def quantile_bins(
     Raises
     ------
     DataError
-        If `counts` holds a value that is negative or not a number.
+        If `counts` contains a value that is negative or not a number.
 
     Examples
     --------
@@ -205,8 +205,8 @@ class BinnedExpressionTokenizer(Tokenizer):
     """Present the genes of a cell in vocabulary order, each with the bin of its expression.
 
     By default the bins are the quantiles of the nonzero counts of the cell itself, so they do not depend on its library
-    size; bin 0 is for genes without counts. ``bin_ids`` hold the bins, and ``values`` the same as numbers. With `edges`
-    the bins are the same in all cells.
+    size; bin 0 is for genes without counts. ``bin_ids`` contain the bins, and ``values`` the same as numbers. With
+    `edges` the bins are the same in all cells.
 
     Parameters
     ----------
@@ -229,10 +229,10 @@ class BinnedExpressionTokenizer(Tokenizer):
         Also present the genes that were measured and have no count. Not for predicting which genes are hidden: they
         would be those that are missing.
     truncation
-        Which genes are kept of a cell that has too many: ``"random"``, drawn anew each epoch as scGPT does, or
+        Which genes are kept of a cell that has too many: ``"random"``, sampled anew each epoch as scGPT does, or
         ``"highest"``, the most expressed, and genes without counts, which are sampled, up to the limit.
     seed
-        Seed of what is drawn. What happens to a cell depends on the seed, the epoch and the cell alone.
+        Seed of what is sampled. What happens to a cell depends on the seed, the epoch and the cell alone.
 
     Raises
     ------

@@ -46,7 +46,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
     clip
         Largest value; None for no limit.
     order
-        ``"vocabulary"``, ``"expression"`` (from high to low) or ``"random"`` (drawn anew each epoch).
+        ``"vocabulary"``, ``"expression"`` (from high to low) or ``"random"`` (sampled anew each epoch).
     library_size
         Counts that CP10K divides by: those of all genes of the ``"data"``, also outside the vocabulary, or those of the
         ``"vocabulary"``.
@@ -63,7 +63,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         Also give ``attention_bias``, log of the count (or of `clip`) of each gene, which TranscriptFormer adds to the
         attention scores of that gene.
     seed
-        Seed of what is drawn.
+        Seed of what is sampled.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Genes in the order of their expression times how well they tell cells apart, as ScDiVa presents a cell.
+"""Genes in the order of their expression times how well they distinguish cells, as ScDiVa presents a cell.
 
 Shapes: B cells, Z entries of all cells together, G genes of the vocabulary.
 """
@@ -58,7 +58,7 @@ class EntropyRankedTokenizer(Tokenizer):
     """Rank the expressed genes of a cell by log1p CP10K times a weight, which is low for housekeeping genes.
 
     The weight is made of the normalized Shannon entropy of the gene over cells (see
-    ``scforge.data.statistics.measure_entropies``), so that genes that tell cells apart come first, as in ScDiVa
+    ``scforge.data.statistics.measure_entropies``), so that genes that distinguish cells come first, as in ScDiVa
     (arXiv:2602.03477); the formula is ours. ``values`` are log1p CP10K. Value, weight and their product are float32,
     and equal products stand in the order of the vocabulary, so that a model that is given a dense cell finds the same
     order.

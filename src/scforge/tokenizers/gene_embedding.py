@@ -115,7 +115,7 @@ def _of_frame(frame: pd.DataFrame) -> tuple[list[str], np.ndarray]:
 
 
 def _stack(rows: Iterable[Any]) -> np.ndarray:
-    """Stack one vector a gene; all must have one size."""
+    """Stack one vector per gene; all must have one size."""
     arrays = [row.detach().cpu().float().numpy() if isinstance(row, torch.Tensor) else row for row in rows]
     return np.stack([np.asarray(array) for array in arrays]) if arrays else np.empty((0, 0))
 
@@ -167,8 +167,8 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
 
     Tokens are those of :class:`~scforge.tokenizers.ContinuousProjectionTokenizer`, with its options. The vectors (of
     protein sequences by ESM-2, of GO terms, of texts) become the gene embedding of the model, through a learned
-    projection; see :class:`scforge.models.components.GeneVectorEmbedding`. A saved model holds them in its weights and
-    does not need the table again.
+    projection; see :class:`scforge.models.components.GeneVectorEmbedding`. A saved model contains them in its weights
+    and does not need the table again.
 
     Parameters
     ----------
@@ -176,9 +176,9 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         The genes.
     table
         The vectors: a data frame indexed by gene name, a dict from gene name to vector, or a file. ``.npz``: arrays
-        ``genes`` (text) and ``vectors`` (N, D). ``.parquet``: one row a gene, with an index or a column of names, and
+        ``genes`` (text) and ``vectors`` (N, D). ``.parquet``: one row per gene, with an index or a column of names, and
         numbers in the other columns or vectors in one. ``.safetensors``: a matrix with the names as JSON list under
-        ``genes`` in the metadata, or one vector a gene. Names are Ensembl ids, versions ignored, or symbols, as the
+        ``genes`` in the metadata, or one vector per gene. Names are Ensembl ids, versions ignored, or symbols, as the
         vocabulary knows them. None tokenizes without vectors, as a saved model does.
     missing
         What happens to genes of the vocabulary without a vector: ``"learned"``, the model learns a separate vector

@@ -42,8 +42,8 @@ class Masking:
         The vocabulary of the tokens, or its size where it has the usual special tokens.
     mask_ratio
         Share of gene tokens to choose, in (0, 1). A list: each cell draws one of them anew in each epoch. A dict such
-        as ``{"start": 0.15, "end": 0.5, "epochs": 10}``: the share goes from start to end over so many epochs, evenly,
-        or with ``"shape": "cosine"`` slowly at both ends; validation uses that of the first epoch.
+        as ``{"start": 0.15, "end": 0.5, "epochs": 10}``: the share goes from start to end over this many epochs,
+        evenly, or with ``"shape": "cosine"`` slowly at both ends; validation uses that of the first epoch.
     mask_token_prob, random_token_prob
         Probabilities of the two replacements; together at most 1.
     seed

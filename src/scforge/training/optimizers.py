@@ -186,7 +186,7 @@ def make_optimizer(
     check_choice("optimizer", name, (*_OF_TORCH, "muon"))
     if factors:
         raise OptionError(
-            "layer_lr_decay does not go with optimizer='muon'; choose 'adamw', or leave layer_lr_decay out."
+            "layer_lr_decay does not work with optimizer='muon'; choose 'adamw', or leave layer_lr_decay out."
         )
     return MuonWithAdamW(module, lr=lr, weight_decay=weight_decay, fused=fused)
 
@@ -250,7 +250,7 @@ def make_schedule(
     name
         A key of ``SCHEDULES``.
     total_steps
-        Optimizer steps of the whole training.
+        Optimizer steps of the whole training run.
     warmup_steps
         Steps until the peak; None: 10 % of all (30 % for ``one_cycle``; 0 for ``constant``, ``cosine`` and ``linear``).
         More than half of all steps are cut to half, so that a short run also leaves its warm-up.

@@ -32,7 +32,7 @@ def embed(
 ) -> np.ndarray:
     """Return the embedding of each cell in the order of the source, float32, shape (N, D).
 
-    Cells of like length share a batch; dropout is off. The module's mode is left as it was.
+    Cells of similar length share a batch; dropout is off. The module's mode is left as it was.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def embed(
         The objective that the module was trained with, which may order the tokens of a cell. None leaves them as the
         tokenizer does.
     batch_size
-        Cells a batch.
+        Cells per batch.
     rows
         Only these rows of `cells`, in this order; all if None.
 
@@ -96,7 +96,7 @@ def run_over(
     Parameters
     ----------
     compute
-        Takes a batch of tokens on the device of `module`, and returns one row a cell, shape (B, D).
+        Takes a batch of tokens on the device of `module`, and returns one row per cell, shape (B, D).
     module, cells, tokenizer, objective, batch_size, rows
         As for :func:`embed`.
     """

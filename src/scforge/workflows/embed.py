@@ -303,7 +303,7 @@ def _difference(begun: dict[str, Any], plan: dict[str, Any]) -> str:
 
 
 _BLOCK = 8192
-"""Cells of a block: few enough for little memory, many enough that cells of like length find each other."""
+"""Cells of a block: few enough for little memory, many enough that cells of similar length find each other."""
 
 
 @dataclass(frozen=True)

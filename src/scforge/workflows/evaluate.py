@@ -68,7 +68,7 @@ def evaluate_to(
     baselines
         Compute baselines; for embeddings they may be named.
     batch_size
-        Cells a batch.
+        Cells per batch.
     device
         Where to compute; ``"auto"`` takes a GPU if there is one.
     seed
@@ -86,7 +86,7 @@ def evaluate_to(
 
     Returns
     -------
-    For a task one row a method, one column a score; for embeddings the report.
+    For a task one row per method, one column a score; for embeddings the report.
 
     Raises
     ------
@@ -237,4 +237,4 @@ def _check_output(path: Path, source: Folder, *, overwrite: bool) -> None:
     check_folder("output", path)
     check_writable("output", path)
     if (path / "report.json").exists() and not overwrite:
-        raise OptionError(f"output={str(path)!r} holds a report; give another name, or replace it with --overwrite.")
+        raise OptionError(f"output={str(path)!r} contains a report; give another name, or replace it with --overwrite.")

@@ -54,7 +54,7 @@ class FinetuningResult:
     model
         The fine-tuned model.
     metrics
-        Scores of the test cells, one row a method; None where ``finetune.evaluate`` did not ask for them.
+        Scores of the test cells, one row per method; None where ``finetune.evaluate`` did not ask for them.
     """
 
     model: Encoder

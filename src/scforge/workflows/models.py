@@ -81,8 +81,8 @@ def _check_holds_model(folder: Path, prefix: str) -> None:
     """Raise :class:`~scforge.errors.MissingFileError` if a folder has no model, saying which could have been meant."""
     if not (folder / "config.json").exists():
         if models := RunFolder(folder).models():
-            raise MissingFileError(f"{prefix} is the folder of a training; did you mean {str(models[-1])!r}?")
-        raise MissingFileError(f"{prefix} holds no model; give the folder of one, e.g. ckpt/final.")
+            raise MissingFileError(f"{prefix} is the folder of a training run; did you mean {str(models[-1])!r}?")
+        raise MissingFileError(f"{prefix} contains no model; give the folder of one, e.g. ckpt/final.")
 
 
 def push_folder(

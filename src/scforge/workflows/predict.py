@@ -40,10 +40,10 @@ def predict_to(
     source
         h5ad file, or what else :func:`scforge.data.open_cells` takes.
     output
-        ``.csv`` for a table with a row a cell; ``.h5ad`` for the cells with the predictions in ``obs``, or for an
+        ``.csv`` for a table with a row per cell; ``.h5ad`` for the cells with the predictions in ``obs``, or for an
         AnnData that the task makes.
     batch_size
-        Cells a batch.
+        Cells per batch.
     device
         Where to compute; ``"auto"`` takes a GPU if there is one.
     overwrite

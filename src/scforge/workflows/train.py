@@ -151,13 +151,13 @@ class KeepConfig(Callback):
         self.text = f"# Resolved configuration, including overrides (scforge {__version__}).\n{dump_config(config)}"
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Write it, on the first process; the folder belongs to this training by now."""
+        """Write it, on the first process; the folder belongs to this training run by now."""
         if trainer.is_global_zero:
             atomic_write_text(self.path, self.text)
 
 
 def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
-    """Check whether a training may begin, or be resumed, before the cells are read.
+    """Check whether a training run may begin, or be resumed, before the cells are read.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
     Raises
     ------
     ConfigError, OptionError
-        If the two contradict each other, have no folder to work on, or the folder holds another run.
+        If the two contradict each other, have no folder to work on, or the folder contains another run.
     MissingFileError
         If there is no state to continue with.
     """
@@ -189,7 +189,7 @@ def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
 
 
 def training_report(model: Encoder, config: Config) -> list[str]:
-    """Return what a training has come to, and where it is: a line each.
+    """Return what a training run has come to, and where it is: a line each.
 
     Parameters
     ----------
@@ -231,7 +231,7 @@ def best_epoch(model: Encoder, figure: str, mode: str) -> list[str]:
 
 
 def written_files(config: Config) -> list[str]:
-    """Return where a training has left what: a line each."""
+    """Return where a training run has left what: a line each."""
     output, lines = config.output, []
     if output.checkpoint_dir is not None:
         folder = RunFolder(output.checkpoint_dir)
@@ -273,7 +273,7 @@ def train_from_config(
         Show a bar while training.
     resume
         ``"auto"`` continues with the latest state in ``output.checkpoint_dir``, and starts where there is none; or the
-        path of a state. None starts, and refuses a folder that holds another run.
+        path of a state. None starts, and refuses a folder that contains another run.
     overwrite
         Replace the run in ``output.checkpoint_dir``, and the file ``output.embedding``.
 

@@ -41,7 +41,7 @@ _N_NEIGHBORS = 15
 
 
 def resolution_for(n_cells: int) -> float:
-    """Return the resolution that CellTypist (1.7) clusters so many cells with.
+    """Return the resolution that CellTypist (1.7) clusters this many cells with.
 
     Examples
     --------
@@ -305,7 +305,7 @@ class Annotation(SupervisedTask):
 
         Returns
         -------
-        Columns ``label``, ``confidence``, ``entropy`` and maybe ``voted``; with `soft` one column a class.
+        Columns ``label``, ``confidence``, ``entropy`` and maybe ``voted``; with `soft` one column per class.
         """
         check_bool("soft", soft)
         check_share("min_share", min_share)
@@ -370,7 +370,7 @@ class Annotation(SupervisedTask):
         """Return precision, recall, F1 and support of each class, and the cells of each label and prediction."""
         names = np.array(self.known_classes, dtype=object)
         confusion = confusion_of(truth, estimates.argmax(axis=1), len(names))
-        # One row a pair, as names of classes may hold a slash, which an h5ad file takes in no name of a column.
+        # One row a pair, as names of classes may contain a slash, which an h5ad file takes in no name of a column.
         pairs = {"label": np.repeat(names, len(names)), "predicted": np.tile(names, len(names))}
         return {
             "per_class": pd.DataFrame(class_table(confusion), index=pd.Index(names, name=self.labels_key)),

@@ -60,7 +60,7 @@ class MultiLabel(SupervisedTask):
         Start the last layer of the head at logistic regressions on the embeddings of the training cells.
     """
 
-    # A labels_key of setup_anndata has one label a cell, so that it is no default here.
+    # A labels_key of setup_anndata has one label per cell, so that it is no default here.
     keys = ()
 
     def __init__(

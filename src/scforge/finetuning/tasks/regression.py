@@ -1,4 +1,4 @@
-"""Regression: one number a cell, such as age, pseudotime or dose.
+"""Regression: one number per cell, such as age, pseudotime or dose.
 
 Shapes: B cells of a batch, N cells, D dimensions.
 """

@@ -47,7 +47,7 @@ def count_loss(
         negative_binomial                (y + r) log(r + m) - r log r - y log m + lgamma(r) + log y! - lgamma(y + r)
         zero_truncated_...               the same + log(1 - P(0)), with -log P(0) = m, or r log(1 + m / r)
 
-    Truncated losses are for data that hold expressed genes alone: there 0 cannot come, and a plain Poisson would be
+    Truncated losses are for data that contain expressed genes alone: there 0 cannot come, and a plain Poisson would be
     pulled toward it (TranscriptFormer, Pearce et al. 2025, uses the truncated Poisson).
 
     Parameters

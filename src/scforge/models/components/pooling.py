@@ -1,4 +1,4 @@
-"""From token states to one vector a cell.
+"""From token states to one vector per cell.
 
 Shapes: B cells, S tokens, H hidden.
 """

@@ -366,7 +366,7 @@ def _gate(inner: torch.Tensor) -> torch.Tensor:
 class TransformerStack(nn.Module):
     """Transformer layers one after the other, and a final norm behind pre-norm layers.
 
-    Padding costs next to nothing: cells are sorted into groups of like length, which run one after the other, each
+    Padding costs next to nothing: cells are sorted into groups of similar length, which run one after the other, each
     padded to its longest; on CUDA in half precision and without an attention bias tokens stand in one row without any
     padding. What comes out at tokens is the same within rounding.
 
@@ -464,7 +464,7 @@ class TransformerStack(nn.Module):
         tokens_bs = None if attention_mask is None else attention_mask != 0
         if cache is not None:
             if attention_bias is not None or output_hidden_states or output_attentions:
-                raise OptionError("a cache goes with neither attention_bias nor further outputs; leave them out.")
+                raise OptionError("a cache works with neither attention_bias nor further outputs; leave them out.")
             return StackOutput(self._cached(hidden_bsh, tokens_bs, cache))
         positions_bs = None
         if self.rotary:

@@ -48,7 +48,7 @@ class SIGReg(nn.Module):
         self.register_buffer("weights", trapezoid * phi)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the loss of states of shape (..., H) along directions drawn from torch's generator."""
+        """Return the loss of states of shape (..., H) along directions sampled from torch's generator."""
         check_states(x)
         noise = torch.randn(x.shape[-1], self.config.slices, dtype=x.dtype, device=x.device)
         return self.compute(x, noise)
