@@ -133,7 +133,10 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
     [
         ("push nothing org/light", "DIR='nothing' does not exist; give the folder that model.save"),
         ("push base org/light --base org/x", "base='org/x' (--base) has no effect where DIR='base' is a whole model"),
-        ("push base org/light --metrics cells.csv", "metrics='cells.csv' (--metrics) needs one row called 'scforge'"),
+        (
+            "push base org/light --metrics cells.csv",
+            "metrics='cells.csv' (--metrics) needs exactly one row named 'scforge'",
+        ),
         ("pull org/nothing", "there is no repository 'org/nothing'"),
         (
             "embed cells.h5ad -m org/nothing -o out.h5ad",

@@ -170,7 +170,7 @@ TUNE = "finetune: {base_model: a, task: b, "
         ("model: {1: 2}", "model has the key 1, which is not the name of an option."),
         ("eval: {every_n_epochs: 2}", "eval.every_n_epochs=2 has no effect without eval.benchmarks; "),
         ("eval: {benchmarks: 3}", "eval.benchmarks=3 is not a list of benchmarks."),
-        ("eval: {benchmarks: [{a: {}, b: {}}]}", "eval.benchmarks=[{'a': {}, 'b': {}}] holds something that is no"),
+        ("eval: {benchmarks: [{a: {}, b: {}}]}", "eval.benchmarks=[{'a': {}, 'b': {}}] contains something that is no"),
         (TUNE + "freeze: 0}", "finetune.freeze=0 is neither true, false nor a number"),
         (TUNE + "lora: 8}", "finetune.lora=8 is neither true, false nor a section"),
         (TUNE + "test_size: 0.9}", "finetune.test_size=0.9 and validation_size=0.1 leave"),
@@ -178,7 +178,7 @@ TUNE = "finetune: {base_model: a, task: b, "
         (TUNE + "split_by: c, split_key: d}", "finetune.split_key='d' has no effect with split_by='c'; keep one"),
         (TUNE + "data: b.h5ad}", "finetune.data='b.h5ad' and data.paths='cells.h5ad' set"),
         ("output: {loggers: csv}", "output.loggers='csv' has no effect without output.log_dir, "),
-        ("output: {log_dir: a, project: b}", "output.project='b' has no effect without a logger that takes it; add"),
+        ("output: {log_dir: a, project: b}", "output.project='b' has no effect without a logger that supports it; add"),
         ("data: {source: s3, paths: a}", "data.source='s3' is not known (known: 'local', 'cellxgene_census')."),
         (
             "data: {source: cellxgene_census, paths: a}",
@@ -218,7 +218,7 @@ def test_mistakes_in_the_content(load: Load, content: str, start: str) -> None:
     ("content", "pattern"),
     [
         ("data: [", r"recipe\.yaml, line 1, column 8 is not valid YAML: "),
-        ("data: a\n b: c", "line 2, column 3 is .*; check the indentation, and put text that holds ': ' in quotes."),
+        ("data: a\n b: c", "line 2, column 3 is .*; check the indentation, and quote text that contains ': '."),
         ("data:\n  paths: a\n layer: b", "line 3, column 2 is .*: the keys of one section start in the same column."),
         ("data:\n\tpaths: a", "cannot start any token; indent with spaces, never with tab characters."),
         ("data: {paths: a}\ndata: {paths: b}", "line 2, column 1 is not valid YAML: the key 'data' stands twice"),

@@ -61,7 +61,7 @@ MISFITS = [
     (MAE, {"objective": "masked_gene_prediction"}, "not work with MaskedAutoencoder, .* objective='masked_value"),
     ("transformer_encoder", {}, r"needs a head that predicts values; pass expression_head='value'\.$"),
     ("transformer_encoder", {"tokenizer": "binned_expression"}, r"='value' or expression_head='bin'\.$"),
-    ("transformer_encoder", {"expression_head": "bin"}, "the tokenizer .* makes no bins; choose 'value'"),
+    ("transformer_encoder", {"expression_head": "bin"}, "the tokenizer .* provides no bins; choose 'value'"),
     ("autoregressive_transformer", {}, "not work with AutoregressiveTransformer, which predicts the next token"),
     ("gene_pooling", {"pooling": "mean"}, "not work with GenePoolingModel, which predicts no values of tokens"),
     (MAE, {"value_loss": "poisson"}, "counts, which .* does not give; pass tokenizer=.*, or value_loss='mse"),

@@ -81,7 +81,7 @@ def test_save_anndata(model: Encoder, tmp_path: Path, quick) -> None:
     with pytest.raises(ModelFileError, match=r"adata\.h5ad' is corrupted: its checksum"):
         Encoder.load(folder)
     (folder / "adata.h5ad").unlink()
-    with pytest.warns(ScforgeWarning, match=r"adata\.h5ad', are not there \(push and pull leave them out\)"):
+    with pytest.warns(ScforgeWarning, match=r"adata\.h5ad', are missing \(push and pull leave them out\)"):
         assert Encoder.load(folder).adata is None
     Encoder.load(folder, adata=False)
     model.save(folder, overwrite=True, save_anndata=True)
@@ -158,8 +158,8 @@ def test_an_existing_folder_without_a_model(model: Encoder, tmp_path: Path, monk
     (tmp_path / "project" / "README.md").write_text("mine")
     for path, message in {
         "project": "dir_path='project' holds 'README.md', not of a model of scforge; ch",
-        "notes.txt": "dir_path='.*notes.txt' is a file; give the name of a folder",
-        "notes.txt/below": "dir_path='.*' is a file; give the name of a folder",
+        "notes.txt": "dir_path='.*notes.txt' is a file; choose the name of a folder",
+        "notes.txt/below": "dir_path='.*' is a file; choose the name of a folder",
     }.items():
         with pytest.raises(OptionError, match=message):
             model.save(path, overwrite=True)

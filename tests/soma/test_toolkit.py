@@ -184,7 +184,7 @@ def test_a_training_that_goes_on_is_the_same(texts):
     assert done.model.save_bytes() == whole.model.save_bytes()
     with pytest.raises(OptionError, match=r"lr=0.002 there, 0.1 here"):
         train(texts, "whole", resume="auto", lr=0.1, **options, **TINY)
-    with pytest.raises(OptionError, match="contains a training already"):
+    with pytest.raises(OptionError, match="already contains a training run"):
         train(texts, "whole", **options, **TINY)
     assert train(texts, "whole", overwrite=True, max_steps=1, **TINY).history
 

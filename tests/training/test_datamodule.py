@@ -123,7 +123,7 @@ COLUMNS = ("balance_by", "split_by", "weight_by", "batch_key", "labels_key")
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"train_rows": ROWS}, "come together; give both, or neither"),
+        ({"train_rows": ROWS}, "must be given together; pass both, or neither"),
         ({"train_rows": ROWS, "validation_rows": np.arange(4, 8)}, "must be disjoint"),
         ({"train_rows": [], "validation_rows": [1]}, "train_rows names no cell"),
         ({"train_rows": np.array([0, 700]), "validation_rows": ROWS}, "train_rows has the row 700, but there"),

@@ -89,7 +89,7 @@ class CellBlock:
     def from_csr(
         cls, matrix: sparse.csr_matrix, totals: np.ndarray | None = None, *, measured: np.ndarray | None = None
     ) -> CellBlock:
-        """Make a block of a CSR matrix of counts of shape (B, G); `totals` are its row sums if not given.
+        """Create a block of a CSR matrix of counts of shape (B, G); `totals` are its row sums if not given.
 
         Parameters
         ----------
@@ -135,7 +135,7 @@ class Cells(Protocol):
     overlap
         Share of the vocabulary's genes that the data have.
     counts_kept
-        Share of all counts that lie in vocabulary genes.
+        Fraction of all counts that lie in vocabulary genes.
     measured
         True for the vocabulary genes that the data have, bool, shape (G,); None where that is not known.
     chunk_size
@@ -246,7 +246,7 @@ class CellSource:
     overlap
         Share of the vocabulary's genes that the data have.
     counts_kept
-        Share of all counts that lie in vocabulary genes.
+        Fraction of all counts that lie in vocabulary genes.
     measured
         True for the vocabulary genes that the data have, bool, shape (G,); None where that is not known.
     vocab

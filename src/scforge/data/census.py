@@ -58,7 +58,7 @@ class CensusQuery:
         ``{"tissue": ["lung", "heart"], "is_primary_data": True}``; or the text of a SOMA ``value_filter``. None takes
         all cells. The Census holds many cells twice, so most queries need ``is_primary_data``.
     obs
-        Columns of obs to have at hand, e.g. for batches and labels. None takes all.
+        Columns of obs to have available, e.g. for batches and labels. None takes all.
     census_version
         Release of the Census, e.g. ``"2025-01-30"``; ``"stable"`` and ``"latest"`` change with time.
     uri

@@ -108,7 +108,7 @@ def convert(
     modality
         Modality of a MuData.
     min_overlap
-        Smallest share of genes of `vocab` that a source must have, see :func:`scforge.data.map_genes`.
+        Smallest fraction of genes of `vocab` that a source must have, see :func:`scforge.data.map_genes`.
     overwrite
         Whether to replace a store that is there.
     progress
@@ -238,7 +238,7 @@ def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
 
 @contextlib.contextmanager
 def _working_folder(target: Path) -> Iterator[Path]:
-    """Make the folder that a store is written in, alone; whatever happens, it is removed at the end."""
+    """Create the folder that a store is written in, alone; whatever happens, it is removed at the end."""
     folder = partial_path(target)
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock", timeout=0)

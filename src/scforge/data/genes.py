@@ -108,7 +108,7 @@ WARN_OVERLAP = 0.5
 """Share of a model's genes below which a warning is given."""
 
 WARN_OUTSIDE = 0.2
-"""Share of the counts outside of a vocabulary above which a warning is given."""
+"""Fraction of the counts outside of a vocabulary above which a warning is given."""
 
 
 @dataclass(frozen=True)
@@ -433,9 +433,9 @@ class OverlapReport:
     n_columns_summed
         Number of columns that mean a gene of an earlier column; their counts are summed.
     counts_kept
-        Share of all counts that lie in genes of the vocabulary; NaN where the data contain no counts.
+        Fraction of all counts that lie in genes of the vocabulary; NaN where the data contain no counts.
     top_missing
-        Names outside of the vocabulary with the most counts, each with its share of all counts.
+        Names outside of the vocabulary with the most counts, each with its fraction of all counts.
     gene_map
         Which column is which gene.
 
@@ -466,7 +466,7 @@ class OverlapReport:
 
     @property
     def overlap(self) -> float:
-        """Share of the genes of the vocabulary that the data have."""
+        """Fraction of the genes of the vocabulary that the data have."""
         return self.n_matched / self.n_genes_vocab
 
     def to_dict(self) -> dict[str, Any]:
@@ -587,7 +587,7 @@ def overlap_report(
     where: str,
     n_top: int,
 ) -> OverlapReport:
-    """Make the report from the names of the columns and their sums, shape (n_vars,); None where there are no counts."""
+    """Create the report from column names and column sums, shape (n_vars,); sums are None without counts."""
     inside = gene_map.columns >= 0
     kept, missing = float("nan"), []
     if sums is not None and (total := sums.sum()) > 0:

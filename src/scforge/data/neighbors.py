@@ -43,8 +43,10 @@ def principal_components(cells: CellSource, n_comps: int = 50) -> tuple[np.ndarr
 
     With fewer cells or genes than `n_comps`, there is one component fewer than cells or genes.
 
-    Returns ------- Components, float32, shape (N, D); loadings, float32, shape (G, D); and an offset, float32, shape
-    (D,). The components of other cells are their values times the loadings, minus the offset.
+    Returns
+    -------
+    Components, float32, shape (N, D); loadings, float32, shape (G, D); and an offset, float32, shape (D,). The
+    components of other cells are their values times the loadings, minus the offset.
     """
     from sklearn.decomposition import PCA
 

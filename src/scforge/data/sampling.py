@@ -192,7 +192,7 @@ class CellWeights:
 class ClassBalance:
     """Draw cells of rare classes more often: a cell has the weight (1 / size of its class)^strength.
 
-    With strength 0 classes come as often as they are in the data, with strength 1 all classes come equally often. The
+    With strength 0 classes come by their frequency in the data, with strength 1 all classes come equally often. The
     strength may grow from epoch to epoch, so that a model first sees the natural frequencies and later rare classes.
 
     Parameters

@@ -240,7 +240,7 @@ def open_cells(
     modality
         Modality of a MuData.
     min_overlap
-        Smallest share of genes to accept in each source, see :func:`scforge.data.map_genes`.
+        Smallest fraction of genes to accept in each source, see :func:`scforge.data.map_genes`.
     obs
         Columns of obs to keep. None keeps all that every source has. Of several sources ``"scforge_source"`` names
         the source of a cell.

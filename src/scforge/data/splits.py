@@ -32,12 +32,12 @@ def split_cells(
     n_cells
         Number of cells.
     validation_size
-        Share of the cells that are held out, from 0 to below 1.
+        Fraction of the cells that are held out, from 0 to below 1.
     seed
         Seed of the choice.
     groups
         Group of each cell, e.g. its donor or data set, as a column of obs or as codes, shape (n_cells,). Whole groups
-        are then held out: of many random choices that whose share of cells is nearest to `validation_size`, with at
+        are then held out: of many random choices that whose fraction of cells is nearest to `validation_size`, with at
         least one group on each side.
     rows
         Rows that are split; the others are on neither side. None: all cells.

@@ -41,7 +41,7 @@ def select_genes(
     within: GeneVocab | None = None,
     keep_genes: Sequence[str] = (),
 ) -> GeneVocab:
-    """Make a vocabulary of the genes of `adata` that a model should see.
+    """Create a vocabulary of the genes of `adata` that a model should see.
 
     Parameters
     ----------

@@ -105,7 +105,7 @@ class StoreInfo:
         Of each source: ``name``, ``n_cells``, ``n_genes``, ``overlap`` (share of the vocabulary's genes that it has),
         ``counts_kept``, and its fingerprint.
     counts_kept
-        Share of all counts that lie in genes of the vocabulary.
+        Fraction of all counts that lie in genes of the vocabulary.
     options
         Arguments of the conversion.
     created, scforge_version
@@ -576,9 +576,9 @@ class StoreCells:
         vocab
             Vocabulary to map the genes to, by name; None takes that of the store.
         obs
-            Columns of obs to have at hand; None takes all.
+            Columns of obs to have available; None takes all.
         min_overlap
-            Smallest share of genes of `vocab` to accept.
+            Smallest fraction of genes of `vocab` to accept.
         storage_options
             Options for the file system of a URL, as for fsspec.
 

@@ -207,7 +207,7 @@ class GeneVocab:
 
     @classmethod
     def from_genes(cls, genes: Sequence[str], *, release: str = FROM_DATA) -> GeneVocab:
-        """Make a vocabulary of `genes` in the given order.
+        """Create a vocabulary of `genes` in the given order.
 
         Parameters
         ----------
@@ -230,7 +230,7 @@ class GeneVocab:
 
     @classmethod
     def from_adata(cls, adata: AnnData, *, gene_key: str | None = None) -> GeneVocab:
-        """Make a vocabulary of all genes of `adata`, named by ``adata.var[gene_key]`` or ``adata.var_names``."""
+        """Create a vocabulary of all genes of `adata`, named by ``adata.var[gene_key]`` or ``adata.var_names``."""
         from scforge.data.checks import check_is_adata, gene_names
 
         check_is_adata(adata)

@@ -26,7 +26,7 @@ class SplitRule:
     ----------
     kind
         ``"stratified"``
-            A share of the cells of each value of `column`; cells without a value count as one value more.
+            A fraction of the cells of each value of `column`; cells without a value count as one value more.
         ``"groups"``
             All cells of some values of `column`, e.g. of whole donors. Cells without a value are left out.
         ``"perturbations"``

@@ -376,7 +376,7 @@ def _cut(ids: np.ndarray, shares: dict[str, float], salt: str) -> np.ndarray:
 
 
 def _stratified(rule: SplitRule, adata: AnnData, salt: str) -> np.ndarray:
-    """Return the part of each cell: shares of the cells of each value, and of those without a value."""
+    """Return the part of each cell: fractions of the cells of each value, and of those without a value."""
     ids = np.asarray(adata.obs_names, dtype=object)
     codes = adata.obs[rule.column].astype("category").cat.codes.to_numpy()
     parts = np.full(len(ids), "train", dtype=object)

@@ -277,7 +277,7 @@ register_benchmark, list_benchmarks = BENCHMARKS.register, BENCHMARKS.names
 
 
 def get_benchmark(name: str, **options: Any) -> Benchmark:
-    """Make the benchmark registered as `name`.
+    """Create the benchmark registered as `name`.
 
     Parameters
     ----------
@@ -446,7 +446,7 @@ type Entry = str | Benchmark | Evaluation | Mapping[str, Mapping[str, Any] | Non
 
 
 def to_evaluation(entry: Entry) -> Evaluation:
-    """Make an evaluation of an entry of a list: a name, a benchmark, or ``{name: {option: value, "dataset": ...}}``.
+    """Create an evaluation of an entry of a list: a name, a benchmark, or ``{name: {option: value, "dataset": ...}}``.
 
     In addition to the options of the benchmark, a mapping takes ``dataset``, ``name`` and ``max_cells`` of
     :class:`Evaluation`; an option of that name that the benchmark has goes to the benchmark.

@@ -152,7 +152,7 @@ _PATIENCE = 15
 _SECONDS_BETWEEN = 15
 """Seconds between two lines that report the progress of scVI."""
 _WARM_UP = 50
-"""Most epochs over which the weight of scVI's KL term rises to 1; its own 400 would end after training has stopped."""
+"""Epochs of the KL warm-up of scVI; its default of 400 would exceed the training."""
 
 
 def embedding_baselines(
@@ -201,7 +201,8 @@ def embedding_baselines(
     seed
         Seed of all of them.
     scvi_max_epochs
-        Most epochs of scVI; None for its own number, 400 for up to 20,000 cells and then 8 million cells seen.
+        Maximum number of epochs of scVI; None for its own number, 400 for up to 20,000 cells and then 8 million cells
+        seen.
     progress_bar
         Show a line for each baseline, with its time.
 

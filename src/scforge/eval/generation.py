@@ -86,7 +86,7 @@ class Generation(Benchmark):
         side has fewer. A classifier that sees fewer cells tells them less well, so methods can be compared only if
         the number is the same for all of them, as :func:`~scforge.eval.generation.evaluate_generation` makes it.
     seed
-        Seed of what is sampled, of the components and of the trees.
+        Random seed, of the components and of the trees.
 
     References
     ----------
@@ -313,7 +313,7 @@ _MIN_GENES_OF_A_CELL = 10
 """A cell with fewer expressed genes may well look like another one."""
 
 _TELLING_SHARE = 0.01
-"""Share of the cells that may be the same by chance."""
+"""Fraction of the cells that may be the same by chance."""
 
 _DECIMALS = 3
 _SAME = 1e-4
@@ -527,7 +527,7 @@ CEILING = "training cells"
 _MIN_GENES = 10
 
 _MISSING = 0.01
-"""Share of the counts that genes may hold which are not there, so that the total is still about right."""
+"""Fraction of the counts that genes may hold which are not there, so that the total is still about right."""
 
 
 def generation_baselines(

@@ -356,7 +356,7 @@ def entries_of(benchmarks: Entry | Sequence[Entry]) -> list[Entry]:
 
 
 def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None]) -> dict[str, Benchmark]:
-    """Make the benchmarks of a list, with unique names; `keys` are columns of the data, used if none is given."""
+    """Create the benchmarks of a list, with unique names; `keys` are columns of the data, used if none is given."""
     found: dict[str, Benchmark] = {}
     for entry in entries_of(benchmarks):
         evaluation = to_evaluation(entry)

@@ -17,7 +17,7 @@ from scforge.eval.base import Benchmark, as_array, check_column, register_benchm
 _MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "", "unknown")
 """Labels that may stand for none."""
 _MAX_DUPLICATES = 0.01
-"""Share of cells that may have the coordinates of a cell of another fold before a warning."""
+"""Fraction of cells that may have the coordinates of a cell of another fold before a warning."""
 _MAX_CACHED = 64
 """Embeddings whose predictions are kept."""
 
@@ -94,7 +94,7 @@ class CellTypeProbe(Benchmark):
     n_neighbors
         Neighbors k.
     rare_share
-        A label with less than this share of the cells is rare.
+        A label with less than this fraction of the cells is rare.
     seed
         Seed of the stratified folds; those of groups are always the same.
 

@@ -95,9 +95,9 @@ class EvaluationContext:
     predictor, rows
         The model over the scored cells, and which of these are scored, int64.
     train, train_rows
-        The same model over the cells of the fine-tuning, and those it learned from; None if they are not at hand.
+        The same model over the cells of the fine-tuning, and those it learned from; None if they are not available.
     base, base_train
-        The model before fine-tuning over the scored cells, and over those of the fine-tuning; None if not at hand.
+        The model before fine-tuning over the scored cells, and over those of the fine-tuning; None if not available.
     cells, train_cells
         Scored cells and cells of the fine-tuning over all genes of the latter, for baselines.
     baselines
@@ -156,7 +156,9 @@ class Evaluated:
 
 def warn_of_missing_base() -> None:
     """Warn that the baseline of the frozen embedding is missing."""
-    warn("the model before fine-tuning is not at hand, so its frozen embedding is missing; pass base= (--base-model).")
+    warn(
+        "the model before fine-tuning is not available, so its frozen embedding is missing; pass base= (--base-model)."
+    )
 
 
 type Batch = dict[str, torch.Tensor]
@@ -250,7 +252,7 @@ class Task(Objective):
 
     @abstractmethod
     def make_head(self, n_latent: int, module: nn.Module) -> nn.Module:
-        """Make the head: ``forward(embeddings, batch)`` takes (B, D) and returns (B, K).
+        """Create the head: ``forward(embeddings, batch)`` takes (B, D) and returns (B, K).
 
         Parameters
         ----------
@@ -335,7 +337,7 @@ register_task, list_tasks = TASKS.register, TASKS.names
 
 
 def get_task(name: str, **options: Any) -> Task:
-    """Make the task registered as `name`.
+    """Create the task registered as `name`.
 
     Parameters
     ----------

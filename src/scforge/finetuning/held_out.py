@@ -232,7 +232,7 @@ class HeldOutRegistry:
         except (OSError, KeyError, TypeError, SafetensorError) as error:
             raise ModelFileError(f"{str(path)!r} cannot be read: {error}; copy the model again.") from error
         if not intact or found.digest != digest:
-            raise ModelFileError(f"{str(path)!r} is corrupted: its checksum is another one; copy the model again.")
+            raise ModelFileError(f"{str(path)!r} is corrupted: its checksum does not match; copy the model again.")
         return found
 
 

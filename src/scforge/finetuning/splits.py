@@ -73,7 +73,7 @@ def split_for(
     n_cells
         Number of cells N.
     validation_size, test_size
-        Shares of the cells.
+        Fractions of the cells.
     seed
         Seed of the choice.
     usable

@@ -92,7 +92,7 @@ class ScFoundation:
             raise ModelFileError(f"{str(path)!r} is of {n_rows - 3} genes, but vocab has {len(genes)}; give its genes.")
         made = GeneVocab(genes=genes, release="scFoundation", special_tokens=(PAD_TOKEN, MASK_TOKEN))
         tokenizer = ContinuousProjectionTokenizer.scfoundation(made)
-        # There: the genes, the depth wanted, the depth at hand, padding. It has no MASK; here MASK has no vector.
+        # There: the genes, the depth wanted, the depth available, padding. It has no MASK; here MASK has no vector.
         order = (n_rows - 1, -1, len(genes), len(genes) + 1, *range(len(genes)))
         tensors = state_dict_in(model, f"{path}[{part}]")
         prefixed = all(name.startswith("model.") for name in tensors)

@@ -114,7 +114,7 @@ class Architecture(nn.Module):
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> Self:
-        """Make the model that `config` describes: what it sets is passed on, for the rest the defaults hold.
+        """Create the model that `config` describes: what it sets is passed on, for the rest the defaults hold.
 
         Raises
         ------

@@ -68,15 +68,15 @@ def generate_cells(
         (B, P), and if given ``values`` (the bins as numbers, NaN where a bin is to be sampled; without them all are)
         and ``attention_mask``, of the same shape. `first_id` is put in front unless all of them begin with it.
     temperature
-        Logits of genes and bins are divided by it: below 1 the likely becomes likelier.
+        Logits of genes and bins are divided by it: below 1 likely values become more likely.
     top_k
         Draw among this many of the likeliest genes only.
     seed
-        Seed of what is sampled.
+        Random seed.
     condition
         Class of each cell, int64, shape (B,), or one for all; 0 or None for none.
     max_len
-        Most tokens of a cell, all included; None for as many as `model` and the genes allow.
+        Maximum number of tokens per cell, all included; None for as many as `model` and the genes allow.
     eos_id
         Token that ends a cell; None lets all cells grow to `max_len`. It is not drawn as long as a cell has no gene.
     first_id
@@ -303,7 +303,7 @@ class AutoregressiveTransformer(Architecture):
     dropout
         Dropout on embeddings and residual branches.
     max_seq_len
-        Most tokens of a cell.
+        Maximum number of tokens per cell.
     pooling
         ``"mean"`` (mean over tokens), ``"last"`` (state of the last token) or ``"cls"``. As a CLS token in front would
         see none of the cell, a read-out follows the last token: a learned vector that sees all tokens, and
@@ -555,7 +555,7 @@ class AutoregressiveTransformer(Architecture):
         Raises
         ------
         OptionError
-            If the model was made with ``shift_labels=False``.
+            If the model was created with ``shift_labels=False``.
         """
         if not self.shift_labels:
             raise OptionError("shift_labels=False predicts each token itself and not the next one; train with True.")

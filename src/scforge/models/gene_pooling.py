@@ -138,7 +138,7 @@ class GenePoolingModel(Architecture):
     dropout
         Dropout probability.
     max_seq_len
-        Most tokens of a cell, only for ``"mean"``, which has position embeddings.
+        Maximum number of tokens per cell, only for ``"mean"``, which has position embeddings.
     pooling
         ``"mean"`` or ``"weighted_sum"``; ``"cls"``, a default of configurations, is taken as ``"mean"``: without
         attention the state of a first token would be the same for all cells.

@@ -126,7 +126,7 @@ class MaskedAutoencoder(Architecture):
     dropout
         Dropout on embeddings and residual branches.
     max_seq_len
-        Most tokens of a cell that the encoder sees.
+        Maximum number of tokens per cell that the encoder sees.
     pooling
         ``"mean"`` (mean over visible tokens), ``"cls"`` (state of the first) or ``"last"`` (of the last).
     activation

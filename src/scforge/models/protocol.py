@@ -133,7 +133,7 @@ class CellModule(Protocol):
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> Any:
-        """Make the module that `config` describes.
+        """Create the module that `config` describes.
 
         Parameters
         ----------
@@ -183,11 +183,11 @@ class GeneratingModule(CellModule, Protocol):
         prompt
             Tokens that the cells begin with: ``input_ids``, ``values`` and ``attention_mask``, shape (B, P).
         temperature
-            Logits are divided by it: below 1 the likely becomes likelier.
+            Logits are divided by it: below 1 likely values become more likely.
         top_k
             Draw among this many of the likeliest genes only.
         seed
-            Seed of what is sampled; a cell depends on it and on its number alone.
+            Random seed; a cell depends on it and on its number alone.
         first_id
             Token that cells begin with.
         first_cell

@@ -772,7 +772,7 @@ class ScDiVaModel(Architecture):
 
     @classmethod
     def from_config(cls, config: ModelConfig | ScDiVaConfig) -> ScDiVaModel:
-        """Make the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None."""
+        """Create the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None."""
         return config.build() if isinstance(config, ScDiVaConfig) else super().from_config(config)
 
     model_class: ClassVar[str] = "ScDiVa"
@@ -780,7 +780,7 @@ class ScDiVaModel(Architecture):
 
     @property
     def attended_tokens(self) -> int | None:
-        """Most tokens of a cell that are attended to; None where all count alike."""
+        """Maximum number of tokens per cell that are attended to; None where all count alike."""
         return self.max_tokens if self.mode == "tokens" else None
 
     @property
@@ -897,7 +897,7 @@ class ScDiVaModel(Architecture):
         top_k
             Draw among this many of the likeliest genes only.
         seed
-            Seed of what is sampled.
+            Random seed.
         first_cell
             Number of the first cell, where cells are generated in several calls.
         first_id
@@ -1177,5 +1177,5 @@ class ScDiVaConfig:
         return {"vocab_size": self.num_genes + N_SPECIAL, **options}
 
     def build(self) -> ScDiVaModel:
-        """Make the model."""
+        """Create the model."""
         return ScDiVaModel(**self.options())

@@ -48,7 +48,7 @@ class TransformerEncoder(Architecture):
     dropout
         Dropout on embeddings and residual branches.
     max_seq_len
-        Most tokens of a cell.
+        Maximum number of tokens per cell.
     pooling
         ``"cls"`` (state of the first token), ``"mean"`` (mean over tokens), ``"genes"`` (mean over tokens but special
         ones, see `n_special`), ``"last"`` (state of the last token) or ``"depths"`` (four of them, as scFoundation: see

@@ -29,7 +29,7 @@ def confusion_matrix(
     table: str = "metrics_confusion",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw which classes are taken for which, as shares of the cells of a true class.
+    """Draw which classes are taken for which, as fractions of the cells of a true class.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ def calibration(
     error = float(np.abs(accuracy - mean) @ n_cells / len(known))
     ax = new_axes(ax, 4.2, 4.2)
     centers = (np.array(list(grouped.indices)) + 0.5) / n_bins
-    ax.bar(centers, n_cells / len(known), width=0.9 / n_bins, color="0.85", label="share of cells")
+    ax.bar(centers, n_cells / len(known), width=0.9 / n_bins, color="0.85", label="fraction of cells")
     ax.plot([0, 1], [0, 1], color="0.4", linestyle="--", linewidth=1, label="as often right as sure")
     ax.vlines(mean, *_wilson(accuracy, n_cells), color=COLORS[0], alpha=0.5, linewidth=2)
     ax.plot(mean, accuracy, "o-", color=COLORS[0], markersize=5, linewidth=1, label="accuracy")

@@ -202,7 +202,7 @@ def keep(
     sample
         Draw without replacement. Otherwise equal counts go to the earlier entries, but zeros are sampled.
     seed
-        Seed of what is sampled.
+        Random seed.
 
     Returns
     -------

@@ -265,8 +265,8 @@ class Tokenizer(ABC):
     vocab
         The genes, and what is known of them.
     max_len
-        Most tokens of a cell, special tokens included; the most expressed genes are kept (by the order of the
-        strategy). None takes the strategy's default.
+        Maximum number of tokens per cell, special tokens included; the most expressed genes are kept (by the order of
+        the strategy). None takes the strategy's default.
     append_cls
         Put a CLS token before the genes of each cell.
     append_eos
@@ -372,7 +372,7 @@ class Tokenizer(ABC):
 
     @property
     def most_genes(self) -> int:
-        """Most genes of a cell that become tokens."""
+        """Maximum number of genes per cell that become tokens."""
         return np.iinfo(np.int64).max if self.max_len is None else self.max_len - self._n_around
 
     @classmethod
@@ -533,7 +533,7 @@ register_tokenizer, list_tokenizers = TOKENIZERS.register, TOKENIZERS.names
 
 
 def get_tokenizer(name: str, vocab: GeneVocab, **options: Any) -> Tokenizer:
-    """Make the tokenizer registered as `name`.
+    """Create the tokenizer registered as `name`.
 
     Parameters
     ----------

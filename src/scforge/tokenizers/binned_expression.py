@@ -213,7 +213,7 @@ class BinnedExpressionTokenizer(Tokenizer):
     vocab
         The genes.
     max_len
-        Most tokens of a cell, special tokens included. None takes 2,048.
+        Maximum number of tokens per cell, special tokens included. None takes 2,048.
     append_cls, append_eos
         Put a CLS token before the genes, an EOS token behind them.
     n_bins
@@ -232,7 +232,7 @@ class BinnedExpressionTokenizer(Tokenizer):
         Which genes are kept of a cell that has too many: ``"random"``, sampled anew each epoch as scGPT does, or
         ``"highest"``, the most expressed, and genes without counts, which are sampled, up to the limit.
     seed
-        Seed of what is sampled. What happens to a cell depends on the seed, the epoch and the cell alone.
+        Random seed. What happens to a cell depends on the seed, the epoch and the cell alone.
 
     Raises
     ------

@@ -35,7 +35,8 @@ class ContinuousProjectionTokenizer(Tokenizer):
     vocab
         The genes.
     max_len
-        Most tokens of a cell, special tokens included; the genes with the highest counts are kept. None keeps all.
+        Maximum number of tokens per cell, special tokens included; the genes with the highest counts are kept. None
+        keeps all.
     append_cls, append_eos
         Put a CLS token before the genes, an EOS token behind them.
     transform
@@ -56,14 +57,14 @@ class ContinuousProjectionTokenizer(Tokenizer):
     unmeasured_as_zero
         With `include_zero_genes`, also present the genes of the vocabulary that the data do not have.
     target_depth
-        Put two tokens behind the genes that tell the depth wanted and the depth at hand, with the values T and S of
+        Put two tokens behind the genes that tell the depth wanted and the depth available, with the values T and S of
         scFoundation: S is log10 of the library size, T is ``"t4"`` for 4, ``"f2"`` for S of twice the library size,
         ``"a1"`` for S + 1.
     attention_bias
         Also give ``attention_bias``, log of the count (or of `clip`) of each gene, which TranscriptFormer adds to the
         attention scores of that gene.
     seed
-        Seed of what is sampled.
+        Random seed.
 
     Raises
     ------
@@ -218,7 +219,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         tokens = RaggedTokens(indptr, ids, values, extras)
         if self.target_depth is None:
             return tokens
-        # log10 of the depth that is wanted and of the depth at hand, of one count where there is none.
+        # log10 of the depth that is wanted and of the depth available, of one count where there is none.
         source, number = np.log10(np.maximum(block.totals, 1.0)), float(self.target_depth[1:])
         wanted = {"t": np.full_like(source, number), "f": source + np.log10(max(number, 1e-300)), "a": source + number}
         depths = np.stack([wanted[self.target_depth[0]], source], axis=1).ravel().astype(np.float32)

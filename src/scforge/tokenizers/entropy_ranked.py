@@ -71,7 +71,8 @@ class EntropyRankedTokenizer(Tokenizer):
     vocab
         The genes, with their `entropies`.
     max_len
-        Most tokens of a cell, special tokens included; the top of the ranking is kept. None keeps all expressed genes.
+        Maximum number of tokens per cell, special tokens included; the top of the ranking is kept. None keeps all
+        expressed genes.
     append_cls, append_eos
         Put a CLS token before the genes, an EOS token behind them.
     weighting

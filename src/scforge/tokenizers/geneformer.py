@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MODEL_INPUT = {"V1": 2048, "V2": 4096}
-"""Most tokens of a cell, special tokens included."""
+"""Maximum number of tokens per cell, special tokens included."""
 
 _BOTH = "the two dictionaries (gene to token, gene to median) as a tuple"
 _IN_MEMORY = {"tokens_medians": _BOTH, "ensembl_map": "the dictionary of former ids to current ones"}

@@ -134,7 +134,7 @@ class Masking:
         return cast(TokenBatch, {**tensors, "attention_mask": batch["attention_mask"]})
 
     def ratios(self, rows: np.ndarray, *, epoch: int) -> np.ndarray:
-        """Return the share of tokens to choose of each cell, float64, shape (B,).
+        """Return the fraction of tokens to choose of each cell, float64, shape (B,).
 
         Parameters
         ----------

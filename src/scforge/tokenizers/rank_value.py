@@ -308,7 +308,7 @@ class RankValueTokenizer(Tokenizer):
     vocab
         The genes, with their `medians` if `use_medians`.
     max_len
-        Most tokens of a cell, special tokens included; the top of the ranking is kept. None takes 2,048.
+        Maximum number of tokens per cell, special tokens included; the top of the ranking is kept. None takes 2,048.
     append_cls, append_eos
         Put a CLS token before the genes, an EOS token behind them.
     use_medians
@@ -379,7 +379,7 @@ class RankValueTokenizer(Tokenizer):
         ensembl_map: pd.DataFrame | str | os.PathLike[str] | Mapping[str, str] | None = None,
         parity: str = "stable",
     ) -> RankValueTokenizer:
-        """Make the tokenizer of a published Geneformer, with its token ids.
+        """Create the tokenizer of a published Geneformer, with its token ids.
 
         V1 has 2,048 gene tokens and no special ones; V2 has 4,096 tokens with CLS in front and EOS at the end. Genes
         that are not in the dictionary are left out, but their counts stay in the library size.

@@ -157,7 +157,7 @@ def make_optimizer(
     fused: bool = True,
     factors: Mapping[int, float] = _PLAIN,
 ) -> torch.optim.Optimizer:
-    """Make an optimizer.
+    """Create an optimizer.
 
     Parameters
     ----------
@@ -241,7 +241,7 @@ _WARMUPS = {"constant": 0.0, "cosine": 0.0, "linear": 0.0, "one_cycle": 0.3}
 def make_schedule(
     optimizer: torch.optim.Optimizer, *, name: str, total_steps: int, warmup_steps: int | None = None
 ) -> lr_scheduler.LRScheduler:
-    """Make a schedule that is stepped once an optimizer step.
+    """Create a schedule that is stepped once an optimizer step.
 
     Parameters
     ----------

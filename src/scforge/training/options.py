@@ -18,18 +18,18 @@ class TrainOptions:
     Parameters
     ----------
     max_epochs
-        Most epochs; None chooses by objective and number of cells.
+        Maximum number of epochs; None chooses by objective and number of cells.
     max_steps
-        Most optimizer steps; -1 for no limit.
+        Maximum number of optimizer steps; -1 for no limit.
     datamodule
-        Cells to train on instead of those that the model was made with; it also sets how minibatches are made
+        Cells to train on instead of those that the model was created with; it also sets how minibatches are made
         (`batch_size`, `max_tokens_per_batch`, `validation_size`, `num_threads`).
     batch_size
         Cells per step and process; ``"auto"`` takes the most that fit into memory. None takes the objective's default.
     max_tokens_per_batch
         A batch contains as many cells of similar length as fit into this many tokens, padding included.
     validation_size
-        Share of cells held out, sampled with the model's seed, so the same cells in every call; None holds out 0.1.
+        Fraction of cells held out, sampled with the model's seed, so the same cells in every call; None holds out 0.1.
     num_threads
         Threads that prepare batches while the model computes; 0 for none, None chooses.
     optimizer
@@ -42,7 +42,7 @@ class TrainOptions:
     layer_lr_decay
         Learning rate of a layer over that of the layer above it, e.g. 0.8; None trains all alike.
     gradual_unfreezing
-        Train the top layer first, and one more below it every so many epochs; None trains all from the start.
+        Train the top layer first, and one more below it every that many epochs; None trains all from the start.
     early_stopping, early_stopping_patience
         Stop when the validation loss has not improved for this many epochs after the warm-up of the learning rate.
     accelerator, devices, num_nodes

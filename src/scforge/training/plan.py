@@ -307,7 +307,7 @@ class TrainingPlan(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Make the optimizer, and a schedule over all steps of the training."""
+        """Create the optimizer, and a schedule over all steps of the training."""
         # The scaler of 16-bit losses needs gradients that nobody else scales; fused kernels take no sharded tensors.
         sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
         if sharded and self.optimizer_name == "muon":

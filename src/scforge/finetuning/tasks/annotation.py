@@ -212,7 +212,7 @@ class Annotation(SupervisedTask):
         return targets >= 0
 
     def make_head(self, n_latent: int, module: nn.Module) -> CalibratedHead:
-        """Make the head, one output a class."""
+        """Create the head, one output a class."""
         return CalibratedHead(n_latent, len(self.known_classes), **self.head)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:

@@ -83,7 +83,7 @@ class IntegrationHead(nn.Module):
 
     @torch.no_grad()
     def start_at(self, counts: np.ndarray, n_special: int) -> None:
-        """Start at the shares of the genes in all counts, shape (V - n_special,), whatever the embedding."""
+        """Start at the fractions of the genes in all counts, shape (V - n_special,), whatever the embedding."""
         shares = (counts + 0.1) / (counts + 0.1).sum()
         self.out.bias.copy_(torch.from_numpy(np.concatenate([np.full(n_special, _NOTHING), np.log(shares)])))
         self.out.weight.mul_(0.1)
@@ -300,7 +300,7 @@ class Integration(Task):
         return self.batches
 
     def make_head(self, n_latent: int, module: nn.Module) -> IntegrationHead:
-        """Make the decoder."""
+        """Create the decoder."""
         architecture: Any = module
         n_tokens, n_batches = architecture.vocab_size, len(self.known_batches)
         return IntegrationHead(n_latent, n_tokens, n_batches, n_reference=self.n_reference, hidden_dim=self.hidden_dim)

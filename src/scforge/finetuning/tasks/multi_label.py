@@ -183,7 +183,7 @@ class MultiLabel(SupervisedTask):
         return ~np.isnan(targets).any(axis=1)
 
     def make_head(self, n_latent: int, module: nn.Module) -> PredictionHead:
-        """Make the head, one output a label."""
+        """Create the head, one output a label."""
         return PredictionHead(n_latent, len(self.known_classes), **self.head)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
@@ -281,7 +281,7 @@ class MultiLabel(SupervisedTask):
         """Return scores of all labels.
 
         ``auroc`` and ``average_precision`` are means over labels that they are defined for, ``macro_f1`` is that over
-        labels that a cell has, at the probability 0.5, and ``subset_accuracy`` is the share of cells of which all
+        labels that a cell has, at the probability 0.5, and ``subset_accuracy`` is the fraction of cells of which all
         labels are right.
         """
         of_labels = multi_label_figures(truth > 0, estimates)

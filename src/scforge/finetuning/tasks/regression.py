@@ -112,7 +112,7 @@ class Regression(SupervisedTask):
         return ~np.isnan(targets)
 
     def make_head(self, n_latent: int, module: nn.Module) -> PredictionHead:
-        """Make the head, with one output: the standardized number."""
+        """Create the head, with one output: the standardized number."""
         return PredictionHead(n_latent, 1, **self.head)
 
     def _standardized(self, values: np.ndarray) -> np.ndarray:

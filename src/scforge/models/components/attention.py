@@ -278,7 +278,7 @@ class SelfAttention(nn.Module):
         ends
             Cell i stands at ``ends[i]`` to ``ends[i + 1]``, int32, shape (B + 1,).
         longest
-            Most tokens of a cell.
+            Maximum number of tokens per cell.
         causal, rotation
             As of :meth:`forward`.
 

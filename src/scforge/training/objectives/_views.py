@@ -126,7 +126,7 @@ def downsample_counts(
     block
         Cells with integer counts.
     keep
-        Range from which the share of counts to keep is sampled, one for each cell; above zero if `log_uniform`.
+        Range from which the fraction of counts to keep is sampled, one for each cell; above zero if `log_uniform`.
     gene_dropout
         Range from which the rate of masked genes is sampled, one for each cell. A masked gene is not in the view, but
         its counts stay in the library size.
@@ -237,7 +237,7 @@ def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def geometry(means: dict[str, np.ndarray]) -> dict[str, float]:
-    """Remove the metrics of :func:`geometry_moments` from the means of an epoch, and return the metrics derived from them.
+    """Replace the metrics of :func:`geometry_moments` in the means of an epoch by the metrics derived from them.
 
     Returns
     -------

@@ -29,7 +29,9 @@ class TrainingDefaults:
     Attributes
     ----------
     batch_size
-        Cells per step. lr, weight_decay Of AdamW.
+        Cells per step.
+    lr, weight_decay
+        Of AdamW.
     schedule
         Name of the learning-rate schedule.
     max_epochs
@@ -82,7 +84,7 @@ class Objective(ABC):
     """Whether a model trained with it can generate cells."""
 
     random_batches: ClassVar[bool] = False
-    """Whether batches have to be random samples because the loss compares cells; else cells of similar length share a batch."""
+    """Whether batches must be random samples, as the loss compares cells; else cells of similar length share one."""
 
     monitor: ClassVar[str] = "loss"
     """Metric of the validation cells that selects the best epoch and is used for early stopping."""
@@ -100,7 +102,7 @@ class Objective(ABC):
     """Whether `Encoder` passes the batches of its set-up as `batch_key` by default."""
 
     maps_queries: ClassVar[bool] = False
-    """Whether a trained encoder embeds cells of new batches without training, so only the decoder learns new batches."""
+    """Whether a trained encoder embeds cells of new batches unchanged, so only the decoder is trained."""
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -181,7 +183,7 @@ class Objective(ABC):
 
 
 def mismatch(objective: str, architecture: type[nn.Module] | nn.Module, why: str, choice: str) -> OptionError:
-    """Return the error for an objective that does not work with an architecture; it names the reason and alternatives."""
+    """Return the error for an objective that does not work with an architecture, with reason and alternatives."""
     name = architecture.__name__ if isinstance(architecture, type) else type(architecture).__name__
     return OptionError(f"{objective!r} does not work with {name}, which {why}; choose {choice}, or another objective.")
 

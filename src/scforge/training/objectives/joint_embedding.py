@@ -75,7 +75,7 @@ class JointEmbedding(TellsBatches, SeesViews):
     batch_key
         Column of obs with the batch of each cell, for `per_batch`. The architecture does not receive it.
     batches
-        The batches; None takes those of the cells that the model is made with.
+        The batches; None takes those of the cells that the model is created with.
     projector
         Width of an MLP projection head to whose output both terms apply, so the embedding itself need not be isotropic.
         For architectures that have one (``gene_pooling``, ``mlp``). None applies both terms to the embedding.

@@ -72,7 +72,8 @@ class NeighborDenoising(TellsBatches, SeesViews):
     batch_key
         Column of obs with the batch of each cell; `Encoder` takes that of ``setup_anndata``.
     batches
-        Names of the batches, in the order of their codes; None takes them from the cells that the model is made with.
+        Names of the batches, in the order of their codes; None takes them from the cells that the model is created
+        with.
     across, within
         Number of mutual neighbors of a cell in each other batch, and in the same batch; at most a tenth of a batch.
     space
@@ -298,7 +299,7 @@ class _Pool:
             (rows_of != of_pool[self.pairs.indices], self.pairs.indices, self.pairs.indptr), shape=self.pairs.shape
         )
         self.share_across = float((far.sum(axis=1) > 0).mean())
-        """Share of the cells that have a neighbor in another batch."""
+        """Fraction of the cells that have a neighbor in another batch."""
         weights = neighbor_weights(found, self.pairs, temperature=options.temperature)
         self.cumulative = np.concatenate([[0.0], np.cumsum(weights)])
         """Cumulative weights of the pairs, from 0 on, float64, shape (P + 1,)."""

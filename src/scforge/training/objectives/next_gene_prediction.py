@@ -61,8 +61,8 @@ class NextGenePrediction(Objective):
         Column of obs with classes on which the model is conditioned, such as the cell type, so it can generate cells of
         a class. None for no classes.
     conditions
-        The classes, in the order of their numbers; None takes those of the cells that the model is made with. Cells of
-        other classes count as unknown.
+        The classes, in the order of their numbers; None takes those of the cells that the model is created with. Cells
+        of other classes count as unknown.
     condition_dropout
         Fraction of cells whose class is dropped in training, so the model also handles cells of unknown class.
     token_prior
@@ -121,7 +121,7 @@ class NextGenePrediction(Objective):
             raise mismatch("next_gene_prediction", architecture, "sees the token that it is to predict", choice)
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
-        """Return the classes of the cells that a model is made with, unless they are known already."""
+        """Return the classes of the cells that a model is created with, unless they are known already."""
         if self.condition_key is None or self.conditions is not None:
             return {}
         return {"conditions": classes_found("condition_key", self.condition_key, column)}

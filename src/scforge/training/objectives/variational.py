@@ -68,12 +68,12 @@ class Variational(TellsBatches):
         Column of obs with the class of each cell, e.g. its type; None for no classification. Cells without a class are
         used for the reconstruction only.
     labels
-        The classes, in the order of their numbers; None takes those of the cells that the model is made with. Cells of
-        other classes count as cells without a class.
+        The classes, in the order of their numbers; None takes those of the cells that the model is created with. Cells
+        of other classes count as cells without a class.
     batch_key
         Column of obs with the batch of each cell, on which the decoder is conditioned.
     batches
-        The batches, in the order of their numbers; None takes those of the cells that the model is made with.
+        The batches, in the order of their numbers; None takes those of the cells that the model is created with.
     thinning
         Range of the fraction of counts that the model sees of each cell, sampled log-uniformly in each epoch; it has to
         predict the whole cell. None shows all counts.
