@@ -140,7 +140,7 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
         ("pull org/nothing", "there is no repository 'org/nothing'"),
         (
             "embed cells.h5ad -m org/nothing -o out.h5ad",
-            "(--model) (no folder here): there is no repository",
+            "(--model) (not a local folder): there is no repository",
         ),
         ("predict cells.h5ad -m nothing -o out.csv", "model='nothing' (--model) does not exist; give the folder"),
     ],

@@ -150,7 +150,7 @@ def test_check_obs_column(tiny_adata):
         check_obs_column(tiny_adata, key, argument="labels_key")
     with pytest.raises(DataError, match="labels_key='groop' is not in adata.obs; did you mean 'group'"):
         check_obs_column(tiny_adata, "groop", argument="labels_key")
-    with pytest.raises(OptionError, match="labels_key=.'group'. is of type 'list'; give the name of one column"):
+    with pytest.raises(OptionError, match="labels_key=.'group'. is of type 'list'; pass the name of one column"):
         check_obs_column(tiny_adata, ["group"], argument="labels_key")
     tiny_adata.obs["depth"], tiny_adata.obs["lane"] = 0.5, [1.0, np.nan] * (tiny_adata.n_obs // 2)
     tiny_adata.obs["day"] = np.arange(tiny_adata.n_obs) % 3 + 0.5  # time points may well be batches

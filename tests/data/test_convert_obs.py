@@ -118,7 +118,7 @@ def test_names_that_clash_get_the_number_of_their_source(files, tiny_adata, capl
     assert obs["n"].tolist() == [1, 2, 3, 4, 5, 6]
     # "b-1" is the name of another cell, and of "b" of source 1: the rows of both are added.
     assert obs.index.tolist() == ["a", "b-0", "b-1-2", "b-1-0", "c", "d"]
-    assert "2 cells have a name that another one has" in caplog.text
+    assert "2 cells have a duplicate name" in caplog.text
     convert([tiny_adata, tiny_adata[:10].copy()], paths[0].parent / "memory.zarr", shuffle=False)
     obs = ad.read_zarr(paths[0].parent / "memory.zarr" / "dataset_0").obs
     assert obs["scforge_source"].tolist() == ["adata"] * 60 + ["adata-1"] * 10

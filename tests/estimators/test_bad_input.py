@@ -151,7 +151,7 @@ OPTIONS = [
     ((None, "rank_vale"), {}, OptionError, "tokenizer='rank_vale' is not known; did you mean 'rank_value'?"),
     ((None, {"name": "rank_value", "maxlen": 3}), {}, OptionError, "'maxlen' is unknown to 'rank_value'; did you mean"),
     ((None, 3), {}, OptionError, "tokenizer=3 is neither a name nor a dict"),
-    ((None, {"max_len": 0}), {}, OptionError, "max_len=0 leaves no token for a gene"),
+    ((None, {"max_len": 0}), {}, OptionError, "max_len=0 leaves no token for genes"),
     ((None, None, "joint"), {}, OptionError, "objective='joint' is not known (known: 'joint_embedding', 'masked_diff"),
     ((None, None, JOINT | {"view": 3}), {}, OptionError, "objective option 'view' is unknown to 'joint_embedding'; di"),
     ((None, None, JOINT | {"keep_max": "1"}), {}, OptionError, "keep_max='1' is not a number from 0 to 1."),

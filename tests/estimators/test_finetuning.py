@@ -211,7 +211,7 @@ def test_adapters_in_a_folder(base: Encoder, adapted: Encoder, cells: ad.AnnData
         (ModelFileError, "another base model", partial(Encoder.load, tmp_path / "adapter", base=other)),
         (
             MissingFileError,
-            "none' does not exist; give a folder",
+            "none' does not exist; pass a folder",
             partial(Encoder.load, tmp_path / "none", base=base),
         ),
     ):
@@ -254,7 +254,7 @@ def test_cells_without_label_take_no_part(tune: Callable[..., Encoder], cells: a
         ({"learning_rate": 0.1}, "option of finetune 'learning_rate' is unknown to 'annotation'"),
         ({"batch_key": "donor"}, "batch_key='donor' has no effect in the task 'annotation'"),
         ({"task": {"name": "annotation", "labels_key": "kind"}}, "labels_key is set in task and as an argument"),
-        ({"test_size": 0.5, "validation_size": 0.5}, "leave no cell to train on"),
+        ({"test_size": 0.5, "validation_size": 0.5}, "leave no training cells"),
         ({"split_by": "donor", "split_key": "kind"}, "split_by='donor' has no effect with split_key"),
         ({"split_key": "kind"}, "split_key='kind' has the values 'common', 'rare'; name the parts"),
         ({"labels_key": "grop"}, "labels_key='grop' is not a column .*did you mean 'group'"),

@@ -186,7 +186,7 @@ def test_a_format_from_the_future(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
-        ("nothing", {}, MissingFileError, r"^dir_path='.*' does not exist; give a folder, hf://"),
+        ("nothing", {}, MissingFileError, r"^dir_path='.*' does not exist; pass a folder, hf://"),
         ("model", {"device": "cuda:99"}, OptionError, "^device='cuda:99' cannot be used: "),
         ("model", {"accelerator": "tpu"}, OptionError, r"accelerator='tpu' is not known.* \(known: 'cpu'"),
         ("model", {"adata": "cells.h5ad"}, OptionError, "adata is of type 'str'; read it with anndata.read_h5ad first"),

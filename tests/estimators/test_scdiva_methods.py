@@ -71,7 +71,7 @@ def test_attention_is_of_cells_where_genes_had_room(cells: ad.AnnData) -> None:
         if {one, other} <= set(here)
     ]
     np.testing.assert_allclose(graph[one, other], np.mean(together), rtol=1e-5)
-    with pytest.raises(OptionError, match="needs mode='tokens'; one vector attends to nothing else"):
+    with pytest.raises(OptionError, match="needs mode='tokens'; with one vector per cell there is no attention"):
         made(cells, "vector").get_attention()
 
 

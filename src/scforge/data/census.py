@@ -196,7 +196,7 @@ class SomaStream:
                 ]
                 raise DataError(
                     f"no cell of {self.name!r} fits filters={self.query.filters!r}: of {self._obs.count} cells, each "
-                    f"filter alone leaves {', '.join(counted) or 'nothing'}; loosen them."
+                    f"filter alone leaves {', '.join(counted) or 'nothing'}; relax the filters."
                 )
         for column, values in filtered.items():
             # Most are typos.
@@ -310,7 +310,7 @@ def _opened(query: CensusQuery) -> tuple[str, str, Any]:
             release = client.get_census_version_description(version)["release_build"]
         except ValueError as error:
             known = list(client.get_census_version_directory())
-            raise OptionError(f"census_version={version!r} is not known{suggest(version, known)}") from error
+            raise OptionError(f"census_version={version!r} is unknown{suggest(version, known)}") from error
         root = client.open_soma(census_version=version, tiledb_config=config)
     return f"census:{release}/{query.organism}", release, root
 
@@ -321,7 +321,9 @@ def _experiment(root: Any, organism: str, name: str) -> Any:
     if isinstance(root, tiledbsoma.Experiment):
         return root
     if not isinstance(root, tiledbsoma.Collection):
-        raise DataError(f"{name!r} is a SOMA {type(root).__name__}; name an experiment, or a folder like the Census.")
+        raise DataError(
+            f"{name!r} is a SOMA {type(root).__name__}; pass an experiment, or a folder with the layout of the Census."
+        )
     key = "_".join(organism.lower().split())
     return _member(root.get("census_data", root), _SPECIES.get(key, key), "organism", name, OptionError)
 

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 _CHECKED: dict[int, tuple[Any, ...]] = {}
-"""Marks of the matrices whose counts were checked, by the id of the matrix; a changed matrix is checked again."""
+"""Fingerprints of the matrices whose counts were checked, by id; a changed matrix is checked again."""
 
 REPAIR = "write the file again, or build the matrix anew"
-"""What to do about a damaged matrix."""
+"""Advice for a damaged matrix."""
 
 
 def sound_csr(matrix: Any, where: str) -> sparse.csr_matrix:
@@ -141,13 +141,13 @@ _FEW_VALUES = 50
 """Different numbers, fractions among them, that may well be batches: time points, doses."""
 
 _BARCODE = re.compile(r"(?:.*[_:#])?[ACGT]{10,}(?:[-_.].*)?")
-"""Names that sequencing gives to cells, with what is put before or behind them where data sets are joined."""
+"""Barcodes as cell names, with prefixes and suffixes of joined data sets."""
 
 _NORMALIZED = "pass the layer that contains them, or undo the normalization"
-"""What to do about values that are not counts, where no layer is known that contains them."""
+"""Advice for values that are not counts, if no layer with counts is found."""
 
-_UNMEASURED = "leave out genes that only some cells have measured, e.g. with anndata.concat(..., join='inner')"
-"""What to do about missing values: most often the outer join of data sets with other genes."""
+_UNMEASURED = "leave out genes that were measured in some cells only, e.g. with anndata.concat(..., join='inner')"
+"""Advice for missing values, usually from an outer join of data sets with different genes."""
 
 
 _SAMPLED, _EQUAL, _DEEP = 1000, 0.1, 20
@@ -183,7 +183,7 @@ def listed_columns(obs: Any) -> list[str] | None:
     if obs is None:
         return None
     if isinstance(obs, str) or not isinstance(obs, Iterable):
-        raise OptionError(f"obs={obs!r} is not a list of columns; give e.g. obs=['cell_type'].")
+        raise OptionError(f"obs={obs!r} is not a list of columns; pass e.g. obs=['cell_type'].")
     return list(obs)
 
 
@@ -192,7 +192,7 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
     if key is None:
         return
     if not isinstance(key, str | int):
-        raise OptionError(f"{argument}={key!r} is of type {type(key).__name__!r}; give the name of one column of obs.")
+        raise OptionError(f"{argument}={key!r} is of type {type(key).__name__!r}; pass the name of one column of obs.")
     if key in adata.obs and adata.obs[key].ndim > 1:
         raise DataError(f"{argument}={key!r} names several columns of adata.obs; rename all of them but one.")
     if key not in adata.obs:
@@ -204,8 +204,8 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
         if (measured and values.nunique() > max(_FEW_VALUES, len(values) // 2)) or names_each_cell(adata.obs[key]):
             raise DataError(
                 f"batch_key={key!r} has {values.nunique():,} different values in {adata.n_obs:,} cells (first: "
-                f"{values.iloc[0]!s}), which are not batches; choose another column, leave it out, or make categories "
-                "of numbers, e.g. with pandas.cut."
+                f"{values.iloc[0]!s}), which are not batches; choose another column, leave it out, or bin the "
+                "numbers, e.g. with pandas.cut."
             )
 
 
@@ -342,7 +342,7 @@ def value_problem(data: np.ndarray) -> str | None:
     if data.dtype.kind == "f" and not np.isfinite(data).all():
         return f"holds {int((~np.isfinite(data)).sum())} missing or infinite values"
     if len(data) and data.min() < 0:
-        return f"holds negative values (smallest: {data.min():g})"
+        return f"contains negative values (smallest: {data.min():g})"
     if data.dtype.kind == "f" and (fractional := data != np.floor(data)).any():
         return f"contains values that are not whole numbers (first: {data[fractional][0]:g})"
     return None

@@ -218,7 +218,7 @@ def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
     check_folder("path", target)
     put_back(target)
     if target.suffix in _FILES and not target.is_dir():
-        raise OptionError(f"path={name!r} is named like a file, and a store is a folder; name e.g. 'store.zarr'.")
+        raise OptionError(f"path={name!r} has the name of a file, but a store is a folder; choose e.g. 'store.zarr'.")
     if target.exists():
         if not is_store(target) and any(target.iterdir()):
             raise OptionError(f"path={str(target)!r} exists and is not a store; choose another name, or remove it.")
@@ -304,7 +304,7 @@ _BUFFERS = 300_000_000
 """A piece of a source with what is made of it, or a file of a dataset while it is packed."""
 
 _MIN = 150_000_000
-"""What has to be left for counts."""
+"""Minimum memory for counts."""
 
 
 def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, table: pd.DataFrame) -> int:
@@ -379,7 +379,7 @@ class _Scattered:
         most = counts.data.max(initial=0)
         if most > _MAX_COUNT:
             raise DataError(
-                f"{stream.name!r} has the count {most:.0f}, but a store holds {_MAX_COUNT:,} at most; correct it."
+                f"{stream.name!r} has the count {most:.0f}, but a store can contain {_MAX_COUNT:,} at most; correct it."
             )
         if most > np.iinfo(np.uint16).max:
             self.counts_dtype = np.dtype(np.uint32)
@@ -538,7 +538,7 @@ def _unique(names: pd.Index, sources: np.ndarray, rows: np.ndarray) -> pd.Index:
         if not len(again):
             return names
         if step == 0:
-            logger.info("%d cells have a name that another one has; the number of their source is added.", len(again))
+            logger.info("%d cells have a duplicate name; the number of their source is appended.", len(again))
         changed = names.to_numpy(dtype=object, copy=True)
         changed[again] = [f"{changed[place]}-{numbers[place]}" for place in again]
         names = pd.Index(changed, dtype=names.dtype)
@@ -581,10 +581,8 @@ def _problem(name: str, kinds: Sequence[str | None], streams: Sequence[ChunkRead
         if kind is None:
             return f"{name!r} of {stream.name!r} contains neither text nor numbers; convert it or leave it out."
         if kind != kinds[0]:
-            return (
-                f"{name!r} holds {kind} in {stream.name!r} and {kinds[0]} in {streams[0].name!r}; "
-                "make it the same in all sources, or leave it out."
-            )
+            types = f"{kind} in {stream.name!r} and {kinds[0]} in {streams[0].name!r}"
+            return f"{name!r} contains {types}; convert it to the same type in all sources, or leave it out."
     return None
 
 

@@ -278,7 +278,7 @@ def warn_empty(n_expressed: np.ndarray) -> None:
     """Warn if cells express no gene of the vocabulary, given the number of each."""
     if n_empty := int((n_expressed == 0).sum()):
         total = len(n_expressed)
-        warn(f"{n_empty} of {total} cells express no gene of the vocabulary; their embedding tells nothing.")
+        warn(f"{n_empty} of {total} cells express no gene of the vocabulary; their embedding is not informative.")
 
 
 def warn_counts_outside(kept: float, vocab: GeneVocab, *, source: str = "") -> None:
@@ -328,7 +328,7 @@ def _way_out(kind: str, expected: str) -> str:
     if conversion := how_to_convert(kind, expected):
         return f"{conversion} and name the new column with gene_key"
     if kind == expected and species in SPECIES:
-        return "the names are of one kind, so the genes differ: take data that measure these, or a model of other genes"
+        return "the identifiers are of the same kind, so the genes differ: use data with these genes, or another model"
     return "map the gene ids of the data to those of the vocabulary first"
 
 
@@ -359,8 +359,8 @@ def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene n
             kinds = recognize_ids(found), recognize_ids(known)
             raise GeneMismatchError(
                 f"{source!r} shares {shared} {what} with {first!r}: they hold {kinds[0]} such as "
-                f"{listing(found[:2])} and {kinds[1]} such as {listing(known[:2])}; "
-                "name the genes alike before joining files."
+                f"{listing(found[:2])} and {kinds[1]} such as {listing(known[:2])}; convert the genes to the same "
+                "identifiers before joining files."
             )
 
 

@@ -26,9 +26,9 @@ _CELLS_OF_CLUSTER, _MIN_CLUSTERS, _MAX_CLUSTERS = 30, 2, 100
 _MIN_CELLS = 10
 """Cells from which on they are corrected."""
 _SIGMA, _THETA, _ALPHA, _MIN_SHARE = 0.1, 2.0, 0.2, 1e-5
-"""Harmony's width of clusters, weight of mixing, ridge over expected cells, and share of a batch below which none."""
+"""Harmony's sigma, theta, ridge relative to the expected cells, and minimum fraction of a batch for a correction."""
 _MAX_ROUNDS, _CLUSTER_STEPS, _KMEANS_STEPS, _BLOCKS, _TOLERANCE = 10, 4, 25, 20, 0.01
-"""Corrections, clusterings before each, steps of the first one, parts of the cells assigned at once; when it stops."""
+"""Corrections, clusterings per correction, steps of the first one, fraction of cells per block; tolerance."""
 _TINY = 1e-12
 _QUERY_CLUSTERS, _QUERY_ROUNDS, _QUERY_RIDGE, _CELLS_OF_QUERY_CLUSTER = 30, 3, 10.0, 10
 """Clusters of a query, rounds of finding neighbors, cells that pull a cluster's shift to the mean, cells a cluster."""
@@ -53,7 +53,9 @@ def principal_components(cells: CellSource, n_comps: int = 50) -> tuple[np.ndarr
     values = log1p_cp10k_rows(sparse.csr_matrix(cells.counts), np.maximum(cells.totals, 1.0))
     dims = min(n_comps, min(values.shape) - 1)
     if dims < 1:
-        raise DataError(f"{values.shape[0]} cells of {values.shape[1]} genes have no neighbors; take more of them.")
+        raise DataError(
+            f"{values.shape[0]} cells of {values.shape[1]} genes are too few for neighbors; use more of them."
+        )
     if (np.asarray(values.max(axis=0).todense()) == np.asarray(values.min(axis=0).todense())).all():
         sizes = [(values.shape[0], dims), (values.shape[1], dims), (dims,)]
         return tuple(np.zeros(size, dtype=np.float32) for size in sizes)  # type: ignore[return-value]  # all alike

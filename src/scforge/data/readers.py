@@ -76,7 +76,7 @@ def parse_bytes(argument: str, value: Any) -> int:
             return int(float(match[1]) * _UNITS[match[2].lower()])
     elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise OptionError(f"{argument}={value!r} is not a size; give e.g. '4GB', or a number of bytes.")
+    raise OptionError(f"{argument}={value!r} is not a size; pass e.g. '4GB', or a number of bytes.")
 
 
 logger = logging.getLogger("scforge")
@@ -97,7 +97,7 @@ def refusal(error: BaseException) -> tuple[int, str] | None:
     if status in (404, 410):
         return None
     if status < 400:
-        return status, "the server redirects without end; check the URL"
+        return status, "the server redirects in a loop; check the URL"
     phrase = HTTPStatus(status).phrase if status in HTTPStatus else "unknown"
     fix = "check the URL"
     if status in (401, 403):
@@ -142,13 +142,13 @@ def _status(error: BaseException) -> int | None:
 
 
 TRIES = 5
-"""How often one piece is asked for before reading gives up."""
+"""Maximum number of attempts to read one piece."""
 
 FIRST_WAIT_S = 0.2
 """Seconds before the second try; each further wait is twice as long."""
 
 TRY_S = 60.0
-"""Seconds that one try may take."""
+"""Timeout of one attempt in seconds."""
 
 _CONNECT_S, _READ_S = 10, 30
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+://")
@@ -182,7 +182,7 @@ def remote_file_system(
     from fsspec.core import url_to_fs
 
     if f"://{SECRET}@" in url or f"?{SECRET}" in url or f"'{SECRET}'" in repr(storage_options):
-        raise OptionError(f"{url!r} needs a credential, which scforge does not write into files; give all of it again.")
+        raise OptionError(f"{url!r} needs a credential, which scforge does not write into files; enter it again.")
     with reading(repr(url)):
         try:
             options = _with_limits(url.partition("://")[0], dict(storage_options or {}))
@@ -750,7 +750,9 @@ class StoredAdata:
         n_cells, n_genes = matrix.shape
         if n_genes != len(self.var) or not n_cells or not n_genes:
             shape = f"{n_cells} cells x {n_genes} genes, and var {len(self.var)} rows"
-            raise DataError(f"{name} of {self.path!r} has {shape}; give a matrix with cells and as many genes.")
+            raise DataError(
+                f"{name} of {self.path!r} has {shape}; pass a matrix with the same cells and number of genes."
+            )
         return matrix
 
 
@@ -1117,7 +1119,7 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
         return AdataStream(adata, layer, shared=shared)
     check_is_adata(source, argument="source")
     if modality is not None:
-        raise OptionError(f"modality={modality!r} was given for an AnnData, which has no modalities; leave it out.")
+        raise OptionError(f"modality={modality!r} has no effect for an AnnData, which has no modalities; leave it out.")
     if not source.isbacked:
         return AdataStream(source, layer)
     if source.is_view:

@@ -175,7 +175,7 @@ class CellWeights:
     def __init__(self, weights: np.ndarray) -> None:
         self._weights = np.asarray(weights)
         if not (np.isfinite(self._weights) & (self._weights >= 0)).all() or not self._weights.any():
-            raise OptionError("weights of cells must be finite, none below zero and some above; fix them.")
+            raise OptionError("weights of cells must be finite and not negative, with some above zero; fix them.")
 
     def __len__(self) -> int:
         return len(self._weights)
@@ -398,7 +398,7 @@ class EpochPlan:
             # Another rank must have as many batches.
             if most > min(stop - start for start, stop in spans):
                 raise OptionError(
-                    f"max_tokens_per_batch={most_tokens} leaves a batch to each of {most} cells; raise it."
+                    f"max_tokens_per_batch={most_tokens} leaves one batch for each of {most} cells; raise it."
                 )
             # Passes in other threads may find it out, too: they write the same.
             self._packed[number] = most
@@ -514,7 +514,7 @@ class CellOrder:
         balance: Balance | None = None,
     ) -> None:
         if not len(rows):
-            raise OptionError("rows has no cell; give at least one position.")
+            raise OptionError("rows is empty; pass at least one position.")
         self.rows = np.ascontiguousarray(rows, dtype=np.int64)
         if shuffle and not self._ascends():
             raise OptionError("rows is not ascending, or names a cell twice; use numpy.unique(rows) to shuffle it.")
@@ -643,9 +643,11 @@ class CellOrder:
         """
         for name, value in self._identity.items():
             if (there := state.get(name)) != value:
-                raise OptionError(f"state is of another order of cells: {name} is {there!r} there, but {value!r} here.")
+                raise OptionError(
+                    f"state is from another order of cells: {name} is {there!r} there, but {value!r} here."
+                )
         if missing := {"epoch", "position"} - state.keys():
-            raise OptionError(f"state is none of an order of cells, as it has no {missing.pop()}.")
+            raise OptionError(f"state is not from an order of cells, as it has no {missing.pop()}.")
         self.epoch = state["epoch"]
         n_batches = len(self)
         if not 0 <= state["position"] <= n_batches:

@@ -71,7 +71,7 @@ def split_cells(
         train, validation = _split_by_cell(n_cells if rows is None else len(rows), validation_size, seed)
     else:
         if len(names) < 2:
-            raise DataError(f"groups has {str(names[0])!r} only; give two or more groups, or split by cell.")
+            raise DataError(f"groups has {str(names[0])!r} only; use two or more groups, or split by cell.")
         held_out = _hold_out(np.bincount(codes), validation_size, seed)
         train, validation = np.flatnonzero(~held_out[codes]), np.flatnonzero(held_out[codes])
     return (train, validation) if rows is None else (rows[train], rows[validation])
@@ -92,7 +92,7 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
     import pandas as pd
 
     if len(groups) != n_cells:
-        raise OptionError(f"groups has {len(groups)} values for {n_cells} cells; give one a cell.")
+        raise OptionError(f"groups has {len(groups)} values for {n_cells} cells; pass one per cell.")
     values = pd.Series(groups)
     codes, names = pd.factorize(values if rows is None else values.iloc[rows])
     without = codes < 0

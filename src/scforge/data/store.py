@@ -148,7 +148,7 @@ class StoreInfo:
         if not isinstance(content, dict):
             raise DataError(f"{place} {_other_kind(attributes)}.")
         if content.get("format") != _FORMAT:
-            raise DataError(f"{place} has the format {content.get('format')!r} of a later scforge; update scforge.")
+            raise DataError(f"{place} has the format {content.get('format')!r} of a later version; update scforge.")
         try:
             return cls(**content)
         except ValidationError as error:
@@ -217,8 +217,8 @@ def _other_kind(attributes: Mapping[str, Any]) -> str:
     if kind == "anndata":
         return "is an AnnData, not a store; scforge convert SOURCE -o STORE makes one of it"
     if kind == _ENCODING["encoding-type"]:
-        return "is a collection of annbatch that scforge has not written; convert its data with scforge convert"
-    return "is a folder without a store; name one that scforge convert has written"
+        return "is an annbatch collection from another program; convert its data with scforge convert"
+    return "is a folder without a store; pass one that scforge convert wrote"
 
 
 def read_vocab(group: Any) -> GeneVocab:
@@ -362,7 +362,7 @@ class _Store:
             self._set_genes(group, info)
             self.totals = np.concatenate([_fitting(self._read(one, "obs", TOTAL)) for one in self._datasets])
             if not self.totals.all():  # missing chunks come as zeros
-                raise self._damaged(f"{TOTAL} of its cells is not what was written")
+                raise self._damaged(f"{TOTAL} of its cells is corrupted")
             self.counts_kept, self.chunk_size, self.shuffled = info.counts_kept, info.chunk_size, info.shuffled
         else:
             self._set_foreign_genes()
@@ -414,7 +414,7 @@ class _Store:
         self.vocab, measured = read_vocab(group), read_measured(group)
         shares = [source["overlap"] for source in info.sources]
         if self.vocab.hash != info.vocab_hash or not np.allclose(measured.mean(axis=1), shares):
-            raise self._damaged("its vocabulary, or the genes of its sources, are not what was written")
+            raise self._damaged("its vocabulary, or the genes of its sources, are corrupted")
         self.genes = np.array(self.vocab.genes, dtype=object).astype(str)
         self.measured = measured.any(axis=0)
 

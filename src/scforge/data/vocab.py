@@ -168,7 +168,7 @@ class GeneVocab:
             raise DataError("genes=[] contains no gene; a vocabulary needs at least one.")
         if len(set(self.genes)) < len(self.genes):
             twice = next(gene for gene, count in Counter(self.genes).items() if count > 1)
-            raise DataError(f"genes holds {twice!r} twice; a vocabulary needs each gene once.")
+            raise DataError(f"genes holds {twice!r} twice; genes of a vocabulary must be unique.")
         tokens = self.special_tokens
         if tokens[:1] != (PAD_TOKEN,) or MASK_TOKEN not in tokens or len(set(tokens)) < len(tokens):
             raise DataError(
@@ -225,7 +225,7 @@ class GeneVocab:
         """
         names = listed_names("genes", genes)
         if missing := n_missing(names):
-            raise DataError(f"genes has {missing} missing names; fill them or leave those genes out.")
+            raise DataError(f"genes has {missing} missing names; fill them or leave out these genes.")
         return cls(tuple(str(name) for name in names), release=release)
 
     @classmethod
@@ -424,7 +424,8 @@ class GeneVocab:
         if not shared.any():
             raise DataError(
                 f"other has no gene of this vocabulary: it holds {other.kind} such as {other.genes[0]!r}, this one "
-                f"{self.kind} such as {self.genes[0]!r}; name the genes alike, e.g. with scforge.data.convert_gene_ids."
+                f"{self.kind} such as {self.genes[0]!r}; convert the identifiers, e.g. with "
+                "scforge.data.convert_gene_ids."
             )
         chosen = other.chosen_from_data and not self.chosen_from_data
         return replace(self.subset(shared), release=f"{self.release}, {FROM_DATA}" if chosen else self.release)

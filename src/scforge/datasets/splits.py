@@ -70,7 +70,7 @@ class Split:
         cells = pd.Index(np.concatenate([getattr(self, part) for part in (*PARTS, LEFT_OUT)]))
         if not cells.is_unique:
             twice = cells[cells.duplicated()][0]
-            raise DataError(f"the split {self.name!r} has the cell {twice!r} twice; a cell belongs to one part.")
+            raise DataError(f"the split {self.name!r} has the cell {twice!r} twice; each cell must be in one part.")
 
     def __len__(self) -> int:
         return sum(len(getattr(self, part)) for part in (*PARTS, LEFT_OUT))
@@ -251,7 +251,7 @@ def _parse(content: bytes, name: str, version: int, file: str) -> Split:
     except (gzip.BadGzipFile, EOFError, ValueError):
         fits = False
     if not fits:
-        raise DataError(f"{file!r} is no gzipped CSV with the columns cell and part; write it with write_split.")
+        raise DataError(f"{file!r} is not a gzipped CSV with the columns cell and part; write it with write_split.")
     return Split(name, version, **{part: table["cell"][table["part"] == part].to_numpy(object) for part in parts})
 
 
@@ -293,7 +293,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
     """
     rule = card.split
     if rule is None:
-        raise OptionError(f"the card {card.name!r} has no rule to split by; give it one, split=SplitRule(...).")
+        raise OptionError(f"the card {card.name!r} has no split rule; set split=SplitRule(...).")
     for key in filter(None, (rule.column, rule.context_key)):
         check_known("column", key, adata.obs, "obs", fix=f"the split of {card.name!r} needs it")
     salt = f"{card.name}-v{version}"

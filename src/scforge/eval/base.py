@@ -238,7 +238,7 @@ def as_array(made: Any, name: str = "the embedding") -> np.ndarray:
         made = made.to_numpy(dtype=np.float32 if kept else np.float64, na_value=np.nan)
     array = np.asarray(made)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"{name} holds {array.dtype} instead of numbers; give an array of numbers.")
+        raise DataError(f"{name} holds {array.dtype} instead of numbers; pass an array of numbers.")
     return array
 
 
@@ -386,7 +386,9 @@ class Evaluation:
         if not isinstance(self.benchmark, Benchmark):
             _check_given(self.benchmark, self.options, besides=KEYS)
         elif self.options:
-            raise OptionError(f"options={dict(self.options)} are for a benchmark given by name; leave them out.")
+            raise OptionError(
+                f"options={dict(self.options)} have an effect only for a benchmark given by name; leave them out."
+            )
         else:
             check_has_metrics(self.benchmark)
 
@@ -488,7 +490,7 @@ def resolve(evaluations: Sequence[Evaluation], datasets: Mapping[str, Any]) -> l
         if titles.count(title) > 1 and one.name is None and isinstance(one.dataset, str | os.PathLike):
             title = f"{title}_{Path(one.dataset).stem}"
         if any(other.name == title for other in resolved):
-            raise OptionError(f"two evaluations are called {title!r}; give one of them a name.")
+            raise OptionError(f"two evaluations have the name {title!r}; set a different name for one of them.")
         resolved.append(replace(one, name=title, dataset=_find(one, datasets), **_columns(one, datasets)))
     return resolved
 

@@ -127,7 +127,7 @@ def variable_genes(
     work = anndata.AnnData(counts, obs=adata.obs[[]].copy(), var=adata.var[[]].copy())
     sc.pp.filter_genes(work, min_cells=_MIN_CELLS)
     if not work.n_vars:
-        raise DataError(f"no gene is in at least {_MIN_CELLS} of the {adata.n_obs} cells; take more cells.")
+        raise DataError(f"no gene is in at least {_MIN_CELLS} of the {adata.n_obs} cells; use more cells.")
     work.layers["counts"] = work.X.copy()
     sc.pp.normalize_total(work, target_sum=TARGET_SUM)
     sc.pp.log1p(work)
@@ -289,7 +289,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
     if isinstance(names, str | int):
         raise OptionError(f"baselines={names!r} is not a list of baselines; write [{names!r}].")
     if min(adata.shape) < 3:
-        raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; take more of them.")
+        raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; use more of them.")
     for name in names:
         if isinstance(name, str):
             fix = "or name a number of principal components"
@@ -298,12 +298,12 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
             check_count("baselines", name, "principal components")
             check_n_comps(name, adata)
         if name == "harmony" and batch_key is None:
-            raise OptionError("baselines names 'harmony', which corrects batches; give batch_key, or leave it out.")
+            raise OptionError("baselines names 'harmony', which corrects batches; pass batch_key, or leave it out.")
         if batch_key is not None and name != "random":
             check_column("batch_key", batch_key, adata.obs)
         if name in ("harmony", "scvi") and batch_key is not None:
             if adata.obs[batch_key].isna().any():
-                raise DataError(f"obs[{batch_key!r}] has missing values; give each cell a batch for {name!r}.")
+                raise DataError(f"obs[{batch_key!r}] has missing values; assign a batch to each cell for {name!r}.")
             if name == "harmony" and adata.obs[batch_key].nunique() < 2:
                 raise DataError(f"obs[{batch_key!r}] contains one batch, so there is nothing for 'harmony' to correct.")
 

@@ -129,7 +129,7 @@ def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[st
     if alone or (groups is not None and (labels.groupby(groups.to_numpy()).nunique() > 1).any()):
         raise DataError(
             f"labels_key={keys['labels_key']!r} has {listing(sorted(alone), most=3)} not in all organisms, or "
-            f"groups_key={keys['groups_key']!r} has groups with several labels; leave those cells out."
+            f"groups_key={keys['groups_key']!r} has groups with several labels; leave out these cells."
         )
     if groups is not None:
         made["sample_ids"] = [groups.iloc[found].reset_index(drop=True) for found in rows.values()]
@@ -156,7 +156,7 @@ def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer:
     ).reset_index()
     changed = tested[(tested["pvals_adj"] < _MAX_P) & (tested["logfoldchanges"].abs() >= _MIN_CHANGE)]
     if changed.empty:
-        raise DataError(f"no gene changes in any perturbation of obs[{perturbation_key!r}]; take more cells.")
+        raise DataError(f"no gene changes in any perturbation of obs[{perturbation_key!r}]; use more cells.")
     rng, ids = np.random.default_rng(seed), adata.obs_names.astype(str)
     controls = ids[conditions == control]
     pairs = {}

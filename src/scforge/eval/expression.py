@@ -63,7 +63,9 @@ def log_normalized(
     rows = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
     counts = bool((values == np.floor(values)).all()) and values.min(initial=0) >= 0
     if not counts and (problem := _scale_problem(values, rows, matrix.shape[0], made=made)):
-        raise DataError(f"{where} holds {problem}; give counts, log1p CP10K, or of predictions effects as a DataFrame.")
+        raise DataError(
+            f"{where} holds {problem}; pass counts, log1p CP10K, or for predictions effects as a DataFrame."
+        )
     if counts:
         total = np.bincount(rows, values, minlength=matrix.shape[0])
         values = np.log1p(values * (TARGET_SUM / np.maximum(total, 1.0))[rows])

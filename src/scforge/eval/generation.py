@@ -260,7 +260,7 @@ def _kernels(made: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
 
     width = float(np.median(euclidean_distances(real, squared=True)[np.triu_indices(len(real), 1)]))
     if width == 0:
-        raise DataError("more than half of the real cells have the same expression; give other cells.")
+        raise DataError("more than half of the real cells have the same expression; use other cells.")
     return tuple(rbf_kernel(*pair, gamma=1 / (2 * width)) for pair in ((made, made), (real, real), (made, real)))
 
 
@@ -368,9 +368,11 @@ def check_copies(same: np.ndarray, what: str) -> None:
     """Raise where more than 1 % of cells are copies; warn where some are, which may be by chance."""
     message = f"{int(same.sum())} of {len(same)} {what}"
     if same.any() and same.mean() > _TELLING_SHARE:
-        raise DataError(f"{message}: they are copies under another name; a score may not see what it is scored on.")
+        raise DataError(
+            f"{message}: they are copies with other names; the reference of a score must not contain the scored cells."
+        )
     if same.any():
-        warn(f"{message}; look whether they are copies.")
+        warn(f"{message}; check whether they are copies.")
 
 
 def copied_rows(matrix: sparse.csr_matrix, known: sparse.csr_matrix) -> np.ndarray:
@@ -450,7 +452,7 @@ def check_features(
             name = [*copied, known.index[0]][0]
             raise DataError(
                 f"{argument} has for {name!r} the mean of {where} over the held-out cells under {name!r} themselves; "
-                "give features that need no such cells."
+                "pass features that do not use these cells."
             )
 
 
@@ -688,7 +690,7 @@ def evaluate_generation(
         if not holds_counts(made[name]) and (difference := scale_difference(some.X, reference.X)):
             # What scforge generates is on this scale, however wrong it is.
             if "generated" not in made[name].uns.get(UNS_KEY, {}):
-                raise DataError(f"over the same genes the cells of {name!r} have {difference}; give counts.")
+                raise DataError(f"over the same genes the cells of {name!r} have {difference}; pass counts.")
             notes.append(f"{name} has {difference}: too much or too little of all genes together.")
     baselines = {name: some[:, names].copy() for name, some in baselines.items()}
     benchmark.max_cells = min(max_cells, reference.n_obs, *(some.n_obs for some in cells.values()))
@@ -737,7 +739,7 @@ def check_complete(
     share = float(totals_of(logs[:, np.flatnonzero(lacking)]).sum() / totals_of(logs).sum())
     if share > _MISSING:
         of = f"{int(lacking.sum())} genes with {share:.0%} of the counts of others"
-        raise DataError(f"{what} are counts without {of}; give all genes, or log1p of counts per 10,000 of all.")
+        raise DataError(f"{what} are counts without {of}; pass all genes, or log1p of counts per 10,000 of all genes.")
 
 
 def _independent(logs: sparse.csc_matrix, n_cells: int, rng: np.random.Generator) -> sparse.csr_matrix:

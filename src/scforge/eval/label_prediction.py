@@ -29,9 +29,11 @@ def check_embedding(embedding: np.ndarray, n_cells: int, name: str = "the embedd
     """
     embedding = as_array(embedding, name)
     if embedding.ndim != 2 or embedding.shape[0] != n_cells or embedding.shape[1] == 0:
-        raise DataError(f"{name} has the shape {embedding.shape}, but there are {n_cells} cells; give a row for each.")
+        raise DataError(
+            f"{name} has the shape {embedding.shape}, but there are {n_cells} cells; pass one row per cell."
+        )
     if not np.isfinite(embedding).all():
-        raise DataError(f"{name} contains values that are not numbers; it cannot be evaluated.")
+        raise DataError(f"{name} contains values that are not finite numbers, so it cannot be evaluated.")
     return embedding if embedding.dtype in (np.float32, np.float64) else embedding.astype(np.float32)
 
 
@@ -48,7 +50,9 @@ def labeled(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> np.
     values = np.asarray(obs[key], dtype=object)[known]
     labels = np.unique(values.astype(str))
     if len(labels) < len(pd.unique(values)):
-        raise DataError(f"{argument}={key!r} holds different values of one text, e.g. 1 and '1'; rename one of them.")
+        raise DataError(
+            f"{argument}={key!r} contains different values with the same text, e.g. 1 and '1'; rename one of them."
+        )
     if len(labels) < 2:
         found = f"one value only ({str(labels[0])!r})" if len(labels) else "no value in any cell"
         raise DataError(f"{argument}={key!r} has {found}; choose a column with two or more.")
@@ -59,13 +63,13 @@ def check_names(obs: pd.DataFrame) -> None:
     """Raise :class:`~scforge.errors.DataError` if cell names are not unique."""
     if not obs.index.is_unique:
         twice = obs.index[obs.index.duplicated()].unique()
-        raise DataError(f"{len(twice)} names of obs stand on several cells ({listing(twice[:3])}); make them unique.")
+        raise DataError(f"{len(twice)} cell names are duplicated ({listing(twice[:3])}); make them unique.")
 
 
 def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> None:
     """Warn of labels that may stand for a missing one, e.g. the text "nan"."""
     if odd := [text for text in _MISSING_TEXTS if (obs[key].astype(object) == text).any()]:
-        warn(f"{argument}={key!r} has the label {listing(odd)}; if it says that one is missing, put numpy.nan there.")
+        warn(f"{argument}={key!r} has the label {listing(odd)}; if it means a missing label, replace it by numpy.nan.")
 
 
 @register_benchmark("cell_type_probe")

@@ -240,7 +240,9 @@ def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.n
     places = known.get_indexer(asked)
     if not (places >= 0).any():
         some = f"{len(known)} genes ({listing(known, most=3)})"
-        raise DataError(f"none of {argument} ({listing(asked, most=3)}) is among the {some}; name genes alike.")
+        raise DataError(
+            f"none of {argument} ({listing(asked, most=3)}) is among the {some}; use the same gene identifiers."
+        )
     return places[places >= 0]
 
 
@@ -412,7 +414,7 @@ def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str |
         edges = pd.DataFrame({"source": column("target"), "target": column("source")})
         edges = edges[~edges["target"].str.lower().isin(["genesym", "gene symbol", "na", "n/a"])]
         if edges["source"].nunique() > edges["target"].nunique():
-            raise DataError("it has more factors than targets, as if they were the other way round; name the columns")
+            raise DataError("it has more factors than targets, so the columns may be swapped; name the columns")
         return edges
     if "source_genesymbol" in columns:
         up, down = (
@@ -476,7 +478,7 @@ class Universe:
         n_known, n_found = int(np.isfinite(weights).sum()), int(np.isfinite(found).sum())
         if not n_found == n_known == len(places):
             wrong = f"{len(places) - n_known} weights are not numbers and {n_known - n_found} edges occur twice"
-            raise DataError(f"in the scores {wrong}; give one weight for each source and target.")
+            raise DataError(f"in the scores {wrong}; keep one weight per pair of source and target.")
         return found.reshape(self.edges.shape)
 
 
@@ -644,7 +646,9 @@ class GeneNetwork(Benchmark):
             kept = kept[kept["source"].isin(self.genes) & kept["target"].isin(self.genes)]
         if kept.empty:
             sources = listing(given["source"].unique(), most=3)
-            raise DataError(f"none of the {len(given)} true edges (sources: {sources}) is left; name genes as there.")
+            raise DataError(
+                f"none of the {len(given)} true edges (sources: {sources}) is left; use the same gene identifiers."
+            )
         tfs = pd.Index(np.sort(kept["source"].unique()))
         targets = kept["target"] if self.targets == "truth" else pd.Series(self.genes)
         genes = pd.Index(np.sort(targets.unique()))
@@ -912,7 +916,7 @@ def evaluate_network(
         n_scored = int((np.isfinite(universe.matrix(made)) & universe.pairs).sum())
         if n_scored < n_pairs:
             report.notes.append(
-                f"{name} has a score for {n_scored:,} of {n_pairs:,} pairs; the others tie behind all that have one."
+                f"{name} has a score for {n_scored:,} of {n_pairs:,} pairs; the other pairs are ranked last, tied."
             )
     if {"degree", "in-degree"} & set(simple):
         report.notes.append(

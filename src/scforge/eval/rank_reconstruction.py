@@ -103,7 +103,7 @@ class RankReconstruction(Benchmark):
         true = _rows(reference, "the true orders", repeated=False)
         found = _rows(made, "the reconstructed orders", repeated=True)
         if len(found) != len(true):
-            raise DataError(f"there are {len(found)} reconstructed and {len(true)} true orders; give pairs of them.")
+            raise DataError(f"there are {len(found)} reconstructed and {len(true)} true orders; pass one for each.")
         return np.array([_of_cell(one, other) for one, other in zip(found, true, strict=True)])
 
 
@@ -217,14 +217,17 @@ def _rows(orders: np.ndarray, what: str, *, repeated: bool) -> list[np.ndarray]:
     """Return the genes of each cell, without padding."""
     orders = np.asarray(orders)
     if orders.ndim != 2 or orders.dtype.kind not in "iu" or orders.min(initial=0) < _PAD:
-        raise DataError(f"{what} are {orders.dtype}, shape {orders.shape}; give genes from 0, a row per cell, and -1.")
+        raise DataError(
+            f"{what} are {orders.dtype}, shape {orders.shape}; pass gene indices from 0, one row per cell, and -1 for "
+            "padding."
+        )
     orders = orders.astype(np.int64)
     sizes = (orders != _PAD).sum(axis=1)
     gaps = ((orders != _PAD) != (np.arange(orders.shape[1]) < sizes[:, None])).any(axis=1)
     rows = [order[:size] for order, size in zip(orders, sizes, strict=True)]
     empty = np.zeros_like(gaps) if repeated else sizes == 0
     twice = [not repeated and len(np.unique(row)) < len(row) for row in rows]
-    for wrong, problem in ((gaps, "-1 before a gene"), (empty, "no gene"), (twice, "a gene twice")):
+    for wrong, problem in ((gaps, "-1 before a gene"), (empty, "no gene"), (twice, "a duplicate gene")):
         if np.any(wrong):
             raise DataError(f"{what} have {problem} in row {int(np.argmax(wrong))}; fix it, or leave the cell out.")
     return rows

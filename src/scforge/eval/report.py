@@ -304,7 +304,7 @@ class Report:
             If there are rows of a benchmark of this name already.
         """
         if benchmark in self.benchmarks:
-            raise OptionError(f"there are two reports on {benchmark!r}; give one of them another name.")
+            raise OptionError(f"there are two reports on {benchmark!r}; rename one of them.")
         self.rows += [replace(row, benchmark=benchmark) for row in other.rows]
         self.measured[benchmark] = other.about(other.benchmarks[0])
         self.facts |= {f"{benchmark}: {name}": value for name, value in other.facts.items()}

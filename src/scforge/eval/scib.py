@@ -263,7 +263,7 @@ class Scib(Benchmark):
         self.neighbors = check_choice("neighbors", neighbors, NEIGHBORS)
         self.max_cells = max_cells
         if pre_integrated is not None and (batch_key is None or not isinstance(pre_integrated, pd.DataFrame)):
-            raise OptionError("pre_integrated has to be a DataFrame with a row per cell, and needs batch_key.")
+            raise OptionError("pre_integrated has to be a DataFrame with one row per cell, and requires batch_key.")
         self.pre_integrated = pre_integrated
         self.metrics = self._computed()
         self.main = self.metrics[0]
@@ -429,7 +429,9 @@ class Scib(Benchmark):
         else:
             rows, _, _ = BatchIntegration(self.labels_key, self.batch_key)._columns(obs)
         if len(rows) <= _WIDEST:
-            raise DataError(f"scib looks at the {_WIDEST} nearest cells of each of {len(rows)} cells; score more.")
+            raise DataError(
+                f"scib looks at the {_WIDEST} nearest cells of each of {len(rows)} cells; score more cells."
+            )
         if self.max_cells is not None and len(rows) > self.max_cells:
             rows = rows[_drawn(obs[self.labels_key].iloc[rows], self.max_cells, np.random.default_rng(0))]
         if self.pre_integrated is not None:
@@ -438,7 +440,9 @@ class Scib(Benchmark):
             lacking = names[~names.isin(self.pre_integrated.index)]
             if len(lacking) or not self.pre_integrated.index.is_unique:
                 some = f"{len(lacking)} of {len(rows)} cells (first: {listing(lacking[:3])})"
-                raise DataError(f"pre_integrated lacks {some} or names cells twice; its index has to name each once.")
+                raise DataError(
+                    f"pre_integrated lacks {some} or has duplicate names; each cell must occur once in its index."
+                )
         return rows
 
 

@@ -133,7 +133,7 @@ class SupervisedTask(Task):
         known = self.has_target(targets)
         if not known.any():
             knows = f" (it knows: {listing(self.classes)})" if self.classes else ""
-            raise DataError(f"{self.argument} has no value that the model knows in {len(known)} scored cells{knows}.")
+            raise DataError(f"{self.argument} has no value of the model in {len(known)} scored cells{knows}.")
         rows, truth = context.rows[known], targets[known]
         methods = {"scforge": self.estimate(context.predictor, rows)}
         if context.baselines and context.train_cells is not None and context.train_rows is not None:

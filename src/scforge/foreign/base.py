@@ -265,7 +265,7 @@ class NameMap:
             other = None if line.same_as is None else tensors.get(line.same_as)
             if other is not None and any(not torch.equal(tensors[name], other) for name in found):
                 raise ModelFileError(
-                    f"{where} has {found[0]!r} and {line.same_as!r} with other numbers; they have to be one."
+                    f"{where} has {found[0]!r} and {line.same_as!r} with different values, which must be the same."
                 )
             names.update(found)
         return names
@@ -312,7 +312,7 @@ def read_options(path: Path) -> dict[str, Any]:
     """Return the options by name that a JSON file holds."""
     content = _io.read_json(path)
     if not isinstance(content, dict):
-        raise ModelFileError(f"{str(path)!r} contains no options by name; give the published file.")
+        raise ModelFileError(f"{str(path)!r} is not a mapping of options; pass the published file.")
     return content
 
 
@@ -320,7 +320,7 @@ def in_order(tokens: Mapping[str, int]) -> tuple[str, ...]:
     """Return the names of a vocabulary in the order of their numbers."""
     names = sorted((name for name, number in tokens.items() if isinstance(number, Integral)), key=tokens.__getitem__)
     if not names or [tokens[name] for name in names] != list(range(len(tokens))):
-        raise DataError("vocab does not number its names from 0 without a gap; give the published one.")
+        raise DataError("vocab has indices that are not 0, 1, 2, ... without gaps; pass the published one.")
     return tuple(names)
 
 
@@ -351,7 +351,7 @@ def read_dictionary(path: Path) -> dict[str, Any]:
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in content.items()}
     kinds = (str, int, float, type(None))
     if not all(isinstance(name, str) and isinstance(value, kinds) for name, value in plain.items()):
-        raise ModelFileError(f"{str(path)!r} is not a dictionary of names with values; give the published one.")
+        raise ModelFileError(f"{str(path)!r} is not a dictionary of names and values; pass the published one.")
     return plain
 
 
@@ -415,7 +415,7 @@ def read_torch(path: Path) -> Any:
     except Exception as error:  # damaged files raise anything
         raise ModelFileError(f"{str(path)!r} is damaged, or no file of torch: {first_line(error)}.") from error
     if damaged is not None:
-        raise ModelFileError(f"{str(path)!r} is damaged: {damaged[:80]!r} has another checksum; copy it again.")
+        raise ModelFileError(f"{str(path)!r} is damaged: {damaged[:80]!r} has a wrong checksum; copy it again.")
     return content
 
 
@@ -426,9 +426,9 @@ def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
             content = content[name]
             break
     if not isinstance(content, Mapping) or not content:
-        raise ModelFileError(f"{where!r} contains no weights by name; give the file of a state_dict.")
+        raise ModelFileError(f"{where!r} is not a mapping of weights; pass the file of a state_dict.")
     if odd := [name for name, value in content.items() if not isinstance(value, torch.Tensor)]:
-        raise ModelFileError(f"{where!r} holds {listing(odd, most=3)}, not tensors; give the file of a state_dict.")
+        raise ModelFileError(f"{where!r} holds {listing(odd, most=3)}, not tensors; pass the file of a state_dict.")
     # What torch's wrapper for several devices puts before all names.
     wrapped = all(name.startswith("module.") for name in content)
     return {name.removeprefix("module.") if wrapped else name: value for name, value in content.items()}
@@ -572,12 +572,12 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     """
     path = Path(source)
     if not path.exists():
-        raise MissingFileError(f"the checkpoint {str(source)!r} does not exist; give its folder or file.")
+        raise MissingFileError(f"the checkpoint {str(source)!r} does not exist; pass its folder or file.")
     if family is None:
         found = [name for name in FAMILIES.names() if FAMILIES.get(name)().recognizes(path)]
         if len(found) != 1:
             what = f"could be of {listing(found)}" if found else "is of no known family"
-            raise OptionError(f"the checkpoint {str(path)!r} {what} ({listing(FAMILIES.names())}); give family=.")
+            raise OptionError(f"the checkpoint {str(path)!r} {what} ({listing(FAMILIES.names())}); pass family=.")
         (family,) = found
     cls = FAMILIES.get(family)
     parameters = inspect.signature(cls.read).parameters.values()

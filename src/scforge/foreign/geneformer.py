@@ -84,7 +84,7 @@ def geneformer_names(*, tied: bool = True, n_types: int = 2, head: bool = True) 
         Rule(f"{_LAYER}output.LayerNorm.{{p}}", f"{_OURS}norm_ffn.{{p}}"),
     ]
     left_out = [
-        LeftOut("bert.embeddings.position_ids", "the numbers 0, 1, 2, ..., which are made anew"),
+        LeftOut("bert.embeddings.position_ids", "the numbers 0, 1, 2, ..., which are recreated"),
         LeftOut("bert.pooler.dense.{p}", "unused by the masked language model"),
     ]
     if not head:
@@ -128,7 +128,7 @@ class Geneformer:
     ) -> Foreign:
         """Read a folder; see :meth:`scforge.models.Encoder.from_checkpoint` for the arguments."""
         if not source.is_dir():
-            raise MissingFileError(f"the checkpoint {str(source)!r} is not a folder; give the one with config.json.")
+            raise MissingFileError(f"the checkpoint {str(source)!r} is not a folder; pass the one with config.json.")
         where = source / "config.json"
         config = parsed(_Config, read_json(where), f"{str(where)!r} is not a configuration of a BERT that scforge has")
         if version is None:
@@ -138,7 +138,8 @@ class Geneformer:
         vocab = _vocab(source, version, tokens_medians, ensembl_map, gene_names)
         if len(vocab) != config.vocab_size:
             raise ModelFileError(
-                f"{str(where)!r} says vocab_size={config.vocab_size} but tokens_medians has {len(vocab)}; give its own."
+                f"{str(where)!r} says vocab_size={config.vocab_size} but tokens_medians has {len(vocab)}; pass the "
+                "one of this checkpoint."
             )
         tensors = _prefixed(read_weights(first_file(source, _WEIGHTS, "weights")))
         # A masked language model without its head is a damaged file.
@@ -342,7 +343,9 @@ def _options(model: Any) -> dict[str, Any]:
     """Return all options of the architecture, or raise if BERT cannot have them."""
     spec = model.spec
     if spec.architecture != "transformer_encoder":
-        raise OptionError(f"architecture={spec.architecture!r} has no counterpart; export a 'transformer_encoder'.")
+        raise OptionError(
+            f"architecture={spec.architecture!r} cannot be exported to this format; export a 'transformer_encoder'."
+        )
     if spec.tuning is not None and spec.tuning.lora is not None:
         raise OptionError("the model has low-rank adapters, which BERT does not have; fine-tune with lora=False.")
     defaults = {name: p.default for name, p in inspect.signature(TransformerEncoder).parameters.items()}

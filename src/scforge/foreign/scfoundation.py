@@ -89,7 +89,7 @@ class ScFoundation:
         genes = _panel(vocab, path.parent / _PANEL)
         n_rows = config.seq_len + 1
         if len(genes) + 3 != n_rows:
-            raise ModelFileError(f"{str(path)!r} is of {n_rows - 3} genes, but vocab has {len(genes)}; give its genes.")
+            raise ModelFileError(f"{str(path)!r} is of {n_rows - 3} genes, but vocab has {len(genes)}; pass its genes.")
         made = GeneVocab(genes=genes, release="scFoundation", special_tokens=(PAD_TOKEN, MASK_TOKEN))
         tokenizer = ContinuousProjectionTokenizer.scfoundation(made)
         # There: the genes, the depth wanted, the depth available, padding. It has no MASK; here MASK has no vector.

@@ -84,7 +84,7 @@ def copy_model(
         read_settled(source, copy)
         kind = kind_of_folder(place)
         if kind is None:
-            raise MissingFileError(f"folder={str(folder)!r} contains no {described_kind()}; give the folder of one.")
+            raise MissingFileError(f"folder={str(folder)!r} contains no {described_kind()}; pass a model folder.")
         if None not in origin:
             content = {"repo_id": origin[0], "commit": origin[1], "sha256": sha256_of(place / _NEEDED[kind][0])}
             (place / ORIGIN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -306,18 +306,22 @@ def find_model(
     elif is_hub_name(name):
         repo_id, _, written = str(name).removeprefix(_HUB).rstrip("/").partition("@")
         if written and revision is not None:
-            raise OptionError(f"{prefix} names a revision, and revision={revision!r} is another one; give one of them.")
+            raise OptionError(
+                f"{prefix} names a revision, and revision={revision!r} is a different one; pass one of them."
+            )
         revision = written or revision
     else:
         folder = _checked(Path(name), prefix)
         if revision is not None:
-            raise OptionError(f"revision={revision!r} has no effect where {prefix} is a folder here; leave it out.")
+            raise OptionError(f"revision={revision!r} has no effect if {prefix} is a local folder; leave it out.")
         return FoundModel(folder, *origin_of(folder))
     assert repo_id is not None
     is_bare = not str(name).startswith((_HUB, SCHEME))
-    found = _fetch(repo_id, f"{prefix} (no folder here)" if is_bare else prefix, revision, **access)
+    found = _fetch(repo_id, f"{prefix} (not a local folder)" if is_bare else prefix, revision, **access)
     if is_bare:
-        logger.info("%s is no folder here; it is the repository %s of the hub, at %s.", prefix, repo_id, found.commit)
+        logger.info(
+            "%s is not a local folder; it is the repository %s of the hub, at %s.", prefix, repo_id, found.commit
+        )
     return found
 
 
@@ -326,7 +330,7 @@ def _checked(folder: Path, prefix: str) -> Path:
     if folder.is_dir():
         return folder
     what = "is a file" if folder.exists() else "does not exist"
-    raise MissingFileError(f"{prefix} {what}; give a folder, hf://org/name of the hub, or scforge://name.")
+    raise MissingFileError(f"{prefix} {what}; pass a folder, hf://org/name of the hub, or scforge://name.")
 
 
 def _fetch(

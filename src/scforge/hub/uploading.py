@@ -103,9 +103,9 @@ def send_model(
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     if not folder.is_dir():
-        raise MissingFileError(f"folder={str(folder)!r} is not a folder; give the one that model.save() wrote.")
+        raise MissingFileError(f"folder={str(folder)!r} is not a folder; pass one that model.save() wrote.")
     if kind_of_folder(folder) is None:
-        raise ModelFileError(f"folder={str(folder)!r} contains no {described_kind()}; give the folder of one.")
+        raise ModelFileError(f"folder={str(folder)!r} contains no {described_kind()}; pass the folder of one.")
     if create_pr and revision is not None:
         raise OptionError(f"revision={revision!r} and create_pr=True: pull requests go to the main branch.")
     tell_left_behind(folder)
@@ -122,12 +122,14 @@ def send_model(
             raise OptionError(f"{prefix} exists and is public; change it in its settings, or leave private=True out.")
         there = {file.rfilename for file in info.siblings or ()}
         if "config.json" in there and kind_of(there) is None:
-            raise OptionError(f"{prefix} has a model of another package, which would be lost; push to another one.")
+            raise OptionError(
+                f"{prefix} has a model of another package, which would be overwritten; push to another one."
+            )
         if {CARD} <= there & set(names) and is_own_card(_text(folder / CARD)):
             theirs = Path(api.hf_hub_download(repo_id, CARD, revision=info.sha))
             if not is_own_card(_text(theirs)):
                 names.remove(CARD)
-                logger.warning("The %s of %s was written or edited by somebody, and stays as it is.", CARD, repo_id)
+                logger.warning("The %s of %s was written or edited by a user, and is not changed.", CARD, repo_id)
         stale = sorted((there & set(SHARED_FILES)) - {*names, CARD})
         done = api.create_commit(
             repo_id,

@@ -100,7 +100,7 @@ def number_of_each(argument: str, given: Any, n_cells: int, device: torch.device
     whole = not (numbers.is_floating_point() or numbers.dtype == torch.bool)
     if not whole or numbers.ndim > 1 or (numbers.ndim == 1 and len(numbers) != n_cells):
         raise OptionError(
-            f"{argument} is of {numbers.dtype} and shape {tuple(numbers.shape)}; give a whole number, or one for each "
+            f"{argument} is of {numbers.dtype} and shape {tuple(numbers.shape)}; pass a whole number, or one for each "
             f"of the {n_cells} cells."
         )
     return numbers.long().expand(n_cells)

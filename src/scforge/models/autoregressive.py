@@ -248,7 +248,7 @@ def _begin(
     ids, values, mask, is_first = read_prompt(prompt, n_cells, first_id, n_special, model.vocab_size)
     lengths = mask.sum(dim=1)
     if int(lengths.min()) == 0:
-        raise OptionError("first_id=None needs a prompt with a token for every cell; give one.")
+        raise OptionError("first_id=None needs a prompt with a token for every cell; pass one.")
     if int(lengths.max()) > max_len:
         raise OptionError(f"prompt has {int(lengths.max())} tokens, the first included, but max_len={max_len}.")
     bins = values.nan_to_num(-1.0).round().long().masked_fill(is_first, 0)
@@ -256,11 +256,11 @@ def _begin(
     wrong = known & ((bins < 1) | (bins >= model.n_bins) | (values != bins))
     if bool(wrong.any()):
         raise OptionError(
-            f"prompt has the value {float(values[wrong][0]):g}, not a bin from 1 to {model.n_bins - 1}; give the "
-            "bins of the tokenizer, or NaN for bins to be sampled."
+            f"prompt has the value {float(values[wrong][0]):g}, not a bin from 1 to {model.n_bins - 1}; pass bins of "
+            "the tokenizer, or NaN for bins to sample."
         )
     if first_id is None and not bool(known[:, 0].all()):
-        raise OptionError("prompt has no bin for the first token, which nothing predicts; give it in values.")
+        raise OptionError("prompt has no bin for the first token, which cannot be predicted; pass it in values.")
     return _Prompt(ids, bins, lengths)
 
 
@@ -391,8 +391,8 @@ class AutoregressiveTransformer(Architecture):
         check_choice("pooling", pooling, sorted(POOLINGS))
         if pooling == _READOUT and causal_encode and not shift_labels:
             raise OptionError(
-                "pooling='cls' with shift_labels=False is the first token, which sees no other in a causal encode; "
-                "choose causal_encode=False or pooling='mean'."
+                "pooling='cls' with shift_labels=False is the first token, which attends to no other in a causal "
+                "encode; choose causal_encode=False or pooling='mean'."
             )
         self.shift_labels = self.predicts_next = shift_labels
         self.causal_encode = causal_encode
@@ -402,7 +402,7 @@ class AutoregressiveTransformer(Architecture):
         self.expression_loss_weight = check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
         self.cell_loss_weight = check_positive("cell_loss_weight", cell_loss_weight, or_zero=True)
         if not gene_loss_weight + expression_loss_weight + (cell_loss_weight if has_readout else 0):
-            raise OptionError("all loss weights are 0, so that nothing would be learned; raise one of them.")
+            raise OptionError("all loss weights are 0, so the model would not learn; raise one of them.")
         self.vocab_size = vocab_size
         self.n_bins = n_bins
         self.hidden_dim = hidden_dim
@@ -558,7 +558,7 @@ class AutoregressiveTransformer(Architecture):
             If the model was created with ``shift_labels=False``.
         """
         if not self.shift_labels:
-            raise OptionError("shift_labels=False predicts each token itself and not the next one; train with True.")
+            raise OptionError("shift_labels=False predicts each token itself, not the next one; train with True.")
         tokens_bs = attention_mask != 0
         before_b = 0 if cache.tokens is None else cache.tokens.sum(dim=1, keepdim=True)
         hidden_bsh = self._embed(input_ids, tokens_bs, values, token_positions(tokens_bs) + before_b, condition)
@@ -591,7 +591,7 @@ class AutoregressiveTransformer(Architecture):
         check_shapes(input_ids.shape, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
         if condition is not None and condition.shape != input_ids.shape[:1]:
             raise OptionError(
-                f"condition has the shape {tuple(condition.shape)} for {len(input_ids)} cells; give one class for each."
+                f"condition has the shape {tuple(condition.shape)} for {len(input_ids)} cells; pass one class for each."
             )
         n_tokens, tokens_bs = input_ids.shape[1], attention_mask != 0
         hidden_bsh = self._embed(input_ids, tokens_bs, values, token_positions(tokens_bs), condition)
@@ -632,7 +632,7 @@ class AutoregressiveTransformer(Architecture):
             return hidden_bsh
         if self.condition_embedding is None:
             if bool((condition != 0).any()):
-                raise OptionError("condition names classes but n_conditions=0; make the model with n_conditions.")
+                raise OptionError("condition names classes but n_conditions=0; create the model with n_conditions.")
             return hidden_bsh
         vectors_bh = self.condition_embedding((condition - 1).clamp(min=0)) * (condition > 0).unsqueeze(1)
         return hidden_bsh + vectors_bh.unsqueeze(1)

@@ -228,8 +228,8 @@ class GenePoolingModel(Architecture):
         if n_batches is not None:
             if pooling == "mean":
                 raise OptionError(
-                    f"pooling='mean' has no decoder of expression, which n_batches={n_batches} and objectives that "
-                    "decode ask for; choose pooling='weighted_sum', or another objective."
+                    f"pooling='mean' has no decoder of expression, which n_batches={n_batches} and decoding "
+                    "objectives require; choose pooling='weighted_sum', or another objective."
                 )
             n_genes = vocab_size - n_special
             self.decoder = nn.ModuleDict(
@@ -316,7 +316,7 @@ class GenePoolingModel(Architecture):
 
     def _decoder(self) -> nn.ModuleDict:
         if self.decoder is None:
-            raise OptionError("the model has no decoder of expression; make it with n_batches=0 or more.")
+            raise OptionError("the model has no expression decoder; create it with n_batches=0 or more.")
         return self.decoder
 
     @torch.no_grad()
@@ -333,7 +333,7 @@ class GenePoolingModel(Architecture):
             If the model was made without `projector_dim`.
         """
         if self.projector is None:
-            raise OptionError("the model has no projector; make it with projector_dim, e.g. 128.")
+            raise OptionError("the model has no projector; create it with projector_dim, e.g. 128.")
         return self.projector(embeddings)
 
     def init_token_prior(self, token_counts: torch.Tensor) -> None:

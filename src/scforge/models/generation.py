@@ -60,7 +60,7 @@ def read_prompt(
 def _tensors_of(prompt: Mapping[str, torch.Tensor], n_cells: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ids, values and mask of a prompt, shape (B, P)."""
     if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
-        raise OptionError("prompt is not a mapping with 'input_ids'; give a batch of the tokenizer.")
+        raise OptionError("prompt is not a mapping with 'input_ids'; pass a batch of the tokenizer.")
     ids = torch.as_tensor(prompt["input_ids"]).cpu().long()
     values, mask = prompt.get("values"), prompt.get("attention_mask")
     values = torch.full(ids.shape, float("nan")) if values is None else torch.as_tensor(values).cpu().float()
@@ -102,7 +102,7 @@ def softmax(
 ) -> torch.Tensor:
     """Return the probabilities of the allowed entries, float64, shape (B, V); zeros in a row without any."""
     if not bool(logits_bv.isfinite().all()):
-        raise TrainingError("the model predicts numbers that are not finite; train it again with a lower lr.")
+        raise TrainingError("the model predicts values that are not finite; train it again with a lower lr.")
     logits_bv = logits_bv.double().masked_fill(~allowed_bv, float("-inf"))
     if top_k is not None and top_k < logits_bv.shape[1]:
         likeliest_bk = logits_bv.topk(top_k, dim=1).indices

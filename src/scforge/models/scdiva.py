@@ -445,7 +445,7 @@ class ScDiVaModel(Architecture):
             If the model has no annotation head.
         """
         if self.annotation_head is None:
-            raise OptionError("the model has num_cell_types=0 and so no annotation head; make it with num_cell_types.")
+            raise OptionError("the model has num_cell_types=0, so no annotation head; create it with num_cell_types.")
         return self.annotation_head(latent)
 
     @torch.no_grad()
@@ -542,7 +542,9 @@ class ScDiVaModel(Architecture):
         table_vh = self.token_table() if table or (many and self.mode == "tokens") else None
         if self.mode == "vector":
             if output_attentions:
-                raise OptionError("output_attentions=True needs mode='tokens'; one vector attends to nothing else.")
+                raise OptionError(
+                    "output_attentions=True needs mode='tokens'; with one vector per cell there is no attention."
+                )
             state_bh, layers = self._alone(*self._summed(seen), output_hidden_states=output_hidden_states)
             shape = (-1, seen.ids.shape[1], -1)
             further = None if layers is None else tuple(layer.expand(shape) for layer in layers)
@@ -577,7 +579,7 @@ class ScDiVaModel(Architecture):
         # (On other devices the check would wait for them.)
         if x_bg.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(x_bg.isfinite().all()):
             cell = int((~x_bg.isfinite().all(dim=1)).nonzero()[0, 0])
-            raise DataError(f"the profile of cell {cell} holds NaN or infinity; give log1p of counts per 10,000.")
+            raise DataError(f"the profile of cell {cell} contains NaN or infinity; pass log1p of counts per 10,000.")
         nothing_b1 = ~(x_bg != 0).any(dim=1, keepdim=True)
         if self.mode == "vector":
             return self._alone(self.gene_embedding.project(x_bg), nothing_b1)[0]
@@ -826,7 +828,7 @@ class ScDiVaModel(Architecture):
             If the model has no head for it, or a cell has too many.
         """
         if not self.denoising:
-            raise OptionError("denoising=False leaves nothing to predict values with; train with 'masked_diffusion'.")
+            raise OptionError("denoising=False has no head to predict values; train with 'masked_diffusion'.")
         seen = what_is_seen(input_ids, attention_mask, values, None, masked_values, self.n_special)
         states = self.states(seen, table=True)
         chosen_bs = seen.hidden_value & seen.has_gene
@@ -843,7 +845,7 @@ class ScDiVaModel(Architecture):
         """Set the 101 percentiles of the number of tokens of a cell, from which ``generate`` draws lengths."""
         quantiles = torch.as_tensor(quantiles)
         if self.length_quantiles is None or tuple(quantiles.shape) != (101,):
-            raise OptionError(f"quantiles has the shape {tuple(quantiles.shape)}; give 101 to a denoising model.")
+            raise OptionError(f"quantiles has the shape {tuple(quantiles.shape)}; pass 101 to a denoising model.")
         self.length_quantiles.copy_(quantiles)
 
     @torch.no_grad()
@@ -913,7 +915,7 @@ class ScDiVaModel(Architecture):
         check_drawing(n_cells, temperature, seed, top_k)
         check_count("n_steps", n_steps, "steps")
         if not self.denoising:
-            raise OptionError("denoising=False leaves nothing to generate cells with; train with 'masked_diffusion'.")
+            raise OptionError("denoising=False has no head to generate cells; train with 'masked_diffusion'.")
         draws = [generator_of(f"unmask {seed} {first_cell + cell}") for cell in range(n_cells)]
         ids_bp, values_bp, mask_bp = self._begin(n_cells, prompt, first_id, mask_id)
         lengths_b = self._lengths(n_tokens, mask_bp.sum(dim=1), draws, first_id)
@@ -940,7 +942,7 @@ class ScDiVaModel(Architecture):
         wrong = known & (values.isinf() | (values < 0))
         if bool(wrong.any()):
             value = float(values[wrong][0])
-            raise OptionError(f"prompt has the value {value}; give log1p of counts, or NaN to draw it.")
+            raise OptionError(f"prompt has the value {value}; pass log1p of counts, or NaN to sample it.")
         width = int(mask.sum(dim=1).max()) if mask.numel() else 0
         return (ids.masked_fill(~mask, PAD_ID)[:, :width], values.masked_fill(~known, 0.0)[:, :width], mask[:, :width])
 
@@ -954,11 +956,11 @@ class ScDiVaModel(Architecture):
         """Return the number of tokens of each cell, int64, (B,)."""
         most, n_given = min(self.num_genes + (first_id is not None), self.max_generated), int(given_b.max())
         if n_given > most:
-            raise OptionError(f"prompt has {n_given} tokens, but the model takes {most} of a cell; give fewer.")
+            raise OptionError(f"prompt has {n_given} tokens, but the model takes {most} of a cell; pass fewer.")
         if n_tokens is None:
             if self.length_quantiles is None or not bool(self.length_quantiles.any()):
                 raise OptionError(
-                    "n_tokens=None needs a model that knows lengths of cells; give n_tokens, or train it."
+                    "n_tokens=None needs a model that has learned lengths of cells; pass n_tokens, or train it."
                 )
             places = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in draws]) * 100
             low = places.floor().long().clamp(max=99)

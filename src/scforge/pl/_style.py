@@ -66,5 +66,5 @@ def check_columns(argument: str, given: Any, needed: Iterable[str]) -> pd.DataFr
     for name in needed:
         check_known("column", name, frame, argument)
     if not len(frame):
-        raise DataError(f"{argument} has no rows, so that there is nothing to draw.")
+        raise DataError(f"{argument} has no rows, so there is nothing to plot.")
     return frame

@@ -55,9 +55,7 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
         If a file is damaged, or weights and configuration do not fit.
     """
     if not isinstance(folder, str | os.PathLike):
-        raise OptionError(
-            f"{argument} is of type {type(folder).__name__}; give the name of the folder of a training run."
-        )
+        raise OptionError(f"{argument} is of type {type(folder).__name__}; pass the folder of a training run.")
     path = Path(folder)
     if not (path / CONFIG).is_file() and (path / FINAL / CONFIG).is_file():
         path /= FINAL
@@ -86,7 +84,9 @@ def _read(path: Path) -> tuple[Model, int]:
     del content["sha256"]
     for name, checksum in ((CONFIG, sha256_of_json(content, sort_keys=True)), (WEIGHTS, sha256_of(path / WEIGHTS))):
         if found.sha256.get(name) != checksum:
-            raise ModelFileError(f"{str(path / name)!r} is corrupted, as its checksum says; copy the folder again.")
+            raise ModelFileError(
+                f"{str(path / name)!r} is corrupted: its checksum does not match; copy the folder again."
+            )
     return Model.load(path / WEIGHTS, found.model).eval(), found.seq_len
 
 
@@ -143,5 +143,5 @@ def device_of(device: str) -> torch.device:
         number = torch.zeros((), device=torch.device(device))
         number.item()  # "meta" contains none
     except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts it
-        raise OptionError(f"device={device!r} cannot be used ({first_line(error)}); give 'auto' or 'cpu'.") from error
+        raise OptionError(f"device={device!r} cannot be used ({first_line(error)}); pass 'auto' or 'cpu'.") from error
     return number.device

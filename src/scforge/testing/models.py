@@ -48,7 +48,7 @@ def subject_of(model: nn.Module, remake: Callable[[], nn.Module] | None) -> Subj
     """Return what the rules look at; `model` itself is left alone."""
     vocab_size = getattr(model, "vocab_size", VOCAB_SIZE)
     if vocab_size < N_SPECIAL + N_TOKENS:
-        raise OptionError(f"vocab_size={vocab_size} is too small to be checked; make the model with {VOCAB_SIZE}.")
+        raise OptionError(f"vocab_size={vocab_size} is too small for the checks; create the model with {VOCAB_SIZE}.")
     model = jittered(_filled(copy.deepcopy(model).cpu()))
 
     def again() -> nn.Module:
@@ -230,7 +230,7 @@ def _rule_protocol(model: nn.Module) -> None:
         given = tuple(parameters)[: len(_TOKENS)]
         require(given == _TOKENS, f"{name} takes {given} first instead of {_TOKENS}.")
         rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        require(rest, f"{name} takes no **kwargs; a batch may hold keys that are not for it.")
+        require(rest, f"{name} takes no **kwargs, but a batch may contain further keys.")
     require("labels" in inspect.signature(model.forward).parameters, "forward takes no 'labels'.")
     _rule_from_config(model)
 
@@ -470,7 +470,7 @@ _RULES: dict[str, Callable[[Subject], None]] = {
     "cells have different embeddings": _rule_cells,
     "labels serve the loss alone": _rule_labels,
     "every parameter learns": _rule_gradients,
-    "padding means nothing": _rule_padding,
+    "padding has no effect": _rule_padding,
     "a mask may be of any dtype": _rule_masks,
     "the order of genes only matters if the model declares it": _rule_order,
     "a cell may have no tokens": _rule_empty_cell,

@@ -208,7 +208,7 @@ def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
     """Return library sizes, float64, shape (B,), or raise unless there is a finite one for each cell."""
     array = np.asarray(totals, dtype=np.float64)
     if array.shape != (n_cells,):
-        raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; give one number per cell.")
+        raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; pass one number per cell.")
     if len(bad := array[~(np.isfinite(array) & (array >= 0))]):
         raise DataError(f"totals holds {bad[0]:g}, which is not a library size; give zero or a positive number.")
     return array
@@ -221,7 +221,7 @@ def checked_map(gene_ids: Any, vocab: GeneVocab, n_columns: int) -> GeneMap:
     if gene_map.n_genes != vocab.n_genes or highest >= vocab.n_genes:
         raise DataError(
             f"gene_ids is a GeneMap onto {max(gene_map.n_genes, highest + 1)} genes but the vocabulary has "
-            f"{vocab.n_genes}; make it with GeneMap.of(names, tokenizer.vocab)."
+            f"{vocab.n_genes}; create it with GeneMap.of(names, tokenizer.vocab)."
         )
     if len(gene_map.columns) != n_columns:
         raise DataError(
@@ -236,7 +236,7 @@ def no_known_gene(argument: str, names: Sequence[str] | None, vocab: GeneVocab) 
     """Return the error that no name, or no column of a map (None), is a gene of the vocabulary, and what to do."""
     start = f"{argument} has none of the {vocab.n_genes} genes of the vocabulary"
     if names is None:
-        return GeneMismatchError(f"{start}; make it with GeneMap.of(names, tokenizer.vocab).")
+        return GeneMismatchError(f"{start}; create it with GeneMap.of(names, tokenizer.vocab).")
     kind, expected = recognize_ids(names), recognize_ids(vocab.genes)
     hint = how_to_convert(kind, expected) or "map the names to those of the vocabulary first"
     return GeneMismatchError(
@@ -319,7 +319,7 @@ class Tokenizer(ABC):
         self.append_cls = check_bool("append_cls", append_cls)
         self.append_eos = check_bool("append_eos", append_eos)
         if self.max_len is not None and self.max_len <= self._n_around:
-            raise OptionError(f"max_len={max_len} leaves no token for a gene; give the number of tokens of a cell.")
+            raise OptionError(f"max_len={max_len} leaves no token for genes; increase it.")
         for option, token in _TOKEN_OF.items():
             if getattr(self, option):
                 self._require_token(option, token)

@@ -68,7 +68,7 @@ def quantile_bins(
     matrix.sum_duplicates()
     matrix.eliminate_zeros()
     if not np.isfinite(matrix.data).all() or (len(matrix.data) and matrix.data.min() < 0):
-        raise DataError("counts holds negative or missing values; pass counts, or values that increase with them.")
+        raise DataError("counts has negative or missing values; pass counts, or values that increase with them.")
     draws = np.random.RandomState(random_state).rand(matrix.nnz if side == "both" else 0)
     data = matrix.data if matrix.dtype in (np.float32, np.float64) else matrix.data.astype(np.float64)
     bins = bin_entries(matrix.indptr.astype(np.int64), data, n_bins, side, draws=draws)

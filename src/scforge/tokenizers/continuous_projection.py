@@ -104,7 +104,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
     ) -> None:
         if target_depth is not None and not _DEPTH.fullmatch(str(target_depth)):
             raise OptionError(
-                f"target_depth={target_depth!r} is no depth; give e.g. 't4' for 10^4 counts, 'f2' for twice the "
+                f"target_depth={target_depth!r} is not a depth; pass e.g. 't4' for 10^4 counts, 'f2' for twice the "
                 "counts of the cell, or 'a1' for 10^1 times those."
             )
         self.target_depth = target_depth

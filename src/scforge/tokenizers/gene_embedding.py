@@ -46,9 +46,9 @@ def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
     where = "table" if isinstance(table, pd.DataFrame | Mapping) else f"table={str(table)!r}"
     if isinstance(table, str | os.PathLike):
         if Path(table).suffix not in _SUFFIXES:
-            raise OptionError(f"{where} is of no known format; save the vectors as {' or '.join(_SUFFIXES)}.")
+            raise OptionError(f"{where} has an unknown format; save the vectors as {' or '.join(_SUFFIXES)}.")
         if not Path(table).is_file():
-            raise MissingFileError(f"{where} does not exist; give the file with the gene vectors.")
+            raise MissingFileError(f"{where} does not exist; pass the file with the gene vectors.")
     try:
         names, vectors = _read(table)
     except Exception as error:  # each reader raises different errors
@@ -228,9 +228,9 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         super().__init__(vocab, **options)
         self.missing = check_choice("missing", missing, ["learned", "drop"])
         if missing == "drop" and table is None and dropped is None:
-            raise OptionError("missing='drop' needs a table to tell which genes have no vector; pass table=...")
+            raise OptionError("missing='drop' needs a table to find genes without a vector; pass table=...")
         if dropped is not None and (missing == "learned" or table is not None):
-            raise OptionError("dropped is made of the table with missing='drop'; leave it out.")
+            raise OptionError("dropped is computed from the table with missing='drop'; leave it out.")
         if missing == "drop" and options.get("library_size", "data") != "data":
             raise OptionError("missing='drop' counts dropped genes in the library size; pass library_size='data'.")
         self.table = None  # a saved model is loaded where the table is not
@@ -279,8 +279,8 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         """
         if self._vectors is None:
             raise OptionError(
-                "table=None but the tokenizer 'gene_embedding' needs gene vectors to make a model; "
-                "pass a file, a data frame or a dict as its option table."
+                "table=None but the tokenizer 'gene_embedding' needs gene vectors; pass a file, a data frame or a "
+                "dict as its option table."
             )
         return self._vectors
 

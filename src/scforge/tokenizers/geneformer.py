@@ -52,7 +52,9 @@ def geneformer_vocab(
     names = sorted(tokens, key=lambda name: tokens[name])
     special = _SPECIAL[version]
     if [tokens[name] for name in names] != list(range(len(names))):
-        raise DataError("tokens_medians does not number its tokens from 0 without a gap; pass a published dictionary.")
+        raise DataError(
+            "tokens_medians has token ids that are not 0, 1, 2, ... without gaps; pass a published dictionary."
+        )
     if tuple(names[: len(special)]) != special or any(name.startswith("<") for name in names[len(special) :]):
         raise DataError(
             f"tokens_medians starts with {listing(names[:4])}, but Geneformer {version} has the special tokens "

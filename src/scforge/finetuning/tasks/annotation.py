@@ -151,7 +151,9 @@ class Annotation(SupervisedTask):
         self.classes = check_names("classes", classes)
         self.class_weights = check_weights("class_weights", class_weights, self.classes)
         if check_share("label_smoothing", label_smoothing) == 1:
-            raise OptionError(f"label_smoothing={label_smoothing!r} leaves nothing of the labels; give less than 1.")
+            raise OptionError(
+                f"label_smoothing={label_smoothing!r} removes all information of the labels; pass less than 1."
+            )
         self.label_smoothing = float(label_smoothing)
         self._weights: torch.Tensor | None = None
 
@@ -188,11 +190,14 @@ class Annotation(SupervisedTask):
         if single := [str(name) for name, size in labels.value_counts().items() if size == 1]:
             warn(f"{self.argument}: the labels {listing(single)} have one training cell each, and none to score.")
         if odd := [name for name in names if name in _MISSING_TEXTS]:
-            warn(f"{self.argument} has the label {listing(odd)}, taken for a class; a missing label is numpy.nan.")
+            warn(
+                f"{self.argument} has the label {listing(odd)}, which is used as a class; mark missing labels by "
+                "numpy.nan."
+            )
         if self.classes is None:
             return {"classes": names}
         if differing := sorted({*self.classes} ^ {*names}):
-            raise DataError(f"classes and {self.argument} differ in {listing(differing)}; leave classes out.")
+            raise DataError(f"classes and {self.argument} differ in {listing(differing)}; leave out some classes.")
         return {}
 
     def check_split(self, column: Column, split: Split) -> None:
@@ -316,7 +321,10 @@ class Annotation(SupervisedTask):
             of_cells = predictor.cells.column
             clusters = of_cells(majority_voting) if adata is None else column_of(adata.obs, majority_voting)
         if threshold is not None and check_share("threshold", threshold) and predictor.module.head.temperature == 1.0:
-            warn(f"threshold={threshold}: confidence is not calibrated; fine-tune to the end with validation_size > 0.")
+            warn(
+                f"threshold={threshold}: confidence is not calibrated; complete the fine-tuning with validation_size "
+                "> 0."
+            )
         probabilities = self.estimate(predictor)
         categories = list(self.known_classes)
         labels = np.array(categories, dtype=object)[probabilities.argmax(axis=1)]

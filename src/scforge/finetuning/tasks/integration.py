@@ -387,7 +387,7 @@ class Integration(Task):
             If a baseline is missing.
         """
         if self.labels_key is None:
-            raise OptionError("labels_key=None, but scores need cell types; give labels_key to finetune.")
+            raise OptionError("labels_key=None, but scores need cell types; pass labels_key to finetune.")
         methods = {"scforge": context.predictor.embedding(context.rows)}
         if context.base is not None:
             methods[FROZEN] = context.base.embedding(context.rows)

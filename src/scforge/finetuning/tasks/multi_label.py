@@ -76,9 +76,9 @@ class MultiLabel(SupervisedTask):
     ) -> None:
         super().__init__(head, probe_first)
         if (labels_keys is None) == (labels_key is None):
-            raise OptionError("give either labels_keys, columns of truth values, or labels_key, one column of text.")
+            raise OptionError("pass either labels_keys (boolean columns) or labels_key (one column of text).")
         if not isinstance(separator, str) or not separator.strip():
-            raise OptionError(f"separator={separator!r} is not a text that can stand between labels.")
+            raise OptionError(f"separator={separator!r} is not a text that can separate labels.")
         self.labels_keys = check_names("labels_keys", labels_keys)
         self.labels_key = labels_key
         self.separator = separator
@@ -167,7 +167,9 @@ class MultiLabel(SupervisedTask):
         if not classes:
             raise DataError(f"{self.argument} has no label for any training cell; choose another column.")
         if same := [name for name, has in zip(classes, targets.T, strict=True) if has.all() or not has.any()]:
-            raise DataError(f"{self.argument} has {listing(same)} for all training cells or none; leave these out.")
+            raise DataError(
+                f"{self.argument} has {listing(same)} for all training cells or none; leave out these labels."
+            )
         if unknown.any():
             lacking = f"{listing(sorted({*self._occurring(column)} - {*classes}))} of {self.argument}"
             warn(f"classes leaves out {lacking}, which {int(unknown.sum())} of the {len(unknown)} training cells have.")

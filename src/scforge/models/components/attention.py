@@ -15,11 +15,11 @@ from scforge.errors import OptionError
 def check_shapes(shape: Sequence[int], **tensors: torch.Tensor | None) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless all of `tensors` have one number per token, of shape (B, S)."""
     if len(shape) != 2:
-        raise OptionError(f"input_ids has the shape {tuple(shape)}; give a batch of cells, (B, S).")
+        raise OptionError(f"input_ids has the shape {tuple(shape)}; pass a batch of cells, (B, S).")
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != shape:
             raise OptionError(
-                f"{name} has the shape {tuple(tensor.shape)} but input_ids {tuple(shape)}; give one number per token."
+                f"{name} has the shape {tuple(tensor.shape)} but input_ids {tuple(shape)}; pass one number per token."
             )
 
 

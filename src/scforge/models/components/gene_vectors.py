@@ -258,7 +258,7 @@ def fill_gene_vectors(module: nn.Module, vectors: torch.Tensor) -> None:
     parts = _parts(module)
     if not parts:
         raise OptionError(
-            f"{type(module).__name__} has an option 'gene_vectors' but embeds no gene vectors; hand the option to "
+            f"{type(module).__name__} has an option 'gene_vectors' but embeds no gene vectors; pass the option to "
             "GeneExpressionEmbedding or to GeneVectorEmbedding."
         )
     for part in parts:
