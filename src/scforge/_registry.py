@@ -1,4 +1,4 @@
-"""A registry for tokenizers, models, objectives, benchmarks and tasks, including those of plugins."""
+"""The registry of tokenizers, architectures, objectives, tasks, benchmarks and checkpoint families."""
 
 from __future__ import annotations
 

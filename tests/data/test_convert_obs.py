@@ -88,7 +88,7 @@ def test_columns_that_not_all_have_are_left_out_and_told(files, caplog):
     for wanted, message in [
         ("typo", r"0\.h5ad' has no column 'typo'; did you mean 'type'\?"),
         ("dose", r"0\.h5ad' has no column 'dose'"),
-        ("mixed", r"'mixed' holds text in '.*1\.h5ad' and numbers in '.*0\.h5ad'"),
+        ("mixed", r"'mixed' contains text in '.*1\.h5ad' and numbers in '.*0\.h5ad'"),
     ]:
         with pytest.raises(DataError, match=message):
             stored(paths, obs=[wanted], overwrite=True)

@@ -133,7 +133,7 @@ def _find(schema: dict[str, Any], dotted: str) -> dict[str, Any]:
 
 
 def _allow_one(option: dict[str, Any]) -> None:
-    """Allow a text in place of a list of one."""
+    """Allow a text instead of a list of one."""
     lists = [choice for choice in option["anyOf"] if choice.get("type") == "array"]
     option["anyOf"] += [choice["items"] for choice in lists]
 

@@ -252,7 +252,7 @@ class CellSource:
     vocab
         The vocabulary; None where the cells were made from bare counts.
     obs
-        What is known of each cell, N rows; None if nothing is.
+        Metadata of each cell, N rows; None without metadata.
 
     Examples
     --------

@@ -112,9 +112,9 @@ def cut_by_tokens(lengths: np.ndarray, max_tokens: int, max_cells: int | None = 
     lengths
         Tokens of each cell, ascending, none above `max_tokens`, shape (W,).
     max_tokens
-        Most tokens a batch, i.e. cells times the length of its longest cell.
+        Maximum number of tokens per batch, i.e. cells times the length of its longest cell.
     max_cells
-        Most cells a batch.
+        Maximum number of cells per batch.
 
     Returns
     -------
@@ -459,7 +459,8 @@ class CellOrder:
     rows
         Positions of the cells in their source, int64, ascending, shape (n,). Without `shuffle` any order is kept.
     batch_size
-        Cells per batch; the last batches may be smaller. With `max_tokens_per_batch` the most cells a batch, or None.
+        Cells per batch; the last batches may be smaller. With `max_tokens_per_batch`, the maximum number of cells per
+        batch, or None.
     chunk_size
         Rows ``[k * chunk_size, (k + 1) * chunk_size)`` of the source stand, and are shuffled, together; 1 in memory.
     window_cells

@@ -248,7 +248,7 @@ def open_cells(
         Most memory that cells read from files may take, e.g. ``"16GB"`` or a number of bytes. None: half of what is
         available.
     cache
-        Folder for a store; of no use for what is a store already. It is written when it is not there yet,
+        Folder for a store; it has no effect for a source that is a store. It is written when it is not there yet,
         or the sources have changed, and opened from then on. It contains all genes and columns, so it serves every
         vocabulary. ``"auto"`` converts files that do not fit into memory, into ``~/.cache/scforge/stores`` (or
         ``$XDG_CACHE_HOME``), as training from files does.

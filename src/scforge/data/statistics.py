@@ -324,7 +324,7 @@ def _entropies(blocks: Iterable[CellBlock], n_genes: int) -> np.ndarray:
 
     With x the CP10K values of a gene in n cells and p = x / sum(x), the entropy is ``-sum(p log p) / log n``: 1 for a
     gene that all cells express alike (and for one that none expresses), 0 for one that a single cell expresses. It
-    equals ``(log S - T / S) / log n`` with ``S = sum(x)`` and ``T = sum(x log x)``, so two numbers a gene suffice.
+    equals ``(log S - T / S) / log n`` with ``S = sum(x)`` and ``T = sum(x log x)``, so two numbers per gene suffice.
     """
     n_cells, both = 0, np.zeros((2, n_genes))
     for block in blocks:

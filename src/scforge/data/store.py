@@ -860,7 +860,7 @@ def _verify(group: Any, info: StoreInfo, name: str) -> None:
         if hashes[number] != expected["hash"]
     ]
     if vocab_hash != info.vocab_hash:
-        problems.append("its vocabulary is another one than was written")
+        problems.append("its vocabulary has changed since it was written")
     if measured.shape != (len(info.sources), info.n_genes):
         problems.append("the table of the genes that each source has is of another size")
     if not problems and content_hash(vocab_hash, hashes) != info.content_hash:

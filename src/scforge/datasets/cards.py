@@ -1,4 +1,4 @@
-"""What is known of a data set that goes by a name: where it comes from, its columns, how it is split."""
+"""Metadata of a named data set: its source, its columns, and its split."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ type Amount = float | int | tuple[str, ...]
 class SplitRule:
     """How the cells of a data set are divided into training, validation and test.
 
-    What is sampled is sampled by the SHA-256 of names: neither the order of the cells nor the machine matters.
+    Sampling uses the SHA-256 of names, so it depends neither on the order of the cells nor on the machine.
 
     Attributes
     ----------

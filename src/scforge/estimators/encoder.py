@@ -601,7 +601,7 @@ class Encoder(CellModel):
 
         Returns
         -------
-        One row a method, ``"scforge"`` first, one column a score.
+        One row per method, ``"scforge"`` first, and one column per score.
 
         Raises
         ------
@@ -1373,13 +1373,13 @@ class Encoder(CellModel):
         been changed in the data; so a deletion gives the embedding of the same AnnData with that count set to 0.
 
         **What the p-values say.** Cells are no replicates here: one gene moves all cells alike, and every perturbation
-        moves them somewhat. So the null is that a gene does no more than other genes of like expression. Each gene is
-        compared with `n_permutations` others that are matched, within the group, on the fraction of cells that express
-        them and on their level where expressed. They are perturbed in the same way, each in up to 100 cells, and their
-        means are standardized to the types (clusters of the embedding) and depths of the cells of the tested gene; a
-        regression removes what is left of the difference in expression. ``p_value`` is the share of them that shift the
-        cells at least as far, ``goal_p_value`` that of those that move them as far to one side, doubled; the gene
-        itself counts as one, so none is below ``1 / (n_permutations + 1)``.
+        moves them somewhat. So the null is that a gene does no more than other genes of similar expression. Each gene
+        is compared with `n_permutations` others that are matched, within the group, on the fraction of cells that
+        express them and on their level where expressed. They are perturbed in the same way, each in up to 100 cells,
+        and their means are standardized to the types (clusters of the embedding) and depths of the cells of the tested
+        gene; a regression removes the remaining difference in expression. ``p_value`` is the share of them that
+        shift the cells at least as far, ``goal_p_value`` that of those that move them as far to one side, doubled; the
+        gene itself counts as one, so none is below ``1 / (n_permutations + 1)``.
 
         A gene that stands out alone cannot have an ``fdr`` below the number of tests divided by
         ``n_permutations + 1`` (with a goal twice that). By default `n_permutations` is high enough for 0.1 where half
@@ -1427,7 +1427,7 @@ class Encoder(CellModel):
 
         Returns
         -------
-        One row a gene (or pair: ``gene``, ``gene_2``) and group, by falling shift (with a goal, by falling goal
+        One row per gene (or pair: ``gene``, ``gene_2``) and group, by falling shift (with a goal, by falling goal
         shift). ``n_cells``: cells it was perturbed in,
         ``n_controls``: genes it is compared with. ``shift``, ``shift_sd``: mean and standard deviation over these
         of 1 - the cosine between the embedding before and after; NaN without cells. ``shift_z``: the shift in standard

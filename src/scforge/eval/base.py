@@ -32,7 +32,7 @@ _MIN_GROUPS = 4
 
 
 class Benchmark(ABC):
-    """Scores what a method made against what is known, whatever the method is.
+    """Scores the result of any method against a known reference.
 
     Attributes
     ----------
@@ -182,7 +182,7 @@ class Benchmark(ABC):
             try:
                 figures.append(self.run(made[rows], obs.iloc[rows]))
             except DataError:
-                # A part may have too few cells of a label or batch; the draw tells nothing then.
+                # A part may have too few cells of a label or batch, and then cannot be scored.
                 figures.append(dict.fromkeys(self.metrics, float("nan")))
         return pd.DataFrame(figures, columns=list(self.metrics))
 

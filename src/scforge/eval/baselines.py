@@ -146,7 +146,7 @@ def variable_genes(
 
 BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi", "random")
 _SHARE, _BATCH_SIZE, _MAX_EPOCHS = 0.9, 128, 400
-"""Training cells of scVI, cells a step, and epochs: its defaults."""
+"""Maximum training cells, batch size and epochs of scVI (its defaults)."""
 _PATIENCE = 15
 """Epochs without a better held-out ELBO after which scVI stops; its own default is 45."""
 _SECONDS_BETWEEN = 15

@@ -359,7 +359,7 @@ class CzTask(Benchmark):
         _input(self.task, _cells(obs), model, self._keys(), layer=None, seed=self.seed, options=self.options)
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
-        """Return the version of cz-benchmarks, and what is sampled again for intervals."""
+        """Return the version of cz-benchmarks, and the resampled units of the intervals."""
         return {"version": f"cz-benchmarks {metadata.version('cz-benchmarks')}", "drawn again": "cells"}
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
@@ -479,7 +479,7 @@ def _baseline(
 
 
 def _mean_of_others(cells: AnnData) -> np.ndarray:
-    """Predict each perturbation as the mean of the cells of the others; controls stay as they are. Shape (N, G)."""
+    """Predict each perturbation as the mean of the cells of the others; controls do not change. Shape (N, G)."""
     expression, conditions = cells.X.toarray(), cells.obs["condition"].astype(str).to_numpy()
     control = cells.uns["config"]["control_name"]
     predicted = expression.copy()

@@ -376,7 +376,7 @@ def check_copies(same: np.ndarray, what: str) -> None:
 
 
 def copied_rows(matrix: sparse.csr_matrix, known: sparse.csr_matrix) -> np.ndarray:
-    """Return which rows are rows of another matrix, bool, shape (N,); rows of fewer than 10 genes tell nothing.
+    """Return which rows are rows of another matrix, bool, shape (N,); rows of fewer than 10 genes are ignored.
 
     Values are the same if they round to the same three decimals: logs that scanpy made are those of the same counts
     made here but for rounding.
@@ -414,7 +414,7 @@ def check_features(
     Parameters
     ----------
     features
-        One row a perturbation or target, by name; any columns.
+        One row per perturbation or target, by name; any columns.
     real
         Held-out cells.
     keys
@@ -552,7 +552,7 @@ def generation_baselines(
         Counts drawn about the mean share of each gene, times the library size of a training cell: every cell is of the
         same kind.
 
-    So many cells are made as `labels` says, or one for each of these from the training cells with this value of
+    Generates `labels` cells, or one cell per entry of `labels` from the training cells with this value of
     ``obs[labels_key]``: log1p CP10K in ``X`` (CSR, float32) and the labels in ``obs[labels_key]``.
 
     Examples
@@ -627,7 +627,7 @@ def evaluate_generation(
     n_comps, max_cells
         As in :class:`Generation`.
     seeds
-        Seeds of what is sampled for ``mmd`` and ``c2st``; the first is that of the baselines, too.
+        Random seeds for ``mmd`` and ``c2st``; the first is also that of the baselines.
     intervals
         Add 95 % intervals, and tests against the best baseline.
     title

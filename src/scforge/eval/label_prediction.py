@@ -149,7 +149,7 @@ class CellTypeProbe(Benchmark):
             warn_of_missing(obs, self.groups_key, argument="groups_key")
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
-        """Return how many cells are scored, which labels are left out, and what is sampled again for intervals."""
+        """Return the number of scored cells, the labels left out, and the resampled units of the intervals."""
         plan = self._plan(obs)
         facts = {"cells scored": f"{len(plan.rows):,} of {len(obs):,}"}
         if plan.left_out:

@@ -292,7 +292,7 @@ class Scib(Benchmark):
         warn_of_missing(obs, self.labels_key)
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
-        """Return how many cells are scored, and what is sampled again for intervals, if anything is."""
+        """Return the number of scored cells, and the resampled units of the intervals, if any."""
         n_cells = len(self._rows(obs))
         facts = {"cells scored": f"{n_cells:,} of {len(obs):,}"}
         return facts if min(n_cells // 2, _DRAWN) <= _WIDEST else facts | {"drawn again": "cells"}

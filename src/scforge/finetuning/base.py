@@ -103,7 +103,7 @@ class EvaluationContext:
     baselines
         Whether to compute baselines.
     seed
-        Of what is random in them.
+        Random seed of the baselines.
 
     Examples
     --------
@@ -138,7 +138,7 @@ class Evaluated:
     Attributes
     ----------
     metrics
-        One row a method, ``"scforge"`` first; one column a score.
+        One row per method, ``"scforge"`` first, and one column per score.
     tables
         Further tables by name, e.g. ``"per_class"``.
 

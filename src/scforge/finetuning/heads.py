@@ -37,7 +37,7 @@ class FineTunedModule(nn.Module):
     Attributes
     ----------
     frozen
-        Whether the whole encoder stays as it is; it does not drop anything out then.
+        Whether the whole encoder is frozen; it then computes without dropout.
 
     Examples
     --------

@@ -64,7 +64,7 @@ def generate_cells(
     n_cells
         Number of cells B.
     prompt
-        Tokens that the cells begin with, in the manner of a tokenizer's batch: ``input_ids`` (P,) for all cells or
+        Tokens that the cells begin with, like a tokenizer's batch: ``input_ids`` (P,) for all cells or
         (B, P), and if given ``values`` (the bins as numbers, NaN where a bin is to be sampled; without them all are)
         and ``attention_mask``, of the same shape. `first_id` is put in front unless all of them begin with it.
     temperature

@@ -154,7 +154,7 @@ class GenePoolingModel(Architecture):
         Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
         :class:`scforge.models.components.GeneVectorEmbedding`. ``Encoder`` sets it for tokenizers with gene vectors.
     n_batches
-        Give ``"weighted_sum"`` a variance of the latent and a decoder of expression that is conditioned on one of so
+        Give ``"weighted_sum"`` a variance of the latent and a decoder of expression that is conditioned on one of this
         many batches, 0 for none to tell; None leaves variance and decoder out. Objectives that decode set it.
     decoder_dim
         Width of the decoder.

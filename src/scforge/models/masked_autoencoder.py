@@ -56,7 +56,7 @@ class Layout:
     order: torch.Tensor | None = None
 
     def take(self, batch_bs: torch.Tensor) -> torch.Tensor:
-        """Bring what is known of each token into the order of the layout."""
+        """Sort the properties of each token in the order of the layout."""
         return batch_bs if self.order is None else batch_bs.gather(1, self.order)
 
     def put_back(self, x_bs: torch.Tensor) -> torch.Tensor:
@@ -255,7 +255,7 @@ class MaskedAutoencoder(Architecture):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Encode what is visible, and predict the values of what is hidden.
+        """Encode visible tokens, and predict the values of masked tokens.
 
         Parameters
         ----------

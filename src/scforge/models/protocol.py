@@ -23,7 +23,7 @@ class ModelOutput:
     logits
         Predictions for each token, shape (B, S, V), or (B, S) for continuous values. None if they were not requested.
     embeddings
-        One vector a cell, shape (B, H).
+        One vector per cell, shape (B, H).
     hidden_states
         Hidden states after each layer, each of shape (B, S, H), if they were requested.
     expression

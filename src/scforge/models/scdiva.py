@@ -58,7 +58,7 @@ _LOGITS_AT_ONCE_ON_GPU = 2**28
 
 @dataclass(frozen=True)
 class Seen:
-    """What is seen of a batch of tokens; all of shape (B, S).
+    """The visible part of a batch of tokens; all of shape (B, S).
 
     Attributes
     ----------
@@ -118,7 +118,7 @@ class Attended:
         return states.scatter(1, self.places.unsqueeze(-1).expand_as(states_bkh), states_bkh)
 
     def of(self, seen: Seen) -> Seen:
-        """Return what is seen of the tokens that are attended to."""
+        """Return the visible part of the tokens that are attended to."""
         return Seen(**{name: self.take(tensor) for name, tensor in vars(seen).items()})
 
     def has(self) -> torch.Tensor:
@@ -135,7 +135,7 @@ def what_is_seen(
     masked_values: torch.Tensor | None,
     n_special: int,
 ) -> Seen:
-    """Part a batch into what is seen and what is hidden.
+    """Split a batch into its visible and masked parts.
 
     Parameters
     ----------
@@ -646,7 +646,7 @@ class ScDiVaModel(Architecture):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Predict what is hidden of a batch of tokens, or of a profile its cell type and expression.
+        """Predict masked genes and values of a batch of tokens, or cell type and expression of a profile.
 
         Parameters
         ----------
@@ -663,7 +663,7 @@ class ScDiVaModel(Architecture):
             Values to predict, (B, S), with ``denoising=True``.
         masked_positions, masked_values
             Nonzero where identity and value of a token are hidden, (B, S); the second is the first if None. `input_ids`
-            hold MASK where the identity is hidden. Of what is hidden neither LAT nor its token has the value.
+            hold MASK where the identity is hidden. Masked values are visible neither to LAT nor to their token.
         loss_weights
             Weight of each cell, (B,): then the losses of tokens are means over cells of its weight times the mean over
             its masked tokens. Without, they are means over tokens.
@@ -887,7 +887,7 @@ class ScDiVaModel(Architecture):
         n_cells
             Number of cells B.
         prompt
-            What is known of the cells: ``input_ids``, (P,) for all cells or (B, P), and if given ``values`` (NaN where
+            Known part of the cells: ``input_ids``, (P,) for all cells or (B, P), and if given ``values`` (NaN where
             they are to be predicted; without them all are) and ``attention_mask``, of the same shape.
         n_tokens
             Tokens of a cell, prompt and `first_id` included, or of each, int64, (B,); None draws from the lengths that

@@ -1,4 +1,4 @@
-"""What the plots share: colors that color-blind readers tell apart, axes, and checks of tables."""
+"""Shared parts of the plots: colors for color-blind readers, axes, and checks of tables."""
 
 from __future__ import annotations
 

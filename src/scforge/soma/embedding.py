@@ -68,7 +68,7 @@ def embed(
 
     Returns
     -------
-    One row a name, in the order of the files, float32; the index is called ``gene``.
+    One row per name, in the order of the files, float32; the index is named ``gene``.
 
     Raises
     ------
@@ -118,7 +118,7 @@ def gene_table(
 
     Returns
     -------
-    One row a gene, float32, as the tokenizer's option `table` takes it; so it does the file `output`.
+    One row per gene, float32. Both the table and the file `output` are valid for the tokenizer's option `table`.
 
     Raises
     ------

@@ -170,7 +170,7 @@ def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> Non
     ----------
     model
         Registered name, class or instance. A name or a class is made by its ``from_config`` with a vocabulary of 60
-        tokens. An instance is copied, and stays as it is.
+        tokens. An instance is copied, and does not change.
     **options
         Options to make it with, where `model` is a name or a class. Without any, a width of 16, 2 layers and 4 heads.
 
@@ -463,7 +463,7 @@ def _rule_export(subject: Subject) -> None:
 
 _RULES: dict[str, Callable[[Subject], None]] = {
     "forward returns a loss, logits and embeddings": _rule_output,
-    "the batch stays as it was": _rule_batch_is_left_alone,
+    "the batch does not change": _rule_batch_is_left_alone,
     "evaluation is not random": _rule_determinism,
     "logits are left out when they are not asked for": _rule_without_logits,
     "encode gives the embeddings of forward": _rule_encode,

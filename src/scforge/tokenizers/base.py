@@ -263,7 +263,7 @@ class Tokenizer(ABC):
     Parameters
     ----------
     vocab
-        The genes, and what is known of them.
+        The genes, with their statistics.
     max_len
         Maximum number of tokens per cell, special tokens included; the most expressed genes are kept (by the order of
         the strategy). None takes the strategy's default.

@@ -451,8 +451,8 @@ def fit(
     plan, data
         The module with its objective, and the data to train on.
     max_epochs
-        Maximum number of epochs. None chooses it by the number of cells, see :func:`default_max_epochs`; -1 is no limit
-        besides `max_steps`.
+        Maximum number of epochs. None chooses it by the number of cells, see :func:`default_max_epochs`; -1 sets no
+        limit except `max_steps`.
     max_steps
         Maximum number of optimizer steps; -1 for no limit.
     early_stopping

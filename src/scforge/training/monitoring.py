@@ -346,7 +346,7 @@ _SECONDS = 0.1
 def flops_per_token(module: nn.Module, objective: Objective, batch: dict[str, torch.Tensor]) -> float:
     """Return the floating-point operations of a training step on `batch`, per token without padding.
 
-    Random numbers of the training stay as they were.
+    Random numbers of the training run do not change.
     """
     with unchanged(module), torch.no_grad(), FlopCounterMode(display=False) as counter:
         objective.loss(module, batch)

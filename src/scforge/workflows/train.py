@@ -115,7 +115,7 @@ def make_datamodule(cells: Cells, config: Config) -> CellDataModule:
 
 
 def embedded_adata(cells: Cells, embedding: np.ndarray, key: str) -> AnnData:
-    """Return an AnnData with what is known of each cell and its embedding, but without counts."""
+    """Return an AnnData with the obs and the embedding of each cell, but without counts."""
     obs = getattr(cells, "obs", None)
     obs = pd.DataFrame(index=pd.RangeIndex(len(cells))) if obs is None else obs.copy()
     obs.index = pd.Index(cells.names() if isinstance(cells, StoreCells) else obs.index.astype(str))

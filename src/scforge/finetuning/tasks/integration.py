@@ -54,8 +54,8 @@ class IntegrationHead(nn.Module):
     n_batches
         Number of batches E.
     n_reference
-        Train nothing but the vectors of the batches behind so many first ones, which with the rest of the decoder stay
-        as they are; None trains all.
+        Number of batches of the reference. Only the vectors of the batches after these are trained, the rest of the
+        decoder is frozen. None trains all.
     hidden_dim
         Width H of the decoder.
     """
@@ -237,7 +237,7 @@ class Integration(Task):
         :meth:`scforge.models.Encoder.load_query_data`, which sets it.
     alignment
         Weight of SIGReg, 0 for none. More of it (0.02) mixes batches that are far apart, and spreads cell types, which
-        then are harder to tell apart, above all where batches differ in which types they have.
+        then are harder to distinguish, especially if batches differ in their cell types.
     hidden_dim
         Width of the decoder.
     """
