@@ -336,7 +336,7 @@ class CellSource:
                 yield self.block(rows, draw=window.draw)
 
     def block(self, rows: np.ndarray, *, draw: int = 0) -> CellBlock:
-        """Return the cells at `rows`, in that order; `draw` tells random choices of one time from those of another."""
+        """Return the cells at `rows`, in that order; `draw` is part of the random key."""
         rows = np.asarray(rows, dtype=np.int64)
         starts = self.counts.indptr[rows].astype(np.int64)
         lengths = self.counts.indptr[rows + 1] - starts

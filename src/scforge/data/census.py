@@ -208,7 +208,7 @@ class SomaStream:
 
     @property
     def address(self) -> str:
-        """What tells the cells of this query from those of others."""
+        """Identifier of the cells of this query."""
         query = self.query
         return f"soma://{self.name}?{query.value_filter}&{query.obs}&{query.measurement}&{query.layer}"
 
@@ -252,7 +252,7 @@ class SomaStream:
                 first += counts.shape[0]
 
     def fingerprint(self) -> dict[str, int | float | str]:
-        """Return what tells this query from others: its cells, its genes, and the release of the Census."""
+        """Return the identifier of this query: its cells, its genes, and the release of the Census."""
         genes = "\0".join(self.var.index).encode()
         return {
             "release": self._release,
@@ -279,7 +279,7 @@ def _import_soma(module: str = "tiledbsoma") -> Any:
 
 @contextlib.contextmanager
 def _reading(what: str, advice: str = "check the connection, and try again") -> Iterator[None]:
-    """Turn what the clients raise into one sentence; `what` is the object of reading."""
+    """Convert errors of the clients to one sentence; `what` names the object being read."""
     tiledbsoma = _import_soma()
     try:
         yield
@@ -316,7 +316,7 @@ def _opened(query: CensusQuery) -> tuple[str, str, Any]:
 
 
 def _experiment(root: Any, organism: str, name: str) -> Any:
-    """Return what was opened if it is an experiment, or that of an organism in a folder laid out as the Census is."""
+    """Return the opened experiment, or that of an organism in a folder with the layout of the Census."""
     tiledbsoma = _import_soma()
     if isinstance(root, tiledbsoma.Experiment):
         return root

@@ -228,7 +228,7 @@ def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
 
 
 def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
-    """Raise if the store would stand in the place of a source, above or below it."""
+    """Raise if the store would overwrite a source, or contain one."""
     for stream in streams:
         place = getattr(stream, "address", "").removeprefix("file://")  # cells in memory have none
         source = Path(place).resolve()
@@ -396,7 +396,7 @@ class _Scattered:
                     file.write(counts.data[start:stop].astype(np.uint32))
 
     def write(self, store: Path, table: pd.DataFrame, *, progress: bool) -> tuple[list[dict[str, Any]], GeneVocab]:
-        """Write the datasets; return what the store says of each, and the vocabulary with medians."""
+        """Write the datasets; return their metadata, and the vocabulary with medians."""
         medians = StreamingMedians(self.vocab.n_genes) if self.vocab.medians is None else None
         datasets = []
         with _bar("Writing", len(table), progress) as bar:
@@ -532,7 +532,7 @@ def check_columns(obs: pd.DataFrame, source: str) -> None:
 
 
 def _unique(names: pd.Index, sources: np.ndarray, rows: np.ndarray) -> pd.Index:
-    """Return names each of which is there once: where they clash, the number of the source is added, then the row."""
+    """Return unique names; duplicates get the number of the source, then the row."""
     for step, numbers in enumerate((sources, rows)):
         again = np.flatnonzero(names.duplicated(keep=False))
         if not len(again):
@@ -563,7 +563,7 @@ def _plain(values: pd.Series) -> Any:
 
 
 def _kind(values: Any) -> str | None:
-    """Return what a column holds; None is what cannot be stored."""
+    """Return the type of a column; None if it cannot be stored."""
     if isinstance(values, pd.Categorical):
         categories = values.categories
         if categories.inferred_type in ("string", "empty"):

@@ -311,14 +311,14 @@ def _better_column(var: pd.DataFrame | None, vocab: GeneVocab, gene_key: str | N
 
 
 def text_columns(var: pd.DataFrame) -> dict[str | None, np.ndarray]:
-    """Return what may be gene names in a table of genes: its index (None) and its columns of text."""
+    """Return possible gene names in a table of genes: its index (None) and its text columns."""
     text = [column for column in var.columns if var[column].dtype.kind not in "biufcmM"]
     columns: dict[str | None, np.ndarray] = {None: np.asarray(var.index.astype(str))}
     return columns | {column: np.asarray(var[column], dtype=object).astype(str) for column in text}
 
 
 def _way_out(kind: str, expected: str) -> str:
-    """Return advice for names of one kind if the vocabulary has those of another."""
+    """Return advice if the names are of another kind than those of the vocabulary."""
     species, wanted = kind.split(" ")[0], expected.split(" ")[0]
     if {species, wanted} == set(SPECIES):
         return (

@@ -1,4 +1,4 @@
-"""Read the counts, obs and var of h5ad and zarr files, here or behind a URL, in blocks of rows."""
+"""Read counts, obs and var of local and remote h5ad and zarr files in blocks of rows."""
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def open_group(
 
 # zarrs reads from a store of this name itself, which is much faster.
 class LocalStore(storage.LocalStore):
-    """A folder whose metadata may name harmless codecs only."""
+    """A zarr folder that accepts only safe codecs."""
 
     async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
         """Return bytes of `key`."""
@@ -305,7 +305,7 @@ class LocalStore(storage.LocalStore):
 
 
 class RemoteStore(storage.FsspecStore):
-    """A store that asks again for what a broken connection did not bring, with harmless codecs only."""
+    """A remote zarr store with retries that accepts only safe codecs."""
 
     def _name(self, key: str = "") -> str:
         return repr(self.fs.unstrip_protocol(f"{self.path}/{key}".rstrip("/")))
@@ -391,12 +391,12 @@ def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = No
 
 
 def available_memory() -> int | None:
-    """Return how many bytes this process may still take, at most; None where the system does not tell."""
+    """Return the memory in bytes that is still available to this process; None if it is unknown."""
     return min(_limits(), default=None)
 
 
 def _limits() -> Iterator[int]:
-    """Yield what the machine has, and what the control groups of a container or a job leave of it."""
+    """Yield the memory of the machine, and the limits of control groups of a container or a job."""
     meminfo = _numbers(Path("/proc/meminfo"))
     if "MemAvailable:" in meminfo:
         yield meminfo["MemAvailable:"] * 1024
@@ -827,7 +827,7 @@ class AdataStream:
             start = stop
 
     def fingerprint(self) -> dict[str, int | float | str]:
-        """Return what tells these cells from others: digests of counts, names and obs."""
+        """Return a fingerprint of these cells: digests of counts, names and obs."""
         digest = hashlib.blake2b(digest_size=16)
         for part in (self.counts.indptr.astype(np.int64), self.counts.indices, self.counts.data):
             digest.update(str(part.dtype).encode())
@@ -852,7 +852,7 @@ def table_digest(table: pd.DataFrame) -> str:
 
 
 class Location:
-    """An AnnData in an h5ad file or a zarr folder, here or behind a URL, or one modality of a MuData there."""
+    """An AnnData in a local or remote h5ad file or zarr folder, or one modality of a MuData."""
 
     def __init__(self, address: str, modality: str | None = None, options: Mapping[str, Any] | None = None) -> None:
         self.name = redacted(address) if is_url(address) else address
@@ -878,7 +878,7 @@ class Location:
             yield StoredAdata.of(self.name, stored, self._modality)
 
     def identity(self) -> dict[str, int | float | str]:
-        """Return what changes when it does: size and time of change, or the mark that a file system gives it."""
+        """Return a version mark of a file: size and modification time, or the mark of a file system."""
         if not self._is_zarr and not is_url(self.address):
             status = Path(self.address).stat()
             return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
@@ -934,7 +934,7 @@ class FileStream:
                 yield first, chunk
 
     def fingerprint(self) -> dict[str, int | float | str]:
-        """Return what tells this file from others, and from itself after a change."""
+        """Return a fingerprint of this file and its version."""
         return {**self._place.identity(), "n_cells": self.n_cells, "n_genes": self._n_genes}
 
 
@@ -950,7 +950,7 @@ class BackedStream(FileStream):
         return chosen_columns(self._adata.obs, columns, self.name)
 
     def fingerprint(self) -> dict[str, int | float | str]:
-        """Return what tells these cells from others."""
+        """Return a fingerprint of these cells."""
         return {**super().fingerprint(), "obs": table_digest(self._adata.obs), "var": table_digest(self._adata.var)}
 
 
@@ -1059,7 +1059,7 @@ class ChunkReader(Protocol):
         """
 
     def fingerprint(self) -> dict[str, int | float | str]:
-        """Return what tells this source from others, and from itself after a change; JSON can hold it."""
+        """Return a JSON-safe fingerprint of this source and its version."""
 
 
 def open_streams(
@@ -1069,7 +1069,7 @@ def open_streams(
     modality: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[ChunkReader]:
-    """Open sources of cells for reading piece by piece: one stream a source, of a pattern one a file.
+    """Open sources of cells for reading in pieces: one stream per source, for a pattern one per file.
 
     A source is an AnnData in memory or backed by its file; a MuData, or an h5mu file, with `modality`; the path of an
     h5ad file or of an AnnData-zarr folder; a pattern of paths, whose files are taken in order of their names; a URL
@@ -1130,7 +1130,7 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
 
 
 def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
-    """Return the files that a pattern stands for, in order of their names; a path as it is."""
+    """Return the files that match a pattern, sorted by name; a path unchanged."""
     if place.startswith("file://"):
         place = place.removeprefix("file://")
     if is_url(place):

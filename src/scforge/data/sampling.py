@@ -1,4 +1,4 @@
-"""Plan the batches of an epoch: shuffled chunks, balanced draws and buckets of length."""
+"""Plan the batches of an epoch: shuffled chunks, balanced sampling and buckets of length."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ _PIECE = 1 << 20
 
 
 class CellWeights:
-    """Draw cells in proportion to given weights, zero or above, shape (n,)."""
+    """Sample cells in proportion to given weights, zero or above, shape (n,)."""
 
     def __init__(self, weights: np.ndarray) -> None:
         self._weights = np.asarray(weights)
@@ -185,12 +185,12 @@ class CellWeights:
         return self._weights[cells].astype(np.float64)
 
     def fingerprint(self) -> str:
-        """Return a digest that tells these weights from others."""
+        """Return a digest of these weights."""
         return hashlib.blake2b(np.ascontiguousarray(self._weights).data, digest_size=8).hexdigest()
 
 
 class ClassBalance:
-    """Draw cells of rare classes more often: a cell has the weight (1 / size of its class)^strength.
+    """Sample cells of rare classes more often: a cell has the weight (1 / size of its class)^strength.
 
     With strength 0 classes come by their frequency in the data, with strength 1 all classes come equally often. The
     strength may grow from epoch to epoch, so that a model first sees the natural frequencies and later rare classes.

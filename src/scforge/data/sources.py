@@ -436,7 +436,7 @@ def _read_one(path: Path) -> AnnData:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What an h5ad file holds; ``print(inspection)`` shows it.
+    """Content of an h5ad file; ``print(inspection)`` shows it.
 
     Attributes
     ----------
@@ -445,19 +445,20 @@ class Inspection:
     n_cells, n_genes
         Number of cells and of columns of the matrix.
     stored
-        How the matrix that was asked for is stored: ``"csr"``, ``"csc"`` or ``"dense"``.
+        Storage format of the matrix: ``"csr"``, ``"csc"`` or ``"dense"``.
     counts
-        One sentence: whether the matrix holds raw counts, and if not, what does.
+        One sentence: whether the matrix contains raw counts, or which matrix does.
     n_empty
         Number of cells without any count; None where there are no counts.
     other_names
-        Other columns of ``var`` that contain gene names, each with what they are and how many the vocabulary has.
+        Other columns of ``var`` that contain gene names, each with its kind and the number of its names in the
+        vocabulary.
     overlap
         How well the genes fit the vocabulary.
     chosen
         Whether the vocabulary was looked for among the shipped ones.
     mismatch
-        Why the data cannot be used with the vocabulary that was named, one sentence; None if they can.
+        One sentence on why the data cannot be used with the given vocabulary; None if they can.
 
     Examples
     --------

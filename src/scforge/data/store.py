@@ -187,7 +187,7 @@ def may_be_store(path: str | os.PathLike[str]) -> bool:
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` (or a URL) is a whole store of scforge; False where there is nothing."""
+    """Whether `path` (or a URL) is a complete store of scforge; False if nothing is there."""
     try:
         return isinstance(_attributes(path).get(_GROUP), dict)
     except (DataError, MissingFileError):
@@ -324,7 +324,7 @@ _SETTINGS: dict[str, Any] = {**CODECS, "threading.max_workers": max(1, (os.cpu_c
 
 
 class _Store:
-    """A store, or another collection of annbatch, whose cells are read by rows.
+    """A store, or another annbatch collection, read by rows.
 
     Attributes
     ----------
@@ -720,7 +720,7 @@ class StoreCells:
 
 @dataclass(frozen=True)
 class StoreInspection:
-    """What a store holds; ``print(inspection)`` shows it.
+    """Content of a store; ``print(inspection)`` shows it.
 
     Attributes
     ----------

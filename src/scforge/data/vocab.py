@@ -350,7 +350,7 @@ class GeneVocab:
         return replace(self, entropies=entropies)
 
     def with_special_tokens(self, *tokens: str) -> GeneVocab:
-        """Return the vocabulary with further special tokens behind the ones that it has; genes move to higher ids.
+        """Return the vocabulary with additional special tokens after its own; genes move to higher ids.
 
         Examples
         --------
@@ -444,7 +444,7 @@ class GeneVocab:
         return np.array([max(index - self.n_special, -1) for index in found], dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> list[str]:
-        """Return the name behind each of the token `ids`.
+        """Return the name of each of the token `ids`.
 
         Raises
         ------
@@ -610,7 +610,7 @@ def _annotation(name: str) -> GeneVocab:
 
 @cache
 def _orthologs(name: str) -> GeneVocab:
-    """One token an ortholog pair, and behind the pairs one a family where families are summed."""
+    """One token per ortholog pair, then one per family if families are summed."""
     rows = [row for row in read_table(_BOTH) if name == _SUMMED or row[3] == "0"]
     return GeneVocab(
         genes=tuple(gene for gene, *_ in rows),
@@ -622,7 +622,7 @@ def _orthologs(name: str) -> GeneVocab:
 
 @cache
 def _with_shared_symbols() -> GeneVocab:
-    """One token an ortholog pair, and behind them one a pair of genes whose symbols differ in case at most."""
+    """One token per ortholog pair, then one per pair of genes whose symbols differ at most in case."""
     pairs = _orthologs(_BOTH)
     known = {*pairs.genes, *(pairs.aliases or {})}
     human, mouse = (_by_symbol(f"{species}_protein_coding") for species in SPECIES)

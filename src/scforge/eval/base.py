@@ -1,4 +1,4 @@
-"""The base class of benchmarks, their registry, and what an evaluation has to know of a dataset."""
+"""The base class of benchmarks, their registry, and the benchmarks of a list with their data sets."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Benchmark(ABC):
         """
 
     def check(self, reference: Any) -> None:
-        """Raise where nothing can be scored against this; called before time is spent, e.g. on training.
+        """Raise if the reference cannot be scored against; called before expensive steps such as training.
 
         Here, for embeddings: where ``labels_key``, ``batch_key`` or ``groups_key``, if the benchmark has them, is not a
         column. A benchmark that needs more than that overrides it.
@@ -104,7 +104,7 @@ class Benchmark(ABC):
         Parameters
         ----------
         reference
-            What :meth:`run` is going to see; for embeddings the annotation of the cells, N rows.
+            The reference for :meth:`run`; for embeddings the annotation of the cells, N rows.
 
         Raises
         ------
@@ -118,7 +118,7 @@ class Benchmark(ABC):
                     check_column(argument, key, reference)
 
     def describe(self, reference: Any) -> dict[str, str]:
-        """Return what a report says of this benchmark on these data, e.g. how many cells are scored; here, nothing.
+        """Return facts for the report, e.g. the number of scored cells; empty by default.
 
         Parameters
         ----------
@@ -187,7 +187,7 @@ class Benchmark(ABC):
         return pd.DataFrame(figures, columns=list(self.metrics))
 
     def n_units(self, reference: Any) -> int | None:
-        """Return how many independent units :meth:`resampled` draws among; None for cells, which are many.
+        """Return the number of independent units that :meth:`resampled` samples from; None for cells.
 
         Few of them, e.g. eight donors, tell less than the number of draws suggests: intervals are wider by that, and
         tests have fewer degrees of freedom. Where a number is returned, the draws have to spread as a bootstrap of the
@@ -413,12 +413,12 @@ class Evaluation:
 
     @property
     def subject(self) -> str:
-        """What the benchmark scores, see :class:`Benchmark`."""
+        """The subject of the benchmark, see :class:`Benchmark`."""
         made = self.benchmark
         return made.subject if isinstance(made, Benchmark) else BENCHMARKS.get(made).subject
 
     def missing(self, keys: Mapping[str, str | None]) -> list[str]:
-        """Return the options that the benchmark needs and nobody gives; `keys` as in :meth:`made`."""
+        """Return the missing options of the benchmark; `keys` as in :meth:`made`."""
         if isinstance(self.benchmark, Benchmark):
             return []
         given = {**self._from_data(keys), **self.options}
@@ -474,7 +474,7 @@ def to_evaluation(entry: Entry) -> Evaluation:
 
 
 def resolve(evaluations: Sequence[Evaluation], datasets: Mapping[str, Any]) -> list[Evaluation]:
-    """Find the data set of each, and give each a unique name.
+    """Find the data set of each evaluation, and assign unique names.
 
     Raises
     ------
@@ -507,7 +507,7 @@ def _columns(evaluation: Evaluation, datasets: Mapping[str, Any]) -> dict[str, A
 
 
 def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
-    """Return what to open, or ``"held_out"``."""
+    """Return the path or name to open, or ``"held_out"``."""
     given = evaluation.dataset
     if not isinstance(given, str | os.PathLike) or evaluation.held_out:
         return given

@@ -401,7 +401,7 @@ def _best_epoch(warm_up: int, *, progress_bar: bool) -> Any:
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Let only errors of these loggers through, and nothing that is printed: scvi-tools prints why it stopped."""
+    """Silence these loggers below errors, and printed output, because scvi-tools prints why it stopped."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -423,7 +423,7 @@ _RIDGE = np.logspace(-2, 4, 13)
 
 @dataclass(frozen=True)
 class BaselineInputs:
-    """What baselines see of training cells and of scored cells.
+    """Input of baselines from training cells and scored cells.
 
     Attributes
     ----------

@@ -80,7 +80,7 @@ def _input(
 
 
 def _made(name: str, adata: AnnData, keys: Mapping[str, str | None], *, layer: str | None, seed: int) -> dict[str, Any]:
-    """Return what the data say of the input of a task."""
+    """Return the input of a task from the data."""
     if name == EXPRESSION_TASK:
         cells = _with_effects(adata, str(keys["perturbation_key"]), str(keys["control"]), layer=layer, seed=seed)
         # The layer holds logs, whose differences are the log ratios that the true effects are.
@@ -138,7 +138,7 @@ def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[st
 
 
 def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer: str | None, seed: int) -> AnnData:
-    """Return cells with what the task reads: changed genes of each perturbation, and a control for each cell.
+    """Return cells with the fields of the task: changed genes per perturbation, and a control for each cell.
 
     Genes are those of a Wilcoxon test against the controls, by the limits of cz-benchmarks; all of them are targets.
     Controls are sampled at random, without replacement where there are enough.
@@ -435,7 +435,7 @@ def _cells(obs: pd.DataFrame) -> AnnData:
 
 
 def _scores(frame: pd.DataFrame) -> dict[str, float]:
-    """Return the columns of a report and their values, means over what :func:`run_cz_task` has several rows of."""
+    """Return the columns of a report and their values, means over the rows of :func:`run_cz_task`."""
     figures = [_figure(*one) for one in zip(frame["metric"], frame["params"], strict=True)]
     means = frame["value"].groupby(figures, sort=False).mean()
     return {str(figure): float(value) for figure, value in means.items() if figure}
@@ -463,7 +463,7 @@ def _registry() -> Any:
 def _baseline(
     name: str, task: Any, adata: AnnData, inputs: Any, *, layer: str | None, seed: int
 ) -> tuple[str, np.ndarray]:
-    """Return what the baseline is, and what it makes of the cells."""
+    """Return the name of the baseline, and its output for the cells."""
     if name == EXPRESSION_TASK:
         return "mean of the other perturbations", _mean_of_others(inputs.adata)
     smaller = min(adata.shape) - 1

@@ -30,7 +30,7 @@ _ROUNDING = 1e-12
 
 
 def mark_of(made: AnnData | pd.DataFrame | str) -> Any:
-    """Return what changes with made or real cells, or effects; None if that is unknown."""
+    """Return a fingerprint of cells or effects; None if it is unknown."""
     if isinstance(made, str):
         return made
     if isinstance(made, pd.DataFrame):
@@ -162,7 +162,7 @@ class Generation(Benchmark):
         return log_normalized(adata, argument=f"the {what} cells", made=what == "generated")
 
     def _parts(self, made: AnnData, reference: AnnData) -> _Parts:
-        """Compute what does not depend on the draw, once for the scores and their draws."""
+        """Compute quantities that do not depend on the draw, once for all scores."""
         key = ((self.seed, self.n_comps, self.max_cells), mark_of(made), mark_of(reference))
         if self._last is not None and self._last[0] == key and None not in key:
             return self._last[1]
@@ -457,7 +457,7 @@ def check_features(
 
 
 def _representations(adata: AnnData) -> list[tuple[str, np.ndarray | sparse.csr_matrix]]:
-    """Return the matrices of cells, and what they are."""
+    """Return the matrices of cells, and their scale."""
     found = [(f"obsm[{key!r}]", np.asarray(adata.obsm[key])) for key in adata.obsm]
     for key, matrix in {None: adata.X, **dict(adata.layers)}.items():
         if matrix is not None:
@@ -743,7 +743,7 @@ def check_complete(
 
 
 def _independent(logs: sparse.csc_matrix, n_cells: int, rng: np.random.Generator) -> sparse.csr_matrix:
-    """Draw each gene of each cell from any cell: the number of cells with it, which of them, and its values."""
+    """Sample each gene of each cell from any cell: the number of cells with it, which cells, and its values."""
     n_train, n_genes = logs.shape
     sizes = np.diff(logs.indptr)
     drawn = rng.binomial(n_cells, sizes / n_train)
@@ -757,7 +757,7 @@ def _independent(logs: sparse.csc_matrix, n_cells: int, rng: np.random.Generator
 
 
 def _poisson(share: np.ndarray, totals: np.ndarray, rng: np.random.Generator) -> sparse.csr_matrix:
-    """Draw counts about the same shares, and return their log1p CP10K."""
+    """Sample counts with the same mean fractions, and return their log1p CP10K."""
     blocks = []
     for start in range(0, len(totals), 1_000):
         counts = rng.poisson(totals[start : start + 1_000, None] * share).astype(np.float64)

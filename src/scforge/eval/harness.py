@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Replicates(tuple[Any, ...]):
-    """What one method made several times, e.g. trained with several seeds: one row, whose scores are means."""
+    """Results of several runs of a method, e.g. with different seeds: one row with mean scores."""
 
 
 def runs_of(one: Any) -> tuple[Any, ...]:
@@ -283,7 +283,7 @@ def compare(
     intervals: bool = True,
     title: str = "Methods compared",
 ) -> Report:
-    """Score what methods made with a benchmark of any subject.
+    """Score the results of methods by a benchmark of any subject.
 
     Parameters
     ----------

@@ -67,7 +67,7 @@ def check_names(obs: pd.DataFrame) -> None:
 
 
 def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> None:
-    """Warn of labels that may stand for a missing one, e.g. the text "nan"."""
+    """Warn about labels that may mean a missing label, e.g. the text "nan"."""
     if odd := [text for text in _MISSING_TEXTS if (obs[key].astype(object) == text).any()]:
         warn(f"{argument}={key!r} has the label {listing(odd)}; if it means a missing label, replace it by numpy.nan.")
 
@@ -158,7 +158,7 @@ class CellTypeProbe(Benchmark):
         return facts | {"drawn again": "cells" if n_groups is None else f"groups of {self.groups_key} ({n_groups})"}
 
     def n_units(self, obs: pd.DataFrame) -> int | None:
-        """Return the number of groups that take part; None without groups."""
+        """Return the number of scored groups; None without groups."""
         groups = self._plan(obs).groups
         return None if groups is None else len(np.unique(groups))
 
@@ -194,7 +194,7 @@ class CellTypeProbe(Benchmark):
         return pd.DataFrame(figures, columns=list(self.metrics))
 
     def _plan(self, obs: pd.DataFrame) -> _Plan:
-        """Choose the cells that take part, and their folds; warn of labels that are left out."""
+        """Choose the scored cells and their folds; warn about labels that are left out."""
         taken = labeled(obs, self.labels_key)
         if self.groups_key is not None:
             check_names(obs)  # one cell could be learned from and tested
@@ -261,7 +261,7 @@ class CellTypeProbe(Benchmark):
         return self._cache[key]
 
     def _figures(self, plan: _Plan, predicted: dict[str, np.ndarray], weights: np.ndarray) -> dict[str, float]:
-        """Score predictions of cells that count as often as `weights` says."""
+        """Score predictions of cells, weighted by `weights`."""
         n_labels = plan.n_labels
         rare = np.bincount(plan.labels, minlength=n_labels) < self.rare_share * len(plan.labels)
         found: dict[tuple[str, str], float] = {}
@@ -439,7 +439,7 @@ class Geometry(Benchmark):
 
 
 def is_collapsed(scores: Mapping[str, float]) -> bool:
-    """Tell from the scores of :class:`Geometry` whether an embedding has collapsed.
+    """Return whether the scores of :class:`Geometry` show a collapsed embedding.
 
     So it is where the effective rank is below 2, the mean cosine above 0.99, or more than 0.9 of the dimensions are
     constant: all cells lie at about one point, in one direction, or on one line. The limits are ours.

@@ -168,7 +168,7 @@ def edges_from_attention(
 
 
 def edges_from_perturbations(effects: pd.DataFrame | AnnData, *, tfs: Sequence[str] | None = None) -> pd.DataFrame:
-    """Score pairs of genes by what the perturbation of one does.
+    """Score pairs of genes by the effect of perturbing one of them.
 
     Parameters
     ----------
@@ -233,7 +233,7 @@ def edges_of(
 
 
 def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.ndarray:
-    """Return where names stand among known ones, leaving out those that do not."""
+    """Return the positions of names among known ones, without unknown names."""
     if names is None:
         return np.arange(len(known))
     asked = pd.Index(names).astype(str).unique()
@@ -391,7 +391,7 @@ def _table(path: Path, headless: bool) -> pd.DataFrame:
 
 
 def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str | int | None) -> pd.DataFrame:
-    """Return the edges of a table, by its columns, as :func:`read_network` says."""
+    """Return the edges of a table, by its columns, see :func:`read_network`."""
     columns = {str(name).lower(): table[name] for name in table.columns}
 
     def column(*names: str) -> pd.Series:
@@ -521,7 +521,7 @@ class RankedPairs:
         self.within = np.divide(above, n_true * n_other, out=np.full(len(above), np.nan), where=n_other > 0)
 
     def figures(self, weights: np.ndarray) -> dict[str, float]:
-        """Return the metrics where each transcription factor counts as often as `weights` (T,) says.
+        """Return the metrics with transcription factors weighted by `weights` (T,).
 
         They are those of scikit-learn with `sample_weight`, which would sort all pairs again in each of 100 draws.
         """
@@ -691,7 +691,7 @@ def check_edges(what: str, edges: pd.DataFrame, *more: str) -> None:
 
 
 def _places(names: pd.Series, index: pd.Index) -> np.ndarray:
-    """Return where names stand in an index, -1 for nowhere."""
+    """Return the positions of names in an index, -1 for unknown names."""
     if not isinstance(names.dtype, pd.CategoricalDtype):
         names = names.astype("category")
     of_categories = index.get_indexer(pd.Index(names.cat.categories.astype(str)))

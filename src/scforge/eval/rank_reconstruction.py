@@ -34,7 +34,7 @@ _MIN_GENES = 10
 
 @register_benchmark("rank_reconstruction")
 class RankReconstruction(Benchmark):
-    """Compares orders of genes that a model gives back with the true ones, highest gene first.
+    """Compares gene orders that a model reconstructs with the true orders, highest gene first.
 
     These are the scores by which papers on models of ranked genes judge a reconstruction.
 
@@ -99,7 +99,7 @@ class RankReconstruction(Benchmark):
         return pd.DataFrame(_figures(table, bootstrap_weights(len(table), n, seed=seed).astype(np.float64)))
 
     def _by_cell(self, made: np.ndarray, reference: np.ndarray) -> np.ndarray:
-        """Return what the scores of each cell are made of, float64, shape (N, 5 + 2 * 4), see :func:`_figures`."""
+        """Return the components of the scores of each cell, float64, shape (N, 5 + 2 * 4), see :func:`_figures`."""
         true = _rows(reference, "the true orders", repeated=False)
         found = _rows(made, "the reconstructed orders", repeated=True)
         if len(found) != len(true):

@@ -229,7 +229,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a reader has to know of the scores of a benchmark.
+    """Facts on the scores of a benchmark for readers.
 
     Attributes
     ----------
@@ -260,7 +260,7 @@ class Measured:
 
 @dataclass(repr=False)
 class Report:
-    """Rows of scores, with what a reader needs to judge them.
+    """A table of scores with the facts needed to interpret them.
 
     Parameters
     ----------
@@ -320,7 +320,7 @@ class Report:
         return [row for row in self.rows if row.benchmark == benchmark]
 
     def about(self, benchmark: str) -> Measured:
-        """Return what the scores of a benchmark are."""
+        """Return the description of the scores of a benchmark."""
         if benchmark in self.measured:
             return self.measured[benchmark]
         metrics = tuple(dict.fromkeys(name for row in self.of(benchmark) for name in row.scores))
@@ -393,7 +393,7 @@ class Report:
         return pd.DataFrame({row.name: row.scores for row in rows}).T
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-safe values; what is not a number is None.
+        """Return everything as JSON-safe values; NaN becomes None.
 
         Raises
         ------
@@ -508,7 +508,7 @@ def _sentence(row: Row, about: Measured, compared: Comparison, p_value: float) -
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can hold."""
+    """Return a JSON-safe value."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -605,7 +605,7 @@ class _Column(NamedTuple):
 
 
 def _columns(report: Report, benchmark: str) -> list[_Column]:
-    """Return the columns of the table of a benchmark; those of which there is nothing are left out."""
+    """Return the columns of the table of a benchmark, without empty columns."""
     rows, about = report.of(benchmark), report.about(benchmark)
 
     def plain(title: str, texts: Iterable[str]) -> list[_Column]:
@@ -644,7 +644,7 @@ def _number(value: float) -> str:
 
 
 def _picture(frame: pd.DataFrame, about: Measured) -> str:
-    """Draw the scores of a benchmark, those of the main metric first, and return them as an image tag."""
+    """Plot the scores of a benchmark, the main metric first, and return an image tag."""
     import matplotlib.pyplot as plt
 
     from scforge.pl.scores import metrics as draw

@@ -122,7 +122,7 @@ class BatchIntegration(Benchmark):
         return {name: float(score) for name, score in scores.items()}
 
     def _columns(self, obs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the rows of the cells that take part, and their labels and batches."""
+        """Return the rows of the scored cells, and their labels and batches."""
         rows = np.flatnonzero(labeled(obs, self.labels_key) & labeled(obs, self.batch_key, argument="batch_key"))
         labels, batches = (np.asarray(obs[key].iloc[rows].astype(str)) for key in (self.labels_key, self.batch_key))
         n_labels, n_batches = len(np.unique(labels)), len(np.unique(batches))
@@ -193,7 +193,7 @@ NEIGHBORS = ("exact", "pynndescent")
 
 @register_benchmark("scib")
 class Scib(Benchmark):
-    """What :class:`scib_metrics.benchmark.Benchmarker` says of an embedding, all its scores and their means.
+    """All scores of :class:`scib_metrics.benchmark.Benchmarker` for an embedding, and their means.
 
     ``bio`` is the mean of the scores of biology that was kept, ``batch`` that of batches that were mixed, and
     ``total`` 0.6 bio + 0.4 batch, as in [1]_. All lie in [0, 1], and higher is better. The numbers are scib-metrics'
@@ -423,7 +423,7 @@ class Scib(Benchmark):
         }
 
     def _rows(self, obs: pd.DataFrame) -> np.ndarray:
-        """Return the rows of the cells that take part."""
+        """Return the rows of the scored cells."""
         if self.batch_key is None:
             rows = np.flatnonzero(labeled(obs, self.labels_key))
         else:
@@ -459,5 +459,5 @@ def _drawn(labels: pd.Series, size: int, rng: np.random.Generator) -> np.ndarray
 
 
 def _group_of(name: str) -> str:
-    """Return what scib-metrics calls the function that computes a score; two of them give NMI and ARI."""
+    """Return scib-metrics' name of the function of a score; two functions compute NMI and ARI."""
     return _NAMES[name].removesuffix("_nmi").removesuffix("_ari")

@@ -1,4 +1,4 @@
-"""The base class of fine-tuning tasks, what they know of a training run, and their registry."""
+"""The base class of fine-tuning tasks, their inputs and results, and their registry."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ FROZEN = "frozen_embedding"
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """What a task evaluates.
+    """Input of an evaluation by a task.
 
     Attributes
     ----------
@@ -133,7 +133,7 @@ class EvaluationContext:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes
     ----------
@@ -180,7 +180,7 @@ def with_adapters(defaults: TrainingDefaults) -> TrainingDefaults:
 
 
 class Task(Objective):
-    """What a model is fine-tuned for: a head, its targets, a loss, scores, and what is written back.
+    """A fine-tuning task: a head, its targets, a loss, scores, and the results to write.
 
     A task is an objective, so that the engine that trains models also fine-tunes them. All options are keyword-only
     arguments of the constructor, kept under their own names.
@@ -230,7 +230,7 @@ class Task(Objective):
     vocab: GeneVocab | None = None
 
     def for_adapters(self) -> None:
-        """Take the learning rate that low-rank adapters need, ten times that of all weights."""
+        """Use the learning rate of low-rank adapters, ten times that of all weights."""
         self.defaults = with_adapters(self.defaults)  # type: ignore[misc]  # its own from here on
 
     def usable(self, column: Column) -> np.ndarray | None:
@@ -248,7 +248,7 @@ class Task(Objective):
         return None
 
     def check_split(self, column: Column, split: Split) -> None:
-        """Tell what training cells lack of what held-out cells have; `column` returns that of all cells."""
+        """Report values of held-out cells that training cells lack; `column` returns a column of all cells."""
 
     @abstractmethod
     def make_head(self, n_latent: int, module: nn.Module) -> nn.Module:
@@ -263,7 +263,7 @@ class Task(Objective):
         """
 
     def targets(self, rows: np.ndarray) -> Batch:
-        """Return what :meth:`loss_of` needs of the cells `rows`, in addition to their tokens."""
+        """Return the inputs of :meth:`loss_of` for the cells `rows`, in addition to their tokens."""
         return {}
 
     def arrange(
@@ -292,7 +292,7 @@ class Task(Objective):
         """
 
     def calibrate(self, predictor: Predictor, rows: np.ndarray) -> None:
-        """Adapt the head to validation cells once training is over; what it learns belongs into buffers of the head."""
+        """Calibrate the head on validation cells after training; store the result in buffers of the head."""
 
     @abstractmethod
     def predict(self, predictor: Predictor, adata: AnnData | None, *, key_added: str | None, **options: Any) -> Any:
@@ -311,7 +311,7 @@ class Task(Objective):
         """
 
     def check_evaluate(self) -> None:
-        """Raise :class:`~scforge.errors.OptionError` if the task has nothing that predictions are scored by."""
+        """Raise :class:`~scforge.errors.OptionError` if the task cannot score predictions."""
 
     @abstractmethod
     def evaluate(self, context: EvaluationContext) -> Evaluated:

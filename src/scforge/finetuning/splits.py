@@ -154,7 +154,7 @@ def with_each_in_training(split: Split, has: np.ndarray) -> Split:
 
 
 def warn_of_unlearned(prefix: str, names: Sequence[str], n_cells: int) -> None:
-    """Tell which labels held-out cells have, and no training cell.
+    """Report labels of held-out cells that no training cell has.
 
     Parameters
     ----------

@@ -107,14 +107,14 @@ def number_of_each(argument: str, given: Any, n_cells: int, device: torch.device
 
 
 class Architecture(nn.Module):
-    """What the architectures of scforge share: they are made from a configuration, and count their parameters."""
+    """Base of scforge's architectures: creation from a configuration, and the number of parameters."""
 
     config_names: ClassVar[Mapping[str, str]] = {}
     """Names that configurations share, and what the constructor calls them, e.g. ``{"hidden_dim": "encoder_dim"}``."""
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> Self:
-        """Create the model that `config` describes: what it sets is passed on, for the rest the defaults hold.
+        """Create the model of `config`: its set fields are passed on, other arguments keep their defaults.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""A causal transformer that predicts the next gene and its bin, and draws cells token by token."""
+"""A causal transformer that predicts the next gene and its bin, and generates cells token by token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AT_ONCE = 128
 
 
 class _Prompt(NamedTuple):
-    """What cells begin with: ids (B, P), bins (B, P) with -1 where they are to be sampled, and lengths (B,)."""
+    """Prompts of cells: ids (B, P), bins (B, P) with -1 for bins to sample, and lengths (B,)."""
 
     ids: torch.Tensor
     bins: torch.Tensor
@@ -51,7 +51,7 @@ def generate_cells(
     n_special: int = N_SPECIAL,
     first_cell: int = 0,
 ) -> GeneratedCells:
-    """Draw cells gene by gene, each with the bin of its expression.
+    """Generate cells gene by gene, each with the bin of its expression.
 
     No gene comes twice in a cell, and no special token but EOS, which ends it; bin 0, for genes without counts, is
     never drawn. The random numbers of a cell depend on `seed` and on its number alone, neither on the other cells nor
@@ -221,7 +221,7 @@ class _Cells:
         return bool(self.grows_b.any())
 
     def _look(self, ids_bs: torch.Tensor, bins_bs: torch.Tensor, tokens_bs: torch.Tensor) -> None:
-        """Let the model predict what follows on the last of these tokens; those before are in the cache."""
+        """Predict the token after the last of these tokens; earlier tokens are in the cache."""
         new = self.model.next_token(ids_bs, tokens_bs, bins_bs.float(), self.cache, self.classes)
         more_b1 = tokens_bs.any(dim=1, keepdim=True)
         self.gene_logits_bv = torch.where(more_b1, new[0], self.gene_logits_bv)
@@ -244,7 +244,7 @@ def _begin(
     model: AutoregressiveTransformer,
     max_len: int,
 ) -> _Prompt:
-    """Return what the cells begin with, tokens first and padding behind them."""
+    """Return the prompts of the cells, tokens first and padding after them."""
     ids, values, mask, is_first = read_prompt(prompt, n_cells, first_id, n_special, model.vocab_size)
     lengths = mask.sum(dim=1)
     if int(lengths.min()) == 0:
@@ -547,7 +547,7 @@ class AutoregressiveTransformer(Architecture):
         cache: KeyValueCache,
         condition: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of the next gene (B, V) and of its bin (B, n_bins) behind the last of further tokens.
+        """Return the logits of the next gene (B, V) and of its bin (B, n_bins) after further tokens.
 
         `input_ids`, `attention_mask` and `values`, shape (B, s), follow on those in `cache`, and are added to it;
         `condition` is as in :meth:`forward`. What comes behind a cell without further tokens means nothing.
@@ -571,7 +571,7 @@ class AutoregressiveTransformer(Architecture):
 
     @torch.no_grad()
     def init_bin_values(self, bin_values: torch.Tensor) -> None:
-        """Say by `bin_values` what the bins stand for, e.g. their mean log1p CP10K; shape (n_bins,)."""
+        """Set the values of the bins, e.g. their mean log1p CP10K; shape (n_bins,)."""
         if bin_values.shape != self.bin_values.shape:
             raise OptionError(f"bin_values has the shape {tuple(bin_values.shape)} but there are {self.n_bins} bins.")
         self.bin_values.copy_(bin_values)
@@ -611,7 +611,7 @@ class AutoregressiveTransformer(Architecture):
         )
 
     def _targets(self, targets_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Tensor:
-        """Return what each token is compared with, -100 at padding."""
+        """Return the label of each token, -100 at padding."""
         if self.shift_labels:
             return of_next_token(targets_bs, tokens_bs)
         return targets_bs.masked_fill(~tokens_bs, IGNORE_LABEL)

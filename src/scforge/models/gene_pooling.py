@@ -282,7 +282,7 @@ class GenePoolingModel(Architecture):
     def infer(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        """Return ``latent`` (a draw in training, else the mean), ``mu`` (the embedding) and ``logvar``, each (B, L).
+        """Return ``latent`` (a sample in training, else the mean), ``mu`` (the embedding) and ``logvar``, each (B, L).
 
         The arguments are those of :meth:`forward`.
 
@@ -298,7 +298,7 @@ class GenePoolingModel(Architecture):
         return {"latent": draw_latent(mu, logvar) if self.training else mu, "mu": mu, "logvar": logvar}
 
     def decode(self, latent: torch.Tensor, batch: torch.Tensor | int | None = None) -> torch.Tensor:
-        """Return the log1p CP10K values of the genes that latents (B, L) stand for, shape (B, G).
+        """Decode latents (B, L) to the log1p CP10K values of the genes, shape (B, G).
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""What architectures that generate cells share: their prompts, and draws that depend on a cell alone.
+"""Shared parts of generative architectures: prompts, and random numbers per cell.
 
 Shapes: B cells, P tokens of a prompt, V vocabulary.
 """
@@ -20,9 +20,9 @@ LARGEST = 1.0 - 1e-12
 
 
 class Prompt(NamedTuple):
-    """What cells begin with, all of shape (B, P): tokens first, padding behind them.
+    """Prompts of cells, all of shape (B, P): tokens first, padding after them.
 
-    ``values`` are NaN where they are to be sampled. ``first`` is true for the special token that cells begin with.
+    ``values`` are NaN for values to sample. ``first`` is true for the special token that cells begin with.
     """
 
     ids: torch.Tensor
@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
 def read_prompt(
     prompt: Mapping[str, torch.Tensor] | None, n_cells: int, first_id: int | None, n_special: int, vocab_size: int
 ) -> Prompt:
-    """Return what `n_cells` cells begin with; `first_id` is put in front unless all of them begin with it."""
+    """Return the prompts of `n_cells` cells; `first_id` is prepended unless all of them start with it."""
     ids, values = torch.empty((n_cells, 0), dtype=torch.int64), torch.empty((n_cells, 0))
     mask = torch.empty((n_cells, 0), dtype=torch.bool)
     if prompt is not None:
@@ -114,7 +114,7 @@ def softmax(
 
 
 def draw(shares_bv: torch.Tensor, random_b: torch.Tensor) -> torch.Tensor:
-    """Draw an entry of each row by inverting its distribution function, int64, shape (B,)."""
+    """Sample an entry of each row by inverting its distribution function, int64, shape (B,)."""
     sums_bv = shares_bv.cumsum(dim=1)
     aim_b1 = (random_b * sums_bv[:, -1]).unsqueeze(1)
     return torch.searchsorted(sums_bv, aim_b1, right=True).squeeze(1).clamp(max=shares_bv.shape[1] - 1)

@@ -34,7 +34,7 @@ from scforge.models.registry import register_model
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tokens of a batch stand inside a model.
+    """Layout of the tokens of a batch inside the model.
 
     Attributes
     ----------

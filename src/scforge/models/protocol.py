@@ -1,4 +1,4 @@
-"""What every architecture hands back and what it has to offer."""
+"""The protocol and the output of every architecture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What ``forward`` of every architecture returns.
+    """Output of ``forward`` of every architecture.
 
     Attributes
     ----------
@@ -174,7 +174,7 @@ class GeneratingModule(CellModule, Protocol):
         first_cell: int = 0,
         **options: Any,
     ) -> GeneratedCells:
-        """Draw new cells.
+        """Generate cells.
 
         Parameters
         ----------

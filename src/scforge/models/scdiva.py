@@ -236,7 +236,7 @@ _NEARLY_ZERO = 1e-2
 
 
 class States(NamedTuple):
-    """What the transformer makes of cells.
+    """Output of the transformer for cells.
 
     ``readout``: states of LAT, (B, H). ``tokens``: states of the tokens, (B, S, H), zeros where none is attended to.
     ``attended``: where one is, bool, (B, S). ``table``: vectors of all tokens, (V, H), if requested.
@@ -762,7 +762,7 @@ class ScDiVaModel(Architecture):
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         batch: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Return how well the latent alone predicts the labeled genes: so it learns though nobody gives a profile."""
+        """Return the loss of predicting labeled genes from the latent alone, which trains it without a profile."""
         chosen_bs = seen.tokens & (labels >= self.n_special)
         log_share_bg = self.decode(found[0], batch).float().log_softmax(dim=1)
         of_tokens_bs = log_share_bg.gather(1, (labels - self.n_special).clamp(min=0))
@@ -796,7 +796,7 @@ class ScDiVaModel(Architecture):
         return self.value_head(states.tokens[chosen_bs] + vectors_mh).float()
 
     def _expected_values(self, states: States, seen: Seen, logits_bsv: torch.Tensor) -> torch.Tensor | None:
-        """Return the predicted value of every token; of a masked gene that of the mean vector of what it may be."""
+        """Return the predicted value of every token; masked genes use the expected gene vector."""
         if self.value_head is None:
             return None
         mean_bsh = logits_bsv.softmax(dim=-1) @ states.table.to(logits_bsv.dtype)
@@ -813,7 +813,7 @@ class ScDiVaModel(Architecture):
         masked_values: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the values of genes that are known, and whose values are hidden, (B, S), zeros elsewhere.
+        """Return the values of visible genes with masked values, (B, S), zeros elsewhere.
 
         Parameters
         ----------
@@ -842,7 +842,7 @@ class ScDiVaModel(Architecture):
 
     @torch.no_grad()
     def init_lengths(self, quantiles: torch.Tensor) -> None:
-        """Set the 101 percentiles of the number of tokens of a cell, from which ``generate`` draws lengths."""
+        """Set the 101 percentiles of the number of tokens per cell, from which ``generate`` samples lengths."""
         quantiles = torch.as_tensor(quantiles)
         if self.length_quantiles is None or tuple(quantiles.shape) != (101,):
             raise OptionError(f"quantiles has the shape {tuple(quantiles.shape)}; pass 101 to a denoising model.")
@@ -875,7 +875,7 @@ class ScDiVaModel(Architecture):
         first_id: int | None = None,
         mask_id: int = MASK_ID,
     ) -> GeneratedCells:
-        """Draw cells by iterative unmasking.
+        """Generate cells by iterative unmasking.
 
         In the beginning all tokens but the prompt are hidden. In each step a gene is sampled for every masked token,
         and the surest are kept, as many as bring the hidden ones down evenly over the steps; in the next step they get
@@ -934,7 +934,7 @@ class ScDiVaModel(Architecture):
     def _begin(
         self, n_cells: int, prompt: Mapping[str, torch.Tensor] | None, first_id: int | None, mask_id: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids, values (NaN where they are to be sampled) and mask of what cells begin with, (B, P)."""
+        """Return ids, values (NaN for values to sample) and mask of the prompts, (B, P)."""
         if not 0 < mask_id < self.n_special:
             raise OptionError(f"mask_id={mask_id} is none of the {self.n_special} special tokens; give that of MASK.")
         ids, values, mask, first = read_prompt(prompt, n_cells, first_id, self.n_special, self.vocab_size)
@@ -989,7 +989,7 @@ _VALUES_AT_ONCE = 2**24
 
 
 class _Cells:
-    """Cells of which ever less is hidden."""
+    """Cells during iterative unmasking."""
 
     def __init__(
         self,
@@ -1029,7 +1029,7 @@ class _Cells:
             self.no_value_bs = self.no_value_bs & ~known_bs
 
     def unmask(self, share: float, random_bs2: torch.Tensor, temperature: float, top_k: int | None) -> None:
-        """Draw a gene for every masked token, and keep the most confident, so that `share` of all is unmasked."""
+        """Sample a gene for every masked token, and keep the most confident, until `share` of all are unmasked."""
         gene_m, log_share_m = self._drawn(random_bs2[..., 0][self.no_gene_bs], temperature, top_k)
         gene_bs = self.ids_bs.masked_scatter(self.no_gene_bs, gene_m)
         # Gumbel noise that fades, as in MaskGIT (Chang et al. 2022): at first nearly any, at the end the most

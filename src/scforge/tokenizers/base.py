@@ -103,7 +103,7 @@ class RaggedTokens(NamedTuple):
 
 
 def frame(tokens: RaggedTokens, first: int, last: int) -> RaggedTokens:
-    """Put the tokens `first` before and `last` behind each cell; -1 puts none."""
+    """Add the tokens `first` before and `last` after each cell; -1 adds none."""
     wanted = np.array([first >= 0, last >= 0])
     if not wanted.any():
         return tokens
@@ -270,7 +270,7 @@ class Tokenizer(ABC):
     append_cls
         Put a CLS token before the genes of each cell.
     append_eos
-        Put an EOS token behind them.
+        Put an EOS token after them.
 
     Raises
     ------

@@ -19,7 +19,7 @@ _MIN_ENTROPY = 0.01
 
 
 def serialization_weights(vocab: GeneVocab, weighting: str = "complement") -> np.ndarray:
-    """Return what the log1p CP10K values of each gene are multiplied by to rank the genes of a cell.
+    """Return the weight of each gene by which its log1p CP10K values are multiplied for ranking.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The tokenizer of cells whose genes have vectors from elsewhere, such as text or protein embeddings."""
+"""A tokenizer with external gene vectors, such as text or protein embeddings."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def match_vectors(names: Sequence[str], vectors: np.ndarray, vocab: GeneVocab) -
 
 @register_tokenizer("gene_embedding")
 class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
-    """Present the expressed genes of a cell, and give the model a pretrained vector for each gene.
+    """Tokenize the expressed genes of a cell, with a pretrained vector for each gene.
 
     Tokens are those of :class:`~scforge.tokenizers.ContinuousProjectionTokenizer`, with its options. The vectors (of
     protein sequences by ESM-2, of GO terms, of texts) become the gene embedding of the model, through a learned

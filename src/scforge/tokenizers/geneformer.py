@@ -1,4 +1,4 @@
-"""What is published of Geneformer's tokenizers: dictionaries, and how columns of one gene are treated.
+"""Published dictionaries of Geneformer's tokenizers, and their treatment of duplicate genes.
 
 Theodoris et al. 2023, https://doi.org/10.1038/s41586-023-06139-9
 """
@@ -120,7 +120,7 @@ def geneformer_columns(
 
 
 def _column(table: pd.DataFrame, name: str) -> dict[str, Any]:
-    """Return what a column of a table says of each gene, where it says something."""
+    """Return the values of a table column by gene, without missing values."""
     known = table[table[name].notna()]
     return dict(zip(known["gene_id"].astype(str), known[name].tolist(), strict=True))
 

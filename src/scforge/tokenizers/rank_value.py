@@ -147,7 +147,7 @@ _APART = 1e-6
 
 
 class Scales(NamedTuple):
-    """What ranks multiply counts by.
+    """The factor of counts in the ranking.
 
     Attributes
     ----------

@@ -85,7 +85,7 @@ class Adaptation(Task):
         return QueryMapping(n_latent, self.n_clusters, self.n_tokens) if self.n_clusters else Unchanged()
 
     def learn_from(self, module: nn.Module) -> None:
-        """Look up what the objective needs to know of the encoder."""
+        """Read properties of the encoder that the objective needs."""
         encoder: Any = module.encoder
         if self.n_reference is not None and not any(p.requires_grad for p in encoder.parameters()):
             raise OptionError(
@@ -101,7 +101,7 @@ class Adaptation(Task):
         self.base_objective.learn_from(encoder)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Look up what the objective needs to know of cells, which may lack classes and batches of the pretraining."""
+        """Look up the cell data of the objective; cells may lack classes and batches of the pretraining."""
         objective: Any = self.base_objective
         # Neighbors are needed only if the encoder is trained.
         getattr(objective, "bind_query", objective.bind)(

@@ -201,7 +201,7 @@ class Annotation(SupervisedTask):
         return {}
 
     def check_split(self, column: Column, split: Split) -> None:
-        """Tell which classes only held-out cells have."""
+        """Report classes that only held-out cells have."""
         labels = text_labels(column(self.labels_key), key=self.labels_key)
         held_out = labels.codes[np.concatenate([split.validation, split.test])]
         lacking = np.setdiff1d(held_out[held_out >= 0], labels.codes[split.train])

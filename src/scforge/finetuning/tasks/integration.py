@@ -214,7 +214,7 @@ _OWN = ("counts", "batch")
 
 @register_task("integration")
 class Integration(Task):
-    """Cells of different batches share an embedding; no label is looked at.
+    """Removes batch effects from the embedding, without labels.
 
     A decoder predicts the counts y of a cell from the embedding of a thinned view of it (a share of its counts, some
     genes hidden) and from its batch e::

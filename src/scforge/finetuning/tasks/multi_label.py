@@ -140,7 +140,7 @@ class MultiLabel(SupervisedTask):
         return with_each_in_training(split, np.concatenate([targets, ~targets], axis=1))
 
     def check_split(self, column: Column, split: Split) -> None:
-        """Tell which labels only held-out cells have."""
+        """Report labels that only held-out cells have."""
         names = self.classes or self._occurring(column)
         targets, _ = self._lookup(column, names)
         held_out = targets[np.concatenate([split.validation, split.test])]

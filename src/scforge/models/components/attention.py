@@ -269,7 +269,7 @@ class SelfAttention(nn.Module):
     def packed(
         self, hidden_ph: torch.Tensor, ends: torch.Tensor, longest: int, *, causal: bool, rotation: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend within cells that stand one after the other; on CUDA, in half precision.
+        """Attend within packed cells; on CUDA, in half precision.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Token embeddings made of pretrained gene vectors.
+"""Token embeddings from pretrained gene vectors.
 
 Shapes: B cells, S tokens, H hidden, V vocabulary, D dimensions of a pretrained vector, L tokens without one.
 """
