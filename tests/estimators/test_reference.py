@@ -330,9 +330,9 @@ def test_what_cannot_be_done_is_said(reference, viewed, query, tmp_path):
     annotator = reference.finetune("annotation", max_epochs=1, **QUIET)
     for model, options, message in [
         (annotator, {}, "fine-tuned for 'annotation'"),
-        (viewed, {"batch_key": "lane"}, "batch_key='lane' is of no use"),
-        (viewed, {"lora": False}, "lora=False is of no use for a reference of 'joint_embedding'"),
-        (reference, {"lora": {"r": 2}}, "lora=.* is of no use for a reference of 'neighbor_denoising'"),
+        (viewed, {"batch_key": "lane"}, "batch_key='lane' has no effect"),
+        (viewed, {"lora": False}, "lora=False has no effect for a reference of 'joint_embedding'"),
+        (reference, {"lora": {"r": 2}}, "lora=.* has no effect for a reference of 'neighbor_denoising'"),
     ]:
         with pytest.raises(OptionError, match=message):
             Encoder.load_query_data(query, model, **options)
