@@ -79,7 +79,7 @@ def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
 def inject_lora(encoder: nn.Module, options: Mapping[str, Any]) -> None:
     """Put adapters into an architecture, in place; everything else in it is frozen.
 
-    An adapter begins as zero, so that what the architecture computes stays the same.
+    An adapter is initialized at zero, so the output of the architecture does not change.
     """
     from peft import LoraConfig, inject_adapter_in_model
 

@@ -117,8 +117,8 @@ class SupervisedTask(Task):
     def evaluate(self, context: EvaluationContext) -> Evaluated:
         """Score the estimates of cells, with baselines trained on the same cells.
 
-        Scores are of the ``n_scored`` cells whose target the model knows: see the method ``scores``. Other cells
-        cannot be right whatever the method, so that they do not count as wrong; columns report their number.
+        Scores are computed over the ``n_scored`` cells with a target that the model knows, see the method ``scores``.
+        No method can predict the others correctly, so they are not counted as wrong; columns report their number.
 
         Raises
         ------

@@ -327,8 +327,8 @@ def in_order(tokens: Mapping[str, int]) -> tuple[str, ...]:
 def read_dictionary(path: Path) -> dict[str, Any]:
     """Return a dictionary from text to text or numbers, of a JSON or a pickle file.
 
-    A pickle file may hold containers, text, numbers and NumPy scalars; anything else in it is refused before it is
-    made, so nothing that the file brings runs.
+    A pickle file may contain containers, text, numbers and NumPy scalars. Anything else is rejected before it is
+    created, so no code of the file runs.
 
     Raises
     ------
@@ -447,11 +447,11 @@ class Foreign:
     vocab
         The genes, in the order of our token ids.
     names
-        Which weights become which.
+        Mapping of weights.
     tensors
         The weights of the checkpoint by their names.
     source
-        Where they were read from.
+        File or folder of the checkpoint.
 
     Examples
     --------
@@ -549,7 +549,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
 
     Returns
     -------
-    What the checkpoint holds; ``Encoder.from_checkpoint`` makes a model of it.
+    Content of the checkpoint; ``Encoder.from_checkpoint`` creates a model from it.
 
     Raises
     ------

@@ -294,7 +294,7 @@ def to_geneformer(model: Any, folder: str | os.PathLike[str], *, overwrite: bool
 
     In addition to ``config.json`` and ``model.safetensors``, it writes the dictionaries of Geneformer's code:
     ``token_dictionary.pkl``, ``gene_median_dictionary.pkl`` where the vocabulary has medians, and
-    ``ensembl_mapping_dict.pkl`` where it has aliases. They hold text and numbers alone.
+    ``ensembl_mapping_dict.pkl`` where it has aliases. They contain text and numbers only.
 
     Parameters
     ----------

@@ -129,9 +129,9 @@ class _RegistryFile(BaseModel):
 def known_models() -> dict[str, str]:
     """Return the names that ``scforge://`` knows, each with its description.
 
-    They stand in the registry file that ships with scforge, and in files of the same format that the environment
-    variable ``SCFORGE_MODELS`` names (several with the separator of ``PATH``). Of a name in several files the first
-    counts, those of ``SCFORGE_MODELS`` before the shipped one.
+    They are listed in the registry file of scforge, and in files of the same format in the environment variable
+    ``SCFORGE_MODELS`` (several with the separator of ``PATH``). If several files list a name, the first is used; those
+    of ``SCFORGE_MODELS`` precede the shipped one.
 
     Returns
     -------
@@ -211,8 +211,8 @@ class FoundModel:
 def is_hub_name(name: object) -> bool:
     """Return whether a name is meant for the hub and not for a folder here.
 
-    ``org/name`` can be either: it is a folder where there is one, or where there is a folder ``org``, and where it is
-    called as a training calls its folders.
+    ``org/name`` is a folder if that folder or a folder ``org`` exists, or if its name is one of a training run's
+    folders; otherwise it is a repository.
 
     Examples
     --------
@@ -257,7 +257,7 @@ def resolve(
     token
         Token for private and gated repositories; None takes ``HF_TOKEN`` or that of ``hf auth login``.
     local_files_only
-        Do not ask the hub; take what is in the cache. ``HF_HUB_OFFLINE=1`` does the same.
+        Do not query the hub; use the cache only. ``HF_HUB_OFFLINE=1`` does the same.
 
     Returns
     -------

@@ -43,22 +43,22 @@ def upload(
     Parameters
     ----------
     folder
-        The folder. Files that are not of scforge, such as ``adata.h5ad``, stay here.
+        The folder. Other files in it, such as ``adata.h5ad``, are not uploaded.
     repo_id
-        Repository, ``"org/name"``; it is made if there is none. Files of scforge that it has and `folder` lacks are
-        removed from it; others stay, and so does a ``README.md`` that somebody has written or edited there, unless
-        that of `folder` is, too.
+        Repository, ``"org/name"``; it is created if necessary. Files of scforge that `folder` lacks are removed from
+        the repository. Other files are kept, as is a ``README.md`` that a user wrote or edited there, unless that of
+        `folder` was edited as well.
     private
-        Whether only you and your organization see it; None leaves it to the hub's settings. It cannot change a
+        Whether only you and your organization can see it; None uses the hub's settings. It cannot change a
         repository that exists.
     token
-        A token that may write; None takes ``HF_TOKEN`` or that of ``hf auth login``.
+        A token with write access; None takes ``HF_TOKEN`` or that of ``hf auth login``.
     revision
-        Branch to write to, which is made if there is none; None for the main branch.
+        Branch to write to, which is created if necessary; None for the main branch.
     commit_message
         First line of the commit.
     create_pr
-        Propose the files in a pull request instead of writing them; the repository must be there.
+        Propose the files in a pull request instead of writing them; the repository must exist.
 
     Returns
     -------

@@ -29,7 +29,7 @@ def training_curves(
     history
         ``model.history``, or the model.
     metric
-        Draws ``train_<metric>`` and ``validation_<metric>``.
+        Plots ``train_<metric>`` and ``validation_<metric>``.
     reference, reference_label
         Value and label of a dashed line, e.g. the loss at chance.
     title

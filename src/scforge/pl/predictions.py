@@ -141,9 +141,9 @@ def calibration(
     data
         Annotated data, or a table with a row per cell.
     truth, predicted, confidence
-        Columns of obs with the true class, the predicted one (``scforge_<truth>`` if None), and the probability of
-        that (``<predicted>_confidence`` if None, as ``annotator.predict`` writes it). Cells that lack one of them, and
-        cells that were left unassigned, are not drawn, which is said.
+        Columns of obs with the true class, the predicted one (``scforge_<truth>`` if None), and the probability of that
+        (``<predicted>_confidence`` if None, as ``annotator.predict`` writes it). Cells that lack one of them, and
+        unassigned cells, are left out; their number is shown.
     n_bins
         Bins of equal width.
     ax

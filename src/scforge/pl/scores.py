@@ -39,12 +39,11 @@ def metrics(
         are known ``kind`` (baselines are gray), ``low`` and ``high`` (ends of the interval), ``benchmark`` and
         ``lower_is_better`` (bool).
     metrics
-        Which; None draws all. The first decides about the order of the methods.
+        Metrics to plot; None plots all. The first determines the order of the methods.
     benchmark
         Which, if there are several.
     lower_is_better
-        Metrics in which less is better; None takes those that a report, or that column of its table,
-        names.
+        Metrics for which lower is better; None takes them from the report, or from that column of its table.
     ax
         Axes to draw on, one a metric; new ones if None.
 
@@ -136,7 +135,7 @@ def _panel(ax: Axes, lines: pd.DataFrame, order: list[str], kinds: dict[str, str
 def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = None) -> Axes:
     """Draw figures between 0 and 1 as a table of colored circles, totals as bars, the best method on top.
 
-    Made for the figures of scIB (Luecken et al. 2022, figure 3), as scib-metrics draws them.
+    It follows figure 3 of scIB (Luecken et al. 2022), like the plot of scib-metrics.
 
     Parameters
     ----------

@@ -28,7 +28,7 @@ class TokenBatch(TypedDict):
     """A batch of tokenized cells: the keyword arguments of a model's ``forward`` and ``encode``.
 
     ``input_ids``
-        Token ids, int64, shape (B, S); PAD (0) behind the last token of a cell.
+        Token ids, int64, shape (B, S); PAD (0) after the last token of a cell.
     ``attention_mask``
         True for tokens, False for padding, bool, shape (B, S).
     ``values``
@@ -85,7 +85,7 @@ class RaggedTokens(NamedTuple):
     values
         Expression values, float32, shape (Z,).
     extras
-        What else a strategy tells of its tokens (``bin_ids``, ``attention_bias``), arrays of shape (Z,).
+        Further properties of the tokens (``bin_ids``, ``attention_bias``), arrays of shape (Z,).
 
     Examples
     --------
@@ -335,7 +335,7 @@ class Tokenizer(ABC):
         Parameters
         ----------
         options
-            Options of the constructor; for others the defaults hold.
+            Options of the constructor; others keep their defaults.
 
         Returns
         -------
@@ -444,11 +444,11 @@ class Tokenizer(ABC):
         Parameters
         ----------
         cells
-            A block, which is taken as it is, or raw counts as a sparse matrix or an array of shape
+            A block, or raw counts as a sparse matrix or an array of shape
             (B, number of columns).
         gene_ids
-            Name of the gene of each column of `cells`. Names that the vocabulary does not have are left out, columns of
-            one gene are summed. None: the columns are the genes of the vocabulary.
+            Name of the gene of each column of `cells`. Names outside the vocabulary are left out; columns of the same
+            gene are summed. None: the columns are the genes of the vocabulary.
         totals
             Library size of each cell, shape (B,); the row sums of `cells` if not given.
 

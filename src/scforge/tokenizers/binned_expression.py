@@ -215,11 +215,11 @@ class BinnedExpressionTokenizer(Tokenizer):
     max_len
         Maximum number of tokens per cell, special tokens included. None takes 2,048.
     append_cls, append_eos
-        Put a CLS token before the genes, an EOS token behind them.
+        Put a CLS token before the genes, and an EOS token after them.
     n_bins
-        Number of bins, bin 0 included. None takes 51, or what `edges` make.
+        Number of bins, bin 0 included. None takes 51, or the number that `edges` define.
     side
-        What happens to counts that span several quantiles: ``"both"`` spreads them over these bins at random (scGPT's
+        Treatment of counts that span several quantiles: ``"both"`` spreads them over these bins at random (scGPT's
         default), ``"one"`` takes the highest of the bins, ``"tahoe"`` the lowest (Tahoe-x1); see
         :func:`scforge.tokenizers.binned_expression.quantile_bins`.
     edges

@@ -28,7 +28,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
     """Present the expressed genes of a cell, each with its value, log1p CP10K by default.
 
     A model projects the value (a transformer adds it to the gene embedding; ``gene_pooling`` weights the embedding by
-    it). :meth:`scfoundation` and :meth:`transcriptformer` make what these two publish.
+    it). :meth:`scfoundation` and :meth:`transcriptformer` create the tokens of these two packages.
 
     Parameters
     ----------
@@ -38,12 +38,12 @@ class ContinuousProjectionTokenizer(Tokenizer):
         Maximum number of tokens per cell, special tokens included; the genes with the highest counts are kept. None
         keeps all.
     append_cls, append_eos
-        Put a CLS token before the genes, an EOS token behind them.
+        Put a CLS token before the genes, and an EOS token after them.
     transform
         Values of genes: ``"log1p_cp10k"``; ``"cp10k"``, without the logarithm; ``"log1p_counts"``, without a library
         size; ``"counts"``, without either.
     target_sum
-        What the counts of a cell are scaled to, instead of the 10,000 of CP10K.
+        Total counts per cell after scaling, instead of the 10,000 of CP10K.
     clip
         Largest value; None for no limit.
     order

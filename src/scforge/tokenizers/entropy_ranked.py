@@ -57,11 +57,10 @@ def serialization_weights(vocab: GeneVocab, weighting: str = "complement") -> np
 class EntropyRankedTokenizer(Tokenizer):
     """Rank the expressed genes of a cell by log1p CP10K times a weight, which is low for housekeeping genes.
 
-    The weight is made of the normalized Shannon entropy of the gene over cells (see
-    ``scforge.data.statistics.measure_entropies``), so that genes that distinguish cells come first, as in ScDiVa
-    (arXiv:2602.03477); the formula is ours. ``values`` are log1p CP10K. Value, weight and their product are float32,
-    and equal products stand in the order of the vocabulary, so that a model that is given a dense cell finds the same
-    order.
+    The weight is computed from the normalized Shannon entropy of the gene over cells (see
+    ``scforge.data.statistics.measure_entropies``), so genes that distinguish cells come first, as in ScDiVa
+    (arXiv:2602.03477); the formula is our own. ``values`` are log1p CP10K. Value, weight and their product are float32,
+    and ties are in the order of the vocabulary, so a model computes the same order from a dense cell.
 
     The positions of two genes reveal something about their weights, so masking moves masked tokens to the end (see
     :class:`~scforge.tokenizers.Masking`).
@@ -74,7 +73,7 @@ class EntropyRankedTokenizer(Tokenizer):
         Maximum number of tokens per cell, special tokens included; the top of the ranking is kept. None keeps all
         expressed genes.
     append_cls, append_eos
-        Put a CLS token before the genes, an EOS token behind them.
+        Put a CLS token before the genes, and an EOS token after them.
     weighting
         See :func:`~scforge.tokenizers.entropy_ranked.serialization_weights`.
 

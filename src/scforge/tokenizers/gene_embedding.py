@@ -37,7 +37,7 @@ def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
     Raises
     ------
     OptionError
-        If `table` is none of the kinds that can be read.
+        If the type of `table` is not supported.
     MissingFileError
         If the file does not exist.
     DataError
@@ -178,13 +178,13 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         The vectors: a data frame indexed by gene name, a dict from gene name to vector, or a file. ``.npz``: arrays
         ``genes`` (text) and ``vectors`` (N, D). ``.parquet``: one row per gene, with an index or a column of names, and
         numbers in the other columns or vectors in one. ``.safetensors``: a matrix with the names as JSON list under
-        ``genes`` in the metadata, or one vector per gene. Names are Ensembl ids, versions ignored, or symbols, as the
-        vocabulary knows them. None tokenizes without vectors, as a saved model does.
+        ``genes`` in the metadata, or one vector per gene. Names are Ensembl ids (versions are ignored) or symbols of
+        the vocabulary. None tokenizes without vectors, as a saved model does.
     missing
-        What happens to genes of the vocabulary without a vector: ``"learned"``, the model learns a separate vector
-        for each; ``"drop"``, they do not become tokens, but their counts stay in the library size.
+        Treatment of vocabulary genes without a vector: ``"learned"``, the model learns a separate vector for each;
+        ``"drop"``, they do not become tokens, but their counts stay in the library size.
     freeze
-        Whether training leaves the vectors as they are. Their projection is learned in any case.
+        Whether the vectors are frozen in training. Their projection is always learned.
     dropped
         Names of the genes that do not become tokens; made of `table` with ``missing="drop"``, and kept in its place.
     **options

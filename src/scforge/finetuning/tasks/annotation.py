@@ -119,16 +119,16 @@ class Annotation(SupervisedTask):
     classes
         The classes of the training cells, in the order of the outputs; None sorts them.
     class_weights
-        Weight of each class in the loss. None: every cell counts the same, as scGPT, Geneformer and CellTypist train.
-        ``"balanced"``: the cells of each class together count the same (n_cells / (n_classes * cells of the class)),
-        which finds more cells of rare classes and makes their probabilities too high. Or a dict of weights by class;
-        classes that it leaves out have the weight 1.
+        Weight of each class in the loss. None weights all cells equally, as in scGPT, Geneformer and CellTypist.
+        ``"balanced"`` gives each class the same total weight (n_cells / (n_classes * cells of the class)), which finds
+        more cells of rare classes and makes their probabilities too high. Or a dict of weights by class; classes that
+        it leaves out have the weight 1.
     label_smoothing
-        Share of the target that is spread over all classes, in [0, 1).
+        Fraction of the target that is spread over all classes, in [0, 1).
     head
         Options of the head, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
     probe_first
-        Start the last layer of the head at the logistic regression on the embeddings of the training cells, so that the
+        Initialize the last layer of the head by a logistic regression on the embeddings of the training cells, so the
         first steps do not distort the encoder (linear probing, then fine-tuning; Kumar et al. 2022, arXiv:2202.10054).
     """
 

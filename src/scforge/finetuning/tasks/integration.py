@@ -221,8 +221,8 @@ class Integration(Task):
 
         loss = mean of -log NB(y_g; share_g(z, e) * library size, dispersion_g) + alignment * SIGReg within each batch
 
-    What the batch explains, the embedding z need not hold, and what tells cells of a batch apart, it has to.
-    SIGReg pulls each batch onto the same Gaussian.
+    The embedding z does not need variation that the batch explains, but has to keep differences between cells of a
+    batch. SIGReg pulls each batch onto the same Gaussian.
 
     Parameters
     ----------
@@ -357,7 +357,7 @@ class Integration(Task):
 
         Returns
         -------
-        Float32, shape (N, D): what ``get_latent_representation`` returns, too.
+        Float32, shape (N, D), as from ``get_latent_representation``.
         """
         embedding = predictor.embedding()
         if adata is not None:
@@ -371,7 +371,7 @@ class Integration(Task):
         ones together, which favors them: PCA and scVI could embed new cells, and Symphony does so for Harmony, but that
         is not done here. Without labels, scores of biology are missing.
 
-        Scores: ``bio``, ``batch``, ``total`` and what they are means of, see
+        Scores: ``bio``, ``batch``, ``total`` and their components, see
         :func:`scforge.eval.scib.integration_scores`.
 
         Raises

@@ -43,21 +43,21 @@ class MultiLabel(SupervisedTask):
     Parameters
     ----------
     labels_keys
-        Columns of obs, one a label, with truth values or 0 and 1. A cell without value in one of them takes no part.
+        Columns of obs, one per label, with booleans or 0 and 1. Cells with a missing value are not used.
     labels_key
-        Instead of these, one column with the labels of a cell as text. NaN is a cell that takes no part, an empty text
-        one that has no label.
+        Instead of these, one column with the labels of a cell as text. Cells with NaN are not used; an empty text means
+        no label.
     separator
         Separator of the labels in `labels_key`.
     classes
         The labels, in the order of the outputs; None takes `labels_keys`, or those of the training cells, sorted.
     pos_weight
-        Weight of cells that have a label, against those that have not: None for 1, ``"balanced"`` for as much weight on
-        both sides (cells without / cells with the label), or a dict by label.
+        Weight of cells with a label relative to cells without it: None for 1, ``"balanced"`` for equal total weights
+        (cells without / cells with the label), or a dict by label.
     head
         Options of the head, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
     probe_first
-        Start the last layer of the head at logistic regressions on the embeddings of the training cells.
+        Initialize the last layer of the head by logistic regressions on the embeddings of the training cells.
     """
 
     # A labels_key of setup_anndata has one label per cell, so that it is no default here.

@@ -80,7 +80,7 @@ class Regression(SupervisedTask):
         Raises
         ------
         DataError
-            If the column does not hold numbers, or one value only.
+            If the column does not contain numbers, or contains only one value.
         """
         values = self.read(column)
         values = values[~np.isnan(values)]
@@ -95,7 +95,7 @@ class Regression(SupervisedTask):
         Raises
         ------
         DataError
-            If it holds truth values, text or infinite values.
+            If it contains booleans, text or infinite values.
         """
         values = column(self.labels_key)
         kinds = values.cat.categories if isinstance(values.dtype, pd.CategoricalDtype) else values
