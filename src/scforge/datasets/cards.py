@@ -78,7 +78,7 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class DatasetCard:
-    """Facts of a data set. What is not known for sure is None.
+    """Facts of a data set; uncertain facts are None.
 
     Attributes
     ----------

@@ -320,7 +320,7 @@ def check_rule(split: Split, card: DatasetCard, adata: AnnData) -> None:
 
 
 def _units(rule: SplitRule, card: DatasetCard, obs: pd.DataFrame) -> pd.Series:
-    """Return what is held out whole, of each cell: text, missing for controls and where there is no value."""
+    """Return the held-out unit of each cell as text; missing for controls and without a value."""
     values = obs[rule.column].astype(object).where(obs[rule.column].notna())
     values = values.map(str, na_action="ignore")
     if rule.kind == "groups":

@@ -39,7 +39,7 @@ TRANSPOSED = Transform(lambda parts: parts[0].T, lambda ours: [ours.T])
 
 
 def stacked(n: int) -> Transform:
-    """Put weights of one shape on top of each other, such as those of queries, keys and values.
+    """Stack weights of the same shape, such as those of queries, keys and values.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ class Rule:
         return (self.source,) if isinstance(self.source, str) else self.source
 
     def found_in(self, names: Iterable[str]) -> list[dict[str, str]]:
-        """Return what the placeholders stand for in each set of weights that the rule is about."""
+        """Return the values of the placeholders for each set of weights of the rule."""
         patterns = [_compiled(source) for source in self.sources]
         found: list[dict[str, str]] = []
         for name in names:
@@ -192,7 +192,7 @@ class NameMap:
     def convert(
         self, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]], *, where: str
     ) -> dict[str, torch.Tensor]:
-        """Return our weights, float32, made of those of a checkpoint.
+        """Convert the weights of a checkpoint to ours, float32.
 
         Parameters
         ----------
@@ -271,7 +271,7 @@ class NameMap:
         return names
 
     def _rule_of(self, target: str) -> tuple[Rule | None, dict[str, str]]:
-        """Return the rule that makes a weight of ours, and what its placeholders stand for."""
+        """Return the rule for one of our weights, and the values of its placeholders."""
         for rule in self.rules:
             if (found := _compiled(rule.target).fullmatch(target)) is not None:
                 return rule, found.groupdict()
@@ -309,7 +309,7 @@ def first_file(source: Path, names: Sequence[str], what: str) -> Path:
 
 
 def read_options(path: Path) -> dict[str, Any]:
-    """Return the options by name that a JSON file holds."""
+    """Return the options in a JSON file."""
     content = _io.read_json(path)
     if not isinstance(content, dict):
         raise ModelFileError(f"{str(path)!r} is not a mapping of options; pass the published file.")
@@ -436,7 +436,7 @@ def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A published checkpoint in our words: everything that a model is made of.
+    """A published checkpoint in scforge's format: all parts of a model.
 
     Attributes
     ----------

@@ -193,7 +193,7 @@ def _prefixed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class _Config(BaseModel):
-    """What is read of the configuration of a BERT, or can be one value alone here."""
+    """Fields of a BERT configuration that are read, or that must have a fixed value."""
 
     model_config = ConfigDict(strict=True)
     model_type: Literal["bert"] = "bert"

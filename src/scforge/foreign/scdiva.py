@@ -57,7 +57,7 @@ _EPS_OF_CODE = 1e-5
 
 
 class _Config(BaseModel):
-    """What is read of ``config.json``, by usual spellings."""
+    """Fields of ``config.json`` that are read, with common spellings."""
 
     model_config = ConfigDict(strict=True)
     hidden_dim: PositiveInt = Field(validation_alias=AliasChoices("hidden_size", "hidden_dim", "d_model"))
@@ -177,7 +177,7 @@ class ScDiVa:
 
 
 def _without_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights by their names within the model, where all of them stand in one part of something larger."""
+    """Return the weights by their names in the model, if all are in one part of a larger module."""
     for prefix in ("model.", "scdiva."):
         if all(name.startswith(prefix) for name in tensors):
             return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

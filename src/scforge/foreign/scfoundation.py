@@ -156,7 +156,7 @@ class _Datasets(BaseModel):
 
 
 class _Config(BaseModel):
-    """What is read of the configuration in a checkpoint."""
+    """Fields of the configuration in a checkpoint that are read."""
 
     model: Literal["mae_autobin"]
     options: _Named = Field(alias="model_config")

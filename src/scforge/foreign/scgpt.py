@@ -149,7 +149,7 @@ class ScGPT:
 
 
 class _Args(BaseModel):
-    """What is read of the options of a training run, or can be one value alone here; defaults are those of scGPT."""
+    """Training options that are read, or that must have a fixed value; defaults are those of scGPT."""
 
     model_config = ConfigDict(strict=True)
     embsize: PositiveInt
@@ -171,7 +171,7 @@ class _Args(BaseModel):
 
 
 def _content(argument: str, given: Any, beside: Path) -> Mapping[str, Any]:
-    """Return what was given, or what a JSON file holds."""
+    """Return the given object, or the content of a JSON file."""
     if isinstance(given, Mapping):
         return given
     path = beside if given is None else Path(given)

@@ -1,4 +1,4 @@
-"""The client of the Hugging Face Hub, and what its errors mean."""
+"""The client of the Hugging Face Hub, with explanations of its errors."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ ORIGIN_FILE = "origin.json"
 
 
 def kind_of(names: Iterable[str]) -> Kind | None:
-    """Return what files of these names are together, or None if a file is missing.
+    """Return the kind of folder that has files of these names, or None if a file is missing.
 
     Examples
     --------
@@ -49,7 +49,7 @@ def kind_of(names: Iterable[str]) -> Kind | None:
 
 
 def kind_of_folder(folder: Path) -> Kind | None:
-    """Return what a folder holds, or None."""
+    """Return the kind of a folder, or None."""
     return kind_of(path.name for path in folder.iterdir() if path.is_file())
 
 
@@ -92,7 +92,7 @@ def copy_model(
 
 
 def origin_of(folder: Path) -> Origin:
-    """Return where a folder was copied from; of one that contains another model by now, nothing."""
+    """Return the source of a copied folder; None if it now contains another model."""
     kind = kind_of_folder(folder)
     if kind is None or not (folder / ORIGIN_FILE).is_file():
         return None, None
@@ -151,7 +151,7 @@ def known_models() -> dict[str, str]:
 
 
 def find_registered(text: str, prefix: str) -> tuple[FoundModel | None, str | None, str | None]:
-    """Return the folder that ``scforge://name[@version]`` stands for, or a repository and its commit."""
+    """Return the folder of ``scforge://name[@version]``, or its repository and commit."""
     name, _, version = text.removeprefix(SCHEME).partition("@")
     entries = _entries()
     if name not in entries:
@@ -336,7 +336,7 @@ def _checked(folder: Path, prefix: str) -> Path:
 def _fetch(
     repo_id: str, prefix: str, revision: str | None, *, token: str | bool | None = None, **options: Any
 ) -> FoundModel:
-    """Return the folder of a repository in the cache; fetch what is not there."""
+    """Return the folder of a repository in the cache; download missing files."""
     with hub_errors(prefix, repo_id, revision):
         api = hub_api(token)
         folder = Path(api.snapshot_download(repo_id, revision=revision, allow_patterns=list(SHARED_FILES), **options))

@@ -48,7 +48,7 @@ def name_rows(
 
 
 def say_undefined(ax: Axes, row: int) -> None:
-    """Say at a row that its figure is not defined."""
+    """Mark a row with an undefined score."""
     place = ("axes fraction", "data")
     ax.annotate("not defined", (0.02, row), xycoords=place, va="center", color="0.5", fontsize="x-small")
 
@@ -59,7 +59,7 @@ def legend_beside(ax: Axes, **options: Any) -> None:
 
 
 def check_columns(argument: str, given: Any, needed: Iterable[str]) -> pd.DataFrame:
-    """Return a table, or that of a report; raise unless it has rows and the columns that a plot reads."""
+    """Return a table, or that of a report; raise unless it has rows and the columns of the plot."""
     frame = given.to_frame() if hasattr(given, "to_frame") else given
     if not hasattr(frame, "columns"):
         raise DataError(f"{argument} is of type {type(frame).__name__!r}; pass a report or a table (pandas DataFrame).")

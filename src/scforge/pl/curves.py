@@ -22,7 +22,7 @@ def training_curves(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw a figure of the training and of the held-out cells over epochs.
+    """Plot a metric of training and held-out cells over epochs.
 
     Parameters
     ----------

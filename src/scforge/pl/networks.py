@@ -27,7 +27,7 @@ def precision_recall(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the precision of networks over their recall; the legend has the area under each, the largest first.
+    """Plot precision-recall curves of networks; the legend shows the area under each, largest first.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ def attention_heatmap(
     n_genes: int = 30,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw how much genes look at each other, genes that are alike side by side.
+    """Plot the attention between genes as a clustered heatmap.
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ def confusion_matrix(
     table: str = "metrics_confusion",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw which classes are taken for which, as fractions of the cells of a true class.
+    """Plot a confusion matrix as fractions of the cells of each true class.
 
     Parameters
     ----------
@@ -131,7 +131,7 @@ def calibration(
     n_bins: int = 15,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw how often predictions of a confidence are right (a reliability diagram, Guo et al. 2017, figure 1).
+    """Plot accuracy by confidence (a reliability diagram, Guo et al. 2017, figure 1).
 
     Points are bins of confidence, their lines 95 % intervals of the accuracy (Wilson 1927); bars are shares of the
     cells. The title has the expected calibration error, as ``annotator.evaluate`` has it.

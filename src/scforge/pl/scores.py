@@ -30,7 +30,7 @@ def metrics(
     lower_is_better: Collection[str] | None = None,
     ax: Axes | Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """Draw figures of methods as dots with their intervals, a panel per metric, the best method on top.
+    """Plot scores of methods as dots with confidence intervals, one panel per metric, best method on top.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ def _of_benchmark(report: Any, benchmark: str | None) -> pd.DataFrame:
 
 
 def _panel(ax: Axes, lines: pd.DataFrame, order: list[str], kinds: dict[str, str]) -> None:
-    """Draw one metric: a dot a method, a line for its interval, and what a ceiling reaches as a line through all."""
+    """Plot one metric: dots with interval lines per method, and a line through all for a ceiling."""
     ax.grid(axis="x", color="0.92", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right", "left"]].set_visible(False)
@@ -133,7 +133,7 @@ def _panel(ax: Axes, lines: pd.DataFrame, order: list[str], kinds: dict[str, str
 
 
 def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = None) -> Axes:
-    """Draw figures between 0 and 1 as a table of colored circles, totals as bars, the best method on top.
+    """Plot scores between 0 and 1 as a table of colored circles, totals as bars, best method on top.
 
     It follows figure 3 of scIB (Luecken et al. 2022), like the plot of scib-metrics.
 

@@ -141,7 +141,7 @@ def _suffix(path: Path) -> str:
 
 
 def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]:
-    """Read a table; quotes hold a cell of a csv file together, in tsv files they are letters."""
+    """Read a table; csv files may have quoted cells, in tsv files quotes are ordinary characters."""
     where = f"files: {str(path)!r}"
     quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     try:
@@ -189,7 +189,7 @@ class FastaRecord(NamedTuple):
 
 
 def _content(path: Path) -> bytes:
-    """Return the bytes of a file, those of a ``.gz`` file unpacked."""
+    """Return the bytes of a file; ``.gz`` files are decompressed."""
     if not path.is_file():
         what = "is a folder; name the files in it" if path.is_dir() else "does not exist; check its name"
         raise MissingFileError(f"files: {str(path)!r} {what}.")

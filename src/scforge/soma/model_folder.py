@@ -65,7 +65,7 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
 
 
 class _Description(BaseModel):
-    """What a configuration says; checksums are of the weights, and of all else in it."""
+    """Content of a configuration, with checksums of the weights and of the rest."""
 
     format: int
     scforge_version: str

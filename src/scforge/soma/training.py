@@ -117,7 +117,7 @@ class NextByte:
 
 
 class ByteProgress(EpochProgress):
-    """The bar, with bits per byte behind it; where nobody looks at it, a line of the log each epoch and each minute."""
+    """A progress bar with bits per byte; without a terminal, one log line per epoch and per minute."""
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Open the bar."""
@@ -158,7 +158,7 @@ _HELD_OUT = 0.1
 
 @dataclass(frozen=True)
 class TrainedModel:
-    r"""What :func:`train` made.
+    r"""Result of :func:`train`.
 
     Attributes
     ----------
@@ -188,7 +188,7 @@ class TrainedModel:
     history: dict[str, list[float]]
 
     def __fspath__(self) -> str:
-        """Return the path of its folder, so that it can be used as a path."""
+        """Return the path of its folder."""
         return str(self.path)
 
 

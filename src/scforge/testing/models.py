@@ -45,7 +45,7 @@ class Subject:
 
 
 def subject_of(model: nn.Module, remake: Callable[[], nn.Module] | None) -> Subject:
-    """Return what the rules look at; `model` itself is left alone."""
+    """Return a copy for the rules; `model` itself does not change."""
     vocab_size = getattr(model, "vocab_size", VOCAB_SIZE)
     if vocab_size < N_SPECIAL + N_TOKENS:
         raise OptionError(f"vocab_size={vocab_size} is too small for the checks; create the model with {VOCAB_SIZE}.")
@@ -58,7 +58,7 @@ def subject_of(model: nn.Module, remake: Callable[[], nn.Module] | None) -> Subj
 
 
 def jittered(model: nn.Module, std: float = 0.02) -> nn.Module:
-    """Move all weights a little: some start at zero on purpose, and then nothing passes through them."""
+    """Perturb all weights slightly, because some are initialized at zero and would pass no signal."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -67,7 +67,7 @@ def jittered(model: nn.Module, std: float = 0.02) -> nn.Module:
 
 
 def _filled(model: nn.Module) -> nn.Module:
-    """Give embeddings of gene vectors that wait for their vectors some."""
+    """Set random vectors for gene vector embeddings without vectors."""
     for part in model.modules():
         if isinstance(part, GeneVectorEmbedding) and not part.scale:
             vectors = torch.randn(part.vocab_size, part.vectors.embedding_dim)
@@ -115,7 +115,7 @@ def _labels(tokens: Batch, chosen: torch.Tensor) -> Batch:
 
 
 def _per_token(batch: Batch) -> Batch:
-    """Return what has the shape (B, S)."""
+    """Return the tensors of shape (B, S)."""
     return {key: tensor for key, tensor in batch.items() if tensor.ndim == 2}
 
 
@@ -157,7 +157,7 @@ _SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4}
 
 
 def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> None:
-    """Check that an architecture keeps what objectives, model classes and fine-tuning rely on.
+    """Check that an architecture satisfies the requirements of objectives, model classes and fine-tuning.
 
     Call it in the tests of a package that brings an architecture. It runs five cells of up to 12 tokens through the
     model: all at once and alone, with more padding, with masks of other dtypes, with other labels (those that the model
@@ -202,7 +202,7 @@ def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> Non
 def _make(
     model: str | type[nn.Module] | nn.Module, options: dict[str, Any]
 ) -> tuple[nn.Module, Callable[[], nn.Module] | None]:
-    """Return the model, and how to make another one, which an instance does not tell."""
+    """Return the model, and a function that creates another one (None for an instance)."""
     cls = class_of("model", model, options, nn.Module, MODELS)
     if cls is None:
         return cast(nn.Module, model), None

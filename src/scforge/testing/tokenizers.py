@@ -83,7 +83,7 @@ _KINDS = {"input_ids": torch.int64, "attention_mask": torch.bool, "values": torc
 
 
 def check_tokenizer(tokenizer: str | type[Tokenizer] | Tokenizer, **options: Any) -> None:
-    """Check that a tokenizer keeps what models, loaders and training rely on.
+    """Check that a tokenizer satisfies the requirements of models, loaders and training.
 
     Call it in the tests of a package that brings a tokenizer. The cells that it looks at contain no genes, one, and
     all; counts up to 2^31; many equal counts. It tokenizes them in blocks and alone, in other orders, with permuted,

@@ -1,4 +1,4 @@
-"""Weights as safetensors, in the layout that both halves of soma share; what is the same in both.
+"""Weights as safetensors, in the layout shared by the torch and flax halves of soma.
 
 A matrix has the shape (inputs, outputs); scale and bias of a layer norm are ``gamma`` and ``beta``; keys are sorted. A
 file is the same, byte for byte, for both packages.

@@ -1,4 +1,4 @@
-"""soma's regularizer: each state by itself is to look like a draw from a normal distribution.
+"""soma's regularizer: the values of each state should follow a normal distribution.
 
 Shapes: ... states, H width, K directions, T points.
 """
