@@ -221,7 +221,7 @@ def test_mistakes_in_the_content(load: Load, content: str, start: str) -> None:
         ("data: a\n b: c", "line 2, column 3 is .*; check the indentation, and quote text that contains ': '."),
         ("data:\n  paths: a\n layer: b", "line 3, column 2 is .*: the keys of one section start in the same column."),
         ("data:\n\tpaths: a", "cannot start any token; indent with spaces, never with tab characters."),
-        ("data: {paths: a}\ndata: {paths: b}", "line 2, column 1 is not valid YAML: the key 'data' stands twice"),
+        ("data: {paths: a}\ndata: {paths: b}", "line 2, column 1 is not valid YAML: the key 'data' occurs twice"),
         ("seed: !!python/object/apply:os.getcwd []", "line 1, column 7 is not valid YAML: could not determine"),
         ("seed: 2024-13-01", "line 1, column 7 is not valid YAML: '2024-13-01' is not a value of type timestamp"),
         ("? [1, 2]\n: 3", "unhashable key"),

@@ -43,7 +43,7 @@ def test_where_the_counts_are_is_told(tiny_adata):
             counts_of(tiny_adata, layer)
 
     tiny_adata.layers["scaled"] = counts * 0.5
-    told(r"adata\.layers\['scaled'\].*layer=None holds counts", "scaled")
+    told(r"adata\.layers\['scaled'\].*layer=None contains counts", "scaled")
     tiny_adata.layers["complex"] = counts.astype(complex)
     told("dtype complex", "complex")
     tiny_adata.layers["flag"] = counts.astype(bool)
@@ -55,11 +55,11 @@ def test_where_the_counts_are_is_told(tiny_adata):
     tiny_adata.raw = plain
     told("adata.raw contains counts")
     tiny_adata.layers["raw_counts"] = counts
-    told("layer='raw_counts' holds counts")
+    told("layer='raw_counts' contains counts")
     told("layer='raw_count' is not in adata.layers; did you mean 'raw_counts'", "raw_count")
     assert (counts_of(tiny_adata, "raw_counts") != counts).nnz == 0
     tiny_adata.X = None
-    told("adata.X is None; layer='raw_counts' holds counts")
+    told("adata.X is None; layer='raw_counts' contains counts")
 
 
 def test_missing_values_of_an_outer_join_are_no_normalization(tiny_adata):
@@ -68,7 +68,7 @@ def test_missing_values_of_an_outer_join_are_no_normalization(tiny_adata):
     with pytest.raises(DataError, match=r"missing or infinite values, .*anndata\.concat\(\.\.\., join='inner'\)"):
         counts_of(joined)
     joined.layers["counts"] = np.ones(joined.shape)
-    with pytest.raises(DataError, match="layer='counts' holds counts"):
+    with pytest.raises(DataError, match="layer='counts' contains counts"):
         counts_of(joined)
 
 

@@ -74,7 +74,7 @@ def test_where_counts_are_is_told(tiny_adata: ad.AnnData) -> None:
     tiny_adata.raw = counts
     fails(setup, DataError, "adata.raw contains counts, pass adata.raw.to_adata()")
     tiny_adata.layers["counts"] = counts.X
-    fails(setup, DataError, "layer='counts' holds counts")
+    fails(setup, DataError, "layer='counts' contains counts")
     Encoder.setup_anndata(tiny_adata, layer="counts")
 
 

@@ -208,7 +208,7 @@ MISTAKES = [
     ({"output": "file.zarr/out.zarr"}, "'[^']*file.zarr' is a file; choose the name of a folder"),
     ({"output": "s3://bucket/out.zarr"}, "is a URL; pass a local path"),
     ({"key": "a/b"}, "key='a/b' is not a valid key of obsm"),
-    ({"rank": 1}, "rank=1 and world_size=None belong together"),
+    ({"rank": 1}, "rank=1 and world_size=None must be given together"),
     ({"rank": 2, "world_size": 2}, "rank=2 is not below world_size=2"),
     ({"device": "cuda:77"}, "device='cuda:77' cannot be used"),
     ({"model": "ck"}, r"model='ck' \(--model\) is the folder of a training run; did you mean 'ck/epoch=01'\?"),

@@ -66,7 +66,7 @@ MISFITS = [
     ("gene_pooling", {"pooling": "mean"}, "not work with GenePoolingModel, which predicts no values of tokens"),
     (MAE, {"value_loss": "poisson"}, "counts, which .* does not give; pass tokenizer=.*, or value_loss='mse"),
     (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": COUNTS, "objective": HALF}, "0, but zero_targets="),
-    (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": ZEROS_TOO}, "include_zero_genes=True makes zeros"),
+    (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": ZEROS_TOO}, "include_zero_genes=True produces zeros"),
     (MAE, SMALL | {"hidden_dim": 8}, "hidden_dim=8 and encoder_dim=8 are the same option of Mas"),
     (
         MAE,

@@ -209,7 +209,7 @@ def test_a_folder_with_another_training_is_not_touched(cells, broken):
         ({"checkpoint_every_n_steps": 0}, "checkpoint_every_n_steps=0"),
         ({"checkpoint_every_n_steps": 5, "checkpoint_dir": None}, "has no effect without checkpoint_dir"),
         ({"strategy": "dpp"}, "strategy='dpp' is not known; did you mean 'ddp'"),
-        ({"ema_decay": 1}, "ema_decay=1 averages nothing"),
+        ({"ema_decay": 1}, "ema_decay=1 does not average"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing=True, but GenePoolingModel cannot"),
         ({"val_check_interval": 2}, "val_check_interval=2 does not work with checkpoint_dir"),
         ({"accelerator": "gpu", "devices": 4}, "devices=4 with accelerator='gpu', but this machine has"),

@@ -38,7 +38,7 @@ TABLES = {
         ("multi_label", {"separator": " "}, "separator=' '"),
         ("multi_label", {"pos_weight": 3}, "pos_weight=3"),
         ("regression", {"loss_function": "l1"}, "loss_function='l1'"),
-        ("regression", {"center": 1.0}, "belong together"),
+        ("regression", {"center": 1.0}, "must be given together"),
         ("regression", {"center": 1.0, "scale": 0.0}, "scale=0.0"),
         ("perturbation", {"heldout": "gene0"}, "heldout='gene0' is not a list of different names"),
         ("perturbation", {"heldout": ["a"], "heldout_contexts": ["b"]}, "are both given"),
