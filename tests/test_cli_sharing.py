@@ -104,7 +104,7 @@ def test_folders_that_are_not_sent_or_replaced(hub, model: Encoder, told: Callab
     assert not hub.requests
     model.save("checkpoints/final")
     message = told("push", "checkpoints", "org/light")
-    assert "DIR='checkpoints' is the folder of a training; did you mean 'checkpoints/final'?" in message
+    assert "DIR='checkpoints' is the folder of a training run; did you mean 'checkpoints/final'?" in message
     Path("base/model.safetensors").write_bytes(b"\0" * 100)
     assert "'base/model.safetensors'" in told("push", "base", "org/light")
     assert not hub.repos
@@ -133,11 +133,14 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
     [
         ("push nothing org/light", "DIR='nothing' does not exist; give the folder that model.save"),
         ("push base org/light --base org/x", "base='org/x' (--base) has no effect where DIR='base' is a whole model"),
-        ("push base org/light --metrics cells.csv", "metrics='cells.csv' (--metrics) needs one row called 'scforge'"),
+        (
+            "push base org/light --metrics cells.csv",
+            "metrics='cells.csv' (--metrics) needs exactly one row named 'scforge'",
+        ),
         ("pull org/nothing", "there is no repository 'org/nothing'"),
         (
             "embed cells.h5ad -m org/nothing -o out.h5ad",
-            "(--model) (no folder here): there is no repository",
+            "(--model) (not a local folder): there is no repository",
         ),
         ("predict cells.h5ad -m nothing -o out.csv", "model='nothing' (--model) does not exist; give the folder"),
     ],

@@ -129,7 +129,7 @@ TUNE = "finetune --base-model base --data cells.h5ad --task annotation"
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("finetune", "scforge finetune lacks --base-model and --data and --task; give that, or --config FILE."),
+        ("finetune", "scforge finetune lacks --base-model and --data and --task; add it, or --config FILE."),
         ("finetune --base-model base --data no.h5ad --task annotation", "--data: the file 'no.h5ad' does not exist"),
         (f"{TUNE} --base-model scforge://x", "finetune.base_model='scforge://x' (--base-model) is not in the registry"),
         (f"{TUNE} --freeze x", "--freeze: 'x' is not a number of layers; give one"),

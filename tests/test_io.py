@@ -90,7 +90,7 @@ def test_folder(tmp_path):
     assert (path / "weights").read_text() == "1"
     assert listing(path.parent) == ["model"]
     (tmp_path / "file").touch()
-    with pytest.raises(OptionError, match="is a file; give the name of a folder"), atomic_folder(tmp_path / "file"):
+    with pytest.raises(OptionError, match="is a file; choose the name of a folder"), atomic_folder(tmp_path / "file"):
         pass
 
 

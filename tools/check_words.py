@@ -1,9 +1,9 @@
 """Find wording that the field does not use: python tools/check_words.py [--count] [FILE ...]
 
 Without files it reads the documentation, README.md, CHANGELOG.md, CONTRIBUTING.md, the Markdown of notebooks, and the
-docstrings, comments and messages of src. Each finding is printed as FILE:LINE: phrase -> replacement, and the exit
-status is 1. Code, links and formulas are skipped. `--count` prints how often each phrase and each tic of the house
-style occurs, and fails never.
+docstrings, comments, messages and YAML files of src. Each finding is printed as FILE:LINE: phrase -> replacement, and
+the exit status is 1. Code, links and formulas are skipped. `--count` prints how often each phrase and each tic of the
+house style occurs, and never fails.
 
 codespell and the like replace single words; most of these are phrases.
 """
@@ -74,6 +74,29 @@ PHRASES = {
     r"whoever": "the process that, anyone who",
 }
 
+# The same, not reported in notebooks.
+EXCEPT_NOTEBOOKS = {
+    r"of no use": "without effect",
+    r"go(?:es)? with (?=no|the|an?|any|other|each|all|it|them)": "work with, fit",
+    r"(?:stays?|left|leaves?|lets?) (?:\w+ )?as (?:it|they) (?:is|are|was|were)": "does not change",
+    r"drawn anew": "resampled",
+    r"of like (?:length|expression|size)": "of similar length",
+    r"whole-numbered": "integer",
+    r"at hand": "available",
+    r"at the most": "at most",
+    r"in the manner of": "like",
+    r"(?:tell|tells|told|telling) (?:\w+ ){0,2}apart": "distinguish",
+    r"tells? nothing": "is not informative",
+    r"(?:is|are) another one": "differs, does not match",
+    r"in the words of": "in the notation of",
+    r"what (?:is|was|were|are) (?:random|drawn|sampled|seen|left|known|kept|sent|asked|hidden)": "name it",
+    r"what (?:it|they) (?:is|are|was|were) made (?:of|with|from)": "its settings, its source",
+    r"(?:rows?|lines?|values?|vectors?|numbers?|columns?|files?|panels?) a (?:cell|row|gene|token|epoch|step|batch"
+    r"|class|method|metric|model|key|name|group|perturbation|seed)": "one row per cell",
+    r"(?:cells|tokens|operations|steps) an? (?:second|step|batch|epoch)": "cells per second",
+    r"so many (?:cells|epochs|steps|genes|tokens|rows|bytes|batches|threads)": "this many",
+}
+
 # Tics of style that are fine in moderation: counted, never reported.
 TICS = {
     "figure(s)": r"figures?",
@@ -103,15 +126,12 @@ SKIPPED = (
     "docs/generated",
     "docs/notebooks",
     "docs/references.bib",
-    "src/scforge/data/neighbors.py",
     "src/scforge/data/perturbation.py",
     "src/scforge/eval/perturbation",
-    "src/scforge/finetuning/tasks/adaptation.py",
     "src/scforge/finetuning/tasks/_perturbation",
     "src/scforge/finetuning/tasks/perturbation.py",
     "src/scforge/insilico",
     "src/scforge/pl/perturbations.py",
-    "src/scforge/training/objectives/neighbor_denoising.py",
 )
 
 # Where a phrase is right: (part of the path, pattern of the text around it, and the reason).
@@ -164,15 +184,17 @@ def files() -> list[Path]:
     """Return every file that is read by default."""
     found = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
     found += [*ROOT.glob("docs/**/*.md"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("src/**/*.py")]
+    found += ROOT.glob("src/**/*.yaml")
     return sorted(path for path in found if not path.relative_to(ROOT).as_posix().startswith(SKIPPED))
 
 
 def findings(path: Path) -> Iterator[tuple[int, str, str]]:
     """Yield line, phrase and replacement of all that is found in a file."""
-    name = path.resolve().relative_to(ROOT).as_posix()
+    name = path.resolve().as_posix()
+    phrases = PHRASES if path.suffix == ".ipynb" else PHRASES | EXCEPT_NOTEBOOKS
     for first, text in texts(path):
         text = prose(text)
-        for pattern, replacement in PHRASES.items():
+        for pattern, replacement in phrases.items():
             for found in _compiled(pattern).finditer(text):
                 around = text[max(0, found.start() - 30) : found.end() + 30]
                 if any(part in name and re.search(right, around) for part, right in ALLOWED):
@@ -183,12 +205,13 @@ def findings(path: Path) -> Iterator[tuple[int, str, str]]:
 
 def counted(paths: list[Path]) -> str:
     """Return a table of how often each phrase and tic occurs, by kind of file."""
-    kinds = {".md": "docs", ".ipynb": "notebooks", ".py": "src"}
-    counts = {name: Counter() for name in (*PHRASES, *TICS)}
+    kinds = {".md": "docs", ".ipynb": "notebooks", ".py": "src", ".yaml": "src"}
+    patterns = {name: name for name in (*PHRASES, *EXCEPT_NOTEBOOKS)} | TICS
+    counts = {name: Counter() for name in patterns}
     for path in paths:
         for _, text in texts(path):
             text = prose(text)
-            for name, pattern in (dict(zip(PHRASES, PHRASES, strict=True)) | TICS).items():
+            for name, pattern in patterns.items():
                 counts[name][kinds[path.suffix]] += len(_compiled(pattern).findall(text))
     rows = [f"{'phrase':60} {'docs':>6} {'notebooks':>9} {'src':>6}"]
     rows += [f"{name[:60]:60} {c['docs']:6} {c['notebooks']:9} {c['src']:6}" for name, c in counts.items()]
@@ -198,7 +221,7 @@ def counted(paths: list[Path]) -> str:
 def main() -> int:
     """Print what is found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, help="files to read in place of all")
+    parser.add_argument("files", nargs="*", type=Path, help="files to read instead of all")
     parser.add_argument("--count", action="store_true", help="print how often each phrase occurs")
     args = parser.parse_args()
     paths = args.files or files()
@@ -207,7 +230,8 @@ def main() -> int:
         return 0
     found = [(path, *one) for path in paths for one in findings(path)]
     for path, line, phrase, replacement in found:
-        print(f"{path.resolve().relative_to(ROOT)}:{line}: {phrase} -> {replacement}")
+        full = path.resolve()
+        print(f"{full.relative_to(ROOT) if full.is_relative_to(ROOT) else full}:{line}: {phrase} -> {replacement}")
     return bool(found)
 
 

@@ -1,4 +1,4 @@
-"""Checks of numbers that a user hands in."""
+"""Checks of numbers from users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scforge.errors import DataError, OptionError, ScforgeError, suggest
 
 
 def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> int:
-    """Return `value`, or raise unless it is a whole number of at least `least`; `what` names what it counts.
+    """Return `value`, or raise unless it is an integer of at least `least`; `what` names the counted items.
 
     Examples
     --------
@@ -25,7 +25,7 @@ def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> int:
         raise OptionError(f"{argument}={value!r} is not a whole number of {what}.")
     if value >= least:
         return int(value)
-    limit = "a positive number" if least == 1 else f"at least {least}; give a number"
+    limit = "a positive number" if least == 1 else f"at least {least}; pass a number"
     raise OptionError(f"{argument}={value!r} is not {limit} of {what}.")
 
 
@@ -90,7 +90,7 @@ def check_seed(value: Any, *, argument: str = "seed") -> int:
     """Return a seed as a Python number, or raise unless it is a whole number from 0 to 2^63 - 1."""
     check_count(argument, value, "a random generator", least=0)
     if value >= 2**63:
-        raise OptionError(f"{argument}={value!r} is too large; give a number below 2^63.")
+        raise OptionError(f"{argument}={value!r} is too large; pass a number below 2^63.")
     return int(value)
 
 

@@ -1,4 +1,4 @@
-"""Files: atomic writes (a reader sees the old file or the whole new one), and JSON that anybody may have written."""
+"""Files: atomic writes (a reader sees the old or the complete new file), and validated JSON."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise if `path`, where a folder is to be, or one above it is a file."""
     for place in (Path(path), *Path(path).parents):
         if place.is_file():
-            raise OptionError(f"{argument}={str(path)!r}: {str(place)!r} is a file; give the name of a folder.")
+            raise OptionError(f"{argument}={str(path)!r}: {str(place)!r} is a file; choose the name of a folder.")
 
 
 def check_writable(argument: str, path: str | os.PathLike[str]) -> None:
-    """Raise unless something can be written at `path`; finds out before anything is computed for it."""
+    """Raise unless `path` is writable; called before expensive computations."""
     place = Path(path).resolve()
     while not place.is_dir():
         place = place.parent
@@ -72,7 +72,7 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 class _KeepsError(io.FileIO):
-    """A file that keeps the first error of writing for later, and writes nothing from then on; it reads as zeros."""
+    """A file that stores the first write error for later and writes nothing afterwards; it reads as zeros."""
 
     error: OSError | None = None
 
@@ -120,7 +120,7 @@ _OWN = {
     *("weights.safetensors", "model.onnx", "model.pt2", "training"),
     *("token_dictionary.pkl", "gene_median_dictionary.pkl"),
 }
-"""What scforge writes into folders of models, save for what a description lists."""
+"""Files that scforge writes into model folders, in addition to those listed in a description."""
 
 _KEPT = {"README.md", "origin.json", "export.json", "weights.safetensors", "model.onnx", "model.pt2"}
 _KEPT |= {"token_dictionary.pkl", "gene_median_dictionary.pkl"}
@@ -133,26 +133,25 @@ def atomic_folder(
 ) -> Iterator[Path]:
     """Yield an empty temporary folder; on success what is in it is the content of `path`, on an error it is removed.
 
-    A new folder appears whole. In one that is there, which may be the working directory or what a link leads to, the
-    files of the model in it are replaced, and all others stay. A process that is killed leaves the old model or the new
-    one: the next process that reads or writes the folder restores the complete version (see :func:`read_settled`). What
-    was written is on the disk before it gets its name, so that a machine that loses power leaves it whole, too. Of
-    several writers one waits for the other.
+    A new folder appears complete. In an existing folder, which may be the working directory or the target of a link,
+    only the files of the model are replaced. A killed process leaves the old or the new model: the next process that
+    reads or writes the folder restores the complete version (see :func:`read_settled`). Files are flushed to disk
+    before they are renamed, so they also survive a power failure. Concurrent writers wait for each other.
 
     Parameters
     ----------
     path
         The folder.
     overwrite
-        Whether it may hold something.
+        Whether it may contain files.
     argument
-        What the caller calls `path`.
+        Name of `path` in messages.
 
     Raises
     ------
     OptionError
-        If `path` is a file, or holds something and `overwrite` is false, or if a file that scforge did not write has
-        the name of a new one.
+        If `path` is a file, or not empty and `overwrite` is false, or if a file that scforge did not write has the name
+        of a new one.
     """
     given, path = path, Path(path).resolve()
     check_folder(argument, path)
@@ -211,7 +210,7 @@ def read_settled[T](folder: str | os.PathLike[str], read: Callable[[], T]) -> T:
         else:
             if _SAVED not in before and _seen(folder) == before:
                 return found
-    raise ModelFileError(f"{str(folder)!r} changed each time while it was read; load it when nobody saves to it.")
+    raise ModelFileError(f"{str(folder)!r} changed each time it was read; load it when no process saves to it.")
 
 
 def _put_in_place(path: Path, prefix: str) -> None:
@@ -259,7 +258,7 @@ def _move_in(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, a link, or the folder of the state of a training."""
+    """Remove a file, a link, or the folder of the state of a training run."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
     elif _is_removable(path):
@@ -267,7 +266,7 @@ def _remove(path: Path) -> None:
 
 
 def _is_removable(path: Path) -> bool:
-    """Return whether something is a file, a link, or a folder that holds the state of a training and nothing else."""
+    """Return whether a path is a file, a link, or a folder with only a training checkpoint in it."""
     if not path.is_dir() or path.is_symlink():
         return True
     return {part.name for part in path.iterdir()} <= {"state.json", "state.safetensors"}
@@ -286,7 +285,7 @@ def _described(path: Path) -> dict[str, Any] | None:
 
 
 def _seen(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return what tells the files of one save from those of another."""
+    """Return an identifier of the files of one save."""
     found: dict[str, tuple[int, ...]] = {}
     for name in (*_OWN, "adata.h5ad", _SAVED):
         with contextlib.suppress(OSError):
@@ -297,7 +296,7 @@ def _seen(folder: Path) -> dict[str, tuple[int, ...]]:
 
 @contextlib.contextmanager
 def _alone(new: Path, *, blocking: bool = True) -> Iterator[None]:
-    """Keep other processes away from a folder that is being written."""
+    """Lock a folder that is being written."""
     from filelock import FileLock
 
     lock = new.with_name(f"{new.name}.lock")
@@ -331,7 +330,7 @@ def _named(path: str | os.PathLike[str], *hidden: Path) -> Iterator[None]:
 
 
 def _new_file(folder: Path, stem: str = "", suffix: str = "") -> tuple[Path, int]:
-    """Make an empty hidden file with the permissions that new files get in a folder; return it and them."""
+    """Create an empty hidden file with the permissions that new files get in a folder; return it and them."""
     while True:
         path = folder / f".{stem}.{secrets.token_hex(4)}{suffix}"
         with contextlib.suppress(FileExistsError):
@@ -356,7 +355,7 @@ def _to_disk(path: Path) -> None:
 
 
 def swap_in(new: Path, path: Path) -> None:
-    """Give `new` the place of `path`; a folder that was there gets the name `new`. One step, where the system can.
+    """Swap `new` and `path`, atomically if the system supports it.
 
     Where it cannot, :func:`put_back` undoes what a process that was killed has begun. A link stays one.
     """
@@ -407,7 +406,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder with all that is in it; first out of sight, so that nobody finds half of it."""
+    """Remove a folder with its content; rename it first, so no process sees part of it."""
     path = Path(path)
     hidden = path.with_name(f".{path.name}.removed")
     shutil.rmtree(hidden, ignore_errors=True)  # of a process that was killed
@@ -422,7 +421,7 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
 
 
 def sha256_of_json(content: Any, *, sort_keys: bool = False) -> str:
-    """Return the SHA-256 of what JSON makes of something, as hexadecimal text."""
+    """Return the SHA-256 of an object's JSON text, in hexadecimal."""
     return hashlib.sha256(json.dumps(content, sort_keys=sort_keys).encode()).hexdigest()
 
 
@@ -445,7 +444,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def parsed[T: BaseModel](schema: type[T], content: Any, prefix: str) -> T:
-    """Return what a file says as `schema` has it; `prefix` begins the message of what is missing or wrong in it."""
+    """Return the content of a JSON file validated by `schema`; `prefix` begins the error message."""
     from pydantic import ValidationError
 
     try:

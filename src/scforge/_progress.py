@@ -1,4 +1,4 @@
-"""What a long task says while it runs."""
+"""Progress messages of long tasks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ logger = logging.getLogger("scforge")
 
 
 def announce(text: str) -> None:
-    """Show a line: through the log where that is set up, else on the screen, where scripts and notebooks show it."""
+    """Print a line: through the log if logging is configured, else to the screen."""
     if (logger.hasHandlers() and logger.isEnabledFor(logging.INFO)) or logger.level:
         logger.info("%s", text)
     else:
-        # Notebooks show what is on stderr in the color of errors.
+        # Notebooks color stderr like errors.
         print(text, file=sys.stdout if in_notebook() else sys.stderr, flush=True)
 
 
 def duration(seconds: float) -> str:
-    """Return a wall time as people read it.
+    """Return a wall time in a readable format.
 
     Examples
     --------

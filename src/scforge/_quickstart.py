@@ -1,4 +1,4 @@
-"""The tour: train both kinds of model on PBMC 3k, compare them with baselines, leave pictures and a report."""
+"""The quickstart: train two models on PBMC 3k, compare them with baselines, and write plots and a report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def run(output: str | os.PathLike[str] = "quickstart") -> Report:
     ----------
     output
         Folder for ``umap.png``, ``report.md``, ``report.json``, ``pbmc3k_scforge.h5ad`` and the saved models
-        ``light`` and ``transformer``. What an earlier run left there is replaced.
+        ``light`` and ``transformer``. The outputs of an earlier run are replaced.
 
     Returns
     -------

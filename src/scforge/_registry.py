@@ -1,4 +1,4 @@
-"""One registry class for everything that users may add: tokenizers, models, objectives, benchmarks, tasks."""
+"""The registry of tokenizers, architectures, objectives, tasks, benchmarks and checkpoint families."""
 
 from __future__ import annotations
 
@@ -48,8 +48,7 @@ class Registry[T]:
     def register(self, name: str) -> Callable[[T], T]:
         """Register a class as `name` (class decorator).
 
-        A class of the same module and name takes the place of the earlier one, so that a notebook cell can be run
-        again.
+        A class of the same module and name replaces the earlier one, so a notebook cell can be run again.
 
         Parameters
         ----------
@@ -135,7 +134,7 @@ class Registry[T]:
         return next((name for name, entry in self._entries.items() if entry is obj), None)
 
     def _check(self, name: str, entry: T) -> None:
-        """Raise unless a class of a user is what the rest of scforge relies on; of other callables nothing is known."""
+        """Raise unless a user's class has the interface that scforge requires; other callables are not checked."""
         if self._base is None or (callable(entry) and not isinstance(entry, type)):
             return
         what = f"{self.kind}={name!r} is {getattr(entry, '__qualname__', entry)!s}"
@@ -144,7 +143,7 @@ class Registry[T]:
         check_defines(what, entry, self._members)
 
     def _plugins(self) -> dict[str, list[EntryPoint]]:
-        """Return who offers each name, most often one."""
+        """Return the entry points of each name, usually one."""
         found: dict[str, list[EntryPoint]] = {}
         for point in entry_points(group=self.group):
             found.setdefault(point.name, []).append(point)
@@ -206,7 +205,7 @@ def check_switches(owner: Callable[..., Any], options: Mapping[str, Any]) -> Non
 
 
 def _package_of(point: EntryPoint) -> str:
-    """Return the name of the package that an entry point is of; that of its module where it has been made by hand."""
+    """Return the package name of an entry point, or its module name if it was created manually."""
     return point.module if point.dist is None else point.dist.name
 
 

@@ -1,4 +1,4 @@
-"""The command line: one parser, and one function a command, which gets the flags that were set under their names."""
+"""The command line: one parser, and one function per command that receives the given flags by name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 from scforge.errors import ConfigError, MissingFileError, OptionError, ScforgeError, ScforgeWarning, listing
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, also where a training then kept what it had, so that a script does not continue."""
+"""Exit code after Ctrl-C, even if training saved its results, so a script does not continue."""
 
 
 def _check_places(source: str, output: str | None = None, endings: Sequence[str] = (), *, place: str = "") -> None:
-    """Raise for a file that is not there, or an output of another kind, before seconds are spent on imports."""
+    """Raise for a missing file, or an output of the wrong type, before slow imports."""
     path = Path(source)
     is_name = "://" in source or any(sign in source for sign in "*?[")
     if path.suffix == ".h5ad" and not is_name and not path.exists():
@@ -25,7 +25,7 @@ def _check_places(source: str, output: str | None = None, endings: Sequence[str]
 
         raise MissingFileError(f"{place}the file {source!r} does not exist{similar_file(path)}")
     if output is not None and Path(output).suffix not in endings:
-        raise OptionError(f"output={output!r} (-o) does not end in one of {listing(endings)}; give such a name.")
+        raise OptionError(f"output={output!r} (-o) does not end in one of {listing(endings)}; choose such a name.")
 
 
 def _quickstart(**options: str) -> None:
@@ -35,7 +35,7 @@ def _quickstart(**options: str) -> None:
 
 
 def _loaded(config: str, overrides: list[str]) -> Any:
-    """Return a configuration with the folder of the training that is taken where none is named."""
+    """Return a configuration with the default folder of the training run if none is set."""
     from scforge.config import load_config
 
     loaded = load_config(config, overrides)
@@ -70,7 +70,7 @@ _OTHER_SECTIONS = {
     "output": "output.checkpoint_dir",
     "seed": "seed",
 }
-"""Flags of ``scforge finetune`` to options of a YAML file; the others are those of its section ``finetune``."""
+"""Flags of ``scforge finetune`` mapped to options of a YAML file; other flags are in its section ``finetune``."""
 
 
 def _finetune(
@@ -137,7 +137,7 @@ def _evaluate(
     if (source is None) == (data is None):
         raise OptionError("name the cells once: as FILE, or with --data FILE.")
     if against and not baselines:
-        raise OptionError("--against names baselines and --no-baselines asks for none; give one of them.")
+        raise OptionError("---against names baselines and --no-baselines excludes them; leave out one of the two.")
     cells = str(data if source is None else source)
     _check_places(cells)
     from scforge.eval.report import Report
@@ -249,7 +249,7 @@ def _embed_soma(files: list[str], model: str, output: str, *, quiet: bool = Fals
 
 
 class _Parser(argparse.ArgumentParser):
-    """Tells a mistake in one line, as all other mistakes; flags that are not set are left out, as in Python."""
+    """Reports a usage error in one line, as all other errors; unset flags are left out, as in Python."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"argument_default": argparse.SUPPRESS, **kwargs})
@@ -270,7 +270,7 @@ class _Version(argparse.Action):
 
 
 class _MayStandAlone(argparse.Action):
-    """A flag with or without a value: KEY=VALUE behind it is not a value of it, but an override as elsewhere."""
+    """A flag with an optional value; KEY=VALUE after it is not its value, but an override."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, nargs="?", const=True)
@@ -293,7 +293,9 @@ def _layers(text: str) -> bool | int | str:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of layers; give one, or nothing for the head alone")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of layers; give one, or no value to train only the head"
+        )
     return int(text)
 
 
@@ -304,7 +306,7 @@ _GENE_KEY: dict[str, Any] = {"metavar": "COLUMN", "help": "column of var with th
 
 
 def _add_overrides(command: argparse.ArgumentParser, words: str) -> None:
-    # Extended, not set: flags add to them, too.
+    # Extended, not set, because flags add to them as well.
     command.add_argument("overrides", nargs="*", action="extend", default=[], metavar="KEY=VALUE", help=words)
 
 
@@ -324,11 +326,11 @@ def _add_config(config: argparse.ArgumentParser) -> None:
     init.add_argument("recipe", nargs="?", metavar="RECIPE", help="name of the recipe (light)")
     init.add_argument("-o", "--output", metavar="FILE", help="file to write (RECIPE.yaml)")
     init.add_argument("--overwrite", action="store_true", help="replace an existing file")
-    init.add_argument("--list", dest="only_list", action="store_true", help="list the recipes, and write nothing")
+    init.add_argument("--list", dest="only_list", action="store_true", help="list the recipes, without writing a file")
     init.set_defaults(run=_config_init)
     for name, run, words in (
         ("show", _config_show, "show a file with all defaults that will be used"),
-        ("check", _config_check, "check what can be checked without reading the cells"),
+        ("check", _config_check, "check everything that does not require reading the cells"),
     ):
         command = commands.add_parser(name, help=words)
         command.add_argument("file", metavar="FILE", help="YAML or TOML file")
@@ -535,7 +537,7 @@ def _add_soma(soma: argparse.ArgumentParser) -> None:
     add("--overwrite", action="store_true", help="replace the run in --output")
     add("--quiet", action="store_true", help="no progress bar")
     train.set_defaults(run=_train_soma)
-    add, output = embed.add_argument, "table.parquet, table.npz or table.csv, a row a name"
+    add, output = embed.add_argument, "table.parquet, table.npz or table.csv, a row per name"
     add("-m", "--model", required=True, metavar="DIR", help="folder of scforge soma train")
     add("-o", "--output", required=True, metavar="FILE", help=output)
     add("--duplicates", choices=("error", "mean"), help="repeated names (error)")
@@ -589,7 +591,7 @@ def _parser() -> _Parser:
 
 
 class _ShowOnce:
-    """Shows each warning once, on one line; several steps of a command may find the same."""
+    """Prints each warning once, on one line, even if several steps of a command raise it."""
 
     def __init__(self) -> None:
         self.shown: set[str] = set()
@@ -602,7 +604,7 @@ class _ShowOnce:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the arguments; overrides may stand on both sides of a flag, which argparse cannot do below a command."""
+    """Parse the arguments; overrides may come before and after a flag, which argparse does not support in a command."""
     arguments, others = _parser().parse_known_args(argv)
     takes = hasattr(arguments, "overrides")
     for other in others:
@@ -618,7 +620,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 0, 2 after a mistake of the user, which one line on stderr names, or 130 after Ctrl-C.
+    """Run a command; return 0, 2 after a user error (one line on stderr), or 130 after Ctrl-C.
 
     Parameters
     ----------
@@ -627,12 +629,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = vars(_parse(argv))
     run, _ = options.pop("run"), options.pop("parser")
-    # Where the result is one line, for another program to read, remarks go to stderr.
+    # If the result is one line for another program, remarks go to stderr.
     remarks = sys.stderr if options.pop("prints_result", False) else sys.stdout
     logging.basicConfig(format="%(message)s", stream=remarks)
     logging.getLogger("scforge").setLevel(logging.INFO)
     with warnings.catch_warnings():
-        # The libraries' remarks to developers help nobody here; scforge's own are for the user.
+        # Warnings of libraries are for developers; those of scforge are for the user.
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", category=ScforgeWarning)
         warnings.showwarning = _ShowOnce()

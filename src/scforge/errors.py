@@ -116,13 +116,13 @@ class DataError(ScforgeError, ValueError):
 
     Cause
     -----
-    Counts are negative, not finite or already normalized; a column or a layer is missing; names stand twice; there are
-    too few cells or labels for the request; or a file of cells, or a store, is damaged.
+    Counts are negative, not finite or already normalized; a column or a layer is missing; names are duplicated; there
+    are too few cells or labels; or a file or a store is damaged.
 
     Fix
     ---
-    Correct the data as the message describes. ``scforge inspect FILE`` shows what a file holds. Raw counts often stand
-    in a layer, or in ``adata.raw``: name the layer with ``layer=``, or take ``adata.raw.to_adata()``.
+    Correct the data as the message describes. ``scforge inspect FILE`` shows the content of a file. Raw counts are
+    often in a layer or in ``adata.raw``: name the layer with ``layer=``, or use ``adata.raw.to_adata()``.
 
     Examples
     --------
@@ -133,7 +133,7 @@ class DataError(ScforgeError, ValueError):
     ...     open_cells(ad.AnnData(np.array([[0.0, 1.5], [2.0, 0.5]])))
     ... except DataError as error:
     ...     print(str(error).partition(", ")[0])
-    adata.X holds values that are not whole numbers (first: 1.5)
+    adata.X contains values that are not whole numbers (first: 1.5)
     """
 
 
@@ -142,8 +142,8 @@ class GeneMismatchError(DataError):
 
     Cause
     -----
-    The vocabulary knows too few genes of the data: they are named in another way (symbols, Ensembl ids, numbers), are
-    of another species, or are a small panel.
+    The vocabulary contains too few genes of the data: they have other identifiers (symbols, Ensembl ids, numbers), are
+    from another species, or are a small panel.
 
     Fix
     ---
@@ -165,16 +165,16 @@ class GeneMismatchError(DataError):
 
 
 class HubError(ScforgeError, OSError):
-    """A hub of models that cannot be reached, or fails.
+    """A model hub cannot be reached, or fails.
 
     Cause
     -----
-    There is no connection, the hub is down, or somebody else wrote to the repository at the same time.
+    There is no connection, the hub is down, or the repository was changed at the same time.
 
     Fix
     ---
-    Check the connection and ``HF_ENDPOINT``, and try again. What was fetched before is in the cache: ``scforge pull
-    --offline``, or ``HF_HUB_OFFLINE=1``, looks there only.
+    Check the connection and ``HF_ENDPOINT``, and try again. Models that were downloaded before are in the cache:
+    ``scforge pull --offline``, or ``HF_HUB_OFFLINE=1``, uses only the cache.
 
     Examples
     --------
@@ -192,7 +192,7 @@ class OptionError(ScforgeError, ValueError):
 
     Fix
     ---
-    Take one of the names, or a value in the range, that the message gives.
+    Use one of the names, or a value in the range, that the message lists.
 
     Examples
     --------
@@ -207,12 +207,12 @@ class OptionError(ScforgeError, ValueError):
 
 
 class MissingFileError(ScforgeError, FileNotFoundError):
-    """A file or folder that is not there.
+    """A file or folder does not exist.
 
     Cause
     -----
-    A path is misspelt, or is relative to another working directory; a pattern fits no file; or the hub has no such
-    repository, or it is private.
+    A path is misspelled, or relative to another working directory; a pattern matches no file; or a repository does not
+    exist on the hub, or is private.
 
     Fix
     ---
@@ -235,8 +235,8 @@ class ModelFileError(ScforgeError, ValueError):
 
     Cause
     -----
-    A copy or a download is not complete; the folder is of another program, or of a later version; weights do not fit
-    their description; or a file is a pickle, which is never opened.
+    A copy or a download is incomplete; the folder is from another program, or from a later version; weights do not
+    match their description; or a file is a pickle, which is never opened.
 
     Fix
     ---
@@ -257,17 +257,17 @@ class ModelFileError(ScforgeError, ValueError):
 
 
 class TrainingError(ScforgeError, RuntimeError):
-    """A training run that cannot continue, e.g. because the loss is not a number.
+    """A training run cannot continue, e.g. because the loss is NaN.
 
     Cause
     -----
-    The loss or the weights are no longer finite; memory is too small; or a state cannot be written, or belongs to
+    The loss or the weights are no longer finite; memory is too small; or a checkpoint cannot be written, or is from
     another run.
 
     Fix
     ---
-    Do as the message says: lower the learning rate, clip gradients or take another precision; lower ``batch_size``, or
-    let ``batch_size="auto"`` find one; free the disk. ``scforge train --resume auto`` continues from the latest state.
+    Follow the message: lower the learning rate, clip gradients or choose another precision; lower ``batch_size``, or
+    set ``batch_size="auto"``; free disk space. ``scforge train --resume auto`` resumes from the latest checkpoint.
 
     Examples
     --------
@@ -277,16 +277,16 @@ class TrainingError(ScforgeError, RuntimeError):
 
 
 class ScforgeWarning(UserWarning):
-    """Something worth knowing that does not stop the work.
+    """A problem that does not stop the computation.
 
     Cause
     -----
-    Cells, genes or labels are left out; a baseline or a comparison is missing; or a score means less than it seems.
+    Cells, genes or labels are left out; a baseline or a comparison is missing; or a score is less reliable than usual.
 
     Fix
     ---
-    Decide whether the sentence concerns you. On the command line it stands on stderr, once. In Python it can be
-    silenced, or made an error, as any warning.
+    Decide whether the warning matters for your analysis. The command line prints it once on stderr. In Python it can be
+    silenced or turned into an error like any warning.
 
     Examples
     --------
@@ -305,7 +305,7 @@ class ScforgeWarning(UserWarning):
 
 
 class NotTrainedWarning(ScforgeWarning):
-    """A result of a model that was never trained.
+    """A result comes from a model that was never trained.
 
     Cause
     -----
@@ -314,8 +314,7 @@ class NotTrainedWarning(ScforgeWarning):
 
     Fix
     ---
-    Call ``train`` first, or load a trained model. A model of random weights is a fair control: silence the warning
-    where one is meant.
+    Call ``train`` first, or load a trained model. If you use random weights as a control, silence the warning.
 
     Examples
     --------
@@ -327,14 +326,14 @@ class NotTrainedWarning(ScforgeWarning):
 
 
 def listing(names: Iterable[object], *, most: int = 12) -> str:
-    """Return names as ``'a', 'b', 'c', ...``, for a message.
+    """Return names as ``'a', 'b', 'c', ...`` for a message.
 
     Parameters
     ----------
     names
-        What to list.
+        Names to list.
     most
-        How many are shown before the rest is counted.
+        Number of names to show; the rest is counted.
 
     Returns
     -------
@@ -377,7 +376,7 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
 
 
 def suggest(name: object, known: Iterable[object], label: str = "known", *, most: int = 12) -> str:
-    """Return a suggestion for `name`: the nearest of the known names, and all of them under a label.
+    """Return a suggestion for `name`: the nearest known name, and a labeled list of all known names.
 
     Examples
     --------
@@ -389,7 +388,7 @@ def suggest(name: object, known: Iterable[object], label: str = "known", *, most
 
 
 def warn(message: str, category: type[Warning] | None = None) -> None:
-    """Warn of what a user did, with the line of the user's code that led to it.
+    """Issue a warning that points to the line of the user's code.
 
     Parameters
     ----------
@@ -410,7 +409,7 @@ def warn(message: str, category: type[Warning] | None = None) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return what an error of another library says, for a sentence around it: one line without its full stop.
+    """Return the message of another library's error for use in a sentence: one line without its final period.
 
     Parameters
     ----------
@@ -432,14 +431,14 @@ def first_line(error: BaseException) -> str:
 
 
 def redacted(text: str) -> str:
-    """Return text without credentials: no token of a hub, and in URLs no user, password or query of a signed address.
+    """Return text without credentials: tokens, and in URLs user, password and the query of a signed address.
 
-    Whatever scforge writes or shows of a URL goes through it; its errors and warnings do so by default.
+    scforge applies it to every URL that it writes or shows, and to its errors and warnings.
 
     Parameters
     ----------
     text
-        A URL, or text that may hold URLs or tokens.
+        A URL, or text that may contain URLs or tokens.
 
     Returns
     -------
@@ -454,7 +453,7 @@ def redacted(text: str) -> str:
 
 
 def safe_cause(error: BaseException | None) -> BaseException | None:
-    """Return what to raise an error from: `error`, or None if a traceback of it would show a credential.
+    """Return the cause for a new error: `error`, or None if its traceback would show a credential.
 
     Parameters
     ----------

@@ -90,8 +90,8 @@ def test_draws_depend_on_epoch_and_seed_and_the_state_on_the_weights():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: CellWeights([1.0, -1.0]), "must be finite, none below zero"),
-        (lambda: CellWeights([0.0, 0.0]), "must be finite, none below zero and some above"),
+        (lambda: CellWeights([1.0, -1.0]), "must be finite and not negative"),
+        (lambda: CellWeights([0.0, 0.0]), "must be finite and not negative, with some above zero"),
         (lambda: ClassBalance([0], end=2), "end=2 is not a number from 0 to 1"),
     ],
 )

@@ -23,10 +23,10 @@ from scforge.errors import DataError, OptionError, ScforgeWarning
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (-1.0, r"adata\.X holds negative values .smallest: -1."),
-        (np.nan, r"adata\.X holds 1 missing or infinite values"),
-        (np.inf, r"adata\.X holds 1 missing or infinite values"),
-        (0.5, r"adata\.X holds values that are not whole numbers .first: 0\.5."),
+        (-1.0, r"adata\.X contains negative values .smallest: -1."),
+        (np.nan, r"adata\.X contains 1 missing or infinite values"),
+        (np.inf, r"adata\.X contains 1 missing or infinite values"),
+        (0.5, r"adata\.X contains values that are not whole numbers .first: 0\.5."),
     ],
 )
 def test_values_that_are_no_counts(tiny_adata, tiny_vocab, value, message):
@@ -43,7 +43,7 @@ def test_where_the_counts_are_is_told(tiny_adata):
             counts_of(tiny_adata, layer)
 
     tiny_adata.layers["scaled"] = counts * 0.5
-    told(r"adata\.layers\['scaled'\].*layer=None holds counts", "scaled")
+    told(r"adata\.layers\['scaled'\].*layer=None contains counts", "scaled")
     tiny_adata.layers["complex"] = counts.astype(complex)
     told("dtype complex", "complex")
     tiny_adata.layers["flag"] = counts.astype(bool)
@@ -53,13 +53,13 @@ def test_where_the_counts_are_is_told(tiny_adata):
     tiny_adata.X = counts.log1p()
     told("undo the normalization")
     tiny_adata.raw = plain
-    told("adata.raw holds counts")
+    told("adata.raw contains counts")
     tiny_adata.layers["raw_counts"] = counts
-    told("layer='raw_counts' holds counts")
+    told("layer='raw_counts' contains counts")
     told("layer='raw_count' is not in adata.layers; did you mean 'raw_counts'", "raw_count")
     assert (counts_of(tiny_adata, "raw_counts") != counts).nnz == 0
     tiny_adata.X = None
-    told("adata.X is None; layer='raw_counts' holds counts")
+    told("adata.X is None; layer='raw_counts' contains counts")
 
 
 def test_missing_values_of_an_outer_join_are_no_normalization(tiny_adata):
@@ -68,7 +68,7 @@ def test_missing_values_of_an_outer_join_are_no_normalization(tiny_adata):
     with pytest.raises(DataError, match=r"missing or infinite values, .*anndata\.concat\(\.\.\., join='inner'\)"):
         counts_of(joined)
     joined.layers["counts"] = np.ones(joined.shape)
-    with pytest.raises(DataError, match="layer='counts' holds counts"):
+    with pytest.raises(DataError, match="layer='counts' contains counts"):
         counts_of(joined)
 
 
@@ -150,7 +150,7 @@ def test_check_obs_column(tiny_adata):
         check_obs_column(tiny_adata, key, argument="labels_key")
     with pytest.raises(DataError, match="labels_key='groop' is not in adata.obs; did you mean 'group'"):
         check_obs_column(tiny_adata, "groop", argument="labels_key")
-    with pytest.raises(OptionError, match="labels_key=.'group'. is of type 'list'; give the name of one column"):
+    with pytest.raises(OptionError, match="labels_key=.'group'. is of type 'list'; pass the name of one column"):
         check_obs_column(tiny_adata, ["group"], argument="labels_key")
     tiny_adata.obs["depth"], tiny_adata.obs["lane"] = 0.5, [1.0, np.nan] * (tiny_adata.n_obs // 2)
     tiny_adata.obs["day"] = np.arange(tiny_adata.n_obs) % 3 + 0.5  # time points may well be batches
@@ -197,7 +197,7 @@ def test_whole_numbers_that_are_hardly_counts(tiny_adata):
     rounded = np.round(1e4 * raw / raw.sum(axis=1, keepdims=True))
     with pytest.warns(ScforgeWarning, match=r"^adata\.X has nearly the same total in all cells .median (9,|10,)"):
         warn_if_transformed(sparse.csr_matrix(rounded), None)
-    with pytest.warns(ScforgeWarning, match=r"^adata\.layers\['b'\] holds only 0 and 1, as after binarizing; pass"):
+    with pytest.warns(ScforgeWarning, match=r"^adata\.layers\['b'\] contains only 0 and 1, as after binarizing; pass"):
         warn_if_transformed(sparse.csr_matrix((raw > 0).astype(np.uint8)), "b")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

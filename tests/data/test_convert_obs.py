@@ -88,7 +88,7 @@ def test_columns_that_not_all_have_are_left_out_and_told(files, caplog):
     for wanted, message in [
         ("typo", r"0\.h5ad' has no column 'typo'; did you mean 'type'\?"),
         ("dose", r"0\.h5ad' has no column 'dose'"),
-        ("mixed", r"'mixed' holds text in '.*1\.h5ad' and numbers in '.*0\.h5ad'"),
+        ("mixed", r"'mixed' contains text in '.*1\.h5ad' and numbers in '.*0\.h5ad'"),
     ]:
         with pytest.raises(DataError, match=message):
             stored(paths, obs=[wanted], overwrite=True)
@@ -97,7 +97,7 @@ def test_columns_that_not_all_have_are_left_out_and_told(files, caplog):
 def test_a_column_that_cannot_be_stored(tiny_adata, tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "scforge")
     tiny_adata.obs["when"] = pd.to_datetime("2020-01-01")
-    with pytest.raises(DataError, match="'when' of 'adata' holds neither text nor numbers"):
+    with pytest.raises(DataError, match="'when' of 'adata' contains neither text nor numbers"):
         convert(tiny_adata, tmp_path / "s.zarr", obs=["when"])
     assert convert(tiny_adata, tmp_path / "s.zarr").obs_columns == ["group", "batch"]
     assert "left out: when" in caplog.text
@@ -118,7 +118,7 @@ def test_names_that_clash_get_the_number_of_their_source(files, tiny_adata, capl
     assert obs["n"].tolist() == [1, 2, 3, 4, 5, 6]
     # "b-1" is the name of another cell, and of "b" of source 1: the rows of both are added.
     assert obs.index.tolist() == ["a", "b-0", "b-1-2", "b-1-0", "c", "d"]
-    assert "2 cells have a name that another one has" in caplog.text
+    assert "2 cells have a duplicate name" in caplog.text
     convert([tiny_adata, tiny_adata[:10].copy()], paths[0].parent / "memory.zarr", shuffle=False)
     obs = ad.read_zarr(paths[0].parent / "memory.zarr" / "dataset_0").obs
     assert obs["scforge_source"].tolist() == ["adata"] * 60 + ["adata-1"] * 10

@@ -106,7 +106,7 @@ def test_matrices_in_memory(tiny_adata, tiny_vocab, part, place, value, kind):
             use()
     # Where the counts are is looked for in sound matrices only.
     tiny_adata.X = tiny_adata.X * 0.5
-    with pytest.raises(DataError, match=r"adata\.X holds values that are not whole numbers.*pass the layer that"):
+    with pytest.raises(DataError, match=r"adata\.X contains values that are not whole numbers.*pass the layer that"):
         counts_of(tiny_adata)
 
 

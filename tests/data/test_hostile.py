@@ -196,7 +196,7 @@ def test_credentials_are_not_written(web, tiny_adata, tmp_path, capsys):
     [
         ({"status": 401}, r"answers 401 \(Unauthorized\); check the credentials"),
         ({"status": 429}, r"answers 429 \(Too Many Requests\); try again later"),
-        ({"status": 302}, r"redirects without end"),
+        ({"status": 302}, r"redirects in a loop"),
         ({"short": 7}, r"bytes were requested, and .* received"),
     ],
 )

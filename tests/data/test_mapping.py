@@ -44,7 +44,10 @@ def test_mismatches_are_told_with_what_would_fit(tiny_adata, tiny_vocab):
             "has 80 of them: pass gene_key=None",
         ),
         (lambda: open_cells(tiny_adata, GeneVocab.from_genes(["x"]), min_overlap=0.0), "map the gene ids"),
-        (lambda: map_names(np.array(human.symbols[:300]), panel), "the names are of one kind, so the genes differ"),
+        (
+            lambda: map_names(np.array(human.symbols[:300]), panel),
+            "the identifiers are of the same kind, so the genes differ",
+        ),
     ]:
         with pytest.raises(GeneMismatchError, match=message):
             call()

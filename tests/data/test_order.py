@@ -257,7 +257,7 @@ PACKED = {"batch_size": None, "max_tokens_per_batch": 10}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rows": []}, "rows has no cell"),
+        ({"rows": []}, "rows is empty"),
         ({"rows": [2, 1]}, r"not ascending.*numpy.unique\(rows\)"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": None}, "batch_size=None is not a whole number of cells"),
@@ -268,7 +268,7 @@ PACKED = {"batch_size": None, "max_tokens_per_batch": 10}
         ),
         ({"max_tokens_per_batch": 9}, "max_tokens_per_batch=9 needs lengths"),
         ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .* of 10 tokens; raise it"),
-        ({**PACKED, "lengths": [9, 9, 9], "world_size": 2}, "=10 leaves a batch to each of 2 cells; raise it"),
+        ({**PACKED, "lengths": [9, 9, 9], "world_size": 2}, "=10 leaves one batch for each of 2 cells; raise it"),
     ],
 )
 def test_arguments(options, message):

@@ -60,9 +60,7 @@ def test_damage_is_told(damaged, part, match, how):
 @pytest.mark.parametrize("how", ["cut", "missing"])
 def test_missing_totals_are_told(damaged, how):
     damage(damaged / "dataset_1/obs/scforge_total/c/0", how)
-    with pytest.raises(
-        DataError, match=r"scforge_total of .*(cannot be read|is not what was written).*; copy the store"
-    ):
+    with pytest.raises(DataError, match=r"scforge_total of .*(cannot be read|is corrupted).*; copy the store"):
         read_all(damaged)
 
 
@@ -131,7 +129,7 @@ EDITS = {
     "type": (_set("dataset_1/X/data", "data_type", value="uint8"), "a cell of .* cannot be read"),
     "vocabulary": (_set("vocab_hash", value="0"), "its vocabulary, or the genes"),
     "overlap": (lambda info, _: info["sources"][0].update(overlap=0.5), "or the genes of its sources"),
-    "format": (_set("format", value=2), "of a later scforge; update scforge"),
+    "format": (_set("format", value=2), "of a later version; update scforge"),
     "more": (lambda info, _: info.update(something_new=1), None),
     "description": (lambda info, _: info.pop("chunk_size"), "no usable 'chunk_size'"),
 }

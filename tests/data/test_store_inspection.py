@@ -165,7 +165,7 @@ def test_what_is_no_store(tiny_adata, tmp_path):
         "file": "'.*file' is a file, but a store is a folder; scforge convert",
         "broken": "'.*broken' cannot be read as a zarr folder",
         "a.zarr": r"'.*a\.zarr' is an AnnData, not a store; scforge convert SOURCE -o STORE",
-        "c.zarr": "is a collection of annbatch that scforge has not written",
+        "c.zarr": "is an annbatch collection from another program",
         "half.zarr": r"'.*half\.zarr' is incomplete: run the same scforge convert again\.",
     }.items():
         with pytest.raises(DataError, match=match):

@@ -260,7 +260,7 @@ def test_what_is_no_source(tiny_adata, tmp_path, monkeypatch):
     ]:
         with pytest.raises(error, match=message):
             open_cells(source)
-    with pytest.raises(OptionError, match="obs='batch' is not a list of columns; give"):
+    with pytest.raises(OptionError, match="obs='batch' is not a list of columns; pass"):
         open_cells("cells.h5ad", obs="batch")
 
 

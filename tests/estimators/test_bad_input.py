@@ -47,9 +47,9 @@ def test_arguments_of_a_set_up(tiny_adata: ad.AnnData, front) -> None:
 
 
 COUNTS = [
-    (lambda x: -x, "adata.X holds negative values (smallest: -"),
-    (lambda x: x + np.where(np.arange(80) == 3, np.nan, 0), "adata.X holds 60 missing or infinite values"),
-    (np.log1p, "adata.X holds values that are not whole numbers (first: "),
+    (lambda x: -x, "adata.X contains negative values (smallest: -"),
+    (lambda x: x + np.where(np.arange(80) == 3, np.nan, 0), "adata.X contains 60 missing or infinite values"),
+    (np.log1p, "adata.X contains values that are not whole numbers (first: "),
     (lambda x: x.astype(object), "adata.X has the dtype object"),
     (lambda x: None, "adata.X is None"),
     (lambda x: x[:, :0], "adata is empty ("),
@@ -72,9 +72,9 @@ def test_where_counts_are_is_told(tiny_adata: ad.AnnData) -> None:
     tiny_adata.X = tiny_adata.X * 0.5
     fails(setup, DataError, "undo the normalization")
     tiny_adata.raw = counts
-    fails(setup, DataError, "adata.raw holds counts, pass adata.raw.to_adata()")
+    fails(setup, DataError, "adata.raw contains counts, pass adata.raw.to_adata()")
     tiny_adata.layers["counts"] = counts.X
-    fails(setup, DataError, "layer='counts' holds counts")
+    fails(setup, DataError, "layer='counts' contains counts")
     Encoder.setup_anndata(tiny_adata, layer="counts")
 
 
@@ -142,7 +142,7 @@ def test_what_is_hardly_counts_of_one_species() -> None:
     with pytest.warns(ScforgeWarning, match="adata.var_names holds 6 human genes and 5 mouse genes, .*'human_mouse'"):
         Encoder(adata, hidden_dim=4)
     wide = ad.AnnData((np.random.default_rng(0).random((60, 200)) < 0.3).astype(np.float32))
-    with pytest.warns(ScforgeWarning, match="adata.X holds only 0 and 1"):
+    with pytest.warns(ScforgeWarning, match="adata.X contains only 0 and 1"):
         Encoder.setup_anndata(wide)
 
 
@@ -151,7 +151,7 @@ OPTIONS = [
     ((None, "rank_vale"), {}, OptionError, "tokenizer='rank_vale' is not known; did you mean 'rank_value'?"),
     ((None, {"name": "rank_value", "maxlen": 3}), {}, OptionError, "'maxlen' is unknown to 'rank_value'; did you mean"),
     ((None, 3), {}, OptionError, "tokenizer=3 is neither a name nor a dict"),
-    ((None, {"max_len": 0}), {}, OptionError, "max_len=0 leaves no token for a gene"),
+    ((None, {"max_len": 0}), {}, OptionError, "max_len=0 leaves no token for genes"),
     ((None, None, "joint"), {}, OptionError, "objective='joint' is not known (known: 'joint_embedding', 'masked_diff"),
     ((None, None, JOINT | {"view": 3}), {}, OptionError, "objective option 'view' is unknown to 'joint_embedding'; di"),
     ((None, None, JOINT | {"keep_max": "1"}), {}, OptionError, "keep_max='1' is not a number from 0 to 1."),
@@ -160,7 +160,7 @@ OPTIONS = [
     ((BERT,), {"pooling": "max"}, OptionError, "pooling='max' is not known (known: 'cls', 'depths', 'genes',"),
     ((BERT, {"max_len": 50}), {"max_seq_len": 20}, OptionError, "max_seq_len=20 is smaller than the 50 tokens"),
     ((), {"latent_dim": 0}, OptionError, "latent_dim=0 is not a positive number"),
-    ((), {"seed": 10**25}, OptionError, f"seed={10**25} is too large; give a number below 2^63."),
+    ((), {"seed": 10**25}, OptionError, f"seed={10**25} is too large; pass a number below 2^63."),
     ((), {"vocab": ["gene1"]}, OptionError, "vocab is a list; pass a name, a file, or GeneVocab.from_genes(names)."),
     ((), {"vocab": "human_protein_coding", "n_top_genes": 0}, GeneMismatchError, "has only 0 of the 20120 genes"),
 ]
@@ -186,12 +186,12 @@ TRAINING = [
     ({"max_epochs": 0}, "max_epochs=0 is not a positive number of epochs."),
     ({"validation_size": 0.999}, "validation_size=0.999 leaves no cell of 60 for training; lower it."),
     ({"optimizer": "adm"}, "optimizer='adm' is not known; did you mean 'adam'?"),
-    ({"checkpoint_dir": __file__}, "is a file; give the name of a folder."),
+    ({"checkpoint_dir": __file__}, "is a file; choose the name of a folder."),
     ({"accelerator": "gpuu"}, "an option of training cannot be used: You selected an invalid accelerator name"),
     ({"epochs": 3}, "training option 'epochs' is unknown to 'train'; did you mean 'max_epochs'?"),
     ({"enable_checkpointing": True}, "'enable_checkpointing' is unknown to 'train'; pass checkpoint_dir=FOLDER"),
     ({"seed": 1}, "'seed' is unknown to 'train'; it is that of the model, Encoder(adata, seed=...)."),
-    ({"plan_kwargs": {"lr": 0.1}, "lr": 0.2}, "lr is given in plan_kwargs and as an argument; give it once."),
+    ({"plan_kwargs": {"lr": 0.1}, "lr": 0.2}, "lr is set in plan_kwargs and as an argument; set it once."),
     ({"plan_kwargs": {"lrate": 0.1}}, "training option 'lrate' is unknown to 'train'"),
     ({"use_gpu": True}, "'use_gpu' is unknown to 'train'; pass accelerator='gpu' or accelerator='cpu'."),
     ({"learning_rate": 0.1}, "'learning_rate' is unknown to 'train'; pass lr."),

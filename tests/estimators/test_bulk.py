@@ -140,7 +140,7 @@ def test_resumes_where_it_was(run, begin, model, store, expected, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"key": "X_other"}, r"has another key: it was begun with key='X_scforge', not 'X_other'; give the same"),
+        ({"key": "X_other"}, r"has another key: it was begun with key='X_scforge', not 'X_other'; use the same"),
         ({"block_size": 50}, "was begun with block_size=100, not 50"),
         ({"source": "other"}, "has another source: it was begun of other cells, or they have changed since"),
         ({"model": "other"}, "has another model: it was begun with other weights, options or genes"),
@@ -156,7 +156,7 @@ def test_does_not_go_on_with_something_else(run, begin, options, said, model, ma
     with pytest.raises(OptionError, match=said + r".*pass overwrite=True .--overwrite. to start again"):
         run(**options)
     assert run(**options, overwrite=True).n_embedded == 700
-    with pytest.raises(OptionError, match="exists and was made of other cells or by another model"):
+    with pytest.raises(OptionError, match="exists and is from other cells or another model"):
         run()
     for _ in range(2):
         assert run(overwrite=True).n_embedded == 700, "one process makes it again if it is told to"
@@ -205,13 +205,13 @@ MISTAKES = [
     ({"output": "file.zarr"}, "'[^']*file.zarr' is a file, but zarr makes a folder"),
     ({"output": "adata.zarr", "overwrite": True}, "exists and is not an embedding that scforge wrote"),
     ({"output": "text.h5ad", "overwrite": True}, "exists and is not an embedding that scforge wrote"),
-    ({"output": "file.zarr/out.zarr"}, "'[^']*file.zarr' is a file; give the name of a folder"),
-    ({"output": "s3://bucket/out.zarr"}, "is a URL; give a path"),
-    ({"key": "a/b"}, "key='a/b' is not a name in obsm"),
-    ({"rank": 1}, "rank=1 and world_size=None belong together"),
+    ({"output": "file.zarr/out.zarr"}, "'[^']*file.zarr' is a file; choose the name of a folder"),
+    ({"output": "s3://bucket/out.zarr"}, "is a URL; pass a local path"),
+    ({"key": "a/b"}, "key='a/b' is not a valid key of obsm"),
+    ({"rank": 1}, "rank=1 and world_size=None must be given together"),
     ({"rank": 2, "world_size": 2}, "rank=2 is not below world_size=2"),
     ({"device": "cuda:77"}, "device='cuda:77' cannot be used"),
-    ({"model": "ck"}, r"model='ck' \(--model\) is the folder of a training; did you mean 'ck/epoch=01'\?"),
+    ({"model": "ck"}, r"model='ck' \(--model\) is the folder of a training run; did you mean 'ck/epoch=01'\?"),
 ]
 
 
@@ -240,7 +240,7 @@ def test_cells_that_do_not_fit(run, many_adata, tmp_path):
     Encoder.setup_anndata(human)
     other = Encoder(human, hidden_dim=4, ffn_dim=4)
     other.is_trained_ = True
-    with pytest.raises(GeneMismatchError, match=r"so give cells of that species, or a model that was") as caught:
+    with pytest.raises(GeneMismatchError, match=r"so use cells of that species, or a model that was") as caught:
         run(mouse, model=other)
     assert "gene_vocab=" not in str(caught.value), "a vocabulary would not help"
     assert left_over(tmp_path) == []

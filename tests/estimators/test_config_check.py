@@ -45,7 +45,7 @@ def test_what_is_fine(load: Callable[..., Config], store: Path) -> None:
 
 BENCHMARKS = "eval.benchmarks=[cell_type_annotation]"
 MISTAKES = [
-    ("model.vocab_size=3", ConfigError, "model.vocab_size=3 follows from the genes; remove it"),
+    ("model.vocab_size=3", ConfigError, "model.vocab_size=3 is determined by the genes; remove it"),
     (
         "tokenizer.max_length=3",
         OptionError,
@@ -60,7 +60,7 @@ MISTAKES = [
     (("data.labels_key=cell_kind", "data.paths=[STORE]"), DataError, "cell_kind"),
     ("data.gene_key=symbol", OptionError, "gene_key='symbol' is not in var of 'cells.h5ad'; did"),
     ("data.gene_vocab=human", OptionError, "vocab='human' is neither a shipped vocabulary nor a file"),
-    ("training.validation_size=0", ConfigError, "validation_size=0 leaves no cells for a validation, after which"),
+    ("training.validation_size=0", ConfigError, "validation_size=0 leaves no validation cells, which"),
     (
         ("training.checkpoint_every_n_steps=5", "output.checkpoint_dir="),
         ConfigError,

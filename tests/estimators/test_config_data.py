@@ -124,7 +124,7 @@ MISTAKES = [
     ("data.paths=s.zarr", "s.zarr' is incomplete"),
     (
         "data={paths: a.h5ad, cache: config.yaml}",
-        "data.cache='config.yaml': 'config.yaml' is a file; give the name of a folder",
+        "data.cache='config.yaml': 'config.yaml' is a file; choose the name of a folder",
     ),
 ]
 

@@ -210,7 +210,7 @@ class Means(Bare):
     ("architecture", "message"),
     [
         (Bare, "architecture='own' is .*Bare, which does not define 'encode', 'forward'"),
-        (Means, r"Means.forward returned a tuple; let it return scforge.models.ModelOutput"),
+        (Means, r"Means.forward returned a tuple; return scforge.models.ModelOutput"),
     ],
 )
 def test_architectures_that_are_none(build, quick, monkeypatch, architecture, message) -> None:
@@ -341,7 +341,7 @@ def test_gene_key_names_the_genes(trained, tiny_adata: ad.AnnData) -> None:
 @pytest.mark.parametrize(
     ("argument", "told"),
     [
-        ("layer", "layer='counts' is not in adata.layers .*the training data have them there"),
+        ("layer", "layer='counts' is not in adata.layers .*the training data have it"),
         ("gene_key", "gene_key='ensembl' is not in adata.var; did you mean 'ensembl_id'"),
     ],
 )
@@ -363,7 +363,7 @@ def test_kept_genes_and_genes_that_were_not_chosen(build, tiny_adata):
     said = f"genes names '{left_out}', in adata but not among the model's 20 genes; build .* keep_genes=..{left_out}'"
     with pytest.raises(GeneMismatchError, match=said):
         usual.perturb_in_silico(genes=[left_out])
-    with pytest.raises(GeneMismatchError, match="genes names 'GCG', not among the model's 20 genes; build the model"):
+    with pytest.raises(GeneMismatchError, match="genes names 'GCG', not among the model's 20 genes; create the model"):
         usual.perturb_in_silico(genes=["GCG"])
     kept = build(adata=tiny_adata.copy(), n_top_genes=20, keep_genes=[left_out])
     assert left_out in kept.vocab

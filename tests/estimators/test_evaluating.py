@@ -82,17 +82,17 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"baselines": False}, "baselines=False leaves embeddings with nothing to compare with"),
+        ({"baselines": False}, "baselines=False leaves no baseline for embeddings"),
         ({"baselines": ["pcaa"]}, "did you mean 'pca'"),
         ({"labels_key": None, "benchmarks": None}, "labels_key=None, but cell types are needed"),
-        ({"obsm_keys": ["X_scforge"]}, "two rows are called 'X_scforge'; give the model"),
+        ({"obsm_keys": ["X_scforge"]}, "two rows have the name 'X_scforge'; rename the model"),
         ({"benchmarks": {"label_prediction": {"max_cells": 50}}}, "max_cells of .* have no effect here"),
         ({"seeds": ()}, r"seeds=\(\) is not a list of seeds"),
         ({"benchmarks": "gene_network"}, "needs true edges; pass network=FILE"),
         ({"benchmarks": "geometry", "network": "edges.csv"}, "which only the benchmark gene_network needs"),
         (
             {"benchmarks": {"perturbation_prediction": {"perturbation_key": "group", "control": "a"}}},
-            "scores what no model makes by itself; call scforge.eval.compare",
+            "scores results that no model computes by itself; call scforge.eval.compare",
         ),
         ({"benchmarks": "generation"}, "needs held-out cells as adata"),
         ({"benchmarks": "gene_network", "network": edges(), "baselines": False}, "^baselines is for embeddings, "),
@@ -100,7 +100,10 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
             {"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl", "baselines": True},
             "gene_key='symbl' is not in adata.var",
         ),
-        ({"benchmarks": "my_network", "network": edges()}, "'my_network' scores what no model makes by itself"),
+        (
+            {"benchmarks": "my_network", "network": edges()},
+            "'my_network' scores results that no model computes by itself",
+        ),
     ],
 )
 def test_mistakes(trained: Encoder, options: dict, message: str, request: pytest.FixtureRequest) -> None:
@@ -129,7 +132,7 @@ def test_what_nobody_asked_for_is_left_out_where_cells_do_not_allow_it(many_adat
     report = evaluate_models(model, few, **QUICK)
     assert report.benchmarks == ["cell_type_probe", "geometry"]
     assert any(note.startswith("scib needs 91 cells with a label, and there are 80") for note in report.notes)
-    assert any("so nothing looks at batches" in note for note in report.notes)
+    assert any("so batches are ignored" in note for note in report.notes)
 
 
 def test_files(trained: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +148,7 @@ def test_files(trained: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     evaluate_to("a/final", "cells.h5ad", "figures.csv", **options)
     assert set(pd.read_csv("figures.csv")["method"]) == {"X_scforge", "X_untrained", "PCA"}
     for cells, wrong, message in (
-        ("cells.h5ad", {"output": "out"}, r"output='out' holds a report; give another name, or replace it"),
+        ("cells.h5ad", {"output": "out"}, r"output='out' contains a report; choose another name, or replace it"),
         ("cells.h5ad", {"base_model": "b/final"}, "base_model='b/final' has no effect where embeddings are scored"),
         ("cells.h5ad", {"frob": 1}, "frob=1 has no effect where embeddings are scored"),
         ("cells", {}, "is not an h5ad file and no data set of scforge.datasets"),
@@ -206,7 +209,7 @@ def test_generated_cells(many_adata: ad.AnnData) -> None:
 
 def test_models_that_are_none(trained: Encoder) -> None:
     for models in ({}, "folder", {"x": "folder"}, {"x": []}):
-        with pytest.raises(OptionError, match="models is not a model and no {name: model}"):
+        with pytest.raises(OptionError, match="models is neither a model nor a {name: model}"):
             evaluate_models(models, trained.adata, benchmarks="geometry", **QUICK)
     with pytest.raises(OptionError, match=r"seeds=\(\) is not a list of seeds"):
         evaluate_models(trained, trained.adata, benchmarks="gene_network", network=edges(), seeds=())

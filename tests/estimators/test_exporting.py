@@ -92,7 +92,7 @@ def test_adapters_are_merged_and_the_head_is_left_out(models, cells: ad.AnnData,
 
 def test_arguments_that_cannot_be(models, tmp_path: Path) -> None:
     for options, message in (
-        ({"format": "tensorrt"}, r"format='tensorrt' is not known; choose 'onnx', 'torch' or 'transformers'\."),
+        ({"format": "tensorrt"}, r"format='tensorrt' is unknown; choose 'onnx', 'torch' or 'transformers'\."),
         ({"max_len": 1}, "max_len=1 is not at least 2"),
         ({"max_len": 10**6}, "max_len=1000000 but the model has positions for"),
         ({"path": Path(__file__).parent, "format": "torch"}, r"path='.*' exists and is not empty; pass overwrite=True"),

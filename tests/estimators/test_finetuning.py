@@ -98,8 +98,8 @@ def test_a_folder_brings_it_back(annotator: Encoder, base: Encoder, cells: ad.An
     assert bare.history_["validation_macro_f1"].equals(annotator.history_["validation_macro_f1"])
 
 
-@pytest.mark.filterwarnings("ignore:the model before fine-tuning is not at hand")
-@pytest.mark.filterwarnings("ignore:The cells of the fine-tuning are not at hand")
+@pytest.mark.filterwarnings("ignore:the model before fine-tuning is not available")
+@pytest.mark.filterwarnings("ignore:The cells of the fine-tuning are not available")
 def test_cells_are_known_by_their_counts(annotator: Encoder, cells, many_adata: ad.AnnData, saved: Path) -> None:
     """Neither names, nor the order, nor columns, nor the kind of file make cells new that a model learned from."""
     split, loaded = annotator._known_split(), Encoder.load(saved)
@@ -115,13 +115,13 @@ def test_cells_are_known_by_their_counts(annotator: Encoder, cells, many_adata: 
         assert annotator.evaluate(cells[some].copy()).loc["scforge", "n_scored"] == len(split.test)
     metrics = loaded.evaluate(many_adata[300:340].copy())
     assert (metrics.loc["scforge", "n_scored"], list(metrics.index)) == (40, ["scforge"])
-    with pytest.raises(OptionError, match="that the fine-tuning held out for testing"):
+    with pytest.raises(OptionError, match="test cells of the fine-tuning; remove"):
         annotator.train(1, datamodule=CellDataModule(annotator._cells()), progress_bar=False)
     fewer = cells[np.sort(np.concatenate([split.train[5:], split.test[:4]]))].copy()
     model = Encoder.load(saved, fewer)
     with pytest.warns(ScforgeWarning, match="they are not scored"):
         assert model.evaluate(baselines=False).loc["scforge", "n_scored"] == 4
-    with pytest.raises(DataError, match="or not all of them"):
+    with pytest.raises(DataError, match="not exactly those"):
         model.train(**QUICK)
 
 
@@ -211,7 +211,7 @@ def test_adapters_in_a_folder(base: Encoder, adapted: Encoder, cells: ad.AnnData
         (ModelFileError, "another base model", partial(Encoder.load, tmp_path / "adapter", base=other)),
         (
             MissingFileError,
-            "none' does not exist; give a folder",
+            "none' does not exist; pass a folder",
             partial(Encoder.load, tmp_path / "none", base=base),
         ),
     ):
@@ -252,18 +252,18 @@ def test_cells_without_label_take_no_part(tune: Callable[..., Encoder], cells: a
         ({"task": "anotation"}, "task='anotation' is not known; did you mean 'annotation'"),
         ({"task": 3}, "task=3 is neither a name nor a dict"),
         ({"learning_rate": 0.1}, "option of finetune 'learning_rate' is unknown to 'annotation'"),
-        ({"batch_key": "donor"}, "batch_key='donor' is of no use to the task 'annotation'"),
-        ({"task": {"name": "annotation", "labels_key": "kind"}}, "labels_key is given in task and as an argument"),
-        ({"test_size": 0.5, "validation_size": 0.5}, "leave no cell to train on"),
+        ({"batch_key": "donor"}, "batch_key='donor' has no effect in the task 'annotation'"),
+        ({"task": {"name": "annotation", "labels_key": "kind"}}, "labels_key is set in task and as an argument"),
+        ({"test_size": 0.5, "validation_size": 0.5}, "leave no training cells"),
         ({"split_by": "donor", "split_key": "kind"}, "split_by='donor' has no effect with split_key"),
         ({"split_key": "kind"}, "split_key='kind' has the values 'common', 'rare'; name the parts"),
         ({"labels_key": "grop"}, "labels_key='grop' is not a column .*did you mean 'group'"),
-        ({"labels_key": "none"}, "labels_key='none' leaves no cell to train on; choose another"),
+        ({"labels_key": "none"}, "labels_key='none' leaves no training cells; choose another"),
         ({"lora": {"targets": ["qkv_prj"]}}, "'qkv_prj', which is not a linear layer of TransformerEncoder"),
         ({"lora": True, "freeze": 1}, "adapters freeze the encoder anyway"),
         ({"lora": True, "gradual_unfreezing": 1}, "thaws layers that lora=True keeps frozen"),
         ({"freeze": 9}, "freeze=9 but there are 3 layers"),
-        ({"datamodule": 3}, "datamodule is of no use to finetune"),
+        ({"datamodule": 3}, "datamodule has no effect in finetune"),
         ({"freeze": True, "optimizer": "muon"}, "optimizer='muon' is for the matrices of hidden layers, .* all frozen"),
     ],
 )

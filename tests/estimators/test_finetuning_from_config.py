@@ -89,7 +89,7 @@ def test_going_on(run: Callable[..., FinetuningResult]) -> None:
     result = run(longer, constant, resume="auto")
     assert result.model.n_epochs_ == 3
     assert all(value.equal(whole[name]) for name, value in result.model.module.state_dict().items())
-    with pytest.raises(OptionError, match="holds a training already"):
+    with pytest.raises(OptionError, match="already contains a training run"):
         run()
     run(overwrite=True)
     with pytest.raises(ConfigError, match=r"config\.yaml, line 3: .*run it with scforge finetune --config"):
@@ -130,7 +130,7 @@ def test_columns_of_perturbations_are_found(run: Callable[..., FinetuningResult]
 MISTAKES = [
     ("finetune.base_model=none", MissingFileError, "base_model='none' .--base-model. does not exist; "),
     ("finetune.base_model=hub://geneformer", MissingFileError, "is a URL; give the folder of a model"),
-    ("finetune.base_model=.", MissingFileError, "holds no model; give the folder of one"),
+    ("finetune.base_model=.", MissingFileError, "contains no model; give the folder of one"),
     ("finetune.task=anotation", OptionError, "task='anotation' is not known; did you mean 'annotation'"),
     ("finetune.label_smooting=0.1", OptionError, "is unknown to 'annotation'; did you mean 'label_smoothing'"),
     ("finetune.label_smoothing=2", OptionError, "label_smoothing=2 "),
@@ -139,7 +139,7 @@ MISTAKES = [
     (
         "finetune={evaluate: true, test_size: 0}",
         ConfigError,
-        "finetune.evaluate=True has no cells to score with test_size=0",
+        "finetune.evaluate=True has no test cells, as test_size=0",
     ),
     ("finetune=", ConfigError, "the configuration has no section finetune; add "),
 ]
@@ -176,17 +176,17 @@ def test_predictions_in_files(place: Path, tuned: Path) -> None:
     assert list(adata.obs_names) == list(table.index)
     for model, output, options, message in (
         (tuned, "out.txt", {}, "output='out.txt' does not end in .csv or .h5ad"),
-        (tuned, "cells.h5ad", {}, "are the cells themselves"),
+        (tuned, "cells.h5ad", {}, "is the input file"),
         (tuned, "new.csv", {"thresold": 1}, "'thresold' is unknown to 'annotation'; did you mean 'threshold'"),
         (tuned, "new.csv", {"device": "cpuu"}, "device='cpuu' cannot be used: "),
-        (tuned.parent, "new.csv", {}, r"is the folder of a training; did you mean '.*final'"),
-        ("base", "new.csv", {}, r"model='base' \(--model\) was not fine-tuned, so it predicts nothing"),
+        (tuned.parent, "new.csv", {}, r"is the folder of a training run; did you mean '.*final'"),
+        ("base", "new.csv", {}, r"model='base' \(--model\) was not fine-tuned, so it has no task"),
     ):
         with pytest.raises((OptionError, MissingFileError), match=message):
             predict_to(model, "cells.h5ad", output, **options)
 
 
-@pytest.mark.filterwarnings("ignore:the model before fine-tuning is not at hand")
+@pytest.mark.filterwarnings("ignore:the model before fine-tuning is not available")
 def test_evaluations_in_files(place: Path, tuned: Path) -> None:
     own = evaluate_to(tuned, "cells.h5ad", "own.csv", base_model="base")
     assert own.loc["scforge", "n_scored"] == 16

@@ -81,10 +81,13 @@ def test_log_embedding_and_benchmarks(run) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, r"config.yaml, line \d+: checkpoint_dir='ck' holds a training already"),
+        ({}, r"config.yaml, line \d+: checkpoint_dir='ck' already contains a training run"),
         ({"resume": "auto", "overwrite": True}, "--resume and --overwrite"),
-        ({"resume": "ck"}, r"resume='ck' holds no state .*; did you mean --resume auto, or ck/step=00000004\?$"),
-        ({"resume": "other/step=1"}, "resume='other/step=1' holds no state"),
+        (
+            {"resume": "ck"},
+            r"resume='ck' contains no training checkpoint .*; did you mean --resume auto, or ck/step=00000004\?$",
+        ),
+        ({"resume": "other/step=1"}, "resume='other/step=1' contains no training checkpoint"),
     ],
 )
 def test_a_folder_that_does_not_fit_is_told_before_the_cells_are_read(run, options, message, monkeypatch) -> None:
@@ -225,8 +228,8 @@ MISTAKES = [
         ["tokenizer.transform=counts", UNDONE],
         r"tokenizer\.transform='counts' and data\.preprocessing, which asks for .* contradict",
     ),
-    (TRANSFORMER, ["tokenizer.strategy=binned_expression", UNDONE], "tokenizer 'binned_expression' does not make"),
-    (SMALL, ["output.embedding=cells.h5ad/o.h5ad"], r"output\.embedding='cells.h5ad.*is a file; give the name of a"),
+    (TRANSFORMER, ["tokenizer.strategy=binned_expression", UNDONE], "tokenizer 'binned_expression' does not provide"),
+    (SMALL, ["output.embedding=cells.h5ad/o.h5ad"], r"output\.embedding='cells.h5ad.*is a file; choose the name of a"),
 ]
 
 

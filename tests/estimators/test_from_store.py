@@ -116,9 +116,9 @@ def test_arguments_that_do_not_go_together(data, tiny_adata) -> None:
     Encoder.setup_anndata(tiny_adata)
     model = Encoder(datamodule=data(), **LIGHT)
     for message, call in (
-        ("adata and datamodule both bring cells", lambda: Encoder(tiny_adata, datamodule=data())),
+        ("adata and datamodule both contain cells", lambda: Encoder(tiny_adata, datamodule=data())),
         (r"datamodule is of type 'str'; make a .*CellDataModule", lambda: Encoder(datamodule="store.zarr")),
-        ("batch_size=8 is settled .*; pass it to CellDataModule", lambda: model.train(**QUICK, batch_size=8)),
+        ("batch_size=8 cannot be changed .*; pass it to CellDataModule", lambda: model.train(**QUICK, batch_size=8)),
         ("needs random ones", lambda: Encoder(datamodule=data(max_tokens_per_batch=500), **LIGHT).train(**QUICK)),
         ("save_anndata=True", lambda: model.save("model", save_anndata=True)),
     ):

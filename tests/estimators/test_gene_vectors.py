@@ -82,7 +82,11 @@ def test_mistakes(build, quick, custom_architecture: str, table) -> None:
         (OptionError, "table=None but the tokenizer 'gene_embedding' needs gene vectors", (None, "gene_embedding")),
         (MissingFileError, "none.npz' does not exist", (None, tokenizer("none.npz"))),
         (GeneMismatchError, "table has none of the 40 genes", (None, tokenizer({"A": [1.0], "B": [2.0]}))),
-        (OptionError, "architecture='my_pooling' takes no gene vectors", (custom_architecture, tokenizer(table))),
+        (
+            OptionError,
+            "architecture='my_pooling' does not accept gene vectors",
+            (custom_architecture, tokenizer(table)),
+        ),
     ):
         with pytest.raises(error, match=message):
             build(*parts, hidden_dim=8)
@@ -131,7 +135,7 @@ def test_published_vocabularies_train(version, architecture, objective, trained,
     model.save(tmp_path / "model")
     np.testing.assert_array_equal(Encoder.load(tmp_path / "model", tiny_adata).get_latent_representation(), before)
     if version == "V1":
-        with pytest.raises(OptionError, match="pooling='cls' needs a CLS token; give the tokenizer append_cls=True"):
+        with pytest.raises(OptionError, match="pooling='cls' needs a CLS token; set append_cls=True"):
             build("transformer_encoder", bare | {"name": "rank_value"}, vocab=vocab, pooling="cls")
         with_cls = build("transformer_encoder", "rank_value", vocab=vocab, pooling="cls").vocab
         assert (with_cls.special_tokens, with_cls.genes) == (("<pad>", "<mask>", "<cls>"), vocab.genes)

@@ -121,20 +121,20 @@ def test_prompts(model: Encoder):
     [
         ("plain", {"temperature": -1.0}, "temperature=-1.0"),
         ("plain", {"top_k": 0}, "top_k=0"),
-        ("plain", {"condition": "a"}, "the model knows no classes"),
+        ("plain", {"condition": "a"}, "the model has no classes"),
         ("plain", {"prompt": ["gene60", "nogene"]}, "prompt names 'nogene', not among the model's 40 genes"),
         ("plain", {"prompt": ["gene60", "gene60"]}, "prompt names 'gene60' twice, maybe"),
         ("plain", {"prompt": {"gene60": -1.0}}, "is not a positive number"),
         ("plain", {"prompt": SERIES}, r"^prompt=Series is not a list of genes, no dict .*AnnData.$"),
-        ("plain", {"prompt": ad.AnnData(np.ones((3, 4)))}, "prompt is AnnData, which sets the number"),
+        ("plain", {"prompt": ad.AnnData(np.ones((3, 4)))}, "an AnnData as prompt sets the number"),
         ("plain", {"n_cells": None}, "n_cells=None is not a whole number of cells"),
         ("plain", {"max_len": 1}, "max_len=1 is not at least 2"),
         ("plain", {"max_len": 99}, "max_len=99 is more than the 42 tokens"),
         ("groups", {"condition": ["A", "b", "b"]}, r"condition='A' is not a class .* did you mean 'a'\? \(known"),
         ("groups", {"condition": 1}, "condition='1' is not a class of the model"),
         ("groups", {"condition": ["a", "b"]}, "condition has 2 classes for 3 cells"),
-        ("no cls", {}, "prompt gives no values, but the model has no CLS token"),
-        ("no cls", {"prompt": ["gene60"]}, "gives no values, but the model has no CLS token"),
+        ("no cls", {}, "prompt has no values, but the model has no CLS token"),
+        ("no cls", {"prompt": ["gene60"]}, "has no values, but the model has no CLS token"),
         ("no end", {}, "max_len=None but cells of this model have no end token"),
         ("views", {}, "and 'joint_embedding' generates no cells"),
     ],
@@ -152,7 +152,7 @@ def test_models_without_cls_or_end(made: Callable[[str], Encoder]):
     counts[1, blank.var_names.isin(model.vocab.genes)] = 0
     blank.X = sparse.csr_matrix(counts)
     told = pytest.warns(ScforgeWarning, match="1 of 3 cells express no gene")
-    with told, pytest.raises(DataError, match="prompt has no counts in cell 1, and the model no CLS token"):
+    with told, pytest.raises(DataError, match="prompt has no counts in cell 1, and the model has no CLS token"):
         model.generate(prompt=blank)
     assert (made("no end").generate(2, max_len=5).obs["n_genes"] == 4).all()
     with pytest.raises(DataError, match="prompt has .* genes in cell .*, above the limit of 4"):
@@ -162,7 +162,7 @@ def test_models_without_cls_or_end(made: Callable[[str], Encoder]):
 def test_what_cannot_generate(build: Callable[..., Encoder]):
     with pytest.raises(OptionError, match="'gene_pooling' and 'neighbor_denoising' generates no cells"):
         build().generate(3)
-    with pytest.warns(NotTrainedWarning, match="what it generates is random"):
+    with pytest.warns(NotTrainedWarning, match="its generated cells are random"):
         build(NAME, **SMALL).generate(1)
     for parts, options, error, message in [
         (

@@ -67,10 +67,10 @@ def test_held_out_cells_whose_labels_an_earlier_stage_learned(annotator: Encoder
     test = again._known_split().test
     left = np.setdiff1d(test, learned_rows(annotator))
     assert 0 < len(left) < len(test)
-    with pytest.warns(ScforgeWarning, match=f"of the {len(test)} cells held out for testing; they are not scored"):
+    with pytest.warns(ScforgeWarning, match=f"of the {len(test)} test cells of the fine-tuning; they are not scored"):
         assert n_scored(again) == len(left)
     cells = data()[learned_rows(annotator)].copy()
-    with pytest.raises(OptionError, match="cells held out for testing; pass others"):
+    with pytest.raises(OptionError, match="test cells of the fine-tuning; pass others"):
         annotator.finetune("annotation", cells, labels_key="kind", **QUICK).evaluate()
 
 
@@ -85,7 +85,7 @@ def test_cells_of_a_data_module_are_remembered(annotator: Encoder, data: Cut, tm
         model.save(tmp_path / "more", overwrite=True)
         np.testing.assert_array_equal(found(Encoder.load(tmp_path / "more"), others), rows)
     bare = Encoder.load(tmp_path / "model")
-    with pytest.raises(OptionError, match="that the fine-tuning held out for testing"):
+    with pytest.raises(OptionError, match="test cells of the fine-tuning; remove"):
         bare.train(datamodule=CellDataModule(bare._cells(data())), **PLAIN)
 
 

@@ -58,15 +58,15 @@ def test_the_transformer_predicts_values_and_bins_too(trained) -> None:
 
 MAE, ZEROS_TOO = "masked_autoencoder", {**COUNTS, "include_zero_genes": True}
 MISFITS = [
-    (MAE, {"objective": "masked_gene_prediction"}, "not go with MaskedAutoencoder, .* choose objective='masked_value"),
+    (MAE, {"objective": "masked_gene_prediction"}, "not work with MaskedAutoencoder, .* objective='masked_value"),
     ("transformer_encoder", {}, r"needs a head that predicts values; pass expression_head='value'\.$"),
     ("transformer_encoder", {"tokenizer": "binned_expression"}, r"='value' or expression_head='bin'\.$"),
-    ("transformer_encoder", {"expression_head": "bin"}, "the tokenizer .* makes no bins; choose 'value'"),
-    ("autoregressive_transformer", {}, "not go with AutoregressiveTransformer, which predicts the next token"),
-    ("gene_pooling", {"pooling": "mean"}, "not go with GenePoolingModel, which predicts no values of tokens"),
+    ("transformer_encoder", {"expression_head": "bin"}, "the tokenizer .* provides no bins; choose 'value'"),
+    ("autoregressive_transformer", {}, "not work with AutoregressiveTransformer, which predicts the next token"),
+    ("gene_pooling", {"pooling": "mean"}, "not work with GenePoolingModel, which predicts no values of tokens"),
     (MAE, {"value_loss": "poisson"}, "counts, which .* does not give; pass tokenizer=.*, or value_loss='mse"),
     (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": COUNTS, "objective": HALF}, "0, but zero_targets="),
-    (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": ZEROS_TOO}, "include_zero_genes=True makes zeros"),
+    (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": ZEROS_TOO}, "include_zero_genes=True produces zeros"),
     (MAE, SMALL | {"hidden_dim": 8}, "hidden_dim=8 and encoder_dim=8 are the same option of Mas"),
     (
         MAE,

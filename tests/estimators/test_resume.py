@@ -182,14 +182,14 @@ def test_a_state_by_name(cells, broken, whole, tmp_path):
     train(other, tmp_path / "other", resume=first)
     assert same_weights(whole, other)
     other.save(tmp_path / "model")
-    for name, message in {"run/step=99999999": "does not exist", "model": "holds no state of a training"}.items():
+    for name, message in {"run/step=99999999": "does not exist", "model": "contains no training checkpoint"}.items():
         with pytest.raises(MissingFileError, match=message):
             train(make(cells), tmp_path / "new", resume=tmp_path / name)
 
 
 def test_a_folder_with_another_training_is_not_touched(cells, broken):
     before = sorted(broken.rglob("*"))
-    with pytest.raises(OptionError, match=r"holds a training already .* resume='auto' .* overwrite=True"):
+    with pytest.raises(OptionError, match=r"already contains a training run .* resume='auto' .* overwrite=True"):
         train(make(cells), broken)
     with pytest.raises(OptionError, match="bf17"):
         train(make(cells), broken, overwrite=True, precision="bf17")
@@ -209,9 +209,9 @@ def test_a_folder_with_another_training_is_not_touched(cells, broken):
         ({"checkpoint_every_n_steps": 0}, "checkpoint_every_n_steps=0"),
         ({"checkpoint_every_n_steps": 5, "checkpoint_dir": None}, "has no effect without checkpoint_dir"),
         ({"strategy": "dpp"}, "strategy='dpp' is not known; did you mean 'ddp'"),
-        ({"ema_decay": 1}, "ema_decay=1 averages nothing"),
+        ({"ema_decay": 1}, "ema_decay=1 does not average"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing=True, but GenePoolingModel cannot"),
-        ({"val_check_interval": 2}, "val_check_interval=2 does not go with checkpoint_dir"),
+        ({"val_check_interval": 2}, "val_check_interval=2 does not work with checkpoint_dir"),
         ({"accelerator": "gpu", "devices": 4}, "devices=4 with accelerator='gpu', but this machine has"),
     ],
 )
@@ -324,7 +324,7 @@ def test_killed_before_the_first_state(cells, tmp_path):
     assert [path.name for path in tmp_path.glob("*=*")] == ["epoch=00"]
     config = load_config(recipe_path("light"), [f"output.checkpoint_dir={tmp_path}"])
     check_run(config, resume="auto", overwrite=False)
-    with pytest.raises(OptionError, match="holds a training already"):
+    with pytest.raises(OptionError, match="already contains a training run"):
         check_run(config, resume=None, overwrite=False)
     model = make(cells)
     model.train(2, **PLAIN, checkpoint_dir=tmp_path, resume="auto")

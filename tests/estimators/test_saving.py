@@ -81,7 +81,7 @@ def test_save_anndata(model: Encoder, tmp_path: Path, quick) -> None:
     with pytest.raises(ModelFileError, match=r"adata\.h5ad' is corrupted: its checksum"):
         Encoder.load(folder)
     (folder / "adata.h5ad").unlink()
-    with pytest.warns(ScforgeWarning, match=r"adata\.h5ad', are not there \(push and pull leave them out\)"):
+    with pytest.warns(ScforgeWarning, match=r"adata\.h5ad', are missing \(push and pull leave them out\)"):
         assert Encoder.load(folder).adata is None
     Encoder.load(folder, adata=False)
     model.save(folder, overwrite=True, save_anndata=True)
@@ -158,8 +158,8 @@ def test_an_existing_folder_without_a_model(model: Encoder, tmp_path: Path, monk
     (tmp_path / "project" / "README.md").write_text("mine")
     for path, message in {
         "project": "dir_path='project' holds 'README.md', not of a model of scforge; ch",
-        "notes.txt": "dir_path='.*notes.txt' is a file; give the name of a folder",
-        "notes.txt/below": "dir_path='.*' is a file; give the name of a folder",
+        "notes.txt": "dir_path='.*notes.txt' is a file; choose the name of a folder",
+        "notes.txt/below": "dir_path='.*' is a file; choose the name of a folder",
     }.items():
         with pytest.raises(OptionError, match=message):
             model.save(path, overwrite=True)
@@ -186,7 +186,7 @@ def test_a_format_from_the_future(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
-        ("nothing", {}, MissingFileError, r"^dir_path='.*' does not exist; give a folder, hf://"),
+        ("nothing", {}, MissingFileError, r"^dir_path='.*' does not exist; pass a folder, hf://"),
         ("model", {"device": "cuda:99"}, OptionError, "^device='cuda:99' cannot be used: "),
         ("model", {"accelerator": "tpu"}, OptionError, r"accelerator='tpu' is not known.* \(known: 'cpu'"),
         ("model", {"adata": "cells.h5ad"}, OptionError, "adata is of type 'str'; read it with anndata.read_h5ad first"),

@@ -97,7 +97,7 @@ def test_what_cannot_be_made_or_asked(trained, make) -> None:
         ({"setup": {}, "supervised": True}, "supervised=True but there are no labels"),
         ({"supervised": True, **masked}, "the objective 'masked_gene_prediction' learns no labels"),
         ({"n_special": 9}, "n_special=9 but the vocabulary has 4 special tokens"),
-        ({"architecture": "gene_pooling"}, "architecture='gene_pooling' is none of ScDiVa"),
+        ({"architecture": "gene_pooling"}, "architecture='gene_pooling' is not ScDiVa"),
     ]:
         with pytest.raises(OptionError, match=message):
             make(**options)

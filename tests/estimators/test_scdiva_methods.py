@@ -71,7 +71,7 @@ def test_attention_is_of_cells_where_genes_had_room(cells: ad.AnnData) -> None:
         if {one, other} <= set(here)
     ]
     np.testing.assert_allclose(graph[one, other], np.mean(together), rtol=1e-5)
-    with pytest.raises(OptionError, match="needs mode='tokens'; one vector attends to nothing else"):
+    with pytest.raises(OptionError, match="needs mode='tokens'; with one vector per cell there is no attention"):
         made(cells, "vector").get_attention()
 
 
@@ -147,7 +147,7 @@ def test_values_of_genes(model: ScDiVa, cells: ad.AnnData) -> None:
     assert (denoised.toarray()[~counted] == 0).all()
     assert np.square(denoised.toarray() - truth)[counted].mean() < truth[counted].var()
     np.testing.assert_allclose(cells.layers["denoised"].toarray(), denoised.toarray())
-    told = r"never saw a gene that is off.* get_normalized_expression((?!masked_value_prediction).)*$"
+    told = r"was trained on expressed genes only.* get_normalized_expression((?!masked_value_prediction).)*$"
     with pytest.warns(ScforgeWarning, match=told):
         imputed = model.impute(cells, genes=["gene1", "gene0"])
     assert list(imputed) == ["gene1", "gene0"]
@@ -177,7 +177,7 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
     for call, options, message in [
         (plain.generate, {}, r"'scdiva' and 'variational' generates no cells; .* 'masked_diffusion'"),
         (plain.denoise, {}, r"predicts no expression of masked genes; .* 'masked_diffusion' and 'scdiva'"),
-        (model.generate, {"condition": "a"}, "the model knows no classes; leave it out"),
+        (model.generate, {"condition": "a"}, "the model has no classes; leave it out"),
         (model.generate, {"n_cells": None, "prompt": ["gene0"]}, "n_cells=None is not a whole number of cells"),
         (small.generate, {"max_len": 9}, "max_len=9 but the model takes at most 8 tokens; lower it"),
         (other.generate, {"n_steps": 4}, "n_steps=4 is for models of 'masked_diffusion'; leave it out"),

@@ -68,7 +68,7 @@ def test_columns_come_from_either_table(mdata, quick):
     found = mdata.mod["protein"].obs["donor"]
     assert found.tolist() == mdata.obs.loc[found.index, "donor"].tolist()
     Encoder.setup_mudata(mdata, "rna", labels_key="rna:group")
-    with pytest.warns(NotTrainedWarning, match="fine-tuning begins with random weights"):
+    with pytest.warns(NotTrainedWarning, match="fine-tuning starts from random weights"):
         Encoder(mdata, **LIGHT).finetune("annotation", **quick).predict(mdata)
     assert "scforge_group" in mdata.mod["rna"].obs
 

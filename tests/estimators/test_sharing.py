@@ -58,7 +58,7 @@ def test_there_and_back(hub, model: Encoder, build, quick: dict) -> None:
     model.push_to_hub("org/light")
     np.testing.assert_array_equal(embedding(Encoder.load("org/light", revision="v1"), model.adata), first)
     assert np.abs(embedding(Encoder.load("org/light"), model.adata) - first).max() > 0
-    with pytest.warns(NotTrainedWarning, match="what is sent is random"):
+    with pytest.warns(NotTrainedWarning, match="random weights are pushed"):
         build().push_to_hub("org/random")
     assert "its weights are random" in hub.files("org/random")["README.md"].decode()
 
@@ -133,16 +133,16 @@ def test_figures_of_a_report(hub, model: Encoder, metrics: object, data: str, na
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"metrics": LONG.drop(columns="kind")}, "metrics needs one row called 'scforge'"),
+        ({"metrics": LONG.drop(columns="kind")}, "metrics needs exactly one row named 'scforge'"),
         (
             {"metrics": LONG[LONG["kind"] == "model"]},
-            "metrics needs one row called 'scforge', .* and rows of baselines",
+            "metrics needs exactly one row named 'scforge', .* and rows of baselines",
         ),
         ({"base": "org/other"}, "base='org/other' has no effect where the model was not fine-tuned"),
         ({"metrics": TABLE[:1]}, "and rows of baselines .'scforge'"),
         ({"metrics": {"f1": 1.0}}, r"not a table of evaluate\(\)"),
-        ({"adapter_only": True}, "the model has no adapters|not known where others find"),
-        ({"base": "somewhere"}, "base='somewhere' is not a name that others can use"),
+        ({"adapter_only": True}, "the model has no adapters|the base model has no public location"),
+        ({"base": "somewhere"}, "base='somewhere' is not a public name"),
     ],
 )
 def test_what_cannot_be_told(hub, model: Encoder, options: dict, message: str) -> None:
@@ -153,7 +153,7 @@ def test_what_cannot_be_told(hub, model: Encoder, options: dict, message: str) -
 
 @pytest.mark.slow
 def test_adapters_bring_their_model(hub, model: Encoder, annotator: Encoder, quick: dict) -> None:
-    with pytest.raises(OptionError, match="not known where others find the model"):
+    with pytest.raises(OptionError, match="the base model has no public location"):
         annotator.push_to_hub("org/groups", adapter_only=True)
     model.push_to_hub("org/light")
     annotator.push_to_hub("org/groups", adapter_only=True, metrics=annotator.evaluate())
@@ -166,7 +166,7 @@ def test_adapters_bring_their_model(hub, model: Encoder, annotator: Encoder, qui
     again = Encoder.load("org/groups", model.adata)
     same_predictions(again, annotator, model.adata)
     model.train(**quick)  # it is not what was sent
-    with pytest.raises(OptionError, match="not known where others find the model"):
+    with pytest.raises(OptionError, match="the base model has no public location"):
         model.finetune("annotation", lora={"r": 2}, **quick).push_to_hub("org/later", adapter_only=True)
     with pytest.raises(ModelFileError, match="was trained on another base model"):
         Encoder.load("org/groups", base="org/light")
@@ -206,7 +206,7 @@ def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotat
     again = Encoder.load(tmp_path / "b" / "adapter", model.adata)
     same_predictions(again, annotator, model.adata)
     shutil.rmtree(tmp_path / "b" / "base")
-    with pytest.raises(MissingFileError, match="is a folder that is not here; name the model with base="):
+    with pytest.raises(MissingFileError, match="is a folder that does not exist here; name the model with base="):
         Encoder.load(tmp_path / "b" / "adapter")
     for base in (model, Encoder.load(tmp_path / "b" / "adapter", base=model)._base):
         again = Encoder.load(tmp_path / "before", base=base)
@@ -220,7 +220,7 @@ def test_a_copy_knows_where_it_was_fetched(hub, model, annotator, quick: dict, t
     annotator.save("adapter", adapter_only=True)
     upload("adapter", "org/groups")
     assert pull_folder("org/groups", "groups") == Path("groups")
-    with pytest.raises(MissingFileError, match="is a folder that is not here; name the model with base="):
+    with pytest.raises(MissingFileError, match="is a folder that does not exist here; name the model with base="):
         Encoder.load("org/groups")
     for name in ("org/groups", "groups"):
         assert Encoder.load(name, base="base").spec.tuning is not None

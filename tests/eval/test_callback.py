@@ -147,7 +147,7 @@ def test_a_failure_costs_the_score_only(tiny_adata: ad.AnnData) -> None:
         ([{"label_prediction": {"folds": 3}}], OptionError, "option 'folds' is unknown to 'label_prediction'"),
         ([{"label_prediction": 3}], OptionError, "write one benchmark per entry, with its options"),
         ([{"label_prediction": None, "dataset": "x"}], OptionError, "write one benchmark per entry"),
-        ([Evaluation(Draws(), max_cells=5), Draws()], OptionError, "two evaluations are called 'Draws_held_out'"),
+        ([Evaluation(Draws(), max_cells=5), Draws()], OptionError, "two evaluations have the name 'Draws_held_out'"),
         ([{"label_prediction": {"n_folds": n, "name": "same"}} for n in (3, 4)], OptionError, "are called 'same'"),
         ([{"label_prediction": {"dataset": "atlas"}}], OptionError, r"put the file at \$SCFORGE_DATA/atlas.h5ad"),
         ([{"label_prediction": {"dataset": "/no.h5ad"}}], MissingFileError, "no.h5ad' of .* not exist"),
@@ -157,7 +157,7 @@ def test_bad_input_on_construction(wrong: Any, error: type[Exception], message: 
     monkeypatch.delenv("SCFORGE_DATA", raising=False)
     with pytest.raises(error, match=message):
         BenchmarkCallback(wrong)
-    with pytest.raises(OptionError, match="options={'a': 1} are for a benchmark given by name"):
+    with pytest.raises(OptionError, match="options={'a': 1} have an effect only for a benchmark given by name"):
         Evaluation(Draws(), options={"a": 1})
     with pytest.raises(OptionError, match="max_cells=0"):
         Evaluation(Draws(), max_cells=0)
@@ -170,7 +170,7 @@ def test_bad_input_on_construction(wrong: Any, error: type[Exception], message: 
     [
         ("label_prediction", {"keys": {}}, OptionError, "needs labels_key, a column of obs"),
         ("batch_integration", {"keys": {"labels_key": "group"}}, OptionError, "needs batch_key, a column of obs"),
-        ("label_prediction", {"validation_size": 0.0}, OptionError, "no cells are held out; give validation_size abov"),
+        ("label_prediction", {"validation_size": 0.0}, OptionError, "no cells are held out; set validation_size abov"),
         ({"label_prediction": {"labels_key": "grup"}}, {}, DataError, "held-out cells: .*'grup' .* mean 'group'"),
         ("cell_type_annotation", {"validation_size": 0.3}, DataError, "n_neighbors=15 is more than the .* lower it"),
         ({"label_prediction": {"n_folds": 20}}, {}, DataError, "score the held-out cells: fewer than 2 labels"),

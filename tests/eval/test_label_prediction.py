@@ -86,7 +86,7 @@ def test_mistakes(cells) -> None:
         (obs[:90], "labels_key='label' has one value only .'a'.; choose"),
         (obs.assign(label=None), "labels_key='label' has no value in any cell; choose a column with two"),
         (obs[:93], r"fewer than 2 labels .* \(left out: 'b' \(3 cells\)\); lower n_folds=5"),
-        (mixed, "labels_key='label' holds different values of one text"),
+        (mixed, "labels_key='label' contains different values with the same text"),
     ]:
         with pytest.raises(DataError, match=message):
             labels.run(embedding[: len(some)], some)
@@ -226,7 +226,7 @@ def test_the_same_cells_in_two_folds(donors) -> None:
     probe = CellTypeProbe("label", rare_share=0.1)
     copies = obs.iloc[:20]
     doubled = np.concatenate([embedding, embedding[:20]])
-    with pytest.raises(DataError, match=r"20 names of obs stand on several cells \('0', '1', '2'\)"):
+    with pytest.raises(DataError, match=r"20 cell names are duplicated \('0', '1', '2'\)"):
         CellTypeProbe("label", "donor").run(doubled, pd.concat([obs, copies]))
     renamed = pd.concat([obs, copies.set_index("copy" + copies.index)])
     with pytest.warns(ScforgeWarning, match=r"\d+\.\d% of the cells have exactly the coordinates of a cell in another"):

@@ -50,7 +50,7 @@ def test_models_stand_beside_baselines_on_the_same_pairs(tiny_adata: ad.AnnData,
     assert row.comparisons["auprc_ratio"].p_value < 0.01
     assert report.facts.items() >= {"transcription factors": 12, "true edges left out": 1}.items()
     n_scored = int(np.isfinite(benchmark.universe(truth).matrix(scores)).sum())
-    note = f"mine has a score for {n_scored} of {report.facts['pairs']:,} pairs; the others tie behind all that have"
+    note = f"mine has a score for {n_scored} of {report.facts['pairs']:,} pairs; the other pairs are ranked last"
     assert any(one.startswith(note) for one in report.notes)
     assert not any("co-expression (pearson) has" in one for one in report.notes)
     text = report.to_markdown()
@@ -336,7 +336,7 @@ def test_transcription_factors_are_drawn_and_the_same_for_all_scores(planted) ->
         (
             {"genes": ["ENSG1"]},
             DataError,
-            r"of the .* true edges \(sources: .*\) is left; name genes as there",
+            r"of the .* true edges \(sources: .*\) is left; use the same gene identifiers",
         ),
         (
             {"truth": lambda t: t.rename(columns={"source": "tf"})},

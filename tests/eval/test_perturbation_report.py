@@ -189,7 +189,7 @@ def test_mistakes_are_told(real, train, made) -> None:
         ),
         (twice, {}, DataError, r"predictions has 'g0\+g1' more than once"),
         (logs(made)[:, :20].copy(), {}, DataError, "share 20 of 60 measured genes"),
-        (made[:, :50].copy(), {}, DataError, "are counts without 10 genes that hold"),
+        (made[:, :50].copy(), {}, DataError, "are counts without 10 genes with"),
         (made, {"train": train[:, :50].copy()}, DataError, "train are counts without 10 genes"),
         (made, {"train": other}, DataError, "controls of train have a median total of .* others have 10,000"),
         (scaled, {}, DataError, "have a median total of 1,000 where the others have 10,000"),

@@ -138,10 +138,10 @@ def test_training_cells_among_the_true_ones(orders: np.ndarray) -> None:
     ("made", "true", "message"),
     [
         (TRUE[:1], TRUE, "there are 1 reconstructed and 2 true orders"),
-        (TRUE, np.array([[0, 1], [2, 2]]), "the true orders have a gene twice in row 1"),
+        (TRUE, np.array([[0, 1], [2, 2]]), "the true orders have a duplicate gene in row 1"),
         (TRUE, np.array([[0, 1], [-1, 2]]), "have -1 before a gene in row 1"),
         (TRUE, np.array([[0, 1], [-1, -1]]), "have no gene in row 1"),
-        (TRUE - 1, TRUE, "give genes from 0"),
+        (TRUE - 1, TRUE, "pass gene indices from 0"),
         (TRUE.astype(float), TRUE, "are float64, shape"),
     ],
 )

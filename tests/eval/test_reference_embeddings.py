@@ -153,7 +153,7 @@ def test_labels_are_not_looked_at_and_the_data_are_not_changed(shifted) -> None:
             r"baselines='harmoni' is not in the baselines; did you mean 'harmony'\? \(.*or name a number",
         ),
         ("pca", {}, r"baselines='pca' is not a list of baselines; write \['pca'\]"),
-        (["harmony"], {}, "names 'harmony', which corrects batches; give batch_key"),
+        (["harmony"], {}, "names 'harmony', which corrects batches; pass batch_key"),
         ([60], {}, r"n_comps=60 is not between 1 and the smaller side of \(60, 80\)"),
         ([0], {}, "baselines=0 is not a positive number of principal components"),
         (["pca"], {"n_comps": 0}, "n_comps=0 is not a positive number of components"),
@@ -168,11 +168,11 @@ def test_bad_data(tiny_adata) -> None:
     with pytest.raises(DataError, match="batch_key='bach' is not a column of obs; did you mean 'batch'"):
         check_baselines(tiny_adata, ["scvi"], batch_key="bach")
     tiny_adata.obs["batch"] = tiny_adata.obs["batch"].astype(str)
-    with pytest.raises(DataError, match=r"obs\['batch'\] holds one batch"):
+    with pytest.raises(DataError, match=r"obs\['batch'\] contains one batch"):
         check_baselines(tiny_adata[:20], ["harmony"], batch_key="batch")
     check_baselines(tiny_adata[:20], ["scvi"], batch_key="batch")
     tiny_adata.obs.iloc[3, 1] = None
-    with pytest.raises(DataError, match=r"obs\['batch'\] has missing values; give each cell a batch for 'scvi'"):
+    with pytest.raises(DataError, match=r"obs\['batch'\] has missing values; assign a batch to each cell for 'scvi'"):
         check_baselines(tiny_adata, ["scvi"], batch_key="batch")
     with pytest.raises(DataError, match="2 cells of 80 genes are too few"):
         check_baselines(tiny_adata[:2], ["pca"])

@@ -55,9 +55,9 @@ def test_mistakes(embedded: ad.AnnData) -> None:
     with pytest.raises(DataError, match=r"layer='count' is not in adata\.layers"):
         evaluate(embedded, LabelPrediction("group"), ["X_good"], layer="count")
     embedded.X = embedded.X * 0.5
-    with pytest.raises(DataError, match=r"adata\.X holds values that are not whole numbers"):
+    with pytest.raises(DataError, match=r"adata\.X contains values that are not whole numbers"):
         evaluate(embedded, LabelPrediction("group"), ["X_good"])
-    with pytest.raises(OptionError, match="nothing to compare with"):
+    with pytest.raises(OptionError, match="leaves no baseline"):
         evaluate(embedded, LabelPrediction("group"), ["X_good"], baselines=())
 
 

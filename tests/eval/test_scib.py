@@ -184,7 +184,7 @@ def test_coordinates_before_integration_come_later(obs) -> None:
     without = Scib("label")
     assert without.before_integration(components) is without
     twice = obs.set_axis(["cell1", *obs.index[:-1]])
-    message = r"^1 names of obs stand on several cells \('cell1'\); make them unique"
+    message = r"^1 cell names are duplicated \('cell1'\); make them unique"
     with pytest.raises(DataError, match=message):
         mine.check(twice)
     without.check(twice)

@@ -54,7 +54,7 @@ def test_a_column_says_it() -> None:
     column = pd.Series(["train", "test", None, "validation", "train"], dtype="category")
     split = split_from(column, np.array([True, True, True, True, False]), key="part")
     assert [part.tolist() for part in parts(split)] == [[0], [3], [1]]
-    with pytest.raises(DataError, match="split_key='part' has no usable cell called 'train'"):
+    with pytest.raises(DataError, match="split_key='part' has no usable cell with the value 'train'"):
         split_from(column, np.array([False, True, True, True, False]), key="part")
     with pytest.raises(DataError, match="has the values 'val'; name the parts 'train', 'validation', 'test'"):
         split_from(column.cat.rename_categories({"validation": "val"}), None, key="part")
@@ -64,13 +64,13 @@ def test_what_is_no_split() -> None:
     for sizes, message in (
         ((1.1, 0.1), "validation_size=1.1 is not a number from 0 to 1"),
         ((0.1, -0.1), "test_size=-0.1 is not"),
-        ((0.5, 0.5), "leave no cell to train on"),
+        ((0.5, 0.5), "leave no training cells"),
     ):
         with pytest.raises(OptionError, match=message):
             check_shares(*sizes)
     with pytest.raises(OptionError, match="must be disjoint"):
         Split(np.array([0, 1]), np.array([1]), np.array([2]))
-    with pytest.raises(OptionError, match="no cell is left to train on"):
+    with pytest.raises(OptionError, match="no training cells are left"):
         Split(np.array([], dtype=int), np.array([1]), np.array([2]))
 
 

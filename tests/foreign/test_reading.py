@@ -104,7 +104,7 @@ def test_damaged_torch_files(tmp_path: Path) -> None:
     data = (tmp_path / "x.pt").read_bytes()
     numbers = data.find(weights["b"].numpy().tobytes())
     (tmp_path / "x.pt").write_bytes(data[: numbers + 70] + bytes([data[numbers + 70] ^ 1]) + data[numbers + 71 :])
-    with pytest.raises(ModelFileError, match="is damaged: 'x/data/1' has another checksum; copy it again"):
+    with pytest.raises(ModelFileError, match="is damaged: 'x/data/1' has a wrong checksum; copy it again"):
         read_weights(tmp_path / "x.pt")
     for place in range(0, len(data), 97):
         (tmp_path / "x.pt").write_bytes(data[:place] + bytes([data[place] ^ 64]) + data[place + 1 :])
@@ -122,7 +122,7 @@ def test_damaged_torch_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("new", [True, False])
 def test_torch_files_that_would_run_something(new: bool, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1), "b": Hostile()}, tmp_path / "x.pt", _use_new_zipfile_serialization=new)
-    with pytest.raises(ModelFileError, match="holds more than tensors, which could run code, and is not opened"):
+    with pytest.raises(ModelFileError, match="contains more than tensors, which could run code, and is not opened"):
         read_weights(tmp_path / "x.pt")
 
 

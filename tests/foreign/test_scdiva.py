@@ -224,8 +224,8 @@ def test_missing_files_and_genes(write, genes, tmp_path: Path) -> None:
             read_checkpoint(tmp_path, "scdiva", vocab=vocab)
 
     write(len(genes))
-    refused(OptionError, "vocab=None but no file", None)
-    refused(DataError, "from 0 without a gap", {"A": 1})
+    refused(OptionError, "vocab=None but a ScDiVa", None)
+    refused(DataError, "without gaps", {"A": 1})
     refused(MissingFileError, r"genes.txt' does not exist", tmp_path / "genes.txt")
     (tmp_path / "model.safetensors").unlink()
     refused(MissingFileError, "has no weights")

@@ -148,10 +148,10 @@ def test_files_that_cannot_be_used(change, message, write, genes, tmp_path: Path
     ("options", "error", "message"),
     [
         ({"part": "tissue"}, OptionError, "part='tissue' is not known .known: 'cell', 'gene', 'rde'"),
-        ({"part": "rde"}, ModelFileError, "holds no|has no model 'rde' with its config"),
-        ({"vocab": ["A", "B"]}, ModelFileError, "is of 85 genes, but vocab has 2; give its genes"),
+        ({"part": "rde"}, ModelFileError, "contains no|has no model 'rde' with its config"),
+        ({"vocab": ["A", "B"]}, ModelFileError, "is of 85 genes, but vocab has 2; pass its genes"),
         ({"vocab": "nowhere.tsv"}, MissingFileError, "vocab='nowhere.tsv' does not exist"),
-        ({}, DataError, "does not number its names from 0 without a gap"),
+        ({}, DataError, "has indices that are not 0, 1, 2, ... without gaps"),
     ],
 )
 def test_arguments_that_cannot_be_used(options, error, message, write, genes, tmp_path: Path) -> None:

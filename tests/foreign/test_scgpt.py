@@ -203,7 +203,7 @@ def lacking(name: str) -> Callable[[dict], dict]:
             "vocabulary has 88 tokens of the checkpoint, its table 80",
         ),
         (lambda weights: {"epoch": 3, **weights}, "holds 'epoch', not tensors"),
-        (lambda weights: list(weights), "holds no weights by name"),
+        (lambda weights: list(weights), "is not a mapping of weights"),
     ],
 )
 def test_weights_that_do_not_fit(change, message: str, write, tokens, tmp_path: Path) -> None:
@@ -244,12 +244,16 @@ def test_args_that_cannot_be_used(args: dict, message: str, write, tokens, tmp_p
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"args": {"nheads": 2}}, ModelFileError, "args has what scforge does not compute .embsize: Field required"),
-        ({"vocab": {"a": 0, "<pad>": 2}}, DataError, "vocab does not number its names from 0 without a gap"),
+        (
+            {"args": {"nheads": 2}},
+            ModelFileError,
+            "args has options that scforge does not support .embsize: Field required",
+        ),
+        ({"vocab": {"a": 0, "<pad>": 2}}, DataError, "vocab has indices that are not 0, 1, 2, ... without gaps"),
         ({"vocab": {"a": 0, "<pad>": 1}}, DataError, "vocab lacks the special tokens '<cls>'"),
-        ({"vocab": {}}, DataError, "vocab does not number its names from 0 without a gap"),
-        ({"vocab": {"a": [0]}}, DataError, "vocab does not number its names from 0 without a gap"),
-        ({"vocab": {"a": "0"}}, DataError, "vocab does not number its names from 0 without a gap"),
+        ({"vocab": {}}, DataError, "vocab has indices that are not 0, 1, 2, ... without gaps"),
+        ({"vocab": {"a": [0]}}, DataError, "vocab has indices that are not 0, 1, 2, ... without gaps"),
+        ({"vocab": {"a": "0"}}, DataError, "vocab has indices that are not 0, 1, 2, ... without gaps"),
         ({"vocab": "nowhere.json"}, MissingFileError, "vocab='nowhere.json' does not exist"),
     ],
 )

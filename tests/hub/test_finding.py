@@ -84,11 +84,11 @@ def test_offline_from_the_cache(hub, repo: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve(repo) == fetched
     assert not hub.requests
-    with pytest.raises(MissingFileError, match="'org/other' is not in the cache.* fetch it with a connection"):
+    with pytest.raises(MissingFileError, match="'org/other' is not in the cache.* download it with a connection"):
         resolve("org/other")
     with pytest.raises(MissingFileError, match="'org/light' is not in the cache"):
         resolve(repo, revision="v9")
-    with pytest.raises(HubError, match="HF_HUB_OFFLINE says not to ask the hub; unset it"):
+    with pytest.raises(HubError, match="HF_HUB_OFFLINE disables the hub; unset it"):
         upload(fetched, repo)
 
 
@@ -96,7 +96,7 @@ def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -
     fetched = resolve(repo)
     monkeypatch.setattr(constants, "ENDPOINT", "http://us:hunter2@127.0.0.1:9")
     assert resolve(repo) == fetched
-    with pytest.raises(MissingFileError, match=r"'org/other' is not in the cache.*did not answer; fetch it with"):
+    with pytest.raises(MissingFileError, match=r"'org/other' is not in the cache.*did not answer; download it with"):
         resolve("org/other")
     with pytest.raises(HubError, match=r"127\.0\.0\.1:9 fails .*; check the connection, HF_ENDPOINT") as caught:
         upload(fetched, repo)
@@ -111,7 +111,7 @@ def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -
             "org/nothing",
             {},
             MissingFileError,
-            r"\(no folder here\): there is no repository 'org/nothing' .*check the na",
+            r"\(not a local folder\): there is no repository 'org/nothing' .*check the na",
         ),
         (
             "org/light",
@@ -123,7 +123,7 @@ def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -
         ("org/light", {"revision": "v9"}, MissingFileError, "there is no revision 'v9' of 'org/light'"),
         ("org/secret", {"token": "hf_reader"}, MissingFileError, "or it is private; check the name"),
         ("org/asking", {"token": "hf_reader"}, OptionError, "ask for access at http.*/org/asking"),
-        ("org/foreign", {}, ModelFileError, "holds no model .*config.json.* or adapter .*convert-checkpoint"),
+        ("org/foreign", {}, ModelFileError, "contains no model .*config.json.* or adapter .*convert-checkpoint"),
     ],
 )
 def test_what_cannot_be_had(hub, folder: Path, name, options: dict, error, message: str) -> None:
@@ -142,9 +142,9 @@ def test_what_cannot_be_had(hub, folder: Path, name, options: dict, error, messa
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
-        ("nothing", {}, MissingFileError, "name='nothing' does not exist; give a folder, hf://org/name"),
-        ("hf://org/--bad..name", {}, OptionError, "is not a name of a repository; give it as 'organization/name'"),
-        ("hf://org/light@v1", {"revision": "v2"}, OptionError, "revision='v2' is another one; give one of them"),
+        ("nothing", {}, MissingFileError, "name='nothing' does not exist; pass a folder, hf://org/name"),
+        ("hf://org/--bad..name", {}, OptionError, "is not the name of a repository; pass it as 'organization/name'"),
+        ("hf://org/light@v1", {"revision": "v2"}, OptionError, "revision='v2' is a different one; pass one of them"),
     ],
 )
 def test_arguments(hub, name, options: dict, error, message: str) -> None:
@@ -157,7 +157,7 @@ def test_arguments(hub, name, options: dict, error, message: str) -> None:
 def test_mistyped_folders_of_a_training_are_not_looked_for_on_the_hub(hub, last: str) -> None:
     hub.add_repo(f"ckpt/{last}", MODEL)
     hub.requests.clear()
-    with pytest.raises(MissingFileError, match="does not exist; give a folder, hf://org/name"):
+    with pytest.raises(MissingFileError, match="does not exist; pass a folder, hf://org/name"):
         resolve(f"ckpt/{last}/")
     assert not hub.requests
     assert contents(resolve(f"hf://ckpt/{last}")) == MODEL

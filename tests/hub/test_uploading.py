@@ -80,7 +80,7 @@ def test_cards_of_somebody_stay(hub, model: Path, theirs: bytes | None, caplog: 
     upload(model, "org/light")
     assert hub.files("org/light")["README.md"] == theirs
     assert hub.files("org/light")["vocab.json"] == b"[]"
-    assert ("was written or edited by somebody" in caplog.text) == (theirs != CARD)
+    assert ("was written or edited by a user" in caplog.text) == (theirs != CARD)
     written = b"---\ntags: []\n---\n# About us, again\n"  # by the sender, and so it is sent
     (model / "README.md").write_bytes(written)
     upload(model, "org/light")
@@ -125,7 +125,7 @@ def test_nothing_is_sent_where_everybody_would_see_it(hub, model: Path) -> None:
     [
         ("org/light", {"token": "hf_wrong"}, r"fails \(401, Invalid credentials.* a token \(HF_TOKEN"),
         ("org/light", {"token": "hf_reader"}, r"fails \(403, You don't have the rights.* a token \(HF_TOKEN"),
-        ("org/light?", {}, "this is not a name of a repository; give it as 'organization/name'"),
+        ("org/light?", {}, "this is not the name of a repository; pass it as 'organization/name'"),
         ("org/light", {"revision": "v1", "create_pr": True}, "pull requests go to the main branch"),
         ("org/light", {"token": True}, "there is no token here; log in with hf auth login"),
     ],
@@ -149,8 +149,8 @@ def test_a_card_that_the_hub_refuses(hub, model: Path) -> None:
 def test_folders_without_a_model(hub, tmp_path: Path) -> None:
     foreign = make(tmp_path / "other", {"config.json": b"{}", "pytorch_model.bin": b""})
     for folder, error, message in [
-        (tmp_path / "nowhere", MissingFileError, "is not a folder; give the one that model.save"),
-        (foreign, ModelFileError, "holds no model .* or adapter"),
+        (tmp_path / "nowhere", MissingFileError, "is not a folder; pass one that model.save"),
+        (foreign, ModelFileError, "contains no model .* or adapter"),
     ]:
         with pytest.raises(error, match=message):
             upload(folder, "org/light")

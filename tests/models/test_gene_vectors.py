@@ -133,7 +133,7 @@ def test_without_the_option_nothing_changes(build):
     model = build()
     assert not [part for part in model.modules() if isinstance(part, GeneVectorEmbedding)]
     check_filled(model)
-    with pytest.raises(OptionError, match="embeds no gene vectors; hand the option to"):
+    with pytest.raises(OptionError, match="embeds no gene vectors; pass the option to"):
         fill_gene_vectors(model, vectors())
 
 

@@ -107,7 +107,7 @@ def test_likely_genes_are_drawn():
 
 def test_lengths_are_drawn_from_those_of_training():
     model = made()
-    with pytest.raises(OptionError, match="n_tokens=None needs a model that knows lengths"):
+    with pytest.raises(OptionError, match="n_tokens=None needs a model that has learned lengths"):
         model.generate(2)
     model.init_lengths(torch.linspace(5.0, 15.0, 101))
     lengths = model.generate(60, n_steps=2).attention_mask.sum(dim=1)
@@ -131,7 +131,7 @@ def test_lengths_are_drawn_from_those_of_training():
         ({"mask_id": 9}, "mask_id=9 is none of the 4"),
         ({"n_tokens": 41}, "the 40 that the model takes"),
         ({"n_tokens": 0}, "n_tokens=0 to 0"),
-        ({"n_tokens": 1.5}, "give a whole number"),
+        ({"n_tokens": 1.5}, "pass a whole number"),
         ({"n_tokens": torch.tensor([1, 2, 3])}, "one for each of the 2 cells"),
         ({"prompt": {"values": torch.ones(2)}}, "not a mapping with 'input_ids'"),
         ({"prompt": {"input_ids": torch.tensor([5, 5])}}, "the gene 5 twice in cell 0"),

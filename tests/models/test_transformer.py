@@ -190,7 +190,7 @@ def test_bad_arguments(hidden):
             make()(hidden, given)
         with pytest.raises(OptionError, match="attention_bias has the shape"):
             make()(hidden, attention_bias=given)
-    with pytest.raises(OptionError, match="a cache goes with neither attention_bias nor further outputs"):
+    with pytest.raises(OptionError, match="a cache works with neither attention_bias nor further outputs"):
         make()(hidden, cache=KeyValueCache(), output_attentions=True)
     sizes = {"num_layers": 0, "num_heads": 0, "hidden_dim": -8, "ffn_dim": 0, "layer_norm_eps": -1.0}
     switches = dict.fromkeys(("unpad", "norm_first", "gradient_checkpointing", "rotary"), "yes")

@@ -22,7 +22,7 @@ def test_pooling_is_what_it_says(pooling):
         ({"num_heads": 3}, "hidden_dim=8 is not divisible by num_heads=3"),
         ({"pooling": "max"}, "pooling='max' is not known .known: 'cls', 'depths', 'genes', 'last', 'mean'"),
         ({"activation": "tanh"}, "activation='tanh' is not known"),
-        ({"expression_head": "bin"}, "n_bins=None does not go with expression_head='bin'"),
+        ({"expression_head": "bin"}, "n_bins=None does not work with expression_head='bin'"),
         ({"tie_head": True, "gene_vectors": {"dim": 3, "learned": 4}}, "tie_head=True needs a learned gene embedding"),
         ({"tie_head": True, "gene_head": False}, "tie_head=True needs .* a head that shares it"),
     ],

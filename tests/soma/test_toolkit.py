@@ -116,7 +116,7 @@ def test_what_is_held_out_is_not_learnt():
     one = hold_out([Document("a", bytes(range(100)))], 0.2, seed=0)
     assert one == ([("a", bytes(range(80)))], [("a", bytes(range(80, 100)))])
     assert hold_out(documents, 0, seed=0) == (documents, [])
-    with pytest.raises(OptionError, match="no byte to learn from"):
+    with pytest.raises(OptionError, match="no training bytes"):
         hold_out([Document("a", b"x")], 0.5, seed=0)
     # Equal documents are cut alike.
     twice = [Document("a", b"0123456789"), Document("b", b"0123456789"), Document("c", b"x")]
@@ -184,7 +184,7 @@ def test_a_training_that_goes_on_is_the_same(texts):
     assert done.model.save_bytes() == whole.model.save_bytes()
     with pytest.raises(OptionError, match=r"lr=0.002 there, 0.1 here"):
         train(texts, "whole", resume="auto", lr=0.1, **options, **TINY)
-    with pytest.raises(OptionError, match="holds a training already"):
+    with pytest.raises(OptionError, match="already contains a training run"):
         train(texts, "whole", **options, **TINY)
     assert train(texts, "whole", overwrite=True, max_steps=1, **TINY).history
 
@@ -266,8 +266,8 @@ def test_names_that_stand_twice(model):
         ({"A": ""}, {}, DataError, "'' for 'A'"),
         ({"A": 3}, {}, DataError, "3 for 'A'"),
         ({"A": "x"}, {"model": "."}, MissingFileError, "is not a byte-level language model"),
-        ({"A": "x"}, {"model": 3}, OptionError, "model is of type int; give the name of the folder"),
-        ({"A": "x"}, {"output": "table.txt"}, OptionError, "table.txt.*no known format"),
+        ({"A": "x"}, {"model": 3}, OptionError, "model is of type int; pass the folder"),
+        ({"A": "x"}, {"output": "table.txt"}, OptionError, "table.txt.*unknown format"),
     ],
 )
 def test_embedding_what_cannot_be_is_refused(model, genes, options, error, words):

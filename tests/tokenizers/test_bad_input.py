@@ -37,7 +37,7 @@ def fails(call, error: type[ScforgeError], *parts: str) -> None:
 
 
 VALUES = [
-    (-3, "cells holds negative values (smallest: -3), but raw counts are needed"),
+    (-3, "cells contains negative values (smallest: -3), but raw counts are needed"),
     (np.nan, "cells holds 1 missing or infinite values"),
     (-np.inf, "cells holds 1 missing or infinite values"),
     (0.5, "cells holds values that are not whole numbers (first: 0.5)"),
@@ -196,7 +196,7 @@ GENEFORMER = [
     (TOKENS, DataError, "tokens_medians is not a table with the columns 'gene_id', 'token', 'median' (it has: '<pad>'"),
     ((TOKENS, 3), OptionError, "tokens_medians is not a pair of dictionaries; " + BOTH),
     (None, DataError, "(it has: NoneType); pass one, a file, or the two dictionaries"),
-    ((MEDIANS, TOKENS), DataError, "tokens_medians does not number its tokens from 0 without a gap"),
+    ((MEDIANS, TOKENS), DataError, "tokens_medians has token ids that are not 0, 1, 2, ... without gaps"),
     (({**TOKENS, "<pad>": "0"}, MEDIANS), DataError, "tokens_medians has the token '0', which is not a number"),
     ((TOKENS, {**MEDIANS, ONE: "a"}), DataError, "has the median 'a', which is not a number"),
     ((TOKENS, {**MEDIANS, ONE: -1.0}), DataError, f"has no positive median for 1 genes (first: '{ONE}', -1.0)"),

@@ -124,8 +124,8 @@ def bad_tables(folder: Path):
     place = whole.index(VECTORS.tobytes())
     np.save(folder / "i.npy", VECTORS)
     foreign = FRAME.rename(lambda name: f"ENSG{int(name[4:]):011d}")
-    yield folder / "none.npz", MissingFileError, "none.npz' does not exist; give the file"
-    yield folder / "vectors.pt", OptionError, "vectors.pt' is of no known format; save the vectors as .npz or .parquet"
+    yield folder / "none.npz", MissingFileError, "none.npz' does not exist; pass the file"
+    yield folder / "vectors.pt", OptionError, "vectors.pt' has an unknown format; save the vectors as .npz or .parquet"
     yield foreign, GeneMismatchError, "none of the 80 genes of the voc"
     yield holes, DataError, "missing or infinite numbers in the vectors of 2 genes .first: 'gene7'"
     yield FRAME.astype("Float32").replace(FRAME.iloc[3, 1], pd.NA), DataError, "the vectors of 1 genes .first: 'gene3'"
@@ -260,8 +260,8 @@ def test_hidden_genes_do_not_keep_their_place(tiny_adata, tiny_vocab):
     [
         ({"missing": "zero"}, "missing='zero' is not known .known: 'learned', 'drop'"),
         ({"missing": "drop", "table": None}, "missing='drop' needs a table"),
-        ({"missing": "drop", "dropped": []}, "dropped is made of the table"),
-        ({"dropped": ["gene1"], "table": None}, "dropped is made of the table"),
+        ({"missing": "drop", "dropped": []}, "dropped is computed from the table"),
+        ({"dropped": ["gene1"], "table": None}, "dropped is computed from the table"),
         (
             {"missing": "drop", "dropped": ["gene1", "geneX"], "table": None},
             "dropped names 'geneX', which is not a gene",

@@ -46,7 +46,7 @@ def test_errors(tiny_vocab):
     with pytest.raises(OptionError, match="has no medians; add them with vocab.with_medians"):
         get_tokenizer("rank_value", GeneVocab.from_genes(["a"]))
     for options in ({"max_len": 1}, {"max_len": 0, "append_cls": False}):
-        with pytest.raises(OptionError, match="leaves no token for a gene"):
+        with pytest.raises(OptionError, match="leaves no token for genes"):
             get_tokenizer("rank_value", tiny_vocab, **options)
     with pytest.raises(OptionError, match="'max_length' is unknown to 'rank_value'; did you mean 'max_len'"):
         get_tokenizer("rank_value", tiny_vocab, max_length=5)

@@ -125,7 +125,7 @@ COLUMNS = ("balance_by", "split_by", "weight_by", "batch_key", "labels_key")
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"train_rows": ROWS}, "come together; give both, or neither"),
+        ({"train_rows": ROWS}, "must be given together; pass both, or neither"),
         ({"train_rows": ROWS, "validation_rows": np.arange(4, 8)}, "must be disjoint"),
         ({"train_rows": [], "validation_rows": [1]}, "train_rows names no cell"),
         ({"train_rows": np.array([0, 700]), "validation_rows": ROWS}, "train_rows has the row 700, but there"),
@@ -176,7 +176,7 @@ class Seen(Callback):
 @pytest.mark.filterwarnings("ignore:.*isinstance.treespec", "ignore:.*logging interval")
 @pytest.mark.filterwarnings("ignore:.*Checkpoint directory")
 def test_lightning_goes_on_in_the_middle_of_an_epoch(store, tmp_path):
-    """The checkpoint of a Trainer holds the state of the loader, and a new Trainer gets the very same rest."""
+    """The checkpoint of a Trainer contains the state of the loader, and a new Trainer gets the very same rest."""
 
     def run(name, **seen):
         torch.manual_seed(0)

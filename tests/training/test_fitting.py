@@ -100,7 +100,9 @@ def test_the_best_weights_are_kept(setup):
 
 
 def test_few_cells_are_told(setup):
-    with pytest.warns(ScforgeWarning, match="The model learns from 3 cells, fewer than 50: too few to know others by"):
+    with pytest.warns(
+        ScforgeWarning, match="The model learns from 3 cells, fewer than 50: too few to choose an epoch by"
+    ):
         setup.fit(data=setup.data(n_validation=57), max_epochs=1)
     # Without validation cells the loss of training decides.
     result = setup.fit(data=setup.data(n_validation=0), max_epochs=3)
@@ -167,7 +169,7 @@ def test_a_line_an_epoch_in_a_log_and_a_bar_in_a_notebook(setup, capsys, caplog,
 
 def test_further_devices_after_a_training_on_one(setup, monkeypatch):
     setup.fit(max_epochs=1)
-    with pytest.raises(OptionError, match=r"devices=2, but this script has trained on one device before: .* torchrun"):
+    with pytest.raises(OptionError, match=r"devices=2, but this script has already trained on one device: .* torchrun"):
         setup.fit(max_epochs=1, devices=2)
     # Where Slurm starts all processes, Lightning tells: ours would be wrong.
     numbers = {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}
@@ -180,8 +182,11 @@ def test_further_devices_after_a_training_on_one(setup, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"callbacks": [object()]}, "callbacks has one of type 'object'; give callbacks of"),
-        ({"logger": "wandb"}, "logger='wandb' is not a Lightning logger; make one with scforge.training.make_loggers"),
+        ({"callbacks": [object()]}, "callbacks has one of type 'object'; pass callbacks of"),
+        (
+            {"logger": "wandb"},
+            "logger='wandb' is not a Lightning logger; create one with scforge.training.make_loggers",
+        ),
         ({"logger": [3]}, "logger=3 is not a Lightning logger"),
         ({"early_stopping": 5}, "early_stopping=5 is neither True nor False."),
     ],

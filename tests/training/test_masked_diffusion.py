@@ -190,7 +190,7 @@ def test_the_decoder_is_told_the_batch(cells, tokenizer):
     objective = MaskedDiffusion(batch_key="batch", **MaskedDiffusion(batch_key="batch").options_from(cells.column))
     assert objective.model_options() == {"denoising": True, "n_batches": 2}
     assert MaskedDiffusion().model_options() == {"denoising": True}
-    with pytest.raises(TrainingError, match="the classes in the column 'batch' are not known; call bind"):
+    with pytest.raises(TrainingError, match="the classes in the column 'batch' are unknown; call bind"):
         objective.prepare(cells.block(np.arange(60)), tokenizer, epoch=0, seed=0)
     objective.bind(cells, np.arange(60))
     batch = objective.prepare(cells.block(np.array([3, 40])), tokenizer, epoch=0, seed=0)
@@ -201,7 +201,7 @@ def test_the_decoder_is_told_the_batch(cells, tokenizer):
     one = objective.loss(module, batch)[1]["reconstruction"]
     other = objective.loss(module, {**batch, "batch": 1 - batch["batch"]})[1]["reconstruction"]
     assert not torch.isclose(one, other)
-    with pytest.raises(DataError, match="30 of 60 cells are of none of the batches"):
+    with pytest.raises(DataError, match="30 of 60 cells are of batches that the model does not know"):
         MaskedDiffusion(batch_key="batch", batches=["x"]).bind(cells, np.arange(60))
 
 

@@ -174,7 +174,7 @@ def test_training_starts_at_the_mean(random_cells):
 def test_what_cannot_predict_values(random_cells):
     tokenizer, objective = get_tokenizer("continuous_projection", VOCAB), MaskedValuePrediction()
     batch = objective.prepare(random_cells.block(np.arange(4)), tokenizer, epoch=0, seed=0)
-    message = "returned no loss for hidden values; choose the architecture 'masked_autoencoder', or .*='value'"
+    message = "returned no loss for masked values; choose the architecture 'masked_autoencoder', or .*='value'"
     for module in (GenePoolingModel(64, 16, 1), TransformerEncoder(64, 16, 1, 2)):
         with pytest.raises(TrainingError, match=message):
             objective.loss(module, batch)

@@ -176,13 +176,13 @@ def test_columns_that_are_no_classes():
     objective, cells = conditioned(conditions=["a"])
     with pytest.raises(TrainingError, match="call bind"):
         objective.prepare(cells.block(np.arange(2)), tokenizer_of(), epoch=0, seed=0)
-    with pytest.raises(TrainingError, match="conditions are not known yet"):
+    with pytest.raises(TrainingError, match="conditions are unknown"):
         conditioned()[0].bind(cells)
     with pytest.raises(DataError, match="condition_key='kind' is not a column of obs"):
         objective.bind(eight_of_30(3))
     with pytest.raises(DataError, match="condition_key='kind': no cell has one of the classes .*'B', 'T'"):
         conditioned(conditions=["B", "T"])[0].bind(cells)
-    for values, message in (([None, None], "has no value for any cell"), ([0.5, 1.5], "holds numbers, not classes")):
+    for values, message in (([None, None], "has no value for any cell"), ([0.5, 1.5], "contains numbers, not classes")):
         with pytest.raises(OptionError, match=f"condition_key='kind' {message}"):
             conditioned()[0].options_from(lambda name, values=values: pd.Series(values))
 

@@ -44,7 +44,7 @@ def test_the_last_states_are_kept_and_found(folder):
         assert folder.latest(check)[0].name == "step=00000002"
     for path in folder.states():
         (path / "training" / "state.json").write_text("{")
-    with pytest.warns(ScforgeWarning), pytest.raises(ModelFileError, match="has no state that is whole"):
+    with pytest.warns(ScforgeWarning), pytest.raises(ModelFileError, match="has no intact checkpoint"):
         folder.latest()
 
 
@@ -78,7 +78,7 @@ def test_damage_is_told(folder, damage, error):
     with pytest.raises(error, match="continue with that version" if error is TrainingError else None):
         read_state(last)
     if error is not TrainingError:
-        with pytest.warns(ScforgeWarning, match="The state before it is taken"):
+        with pytest.warns(ScforgeWarning, match="Training resumes from the one before it"):
             assert folder.latest()[0].name == "step=00000002"
 
 
@@ -89,11 +89,11 @@ DEEP = b"[" * 50_000
     ("content", "message"),
     [
         (DEEP, "is not a JSON file"),
-        (b"[]", "is not a state of a training"),
+        (b"[]", "is not a checkpoint of a training run"),
         (b"\xff\xfe", "is not a JSON file"),
-        (None, "is not a state of a training"),
-        ({"x": {"__tensor__": ["a"]}}, "is not a state of a training"),
-        ({}, "is not a state of a training"),
+        (None, "is not a checkpoint of a training run"),
+        ({"x": {"__tensor__": ["a"]}}, "is not a checkpoint of a training run"),
+        ({}, "is not a checkpoint of a training run"),
     ],
 )
 def test_hostile_states(content, message, folder):

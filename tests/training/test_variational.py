@@ -145,10 +145,13 @@ def test_classes_and_batches(tiny_adata, tiny_vocab, tokenizer):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"labels_key": "number"}, "labels_key='number' holds numbers, not classes"),
+        ({"labels_key": "number"}, "labels_key='number' contains numbers, not classes"),
         ({"batch_key": "empty"}, "batch_key='empty' has no value for any cell"),
         ({"labels_key": "grup"}, "labels_key='grup'"),
-        ({"batch_key": "batch", "batches": ["x"]}, "batch_key='batch': 30 of 60 cells are of none of the batches"),
+        (
+            {"batch_key": "batch", "batches": ["x"]},
+            "batch_key='batch': 30 of 60 cells are of batches that the model does not know",
+        ),
         ({"labels_key": "group", "labels": ["t"]}, "no training cell has one of the classes"),
     ],
 )
@@ -168,7 +171,9 @@ def test_queries_without_classes_and_of_other_batches(tiny_adata, tiny_vocab, to
     objective = Variational(labels_key="group", labels=["a", "b"], batch_key="batch", batches=["x", "y"])
     with (
         pytest.warns(ScforgeWarning, match="batch_key='batch': 40 of 60 cells .* decoded in the mean of all"),
-        pytest.warns(ScforgeWarning, match="labels_key='group': no training cell .* train the reconstruction alone"),
+        pytest.warns(
+            ScforgeWarning, match="labels_key='group': no training cell .* are used for the reconstruction only"
+        ),
     ):
         objective.bind_query(cells, rows)
     batch = objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0)
@@ -186,5 +191,5 @@ def test_queries_without_classes_and_of_other_batches(tiny_adata, tiny_vocab, to
     assert torch.equal(told[0], module.decode(latent, 1)[0])
     assert torch.equal(told[1], module.decode(latent)[1])
     only = {"labels_key": "group", "labels": ["a"], "reconstruction_weight": 0.0}
-    with pytest.raises(DataError, match="reconstruction_weight=0 learns nothing else; label some cells"):
+    with pytest.raises(DataError, match="reconstruction_weight=0 leaves no other loss; label some cells"):
         Variational(**only).bind_query(cells, rows)

@@ -1,4 +1,4 @@
-"""Configuration files: what may stand in them, reading and writing them, and the recipes of the package."""
+"""Configuration files: their schema, reading and writing, and the recipes of the package."""
 
 from __future__ import annotations
 

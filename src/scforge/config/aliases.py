@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class AliasError(ConfigError):
-    """Options that cannot stand as they do.
+    """Options that are not allowed together, or at their place.
 
     Parameters
     ----------
     message
         The sentence.
     *options
-        Dotted names, as they are spelled where they were set.
+        Dotted names, as the user spelled them.
     """
 
     def __init__(self, message: str, *options: str) -> None:
@@ -52,13 +52,13 @@ ALIASES = {
     "training.max_tokens_per_batch": "data.max_tokens_per_batch",
     "training.num_gpus": "training.devices",
 }
-"""Accepted place of an option to the place where the schema has it."""
+"""Accepted aliases of options, mapped to their name in the schema."""
 
 _ON_GPUS = ("auto", "gpu", "cuda")
 
 
 def apply_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `raw` with every aliased option at its canonical place; `raw` is not changed.
+    """Return a copy of `raw` with canonical names of options.
 
     Parameters
     ----------
@@ -94,7 +94,7 @@ def get_option(content: Mapping[str, Any], dotted: str) -> Any:
 
 
 def _copied(raw: Mapping[str, Any]) -> dict[str, Any]:
-    # Two levels down is as deep as an alias reaches; deeper values are shared, and not changed.
+    # Aliases are at most two levels deep; deeper values are shared and not changed.
     return {
         name: {key: dict(value) if isinstance(value, Mapping) else value for key, value in section.items()}
         if isinstance(section, Mapping)
@@ -124,7 +124,7 @@ def _put(content: dict[str, Any], dotted: str, value: Any, *, alias: str) -> Non
 
 
 def _move_data(content: dict[str, Any]) -> None:
-    """Take a whole section ``finetune.data`` for the section ``data``."""
+    """Use a section ``finetune.data`` as the section ``data``."""
     section = get_option(content, "finetune.data")
     if isinstance(section, Mapping):
         del content["finetune"]["data"]
@@ -139,7 +139,7 @@ def _use_gpus(content: dict[str, Any], n_gpus: Any) -> None:
     accelerator = get_option(content, "training.accelerator")
     if n_gpus == 0:
         _put(content, "training.accelerator", "cpu", alias="training.num_gpus")
-        # As many processes as a file had GPUs would be started on the CPU otherwise.
+        # Otherwise num_gpus would start as many processes on the CPU.
         content["training"].setdefault("devices", 1)
         return
     if accelerator not in (None, *_ON_GPUS):
@@ -168,9 +168,9 @@ class Source:
     Attributes
     ----------
     where
-        What to call it in a message.
+        Name for messages.
     root
-        Its content as PyYAML composed it; None of an empty one.
+        Its content as composed by PyYAML; None if it is empty.
     keys
         Keys that lead to `root`: none in a file, ``("training", "lr")`` in the override ``training.lr=1``.
     """
@@ -180,9 +180,9 @@ class Source:
     keys: tuple[str, ...] = ()
 
     def find(self, location: Sequence[int | str]) -> tuple[int, int | None]:
-        """Return how many parts of a location are found here, and the line of the last of them.
+        """Return the number of parts of a location that are found here, and the line of the last one.
 
-        Lines are counted from 1; None where there is none, as in an override.
+        Lines are counted from 1; None without lines, as in an override.
         """
         depth, line = self._walk(location)
         for alias, canonical in _SPELLINGS:
@@ -206,12 +206,12 @@ class Source:
 
 
 class Places:
-    """The sources of a configuration, the strongest last.
+    """The sources of a configuration, with increasing priority.
 
     Parameters
     ----------
     sources
-        The file, and the overrides in their order; none of a configuration that was made in Python.
+        The file, and the overrides in their order; empty for a configuration created in Python.
     """
 
     def __init__(self, sources: Iterable[Source] = ()) -> None:
@@ -235,7 +235,7 @@ class Places:
         return text
 
     def __eq__(self, other: object) -> bool:
-        # Where options stood makes no difference between configurations.
+        # The places of options are ignored in comparisons.
         return isinstance(other, Places)
 
     __hash__ = None  # type: ignore[assignment]
@@ -246,7 +246,7 @@ def _step(node: yaml.Node | None, part: int | str) -> tuple[Any, int] | None:
     import yaml
 
     if isinstance(node, yaml.MappingNode):
-        # Merged keys stand before those of the section itself, which are stronger.
+        # Merged keys come first, because the keys of the section itself take precedence.
         for key, value in reversed(node.value):
             if isinstance(key, yaml.ScalarNode) and key.value == str(part):
                 return value, key.start_mark.line + 1
@@ -264,21 +264,21 @@ _WORDS = {"model_type": "is not a section with options", "string_type": "is not 
 
 
 def shown(value: object) -> str:
-    """Return `value` for a message: on one line, and short however large it is."""
+    """Return a short text of `value` on one line, for a message."""
     return " ".join(_REPR.repr(value).split())
 
 
 def config_error(error: ValidationError, schema: type[BaseModel], places: Places | None = None) -> ConfigError:
-    """Return the first mistake that pydantic found in `schema` as a sentence, with the number of the others.
+    """Return pydantic's first error in `schema` as a sentence, with the number of further errors.
 
     Parameters
     ----------
     error
-        What pydantic says.
+        Error of pydantic.
     schema
         The sections that were checked.
     places
-        Where the options stand.
+        Places of the options.
     """
     details = error.errors(include_url=False)
     place = "" if places is None else places.of(details[0]["loc"])
@@ -290,7 +290,7 @@ def config_error(error: ValidationError, schema: type[BaseModel], places: Places
 
 
 def without_secrets(content: Any, *, options: bool = False) -> Any:
-    """Return the content of a configuration without credentials: in URLs, and in text of ``storage_options``."""
+    """Return the content of a configuration without credentials in URLs and ``storage_options``."""
     if isinstance(content, Mapping):
         return {
             name: without_secrets(value, options=options or name == _STORAGE_OPTIONS) for name, value in content.items()
@@ -324,7 +324,7 @@ def known_names(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section that an option is, or may be; None for other options."""
+    """Return the section class of an option; None if it is not a section."""
     choices = get_args(field.annotation) or (field.annotation,)
     return next((one for one in choices if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
@@ -356,24 +356,24 @@ def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
 
 
 def unknown_option(name: str, value: object, schema: type[BaseModel], siblings: list[str], has: str) -> str:
-    """Return the sentence about an option that there is not, with the one that may be meant.
+    """Return the message for an unknown option, with a suggestion.
 
     Parameters
     ----------
     name, value
         Dotted name of the option, and its value.
     schema
-        The sections that may have it.
+        Sections that may have it.
     siblings
-        Names of the options that may stand in its place.
+        Names of the options in its place.
     has
-        Whose options those are.
+        Owner of these options.
     """
     section, _, key = name.rpartition(".")
     near = _nearest(key, siblings)
-    # A name that the schema knows, as an alias, may still be none of this architecture.
+    # A name in the schema, or an alias, may still not be an option of this architecture.
     known = [option for option in known_names(schema) if option.rpartition(".")[2] == key and option != name]
-    # The same name elsewhere, and only then what is spelled alike.
+    # First the same name elsewhere, then similar names.
     suggestion = next(iter(known), None) or (near and f"{section}.{near}".lstrip("."))
     listed = listing(siblings, most=8 if suggestion else 24)
     return f"{name}={shown(value)} is not {has}{_hint(suggestion)} ({section or 'a configuration'} has: {listed})"

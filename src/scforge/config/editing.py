@@ -1,4 +1,4 @@
-"""Help with writing configuration files: recipes to start from, and a schema with which editors complete and check."""
+"""Help with writing configuration files: recipes to start from, and a schema for completion in editors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def init_config(
     output
         File to write; None takes the name of the recipe, in the working directory.
     overwrite
-        Replace a file that is there.
+        Replace an existing file.
 
     Returns
     -------
@@ -50,7 +50,7 @@ def init_config(
     if path.is_dir():
         raise ConfigError(f"output={str(path)!r} is a folder; name a file in it.")
     if path.suffix == ".toml":
-        raise ConfigError(f"output={str(path)!r} would hold YAML, which recipes are; give a name that ends in .yaml.")
+        raise ConfigError(f"output={str(path)!r} must end in .yaml, because recipes are YAML; rename it.")
     if path.exists() and not overwrite:
         raise ConfigError(f"output={str(path)!r} exists; choose another name, or overwrite it (--overwrite).")
     atomic_write_text(path, text)
@@ -63,7 +63,7 @@ def config_schema(output: str | os.PathLike[str] | None = None) -> dict[str, Any
     Parameters
     ----------
     output
-        File to write it to, too.
+        File to write it to.
 
     Returns
     -------
@@ -101,7 +101,7 @@ def _sections(schema: type[BaseModel]) -> list[type[BaseModel]]:
 
 
 def _describe(section: type[BaseModel], schema: dict[str, Any]) -> None:
-    """Give a section and its options the words of the docstring."""
+    """Copy the descriptions of a section and its options from the docstring."""
     summary, _, rest = (section.__doc__ or "").partition("Parameters\n")
     schema["description"] = " ".join(summary.split())
     schema.pop("title", None)
@@ -133,13 +133,13 @@ def _find(schema: dict[str, Any], dotted: str) -> dict[str, Any]:
 
 
 def _allow_one(option: dict[str, Any]) -> None:
-    """Let one text stand for a list of one."""
+    """Allow a text instead of a list of one."""
     lists = [choice for choice in option["anyOf"] if choice.get("type") == "array"]
     option["anyOf"] += [choice["items"] for choice in lists]
 
 
 def _allow_empty(schema: dict[str, Any]) -> None:
-    """Let sections be empty: all of their keys may be commented out."""
+    """Allow empty sections, whose keys may all be commented out."""
     for holder in (schema, *schema["$defs"].values()):
         for name, option in holder.get("properties", {}).items():
             if "$ref" in option:

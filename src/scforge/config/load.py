@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
             # Some scalars look like a date or a number but are not, e.g. 2024-13-01; PyYAML leaves that to Python.
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
-                None, None, f"{shown(node.value)} is not a value of type {kind}; put text in quotes", node.start_mark
+                None, None, f"{shown(node.value)} is not a value of type {kind}; quote text", node.start_mark
             ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -37,7 +37,7 @@ class _Loader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if key.value in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"the key {shown(key.value)} stands twice in its section", key.start_mark
+                        None, None, f"the key {shown(key.value)} occurs twice in its section", key.start_mark
                     )
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -63,9 +63,9 @@ _HINTS = {
     "cannot start any token": "indent with spaces, never with tab characters",
     "did not find expected": "check the indentation",
     "expected <block end>": "check the indentation: the keys of one section start in the same column",
-    "mapping values are not allowed": "check the indentation, and put text that holds ': ' in quotes",
+    "mapping values are not allowed": "check the indentation, and quote text that contains ': '",
 }
-"""What PyYAML says, to what is mostly meant."""
+"""Messages of PyYAML, mapped to advice."""
 
 
 def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
@@ -76,12 +76,12 @@ def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
     text
         The document.
     where
-        What to call it in an error.
+        Name for errors.
 
     Raises
     ------
     ConfigError
-        If the text is not YAML, has a key twice in one section, or holds objects other than plain values.
+        If the text is not YAML, has a duplicate key in a section, or contains objects other than plain values.
     """
     try:
         loader = _Loader(text)
@@ -116,14 +116,14 @@ def dump_yaml(content: Any) -> str:
     Raises
     ------
     ConfigError
-        If `content` holds something other than plain values.
+        If `content` contains objects other than plain values.
     """
     try:
         return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     except yaml.representer.RepresenterError as error:
         kind = type(error.args[-1]).__name__
         raise ConfigError(
-            f"an option holds a value of type {kind}, which has no place in a file; use plain values."
+            f"an option contains a value of type {kind}, which cannot be written to a file; use plain values."
         ) from error
 
 
@@ -141,15 +141,15 @@ def load_config(
         A YAML file, or a TOML file, whose name ends in ``.toml``; None for a configuration that `flags` and
         `overrides` make.
     overrides
-        Options that take the place of those in the file, as ``"training.batch_size=32"``. Values are read as YAML; a
-        mapping is merged into its section. The last of several for one option counts.
+        Options that replace those in the file, as ``"training.batch_size=32"``. Values are read as YAML; a mapping is
+        merged into its section. The last override of an option takes precedence.
     flags
-        Options that are said in other ways: what to call each in a message, to the option and its value. They count
-        more than the file, and less than `overrides`.
+        Options set by flags: name in messages, mapped to the option and its value. They take precedence over the file,
+        and `overrides` over them.
 
     Returns
     -------
-    The checked configuration. Paths in it stay as written, so relative ones start at the working directory.
+    The checked configuration. Paths are not changed, so relative paths start at the working directory.
 
     Raises
     ------
@@ -189,8 +189,8 @@ def load_config(
 def dump_config(config: Config) -> str:
     """Return `config` as YAML text that :func:`load_config` reads back to an equal configuration.
 
-    Only what the user set is written, so that defaults may improve with the package. Credentials are not: ``***``
-    stands for those in URLs and for text in ``data.storage_options``; it has to be replaced before the text is used.
+    Only options that the user set are written, so defaults may change with the package. Credentials in URLs and text in
+    ``data.storage_options`` are replaced by ``***``; fill them in before using the file.
 
     Parameters
     ----------
@@ -217,7 +217,7 @@ def dump_config(config: Config) -> str:
 
 
 def _canonical(content: Mapping[str, Any], source: Source) -> dict[str, Any]:
-    """Return the content of a source with each option in the place where the schema has it."""
+    """Return the content of a source with canonical names of options."""
     try:
         return apply_aliases(content)
     except AliasError as error:

@@ -71,7 +71,7 @@ class Section(BaseModel):
         return {} if raw is None else raw
 
     def user_set(self) -> dict[str, Any]:
-        """Return what the user set, nested sections as dictionaries, in the order of the schema."""
+        """Return the options that the user set, nested sections as dictionaries, in the order of the schema."""
         content: dict[str, Any] = {}
         for name, value in self:
             if isinstance(value, Section):
@@ -84,7 +84,7 @@ class Section(BaseModel):
 
 
 class OpenSection(Section):
-    """A section that also holds the options of the class it names; that class's constructor checks them."""
+    """A section that also contains the options of the class it names; that class's constructor checks them."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -119,22 +119,23 @@ def _filters(value: Any) -> Any:
 
 
 class PreprocessingConfig(Section):
-    """Choice of genes, and the values of genes that the model is given.
+    """Choice of genes, and normalization of their values.
 
-    The tokenizer makes them of raw counts, cell by cell, in training and in inference: its options are saved.
+    The tokenizer applies it to raw counts, cell by cell, in training and inference. Its options are saved with the
+    model.
 
     Parameters
     ----------
     hvg_selection
-        Number of highly variable genes to keep; 0 keeps all. None takes what suits the architecture.
+        Number of highly variable genes to keep; 0 keeps all. None takes the default of the architecture.
     keep_genes
-        Genes that are among them however they vary.
+        Genes that are always kept.
     normalize
         ``"library_size"`` scales the counts of a cell to `target_sum`, ``"none"`` does not.
     target_sum
-        What the counts of a cell sum up to; None for 10,000.
+        Total counts per cell after normalization; None for 10,000.
     log1p
-        Whether the logarithm is taken.
+        Whether to apply log1p.
 
     Examples
     --------
@@ -157,18 +158,18 @@ class PreprocessingConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Draws of training cells by class, with replacement, instead of each cell once an epoch.
+    """Sampling of training cells by class with replacement, instead of each cell once per epoch.
 
     None takes the default of :class:`scforge.training.CellDataModule`.
 
     Parameters
     ----------
     balance_key
-        Column of ``obs`` with the classes. None draws each cell once.
+        Column of ``obs`` with the classes. None uses each cell once.
     warmup_epochs
         Epochs over which the strength goes from `start` to `end`.
     start, end
-        Strength: 0 draws classes as often as they are, 1 equally often.
+        Strength: 0 samples classes by their frequency, 1 equally often.
 
     Examples
     --------
@@ -188,7 +189,7 @@ class SamplingConfig(Section):
 
 
 class SplitConfig(Section):
-    """How validation cells are held out; ``training.validation_size`` sets their number.
+    """Split of the validation cells; ``training.validation_size`` sets their fraction.
 
     Parameters
     ----------
@@ -205,7 +206,7 @@ class SplitConfig(Section):
 
 
 class DataConfig(Section):
-    """Where the cells come from, which genes count, and how cells become batches.
+    """Source of the cells, choice of genes, and batching.
 
     Parameters
     ----------
@@ -220,7 +221,7 @@ class DataConfig(Section):
     census_version
         Release of the Census, e.g. ``"2025-01-30"``. None takes ``"stable"``.
     uri
-        SOMA experiment, or a folder laid out as the Census is, to query in its place.
+        SOMA experiment, or a folder with the layout of the Census, to query instead.
     obs_columns
         Further columns of ``obs`` to keep, in addition to those that other options name. None: all of local cells, none
         of the Census.
@@ -229,7 +230,7 @@ class DataConfig(Section):
     modality
         Modality of a MuData.
     memory
-        Most memory that cells may take, e.g. ``"16GB"``.
+        Maximum memory for cells, e.g. ``"16GB"``.
     cache
         Store that cells are converted into once, and read from. None converts cells that do not fit into memory,
         into ``~/.cache/scforge/stores`` (or ``$XDG_CACHE_HOME``).
@@ -241,20 +242,20 @@ class DataConfig(Section):
     layer
         Layer with raw counts. None reads ``adata.X``, or ``"raw"`` of the Census.
     gene_key
-        Column of ``var`` with the gene names. None reads ``adata.var_names``, or what fits best in the Census.
+        Column of ``var`` with the gene names. None reads ``adata.var_names``, or the best match in the Census.
     batch_key, labels_key
         Columns of ``obs`` with the batch and the label of each cell.
     preprocessing
         Choice of genes.
     sampling
-        Draws by class.
+        Sampling by class.
     split
-        How validation cells are held out.
+        Split of the validation cells.
     max_tokens_per_batch
-        Tokens that a batch holds at most, padding included; cells of like length come together then. Also accepted
-        as ``training.max_tokens_per_batch``.
+        Maximum number of tokens per batch, including padding; cells of similar length then share a batch. Also
+        accepted as ``training.max_tokens_per_batch``.
     num_threads
-        Threads that tokenize ahead; 0 does all in the training thread. Also accepted as ``data.num_workers``.
+        Threads that tokenize ahead; 0 tokenizes in the training thread. Also accepted as ``data.num_workers``.
     pin_memory
         Put batches into memory that a CUDA device copies from. None does so if there is one.
 
@@ -305,7 +306,7 @@ class DataConfig(Section):
     @classmethod
     def _whole_credentials(cls, value: Any) -> Any:
         if any(mark in str(value) for mark in (f"://{SECRET}@", f"?{SECRET}", f"'{SECRET}'")):
-            raise ValueError("needs a credential, which scforge does not write into files; give all of it again")
+            raise ValueError("needs a credential, which scforge does not write into files; enter it again")
         return value
 
     @field_validator("organism", "filters", "census_version", "uri", "modality")
@@ -375,7 +376,7 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """The course of the learning rate; None takes the default of the objective.
+    """The learning-rate schedule; None takes the default of the objective.
 
     Parameters
     ----------
@@ -395,50 +396,51 @@ class SchedulerConfig(Section):
 
 
 class TrainingConfig(Section):
-    """The training run; None takes the default of the objective, or what suits the data.
+    """The training run; None takes the default of the objective, or a value that fits the data.
 
     Parameters
     ----------
     batch_size
         Cells per step and device; ``"auto"`` tries how many fit into memory.
     max_epochs, max_steps
-        Where training ends, whichever comes first.
+        Limits of training, whichever is reached first.
     validation_size
-        Share of cells held out for validation, in [0, 1).
+        Fraction of cells held out for validation, in [0, 1).
     early_stopping
         Stop when the validation loss no longer falls.
     early_stopping_patience
-        Epochs without an improvement until then.
+        Epochs without improvement before stopping.
     precision
-        Precision of the arithmetic, as Lightning names it; ``"auto"`` takes bfloat16 where it is faster.
+        Precision, as in Lightning; ``"auto"`` takes bfloat16 if it is faster.
     accelerator, devices
         Hardware: kind, and number of devices of a machine (or ``"auto"``, or a list of indices as text, ``"0,1"``).
         ``training.num_gpus`` sets both.
     num_nodes
-        Machines, with as many devices each.
+        Number of machines with that many devices each.
     strategy
-        How several devices share the work: ``"ddp"`` gives each a whole model, ``"fsdp"`` a share of the weights;
-        ``"auto"`` takes ``"ddp"`` where there are several.
+        Parallel strategy: ``"ddp"`` copies the model to each device, ``"fsdp"`` shards the weights; ``"auto"`` takes
+        ``"ddp"`` for several devices.
     gradient_clip_val
         Largest norm of the gradient; 0 does not clip.
     accumulate_grad_batches
-        Batches whose gradients are added up before a step, so that a step sees so many times the cells.
+        Number of batches whose gradients are accumulated per step, which multiplies the cells per step.
     gradient_checkpointing
-        Compute layers again in the backward pass instead of keeping their states: less memory, more time.
+        Recompute layers in the backward pass instead of storing their activations: less memory, more time.
     layer_lr_decay
-        Learning rate of a layer over that of the layer above it, e.g. 0.8. None trains all alike.
+        Ratio of the learning rates of a layer and the layer above it, e.g. 0.8. None uses one learning rate.
     gradual_unfreezing
-        Train the top layer first, and one more below it every so many epochs. None trains all from the start.
+        Train the top layer first, and add the next lower layer after each interval of this many epochs. None trains all
+        layers from the start.
     compile
-        Compile the model with ``torch.compile``: a slow first step, faster ones after it.
+        Compile the model with ``torch.compile``: the first step is slow, later ones are faster.
     ema_decay
-        Keep an average of the weights over the steps, of which this share is carried on in each, e.g. 0.999.
+        Decay of an exponential moving average of the weights, e.g. 0.999; the average is validated and saved.
     log_every_n_steps
         Steps between two lines of the log.
     checkpoint_every_n_steps
         Steps between two checkpoints, in addition to the one at the end of each epoch.
     optimizer, scheduler
-        Optimizer and course of the learning rate.
+        Optimizer and learning-rate schedule.
 
     Examples
     --------
@@ -476,10 +478,10 @@ TASK_ALIASES = {
     "cell_type_annotation": "annotation",
     "perturbation_prediction": "perturbation",
 }
-"""What a task is also called to the name in the registry."""
+"""Aliases of tasks, mapped to the name in the registry."""
 
 EVALUATIONS = {"perturbbench": "perturbation"}
-"""What an evaluation is also called to the task whose evaluation it is."""
+"""Names of evaluations, mapped to their task."""
 
 
 def _task(value: str) -> str:
@@ -519,32 +521,32 @@ Part = Annotated[Float, Field(ge=0, lt=1)]
 class FinetuneConfig(OpenSection):
     """Fine-tuning of a trained model for a task. Any other key is an option of the task, e.g. ``class_weights``.
 
-    Architecture, tokenizer and genes are those of the base model; batches, epochs and learning rates are set in
+    Architecture, tokenizer and genes are those of the base model. Batches, epochs and learning rates are set in
     ``training``, and the cells in ``data``.
 
     Parameters
     ----------
     base_model
-        The model that is fine-tuned: its folder, a repository of the hub (``org/name``), or ``scforge://name``.
+        Base model to fine-tune: its folder, a repository of the hub (``org/name``), or ``scforge://name``.
     task
         Registered name of the task, e.g. ``"annotation"``.
     labels_key, batch_key
-        Columns of ``obs`` that the task is about. None takes those of the section ``data``.
+        Columns of ``obs`` for the task. None takes those of the section ``data``.
     validation_size, test_size
-        Shares of the cells that choose the best epoch, and that the model never sees until it is evaluated.
+        Fractions of the cells in the validation set, which selects the best epoch, and in the test set.
     split_by
         Column of ``obs`` with groups, e.g. donors, that are held out as a whole. None splits by cell.
     split_key
         Column of ``obs`` with the values ``"train"``, ``"validation"`` or ``"test"``, instead of a random split.
     freeze
-        True trains the head alone; a number leaves the embeddings and so many layers as they are.
+        True trains only the head; a number freezes the embeddings and this many layers.
     lora
         True, or options: train low-rank adapters instead of the weights.
     head
         Options of the head: ``hidden_dim`` and ``dropout``.
     evaluate
-        Score the cells of ``test_size`` at the end, with baselines. The name of an evaluation, e.g.
-        ``"perturbbench"``, has to be of the task.
+        Score the test cells at the end, with baselines. The name of an evaluation, e.g. ``"perturbbench"``, has to fit
+        the task.
     **options
         Options of the task, checked by its constructor.
 
@@ -572,7 +574,7 @@ class FinetuneConfig(OpenSection):
     def _leaves_cells(cls, value: float, info: ValidationInfo) -> float:
         validation_size = info.data.get("validation_size", 0.0)
         if value + validation_size >= 1:
-            raise ValueError(f"and validation_size={validation_size:g} leave no cell to train on; lower one of them")
+            raise ValueError(f"and validation_size={validation_size:g} leave no training cells; lower one of them")
         return value
 
     @field_validator("split_key")
@@ -590,7 +592,7 @@ class FinetuneConfig(OpenSection):
                 f"is not an evaluation of the task {info.data['task']!r}; set it to true (--eval) for its own"
             )
         if value and info.data.get("test_size") == 0 and info.data.get("split_key") is None:
-            raise ValueError("has no cells to score with test_size=0; set that above 0")
+            raise ValueError("has no test cells, as test_size=0; set test_size above 0")
         return value
 
 
@@ -604,7 +606,7 @@ def _benchmarks(value: Any) -> Any:
         named = isinstance(benchmark, Mapping) and len(benchmark) == 1 and _is_named(*next(iter(benchmark.items())))
         if not named and not (isinstance(benchmark, str) and benchmark):
             raise ValueError(
-                "holds something that is not a benchmark; give each as its name, or as its name with options below, "
+                "contains something that is not a benchmark; give each as its name, or as its name with options below, "
                 "e.g. [cell_type_annotation: {dataset: held_out}]"
             )
     return benchmarks
@@ -624,28 +626,27 @@ Benchmarks = Annotated[
 
 
 class OutputConfig(Section):
-    """What is written, and where; None writes nothing.
+    """Output files and folders; None writes nothing.
 
     Parameters
     ----------
     log_dir
         Folder of the training log.
     loggers
-        What keeps the log: ``"csv"``, ``"tensorboard"``, ``"wandb"``, one or a list. None takes ``"csv"`` where there
-        is a `log_dir`.
+        Loggers: ``"csv"``, ``"tensorboard"``, ``"wandb"``, one or a list. None takes ``"csv"`` if `log_dir` is set.
     project
-        Project of Weights & Biases that the run belongs to.
+        Project in Weights & Biases.
     run_name
         Name of the run in TensorBoard and in Weights & Biases.
     wandb_mode
-        ``"online"``; ``"offline"``, which keeps the log in `log_dir` to be sent later; or ``"disabled"``.
+        ``"online"``; ``"offline"``, which writes the log to `log_dir` for a later upload; or ``"disabled"``.
     checkpoint_dir
-        Folder of checkpoints and of the trained model. Where neither it nor `embedding` is set, ``scforge train`` takes
-        ``checkpoints/NAME`` of a file ``NAME.yaml``, and ``scforge finetune`` ``DATA_TASK``.
+        Folder of checkpoints and of the trained model. If neither it nor `embedding` is set, ``scforge train`` uses
+        ``checkpoints/NAME`` for a file ``NAME.yaml``, and ``scforge finetune`` uses ``DATA_TASK``.
     save_top_k
-        Epochs to keep as models, those with the lowest validation loss; -1 keeps all.
+        Number of epochs to keep as models, by validation loss; -1 keeps all.
     keep_last
-        States to keep that a run can be resumed from, the latest ones.
+        Number of latest checkpoints to keep for resuming.
     embedding
         h5ad file to write with the data and ``obsm["X_scforge"]``.
 
@@ -674,14 +675,14 @@ class OutputConfig(Section):
         takers = ["wandb", "tensorboard"] if info.field_name == "run_name" else ["wandb"]
         loggers = info.data.get("loggers", takers) or []
         if value is not None and not set(takers) & set(loggers):
-            raise ValueError(f"has no effect without a logger that takes it; add {takers[0]!r} to output.loggers")
+            raise ValueError(f"has no effect without a logger that supports it; add {takers[0]!r} to output.loggers")
         return value
 
     @field_validator("embedding")
     @classmethod
     def _h5ad(cls, value: str | None) -> str | None:
         if value is not None and not value.endswith(".h5ad"):
-            raise ValueError("is not the name of an h5ad file; let it end in '.h5ad'")
+            raise ValueError("is not the name of an h5ad file; use a name that ends in '.h5ad'")
         return value
 
 
@@ -692,11 +693,11 @@ class EvalConfig(Section):
     ----------
     benchmarks
         Registered names, or names with options: ``[cell_type_annotation: {labels_key: cell_type}]``. The option
-        ``dataset`` names one of `datasets`, whose cells take the place of the held-out ones.
+        ``dataset`` names one of `datasets`, whose cells replace the held-out cells.
     every_n_epochs
-        Epochs from one evaluation to the next; the last epoch is always evaluated.
+        Interval between evaluations in epochs; the last epoch is always evaluated.
     datasets
-        Name of a data set to its h5ad file.
+        Names of data sets, mapped to h5ad files.
 
     Examples
     --------
@@ -709,7 +710,7 @@ class EvalConfig(Section):
     every_n_epochs: Positive = 1
     datasets: dict[Text, Path] = Field(default_factory=dict)
 
-    # An empty list is a way to switch off what a file asks for.
+    # An empty list disables the benchmarks of a file.
     _needs_benchmarks = _needs(
         "benchmarks", "eval.benchmarks; add them, e.g. [cell_type_annotation]", "every_n_epochs", "datasets"
     )
@@ -725,15 +726,15 @@ def _mask_ratio(value: Any) -> Any:
 
 
 class MaskingConfig(Section):
-    """Which tokens are masked for prediction, and what replaces them.
+    """Choice and replacement of masked tokens.
 
     Parameters
     ----------
     mask_ratio
-        Share of tokens chosen for prediction, between 0 and 1; a list of shares to draw from for each cell; or a
-        schedule ``{start: 0.15, end: 0.5, epochs: 10, shape: linear}`` (or ``cosine``).
+        Fraction of tokens chosen for prediction, between 0 and 1; a list of fractions to sample from for each cell; or
+        a schedule ``{start: 0.15, end: 0.5, epochs: 10, shape: linear}`` (or ``cosine``).
     mask_token_prob, random_token_prob
-        Probability that a chosen token is replaced by MASK, or by a random gene. The rest stays as it is.
+        Probability that a chosen token is replaced by MASK, or by a random gene. The rest is unchanged.
 
     Examples
     --------
@@ -758,7 +759,7 @@ class MaskingConfig(Section):
 
 
 class TokenizerConfig(OpenSection):
-    """The tokenizer: its strategy, its own options, and masking.
+    """The tokenizer: strategy, options, and masking.
 
     Parameters
     ----------
@@ -781,7 +782,7 @@ class TokenizerConfig(OpenSection):
 
 
 class ObjectiveConfig(OpenSection):
-    """What training minimizes.
+    """The objective that training minimizes.
 
     Parameters
     ----------
@@ -803,8 +804,8 @@ class ObjectiveConfig(OpenSection):
 class ModelConfig(OpenSection):
     """The architecture and its options.
 
-    The fields below are those that most architectures share, with defaults that a model may read. Any other key is an
-    option of the architecture, kept as an attribute and checked by its constructor.
+    The fields below are shared by most architectures. Any other key is an option of the architecture, stored as an
+    attribute and checked by its constructor.
 
     Parameters
     ----------
@@ -819,13 +820,13 @@ class ModelConfig(OpenSection):
     dropout
         Dropout probability, in [0, 1).
     max_seq_len
-        Largest number of tokens of a cell.
+        Maximum number of tokens per cell.
     pooling
-        How token states become one cell embedding.
+        Pooling of token states into a cell embedding.
     activation
         Activation function of the feed-forward layers.
     use_expression_values
-        Whether expression values enter the embedding.
+        Whether expression values are part of the token embedding.
     layer_norm_eps
         Epsilon of the layer norms.
 
@@ -855,16 +856,16 @@ class ModelConfig(OpenSection):
 
 
 class Config(Section):
-    """A whole configuration file.
+    """A complete configuration file.
 
     Parameters
     ----------
     data, tokenizer, objective, model, training, eval, output
         The sections.
     finetune
-        Which trained model is fine-tuned; None trains a new one.
+        Fine-tuning of a trained model; None trains a new model.
     seed
-        Seed of everything random.
+        Random seed.
 
     Raises
     ------
@@ -893,7 +894,7 @@ class Config(Section):
     _places: Places = PrivateAttr(default_factory=Places)
 
     def place_of(self, dotted: str) -> str:
-        """Return where an option was set, as the beginning of a message: ``"recipe.yaml, line 3: "``, or nothing.
+        """Return the place of an option as the beginning of a message, e.g. ``"recipe.yaml, line 3: "``, or "".
 
         Parameters
         ----------

@@ -89,7 +89,7 @@ class CellBlock:
     def from_csr(
         cls, matrix: sparse.csr_matrix, totals: np.ndarray | None = None, *, measured: np.ndarray | None = None
     ) -> CellBlock:
-        """Make a block of a CSR matrix of counts of shape (B, G); `totals` are its row sums if not given.
+        """Create a block of a CSR matrix of counts of shape (B, G); `totals` are its row sums if not given.
 
         Parameters
         ----------
@@ -126,7 +126,7 @@ class CellBlock:
 
 
 class Cells(Protocol):
-    """What batches are drawn from: cells in memory, in a store, or in a remote collection.
+    """What batches are sampled from: cells in memory, in a store, or in a remote collection.
 
     Attributes
     ----------
@@ -135,7 +135,7 @@ class Cells(Protocol):
     overlap
         Share of the vocabulary's genes that the data have.
     counts_kept
-        Share of all counts that lie in vocabulary genes.
+        Fraction of all counts that lie in vocabulary genes.
     measured
         True for the vocabulary genes that the data have, bool, shape (G,); None where that is not known.
     chunk_size
@@ -246,13 +246,13 @@ class CellSource:
     overlap
         Share of the vocabulary's genes that the data have.
     counts_kept
-        Share of all counts that lie in vocabulary genes.
+        Fraction of all counts that lie in vocabulary genes.
     measured
         True for the vocabulary genes that the data have, bool, shape (G,); None where that is not known.
     vocab
         The vocabulary; None where the cells were made from bare counts.
     obs
-        What is known of each cell, N rows; None if nothing is.
+        Metadata of each cell, N rows; None without metadata.
 
     Examples
     --------
@@ -289,7 +289,7 @@ class CellSource:
         return replace(self, counts=self.counts[rows], totals=self.totals[rows], obs=obs)
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-        """Return at most `n` cells (of those at `rows`), drawn by `seed`, in the order of the source."""
+        """Return at most `n` cells (of those at `rows`), sampled by `seed`, in the order of the source."""
         return self.take(choose_rows(len(self), n, rows=rows, seed=seed))
 
     def with_vocab(self, vocab: GeneVocab, *, min_overlap: float = MIN_OVERLAP) -> CellSource:
@@ -336,7 +336,7 @@ class CellSource:
                 yield self.block(rows, draw=window.draw)
 
     def block(self, rows: np.ndarray, *, draw: int = 0) -> CellBlock:
-        """Return the cells at `rows`, in that order; `draw` tells random choices of one time from those of another."""
+        """Return the cells at `rows`, in that order; `draw` is part of the random key."""
         rows = np.asarray(rows, dtype=np.int64)
         starts = self.counts.indptr[rows].astype(np.int64)
         lengths = self.counts.indptr[rows + 1] - starts

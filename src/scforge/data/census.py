@@ -33,7 +33,7 @@ Filters = Mapping[str, Any] | str | None
 _SPECIES = {"human": "homo_sapiens", "mouse": "mus_musculus"}
 
 _NAMES = ("feature_id", "feature_name", "var_id")
-"""Columns of var that hold names of genes: those of the Census, and that of ``tiledbsoma.io.from_anndata``."""
+"""Columns of var that contain names of genes: those of the Census, and that of ``tiledbsoma.io.from_anndata``."""
 
 _ROWS = 1024
 """Cells that are read at a time."""
@@ -58,7 +58,7 @@ class CensusQuery:
         ``{"tissue": ["lung", "heart"], "is_primary_data": True}``; or the text of a SOMA ``value_filter``. None takes
         all cells. The Census holds many cells twice, so most queries need ``is_primary_data``.
     obs
-        Columns of obs to have at hand, e.g. for batches and labels. None takes all.
+        Columns of obs to have available, e.g. for batches and labels. None takes all.
     census_version
         Release of the Census, e.g. ``"2025-01-30"``; ``"stable"`` and ``"latest"`` change with time.
     uri
@@ -196,7 +196,7 @@ class SomaStream:
                 ]
                 raise DataError(
                     f"no cell of {self.name!r} fits filters={self.query.filters!r}: of {self._obs.count} cells, each "
-                    f"filter alone leaves {', '.join(counted) or 'nothing'}; loosen them."
+                    f"filter alone leaves {', '.join(counted) or 'nothing'}; relax the filters."
                 )
         for column, values in filtered.items():
             # Most are typos.
@@ -208,7 +208,7 @@ class SomaStream:
 
     @property
     def address(self) -> str:
-        """What tells the cells of this query from those of others."""
+        """Identifier of the cells of this query."""
         query = self.query
         return f"soma://{self.name}?{query.value_filter}&{query.obs}&{query.measurement}&{query.layer}"
 
@@ -252,7 +252,7 @@ class SomaStream:
                 first += counts.shape[0]
 
     def fingerprint(self) -> dict[str, int | float | str]:
-        """Return what tells this query from others: its cells, its genes, and the release of the Census."""
+        """Return the identifier of this query: its cells, its genes, and the release of the Census."""
         genes = "\0".join(self.var.index).encode()
         return {
             "release": self._release,
@@ -279,7 +279,7 @@ def _import_soma(module: str = "tiledbsoma") -> Any:
 
 @contextlib.contextmanager
 def _reading(what: str, advice: str = "check the connection, and try again") -> Iterator[None]:
-    """Turn what the clients raise into one sentence; `what` is the object of reading."""
+    """Convert errors of the clients to one sentence; `what` names the object being read."""
     tiledbsoma = _import_soma()
     try:
         yield
@@ -310,18 +310,20 @@ def _opened(query: CensusQuery) -> tuple[str, str, Any]:
             release = client.get_census_version_description(version)["release_build"]
         except ValueError as error:
             known = list(client.get_census_version_directory())
-            raise OptionError(f"census_version={version!r} is not known{suggest(version, known)}") from error
+            raise OptionError(f"census_version={version!r} is unknown{suggest(version, known)}") from error
         root = client.open_soma(census_version=version, tiledb_config=config)
     return f"census:{release}/{query.organism}", release, root
 
 
 def _experiment(root: Any, organism: str, name: str) -> Any:
-    """Return what was opened if it is an experiment, or that of an organism in a folder laid out as the Census is."""
+    """Return the opened experiment, or that of an organism in a folder with the layout of the Census."""
     tiledbsoma = _import_soma()
     if isinstance(root, tiledbsoma.Experiment):
         return root
     if not isinstance(root, tiledbsoma.Collection):
-        raise DataError(f"{name!r} is a SOMA {type(root).__name__}; name an experiment, or a folder like the Census.")
+        raise DataError(
+            f"{name!r} is a SOMA {type(root).__name__}; pass an experiment, or a folder with the layout of the Census."
+        )
     key = "_".join(organism.lower().split())
     return _member(root.get("census_data", root), _SPECIES.get(key, key), "organism", name, OptionError)
 
@@ -354,7 +356,7 @@ def _read_table(
 
 
 def best_names(var: pd.DataFrame, vocab: GeneVocab | None) -> str:
-    """Return the column of var that holds the names of genes, of several the one that fits the vocabulary best."""
+    """Return the column of var that contains the names of genes, of several the one that fits the vocabulary best."""
     columns = {name: column for name, column in text_columns(var).items() if name is not None}
     known = [name for name in _NAMES if name in columns] or list(columns)
     if not known:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 _CHECKED: dict[int, tuple[Any, ...]] = {}
-"""Marks of the matrices whose counts were checked, by the id of the matrix; a changed matrix is checked again."""
+"""Fingerprints of the matrices whose counts were checked, by id; a changed matrix is checked again."""
 
 REPAIR = "write the file again, or build the matrix anew"
-"""What to do about a damaged matrix."""
+"""Advice for a damaged matrix."""
 
 
 def sound_csr(matrix: Any, where: str) -> sparse.csr_matrix:
@@ -141,13 +141,13 @@ _FEW_VALUES = 50
 """Different numbers, fractions among them, that may well be batches: time points, doses."""
 
 _BARCODE = re.compile(r"(?:.*[_:#])?[ACGT]{10,}(?:[-_.].*)?")
-"""Names that sequencing gives to cells, with what is put before or behind them where data sets are joined."""
+"""Barcodes as cell names, with prefixes and suffixes of joined data sets."""
 
-_NORMALIZED = "pass the layer that holds them, or undo the normalization"
-"""What to do about values that are not counts, where no layer is known that holds them."""
+_NORMALIZED = "pass the layer that contains them, or undo the normalization"
+"""Advice for values that are not counts, if no layer with counts is found."""
 
-_UNMEASURED = "leave out genes that only some cells have measured, e.g. with anndata.concat(..., join='inner')"
-"""What to do about missing values: most often the outer join of data sets with other genes."""
+_UNMEASURED = "leave out genes that were measured in some cells only, e.g. with anndata.concat(..., join='inner')"
+"""Advice for missing values, usually from an outer join of data sets with different genes."""
 
 
 _SAMPLED, _EQUAL, _DEEP = 1000, 0.1, 20
@@ -183,16 +183,16 @@ def listed_columns(obs: Any) -> list[str] | None:
     if obs is None:
         return None
     if isinstance(obs, str) or not isinstance(obs, Iterable):
-        raise OptionError(f"obs={obs!r} is not a list of columns; give e.g. obs=['cell_type'].")
+        raise OptionError(f"obs={obs!r} is not a list of columns; pass e.g. obs=['cell_type'].")
     return list(obs)
 
 
 def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
-    """Raise unless `key` is None or a column of ``adata.obs``; one of batches holds no measurement."""
+    """Raise unless `key` is None or a column of ``adata.obs``; one of batches contains no measurement."""
     if key is None:
         return
     if not isinstance(key, str | int):
-        raise OptionError(f"{argument}={key!r} is of type {type(key).__name__!r}; give the name of one column of obs.")
+        raise OptionError(f"{argument}={key!r} is of type {type(key).__name__!r}; pass the name of one column of obs.")
     if key in adata.obs and adata.obs[key].ndim > 1:
         raise DataError(f"{argument}={key!r} names several columns of adata.obs; rename all of them but one.")
     if key not in adata.obs:
@@ -204,8 +204,8 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
         if (measured and values.nunique() > max(_FEW_VALUES, len(values) // 2)) or names_each_cell(adata.obs[key]):
             raise DataError(
                 f"batch_key={key!r} has {values.nunique():,} different values in {adata.n_obs:,} cells (first: "
-                f"{values.iloc[0]!s}), which are not batches; choose another column, leave it out, or make categories "
-                "of numbers, e.g. with pandas.cut."
+                f"{values.iloc[0]!s}), which are not batches; choose another column, leave it out, or bin the "
+                "numbers, e.g. with pandas.cut."
             )
 
 
@@ -235,11 +235,11 @@ def warn_if_transformed(counts: sparse.csr_matrix, layer: str | None) -> None:
     smallest = np.minimum.reduceat(some.data, some.indptr[:-1])
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
     if some.data.max() == 1 and totals.mean() >= _DEEP:
-        warn(f"{where} holds only 0 and 1, as after binarizing; pass the layer that holds the raw counts.")
+        warn(f"{where} contains only 0 and 1, as after binarizing; pass the layer that contains the raw counts.")
     elif totals.std() < _EQUAL * totals.mean() and np.median(smallest) > 1 and 2 * some.nnz < np.prod(some.shape):
         warn(
             f"{where} has nearly the same total in all cells (median {np.median(totals):,.0f}) and no count of 1 in "
-            "most of them, as after rounding normalized values; pass the layer that holds the raw counts."
+            "most of them, as after rounding normalized values; pass the layer that contains the raw counts."
         )
 
 
@@ -268,7 +268,7 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     ------
     DataError
         If the layer does not exist, is damaged, holds negative, missing or fractional values, or has cells without
-        counts. The message names a layer that does hold counts, if there is one.
+        counts. The message names a layer that does contain counts, if there is one.
     """
     matrix = _matrix(adata, layer)
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
@@ -342,9 +342,9 @@ def value_problem(data: np.ndarray) -> str | None:
     if data.dtype.kind == "f" and not np.isfinite(data).all():
         return f"holds {int((~np.isfinite(data)).sum())} missing or infinite values"
     if len(data) and data.min() < 0:
-        return f"holds negative values (smallest: {data.min():g})"
+        return f"contains negative values (smallest: {data.min():g})"
     if data.dtype.kind == "f" and (fractional := data != np.floor(data)).any():
-        return f"holds values that are not whole numbers (first: {data[fractional][0]:g})"
+        return f"contains values that are not whole numbers (first: {data[fractional][0]:g})"
     return None
 
 
@@ -355,9 +355,9 @@ def _where_counts_are(adata: AnnData, layer: str | None, way_out: str = _NORMALI
     for key in others:
         matrix = _in_memory(adata.X) if key is None else adata.layers[key]
         if _holds_counts(matrix):
-            return f"layer={key!r} holds counts ({'adata.X' if key is None else 'adata.layers'}), pass that"
+            return f"layer={key!r} contains counts ({'adata.X' if key is None else 'adata.layers'}), pass that"
     if adata.raw is not None and _holds_counts(_in_memory(adata.raw.X)):
-        return "adata.raw holds counts, pass adata.raw.to_adata()"
+        return "adata.raw contains counts, pass adata.raw.to_adata()"
     return way_out
 
 
@@ -368,7 +368,7 @@ def _holds_counts(matrix: Any) -> bool:
 
 
 def names_place(gene_key: str | None) -> str:
-    """Return what holds the gene names: ``adata.var_names`` or a column of ``adata.var``."""
+    """Return what contains the gene names: ``adata.var_names`` or a column of ``adata.var``."""
     return "adata.var_names" if gene_key is None else f"adata.var[{gene_key!r}]"
 
 

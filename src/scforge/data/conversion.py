@@ -108,7 +108,7 @@ def convert(
     modality
         Modality of a MuData.
     min_overlap
-        Smallest share of genes of `vocab` that a source must have, see :func:`scforge.data.map_genes`.
+        Smallest fraction of genes of `vocab` that a source must have, see :func:`scforge.data.map_genes`.
     overwrite
         Whether to replace a store that is there.
     progress
@@ -218,7 +218,7 @@ def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
     check_folder("path", target)
     put_back(target)
     if target.suffix in _FILES and not target.is_dir():
-        raise OptionError(f"path={name!r} is named like a file, and a store is a folder; name e.g. 'store.zarr'.")
+        raise OptionError(f"path={name!r} has the name of a file, but a store is a folder; choose e.g. 'store.zarr'.")
     if target.exists():
         if not is_store(target) and any(target.iterdir()):
             raise OptionError(f"path={str(target)!r} exists and is not a store; choose another name, or remove it.")
@@ -228,7 +228,7 @@ def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
 
 
 def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
-    """Raise if the store would stand in the place of a source, above or below it."""
+    """Raise if the store would overwrite a source, or contain one."""
     for stream in streams:
         place = getattr(stream, "address", "").removeprefix("file://")  # cells in memory have none
         source = Path(place).resolve()
@@ -238,7 +238,7 @@ def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
 
 @contextlib.contextmanager
 def _working_folder(target: Path) -> Iterator[Path]:
-    """Make the folder that a store is written in, alone; whatever happens, it is removed at the end."""
+    """Create the folder that a store is written in, alone; whatever happens, it is removed at the end."""
     folder = partial_path(target)
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock", timeout=0)
@@ -304,7 +304,7 @@ _BUFFERS = 300_000_000
 """A piece of a source with what is made of it, or a file of a dataset while it is packed."""
 
 _MIN = 150_000_000
-"""What has to be left for counts."""
+"""Minimum memory for counts."""
 
 
 def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, table: pd.DataFrame) -> int:
@@ -379,7 +379,7 @@ class _Scattered:
         most = counts.data.max(initial=0)
         if most > _MAX_COUNT:
             raise DataError(
-                f"{stream.name!r} has the count {most:.0f}, but a store holds {_MAX_COUNT:,} at most; correct it."
+                f"{stream.name!r} has the count {most:.0f}, but a store can contain {_MAX_COUNT:,} at most; correct it."
             )
         if most > np.iinfo(np.uint16).max:
             self.counts_dtype = np.dtype(np.uint32)
@@ -396,7 +396,7 @@ class _Scattered:
                     file.write(counts.data[start:stop].astype(np.uint32))
 
     def write(self, store: Path, table: pd.DataFrame, *, progress: bool) -> tuple[list[dict[str, Any]], GeneVocab]:
-        """Write the datasets; return what the store says of each, and the vocabulary with medians."""
+        """Write the datasets; return their metadata, and the vocabulary with medians."""
         medians = StreamingMedians(self.vocab.n_genes) if self.vocab.medians is None else None
         datasets = []
         with _bar("Writing", len(table), progress) as bar:
@@ -532,13 +532,13 @@ def check_columns(obs: pd.DataFrame, source: str) -> None:
 
 
 def _unique(names: pd.Index, sources: np.ndarray, rows: np.ndarray) -> pd.Index:
-    """Return names each of which is there once: where they clash, the number of the source is added, then the row."""
+    """Return unique names; duplicates get the number of the source, then the row."""
     for step, numbers in enumerate((sources, rows)):
         again = np.flatnonzero(names.duplicated(keep=False))
         if not len(again):
             return names
         if step == 0:
-            logger.info("%d cells have a name that another one has; the number of their source is added.", len(again))
+            logger.info("%d cells have a duplicate name; the number of their source is appended.", len(again))
         changed = names.to_numpy(dtype=object, copy=True)
         changed[again] = [f"{changed[place]}-{numbers[place]}" for place in again]
         names = pd.Index(changed, dtype=names.dtype)
@@ -563,7 +563,7 @@ def _plain(values: pd.Series) -> Any:
 
 
 def _kind(values: Any) -> str | None:
-    """Return what a column holds; None is what cannot be stored."""
+    """Return the type of a column; None if it cannot be stored."""
     if isinstance(values, pd.Categorical):
         categories = values.categories
         if categories.inferred_type in ("string", "empty"):
@@ -579,12 +579,10 @@ def _problem(name: str, kinds: Sequence[str | None], streams: Sequence[ChunkRead
         return f"{name!r} has a slash in its name, and no name in a store has one; rename it or leave it out."
     for kind, stream in zip(kinds, streams, strict=True):
         if kind is None:
-            return f"{name!r} of {stream.name!r} holds neither text nor numbers; convert it or leave it out."
+            return f"{name!r} of {stream.name!r} contains neither text nor numbers; convert it or leave it out."
         if kind != kinds[0]:
-            return (
-                f"{name!r} holds {kind} in {stream.name!r} and {kinds[0]} in {streams[0].name!r}; "
-                "make it the same in all sources, or leave it out."
-            )
+            types = f"{kind} in {stream.name!r} and {kinds[0]} in {streams[0].name!r}"
+            return f"{name!r} contains {types}; convert it to the same type in all sources, or leave it out."
     return None
 
 

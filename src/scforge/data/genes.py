@@ -108,7 +108,7 @@ WARN_OVERLAP = 0.5
 """Share of a model's genes below which a warning is given."""
 
 WARN_OUTSIDE = 0.2
-"""Share of the counts outside of a vocabulary above which a warning is given."""
+"""Fraction of the counts outside of a vocabulary above which a warning is given."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def warn_empty(n_expressed: np.ndarray) -> None:
     """Warn if cells express no gene of the vocabulary, given the number of each."""
     if n_empty := int((n_expressed == 0).sum()):
         total = len(n_expressed)
-        warn(f"{n_empty} of {total} cells express no gene of the vocabulary; their embedding tells nothing.")
+        warn(f"{n_empty} of {total} cells express no gene of the vocabulary; their embedding is not informative.")
 
 
 def warn_counts_outside(kept: float, vocab: GeneVocab, *, source: str = "") -> None:
@@ -311,14 +311,14 @@ def _better_column(var: pd.DataFrame | None, vocab: GeneVocab, gene_key: str | N
 
 
 def text_columns(var: pd.DataFrame) -> dict[str | None, np.ndarray]:
-    """Return what may be gene names in a table of genes: its index (None) and its columns of text."""
+    """Return possible gene names in a table of genes: its index (None) and its text columns."""
     text = [column for column in var.columns if var[column].dtype.kind not in "biufcmM"]
     columns: dict[str | None, np.ndarray] = {None: np.asarray(var.index.astype(str))}
     return columns | {column: np.asarray(var[column], dtype=object).astype(str) for column in text}
 
 
 def _way_out(kind: str, expected: str) -> str:
-    """Return advice for names of one kind if the vocabulary has those of another."""
+    """Return advice if the names are of another kind than those of the vocabulary."""
     species, wanted = kind.split(" ")[0], expected.split(" ")[0]
     if {species, wanted} == set(SPECIES):
         return (
@@ -328,7 +328,7 @@ def _way_out(kind: str, expected: str) -> str:
     if conversion := how_to_convert(kind, expected):
         return f"{conversion} and name the new column with gene_key"
     if kind == expected and species in SPECIES:
-        return "the names are of one kind, so the genes differ: take data that measure these, or a model of other genes"
+        return "the identifiers are of the same kind, so the genes differ: use data with these genes, or another model"
     return "map the gene ids of the data to those of the vocabulary first"
 
 
@@ -359,8 +359,8 @@ def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene n
             kinds = recognize_ids(found), recognize_ids(known)
             raise GeneMismatchError(
                 f"{source!r} shares {shared} {what} with {first!r}: they hold {kinds[0]} such as "
-                f"{listing(found[:2])} and {kinds[1]} such as {listing(known[:2])}; "
-                "name the genes alike before joining files."
+                f"{listing(found[:2])} and {kinds[1]} such as {listing(known[:2])}; convert the genes to the same "
+                "identifiers before joining files."
             )
 
 
@@ -419,7 +419,7 @@ class OverlapReport:
     Attributes
     ----------
     where
-        What holds the gene names: ``"adata.var_names"`` or a column of ``adata.var``.
+        What contains the gene names: ``"adata.var_names"`` or a column of ``adata.var``.
     id_kind
         What the names are, e.g. ``"human Ensembl ids"`` or ``"mouse gene symbols"``.
     vocab, vocab_hash, vocab_kind
@@ -433,9 +433,9 @@ class OverlapReport:
     n_columns_summed
         Number of columns that mean a gene of an earlier column; their counts are summed.
     counts_kept
-        Share of all counts that lie in genes of the vocabulary; NaN where the data hold no counts.
+        Fraction of all counts that lie in genes of the vocabulary; NaN where the data contain no counts.
     top_missing
-        Names outside of the vocabulary with the most counts, each with its share of all counts.
+        Names outside of the vocabulary with the most counts, each with its fraction of all counts.
     gene_map
         Which column is which gene.
 
@@ -466,7 +466,7 @@ class OverlapReport:
 
     @property
     def overlap(self) -> float:
-        """Share of the genes of the vocabulary that the data have."""
+        """Fraction of the genes of the vocabulary that the data have."""
         return self.n_matched / self.n_genes_vocab
 
     def to_dict(self) -> dict[str, Any]:
@@ -587,7 +587,7 @@ def overlap_report(
     where: str,
     n_top: int,
 ) -> OverlapReport:
-    """Make the report from the names of the columns and their sums, shape (n_vars,); None where there are no counts."""
+    """Create the report from column names and column sums, shape (n_vars,); sums are None without counts."""
     inside = gene_map.columns >= 0
     kept, missing = float("nan"), []
     if sums is not None and (total := sums.sum()) > 0:

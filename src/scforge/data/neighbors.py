@@ -18,42 +18,44 @@ if TYPE_CHECKING:
 
 
 _MAX_BATCHES = 10
-"""Batches up to which all pairs of them are compared; their number grows with the square."""
+"""Largest number of batches of which all pairs are compared; the number of pairs grows with the square."""
 _SHARE = 0.1
-"""Largest share of a batch that may be neighbors of a cell."""
+"""Largest fraction of a batch that may be neighbors of one cell."""
 _CELLS_OF_CLUSTER, _MIN_CLUSTERS, _MAX_CLUSTERS = 30, 2, 100
 """Harmony's own choice of the number of its clusters, save that it has none for fewer than 15 cells."""
 _MIN_CELLS = 10
 """Cells from which on they are corrected."""
 _SIGMA, _THETA, _ALPHA, _MIN_SHARE = 0.1, 2.0, 0.2, 1e-5
-"""Harmony's width of clusters, weight of mixing, ridge over expected cells, and share of a batch below which none."""
+"""Harmony's sigma, theta, ridge relative to the expected cells, and minimum fraction of a batch for a correction."""
 _MAX_ROUNDS, _CLUSTER_STEPS, _KMEANS_STEPS, _BLOCKS, _TOLERANCE = 10, 4, 25, 20, 0.01
-"""Corrections, clusterings before each, steps of the first one, parts of the cells assigned at once; when it stops."""
+"""Corrections, clusterings per correction, steps of the first one, fraction of cells per block; tolerance."""
 _TINY = 1e-12
 _QUERY_CLUSTERS, _QUERY_ROUNDS, _QUERY_RIDGE, _CELLS_OF_QUERY_CLUSTER = 30, 3, 10.0, 10
 """Clusters of a query, rounds of finding neighbors, cells that pull a cluster's shift to the mean, cells a cluster."""
 SHARPNESS = 2 / _SIGMA
 """Cells belong to clusters with probabilities proportional to exp(SHARPNESS * cosine), as in Harmony."""
 _PAIRS_AT_ONCE = 100_000
-"""Pairs of which cosines are computed at once, to bound the memory."""
+"""Number of pairs whose cosines are computed at once, to limit memory."""
 
 
 def principal_components(cells: CellSource, n_comps: int = 50) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return principal components of the log1p CP10K values of cells in memory, and how to get those of other cells.
+    """Return principal components of the log1p CP10K values of cells in memory, and the projection for other cells.
 
-    There are one fewer than cells or genes where these are fewer than `n_comps`.
+    With fewer cells or genes than `n_comps`, there is one component fewer than cells or genes.
 
     Returns
     -------
-    Components, float32, shape (N, D); loadings, float32, shape (G, D); and an offset, float32, shape (D,). Components
-    of other cells are their values times the loadings, less the offset.
+    Components, float32, shape (N, D); loadings, float32, shape (G, D); and an offset, float32, shape (D,). The
+    components of other cells are their values times the loadings, minus the offset.
     """
     from sklearn.decomposition import PCA
 
     values = log1p_cp10k_rows(sparse.csr_matrix(cells.counts), np.maximum(cells.totals, 1.0))
     dims = min(n_comps, min(values.shape) - 1)
     if dims < 1:
-        raise DataError(f"{values.shape[0]} cells of {values.shape[1]} genes have no neighbors; take more of them.")
+        raise DataError(
+            f"{values.shape[0]} cells of {values.shape[1]} genes are too few for neighbors; use more of them."
+        )
     if (np.asarray(values.max(axis=0).todense()) == np.asarray(values.min(axis=0).todense())).all():
         sizes = [(values.shape[0], dims), (values.shape[1], dims), (dims,)]
         return tuple(np.zeros(size, dtype=np.float32) for size in sizes)  # type: ignore[return-value]  # all alike
@@ -69,18 +71,16 @@ def principal_components(cells: CellSource, n_comps: int = 50) -> tuple[np.ndarr
 def harmony_correct(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -> np.ndarray:
     """Return coordinates of cells, shape (N, D), after Harmony [1]_ with its defaults, float32.
 
-    The penalty of clusters with few cells of a batch, and the ridge, are those of its second version, as in harmonypy 2
-    and scanpy 1.13.
+    The diversity penalty and the ridge follow Harmony 2, as in harmonypy 2 and scanpy 1.13.
 
     Parameters
     ----------
     coordinates
         Principal components of cells, shape (N, D).
     batches
-        Batch of each cell, shape (N,). With one batch there is nothing to correct, and the coordinates come back; so
-        do those of fewer than ten cells.
+        Batch of each cell, shape (N,). With one batch, or fewer than ten cells, the coordinates are returned unchanged.
     seed
-        Seed of the first clusters, and of the order in which cells are assigned.
+        Seed of the initial clusters, and of the order in which cells are assigned.
 
     References
     ----------
@@ -109,7 +109,7 @@ def harmony_correct(coordinates: np.ndarray, batches: np.ndarray, *, seed: int =
     assigned /= assigned.sum(axis=1, keepdims=True)
     corrected, before = original, np.inf
     for _ in range(_MAX_ROUNDS):
-        # Cells of a batch in a cluster, shape (batches, clusters), and how many there would be if batches were mixed.
+        # Observed and expected numbers of cells per batch and cluster, shape (batches, clusters).
         observed, expected = members.T @ assigned, np.outer(batch_share, assigned.sum(axis=0))
         for _ in range(_CLUSTER_STEPS):
             cosines = directions @ _unit(assigned.T @ directions).T
@@ -133,14 +133,14 @@ def harmony_correct(coordinates: np.ndarray, batches: np.ndarray, *, seed: int =
 
 
 def _without_batches(original: np.ndarray, codes: np.ndarray, assigned: np.ndarray) -> np.ndarray:
-    """Subtract what each cluster's ridge regression on the batches explains; the cluster's own mean stays."""
+    """Subtract the batch effects that each cluster's ridge regression estimates, but keep the mean of the cluster."""
     rows = [np.flatnonzero(codes == batch) for batch in range(codes.max() + 1)]
     observed = np.stack([assigned[of_batch].sum(axis=0) for of_batch in rows])
     sums = np.stack([assigned[of_batch].T @ original[of_batch] for of_batch in rows])
     n_cells = np.array([len(of_batch) for of_batch in rows])[:, None]
     ridge = _ALPHA * n_cells / len(codes) * observed.sum(axis=0)
-    ridge[observed < _MIN_SHARE * n_cells] = np.inf  # a batch that has no cells there stays as it is
-    # Of the normal equations with one column a batch, those of the batches are solved for their means first.
+    ridge[observed < _MIN_SHARE * n_cells] = np.inf  # a batch without cells in the cluster is not corrected
+    # The normal equations have one column per batch; the equations of the batches are solved first.
     held = 1 - observed / (observed + ridge)
     mean = (held[:, :, None] * sums).sum(axis=0) / np.maximum((held * observed).sum(axis=0), _TINY)[:, None]
     shifts = (sums - observed[:, :, None] * mean) / (observed + ridge)[:, :, None]
@@ -173,12 +173,12 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 def mutual_neighbors(
     coordinates: np.ndarray, batches: np.ndarray, *, across: int = 30, within: int = 5, seed: int = 0
 ) -> sparse.csr_matrix:
-    """Return which cells are each other's near neighbors.
+    """Return pairs of mutual nearest neighbors.
 
     Two cells of different batches are mutual neighbors if each is among the `across` cells of its batch that are
-    nearest to the other [1]_; so cells of a type that another batch lacks have few or none there. Distances are taken
-    of directions, which the depth of a batch changes less. With more than ten batches each is compared with ten others,
-    drawn at random, as the number of pairs grows with the square.
+    nearest to the other [1]_. Cells of a type that another batch lacks therefore have few or no neighbors there. The
+    distance is the cosine distance, which depends less on sequencing depth. With more than ten batches, each is
+    compared with ten others, sampled at random, as the number of pairs grows with the square.
 
     Parameters
     ----------
@@ -187,8 +187,8 @@ def mutual_neighbors(
     batches
         Number of the batch of each cell, integer, shape (N,).
     across, within
-        Neighbors of a cell in another batch, and in its own; a tenth of the cells of that batch at most, so
-        none in batches of fewer than ten; 0 for none.
+        Number of neighbors of a cell in another batch, and in the same batch; 0 for none. At most a tenth of the cells
+        of a batch are neighbors, so batches of fewer than ten cells have none.
     seed
         Seed of the choice of batches.
 
@@ -225,10 +225,11 @@ def mutual_neighbors(
 
 
 def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, temperature: float | None) -> np.ndarray:
-    """Return how much each neighbor of a cell weighs: exp(cosine / temperature), and 1 for the nearest.
+    """Return the weight of each neighbor of a cell, exp(cosine / temperature), relative to the nearest neighbor.
 
-    Mutual neighbors in small batches of many types are often of another type, and lie farther off than those of the
-    same. Neighbors of all batches are weighed together: those in a batch that lies farther off weigh less.
+    In small batches with many types, mutual neighbors are often of another type and farther away than neighbors of the
+    same type. The neighbors in all batches are weighted together, so neighbors in a more distant batch have less
+    weight.
 
     Parameters
     ----------
@@ -237,7 +238,7 @@ def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, tempe
     pairs
         Neighbors of each cell, shape (N, N), as of :func:`mutual_neighbors`.
     temperature
-        Smaller values favor the nearest neighbors; None gives all the same weight.
+        Smaller values favor the nearest neighbors; None gives all neighbors the same weight.
 
     Returns
     -------
@@ -264,17 +265,17 @@ def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, tempe
 
 
 def n_query_clusters(n_cells: int) -> int:
-    """Return the number of clusters of :func:`query_shifts` for so many cells."""
+    """Return the number of clusters of :func:`query_shifts` for this many cells."""
     return max(1, min(_QUERY_CLUSTERS, n_cells // _CELLS_OF_QUERY_CLUSTER))
 
 
 def query_shifts(reference: np.ndarray, query: np.ndarray, *, across: int = 30) -> tuple[np.ndarray, ...]:
-    """Return how to move an embedded query onto a reference that stays.
+    """Return shifts that move an embedded query onto a fixed reference.
 
-    As in Symphony [1]_ each soft cluster of the query has a shift of its own, and a cell moves by the mean of those of
-    its clusters. The shift is the mean difference to mutual neighbors in the reference [2]_, shrunken to that of all
-    pairs. So cells of a type that the reference lacks, which have no such neighbors, move as the others do, and not
-    onto another type. Neighbors are looked for again once the query has moved.
+    As in Symphony [1]_, each soft cluster of the query has one shift, and a cell moves by the weighted mean shift of
+    its clusters. The shift is the mean difference to mutual neighbors in the reference [2]_, shrunken toward the mean
+    difference of all pairs. Cells of a type that the reference lacks have no such neighbors. They therefore move as the
+    others do, and not onto another type. Neighbors are searched again after the query has moved.
 
     Parameters
     ----------
@@ -327,13 +328,13 @@ def query_shifts(reference: np.ndarray, query: np.ndarray, *, across: int = 30) 
 
 
 def directions_of(coordinates: np.ndarray) -> np.ndarray:
-    """Return coordinates of length 1, float32; a zero vector stays zero."""
+    """Return coordinates scaled to unit length, float32; a zero vector remains zero."""
     lengths = np.linalg.norm(coordinates, axis=1, keepdims=True)
     return np.asarray(coordinates / np.maximum(lengths, 1e-12), dtype=np.float32)
 
 
 def _compared(names: np.ndarray, seed: int) -> list[tuple[int, int]]:
-    """Return the pairs of batches that are compared."""
+    """Return the pairs of batches to compare."""
     if len(names) <= _MAX_BATCHES + 1:
         return [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
     circle = np.random.default_rng(seed).permutation(names)
@@ -351,14 +352,14 @@ def _mutual(directions: np.ndarray, rows: np.ndarray, others: np.ndarray, k: int
 
 
 def _nearest(directions: np.ndarray, rows: np.ndarray, others: np.ndarray, k: int, same: bool) -> sparse.csr_matrix:
-    """Return which of `others` are nearest to each of `rows`, not counting itself."""
+    """Return the nearest cells among `others` for each of `rows`, without the cell itself."""
     from sklearn.neighbors import NearestNeighbors
 
     k = min(k, int(_SHARE * len(others)))
     if k < 1:
         return sparse.csr_matrix((len(rows), len(others)), dtype=bool)
     index = NearestNeighbors(n_neighbors=k, algorithm="brute").fit(directions[others])
-    # Without cells to ask about, each cell of the index is asked about, and is no neighbor of its own.
+    # Without query cells, each cell of the index is queried, and is not returned as its own neighbor.
     found = index.kneighbors(None if same else directions[rows], return_distance=False)
     indptr = np.arange(0, found.size + 1, k)
     return sparse.csr_matrix((np.ones(found.size, dtype=bool), found.ravel(), indptr), shape=(len(rows), len(others)))

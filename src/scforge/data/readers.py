@@ -1,4 +1,4 @@
-"""Read the counts, obs and var of h5ad and zarr files, here or behind a URL, in blocks of rows."""
+"""Read counts, obs and var of local and remote h5ad and zarr files in blocks of rows."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def parse_bytes(argument: str, value: Any) -> int:
             return int(float(match[1]) * _UNITS[match[2].lower()])
     elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise OptionError(f"{argument}={value!r} is not a size; give e.g. '4GB', or a number of bytes.")
+    raise OptionError(f"{argument}={value!r} is not a size; pass e.g. '4GB', or a number of bytes.")
 
 
 logger = logging.getLogger("scforge")
@@ -97,7 +97,7 @@ def refusal(error: BaseException) -> tuple[int, str] | None:
     if status in (404, 410):
         return None
     if status < 400:
-        return status, "the server redirects without end; check the URL"
+        return status, "the server redirects in a loop; check the URL"
     phrase = HTTPStatus(status).phrase if status in HTTPStatus else "unknown"
     fix = "check the URL"
     if status in (401, 403):
@@ -142,13 +142,13 @@ def _status(error: BaseException) -> int | None:
 
 
 TRIES = 5
-"""How often one piece is asked for before reading gives up."""
+"""Maximum number of attempts to read one piece."""
 
 FIRST_WAIT_S = 0.2
 """Seconds before the second try; each further wait is twice as long."""
 
 TRY_S = 60.0
-"""Seconds that one try may take."""
+"""Timeout of one attempt in seconds."""
 
 _CONNECT_S, _READ_S = 10, 30
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+://")
@@ -182,7 +182,7 @@ def remote_file_system(
     from fsspec.core import url_to_fs
 
     if f"://{SECRET}@" in url or f"?{SECRET}" in url or f"'{SECRET}'" in repr(storage_options):
-        raise OptionError(f"{url!r} needs a credential, which scforge does not write into files; give all of it again.")
+        raise OptionError(f"{url!r} needs a credential, which scforge does not write into files; enter it again.")
     with reading(repr(url)):
         try:
             options = _with_limits(url.partition("://")[0], dict(storage_options or {}))
@@ -293,7 +293,7 @@ def open_group(
 
 # zarrs reads from a store of this name itself, which is much faster.
 class LocalStore(storage.LocalStore):
-    """A folder whose metadata may name harmless codecs only."""
+    """A zarr folder that accepts only safe codecs."""
 
     async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
         """Return bytes of `key`."""
@@ -305,7 +305,7 @@ class LocalStore(storage.LocalStore):
 
 
 class RemoteStore(storage.FsspecStore):
-    """A store that asks again for what a broken connection did not bring, with harmless codecs only."""
+    """A remote zarr store with retries that accepts only safe codecs."""
 
     def _name(self, key: str = "") -> str:
         return repr(self.fs.unstrip_protocol(f"{self.path}/{key}".rstrip("/")))
@@ -391,12 +391,12 @@ def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = No
 
 
 def available_memory() -> int | None:
-    """Return how many bytes this process may still take, at most; None where the system does not tell."""
+    """Return the memory in bytes that is still available to this process; None if it is unknown."""
     return min(_limits(), default=None)
 
 
 def _limits() -> Iterator[int]:
-    """Yield what the machine has, and what the control groups of a container or a job leave of it."""
+    """Yield the memory of the machine, and the limits of control groups of a container or a job."""
     meminfo = _numbers(Path("/proc/meminfo"))
     if "MemAvailable:" in meminfo:
         yield meminfo["MemAvailable:"] * 1024
@@ -448,7 +448,7 @@ ROWS = 2**16
 """Most rows of a piece: the boundaries of empty rows alone may be many."""
 
 _CSC_WINDOW = 8
-"""How many pieces of a CSC matrix are gathered in one reading of it, which is all of it: some 800 MB at the most."""
+"""How many pieces of a CSC matrix are gathered in one reading of it, which is all of it: some 800 MB at most."""
 
 
 _PARTS = ("data", "indices", "indptr")
@@ -653,10 +653,10 @@ def check_chunk(
     place: str,
     first: int,
     *,
-    no_counts: str = "name the layer that holds them",
+    no_counts: str = "name the layer that contains them",
     empty: str = "remove them with sc.pp.filter_cells(adata, min_counts=1)",
 ) -> None:
-    """Raise unless rows hold counts, and each some; `no_counts` and `empty` are the advice otherwise."""
+    """Raise unless rows contain counts, and each some; `no_counts` and `empty` are the advice otherwise."""
     if problem := value_problem(chunk.data):
         raise DataError(f"{place} {problem} in the rows from {first} on, but raw counts are needed; {no_counts}.")
     totals = row_sums(chunk)
@@ -689,7 +689,7 @@ class StoredAdata:
 
     @classmethod
     def of(cls, path: str, file: Any, modality: str | None = None) -> StoredAdata:
-        """Check that an open file holds an AnnData, or a MuData with the modality."""
+        """Check that an open file contains an AnnData, or a MuData with the modality."""
         if "mod" in file and not is_array(file["mod"]):
             check_modality(modality, list(file["mod"]), path)
             opened = cls(path, file[f"mod/{modality}"], file, str(modality))
@@ -750,7 +750,9 @@ class StoredAdata:
         n_cells, n_genes = matrix.shape
         if n_genes != len(self.var) or not n_cells or not n_genes:
             shape = f"{n_cells} cells x {n_genes} genes, and var {len(self.var)} rows"
-            raise DataError(f"{name} of {self.path!r} has {shape}; give a matrix with cells and as many genes.")
+            raise DataError(
+                f"{name} of {self.path!r} has {shape}; pass a matrix with the same cells and number of genes."
+            )
         return matrix
 
 
@@ -825,7 +827,7 @@ class AdataStream:
             start = stop
 
     def fingerprint(self) -> dict[str, int | float | str]:
-        """Return what tells these cells from others: digests of counts, names and obs."""
+        """Return a fingerprint of these cells: digests of counts, names and obs."""
         digest = hashlib.blake2b(digest_size=16)
         for part in (self.counts.indptr.astype(np.int64), self.counts.indices, self.counts.data):
             digest.update(str(part.dtype).encode())
@@ -850,7 +852,7 @@ def table_digest(table: pd.DataFrame) -> str:
 
 
 class Location:
-    """An AnnData in an h5ad file or a zarr folder, here or behind a URL, or one modality of a MuData there."""
+    """An AnnData in a local or remote h5ad file or zarr folder, or one modality of a MuData."""
 
     def __init__(self, address: str, modality: str | None = None, options: Mapping[str, Any] | None = None) -> None:
         self.name = redacted(address) if is_url(address) else address
@@ -876,7 +878,7 @@ class Location:
             yield StoredAdata.of(self.name, stored, self._modality)
 
     def identity(self) -> dict[str, int | float | str]:
-        """Return what changes when it does: size and time of change, or the mark that a file system gives it."""
+        """Return a version mark of a file: size and modification time, or the mark of a file system."""
         if not self._is_zarr and not is_url(self.address):
             status = Path(self.address).stat()
             return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
@@ -932,7 +934,7 @@ class FileStream:
                 yield first, chunk
 
     def fingerprint(self) -> dict[str, int | float | str]:
-        """Return what tells this file from others, and from itself after a change."""
+        """Return a fingerprint of this file and its version."""
         return {**self._place.identity(), "n_cells": self.n_cells, "n_genes": self._n_genes}
 
 
@@ -948,7 +950,7 @@ class BackedStream(FileStream):
         return chosen_columns(self._adata.obs, columns, self.name)
 
     def fingerprint(self) -> dict[str, int | float | str]:
-        """Return what tells these cells from others."""
+        """Return a fingerprint of these cells."""
         return {**super().fingerprint(), "obs": table_digest(self._adata.obs), "var": table_digest(self._adata.var)}
 
 
@@ -1027,7 +1029,7 @@ class ChunkReader(Protocol):
     n_cells
         Number of cells.
     var
-        The table of genes; its index holds the ``var_names``.
+        The table of genes; its index contains the ``var_names``.
 
     Examples
     --------
@@ -1057,7 +1059,7 @@ class ChunkReader(Protocol):
         """
 
     def fingerprint(self) -> dict[str, int | float | str]:
-        """Return what tells this source from others, and from itself after a change; JSON can hold it."""
+        """Return a JSON-safe fingerprint of this source and its version."""
 
 
 def open_streams(
@@ -1067,7 +1069,7 @@ def open_streams(
     modality: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[ChunkReader]:
-    """Open sources of cells for reading piece by piece: one stream a source, of a pattern one a file.
+    """Open sources of cells for reading in pieces: one stream per source, for a pattern one per file.
 
     A source is an AnnData in memory or backed by its file; a MuData, or an h5mu file, with `modality`; the path of an
     h5ad file or of an AnnData-zarr folder; a pattern of paths, whose files are taken in order of their names; a URL
@@ -1117,7 +1119,7 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
         return AdataStream(adata, layer, shared=shared)
     check_is_adata(source, argument="source")
     if modality is not None:
-        raise OptionError(f"modality={modality!r} was given for an AnnData, which has no modalities; leave it out.")
+        raise OptionError(f"modality={modality!r} has no effect for an AnnData, which has no modalities; leave it out.")
     if not source.isbacked:
         return AdataStream(source, layer)
     if source.is_view:
@@ -1128,7 +1130,7 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
 
 
 def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
-    """Return the files that a pattern stands for, in order of their names; a path as it is."""
+    """Return the files that match a pattern, sorted by name; a path unchanged."""
     if place.startswith("file://"):
         place = place.removeprefix("file://")
     if is_url(place):

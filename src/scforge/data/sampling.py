@@ -1,4 +1,4 @@
-"""Plan the batches of an epoch: shuffled chunks, balanced draws and buckets of length."""
+"""Plan the batches of an epoch: shuffled chunks, balanced sampling and buckets of length."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ def cut_by_tokens(lengths: np.ndarray, max_tokens: int, max_cells: int | None = 
     lengths
         Tokens of each cell, ascending, none above `max_tokens`, shape (W,).
     max_tokens
-        Most tokens a batch, i.e. cells times the length of its longest cell.
+        Maximum number of tokens per batch, i.e. cells times the length of its longest cell.
     max_cells
-        Most cells a batch.
+        Maximum number of cells per batch.
 
     Returns
     -------
@@ -170,12 +170,12 @@ _PIECE = 1 << 20
 
 
 class CellWeights:
-    """Draw cells in proportion to given weights, zero or above, shape (n,)."""
+    """Sample cells in proportion to given weights, zero or above, shape (n,)."""
 
     def __init__(self, weights: np.ndarray) -> None:
         self._weights = np.asarray(weights)
         if not (np.isfinite(self._weights) & (self._weights >= 0)).all() or not self._weights.any():
-            raise OptionError("weights of cells must be finite, none below zero and some above; fix them.")
+            raise OptionError("weights of cells must be finite and not negative, with some above zero; fix them.")
 
     def __len__(self) -> int:
         return len(self._weights)
@@ -185,14 +185,14 @@ class CellWeights:
         return self._weights[cells].astype(np.float64)
 
     def fingerprint(self) -> str:
-        """Return a digest that tells these weights from others."""
+        """Return a digest of these weights."""
         return hashlib.blake2b(np.ascontiguousarray(self._weights).data, digest_size=8).hexdigest()
 
 
 class ClassBalance:
-    """Draw cells of rare classes more often: a cell has the weight (1 / size of its class)^strength.
+    """Sample cells of rare classes more often: a cell has the weight (1 / size of its class)^strength.
 
-    With strength 0 classes come as often as they are in the data, with strength 1 all classes come equally often. The
+    With strength 0 classes come by their frequency in the data, with strength 1 all classes come equally often. The
     strength may grow from epoch to epoch, so that a model first sees the natural frequencies and later rare classes.
 
     Parameters
@@ -294,13 +294,13 @@ def _index_type(n: int) -> type[np.unsignedinteger]:
 class _ChunkSequence:
     """The cells of chunks in random order, or draws of them: from each chunk as many as draws from all would give.
 
-    First the number of draws of each chunk is drawn (a multinomial), then that many cells of the chunk, so that cells
+    First the number of draws of each chunk is sampled (a multinomial), then that many cells of the chunk, so that cells
     that stand together are read together and the memory does not grow with the number of cells.
     """
 
     def __init__(self, order: CellOrder, generator: np.random.Generator, epoch: int) -> None:
         self._balance, self._seed, self._epoch = order.balance, order.seed, epoch
-        # Where the chunks that hold any of the ascending rows start in them, and n: no array of n chunk numbers.
+        # Where the chunks that contain any of the ascending rows start in them, and n: no array of n chunk numbers.
         rows, size = order.rows, order.chunk_size
         starts = np.searchsorted(rows, np.arange(rows[0] // size, rows[-1] // size + 1) * size)
         self._bounds = np.append(starts[np.diff(starts, append=len(rows)) > 0], len(rows))
@@ -398,7 +398,7 @@ class EpochPlan:
             # Another rank must have as many batches.
             if most > min(stop - start for start, stop in spans):
                 raise OptionError(
-                    f"max_tokens_per_batch={most_tokens} leaves a batch to each of {most} cells; raise it."
+                    f"max_tokens_per_batch={most_tokens} leaves one batch for each of {most} cells; raise it."
                 )
             # Passes in other threads may find it out, too: they write the same.
             self._packed[number] = most
@@ -450,7 +450,7 @@ _MIN_WINDOWS = 4
 class CellOrder:
     """The batches of every epoch on one rank.
 
-    In each epoch the chunks that hold any of the cells are put into a random order, and each rank takes a contiguous
+    In each epoch the chunks that contain any of the cells are put into a random order, and each rank takes a contiguous
     part of this sequence: parts are disjoint, together complete, and differ by at most one cell. The rank's part is
     cut into windows, and cells are shuffled within a window. Every rank has the same number of batches, none empty.
 
@@ -459,18 +459,19 @@ class CellOrder:
     rows
         Positions of the cells in their source, int64, ascending, shape (n,). Without `shuffle` any order is kept.
     batch_size
-        Cells a batch; the last batches may be smaller. With `max_tokens_per_batch` the most cells a batch, or None.
+        Cells per batch; the last batches may be smaller. With `max_tokens_per_batch`, the maximum number of cells per
+        batch, or None.
     chunk_size
         Rows ``[k * chunk_size, (k + 1) * chunk_size)`` of the source stand, and are shuffled, together; 1 in memory.
     window_cells
         Cells that are read and shuffled together, rounded to whole batches. None: 4,096 cells if `chunk_size` is
         above 1, else 32 batches; with `lengths` at most a fourth of an epoch.
     lengths
-        Number of tokens of each of `rows`, any integers, shape (n,). If given, cells of like length share a batch, so
-        that little is padded, and a batch is no random draw of cells. Without `shuffle` cells are sorted by length
+        Number of tokens of each of `rows`, any integers, shape (n,). If given, cells of similar length share a batch,
+        so that little is padded, and a batch is no random draw of cells. Without `shuffle` cells are sorted by length
         within a window, or, if `chunk_size` is 1, over the rank's whole part.
     max_tokens_per_batch
-        A batch holds as many cells as fit into this many tokens with padding, i.e. cells times the length of the
+        A batch contains as many cells as fit into this many tokens with padding, i.e. cells times the length of the
         longest. Needs `lengths`.
     shuffle
         Draw a new order each epoch.
@@ -514,7 +515,7 @@ class CellOrder:
         balance: Balance | None = None,
     ) -> None:
         if not len(rows):
-            raise OptionError("rows has no cell; give at least one position.")
+            raise OptionError("rows is empty; pass at least one position.")
         self.rows = np.ascontiguousarray(rows, dtype=np.int64)
         if shuffle and not self._ascends():
             raise OptionError("rows is not ascending, or names a cell twice; use numpy.unique(rows) to shuffle it.")
@@ -643,9 +644,11 @@ class CellOrder:
         """
         for name, value in self._identity.items():
             if (there := state.get(name)) != value:
-                raise OptionError(f"state is of another order of cells: {name} is {there!r} there, but {value!r} here.")
+                raise OptionError(
+                    f"state is from another order of cells: {name} is {there!r} there, but {value!r} here."
+                )
         if missing := {"epoch", "position"} - state.keys():
-            raise OptionError(f"state is none of an order of cells, as it has no {missing.pop()}.")
+            raise OptionError(f"state is not from an order of cells, as it has no {missing.pop()}.")
         self.epoch = state["epoch"]
         n_batches = len(self)
         if not 0 <= state["position"] <= n_batches:

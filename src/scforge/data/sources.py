@@ -182,7 +182,7 @@ def convert_once(
 
 
 def _is_fresh(path: Path, streams: Sequence[ChunkReader], options: Mapping[str, str | None]) -> bool:
-    """Return whether a store holds the sources as they are now; raise if it is of others, and not ours to replace."""
+    """Return whether a store matches the current sources; raise if it has other content that must not be replaced."""
     from scforge.data.store import StoreInfo, read_vocab
 
     info = StoreInfo.read(path)  # or raise, as it is not a store
@@ -240,7 +240,7 @@ def open_cells(
     modality
         Modality of a MuData.
     min_overlap
-        Smallest share of genes to accept in each source, see :func:`scforge.data.map_genes`.
+        Smallest fraction of genes to accept in each source, see :func:`scforge.data.map_genes`.
     obs
         Columns of obs to keep. None keeps all that every source has. Of several sources ``"scforge_source"`` names
         the source of a cell.
@@ -248,8 +248,8 @@ def open_cells(
         Most memory that cells read from files may take, e.g. ``"16GB"`` or a number of bytes. None: half of what is
         available.
     cache
-        Folder for a store; of no use for what is a store already. It is written when it is not there yet,
-        or the sources have changed, and opened from then on. It holds all genes and columns, so it serves every
+        Folder for a store; it has no effect for a source that is a store. It is written when it is not there yet,
+        or the sources have changed, and opened from then on. It contains all genes and columns, so it serves every
         vocabulary. ``"auto"`` converts files that do not fit into memory, into ``~/.cache/scforge/stores`` (or
         ``$XDG_CACHE_HOME``), as training from files does.
     storage_options
@@ -436,7 +436,7 @@ def _read_one(path: Path) -> AnnData:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What an h5ad file holds; ``print(inspection)`` shows it.
+    """Content of an h5ad file; ``print(inspection)`` shows it.
 
     Attributes
     ----------
@@ -445,19 +445,20 @@ class Inspection:
     n_cells, n_genes
         Number of cells and of columns of the matrix.
     stored
-        How the matrix that was asked for is stored: ``"csr"``, ``"csc"`` or ``"dense"``.
+        Storage format of the matrix: ``"csr"``, ``"csc"`` or ``"dense"``.
     counts
-        One sentence: whether the matrix holds raw counts, and if not, what does.
+        One sentence: whether the matrix contains raw counts, or which matrix does.
     n_empty
         Number of cells without any count; None where there are no counts.
     other_names
-        Other columns of ``var`` that hold gene names, each with what they are and how many the vocabulary has.
+        Other columns of ``var`` that contain gene names, each with its kind and the number of its names in the
+        vocabulary.
     overlap
         How well the genes fit the vocabulary.
     chosen
         Whether the vocabulary was looked for among the shipped ones.
     mismatch
-        Why the data cannot be used with the vocabulary that was named, one sentence; None if they can.
+        One sentence on why the data cannot be used with the given vocabulary; None if they can.
 
     Examples
     --------
@@ -519,8 +520,8 @@ def inspect_h5ad(
     vocab
         A vocabulary, the file of one, or the name of a shipped one. None takes the shipped one that fits best.
     layer
-        Layer to look at; None looks at X. If it holds no counts, another matrix that does is named, and the shares of
-        counts are those of that one if it is a layer or X.
+        Layer to look at; None looks at X. If it contains no counts, another matrix that does is named, and the shares
+        of counts are those of that one if it is a layer or X.
     gene_key
         Column of ``var`` with the gene names; None reads ``var_names``.
     n_top

@@ -32,12 +32,12 @@ def split_cells(
     n_cells
         Number of cells.
     validation_size
-        Share of the cells that are held out, from 0 to below 1.
+        Fraction of the cells that are held out, from 0 to below 1.
     seed
         Seed of the choice.
     groups
         Group of each cell, e.g. its donor or data set, as a column of obs or as codes, shape (n_cells,). Whole groups
-        are then held out: of many random choices that whose share of cells is nearest to `validation_size`, with at
+        are then held out: of many random choices that whose fraction of cells is nearest to `validation_size`, with at
         least one group on each side.
     rows
         Rows that are split; the others are on neither side. None: all cells.
@@ -64,14 +64,14 @@ def split_cells(
     if rows is not None:
         rows = np.unique(rows)
         if rows.size and (rows.dtype.kind not in "iu" or not 0 <= rows[0] <= rows[-1] < n_cells):
-            raise OptionError(f"rows={rows!r} holds what is not a position of a cell, from 0 to {n_cells - 1}.")
+            raise OptionError(f"rows={rows!r} contains what is not a position of a cell, from 0 to {n_cells - 1}.")
         rows = rows.astype(np.int64)
     codes, names = (None, None) if groups is None else _codes(groups, n_cells, rows)
     if codes is None or names is None or validation_size == 0:
         train, validation = _split_by_cell(n_cells if rows is None else len(rows), validation_size, seed)
     else:
         if len(names) < 2:
-            raise DataError(f"groups has {str(names[0])!r} only; give two or more groups, or split by cell.")
+            raise DataError(f"groups has {str(names[0])!r} only; use two or more groups, or split by cell.")
         held_out = _hold_out(np.bincount(codes), validation_size, seed)
         train, validation = np.flatnonzero(~held_out[codes]), np.flatnonzero(held_out[codes])
     return (train, validation) if rows is None else (rows[train], rows[validation])
@@ -92,7 +92,7 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
     import pandas as pd
 
     if len(groups) != n_cells:
-        raise OptionError(f"groups has {len(groups)} values for {n_cells} cells; give one a cell.")
+        raise OptionError(f"groups has {len(groups)} values for {n_cells} cells; pass one per cell.")
     values = pd.Series(groups)
     codes, names = pd.factorize(values if rows is None else values.iloc[rows])
     without = codes < 0

@@ -41,7 +41,7 @@ def select_genes(
     within: GeneVocab | None = None,
     keep_genes: Sequence[str] = (),
 ) -> GeneVocab:
-    """Make a vocabulary of the genes of `adata` that a model should see.
+    """Create a vocabulary of the genes of `adata` that a model should see.
 
     Parameters
     ----------
@@ -276,7 +276,7 @@ def measure_entropies(
 ) -> GeneVocab:
     """Return a vocabulary with the entropy of each gene over cells, from 0 (one cell has all of it) to 1.
 
-    The tokenizer ``"entropy_ranked"`` puts genes of low entropy, which tell cells apart, before housekeeping genes.
+    The tokenizer ``"entropy_ranked"`` puts genes of low entropy, which distinguish cells, before housekeeping genes.
     A model measures what it needs of its training cells by itself; this is for vocabularies that several models share.
 
     Parameters
@@ -324,7 +324,7 @@ def _entropies(blocks: Iterable[CellBlock], n_genes: int) -> np.ndarray:
 
     With x the CP10K values of a gene in n cells and p = x / sum(x), the entropy is ``-sum(p log p) / log n``: 1 for a
     gene that all cells express alike (and for one that none expresses), 0 for one that a single cell expresses. It
-    equals ``(log S - T / S) / log n`` with ``S = sum(x)`` and ``T = sum(x log x)``, so two numbers a gene suffice.
+    equals ``(log S - T / S) / log n`` with ``S = sum(x)`` and ``T = sum(x log x)``, so two numbers per gene suffice.
     """
     n_cells, both = 0, np.zeros((2, n_genes))
     for block in blocks:

@@ -105,7 +105,7 @@ class StoreInfo:
         Of each source: ``name``, ``n_cells``, ``n_genes``, ``overlap`` (share of the vocabulary's genes that it has),
         ``counts_kept``, and its fingerprint.
     counts_kept
-        Share of all counts that lie in genes of the vocabulary.
+        Fraction of all counts that lie in genes of the vocabulary.
     options
         Arguments of the conversion.
     created, scforge_version
@@ -148,13 +148,13 @@ class StoreInfo:
         if not isinstance(content, dict):
             raise DataError(f"{place} {_other_kind(attributes)}.")
         if content.get("format") != _FORMAT:
-            raise DataError(f"{place} has the format {content.get('format')!r} of a later scforge; update scforge.")
+            raise DataError(f"{place} has the format {content.get('format')!r} of a later version; update scforge.")
         try:
             return cls(**content)
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
             raise DataError(
-                f"{place} is a damaged store: its description holds no usable {'.'.join(map(str, wrong['loc']))!r} "
+                f"{place} is a damaged store: its description contains no usable {'.'.join(map(str, wrong['loc']))!r} "
                 f"({wrong['msg']}); convert the data again."
             ) from error
 
@@ -187,7 +187,7 @@ def may_be_store(path: str | os.PathLike[str]) -> bool:
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` (or a URL) is a whole store of scforge; False where there is nothing."""
+    """Whether `path` (or a URL) is a complete store of scforge; False if nothing is there."""
     try:
         return isinstance(_attributes(path).get(_GROUP), dict)
     except (DataError, MissingFileError):
@@ -217,8 +217,8 @@ def _other_kind(attributes: Mapping[str, Any]) -> str:
     if kind == "anndata":
         return "is an AnnData, not a store; scforge convert SOURCE -o STORE makes one of it"
     if kind == _ENCODING["encoding-type"]:
-        return "is a collection of annbatch that scforge has not written; convert its data with scforge convert"
-    return "is a folder without a store; name one that scforge convert has written"
+        return "is an annbatch collection from another program; convert its data with scforge convert"
+    return "is a folder without a store; pass one that scforge convert wrote"
 
 
 def read_vocab(group: Any) -> GeneVocab:
@@ -324,7 +324,7 @@ _SETTINGS: dict[str, Any] = {**CODECS, "threading.max_workers": max(1, (os.cpu_c
 
 
 class _Store:
-    """A store, or another collection of annbatch, whose cells are read by rows.
+    """A store, or another annbatch collection, read by rows.
 
     Attributes
     ----------
@@ -362,7 +362,7 @@ class _Store:
             self._set_genes(group, info)
             self.totals = np.concatenate([_fitting(self._read(one, "obs", TOTAL)) for one in self._datasets])
             if not self.totals.all():  # missing chunks come as zeros
-                raise self._damaged(f"{TOTAL} of its cells is not what was written")
+                raise self._damaged(f"{TOTAL} of its cells is corrupted")
             self.counts_kept, self.chunk_size, self.shuffled = info.counts_kept, info.chunk_size, info.shuffled
         else:
             self._set_foreign_genes()
@@ -414,7 +414,7 @@ class _Store:
         self.vocab, measured = read_vocab(group), read_measured(group)
         shares = [source["overlap"] for source in info.sources]
         if self.vocab.hash != info.vocab_hash or not np.allclose(measured.mean(axis=1), shares):
-            raise self._damaged("its vocabulary, or the genes of its sources, are not what was written")
+            raise self._damaged("its vocabulary, or the genes of its sources, are corrupted")
         self.genes = np.array(self.vocab.genes, dtype=object).astype(str)
         self.measured = measured.any(axis=0)
 
@@ -576,9 +576,9 @@ class StoreCells:
         vocab
             Vocabulary to map the genes to, by name; None takes that of the store.
         obs
-            Columns of obs to have at hand; None takes all.
+            Columns of obs to have available; None takes all.
         min_overlap
-            Smallest share of genes of `vocab` to accept.
+            Smallest fraction of genes of `vocab` to accept.
         storage_options
             Options for the file system of a URL, as for fsspec.
 
@@ -690,9 +690,9 @@ class StoreCells:
             yield CellBlock(indptr, genes, values, sums, rows, draw=draw, measured=self.measured)
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-        """Return at most `n` cells (of those at `rows`), drawn by `seed`, in memory, in the order of the store.
+        """Return at most `n` cells (of those at `rows`), sampled by `seed`, in memory, in the order of the store.
 
-        Of more cells whole chunks are drawn, because they are read in one go.
+        Of more cells whole chunks are sampled, because they are read in one go.
         """
         chosen = choose_chunks(len(self), n, self.chunk_size, rows=rows, seed=seed)
         block = self.block(chosen)
@@ -720,7 +720,7 @@ class StoreCells:
 
 @dataclass(frozen=True)
 class StoreInspection:
-    """What a store holds; ``print(inspection)`` shows it.
+    """Content of a store; ``print(inspection)`` shows it.
 
     Attributes
     ----------
@@ -860,7 +860,7 @@ def _verify(group: Any, info: StoreInfo, name: str) -> None:
         if hashes[number] != expected["hash"]
     ]
     if vocab_hash != info.vocab_hash:
-        problems.append("its vocabulary is another one than was written")
+        problems.append("its vocabulary has changed since it was written")
     if measured.shape != (len(info.sources), info.n_genes):
         problems.append("the table of the genes that each source has is of another size")
     if not problems and content_hash(vocab_hash, hashes) != info.content_hash:

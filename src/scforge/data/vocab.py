@@ -165,10 +165,10 @@ class GeneVocab:
 
     def __post_init__(self) -> None:
         if not self.genes:
-            raise DataError("genes=[] holds no gene; a vocabulary needs at least one.")
+            raise DataError("genes=[] contains no gene; a vocabulary needs at least one.")
         if len(set(self.genes)) < len(self.genes):
             twice = next(gene for gene, count in Counter(self.genes).items() if count > 1)
-            raise DataError(f"genes holds {twice!r} twice; a vocabulary needs each gene once.")
+            raise DataError(f"genes holds {twice!r} twice; genes of a vocabulary must be unique.")
         tokens = self.special_tokens
         if tokens[:1] != (PAD_TOKEN,) or MASK_TOKEN not in tokens or len(set(tokens)) < len(tokens):
             raise DataError(
@@ -183,13 +183,15 @@ class GeneVocab:
         if self.medians is not None:
             medians = np.array(self.medians, dtype=np.float64)
             if not (np.isfinite(medians).all() and (medians > 0).all()):
-                raise DataError("medians holds a value that is not a positive number; leave genes without one out.")
+                raise DataError("medians contains a value that is not a positive number; leave genes without one out.")
             medians.setflags(write=False)
             object.__setattr__(self, "medians", medians)
         if self.entropies is not None:
             entropies = np.array(self.entropies, dtype=np.float64)
             if not ((entropies >= 0) & (entropies <= 1)).all():
-                raise DataError("entropies holds a value that is not from 0 to 1; measure them with measure_entropies.")
+                raise DataError(
+                    "entropies contains a value that is not from 0 to 1; measure them with measure_entropies."
+                )
             entropies.setflags(write=False)
             object.__setattr__(self, "entropies", entropies)
         if self.aliases is not None:
@@ -205,7 +207,7 @@ class GeneVocab:
 
     @classmethod
     def from_genes(cls, genes: Sequence[str], *, release: str = FROM_DATA) -> GeneVocab:
-        """Make a vocabulary of `genes` in the given order.
+        """Create a vocabulary of `genes` in the given order.
 
         Parameters
         ----------
@@ -223,12 +225,12 @@ class GeneVocab:
         """
         names = listed_names("genes", genes)
         if missing := n_missing(names):
-            raise DataError(f"genes has {missing} missing names; fill them or leave those genes out.")
+            raise DataError(f"genes has {missing} missing names; fill them or leave out these genes.")
         return cls(tuple(str(name) for name in names), release=release)
 
     @classmethod
     def from_adata(cls, adata: AnnData, *, gene_key: str | None = None) -> GeneVocab:
-        """Make a vocabulary of all genes of `adata`, named by ``adata.var[gene_key]`` or ``adata.var_names``."""
+        """Create a vocabulary of all genes of `adata`, named by ``adata.var[gene_key]`` or ``adata.var_names``."""
         from scforge.data.checks import check_is_adata, gene_names
 
         check_is_adata(adata)
@@ -348,7 +350,7 @@ class GeneVocab:
         return replace(self, entropies=entropies)
 
     def with_special_tokens(self, *tokens: str) -> GeneVocab:
-        """Return the vocabulary with further special tokens behind the ones that it has; genes move to higher ids.
+        """Return the vocabulary with additional special tokens after its own; genes move to higher ids.
 
         Examples
         --------
@@ -422,7 +424,8 @@ class GeneVocab:
         if not shared.any():
             raise DataError(
                 f"other has no gene of this vocabulary: it holds {other.kind} such as {other.genes[0]!r}, this one "
-                f"{self.kind} such as {self.genes[0]!r}; name the genes alike, e.g. with scforge.data.convert_gene_ids."
+                f"{self.kind} such as {self.genes[0]!r}; convert the identifiers, e.g. with "
+                "scforge.data.convert_gene_ids."
             )
         chosen = other.chosen_from_data and not self.chosen_from_data
         return replace(self.subset(shared), release=f"{self.release}, {FROM_DATA}" if chosen else self.release)
@@ -441,7 +444,7 @@ class GeneVocab:
         return np.array([max(index - self.n_special, -1) for index in found], dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> list[str]:
-        """Return the name behind each of the token `ids`.
+        """Return the name of each of the token `ids`.
 
         Raises
         ------
@@ -607,7 +610,7 @@ def _annotation(name: str) -> GeneVocab:
 
 @cache
 def _orthologs(name: str) -> GeneVocab:
-    """One token an ortholog pair, and behind the pairs one a family where families are summed."""
+    """One token per ortholog pair, then one per family if families are summed."""
     rows = [row for row in read_table(_BOTH) if name == _SUMMED or row[3] == "0"]
     return GeneVocab(
         genes=tuple(gene for gene, *_ in rows),
@@ -619,7 +622,7 @@ def _orthologs(name: str) -> GeneVocab:
 
 @cache
 def _with_shared_symbols() -> GeneVocab:
-    """One token an ortholog pair, and behind them one a pair of genes whose symbols differ in case at most."""
+    """One token per ortholog pair, then one per pair of genes whose symbols differ at most in case."""
     pairs = _orthologs(_BOTH)
     known = {*pairs.genes, *(pairs.aliases or {})}
     human, mouse = (_by_symbol(f"{species}_protein_coding") for species in SPECIES)

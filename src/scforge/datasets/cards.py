@@ -1,4 +1,4 @@
-"""What is known of a data set that goes by a name: where it comes from, its columns, how it is split."""
+"""Metadata of a named data set: its source, its columns, and its split."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ type Amount = float | int | tuple[str, ...]
 class SplitRule:
     """How the cells of a data set are divided into training, validation and test.
 
-    What is drawn is drawn by the SHA-256 of names: neither the order of the cells nor the machine matters.
+    Sampling uses the SHA-256 of names, so it depends neither on the order of the cells nor on the machine.
 
     Attributes
     ----------
     kind
         ``"stratified"``
-            A share of the cells of each value of `column`; cells without a value count as one value more.
+            A fraction of the cells of each value of `column`; cells without a value count as one value more.
         ``"groups"``
             All cells of some values of `column`, e.g. of whole donors. Cells without a value are left out.
         ``"perturbations"``
@@ -78,7 +78,7 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class DatasetCard:
-    """Facts of a data set. What is not known for sure is None.
+    """Facts of a data set; uncertain facts are None.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ class DatasetCard:
     splits
         Version to the SHA-256 of the shipped file of cell ids, ``splits/<name>-v<version>.csv.gz``.
     shares_cells_with
-        Names of data sets that hold some of the same cells: one must not be trained on to be tested on the other.
+        Names of data sets that contain some of the same cells: one must not be trained on to be tested on the other.
     note
         What else a user should know.
 

@@ -1,4 +1,4 @@
-"""Data sets by their names: what is embedded, and what lies in a folder of the user."""
+"""Data sets by name: bundled ones, and those in a user's folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DATA_FOLDER = "SCFORGE_DATA"
 
 
 def find_file(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Return the h5ad file of a data set: that of the package, in `folder`, or where ``SCFORGE_DATA`` says."""
+    """Return the h5ad file of a data set: that of the package, in `folder`, or in ``SCFORGE_DATA``."""
     card = get_card(name)
     if card.embedded:
         # The package is a folder: its data are read in place everywhere.

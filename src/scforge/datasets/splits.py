@@ -70,7 +70,7 @@ class Split:
         cells = pd.Index(np.concatenate([getattr(self, part) for part in (*PARTS, LEFT_OUT)]))
         if not cells.is_unique:
             twice = cells[cells.duplicated()][0]
-            raise DataError(f"the split {self.name!r} has the cell {twice!r} twice; a cell belongs to one part.")
+            raise DataError(f"the split {self.name!r} has the cell {twice!r} twice; each cell must be in one part.")
 
     def __len__(self) -> int:
         return sum(len(getattr(self, part)) for part in (*PARTS, LEFT_OUT))
@@ -251,7 +251,7 @@ def _parse(content: bytes, name: str, version: int, file: str) -> Split:
     except (gzip.BadGzipFile, EOFError, ValueError):
         fits = False
     if not fits:
-        raise DataError(f"{file!r} is no gzipped CSV with the columns cell and part; write it with write_split.")
+        raise DataError(f"{file!r} is not a gzipped CSV with the columns cell and part; write it with write_split.")
     return Split(name, version, **{part: table["cell"][table["part"] == part].to_numpy(object) for part in parts})
 
 
@@ -293,7 +293,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
     """
     rule = card.split
     if rule is None:
-        raise OptionError(f"the card {card.name!r} has no rule to split by; give it one, split=SplitRule(...).")
+        raise OptionError(f"the card {card.name!r} has no split rule; set split=SplitRule(...).")
     for key in filter(None, (rule.column, rule.context_key)):
         check_known("column", key, adata.obs, "obs", fix=f"the split of {card.name!r} needs it")
     salt = f"{card.name}-v{version}"
@@ -320,7 +320,7 @@ def check_rule(split: Split, card: DatasetCard, adata: AnnData) -> None:
 
 
 def _units(rule: SplitRule, card: DatasetCard, obs: pd.DataFrame) -> pd.Series:
-    """Return what is held out whole, of each cell: text, missing for controls and where there is no value."""
+    """Return the held-out unit of each cell as text; missing for controls and without a value."""
     values = obs[rule.column].astype(object).where(obs[rule.column].notna())
     values = values.map(str, na_action="ignore")
     if rule.kind == "groups":
@@ -364,7 +364,7 @@ def _drawn(units: list[str], amounts: dict[str, Amount], salt: str, what: str) -
 
 
 def _cut(ids: np.ndarray, shares: dict[str, float], salt: str) -> np.ndarray:
-    """Return the part of each cell of a stratum: shares of them, drawn by hash; at least one each of three or more."""
+    """Return the part of each cell of a stratum, chosen by hash; with three or more cells, each part has one."""
     order = np.array(sorted(range(len(ids)), key=lambda row: (_rank(salt, str(ids[row])), ids[row])), dtype=np.int64)
     parts = np.full(len(ids), "train", dtype=object)
     start = 0
@@ -376,7 +376,7 @@ def _cut(ids: np.ndarray, shares: dict[str, float], salt: str) -> np.ndarray:
 
 
 def _stratified(rule: SplitRule, adata: AnnData, salt: str) -> np.ndarray:
-    """Return the part of each cell: shares of the cells of each value, and of those without a value."""
+    """Return the part of each cell: fractions of the cells of each value, and of those without a value."""
     ids = np.asarray(adata.obs_names, dtype=object)
     codes = adata.obs[rule.column].astype("category").cat.codes.to_numpy()
     parts = np.full(len(ids), "train", dtype=object)

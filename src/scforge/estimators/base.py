@@ -69,22 +69,22 @@ if TYPE_CHECKING:
 
 
 _N_LANDMARKS = 2_000
-"""Cells of the training whose embeddings are saved with a model."""
+"""Number of training cells whose embeddings are saved with a model."""
 _MAX_OPENED = 2
-"""AnnData whose cells a model keeps open: those of its training, and others."""
+"""Number of AnnData objects whose cells a model keeps open, including the training data."""
 
 _OF_SCVI = {
     **dict.fromkeys(
         ("categorical_covariate_keys", "continuous_covariate_keys"), "scforge has no covariates, use batch_key"
     ),
     "size_factor_key": "the size of a cell is the sum of its counts, leave it out",
-    "unlabeled_category": "cells without a label have NaN in the column of labels_key, leave it out",
+    "unlabeled_category": "cells without a label have NaN in the column labels_key, leave it out",
 }
-"""Arguments of scvi-tools' ``setup_anndata``, and what to do here."""
+"""Arguments of scvi-tools' ``setup_anndata``, and advice for scforge."""
 
 
 def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
-    """Return positions of cells, int64, of positions or of a bool for each of `n_cells`, or raise OptionError."""
+    """Return positions of cells, int64, from positions or a mask of `n_cells`, or raise OptionError."""
     found = np.asarray(indices)
     wrong = found.ndim != 1 or found.dtype.kind not in "biu"
     if found.dtype == bool and not wrong:
@@ -108,7 +108,7 @@ class _Absent:
 
 
 class _Front(BaseModelMetaClass):
-    """Lists what a model class has, without what only scvi-tools has."""
+    """Lists the attributes of a model class without those that only scvi-tools supports."""
 
     def __dir__(cls) -> list[str]:
         return [name for name in super().__dir__() if not cls._lacks(name)]
@@ -120,8 +120,8 @@ class _Front(BaseModelMetaClass):
 class CellModel(BaseModelClass, metaclass=_Front):
     """Base of the model classes, on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
 
-    A subclass makes ``_spec``, ``_tokenizer``, ``_objective`` and ``module`` in its constructor, which takes what
-    :meth:`load` hands over, and implements ``train``.
+    A subclass sets ``_spec``, ``_tokenizer``, ``_objective`` and ``module`` in its constructor, which accepts the
+    arguments of :meth:`load`, and implements ``train``.
     """
 
     module: nn.Module
@@ -132,7 +132,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
     is_trained_: bool
     _data: CellDataModule | None = None
     _query: Any = None
-    """Cells of a query that the model was made for, where it learns from others as well."""
+    """Query cells of the model, if it is trained on other cells as well."""
     _seen: HeldOutRegistry | None = None
     _landmarks: torch.Tensor | None = None
     """Embeddings of some cells of the training, (S, D), onto which queries are mapped."""
@@ -165,7 +165,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         """Whether Ctrl-C ended the last training."""
         self.history_: dict[str, pd.DataFrame] = {}
         self._opened: list[tuple[weakref.ref[AnnData], tuple[Any, ...], CellSource]] = []
-        """AnnData, what tells whether they have changed, and their cells over the genes of the model."""
+        """AnnData objects, fingerprints to detect changes, and their cells over the genes of the model."""
 
     @classmethod
     def setup_anndata(
@@ -227,7 +227,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         managers = (one._setup_adata_manager_store.get(adata.uns.get(_SCVI_UUID_KEY)) for one in _family(CellModel))
         known = [manager.adata for manager in managers if manager is not None]
         if known and all(one is not adata for one in known):
-            # A copy, or read from a file of it: under the same id it would take the place of the other.
+            # A copy, or read from a file of one: with the same id it would replace the other.
             for key in (_SCVI_UUID_KEY, _MANAGER_UUID_KEY):
                 adata.uns.pop(key, None)
         manager = AnnDataManager(fields=fields, setup_method_args=setup_method_args)
@@ -247,18 +247,17 @@ class CellModel(BaseModelClass, metaclass=_Front):
         Parameters
         ----------
         adata
-            Cells to embed; None for those of the training. If they are not set up, counts and gene names are
-            read from where they were in the training data; call :meth:`setup_anndata` first where they are elsewhere.
-            Genes are matched by name. Cells from :func:`scforge.data.open_cells`, or a path or URL that it takes, are
-            read as they are needed, and nothing is written.
+            Cells to embed; None for the training cells. Without :meth:`setup_anndata`, counts and gene names are read
+            from the same places as in the training data. Genes are matched by name. Cells from
+            :func:`scforge.data.open_cells`, or a path or URL for it, are read on demand, and nothing is written.
         key_added
-            Key in ``adata.obsm``, and in ``adata.uns["scforge"]`` for what the embedding was made with. ``"auto"`` is
+            Key in ``adata.obsm``, and in ``adata.uns["scforge"]`` for the settings of the embedding. ``"auto"`` is
             ``"X_scforge"``, or ``"X_scforge_query"`` of a query model (:meth:`Encoder.load_query_data`) whose training
-            changed its encoder. None writes nothing.
+            changed the encoder. None writes nothing.
         batch_size
-            Cells a batch.
+            Cells per batch.
         indices
-            Positions of the cells to embed, or a bool for each cell; then nothing is written. None embeds all.
+            Positions of the cells to embed, or a boolean mask; nothing is written then. None embeds all cells.
 
         Returns
         -------
@@ -269,7 +268,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         GeneMismatchError
             If `adata` has too few genes of the model.
         OptionError
-            If the model waits for gene vectors that it was never given.
+            If the gene vectors of the model are missing.
 
         Examples
         --------
@@ -296,7 +295,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return embedding
 
     def _keep(self, adata: AnnData, key: str, embedding: np.ndarray, cells: Cells) -> None:
-        """Write an embedding of cells, and what it was made with, into their AnnData."""
+        """Write an embedding of cells and its settings into their AnnData."""
         key = self._obsm_key if key == AUTO_KEY else key
         made_with = self._provenance(cells, embedding.shape[1])
         adata.obsm[key] = embedding
@@ -304,7 +303,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @property
     def _obsm_key(self) -> str:
-        """Key of the embedding in obsm; a separate key if a query model has left the space of its reference."""
+        """Key of the embedding in obsm; another key if training moved a query model out of its reference space."""
         tuning = self._spec.tuning
         adapted = tuning is not None and self._is_query and tuning.freeze is not True
         return QUERY_KEY if adapted and self.n_epochs_ else OBSM_KEY
@@ -316,12 +315,12 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @property
     def objective(self) -> Objective:
-        """What the model is trained for: its objective, or of a fine-tuned model its task."""
+        """The objective of the model, or the task of a fine-tuned model."""
         return self._objective
 
     @property
     def _pretraining(self) -> Objective:
-        """The objective of the pretraining."""
+        """The pretraining objective."""
         pretraining = self._objective.pretraining if isinstance(self._objective, Task) else None
         return self._objective if pretraining is None else pretraining
 
@@ -343,7 +342,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @property
     def vocab(self) -> GeneVocab:
-        """The genes that the model knows."""
+        """The genes of the model."""
         return self._spec.vocab
 
     @property
@@ -361,7 +360,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return "\n".join([heading, *(f"    {name}: {text}" for name, text in facts.items())])
 
     def _repr_html_(self) -> str:
-        """Return what the model is, for a notebook."""
+        """Return an HTML summary of the model for notebooks."""
         heading, facts = self._described()
         keys = ("layer", "gene_key", "batch_key", "labels_key")
         facts["set up with"] = ", ".join(f"{key}={self._setup[key]!r}" for key in keys if self._setup.get(key))
@@ -371,7 +370,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return f"<b>{html.escape(heading)}</b><table>{''.join(lines)}</table>"
 
     def _described(self) -> tuple[str, dict[str, str]]:
-        """Return what the model shows of itself: a heading, and facts by name."""
+        """Return the summary of the model: a heading, and properties by name."""
         spec, checkpoint = self._spec, self._facts.checkpoint
         data = self.adata if self._data is None else self._data.cells
         trained = f"trained for {in_epochs(self.n_epochs_)}" if self.is_trained_ else "not trained"
@@ -393,7 +392,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @classmethod
     def _require_setup(cls, adata: AnnData | None, registry: dict[str, Any] | None) -> None:
-        """Raise unless there is a registry, or an AnnData that was set up."""
+        """Raise unless a registry, or an AnnData with setup, is given."""
         if adata is None and registry is not None:
             return
         check_adata(adata)
@@ -404,7 +403,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             raise OptionError(f"adata is not set up{why}; call {cls.__name__}.setup_anndata(adata) first.") from error
 
     def _source(self, adata: AnnData | Cells | str | os.PathLike[str] | None) -> Any:
-        """Return `adata`, or what the model was trained on if None."""
+        """Return `adata`, or the training data if None."""
         if adata is None:
             adata = self._query
         if adata is None:
@@ -416,7 +415,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def _ready(
         self, adata: AnnData | Cells | str | os.PathLike[str] | None, what: str, *, needs_cells: bool = True
     ) -> Any:
-        """Return what to read cells from (None if not needed); warn if the model, and so `what` it makes, is random."""
+        """Return the source of the cells (None if not needed); warn if the model is untrained, so `what` is random."""
         source = self._source(adata) if needs_cells else None
         check_filled(self.module)
         if not self.is_trained_:
@@ -428,14 +427,14 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return self.registry_["setup_args"]
 
     def _cells(self, adata: AnnData | Cells | str | os.PathLike[str] | None = None) -> Cells:
-        """Return cells (those of the training if None) over the genes of the model."""
+        """Return cells (None: the training cells) over the genes of the model."""
         return self._open(self._source(adata))
 
     def _open(self, source: AnnData | Cells | str | os.PathLike[str], **options: Any) -> Cells:
         """Open cells over the genes of the model; `options` of :func:`open_cells` may name another vocabulary."""
         options = {"vocab": self._spec.vocab, **options}
         if isinstance(source, str | os.PathLike):
-            # In a store counts and names are where they belong.
+            # A store always has counts and names in the same places.
             setup = {} if is_collection(os.fspath(source)) else self._setup
             return open_cells(source, layer=setup.get("layer"), gene_key=setup.get("gene_key"), **options)
         if not isinstance(source, AnnData) and hasattr(source, "with_vocab"):
@@ -451,7 +450,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return open_cells(source, **places, **options)
 
     def _opened_once(self, adata: AnnData, layer: str | None, gene_key: str | None) -> Cells:
-        """Return the cells of an AnnData as they were opened last, or open them where counts or genes have changed."""
+        """Return the opened cells of an AnnData; open them again if counts or genes have changed."""
         matrix = adata.X if layer is None else adata.layers.get(layer)
         counts = None if adata.is_view else content_mark(matrix)
         if counts is None:  # on disk, or not there
@@ -468,7 +467,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @classmethod
     def _setup_of(cls, adata: AnnData) -> dict[str, Any] | None:
-        """Return where things are in `adata` by its own set-up, or None if it has none."""
+        """Return the fields that `adata` was set up with, or None without setup."""
         try:
             manager = cls._get_most_recent_anndata_manager(adata)
         except ValueError:  # a copy of an AnnData that was set up
@@ -476,7 +475,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return None if manager is None else manager.registry["setup_args"]
 
     def _provenance(self, cells: Cells, n_latent: int) -> dict[str, Any]:
-        """Return what an embedding was made with, as scalars that h5ad can hold."""
+        """Return the settings of an embedding as scalars that h5ad can store."""
         kept = cells.counts_kept
         return {**self._made_with(), "n_latent": n_latent, "gene_overlap": cells.overlap, "counts_kept": kept}
 
@@ -495,7 +494,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         }
 
     def _keep_landmarks(self, cells: Cells, rows: np.ndarray, batch_size: int) -> None:
-        """Embed some cells of the training, onto which queries are mapped, if the objective maps queries."""
+        """Embed a sample of the training cells, onto which queries are mapped, if the objective maps queries."""
         tuning = self._spec.tuning
         changed = tuning is None or (tuning.task == "adaptation" and tuning.freeze is not True)
         if changed and self._pretraining.maps_queries:
@@ -504,7 +503,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             self._landmarks = torch.from_numpy(found)
 
     def _extend_history(self, figures: dict[str, list[float]]) -> None:
-        """Append scores of epochs, one data frame a name, as in scvi-tools."""
+        """Append scores of epochs, one data frame per name, as in scvi-tools."""
         for name, values in figures.items():
             both = [*(self.history_[name][name] if name in self.history_ else ()), *values]
             self.history_[name] = pd.DataFrame({name: both}).rename_axis("epoch")
@@ -523,7 +522,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         weights: dict[str, torch.Tensor] | None = None,
         card: str | None = None,
     ) -> None:
-        """Write a model folder with these weights, or those of the module, and this card, or the usual one."""
+        """Write a model folder with these weights and this card; None takes the module's, and a generated card."""
         state = self.module.state_dict() if weights is None else weights
         write_folder(
             dir_path,
@@ -538,7 +537,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         )
 
     def _current_origin(self) -> Origin | None:
-        """Return where the model can be had, None if it was trained since, or is nowhere."""
+        """Return the published location of the model; None if it has been trained since, or was never published."""
         origin = self._origin
         return origin if origin is not None and origin.n_epochs == self.n_epochs_ else None
 
@@ -547,7 +546,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return replace(self._current_origin() or Origin(), folder=Path(folder).resolve(), n_epochs=self.n_epochs_)
 
     def _card_facts(self) -> CardFacts:
-        """Return what is known of a model as it is now, also by the model that it was fine-tuned from."""
+        """Return the facts for the card of the current model, including those of its base model."""
         facts = self._facts
         if facts.n_epochs != self.n_epochs_:
             facts = replace(facts, table="", scores=())
@@ -560,7 +559,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return replace(facts, checkpoint=facts.checkpoint or below._card_facts().checkpoint)
 
     def _base_origin(self, folder: Path) -> dict[str, Any] | None:
-        """Return where the model before fine-tuning is to be had, for adapters in `folder`; None if it is nowhere.
+        """Return the location of the base model for adapters in `folder`; None if it has none.
 
         A folder is named by the way there, so that both can be moved together, if the model has no name on a hub.
         """
@@ -592,9 +591,9 @@ class CellModel(BaseModelClass, metaclass=_Front):
         Parameters
         ----------
         name
-            How others load it; None for the folder that the card is in.
+            Name to load it by; None for the folder of the card.
         is_adapter
-            Whether the folder has the adapters alone.
+            Whether the folder contains only adapters.
         """
         last = {key: frame[key].iloc[-1] for key, frame in self.history_.items() if len(frame)}
         return model_card(
@@ -619,11 +618,11 @@ class CellModel(BaseModelClass, metaclass=_Front):
         adata: AnnData | None,
         device: str | torch.device,
     ) -> Any:
-        """Make the model of what was read from a folder."""
+        """Create a model from the content of a folder."""
         made_by = config["class"]
         found = class_in_place_of(cls, made_by, config["architecture"]["name"])
         if found is None:
-            what = f"dir_path={str(dir_path)!r} holds a model of the class {made_by!r}"
+            what = f"dir_path={str(dir_path)!r} contains a model of the class {made_by!r}"
             raise ModelFileError(f"{what}; load it with scforge.models.{made_by}.load.")
         cls = found
         setup = config["setup"]
@@ -648,7 +647,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return model
 
     def _restore(self, content: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
-        """Take over what the description of a model or an adapter says of its training."""
+        """Restore the training record from the description of a model or an adapter."""
         if self._spec.tuning is not None:
             self._seen = HeldOutRegistry.load(folder, self._spec.tuning.split.get("cells"))
         self._extend_history(content["history"])
@@ -660,7 +659,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @classmethod
     def _of_parts(cls, parts: Mapping[str, Any], vocab: GeneVocab, **options: Any) -> Any:
-        """Make a model of what :meth:`ModelSpec.to_json` says, with random weights."""
+        """Create a model with random weights from the output of :meth:`ModelSpec.to_json`."""
         architecture = dict(parts["architecture"])
         names = architecture.pop("name"), parts["tokenizer"], parts["objective"]
         adata = options.pop("adata", None)
@@ -677,15 +676,15 @@ class CellModel(BaseModelClass, metaclass=_Front):
         labels_key: str | None = None,
         **kwargs: Any,
     ) -> None:
-        """Tell the model where things are in one modality of `mdata`, and check them.
+        """Register and validate the fields of one modality of `mdata` that the model uses.
 
-        The model then takes `mdata` wherever it takes an AnnData, and works on ``mdata.mod[modality]``: that is its
-        ``adata``, and that is where the embedding is written, ``mdata.mod[modality].obsm["X_scforge"]``.
+        The model then accepts `mdata` wherever it accepts an AnnData, and uses ``mdata.mod[modality]`` as its
+        ``adata``. The embedding is written into ``mdata.mod[modality].obsm["X_scforge"]``.
 
         Parameters
         ----------
         mdata
-            Multimodal data; one modality has raw counts of genes.
+            Multimodal data with raw gene counts in one modality.
         modality
             Name of that modality.
         layer
@@ -707,8 +706,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
         Notes
         -----
-        Models of scvi-tools register fields of several modalities on the MuData. This one needs one modality, so it is
-        registered on that, and a model that was trained on a MuData embeds an AnnData, too.
+        Models of scvi-tools register fields of several modalities on the MuData. scforge needs one modality and
+        registers the fields on it, so a model that was trained on a MuData also embeds an AnnData.
 
         Examples
         --------
@@ -738,9 +737,9 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @classmethod
     def _adata_of(cls, data: Any, modality: str | None = None) -> Any:
-        """Return the modality of a MuData that the model works on; anything else as it is.
+        """Return the modality of a MuData that the model uses; anything else unchanged.
 
-        `modality` is that of the training data, which counts unless another one is set up and it is not.
+        `modality` is that of the training data; it is used unless only another modality is set up.
         """
         if not isinstance(data, MuData):
             return data
@@ -757,7 +756,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @classmethod
     def _set_up_as(cls, data: Any, setup: dict[str, Any]) -> Any:
-        """Set a MuData up as the training data were, unless it is; return its modality, or anything else as it is."""
+        """Set up a MuData like the training data if necessary; return its modality, or anything else unchanged."""
         if not isinstance(data, MuData):
             return data
         adata: AnnData = cls._adata_of(data, setup.get("modality"))
@@ -769,7 +768,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
 
 def _family(cls: type[CellModel]) -> Iterator[type[CellModel]]:
-    """Return a model class and all that are made from it; each keeps a separate record of its AnnData objects."""
+    """Return a model class and its subclasses; each keeps a separate record of its AnnData objects."""
     yield cls
     for other in cls.__subclasses__():
         yield from _family(other)

@@ -1,4 +1,4 @@
-"""The model card: facts that only people know, scores of benchmarks, and the text of README.md."""
+"""The model card: facts given by users, benchmark scores, and the text of README.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TEMPLATE = Path(__file__).with_name("model_card.md")
 
 @dataclass(frozen=True)
 class Score:
-    """A score of the model, and those of the baselines in the same table.
+    """A score of the model, with the scores of the baselines.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class Score:
     beside
         Name of a baseline to its score.
     data
-        What it was measured on; None if the table does not say it.
+        Data set of the score; None if the table does not name it.
     """
 
     benchmark: str
@@ -52,20 +52,20 @@ class Score:
 
 
 def is_long(table: pd.DataFrame) -> bool:
-    """Return whether a table has one line a score, as ``scforge evaluate -o out.csv`` writes it for embeddings."""
+    """Return whether a table has one row per score, as ``scforge evaluate -o out.csv`` writes it for embeddings."""
     return {"benchmark", "method", "kind", "metric", "value"} <= set(table.columns)
 
 
 def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tuple[str, tuple[Score, ...]]:
-    """Return scores as Markdown, and those of the model with those of the baselines.
+    """Return a Markdown table of scores, and the scores of the model with those of the baselines.
 
     Parameters
     ----------
     metrics
-        A report, its :meth:`Report.to_frame`, or a table as :meth:`Encoder.evaluate` returns it: one row a method, of
+        A report, its :meth:`Report.to_frame`, or a table as :meth:`Encoder.evaluate` returns it: one row per method, of
         which ``"scforge"`` is the model.
     prefix
-        How the user named it, the beginning of a message.
+        Beginning of an error message, which names the argument.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
         metrics = metrics.to_frame()
     if not isinstance(metrics, pd.DataFrame):
         what = type(metrics).__name__
-        raise OptionError(f"{prefix} is a {what} that is not a table of evaluate(); give what evaluate() returned.")
+        raise OptionError(f"{prefix} is a {what} that is not a table of evaluate(); pass the result of evaluate().")
     tables = {"": metrics}
     if is_long(metrics):
         lines = metrics.assign(benchmark=metrics["benchmark"].fillna(""))
@@ -92,7 +92,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
         names = [str(name) for name in table.index]
         if names.count(_MODEL) != 1 or len(names) < 2:
             raise OptionError(
-                f"{prefix} needs one row called {_MODEL!r}, the model, and rows of baselines ({listing(names)})."
+                f"{prefix} needs exactly one row named {_MODEL!r}, the model, and rows of baselines ({listing(names)})."
             )
         data = facts.get("data", facts.get(f"{benchmark}: data"))
         for metric, column in table.select_dtypes("floating").items():  # whole numbers count cells
@@ -105,7 +105,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
 
 
 def _wide(lines: pd.DataFrame) -> pd.DataFrame:
-    """Return one row a method, of which the only model is called ``"scforge"``."""
+    """Return one row per method, of which the only model is called ``"scforge"``."""
     table = lines.pivot_table(index="method", columns="metric", values="value", aggfunc="first", sort=False)
     models = list(lines.loc[lines["kind"].isin(["model", "supervised"]), "method"].unique())
     return table.rename(index={models[0]: _MODEL}) if len(models) == 1 else table
@@ -121,19 +121,18 @@ def _markdown(table: pd.DataFrame) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where the weights of a model can be had again.
+    """Locations from which the weights of a model can be loaded.
 
     Attributes
     ----------
     name, revision
-        Name that others can use, a repository of the hub or a name of the registry, and the commit; None if there is
-        none.
+        Repository on the hub or name in the registry, and the commit; None for neither.
     folder
         Folder on this machine.
     n_epochs
-        Epochs that the model had been trained for: with more of them its weights are others.
+        Number of epochs of the model at this location; after further training its weights differ.
     is_given
-        Whether somebody gave the name for one push; it counts there, and is not kept.
+        Whether the name was passed for one push only, so it is not saved.
     """
 
     name: str | None = None
@@ -154,26 +153,26 @@ class Origin:
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card says and a model cannot know by itself.
+    """Facts of a model card that only a user can know.
 
     Attributes
     ----------
     license
         Identifier, e.g. ``"apache-2.0"``, or name of the license.
     data
-        What the model was trained on.
+        Training data of the model.
     citation
         How to cite it.
     table
         Scores with baselines, as Markdown.
     scores
-        The same for machines.
+        The same in machine-readable form.
     n_epochs
-        Epochs that the model had been trained for when the scores were given: with more of them they are not its own.
+        Number of epochs of the model when the scores were given; after further training they no longer apply.
     base
         The model before fine-tuning.
     checkpoint
-        The published checkpoint that the first weights are from.
+        The published checkpoint that the initial weights are from.
     """
 
     license: str | None = None
@@ -187,7 +186,7 @@ class CardFacts:
 
     @classmethod
     def of_checkpoint(cls, found: Foreign) -> CardFacts:
-        """Return what is known of a published checkpoint: its family, and how its file or folder is called."""
+        """Return the family of a published checkpoint, and the name of its file or folder."""
         family = " ".join(part for part in (found.family, found.version) if part)
         return cls(checkpoint=f"{family}, `{Path(found.source).resolve().name}`")
 
@@ -200,7 +199,7 @@ class CardFacts:
         metrics: Report | pd.DataFrame | None = None,
         n_epochs: int = 0,
     ) -> CardFacts:
-        """Return the same, with what was given in the place of what was known.
+        """Return a copy that is updated with the given facts.
 
         `n_epochs` is how long the model that `metrics` are of has been trained.
         """
@@ -213,7 +212,7 @@ class CardFacts:
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, JSON-safe; without what is not known."""
+        """Return the known facts, JSON-safe."""
         content = {
             **asdict(self),
             "n_epochs": self.n_epochs if self.table else None,
@@ -241,7 +240,7 @@ _PIPELINES = {
     "multi_label": "tabular-classification",
     "regression": "tabular-regression",
 }
-"""Task to what the hub calls such models; for other tasks it has no word."""
+"""Names of tasks on the hub; it has no names for other tasks."""
 
 
 def model_card(
@@ -255,20 +254,20 @@ def model_card(
     name: str | None = None,
     is_adapter: bool = False,
 ) -> str:
-    """Return the text of ``README.md`` in a model folder: front matter that hubs read, and words for people.
+    """Return the text of ``README.md`` in a model folder: front matter for hubs, and text for readers.
 
     Parameters
     ----------
     spec
-        What the model is made of.
+        Specification of the model.
     n_epochs, parameters
-        Epochs that it was trained for here, and number of its weights (of adapters and head where these are alone).
+        Epochs of training in scforge, and number of weights (of adapters and head only, for an adapter folder).
     is_trained
-        Whether it is trained, here or elsewhere.
+        Whether the model is trained, in scforge or another package.
     last_figures
         Losses of the last epoch.
     facts
-        What somebody has told of the model.
+        Facts given by users.
     name
         How others load it; None for the folder that the card is in.
     is_adapter
@@ -281,7 +280,7 @@ def model_card(
     before = n_epochs if tuning is None else tuning.base.get("n_epochs", 0)
     trained = f"{in_epochs(before)} of the objective `{spec.objective}` on the architecture `{spec.architecture}`"
     if facts.checkpoint is not None or (tuning is None and is_trained and not n_epochs):
-        source = facts.checkpoint or "by whom is not known"
+        source = facts.checkpoint or "by an unknown author"
         trained = f"Trained elsewhere ({source})" + (f", then {trained}" if before else "")
     if tuning is not None:
         lora = "" if tuning.lora is None else f", with low-rank adapters (r={tuning.lora['r']})"
@@ -326,7 +325,7 @@ def _card_data(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_adapte
             dataset_type=re.sub(r"[^a-z0-9/]+", "-", (score.data or _UNKNOWN).lower()).strip("-") or "data",
             dataset_name=score.data or _UNKNOWN,
             metric_type=score.metric,
-            # The hub has no place for baselines; without them the score would stand alone.
+            # The hub has no field for baselines, so scores are not written into it without context.
             metric_name=score.metric + (f" (baselines: {shown(score.beside, '{:.3f}')})" if score.beside else ""),
             metric_value=score.value,
         )

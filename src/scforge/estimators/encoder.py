@@ -94,33 +94,33 @@ class Encoder(CellModel):
         AnnData that :meth:`setup_anndata` was called on.
     architecture
         Name of a registered architecture (``scforge.models.list_models()``). None takes the light encoder:
-        ``gene_pooling`` over 2,000 highly variable genes with the ``neighbor_denoising`` objective, which on data of a
-        laptop's size is better and much faster than a transformer trained from scratch, and integrates the batches of
+        ``gene_pooling`` over 2,000 highly variable genes with the ``neighbor_denoising`` objective, which on small data
+        is better and much faster than a transformer trained from scratch. It also integrates the batches of
         ``setup_anndata(batch_key=...)``.
     tokenizer
-        Name of a registered tokenizer, or a dict with ``name`` and its options. None takes what suits the
-        architecture (``rank_value`` for a transformer). Special tokens that it needs are added to the vocabulary; gene
-        vectors that it brings (``gene_embedding``) become the gene embedding of the module.
+        Name of a registered tokenizer, or a dict with ``name`` and its options. None takes the default of the
+        architecture (``rank_value`` for a transformer). Its special tokens are added to the vocabulary; its gene
+        vectors (``gene_embedding``) become the gene embedding of the module.
     objective
-        Name of a registered objective, or a dict with ``name`` and its options. None takes what suits the
+        Name of a registered objective, or a dict with ``name`` and its options. None takes the default of the
         architecture (``masked_gene_prediction`` for a transformer).
     vocab
-        Genes the model knows: ``"from_data"`` (genes detected in at least 3 cells), the name of a shipped vocabulary
+        Genes of the model: ``"from_data"`` (genes detected in at least 3 cells), the name of a shipped vocabulary
         such as ``"human_protein_coding"``, or a :class:`scforge.data.GeneVocab`.
     n_top_genes
-        Keep only this many highly variable genes of them; 0 keeps all. None takes what suits the architecture, save
-        that of a list of genes (``GeneVocab.from_genes``) all are kept.
+        Number of highly variable genes to keep of `vocab`; 0 keeps all. None takes the default of the architecture, or
+        keeps all genes of a list (``GeneVocab.from_genes``).
     keep_genes
-        Names of genes that are among them however they vary, e.g. ``["GCG", "INS"]``; they count among `n_top_genes`.
+        Names of genes that are always kept, e.g. ``["GCG", "INS"]``; they are counted in `n_top_genes`.
     seed
-        Seed of weights, splits, orders, masks and views.
+        Random seed of weights, splits, orders, masks and views.
     registry
         Registry of a saved model, instead of `adata`; used by :meth:`load`.
     datamodule
-        A :class:`scforge.training.CellDataModule`, instead of `adata`: a model of cells that stay on disk. Its
-        vocabulary is the default; genes are chosen from a sample of 100,000 training cells.
+        A :class:`scforge.training.CellDataModule`, instead of `adata`, to train on cells on disk. Its vocabulary is the
+        default; genes are chosen from a sample of 100,000 training cells.
     tuning
-        What the model is fine-tuned for; used by :meth:`finetune` and :meth:`load`.
+        Task of a fine-tuned model; used by :meth:`finetune` and :meth:`load`.
     **options
         Options of the architecture, e.g. ``hidden_dim``.
 
@@ -209,55 +209,56 @@ class Encoder(CellModel):
         plan_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Train, or train on: a second call continues from the weights of the first.
+        """Train the model; a second call continues training.
 
-        The module ends with the weights of the epoch of this call with the lowest validation loss. Ctrl-C stops after
-        the current step and keeps the best weights so far; a second one also interrupts what calls this method.
+        Afterwards the module has the weights of the epoch of this call with the lowest validation loss. Ctrl-C stops
+        after the current step and keeps the best weights so far; a second one also interrupts the caller.
 
         Parameters
         ----------
         max_epochs
-            Most epochs; None chooses by objective and number of cells.
+            Maximum number of epochs; None chooses by objective and number of cells.
         batch_size
-            Cells a step and process; ``"auto"`` takes the most that fit into memory. None takes the objective's
+            Cells per step and process; ``"auto"`` takes the largest that fits into memory. None takes the objective's
             default, as for `lr`.
         lr
-            Learning rate at its peak.
+            Peak learning rate.
         validation_size
-            Share of cells held out, drawn with the model's seed, so the same cells in every call; None holds out 0.1.
+            Fraction of cells held out, sampled with the model's seed, so the same cells in every call; None holds out
+            0.1.
         early_stopping
             Stop when the validation loss has not improved for ten epochs (``early_stopping_patience``).
         accelerator, devices
             As in :class:`lightning.Trainer`.
         precision
-            As in :class:`lightning.Trainer`, or ``"auto"``: 16-bit brain floats where a short measurement shows that
-            they are faster. None computes in 32 bits.
+            As in :class:`lightning.Trainer`, or ``"auto"``: bfloat16 mixed precision if a short measurement shows that
+            it is faster. None computes in 32 bits.
         checkpoint_dir
-            Folder for states to resume from and for the best epochs; all are model folders.
+            Folder for checkpoints to resume from and for the best epochs; all are model folders.
         resume
-            ``"auto"`` resumes from the last state in `checkpoint_dir`, if there is one; or the folder of a state. The
-            model has to be made as before; the outcome is that of a training that was never interrupted.
+            ``"auto"`` resumes from the last checkpoint in `checkpoint_dir`, if there is one; or the folder of a
+            checkpoint. The model has to be created as before; the result is identical to that of an uninterrupted run.
         overwrite
-            Replace what another training has left in `checkpoint_dir`.
+            Replace the outputs of another training run in `checkpoint_dir`.
         datamodule
-            Cells to train on instead of those that the model was made with.
+            Cells to train on instead of those that the model was created with.
         callbacks
             Further Lightning callbacks, e.g. :class:`scforge.eval.BenchmarkCallback`.
         progress_bar
-            Show a bar (in a log file: a line an epoch).
+            Show a progress bar (in a log file, one line per epoch).
         plan_kwargs
-            Options, as a dictionary, as scvi-tools takes those of its plan; the same as naming them here.
+            Dictionary of options, as in scvi-tools; equivalent to passing them as arguments.
         **options
             The other options of :class:`scforge.training.TrainOptions`, e.g. `optimizer`, `schedule`, `ema_decay`,
-            `strategy`, `compile`, `logger`; and further ones of :class:`lightning.Trainer`.
+            `strategy`, `compile`, `logger`; and those of :class:`lightning.Trainer`.
 
         Raises
         ------
         OptionError
-            If an argument cannot be used, or a training is not the one to resume.
+            If an argument cannot be used, or a checkpoint is of another training run.
         TrainingError
-            If the loss is not a number, or a state cannot be saved (the model has the best weights so far then), or
-            memory runs out.
+            If the loss is NaN, a checkpoint cannot be saved, or memory runs out. In the first two cases the model has
+            the best weights so far.
 
         Examples
         --------
@@ -283,10 +284,10 @@ class Encoder(CellModel):
         )
         plan = TrainingPlan(self.module, objective, **{name: getattr(how, name) for name in OF_PLAN})
         try:
-            # Starts the weights, fits with Lightning, and takes over the best weights, the history and the epochs.
+            # Initializes the weights, fits with Lightning, and stores the best weights, the history and the epochs.
             run_training(self, data, plan, how)
         except (NotFiniteError, SavingError):
-            self._calibrate(data, after_failure=True)  # for the best weights so far, which the model is left with
+            self._calibrate(data, after_failure=True)  # the model keeps the best weights so far
             raise
         self._calibrate(data)
         if self._obsm_key == QUERY_KEY:
@@ -296,7 +297,7 @@ class Encoder(CellModel):
             )
 
     def _with_found_options(self, objective: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Add the options of an objective that are found in the cells of the model."""
+        """Add the options of an objective that are derived from the cells of the model."""
 
         def column(key: str) -> pd.Series:
             if self._data is not None:
@@ -327,7 +328,7 @@ class Encoder(CellModel):
         elif options:
             name, value = next(iter(options.items()))
             place = "CellDataModule" if self._query is None else "load_query_data"
-            raise OptionError(f"{name}={value!r} is settled before the training; pass it to {place}.")
+            raise OptionError(f"{name}={value!r} cannot be changed at training; pass it to {place}.")
         elif self.adata is None:
             self._data = data
         if is_other:
@@ -337,9 +338,9 @@ class Encoder(CellModel):
         return data
 
     def _learned_labels_of(self, cells: Cells) -> np.ndarray:
-        """Return which cells' labels the model learned from, in any fine-tuning that led to it, bool, shape (N,).
+        """Return which cells' labels the model learned from in any fine-tuning, bool, shape (N,).
 
-        Cells are known again by their counts; where other genes are measured than in the fine-tuning, by their names.
+        Cells are recognized by their counts, or by their names if the measured genes differ from the fine-tuning.
         """
         learned = self._learned
         if learned is None:
@@ -350,7 +351,7 @@ class Encoder(CellModel):
 
     @property
     def _learned(self) -> CellFingerprints | None:
-        """Marks of all cells whose labels the model learned from; None if there are none."""
+        """Fingerprints of all cells whose labels the model learned from; None if there are none."""
         if self._seen is None:
             return None
         learned: CellFingerprints = self._seen.learned
@@ -364,26 +365,26 @@ class Encoder(CellModel):
         if self.spec.tuning is None:
             return {}
         if options.get("validation_size") is not None:
-            raise OptionError("validation_size was chosen by finetune, and stays; leave it out.")
+            raise OptionError("validation_size was set by finetune and cannot be changed; leave it out.")
         split = self._known_split()
         if split is None:
-            raise DataError("the cells are not those of the fine-tuning, or not all of them; call finetune(adata=...).")
+            raise DataError("the cells are not exactly those of the fine-tuning; call finetune(adata=...).")
         return {"train_rows": split.train, "validation_rows": split.validation}
 
     def _learn_from_others(self, data: CellDataModule) -> None:
-        """Remember the cells of a data module that a fine-tuned model is trained on; raise for cells of its test."""
+        """Record the cells of a data module that a fine-tuned model is trained on; raise for test cells."""
         if self._seen is None:
             return
         marks = CellFingerprints.of(self._open(data.cells))
         learned = np.concatenate([data.train_rows, data.validation_rows])
         if n_tested := int(self._seen.tested(marks.numbers)[learned].sum()):
-            raise OptionError(f"datamodule has {n_tested} cells that the fine-tuning held out for testing; drop them.")
+            raise OptionError(f"datamodule has {n_tested} test cells of the fine-tuning; remove them.")
         task: Any = self.objective  # of a fine-tuned model
         if task.learns_labels:
             self._seen = self._seen.with_learned(marks.take(learned))
 
     def _rows_to_score(self, cells: Cells, *, within: bool) -> tuple[np.ndarray, Split | None]:
-        """Return the rows of cells that the model did not learn from; and their split, if these are its cells."""
+        """Return the rows of cells that the model did not learn from, and the split if they are its own."""
         if self._seen is None:
             return np.arange(len(cells)), None
         marks = CellFingerprints.of(cells)
@@ -396,9 +397,9 @@ class Encoder(CellModel):
             if not len(split.test):
                 # load_query_data has no test_size.
                 more = "" if self._is_query else ", or test_size=0.1"
-                raise OptionError(f"the fine-tuning held no cells out for testing; pass other cells{more}.")
+                raise OptionError(f"the fine-tuning has no test cells; pass other cells{more}.")
             rows = split.test[~learned[split.test]]
-            n_learned, n_all, what = int(learned[split.test].sum()), len(split.test), "cells held out for testing"
+            n_learned, n_all, what = int(learned[split.test].sum()), len(split.test), "test cells of the fine-tuning"
         else:
             learned |= marks.among(self._seen.trained)
             unclear |= marks.undecided(self._seen.trained)
@@ -412,7 +413,7 @@ class Encoder(CellModel):
         return rows, split
 
     def _known_split(self) -> Split | None:
-        """Return the split of the fine-tuning; None where the model does not have those cells."""
+        """Return the split of the fine-tuning; None if the model does not have its cells."""
         source = self.adata if self._data is None else self._data.cells
         if self._seen is None or source is None:
             return None
@@ -438,41 +439,42 @@ class Encoder(CellModel):
         seed: int | None = None,
         **options: Any,
     ) -> Encoder:
-        """Train a copy of the model, with a head for a task.
+        """Train a copy of the model with a head for a task.
 
         Parameters
         ----------
         task
             Name of a registered task (``scforge.finetuning.list_tasks()``), or a dict with ``name`` and its options.
         adata
-            Cells to learn from, as for :meth:`get_latent_representation`; None for those of the training.
+            Cells to learn from, as for :meth:`get_latent_representation`; None for the training cells.
         labels_key, batch_key
             Columns of obs; None for those of ``setup_anndata``.
         validation_size, test_size
-            Shares of the cells that choose the best epoch, and that the model never sees until :meth:`evaluate`.
+            Fractions of the cells in the validation set, which selects the best epoch, and in the test set for
+            :meth:`evaluate`.
         split_by
-            Column of obs with groups, such as donors, that are held out as a whole; None splits by cell, each class
-            keeping its share.
+            Column of obs with groups, such as donors, that are held out as a whole; None splits by cell, stratified by
+            class.
         split_key
             Column of obs with the values ``"train"``, ``"validation"`` or ``"test"``, instead of a random split.
         freeze
-            True trains the head alone, a number leaves the embeddings and so many layers as they are.
+            True trains only the head; a number freezes the embeddings and this many layers.
         lora
             True, or a dict of ``r``, ``alpha``, ``dropout``, ``targets`` and ``use_dora``: train low-rank adapters
             instead of the weights, see ``peft.LoraConfig``.
         head
             Options of the head, ``hidden_dim`` and ``dropout``.
         max_epochs
-            Most epochs; None chooses by task and number of cells.
+            Maximum number of epochs; None chooses by task and number of cells.
         seed
-            Seed of split, head and order; None for that of the model.
+            Random seed of split, head and order; None takes that of the model.
         **options
             Options of the task, and of :meth:`train`, e.g. ``lr``, ``layer_lr_decay``, ``gradual_unfreezing``,
             ``precision``, ``checkpoint_dir``.
 
         Returns
         -------
-        The fine-tuned model; this one stays as it is.
+        The fine-tuned model; the base model does not change.
 
         Raises
         ------
@@ -493,7 +495,7 @@ class Encoder(CellModel):
         ('annotation', True)
         """
         if not self.is_trained_:
-            warn("The model is not trained; fine-tuning begins with random weights.", NotTrainedWarning)
+            warn("The model is not trained; fine-tuning starts from random weights.", NotTrainedWarning)
         tuned = finetune(
             self,
             task,
@@ -521,22 +523,22 @@ class Encoder(CellModel):
         batch_size: int = 256,
         **options: Any,
     ) -> pd.DataFrame | AnnData:
-        """Predict with a fine-tuned model, and write the outcome into `adata`.
+        """Predict with a fine-tuned model, and write the predictions into `adata`.
 
         Parameters
         ----------
         adata
-            Cells, as for :meth:`get_latent_representation`; None for those of the fine-tuning.
+            Cells, as for :meth:`get_latent_representation`; None for the cells of the fine-tuning.
         key_added
-            Key to write instead of the default.
+            Key to write to instead of the default.
         batch_size
-            Cells a batch.
+            Cells per batch.
         **options
             Options of the task, e.g. ``threshold`` and ``majority_voting`` of ``"annotation"``.
 
         Returns
         -------
-        A data frame with one row a cell; of ``"perturbation"`` the cells after their perturbation.
+        A data frame with one row per cell; for ``"perturbation"`` the predicted cells.
 
         Raises
         ------
@@ -575,36 +577,36 @@ class Encoder(CellModel):
         batch_size: int = 256,
         seed: int = 0,
     ) -> pd.DataFrame:
-        """Score the predictions of a fine-tuned model, with baselines that learned from the same cells.
+        """Score the predictions of a fine-tuned model against baselines trained on the same cells.
 
         :func:`scforge.workflows.evaluate_models` scores embeddings, of any model.
 
         Parameters
         ----------
         adata
-            Cells with the answer; None for those of the fine-tuning that it held out (``test_size``). Of the cells of
-            the fine-tuning only these are scored, also where the cells are given.
+            Labeled cells; None for the test cells of the fine-tuning (``test_size``). Of the cells of the fine-tuning,
+            only test cells are scored, even if others are passed.
         baselines
-            Compute baselines, which needs the cells of the fine-tuning.
+            Compute baselines, which require the cells of the fine-tuning.
         base
             The model before fine-tuning, for the baseline of its frozen embedding; None takes the one that
-            :meth:`finetune` was called on, where that is in memory.
+            :meth:`finetune` was called on, if it is in memory.
         key_added
             Key in ``adata.uns["scforge"]`` for the table; further tables get ``<key_added>_<table>``. None writes
             nothing.
         batch_size
-            Cells a batch.
+            Cells per batch.
         seed
-            Seed of what is random in baselines.
+            Random seed of the baselines.
 
         Returns
         -------
-        One row a method, ``"scforge"`` first, one column a score.
+        One row per method, ``"scforge"`` first, and one column per score.
 
         Raises
         ------
         OptionError
-            If the model was not fine-tuned, or there are no held-out cells.
+            If the model was not fine-tuned, or there are no test cells.
 
         Examples
         --------
@@ -636,8 +638,8 @@ class Encoder(CellModel):
         if own is not None and split is not None:
             train = self._predictor(self._open(own), batch_size)
         elif baselines:
-            warn("The cells of the fine-tuning are not at hand, so there are no baselines; load the model with them.")
-        # Baselines see all genes that the cells to score and those of the fine-tuning were opened over.
+            warn("The cells of the fine-tuning are not available, so there are no baselines; load the model with them.")
+        # Baselines use all genes over which the scored cells and those of the fine-tuning were opened.
         genes = None if isinstance(source, AnnData | str | os.PathLike) else source.vocab
         train_cells = None if train is None else self._over_all_genes(own, genes)
         if train_cells is None or source is own:
@@ -663,11 +665,11 @@ class Encoder(CellModel):
         return evaluated.metrics
 
     def _own_task(self) -> Task | None:
-        """Return the task that the model predicts without fine-tuning, by heads of its architecture; None for none."""
+        """Return the task that the heads of the architecture predict without fine-tuning; None for no task."""
         return None
 
     def _task(self, method: str) -> Task:
-        """Return the task, or raise if there is none."""
+        """Return the task, or raise if the model has none."""
         if self.spec.tuning is None:
             raise OptionError(f'the model has no task, so it cannot {method}; call model.finetune("annotation") first.')
         if not self.is_trained_ and method != "finetune":
@@ -680,13 +682,13 @@ class Encoder(CellModel):
         return Predictor(self.module, self.tokenizer, self.objective, cells, batch_size)
 
     def _over_all_genes(self, source: Any, vocab: GeneVocab | None) -> Cells:
-        """Open cells over these genes (None: all of an AnnData, else those of the model), for baselines."""
+        """Open cells over these genes for baselines (None: all of an AnnData, else those of the model)."""
         if vocab is not None:
             return self._open(source, vocab=vocab, min_overlap=0.0)
         return self._open(source, vocab=None) if isinstance(source, AnnData) else self._open(source)
 
     def _calibrate(self, data: CellDataModule, *, after_failure: bool = False) -> None:
-        """Calibrate the head on validation cells; after a failed training, only warn where this fails, too."""
+        """Calibrate the head on validation cells; after failed training, a failure here only warns."""
         if self.spec.tuning is None or not len(data.validation_rows) or not self.is_trained_:
             return
         if is_sharded(self.module):  # the first process alone has the whole model
@@ -702,7 +704,7 @@ class Encoder(CellModel):
             warn(f"the confidence of the model could not be calibrated: {first_line(error)}")
 
     def merge_adapter(self) -> None:
-        """Add the adapters to the weights: the same predictions, at the cost of a model without adapters.
+        """Merge the adapters into the weights; predictions do not change, and are as fast as without adapters.
 
         Examples
         --------
@@ -728,11 +730,11 @@ class Encoder(CellModel):
 
     @contextmanager
     def adapter_disabled(self) -> Iterator[None]:
-        """Compute as before fine-tuning, without the adapters, e.g. ``with annotator.adapter_disabled(): ...``.
+        """Temporarily disable the adapters, e.g. ``with annotator.adapter_disabled(): ...``.
 
         Yields
         ------
-        Nothing; the adapters are back when the block ends.
+        None; the adapters are active again after the block.
 
         Raises
         ------
@@ -769,52 +771,51 @@ class Encoder(CellModel):
         validation_size: float = 0.1,
         seed: int | None = None,
     ) -> Encoder:
-        """Return a model of query cells that has the weights of a reference model.
+        """Return a model for query cells with the weights of a reference model.
 
         No training is needed. With a reference of ``neighbor_denoising``, the default, the encoder of the reference
         embeds the query, and each cluster of the query is moved by the differences to its mutual nearest neighbors in
-        the reference (:func:`scforge.data.neighbors.query_shifts`). Before the encoder, where the tokenizer gives
-        log1p CP10K, the expression of each gene is multiplied by a factor between 1/5 and 5: the median over clusters
-        of the expression that the decoder of the reference expects in these cells over the measured one. It corrects
-        what a study or protocol detects more or less of. All batches of the query share factors and shifts. So the
-        embedding is comparable with the one that the reference model wrote. Embed cells of the reference by the
-        reference model: a query model moves whatever cells it is given. ``train()``
-        learns nothing but vectors of the query's new batches in the decoder, as in scArches (Lotfollahi et al. 2022,
-        Nature Biotechnology 40, 121-130).
+        the reference (:func:`scforge.data.neighbors.query_shifts`). If the tokenizer computes log1p CP10K, the
+        expression of each gene is first multiplied by a factor between 1/5 and 5. The factor is the ratio between the
+        expression that the reference decoder predicts for these cells and the measured one (median over clusters). It
+        corrects differences in gene detection between studies or protocols. All batches of the query share factors and
+        shifts, and the embedding is comparable with that of the reference model. Embed cells of the reference with the
+        reference model, because a query model moves all cells it embeds. ``train()`` only learns vectors of the query's
+        new batches in the decoder, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130).
 
         With `reference_cells`, ``train()`` continues training all weights on query and reference together, with
-        neighbors across both. That takes longer and is better where the query differs much
-        (``benchmarks/transfer.py``). The embedding leaves the space of the reference, as below.
+        neighbors across both. This takes longer and is better for queries that differ much
+        (``benchmarks/transfer.py``). The embedding is then no longer in the space of the reference, as below.
 
         Other objectives, and references that were fine-tuned for ``"integration"``, have to adapt the encoder:
         ``train()`` fits adapters to the query, and the embedding leaves the space of the reference. It is then written
         to ``obsm["X_scforge_query"]`` with a warning, and the reference has to be embedded again by the query model.
 
-        A batch of the query that is called as one of the reference is taken for that one, which is logged.
+        A query batch with the name of a reference batch is treated as that batch, which is logged.
 
         Parameters
         ----------
         query
-            Cells, as for :meth:`get_latent_representation`. Genes are matched by name, and the share of the model's
-            genes that were found is logged; labels are not needed.
+            Cells, as for :meth:`get_latent_representation`. Genes are matched by name, and the fraction of the model's
+            genes that were found is logged. Labels are not needed.
         reference_model
-            A trained model, or one that was fine-tuned for ``"integration"``, or its folder. It is never changed.
+            A trained model, possibly fine-tuned for ``"integration"``, or its folder. It is not changed.
         batch_key
-            Column of obs with the batches of the query; None for that of its set-up, or else of the reference. For
+            Column of obs with the batches of the query; None takes that of its setup, or of the reference. Only for
             references whose decoder is conditioned on batches.
         reference_cells
-            Cells of the reference to train on together with the query, as for :meth:`get_latent_representation`; of
-            each at most 20,000 cells are drawn, into memory. None trains on the query alone.
+            Reference cells to train on together with the query, as for :meth:`get_latent_representation`; at most
+            20,000 cells of each are sampled into memory. None trains on the query only.
         lora
-            Options of the adapters, see :meth:`finetune`; of no use where the encoder stays as it is.
+            Options of the adapters, see :meth:`finetune`; they have no effect if the encoder is not trained.
         validation_size
-            Share of the query that chooses the best epoch.
+            Fraction of the query in the validation set.
         seed
-            Seed of that choice and of the adapters; None for that of the reference.
+            Random seed of the split and the adapters; None takes that of the reference.
 
         Returns
         -------
-        The query model. It saves, loads and goes on training as others do.
+        The query model. It can be saved, loaded and trained further like any model.
 
         Raises
         ------
@@ -850,19 +851,19 @@ class Encoder(CellModel):
         known = tuning.task_options if tuning is not None and integrated else pretraining.config() if stays else {}
         of = f"a reference of {reference.spec.objective!r}{', fine-tuned for integration' if integrated else ''}"
         if isinstance(lora, Mapping) if stays else not lora:
-            raise OptionError(f"lora={lora!r} is of no use for {of}; leave it out.")
+            raise OptionError(f"lora={lora!r} has no effect for {of}; leave it out.")
         if reference_cells is not None and not stays:
-            raise OptionError(f"reference_cells is of no use for {of}; leave it out.")
+            raise OptionError(f"reference_cells has no effect for {of}; leave it out.")
         if batch_key is not None and not known.get("batches") and reference_cells is None:
-            raise OptionError(f"batch_key={batch_key!r} is of no use for {of} that knows no batches; leave it out.")
+            raise OptionError(f"batch_key={batch_key!r} has no effect for {of} that has no batches; leave it out.")
         source = reference._source(query)
         cells: Any = reference._open(source)
         split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
         setup = reference._setup_of(source) if isinstance(source, AnnData) else None
         key: Any = batch_key or (setup or {}).get("batch_key") or known.get("batch_key")
         if batch_key is not None:
-            cells.column(batch_key)  # raises where there is none
-        # Cells can be mapped without a batch; they are decoded in the mean of all.
+            cells.column(batch_key)  # raises if there is none
+        # Cells can be mapped without a batch; they are decoded with the mean of all batch vectors.
         has_column = batch_key is not None or integrated or (cells.obs is not None and key in cells.obs)
         found: dict[str, Any] = {}
         if known.get("batches") and has_column and reference_cells is None:
@@ -878,7 +879,10 @@ class Encoder(CellModel):
             base = with_room(reference, found) if found else reference
             task["n_reference"] = len(known["batches"] or [])
             if reference._landmarks is None:
-                warn("The reference holds no embeddings of its cells, so the query is not moved; train it to its end.")
+                warn(
+                    "The reference contains no embeddings of its cells, so the query is not moved; complete its "
+                    "training."
+                )
             else:
                 task |= {"n_clusters": n_query_clusters(len(cells)), "n_tokens": len(reference.vocab)}
         frozen = stays and reference_cells is None
@@ -892,7 +896,7 @@ class Encoder(CellModel):
         elif stays and reference._landmarks is not None:
             model.module.head = reference._mapping_of(cells).to(model.device)
         tuning = cast("FineTuneSpec", model.spec.tuning)
-        digest = digest_of(merged(reference._backbone))  # not that of the copy with room for batches
+        digest = digest_of(merged(reference._backbone))  # not that of the copy with vectors for new batches
         tuning = replace(tuning, base={**tuning.base, "sha256": digest, "reference": True})
         model._spec, model.is_trained_, model._base = replace(model.spec, tuning=tuning), True, reference
         logger.info(
@@ -903,7 +907,7 @@ class Encoder(CellModel):
         return model
 
     def _mapping_of(self, query: Cells) -> QueryMapping:
-        """Learn how to map cells of a query onto the cells of the training."""
+        """Fit the mapping of query cells onto the training cells."""
         some = query.sample(_MOST_OF_QUERY, seed=self.seed)
         reference = cast("torch.Tensor", self._landmarks).numpy()
         mapping = QueryMapping(reference.shape[1], n_query_clusters(len(query)), len(self.vocab)).to(self.device)
@@ -938,48 +942,48 @@ class Encoder(CellModel):
         reference: Encoder | Source | None = None,
         batch_size: int = 256,
     ) -> pd.DataFrame:
-        """Give each query cell the label of the reference cells around it.
+        """Transfer labels from reference cells to query cells by their nearest neighbors.
 
-        Each of the `n_neighbors` nearest reference cells votes with the weight ``exp(-d^2 / (2 s^2))``, with d its
-        distance and s the mean distance of the neighbors. The uncertainty is one minus the share of the winning label,
-        as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130). Its kernel is another one:
-        ``exp(-d (std / 2)^2)``, with the standard deviation of the distances, hardly tells neighbors apart where an
-        embedding has small numbers; the one here does not depend on their unit. This model embeds both, reference and
-        query, so that distances are within one space. Writes ``obs["scforge_<labels_key>_transferred"]`` (categories)
-        and ``obs["scforge_<labels_key>_transferred_uncertainty"]`` (float32), apart from what :meth:`predict` writes.
+        Each of the `n_neighbors` nearest reference cells votes with the weight ``exp(-d^2 / (2 s^2))``, with its
+        distance d and the mean distance s of the neighbors. The uncertainty is one minus the weighted fraction of the
+        winning label, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130). The kernel of
+        scArches, ``exp(-d (std / 2)^2)`` with the standard deviation of the distances, hardly distinguishes neighbors
+        in an embedding with small values; the one here is scale-invariant. This model embeds both reference and query.
+        Writes ``obs["scforge_<labels_key>_transferred"]`` (categories) and
+        ``obs["scforge_<labels_key>_transferred_uncertainty"]`` (float32), separate from the columns of :meth:`predict`.
 
         Parameters
         ----------
         query
             Cells to label, as for :meth:`get_latent_representation`; None for those of a model that
-            :meth:`load_query_data` made. Labels that they have are not looked at.
+            :meth:`load_query_data` made. Their own labels are ignored.
         labels_key
             Column of obs of the reference with the labels; None for that of ``setup_anndata``. Reference cells without
-            label do not vote.
+            a label do not vote.
         n_neighbors
-            Reference cells that vote; fewer where there are fewer.
+            Number of reference cells that vote.
         key_added
-            Name of the column, instead of ``"scforge_<labels_key>_transferred"``; the other is called
+            Name of the column, instead of ``"scforge_<labels_key>_transferred"``; the other column is
             ``"<key_added>_uncertainty"``.
         threshold
-            Cells of higher uncertainty are called ``"unassigned"``. Cells of a class that the reference does not have
-            are more uncertain only where they lie between its classes.
+            Cells with higher uncertainty are labeled ``"unassigned"``. Cells of a class that the reference lacks are
+            more uncertain only if they are between its classes.
         reference
-            The labeled cells, or a model that has them. None: those that this model was trained on, or of a query
-            model those of its reference.
+            The labeled cells, or a model with them. None takes the training cells of this model, or of the reference of
+            a query model.
         batch_size
-            Cells a batch.
+            Cells per batch.
 
         Returns
         -------
-        Columns ``label`` and ``uncertainty``, one row a cell.
+        Columns ``label`` and ``uncertainty``, one row per cell.
 
         Raises
         ------
         DataError
-            If the reference has no such column, or fewer than two labels.
+            If the reference lacks the column, or has fewer than two labels.
         OptionError
-            If reference or query are not at hand, or an argument cannot be used.
+            If reference or query are not available, or an argument cannot be used.
 
         Examples
         --------
@@ -1015,8 +1019,10 @@ class Encoder(CellModel):
         labels = text_labels(reference_cells.column(labels_key), key=labels_key)
         rows = np.flatnonzero(labels.codes >= 0)
         if len(np.unique(labels.codes[rows])) < 2:
-            raise DataError(f"labels_key={labels_key!r} has fewer than two labels in the reference; take another.")
-        # Cells of a query are moved onto the reference, which stays where it is.
+            raise DataError(
+                f"labels_key={labels_key!r} has fewer than two labels in the reference; choose another column."
+            )
+        # Query cells are moved onto the fixed reference.
         landmarks = replace(self._predictor(reference_cells, batch_size), module=self._backbone).embedding(rows)
         predictor = self._predictor(self._open(source), batch_size)
         if query is not None:
@@ -1052,7 +1058,7 @@ class Encoder(CellModel):
         batch_size: int = 256,
         key_added: str | None = "X_scforge_genes",
     ) -> pd.DataFrame:
-        """Return a vector for each gene that the model knows.
+        """Return a vector for each gene of the model.
 
         Parameters
         ----------
@@ -1060,18 +1066,18 @@ class Encoder(CellModel):
             Cells whose genes are given vectors, and with `contextual` whose tokens these are means of; None for those
             of the training, if the model has them.
         contextual
-            False: what the model embeds the token of a gene by. True: the mean state of this token over the cells in
-            which it is one, after all layers.
+            False returns the input embedding of the gene's token. True returns the mean hidden state of this token over
+            the cells that contain it.
         layer
-            With `contextual`, the layer; -1 for the last.
+            Layer of the states with `contextual`; -1 for the last.
         max_cells
-            With `contextual`, cells to take, drawn at random.
+            Number of cells for `contextual`, sampled at random.
         seed
             Seed of that draw.
         batch_size
-            Cells a batch.
+            Cells per batch.
         key_added
-            Key in ``adata.varm``; genes that the model does not know have NaN there. None writes nothing.
+            Key in ``adata.varm``; genes outside the model's vocabulary are NaN. None writes nothing.
 
         Returns
         -------
@@ -1080,7 +1086,7 @@ class Encoder(CellModel):
         Raises
         ------
         OptionError
-            If the architecture has no states of tokens, or an argument cannot be used.
+            If the architecture has no token states, or an argument cannot be used.
 
         Examples
         --------
@@ -1130,37 +1136,37 @@ class Encoder(CellModel):
         batch_size: int = 32,
         key_added: str | None = "scforge_attention",
     ) -> sparse.csr_matrix:
-        """Return the mean attention between genes, as a sparse graph: a mean over cells.
+        """Return the attention between genes, averaged over cells, as a sparse graph.
 
-        Attention is not a causal network. It shows what the model reads where it computes the state of a gene.
+        Attention is not a causal network. It shows which genes contribute to the state of a gene.
 
         Parameters
         ----------
         adata
-            Cells; None for those of the training.
+            Cells; None for the training cells.
         layer
             Layer; -1 for the last.
         heads
-            ``"mean"`` or ``"max"`` over the heads, or the number of one.
+            ``"mean"`` or ``"max"`` over the heads, or the index of one head.
         top_k
-            Genes to keep for each gene: those it looks at most.
+            Number of genes to keep for each gene, those with the highest attention.
         min_cells
-            Cells in which two genes must both be tokens.
+            Minimum number of cells in which both genes are tokens.
         max_cells
-            Cells to take, drawn at random.
+            Number of cells, sampled at random.
         max_genes
-            Genes to take at most, the most widely expressed; memory grows with its square.
+            Maximum number of genes, the most widely expressed; memory grows with its square.
         seed
             Seed of the draw.
         batch_size
-            Cells a batch; fewer where they have many tokens, since weights take the square of that.
+            Cells per batch; fewer for long cells, since memory grows with the square of the number of tokens.
         key_added
-            Key in ``adata.varp`` for the same over ``adata.var_names``. None writes nothing.
+            Key in ``adata.varp`` for the same graph over ``adata.var_names``. None writes nothing.
 
         Returns
         -------
         Float32, shape (G, G), in the order of ``model.vocab.genes``: row i, column j is the attention of gene i to gene
-        j, a mean over the cells in which both are tokens, without what genes pay to themselves.
+        j, averaged over the cells in which both are tokens, without self-attention.
 
         Raises
         ------
@@ -1212,29 +1218,29 @@ class Encoder(CellModel):
         batch_size: int = 256,
         key_added: str | None = "imputed",
     ) -> pd.DataFrame:
-        """Predict the expression of genes where a cell has no counts of them, measured or not.
+        """Impute the expression of genes without counts in a cell, whether they were measured or not.
 
-        For models of ``masked_value_prediction`` and ``masked_diffusion``. All counted genes of a cell are seen. Values
-        are in the unit of those of the tokenizer: log1p CP10K for ``continuous_projection`` and ``rank_value``, counts
-        with ``transform="counts"``, numbers of bins for ``binned_expression``.
+        For models of ``masked_value_prediction`` and ``masked_diffusion``. The model sees all genes with counts. Values
+        have the unit of the tokenizer: log1p CP10K for ``continuous_projection`` and ``rank_value``, counts with
+        ``transform="counts"``, bin indices for ``binned_expression``.
 
         Parameters
         ----------
         adata
-            Cells; None for those of the training.
+            Cells; None for the training cells.
         genes
-            Genes to predict; None for all that the model knows.
+            Genes to predict; None for all genes of the model.
         seed
-            Seed of which genes are asked about together.
+            Random seed of the groups in which genes are predicted.
         batch_size
-            Cells a batch.
+            Cells per batch.
         key_added
             Key in ``adata.layers``: the same over ``adata.var_names``, dense, NaN for genes that were not asked for or
             that the model does not know. None writes nothing.
 
         Returns
         -------
-        Float32, shape (N, number of genes), counted genes with their value; four bytes a number.
+        Float32, shape (N, number of genes); genes with counts keep their value. It needs four bytes per value.
 
         Raises
         ------
@@ -1259,7 +1265,10 @@ class Encoder(CellModel):
         if not knows_zeros(objective, self.tokenizer):
             has_option = "zero_targets" in objective.option_names()
             advice = "train with the option zero_targets=1.0" if has_option else "call get_normalized_expression"
-            warn(f"the model never saw a gene that is off, so it predicts the value of an expressed gene; {advice}.")
+            warn(
+                "the model was trained on expressed genes only, so it predicts the value of an expressed gene; "
+                f"{advice}."
+            )
         wanted = self.vocab.genes if genes is None else genes
         numbers = interpret.gene_numbers(self, wanted, source=source)
         values = predict_uncounted(
@@ -1282,24 +1291,24 @@ class Encoder(CellModel):
         batch_size: int = 256,
         key_added: str | None = "denoised",
     ) -> sparse.csr_matrix:
-        """Predict the expression of counted genes from the other genes of the cell.
+        """Denoise the expression of genes with counts, predicted from the other genes of the cell.
 
-        For models of ``masked_value_prediction`` and ``masked_diffusion``. The genes are dealt into folds; those of
-        each are hidden in turn and predicted from the rest, so that no value is predicted from itself. Units are those
-        of :meth:`impute`; bins that are quantiles of a cell are those of its visible genes.
+        For models of ``masked_value_prediction`` and ``masked_diffusion``. The genes are split into folds. Each fold is
+        masked in turn and predicted from the rest, so no value is predicted from itself. Units are those of
+        :meth:`impute`; bins by quantiles of a cell are computed from its visible genes.
 
         Parameters
         ----------
         adata
-            Cells; None for those of the training.
+            Cells; None for the training cells.
         n_folds
             Number of folds.
         seed
-            Seed of which genes are in which fold.
+            Random seed of the folds.
         batch_size
-            Cells a batch.
+            Cells per batch.
         key_added
-            Key in ``adata.layers``: the same over ``adata.var_names``. None writes nothing.
+            Key in ``adata.layers`` for the same values over ``adata.var_names``. None writes nothing.
 
         Returns
         -------
@@ -1354,24 +1363,23 @@ class Encoder(CellModel):
         batch_size: int = 256,
         key_added: str | None = "in_silico",
     ) -> pd.DataFrame:
-        """Change the counts of genes in cells, and measure how far the embedding of the cells moves.
+        """Change the counts of genes in cells, and measure the shift of their embeddings.
 
-        The idea is that of Geneformer (Theodoris et al. 2023). Counts are changed before they become tokens, so it
-        works with every tokenizer and architecture. ``"delete"`` sets a gene to 0 in the cells that express it.
-        ``"overexpress"`` makes it the highest gene of every cell (the first, where a tokenizer ranks; with
-        ``"entropy_ranked"`` as far as no more counts than the rest of the cell has make it so). ``"activate"`` gives
-        it, in cells without it, as many counts as is usual where it is expressed. The library size of a cell changes by
-        as many counts, as if they had been changed in the data; so a deletion gives the embedding of the same AnnData
-        with that count set to 0.
+        The method follows Geneformer (Theodoris et al. 2023). Counts are changed before tokenization, so it works with
+        every tokenizer and architecture. ``"delete"`` sets a gene to 0 in the cells that express it. ``"overexpress"``
+        makes it the highest gene of every cell (the first, where a tokenizer ranks; with ``"entropy_ranked"`` as far as
+        no more counts than the rest of the cell has make it so). ``"activate"`` gives it, in cells without it, as many
+        counts as is usual where it is expressed. The library size of a cell changes by as many counts, as if they had
+        been changed in the data; so a deletion gives the embedding of the same AnnData with that count set to 0.
 
         **What the p-values say.** Cells are no replicates here: one gene moves all cells alike, and every perturbation
-        moves them somewhat. So the null is that a gene does no more than other genes of like expression. Each gene is
-        compared with `n_permutations` others that are matched, within the group, on the share of cells that express
-        them and on their level where expressed. They are perturbed in the same way, each in up to 100 cells, and their
-        means are standardized to the types (clusters of the embedding) and depths of the cells of the tested gene; a
-        regression removes what is left of the difference in expression. ``p_value`` is the share of them that shift the
-        cells at least as far, ``goal_p_value`` that of those that move them as far to one side, doubled; the gene
-        itself counts as one, so none is below ``1 / (n_permutations + 1)``.
+        moves them somewhat. So the null is that a gene does no more than other genes of similar expression. Each gene
+        is compared with `n_permutations` others that are matched, within the group, on the fraction of cells that
+        express them and on their level where expressed. They are perturbed in the same way, each in up to 100 cells,
+        and their means are standardized to the types (clusters of the embedding) and depths of the cells of the tested
+        gene; a regression removes the remaining difference in expression. ``p_value`` is the share of them that
+        shift the cells at least as far, ``goal_p_value`` that of those that move them as far to one side, doubled; the
+        gene itself counts as one, so none is below ``1 / (n_permutations + 1)``.
 
         A gene that stands out alone cannot have an ``fdr`` below the number of tests divided by
         ``n_permutations + 1`` (with a goal twice that). By default `n_permutations` is high enough for 0.1 where half
@@ -1386,7 +1394,7 @@ class Encoder(CellModel):
         Parameters
         ----------
         adata
-            Cells; None for those of the training. As for :meth:`get_latent_representation`.
+            Cells; None for the training cells. As for :meth:`get_latent_representation`.
         genes
             Names of genes that the model knows. None takes those that at least 1 % of the cells express, the 2,000 most
             widely expressed at most.
@@ -1402,7 +1410,7 @@ class Encoder(CellModel):
         combinations
             2 perturbs all pairs of `genes` (a deletion: where both are expressed; an activation: where neither is).
         max_cells
-            Cells to perturb, drawn at random, in all or in each group; also those that the goal is the mean of.
+            Cells to perturb, sampled at random, in all or in each group; also those that the goal is the mean of.
         n_permutations
             Other genes to compare each with; 0 for no p-values. None takes 100, or as many as allow an ``fdr`` of 0.1
             if these are no more than half of the genes of the model.
@@ -1410,16 +1418,16 @@ class Encoder(CellModel):
             Compute ``shift_z_untrained`` (and ``goal_z_untrained``), the z-scores of the same genes in the same
             architecture with random weights. It takes as long again; False leaves it out.
         seed
-            Seed of what is drawn.
+            Random seed.
         batch_size
-            Cells a batch.
+            Cells per batch.
         key_added
-            Key in ``adata.uns["scforge"]`` for the table (``"results"``) and what it was made with. None writes
+            Key in ``adata.uns["scforge"]`` for the table (``"results"``) and what it was created with. None writes
             nothing.
 
         Returns
         -------
-        One row a gene (or pair: ``gene``, ``gene_2``) and group, by falling shift (with a goal, by falling goal
+        One row per gene (or pair: ``gene``, ``gene_2``) and group, by falling shift (with a goal, by falling goal
         shift). ``n_cells``: cells it was perturbed in,
         ``n_controls``: genes it is compared with. ``shift``, ``shift_sd``: mean and standard deviation over these
         of 1 - the cosine between the embedding before and after; NaN without cells. ``shift_z``: the shift in standard
@@ -1545,38 +1553,38 @@ class Encoder(CellModel):
         n_steps: int | None = None,
         batch_size: int = 256,
     ) -> AnnData:
-        """Draw new cells: gene by gene (``"autoregressive_transformer"``), or by unmasking (``"scdiva"``).
+        """Generate cells gene by gene (``"autoregressive_transformer"``), or by unmasking (``"scdiva"``).
 
         Parameters
         ----------
         n_cells
-            Number of cells; None for those of an AnnData as `prompt`.
+            Number of cells; None takes the number of cells of an AnnData as `prompt`.
         prompt
-            What the cells begin with: a list of genes, a mapping of genes to values (log1p CP10K; the nearest bin is
-            taken where there are bins), or cells to complete. None for no prompt.
+            Start of the cells: a list of genes, a mapping of genes to values (log1p CP10K; or the nearest bin, if the
+            model has bins), or cells to complete. None for no prompt.
         temperature
-            Below 1 the likely becomes likelier.
+            Values below 1 make likely genes more likely.
         top_k
-            Draw among so many of the likeliest genes only.
+            Sample only from this many most likely genes.
         seed
-            Seed of what is drawn. A cell depends on the seed and on its number, not on `n_cells` or `batch_size` (but
+            Random seed. A cell depends on the seed and on its number, not on `n_cells` or `batch_size` (but
             for rounding).
         condition
-            Class of all cells, or of each, of an objective with ``condition_key``; None for any.
+            Class of all cells, or of each, for an objective with ``condition_key``; None for any class.
         max_len
-            Most tokens of a cell, CLS and EOS included; None for as many as the model allows. By unmasking, as many as
-            each cell gets; None draws numbers as they are in the training cells, of which the model learned the first
-            at most ``max_tokens`` genes.
+            Maximum number of tokens per cell, CLS and EOS included; None for as many as the model allows. By unmasking,
+            each cell has exactly this many; None samples the numbers from the training cells, up to ``max_tokens``
+            genes.
         n_steps
-            By unmasking, the steps in which all genes of a cell are drawn; None for 16.
+            Number of unmasking steps; None for 16.
         batch_size
-            Cells at a time.
+            Cells per batch.
 
         Returns
         -------
-        The cells over the genes of the model: ``X`` with log1p CP10K, of bins their mean (CSR, float32), then also
-        ``layers["bins"]``, ``obs["n_genes"]``, the classes in ``obs`` if there is a `condition`, and what they were
-        made with in ``uns["scforge"]["generated"]``.
+        The cells over the genes of the model: ``X`` with log1p CP10K (for bins, their means; CSR, float32), for bins
+        also ``layers["bins"]``, ``obs["n_genes"]``, the classes in ``obs`` if there is a `condition`, and their
+        settings in ``uns["scforge"]["generated"]``.
 
         Raises
         ------
@@ -1623,12 +1631,12 @@ class Encoder(CellModel):
         dir_path
             Folder to make. It appears whole or not at all.
         overwrite
-            Replace the model in a folder that exists; files that are not of scforge stay.
+            Replace the model in a folder that exists; other files are kept.
         save_anndata
-            Also write the training data, as ``adata.h5ad``, which :meth:`load` reads again.
+            Also write the training data, as ``adata.h5ad``, which :meth:`load` reads.
         adapter_only
-            Save what fine-tuning with ``lora`` has learned alone, the adapters and the head: 0.2 to 0.4 MB of a light
-            encoder. The model below them is needed to :meth:`load` them.
+            Save only the adapters and the head of a model fine-tuned with ``lora``: 0.2 to 0.4 MB for a light encoder.
+            Loading them requires the base model.
 
         Raises
         ------
@@ -1648,7 +1656,7 @@ class Encoder(CellModel):
         """
         if adapter_only:
             if save_anndata:
-                raise OptionError("save_anndata=True has no effect with adapter_only=True; leave one of the two out.")
+                raise OptionError("save_anndata=True has no effect with adapter_only=True; leave out one of them.")
             save_adapter(self, dir_path, overwrite=overwrite)
             return
         if save_anndata and self.adata is None:
@@ -1670,9 +1678,9 @@ class Encoder(CellModel):
         token: str | bool | None = None,
         local_files_only: bool = False,
     ) -> Self:
-        """Load a model that :meth:`save` wrote, with this scforge or an earlier one, or adapters with their model.
+        """Load a model, or adapters with their base model, saved by this or an earlier version of scforge.
 
-        Nothing in the folder is run, and no pickle in it is opened, or even fetched.
+        No code in the folder is executed, and pickle files are neither opened nor downloaded.
 
         Parameters
         ----------
@@ -1680,19 +1688,18 @@ class Encoder(CellModel):
             The folder; a repository of the hub, ``"org/name"``; or ``"scforge://name"``, a model of the registry. See
             :func:`scforge.hub.resolve`.
         adata
-            Data to continue with. If it is not set up, it is set up like the training data, without the columns
-            of obs that it lacks. None takes the training data, if they were saved with the model; False takes none:
-            pass the cells to :meth:`get_latent_representation`.
+            Data to continue with. Without setup, it is set up like the training data, except for missing columns of
+            obs. None takes the training data, if they were saved with the model; False takes no data, so pass the cells
+            to :meth:`get_latent_representation`.
         base
-            The model that adapters sit on, or its name; they share its weights. None takes the name that is stored with
-            them.
+            The base model of adapters, or its name; they share its weights. None takes the name stored with them.
         device
             Where to put the module.
         accelerator
-            The same in the words of scvi-tools: ``"cpu"``, ``"gpu"``, ``"mps"`` or ``"auto"``; `device` is left out
-            then, or the number of the GPU.
+            Device in the notation of scvi-tools: ``"cpu"``, ``"gpu"``, ``"mps"`` or ``"auto"``; `device` is then the
+            index of the GPU, or left out.
         revision, cache_dir, token, local_files_only
-            As for :func:`scforge.hub.resolve`. Of adapters they count for the model below them, too, save `revision`.
+            As for :func:`scforge.hub.resolve`. For adapters they also apply to the base model, except `revision`.
 
         Returns
         -------
@@ -1701,11 +1708,11 @@ class Encoder(CellModel):
         Raises
         ------
         MissingFileError, ModelFileError
-            If there is no such folder, repository or revision, or what is in it cannot be used.
+            If there is no such folder, repository or revision, or its content cannot be used.
         GeneMismatchError
             If `adata` has too few genes of the model.
         OptionError
-            If a name is not known, a token is refused, or it is not known what adapters sit on.
+            If a name is unknown, a token is refused, or the base model of adapters is unknown.
         HubError
             If the hub fails.
 
@@ -1776,11 +1783,11 @@ class Encoder(CellModel):
         max_len: int | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Write the computation of the cell embedding, for programs that have neither scforge nor, with ONNX, PyTorch.
+        """Export the computation of the cell embedding for use without scforge, and with ONNX also without PyTorch.
 
         The folder holds ``model.onnx`` (or ``model.pt2``), ``vocab.json``, and ``export.json`` with the tokenizer, the
-        inputs and the hash of the vocabulary. Any number of cells and of tokens can be given to the exported model. It
-        is compared with :meth:`get_latent_representation`'s own computation before the folder appears.
+        inputs and the hash of the vocabulary. The exported model accepts any number of cells and tokens. Its results
+        are compared with :meth:`get_latent_representation` before the folder is written.
 
         Parameters
         ----------
@@ -1790,7 +1797,7 @@ class Encoder(CellModel):
             ``"onnx"``; ``"torch"`` for :func:`torch.export.load`; or ``"transformers"``: a folder that
             ``transformers.BertForMaskedLM.from_pretrained`` loads.
         max_len
-            Most tokens of a cell that can be given; None takes what the model was made for. Not of ``"transformers"``.
+            Maximum number of tokens per cell; None takes that of the model. Not for ``"transformers"``.
         overwrite
             Replace the model in a folder that exists; files that are not of scforge stay.
 
@@ -1835,27 +1842,26 @@ class Encoder(CellModel):
         base: str | None = None,
         **options: Any,
     ) -> str:
-        """Send the model to the Hugging Face Hub: weights, description, vocabulary and model card, in one commit.
+        """Push the model to the Hugging Face Hub in one commit: weights, description, vocabulary and model card.
 
         Parameters
         ----------
         repo_id
-            Repository, ``"org/name"``; it is made if there is none.
+            Repository, ``"org/name"``; it is created if necessary.
         license
-            Identifier of the license, e.g. ``"apache-2.0"``, or its name. Without one the card says that none is
-            stated.
+            Identifier of the license, e.g. ``"apache-2.0"``, or its name. Without it, the card reports that no license
+            is given.
         data
-            What the model was trained on, or a list of it; names of data sets on the hub become links.
+            Training data, or a list of them; names of data sets on the hub become links.
         metrics
             The result of :meth:`evaluate`: scores of the model and of baselines.
         citation
             How to cite the model.
         adapter_only
-            Send the adapters and the head of a model that was fine-tuned with ``lora`` alone, and the name of the model
-            that they sit on.
+            Push only the adapters and the head of a model fine-tuned with ``lora``, and the name of the base model.
         base
-            That name, a repository or ``"scforge://name"``; it is not checked, and counts for this push. None takes
-            where the model before fine-tuning came from, or was sent to.
+            That name, a repository or ``"scforge://name"``; it is not checked, and used for this push only. None takes
+            the location that the base model was loaded from or pushed to.
         **options
             ``private``, ``token``, ``revision``, ``commit_message`` and ``create_pr``, as for
             :func:`scforge.hub.upload`.
@@ -1875,9 +1881,9 @@ class Encoder(CellModel):
 
         Notes
         -----
-        Cells are never sent. Of a fine-tuned model ``split.safetensors`` is, which holds fingerprints (hashes of
-        counts) of the cells that it has seen. License, data, scores and citation stay with the model: :meth:`save`
-        writes them, too.
+        Cells are never uploaded. For a fine-tuned model ``split.safetensors`` is, which contains fingerprints (hashes
+        of counts) of its training cells. License, data, scores and citation are kept with the model, and :meth:`save`
+        writes them as well.
 
         Examples
         --------
@@ -1897,10 +1903,10 @@ class Encoder(CellModel):
         device: str | torch.device = "cpu",
         **options: Any,
     ) -> Self:
-        """Make a model of a published checkpoint, e.g. of Geneformer, scGPT or scFoundation.
+        """Create a model of a published checkpoint, e.g. of Geneformer, scGPT or scFoundation.
 
-        Every weight of the checkpoint is used, or named in the map of its family as left out and why; none of the model
-        is random. The model is one like any other: it embeds, trains on, is fine-tuned and saved.
+        Every weight of the checkpoint is used, or listed by its family as left out with the reason. No weight of the
+        model is random. The model can embed, be trained, fine-tuned and saved like any other.
 
         Parameters
         ----------
@@ -1909,31 +1915,31 @@ class Encoder(CellModel):
             ``model.safetensors`` or ``pytorch_model.bin``; of ``"scgpt"`` that of ``best_model.pt``, ``vocab.json`` and
             ``args.json``, or the file of the weights; of ``"scfoundation"`` that of ``models.ckpt``, or this file.
         adata
-            Cells to use further; they are set up with :meth:`setup_anndata` if they are not. None: pass cells
-            to :meth:`get_latent_representation`.
+            Cells of the model, which are set up with :meth:`setup_anndata` if necessary. None: pass cells to
+            :meth:`get_latent_representation`.
         family
-            One of :func:`scforge.foreign.list_families`; None takes the one that recognizes it.
+            One of :func:`scforge.foreign.list_families`; None detects it.
         device
             Where to put the module.
         **options
             Further arguments of the family.
 
-            ``"geneformer"``: `tokens_medians`, the published dictionaries: the folder of their pickle files, of which
-            nothing but text and numbers is unpickled; or two files or dictionaries, gene to token and gene to median,
-            as a tuple; or a table as :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer` takes it; None looks
-            for them in `path`. `version`, ``"V1"`` (2,048 genes) or ``"V2"`` (4,096 tokens with CLS and EOS); None goes
-            by the number of positions and tokens. `ensembl_map`, former Ensembl ids to current ones, and `gene_names`,
-            symbols to Ensembl ids: a dictionary, its file, or a table. `pooling`: ``"genes"`` (the mean over genes, as
-            Geneformer's own code embeds cells with V1), ``"cls"`` (as with V2) or ``"mean"`` (over all tokens).
-            `embedding_layer`: take the embedding from so many layers below the last; None takes 1, as Geneformer's own
-            code. Pass 0 for fine-tuning, so that the last layer has a use.
+            ``"geneformer"``: `tokens_medians`, the published dictionaries: the folder of their pickle files, from which
+            only text and numbers are unpickled; or two files or dictionaries, gene to token and gene to median, as a
+            tuple; or a table as :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer` takes it; None looks for
+            them in `path`. `version`, ``"V1"`` (2,048 genes) or ``"V2"`` (4,096 tokens with CLS and EOS); None detects
+            it by the number of positions and tokens. `ensembl_map`, former Ensembl ids to current ones, and
+            `gene_names`, symbols to Ensembl ids: a dictionary, its file, or a table. `pooling`: ``"genes"`` (the mean
+            over genes, as Geneformer's own code embeds cells with V1), ``"cls"`` (as with V2) or ``"mean"`` (over all
+            tokens). `embedding_layer`: take the embedding from this many layers below the last; None takes 1, as
+            Geneformer's own code. Pass 0 for fine-tuning, so the last layer is used.
 
             ``"scgpt"``, whose embedding is the state of CLS: `vocab` and `args`, JSON files or dictionaries; None takes
-            those next to the weights, which may have the names of flash attention. `cls_value`, the value
+            those next to the weights, which may use the parameter names of flash attention. `cls_value`, the value
             of the CLS token; None takes ``pad_value`` of `args`, as scGPT does to embed cells; 0 is what its
             fine-tuning scripts take. `normalize`: divide each embedding by its length, as scGPT's ``embed_data`` does.
 
-            ``"scfoundation"``, of which the decoder is left out, so that the model does not predict expression:
+            ``"scfoundation"``, without the decoder, so the model does not predict expression:
             `vocab`, the panel of genes: the published table with ``gene_name`` and ``index``, or the names in order;
             None reads the table next to the weights. `part`: ``"cell"``, ``"gene"`` or ``"rde"``. `pooling`:
             ``"depths"``, the states of the two tokens of depth, and the largest and the mean over genes, as
@@ -1948,7 +1954,7 @@ class Encoder(CellModel):
         Raises
         ------
         MissingFileError, ModelFileError
-            If the checkpoint, or what belongs to it, cannot be used.
+            If the checkpoint or its files cannot be used.
         OptionError
             If no family recognizes it, or an option cannot be used.
         GeneMismatchError
@@ -1967,7 +1973,7 @@ class Encoder(CellModel):
 
     @classmethod
     def _of_foreign(cls, found: Foreign, adata: AnnData | None, device: str | torch.device) -> Self:
-        """Make a model of a checkpoint that was read, of the model class that goes with its architecture."""
+        """Create a model from a checkpoint, with the model class of its architecture."""
         special = class_of_architecture(found.architecture["name"])
         kind = cast("type[CellModel]", special if issubclass(special, cls) else cls)
         setup = {"layer": None, "gene_key": None, "batch_key": None, "labels_key": None}

@@ -26,7 +26,7 @@ from scforge.eval.report import Kind, Report
 from scforge.insilico.gene_embeddings import input_gene_embeddings
 
 BENCHMARKS_OF_EMBEDDINGS = ("cell_type_probe", "scib", "geometry")
-"""What an embedding is scored by, unless told otherwise."""
+"""The default benchmarks of embeddings."""
 
 _BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi")
 _UNTRAINED = "X_untrained"
@@ -64,8 +64,8 @@ def evaluate_models(
     Parameters
     ----------
     models
-        A model, which is called ``"scforge"``; or name of a row to its model, or to several, where the same was trained
-        with several seeds: the row has their means. What a fine-tuned model learned from is not scored.
+        A model, whose row is named ``"scforge"``; or a mapping of row names to models. A list of models, trained with
+        different seeds, gives one row with their means. Training cells of a fine-tuned model are not scored.
     adata
         Cells with raw counts. Embeddings are written into ``adata.obsm``, as ``X_<name>``.
     benchmarks
@@ -76,11 +76,11 @@ def evaluate_models(
     obsm_keys
         Further embeddings in ``adata.obsm``, each a row.
     baselines
-        Of embeddings, as in :func:`scforge.eval.evaluate`; True takes highly variable genes, PCA, scVI and, with
-        batches, Harmony. Other benchmarks have their own.
+        Baselines of embeddings, as in :func:`scforge.eval.evaluate`; True takes highly variable genes, PCA, scVI and,
+        with batches, Harmony. Other benchmarks have separate baselines.
     labels_key, batch_key, groups_key
         Columns of ``adata.obs`` with cell types, batches, and groups (e.g. donors) that folds must not divide. None
-        takes cell types and batches as the models were set up, where `adata` has these columns.
+        takes cell types and batches from the setup of the models, if `adata` has these columns.
     seeds
         Seeds of benchmarks.
     intervals
@@ -92,13 +92,13 @@ def evaluate_models(
     gene_key
         Column of ``adata.var`` with the names of genes that `network` uses; None takes ``adata.var_names``.
     batch_size
-        Cells a batch.
+        Cells per batch.
     title
         Heading of the report.
     key_added
-        Key in ``adata.uns["scforge"]`` for the scores; None writes nothing, no embedding either.
+        Key in ``adata.uns["scforge"]`` for the scores; None writes neither scores nor embeddings.
     progress_bar
-        Show a line for each model, baseline and score, with its time.
+        Print a line for each model, baseline and score, with its time.
 
     Returns
     -------
@@ -107,9 +107,9 @@ def evaluate_models(
     Raises
     ------
     OptionError
-        If a benchmark needs what is not given, or there is nothing to score against, or no baseline.
+        If a benchmark lacks a required argument, or no baseline remains.
     DataError
-        If a model learned from all cells, or a column is missing.
+        If a model was trained on all cells, or a column is missing.
 
     Examples
     --------
@@ -130,7 +130,7 @@ def evaluate_models(
     evaluations = [] if benchmarks is None else [to_evaluation(entry) for entry in entries_of(benchmarks)]
     others = [one for one in evaluations if one.subject != "embedding"]
     of_embeddings = [one for one in evaluations if one.subject == "embedding"]
-    # Each training run has a name; those of one model are called name_0, name_1, ...
+    # Each training run has a name; the runs of one model are name_0, name_1, ...
     every = {
         f"{name}_{i}" if len(some) > 1 else name: one for name, some in trained.items() for i, one in enumerate(some)
     }
@@ -139,7 +139,8 @@ def evaluate_models(
     for one in others:  # before any time is spent
         if one.benchmark not in _OPTIONS:
             raise OptionError(
-                f"the benchmark {one.title!r} scores what no model makes by itself; call scforge.eval.compare."
+                f"the benchmark {one.title!r} scores results that no model computes by itself; call "
+                "scforge.eval.compare."
             )
         check_options("option", str(one.benchmark), one.options, _OPTIONS[str(one.benchmark)])
         if one.subject == "network" and network is None:
@@ -152,7 +153,7 @@ def evaluate_models(
             check_generates(model)
     if others and not of_embeddings and (obsm_keys or baselines is not True):
         unused = "obsm_keys" if obsm_keys else "baselines"
-        raise OptionError(f"{unused} is for embeddings, and benchmarks names none that scores them; leave it out.")
+        raise OptionError(f"{unused} is for embeddings, but no benchmark of embeddings is selected; leave it out.")
     report = None
     if of_embeddings or not others:
         report = _evaluate_embeddings(
@@ -207,7 +208,7 @@ def _evaluate_embeddings(
 ) -> Report:
     """Embed cells with models and score the embeddings with baselines."""
     if baselines is False or (isinstance(baselines, Sequence) and not len(baselines)):
-        raise OptionError("baselines=False leaves embeddings with nothing to compare with; name one, e.g. ['pca'].")
+        raise OptionError("baselines=False leaves no baseline for embeddings; name one, e.g. ['pca'].")
     keys = _keys(every, adata, given)
     chosen: list[Any] = evaluations or list(BENCHMARKS_OF_EMBEDDINGS)
     if not evaluations and keys["labels_key"] is None:
@@ -215,7 +216,7 @@ def _evaluate_embeddings(
     several = {name: len(some) for name, some in trained.items() if len(some) > 1}
     names = [*(f"X_{name}" for name in (*every, *several)), *obsm_keys, *([_UNTRAINED] if untrained else [])]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise OptionError(f"two rows are called {twice[0]!r}; give the model or the embedding another name.")
+        raise OptionError(f"two rows have the name {twice[0]!r}; rename the model or the embedding.")
     rows = _unseen(every, adata)
     notes = [] if evaluations else _fit_to(chosen, keys, adata, rows, given=given["batch_key"])
     before = dict(adata.obsm)
@@ -276,15 +277,13 @@ def _evaluate_embeddings(
 def _fit_to(
     chosen: list[Any], keys: dict[str, str | None], adata: AnnData, rows: np.ndarray | None, *, given: str | None
 ) -> list[str]:
-    """Leave out what nobody asked for and these cells do not allow; return sentences on that."""
+    """Leave out default benchmarks that these cells do not allow; return sentences that report it."""
     notes = []
     obs = adata.obs if rows is None else adata.obs.iloc[rows]
     batch = keys["batch_key"]
     if given is None and batch is not None and (obs[batch].nunique() < 2 or obs[batch].isna().any()):
         keys["batch_key"] = None
-        notes.append(
-            f"obs[{batch!r}], the column of batches, has one batch or lacks some, so nothing looks at batches."
-        )
+        notes.append(f"obs[{batch!r}], the column of batches, has one batch or missing values, so batches are ignored.")
     n_labeled = int(obs[keys["labels_key"]].notna().sum())
     if n_labeled < _MIN_FOR_SCIB:
         chosen.remove("scib")
@@ -298,12 +297,12 @@ def _lists(models: Any) -> dict[str, list[CellModel]]:
     if isinstance(models, Mapping):
         lists = {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
     if not lists or not all(some and all(isinstance(one, CellModel) for one in some) for some in lists.values()):
-        raise OptionError("models is not a model and no {name: model}; load what is in a folder with Encoder.load.")
+        raise OptionError("models is neither a model nor a {name: model}; load a model folder with Encoder.load.")
     return lists
 
 
 def _keys(models: Mapping[str, CellModel], adata: AnnData, given: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Return the columns of obs: those given, else those of the set-ups, where the cells have them."""
+    """Return the columns of obs: those given, else those of the setups that the cells have."""
     keys = dict(given)
     for name in _KEYS:
         if keys[name] is not None:
@@ -356,7 +355,7 @@ def _facts(
 
 
 def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Sequence[str]) -> list[str]:
-    """Return what a reader has to know of what each row has seen."""
+    """Return which cells and labels each row was trained on, for the report."""
     sentences = ["All baselines have seen the expression of all cells, and no label."]
     supervised = [name for name, model in models.items() if model._learned is not None]
     if supervised:
@@ -378,7 +377,7 @@ def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Se
         sentences.append(f"{listing(own)} has seen the expression of these cells in its training, without labels.")
     unknown = [name for name, model in models.items() if model.adata is None]
     if unknown or obsm_keys:
-        sentences.append(f"What {listing([*unknown, *obsm_keys])} has seen is not known here.")
+        sentences.append(f"What {listing([*unknown, *obsm_keys])} was trained on is unknown.")
     return [
         " ".join(sentences),
         "Intervals and p-values come from resampled data, as the facts state for each benchmark: they describe "
@@ -401,7 +400,7 @@ def _networks(
     untrained: bool,
     **options: Any,
 ) -> Report:
-    """Score how alike the gene embeddings of transcription factors and of their targets are."""
+    """Score the similarity of the gene embeddings of transcription factors and their targets."""
     vectors = {name: model.get_gene_embeddings(key_added=None) for name, model in models.items()}
     if untrained:
         first = next(iter(models.values()))
@@ -411,13 +410,13 @@ def _networks(
     known = dict(zip(adata.var_names.astype(str), gene_names(adata, gene_key), strict=True))
     vectors = {name: table.rename(index=known) for name, table in vectors.items()}
     vectors = {name: table[~table.index.duplicated()] for name, table in vectors.items()}
-    # Models are compared on the genes that all of them know.
+    # Models are compared on the genes that all of them have.
     named = set.intersection(*(set(table.index) for table in vectors.values()))
     truth = network if isinstance(network, pd.DataFrame) else read_network(network)
     check_edges("the true edges", truth)
     sources = sorted(set(truth["source"]) & named)
     if not sources:
-        raise DataError(f"none of the {len(named)} genes that the models know is a source of an edge; check gene_key.")
+        raise DataError(f"none of the {len(named)} genes of the models is a source of an edge; check gene_key.")
     scores = {name: edges_from_embeddings(table, sources, center=True) for name, table in vectors.items()}
     return evaluate_network(
         scores,
@@ -435,7 +434,7 @@ def _networks(
 def _generated(
     models: Mapping[str, CellModel], adata: AnnData, evaluation: Evaluation, *, batch_size: int, **options: Any
 ) -> Report:
-    """Score the cells that models generate against cells that they have not seen."""
+    """Score the cells that models generate against unseen cells."""
     seed = int(options["seeds"][0])
     computed = {name: model.generate(adata.n_obs, seed=seed, batch_size=batch_size) for name, model in models.items()}
     cells = {id(model.adata): model.adata for model in models.values()}

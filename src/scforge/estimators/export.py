@@ -41,9 +41,9 @@ _NEEDED = ("onnx", "onnxscript", "onnxruntime")
 _OPSET = 20
 _OUTPUT = "cell_embedding"
 _TOLERANCE = 1e-4
-"""Largest difference from what scforge computes, in units of the largest number of the embedding (at least 1)."""
+"""Largest accepted difference from scforge, relative to the largest value of the embedding (at least 1)."""
 _TRACED, _COMPARED = (3, 24), ((1, 1), (2, 7), (5, 0))
-"""Cells and expressed genes of the batch that is traced, and of those that are compared; 0 means as many as fit."""
+"""Numbers of cells and expressed genes of the traced batch and of compared batches; 0 means as many as fit."""
 
 
 class _Encode(nn.Module):
@@ -53,7 +53,7 @@ class _Encode(nn.Module):
         super().__init__()
         self.encoder = encoder
         self.names = names
-        # Where some tokens may find no room, there are always such ones, so that all cells are one computation.
+        # If tokens may be dropped, always drop some, so all cells have the same computation.
         room = getattr(encoder, "attended_tokens", None)
         self.padding = room if room is not None and longest > room else 0
 
@@ -64,7 +64,7 @@ class _Encode(nn.Module):
 
 
 class _PlainBag(nn.Module):
-    """The weighted sum of embeddings in the operations that ONNX has; it takes memory of the size B x S x D."""
+    """The weighted sum of embeddings in ONNX operations; it needs memory of size B x S x D."""
 
     def __init__(self, bag: nn.EmbeddingBag | GeneVectorBag) -> None:
         super().__init__()
@@ -82,13 +82,13 @@ class _PlainBag(nn.Module):
 
 
 def _plain_bag(part: GeneEmbedding, genes_bs: torch.Tensor, values_bs: torch.Tensor) -> torch.Tensor:
-    """Do what ``bag`` does in the operations that ONNX has."""
+    """Compute ``bag`` in ONNX operations."""
     embedded = F.embedding(genes_bs, part.weight)
     return (embedded * values_bs.to(embedded.dtype).unsqueeze(-1)).sum(dim=1) + part.bias
 
 
 def _sorted_by_topk(values: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """Sort in ONNX: of equal numbers TopK takes the first one first, as ``stable=True`` says."""
+    """Sort in ONNX: TopK keeps the order of equal values, as with ``stable=True``."""
     from onnxscript import INT64
     from onnxscript import opset20 as op
 
@@ -101,14 +101,16 @@ def _sorted_by_topk(values: Any, stable: bool | None = None, dim: int = -1, desc
 def export_model(
     model: CellModel, path: str | os.PathLike[str], format: str, *, max_len: int | None, overwrite: bool
 ) -> None:
-    """Do what :meth:`scforge.models.Encoder.export` says."""
+    """Export a model, see :meth:`scforge.models.Encoder.export`."""
     if format not in _FILES:
-        raise OptionError(f"format={format!r} is not known; choose 'onnx', 'torch' or 'transformers'.")
+        raise OptionError(f"format={format!r} is unknown; choose 'onnx', 'torch' or 'transformers'.")
     if format == "onnx" and (missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]):
         raise OptionError(f"format='onnx' needs {listing(missing)}; pip install 'scforge[onnx]'.")
     check_filled(model.module)
     if isinstance(getattr(model.module, "head", None), QueryMapping):
-        raise OptionError("a query model, which maps cells onto its reference, is not exported; export the reference.")
+        raise OptionError(
+            "a query model, which maps cells onto its reference, cannot be exported; export the reference."
+        )
     longest = _longest(model, max_len)
     encoder = merged(model._backbone)
     batches = [_batch(model, n_cells, n_genes, longest) for n_cells, n_genes in (_TRACED, *_COMPARED)]
@@ -128,7 +130,7 @@ def export_model(
 
 
 def _longest(model: CellModel, max_len: int | None) -> int:
-    """Return the most tokens that an exported model takes."""
+    """Return the maximum number of tokens of an exported model."""
     spec = model.spec
     made_for = spec.model_options.get("max_seq_len")
     most = made_for or model.objective.max_tokens(model.tokenizer)
@@ -205,7 +207,7 @@ def _write_onnx(model: CellModel, program: Any, names: tuple[str, ...], file: Pa
 def _parity(
     model: CellModel, encoder: nn.Module, names: tuple[str, ...], batches: list[dict[str, torch.Tensor]], file: Path
 ) -> dict[str, Any]:
-    """Compare what the file computes with `encoder` on other batches than the one that was traced."""
+    """Compare the results of the file with `encoder` on other batches than the traced one."""
     computed = _runner(file, names)
     worst, scale = 0.0, 1.0
     encoder = copy.deepcopy(encoder).cpu().float().eval()
@@ -230,7 +232,7 @@ def _parity(
 
 
 def _runner(file: Path, names: tuple[str, ...]) -> Any:
-    """Return what runs a file on tensors in the order of `names`."""
+    """Return a function that runs a file on tensors in the order of `names`."""
     if file.suffix == ".pt2":
         with _without_warnings():
             module = torch.export.load(file).module()
@@ -252,7 +254,7 @@ def _description(
     file: Path,
     parity: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return what a program has to know to use the file."""
+    """Return the metadata that a program needs to use the file."""
     parts = model.spec.to_json()
     dtypes = {name: str(batch[name].dtype).removeprefix("torch.") for name in names}
     return {
@@ -274,7 +276,7 @@ def _description(
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Keep quiet what the exporters of torch tell those who work on them."""
+    """Silence messages of torch's exporters for their developers."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     with ExitStack() as stack:
         for logger in loggers:

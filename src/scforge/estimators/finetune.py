@@ -1,4 +1,4 @@
-"""Make fine-tuned models and query models, write and read adapters, and vote for labels."""
+"""Create fine-tuned models and query models, write and read adapters, and transfer labels."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ logger = logging.getLogger("scforge")
 
 
 def warn_of_undecided(unclear: np.ndarray) -> None:
-    """Warn of cells that may be cells of the fine-tuning."""
+    """Warn about cells that may be training cells of the fine-tuning."""
     if unclear.any():
         n_unclear = f"{int(unclear.sum())} of the {len(unclear)} cells"
         warn(f"{n_unclear} may be cells of a fine-tuning: they have other genes, and no names to compare.")
@@ -56,7 +56,7 @@ _LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
 
 
 def options_of(method: Any) -> list[str]:
-    """Return the names of the options that a method of a task takes."""
+    """Return the option names of a method of a task."""
     return [name for name in inspect.signature(method).parameters if name not in _LEFT_OUT]
 
 
@@ -80,7 +80,7 @@ def finetune(
     split_by: str | None = None,
     split_key: str | None = None,
 ) -> CellModel:
-    """Make the model of :meth:`scforge.models.Encoder.finetune`, ready to train with the `options` that are left."""
+    """Create the model of :meth:`scforge.models.Encoder.finetune`, ready to train with the `options` that are left."""
     check_shares(validation_size, test_size)
     check_freeze(freeze, lora, options.get("gradual_unfreezing"))
     freeze = freeze if isinstance(freeze, bool) else int(freeze)  # numbers of NumPy cannot be saved
@@ -135,7 +135,7 @@ def finetune(
 def _task_options(
     task: str | Mapping[str, Any], options: dict[str, Any], common: dict[str, Any], setup: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """Return name and options of the task; take its options out of `options`, which train gets."""
+    """Return name and options of the task; remove its options from `options`, the rest is for train."""
     name, found = named_options("task", dict(task) if isinstance(task, Mapping) else task, "")
     cls = TASKS.get(name)
     known = cls.option_names()
@@ -144,19 +144,19 @@ def _task_options(
     others = [key for key in options if key not in of_trainer]
     check_options("option of finetune", name, others, sorted({*known, *TrainOptions.names()}))
     if "datamodule" in options:
-        raise OptionError("datamodule is of no use to finetune; pass the cells, or the path of a store, as adata.")
+        raise OptionError("datamodule has no effect in finetune; pass the cells, or the path of a store, as adata.")
     beside = {key: value for key, value in common.items() if value is not None}
     beside |= {key: options.pop(key) for key in list(options) if key in known}
     if useless := sorted(beside.keys() - known):
-        raise OptionError(f"{useless[0]}={beside[useless[0]]!r} is of no use to the task {name!r}; leave it out.")
+        raise OptionError(f"{useless[0]}={beside[useless[0]]!r} has no effect in the task {name!r}; leave it out.")
     if twice := sorted(beside.keys() & found):
-        raise OptionError(f"{twice[0]} is given in task and as an argument; give it once.")
+        raise OptionError(f"{twice[0]} is set in task and as an argument; set it once.")
     found |= beside
     return name, found | {key: setup[key] for key in cls.keys if found.get(key) is None and setup.get(key) is not None}
 
 
 def make_split(task: Task, cells: Cells, *, split_by: str | None, split_key: str | None, **how: Any) -> Split:
-    """Split cells, over the genes of the model, as the task wants it."""
+    """Split cells, over the genes of the model, as the task requires."""
     task.vocab = cells.vocab
     names = {value: name for name in task.keys if isinstance(value := getattr(task, name, None), str)}
 
@@ -166,7 +166,7 @@ def make_split(task: Task, cells: Cells, *, split_by: str | None, split_key: str
     usable = task.usable(column)
     if usable is not None and not np.any(usable):
         named = " and ".join(f"{name}={value!r}" for value, name in names.items())
-        raise DataError(f"{named or 'the task'} leaves no cell to train on; choose another column or other cells.")
+        raise DataError(f"{named or 'the task'} leaves no training cells; choose another column or other cells.")
     if split_key is not None:
         if split_by is not None:
             raise OptionError(f"split_by={split_by!r} has no effect with split_key={split_key!r}; give one of them.")
@@ -181,12 +181,12 @@ def make_split(task: Task, cells: Cells, *, split_by: str | None, split_key: str
 def set_up(
     model: CellModel, adata: AnnData, setup: Mapping[str, Any], labels_key: str | None, batch_key: str | None
 ) -> AnnData:
-    """Set an AnnData up for the fine-tuned model, with the columns it is about."""
+    """Set up an AnnData for the fine-tuned model, with the columns of the task."""
     there = model._setup_of(adata)
     labels = labels_key or setup.get("labels_key")
     batch = batch_key or inherited_batch_key(adata.obs, setup.get("batch_key"))
     if batch not in adata.obs or adata.obs[batch].isna().any():
-        batch = None  # cells without batch may take no part in a task, but cannot be registered
+        batch = None  # cells without a batch may be unused in a task, but cannot be registered
     wanted = {
         "layer": setup.get("layer"),
         "gene_key": setup.get("gene_key"),
@@ -199,16 +199,16 @@ def set_up(
 
 
 def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
-    """Return the options of a decoder that knows the batches of a query, too."""
+    """Return the options of a decoder that also has the batches of a query."""
     batches = text_labels(cells.column(key), key=key, argument="batch_key").categories
     if shared := [str(name) for name in batches if name in known]:
-        told = "Batches of the query in obs[%r] that the reference knows, and that are taken for its own: %s."
+        told = "Batches of the query in obs[%r] with the name of a reference batch are treated as that batch: %s."
         logger.info(f"{told} Rename those that are others.", key, listing(shared))
     return {"batch_key": key, "batches": [*known, *(str(name) for name in batches if name not in known)]}
 
 
 def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
-    """Return a copy of a model whose decoder knows further batches, which start at the mean of its batches."""
+    """Return a copy of a model with decoder vectors for new batches, initialized at the mean of its batch vectors."""
     spec, own = reference.spec, merged(reference._backbone)
     sizes = {**spec.model_options, "n_batches": len(found["batches"])}
     objective = {**spec.objective_options, **found}
@@ -232,14 +232,14 @@ def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
 
 _QUERY, _REFERENCE, _SIDE = "query", "reference", "scforge_side"
 _MOST = 20_000
-"""Cells of a query, and of a reference, that are trained on together; in memory."""
+"""Number of cells of a query, and of a reference, for joint training in memory."""
 
 
 def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, seed: int) -> tuple[Any, Any]:
-    """Return cells of a query and of its reference as one, and the options of a decoder that knows all batches.
+    """Return the joined cells of a query and its reference, and the options of a decoder with all batches.
 
-    Cells without batch, or sides without the column, form a separate batch. `key` is the column of the query; that
-    of both has the name of the reference's, so that the model can be the reference of another joint training.
+    Cells without batch, or sides without the column, form a separate batch. `key` is the column of the query; the
+    joined column has the name of the reference's, so the model can be the reference of another joint training.
     """
     known = list(pretraining.batches or [])
     query, reference = (cells.sample(_MOST, seed=seed) for cells in (query, reference))
@@ -251,7 +251,10 @@ def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, s
             found = [str(labels.categories[code]) if code >= 0 else name for code in labels.codes]
         parts.append(found)
     if shared := sorted(set(parts[0]) & {*known, *parts[1]}):
-        warn(f"Batches {listing(shared)} of query and reference are taken for the same; rename those that are others.")
+        warn(
+            f"Batches {listing(shared)} of query and reference have the same name; rename those that are different "
+            "batches."
+        )
     counts = sum(cells.totals.sum() for cells in (query, reference))
     kept = sum(cells.totals.sum() * cells.counts_kept for cells in (query, reference))
     batch_key = pretraining.batch_key or key or _SIDE
@@ -277,7 +280,7 @@ _CONFIG, _WEIGHTS = "adapter.json", "adapter.safetensors"
 
 
 def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Save the adapters and the head of a model that was fine-tuned with ``lora``."""
+    """Save the adapters and the head of a model fine-tuned with ``lora``."""
     tuning = model.spec.tuning
     if tuning is None or tuning.lora is None:
         raise OptionError("the model has no adapters to save; fine-tune with lora=True, or save all of it with save().")
@@ -305,7 +308,7 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
 
 
 def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None) -> CellModel:
-    """Put adapters and a head on the model that they were trained on, whose weights they share."""
+    """Add adapters and a head to their base model, with shared weights."""
     cls = type(base) if issubclass(type(base), cls) else cls
     content = read_description(ADAPTER, folder / _CONFIG)
     weights = read_weights(folder / _WEIGHTS)

@@ -46,11 +46,11 @@ def generate_with(
     tokens = None
     if isinstance(prompt, AnnData):
         if n_cells is not None:
-            raise OptionError(f"n_cells={n_cells!r} but prompt is AnnData, which sets the number; leave n_cells out.")
+            raise OptionError(f"n_cells={n_cells!r} but an AnnData as prompt sets the number; leave n_cells out.")
         n_cells = prompt.n_obs
     else:
         n_cells = check_count("n_cells", n_cells, "cells")
-    model._ready(None, "what it generates is", needs_cells=False)
+    model._ready(None, "its generated cells are", needs_cells=False)
     asked, vocab, unmasks = dict(options), tokenizer.vocab, objective.denoises_values
     n_steps, max_len = options.pop("n_steps"), options["max_len"]
     if unmasks:
@@ -63,16 +63,18 @@ def generate_with(
         if n_steps is not None:
             raise OptionError(f"n_steps={n_steps!r} is for models of 'masked_diffusion'; leave it out.")
         if not tokenizer.append_eos and max_len is None:
-            raise OptionError("max_len=None but cells of this model have no end token; give the number of tokens.")
+            raise OptionError("max_len=None but cells of this model have no end token; set the number of tokens.")
         if not tokenizer.append_cls and not isinstance(prompt, Mapping | AnnData):
-            raise OptionError("prompt gives no values, but the model has no CLS token; give a dict of genes to values.")
+            raise OptionError("prompt has no values, but the model has no CLS token; pass a dict of genes to values.")
         options |= {"eos_id": vocab.eos_id if tokenizer.append_eos else None, "n_special": vocab.n_special}
     if isinstance(prompt, AnnData):
         tokens = prompt_of_cells(model._cells(prompt), tokenizer, objective, options["seed"])
         empty = ~tokens["attention_mask"].any(dim=1)
         if not unmasks and empty.any():
             row = int(empty.nonzero()[0])
-            raise DataError(f"prompt has no counts in cell {row}, and the model no CLS token to begin with; remove it.")
+            raise DataError(
+                f"prompt has no counts in cell {row}, and the model has no CLS token to start with; remove it."
+            )
     elif prompt is not None:
         bin_values = None if unmasks else module.bin_values.cpu().numpy()
         tokens = _prompt_of_genes(prompt, n_cells, model, bin_values, options["seed"])
@@ -101,13 +103,13 @@ def generate_with(
         adata.obs[of_cells.condition_key] = pd.Categorical.from_codes(classes - 1, of_cells.conditions)
     prompt_type = None if prompt is None else type(prompt).__name__
     facts = {**model._made_with(), **asked, "batch_size": batch_size, "prompt": prompt_type}
-    # There is no None in h5ad.
+    # h5ad cannot store None.
     adata.uns[UNS_KEY] = {"generated": {name: value for name, value in facts.items() if value is not None}}
     return adata
 
 
 def check_generates(model: CellModel) -> None:
-    """Raise unless architecture, objective and fine-tuning are those of a model that generates cells."""
+    """Raise unless the model can generate cells by its architecture, objective and fine-tuning."""
     spec, module = model.spec, model._backbone
     if not isinstance(module, GeneratingModule) or not model._pretraining.generates:
         raise OptionError(
@@ -136,8 +138,8 @@ def _prompt_of_genes(
 ) -> Prompt:
     """Return a prompt of named genes for each of `n_cells` cells.
 
-    A list keeps its order, and its values are drawn. A mapping gives values, each of which becomes the bin that stands
-    for the nearest (without `bin_values` it stays), and its genes come in the order of the objective.
+    A list keeps its order, and its values are sampled. A mapping sets values, which are replaced by the nearest bin (if
+    there are `bin_values`), and its genes are in the order of the objective.
     """
     tokenizer, objective = model.tokenizer, model._pretraining
     # A set has no order that stays, and of a Series either names or values could be meant.
@@ -160,7 +162,7 @@ def _prompt_of_genes(
 
 
 def prompt_of_cells(cells: Cells, tokenizer: Tokenizer, objective: Objective, seed: int) -> Prompt:
-    """Return the tokens of cells, in the order of the objective and without their end."""
+    """Return the tokens of cells, in the order of the objective and without end tokens."""
     block = cells.block(np.arange(len(cells)))
     n_genes = np.diff(block.indptr)
     if (n_genes > tokenizer.most_genes).any():
@@ -174,14 +176,14 @@ def prompt_of_cells(cells: Cells, tokenizer: Tokenizer, objective: Objective, se
 
 
 def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int) -> np.ndarray | None:
-    """Return the number of the class of each cell, int64, shape (B,); None for no classes."""
+    """Return the class code of each cell, int64, shape (B,); None without classes."""
     if _is_missing(condition):
         return None
     if not conditions:
-        raise OptionError("condition has no effect, as the model knows no classes; leave it out.")
+        raise OptionError("condition has no effect, as the model has no classes; leave it out.")
     names = list(condition) if pd.api.types.is_list_like(condition) else [str(condition)] * n_cells
     if len(names) != n_cells:
-        raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; give one name, or one for each.")
+        raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; pass one name, or one for each.")
     numbers_of = {name: i + 1 for i, name in enumerate(conditions)}
     if unknown := [name for name in names if not _is_missing(name) and name not in numbers_of]:
         raise OptionError(f"condition={unknown[0]!r} is not a class of the model{suggest(unknown[0], conditions)}")

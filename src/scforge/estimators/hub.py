@@ -1,4 +1,4 @@
-"""Push models to the Hugging Face Hub, and load what was found there."""
+"""Push models to the Hugging Face Hub, and load models from it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def push_model(
     card: str | None = None,
     **options: Any,
 ) -> str:
-    """Send a model to the hub; see :meth:`scforge.models.Encoder.push_to_hub`.
+    """Push a model to the hub; see :meth:`scforge.models.Encoder.push_to_hub`.
 
     `told` has license, data, citation and metrics; `card` is the text of the card (None writes one); `options` are
     those of :func:`scforge.hub.upload`.
     """
     if not model.is_trained_:
-        warn("The model is not trained; what is sent is random.", NotTrainedWarning)
+        warn("The model is not trained; random weights are pushed.", NotTrainedWarning)
     before: CardFacts = model._facts
     told_facts = before.with_given(**told, n_epochs=model.n_epochs_)
     facts = told_facts if base is None else replace(told_facts, base=_named(base, model))
@@ -52,7 +52,7 @@ def push_model(
                 below = model._card_facts().base
                 if below is None or below.name is None:
                     raise OptionError(
-                        "adapter_only=True, but not known where others find the model below; push it, or give base=."
+                        "adapter_only=True, but the base model has no public location; push it, or pass base=."
                     )
                 save_adapter(model, folder, overwrite=False)
                 atomic_write_text(folder / "README.md", text)
@@ -79,24 +79,24 @@ def load_found(
     device: str | torch.device = "cpu",
     access: dict[str, Any] | None = None,
 ) -> CellModel:
-    """Load what was found: a model, or adapters with their model.
+    """Load a model, or adapters with their base model, from a folder.
 
     Parameters
     ----------
     cls
         The model class.
     found
-        The folder, and where it comes from.
+        The folder and its source.
     prefix
         How the user named it, the beginning of a message.
     adata, base, device
         As for :meth:`scforge.models.Encoder.load`.
     access
-        Options of :func:`scforge.hub.resolve` for the model below adapters.
+        Options of :func:`scforge.hub.resolve` for the base model of adapters.
     """
     if kind_of_folder(found.folder) != "adapter":
         if base is not None:
-            raise OptionError(f"base has no effect where {prefix} is a whole model; leave it out.")
+            raise OptionError(f"base has no effect where {prefix} is a complete model; leave it out.")
         model = cls._load_folder(found.folder, adata, device)
         if found.repo_id is not None:
             model._origin = Origin(found.repo_id, found.commit, n_epochs=model.n_epochs_)
@@ -117,7 +117,7 @@ def _load_base(
     device: str | torch.device,
     access: dict[str, Any],
 ) -> CellModel:
-    """Load the model that adapters sit on; that it is the right one, its checksum says."""
+    """Load the base model of adapters, and verify its checksum."""
     revision = None
     where = f"base={base!r}"
     if base is None:
@@ -127,15 +127,15 @@ def _load_base(
         where = f"{prefix} has adapters for {stored.name!r}, and this name of theirs"
         base, revision = place_of(stored.name) or found.folder / stored.name, stored.revision
         if isinstance(base, Path) and not base.is_dir():
-            raise MissingFileError(f"{where} is a folder that is not here; name the model with base=.")
+            raise MissingFileError(f"{where} is a folder that does not exist here; name the model with base=.")
     below = find_model(base, prefix=where, revision=revision, **access)
     if kind_of_folder(below.folder) != "model":
-        raise ModelFileError(f"{where} holds no model; name another one with base=.")
+        raise ModelFileError(f"{where} contains no model; name another one with base=.")
     return load_found(cls, below, where, False, device=device)
 
 
 def place_of(name: str | os.PathLike[str]) -> str | None:
-    """Return where others find a model, whatever folders are here; None for a name that is none of theirs.
+    """Return the public location that a name refers to, whatever folders exist here; None for other names.
 
     Examples
     --------
@@ -149,9 +149,9 @@ def place_of(name: str | os.PathLike[str]) -> str | None:
 
 
 def _named(base: str, model: Any) -> Origin:
-    """Return the model below a fine-tuned one by the name that others get."""
+    """Return the public location of the base model of a fine-tuned model."""
     if place_of(base) is None:
-        raise OptionError(f"base={base!r} is not a name that others can use; give 'org/name' or 'scforge://name'.")
+        raise OptionError(f"base={base!r} is not a public name; pass 'org/name' or 'scforge://name'.")
     if model.spec.tuning is None:
         raise OptionError(f"base={base!r} has no effect where the model was not fine-tuned; leave it out.")
     known = None if model._base is None else model._base._current_origin()

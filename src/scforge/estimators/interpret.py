@@ -1,4 +1,4 @@
-"""Resolve genes and groups of cells that a user names, and write results into adata.uns."""
+"""Resolve the genes and groups of cells that a user names, and write results into adata.uns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from scforge.training.objectives.base import Objective
 from scforge.training.predict import embed
 
 type Source = AnnData | Cells | str | os.PathLike[str]
-"""What cells are read from."""
+"""Source of cells."""
 
 type State = Mapping[str, Any] | tuple[str, Any]
 """A column of obs and the value (or a list of values) of some cells."""
@@ -42,7 +42,7 @@ _MAX_NAMES = 5
 def gene_numbers(
     model: CellModel, genes: Sequence[str] | str, *, source: Any = None, argument: str = "genes"
 ) -> np.ndarray:
-    """Return the index of each gene among those of the model, int32; `source` is what else may have the genes."""
+    """Return the index of each gene in the model, int32; `source` may have further genes, for messages."""
     names = [genes] if isinstance(genes, str) else list(genes)
     if not names or not all(isinstance(name, str) for name in names):
         raise OptionError(f"{argument}={names!r} is not a list of gene names; name at least one.")
@@ -50,12 +50,12 @@ def gene_numbers(
     if unknown := [name for name, number in zip(names, numbers, strict=True) if number < 0]:
         raise _unknown_genes(model, unknown, model.adata if source is None else source, argument)
     if twice := [names[i] for i in range(len(names)) if numbers[i] in numbers[:i]]:
-        raise OptionError(f"{argument} names {twice[0]!r} twice, maybe by another name of the gene; name it once.")
+        raise OptionError(f"{argument} names {twice[0]!r} twice, maybe as another name of the same gene; name it once.")
     return numbers
 
 
 def _unknown_genes(model: CellModel, unknown: list[str], source: Any, argument: str) -> GeneMismatchError:
-    """Return the error that names are no genes of a model; a name is guessed only for one that is no gene at all."""
+    """Return the error for names that are not genes of a model; only unknown names get a suggestion."""
     vocab, measured = model.vocab, set()
     if isinstance(source, AnnData):
         measured = set(gene_names(source, (model._setup_of(source) or model._setup)["gene_key"]))
@@ -64,7 +64,7 @@ def _unknown_genes(model: CellModel, unknown: list[str], source: Any, argument: 
     known = there or [name for name in unknown if any(name in names for names in tables)]
     hint = did_you_mean(unknown[0], [*vocab.genes, *(vocab.symbols or ())]) or "; leave them out."
     if known:
-        hint = f"; build the model with Encoder(adata, keep_genes={known[:_MAX_NAMES]!r})."
+        hint = f"; create the model with Encoder(adata, keep_genes={known[:_MAX_NAMES]!r})."
     names = f"{listing(known or unknown, most=_MAX_NAMES)}, {'in adata but ' if there else ''}not among the model's"
     return GeneMismatchError(f"{argument} names {names} {vocab.n_genes:,} genes{hint}")
 
@@ -92,7 +92,7 @@ def gene_combinations(numbers: np.ndarray, size: bool | int) -> np.ndarray:
 
 
 def cells_in_state(cells: Cells, argument: str, state: State | None) -> np.ndarray | None:
-    """Return which cells are in a state, bool, shape (N,); None for no state."""
+    """Return a mask of the cells in a state, bool, shape (N,); None without a state."""
     if state is None:
         return None
     pairs = list(state.items()) if isinstance(state, Mapping) else [state]
@@ -111,14 +111,14 @@ def cells_in_state(cells: Cells, argument: str, state: State | None) -> np.ndarr
 
 
 def _same_value(value: Any, wanted: Any) -> bool:
-    """Return whether two values of obs are equal, as they are or as text: 1, 1.0 and "1" are, and True and 1."""
+    """Return whether two values of obs are equal, directly or as text: 1, 1.0, "1" and True are."""
     if not pd.api.types.is_scalar(wanted) or pd.isna(wanted):
         return False
     return bool(value == wanted) or text_of(value) == text_of(wanted)
 
 
 def cell_groups(cells: Cells, key: str | None, chosen: np.ndarray) -> Iterator[tuple[str | None, np.ndarray]]:
-    """Yield the name and the rows of each group of the chosen cells; of all of them, with the name None, without key.
+    """Yield the name and the rows of each group of the chosen cells; without key, all of them with the name None.
 
     Cells without a group are in none.
     """
@@ -135,7 +135,7 @@ def cell_groups(cells: Cells, key: str | None, chosen: np.ndarray) -> Iterator[t
 
 
 def column_genes(model: CellModel, adata: AnnData) -> np.ndarray:
-    """Return the gene of the vocabulary that each column of `adata` has, -1 for none, int32, shape (n_vars,)."""
+    """Return the vocabulary index of each column of `adata`, -1 for none, int32, shape (n_vars,)."""
     setup = model._setup_of(adata) or model._setup
     return GeneMap.of(gene_names(adata, setup["gene_key"]), model.vocab).columns
 
@@ -154,10 +154,10 @@ def expression_table(
 
 
 def note(model: CellModel, source: Any, key: str | None, asked: Mapping[str, Any], **tables: pd.DataFrame) -> None:
-    """Write tables, and what they were made with, into ``adata.uns["scforge"][key]``."""
+    """Write tables, and what they were created with, into ``adata.uns["scforge"][key]``."""
     if key is None or not isinstance(source, AnnData):
         return
-    # There is no None in h5ad.
+    # h5ad cannot store None.
     facts = {name: value for name, value in {**model._made_with(), **asked}.items() if value is not None}
     source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key: {**facts, **tables}}
 
@@ -165,7 +165,7 @@ def note(model: CellModel, source: Any, key: str | None, asked: Mapping[str, Any
 def over_columns(
     model: CellModel, adata: AnnData, matrix: sparse.csr_matrix, *, both: bool = False
 ) -> sparse.csr_matrix:
-    """Return a matrix over genes of the vocabulary as one over the columns of an AnnData.
+    """Map a matrix over vocabulary genes to the columns of an AnnData.
 
     Columns of one gene get the same numbers. With `both` the rows are genes as well.
     """
@@ -179,10 +179,10 @@ def over_columns(
 def predicting(model: CellModel, adata: Source | None, seed: int) -> tuple[Source, Objective]:
     """Return cells, and the objective of a model that predicts expression."""
     check_seed(seed)
-    source, objective = model._ready(adata, "what it predicts is"), model._pretraining
+    source, objective = model._ready(adata, "its predictions are"), model._pretraining
     check_predicts(objective)
     if model._backbone is not model.module:
-        raise OptionError("the model was fine-tuned, its decoder was not; call the model that it was made of.")
+        raise OptionError("the model was fine-tuned, but its decoder was not; use its base model.")
     return source, objective
 
 
@@ -192,18 +192,18 @@ USUAL_CELLS = 10_000
 _HIGH_FDR = 0.1
 _CONTROLS = 100
 _MOST_CONTROLS = 0.5
-"""Share of the genes of a model that each is compared with at most: more of them are no longer like it."""
+"""Fraction of the genes of a model that each is compared with at most: more of them are no longer like it."""
 
 
 def untrained_embedder(model: CellModel, batch_size: int) -> Callable[[Cells], np.ndarray]:
-    """Return what embeds cells with the architecture of a model and random weights."""
+    """Return an embedder with the architecture of a model and random weights."""
     module, tokenizer = model.spec.build_untrained()
     module.to(next(model.module.parameters()).device)
     return partial(embed, module, tokenizer=tokenizer, objective=model._pretraining, batch_size=batch_size)
 
 
 def enough_controls(model: CellModel, n_tests: int, sides: int) -> int:
-    """Return how many genes to compare each with: as many as allow an fdr of 0.1, if a share of the genes does."""
+    """Return how many genes to compare each with: as many as allow an fdr of 0.1, if a fraction of the genes does."""
     wanted = math.ceil(sides * n_tests / _HIGH_FDR)
     return max(_CONTROLS, wanted) if wanted <= _MOST_CONTROLS * model.vocab.n_genes else _CONTROLS
 
@@ -216,7 +216,7 @@ def lowest_fdr(results: pd.DataFrame, sides: int) -> float:
         enough = math.ceil(sides * len(n_controls) / _HIGH_FDR)
         warn(
             f"The fdr of a gene that stands out alone is at least {lowest:.2g}, above {_HIGH_FDR:g}; test fewer genes, "
-            f"or compare with n_permutations={enough} others if the model has so many."
+            f"or compare with n_permutations={enough} others if the model has that many."
         )
     return lowest
 
@@ -226,12 +226,12 @@ def starting(chosen: np.ndarray | None, there: np.ndarray | None, n_cells: int) 
     if chosen is None:
         chosen = np.ones(n_cells, dtype=np.bool_) if there is None else ~there
     if not chosen.any() or (there is not None and (chosen & there).any()):
-        raise DataError("start names cells that are at the goal already, or none is left; choose others.")
+        raise DataError("start selects no cells, or only cells that are already at the goal; choose others.")
     return chosen
 
 
 def check_activated(perturbation: Perturbation, numbers: np.ndarray, genes: Sequence[str]) -> None:
-    """Raise if nothing tells what is usual for a gene to activate."""
+    """Raise if a gene to activate is expressed in no cell, so its usual count is unknown."""
     shares = perturbation.shares
     if shares is not None and (silent := [genes[number] for number in numbers if np.isnan(shares[number])]):
         raise DataError(f"mode='activate': no cell expresses {listing(silent, most=5)}; leave them out.")

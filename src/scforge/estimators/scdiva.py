@@ -1,4 +1,4 @@
-"""ScDiVa, with what only this model does: latent posteriors, expression and generation."""
+"""ScDiVa: latent posteriors, decoded expression and generation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def labels_task(objective: Objective) -> Annotation | None:
-    """Return the task of the labels that a pretraining learned; None if it learned none."""
+    """Return the task of the labels learned in pretraining; None if it learned no labels."""
     key, classes = getattr(objective, "labels_key", None), getattr(objective, "labels", None)
     if key is None or not classes or not getattr(objective, "classification_weight", 0.0):
         return None
@@ -40,21 +40,21 @@ def labels_task(objective: Objective) -> Annotation | None:
 
 
 def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | None) -> list[int] | None:
-    """Return the numbers of named batches; None for no name."""
+    """Return the codes of named batches; None for no name."""
     if transform_batch is None:
         return None
     known = getattr(objective, "batches", None) or []
     names = [transform_batch] if pd.api.types.is_scalar(transform_batch) else list(transform_batch)
     if not names:
         raise OptionError(f"transform_batch={transform_batch!r} names no batch; name one, or None for all.")
-    fix = "" if known else "call setup_anndata(adata, batch_key=...) before the model is made"
+    fix = "" if known else "call setup_anndata(adata, batch_key=...) before creating the model"
     for name in names:
         check_known("transform_batch", str(name), known, "the model", fix=fix, error=OptionError)
     return [known.index(str(name)) for name in names]
 
 
 class _OwnHead(nn.Module):
-    """The annotation head of an architecture, not calibrated, in the shape of that of a fine-tuned module."""
+    """The uncalibrated annotation head of an architecture, with the interface of a fine-tuned module."""
 
     def __init__(self, encoder: Any) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class _OwnHead(nn.Module):
 def _scale_of(library_size: float | str) -> float | None:
     if library_size == "log1p":
         return None
-    return check_positive("library_size", library_size, hint="give e.g. 1e4, or 'log1p'") / TARGET_SUM
+    return check_positive("library_size", library_size, hint="pass e.g. 1e4, or 'log1p'") / TARGET_SUM
 
 
 _ARCHITECTURE = "scdiva"
@@ -78,27 +78,27 @@ _UNCERTAINTY = "scforge_uncertainty"
 
 
 class ScDiVa(Encoder):
-    """Embed cells as distributions, name their types and take batches out of their expression, with one transformer.
+    """Embed cells as distributions, annotate them, and correct batch effects in their expression, with one transformer.
 
-    A :class:`~scforge.models.ScDiVaModel` behind AnnData: all that :class:`~scforge.models.Encoder` does, and what only
-    a variational model can. The embedding of a cell is the mean of its posterior.
+    The model class of :class:`~scforge.models.ScDiVaModel`: all methods of :class:`~scforge.models.Encoder`, and those
+    of a variational model. The embedding of a cell is the mean of its posterior.
 
     Parameters
     ----------
     adata
-        AnnData that :meth:`setup_anndata` was called on. The decoder is conditioned on its ``batch_key``, so that
-        expression can be predicted as if all cells were of one batch.
+        AnnData that :meth:`setup_anndata` was called on. The decoder is conditioned on its ``batch_key``, so expression
+        can be predicted as if all cells were from one batch.
     architecture
         ``"scdiva"``.
     tokenizer
         As for :class:`~scforge.models.Encoder`; None orders genes by value and entropy (``"entropy_ranked"``).
     objective
         ``"variational"`` (None): reconstruction, and classification if `supervised`. ``"masked_diffusion"``: masked
-        genes and values are predicted, so that the model can :meth:`generate` and :meth:`impute`. Or a dict with
-        ``name`` and options, e.g. ``beta``.
+        genes and values are predicted, so the model can :meth:`generate` and :meth:`impute`. Or a dict with ``name``
+        and options, e.g. ``beta``.
     supervised
         Learn the labels of ``labels_key`` in addition to the reconstruction, for ``predict(task="annotation")`` without
-        fine-tuning. The embedding then knows the labels.
+        fine-tuning. The embedding then contains label information.
     **options
         Further arguments of :class:`~scforge.models.Encoder`, e.g. ``vocab``, ``n_top_genes`` and ``seed``, and options
         of the architecture, e.g. ``mode="vector"``, ``latent_dim`` or ``max_tokens``.
@@ -140,7 +140,7 @@ class ScDiVa(Encoder):
         **options: Any,
     ) -> None:
         if architecture not in (None, _ARCHITECTURE):
-            raise OptionError(f"architecture={architecture!r} is none of ScDiVa; leave it out, or make an Encoder.")
+            raise OptionError(f"architecture={architecture!r} is not ScDiVa; leave it out, or create an Encoder.")
         self._supervised = check_bool("supervised", supervised)
         super().__init__(adata, _ARCHITECTURE, tokenizer, objective, **options)
 
@@ -161,10 +161,10 @@ class ScDiVa(Encoder):
         adata, key_added, batch_size, indices
             As for :meth:`Encoder.get_latent_representation`.
         return_dist
-            Return the variances, too, and write `uncertainty_key`.
+            Also return the variances, and write `uncertainty_key`.
         uncertainty_key
             With `return_dist`, the column of obs for the mean of the variances of a cell (float32): near 1, the
-            variance of the prior, the cell carried no information. Compare cells of one model with it, not models. None
+            variance of the prior, the cell was uninformative. Use it to compare cells of one model, not models. None
             writes nothing.
 
         Returns
@@ -175,7 +175,7 @@ class ScDiVa(Encoder):
         Raises
         ------
         OptionError
-            If variances are asked of a model that has none.
+            If variances are requested from a model that has none.
         GeneMismatchError
             If `adata` has too few genes of the model.
 
@@ -229,7 +229,7 @@ class ScDiVa(Encoder):
         batch_size: int = 256,
         **options: Any,
     ) -> pd.DataFrame | AnnData:
-        """Predict with the heads of the model, or of a fine-tuned one with that of its task.
+        """Predict with the heads of the model, or with the task head of a fine-tuned model.
 
         Parameters
         ----------
@@ -237,8 +237,8 @@ class ScDiVa(Encoder):
             Cells, as for :meth:`get_latent_representation`.
         task
             ``"annotation"``: the labels that the model learned from (`supervised`), written as the task annotation
-            writes them. ``"batch_integration"``: expression without the effect of batches, as
-            :meth:`get_normalized_expression` gives it. None takes annotation, or what the model was fine-tuned for.
+            writes them. ``"batch_integration"``: expression without batch effects, from
+            :meth:`get_normalized_expression`. None takes annotation, or the task of a fine-tuned model.
         key_added, batch_size
             As for :meth:`Encoder.predict`.
         **options
@@ -247,7 +247,7 @@ class ScDiVa(Encoder):
 
         Returns
         -------
-        A data frame with one row a cell.
+        A data frame with one row per cell.
 
         Raises
         ------
@@ -276,10 +276,12 @@ class ScDiVa(Encoder):
                 raise OptionError(f"task={task!r} but the model was fine-tuned for {tuning.task!r}; leave task out.")
             return super().predict(adata, key_added=key_added, batch_size=batch_size, **options)
         if task not in (None, "annotation"):
-            raise OptionError(f"task={task!r} is not known; choose 'annotation' or 'batch_integration'.")
+            raise OptionError(f"task={task!r} is unknown; choose 'annotation' or 'batch_integration'.")
         own_task = self._own_task()
         if own_task is None:
-            raise OptionError("the model learned no labels to predict; make it with supervised=True, or fine-tune it.")
+            raise OptionError(
+                "the model learned no labels to predict; create it with supervised=True, or fine-tune it."
+            )
         check_options("option of predict", "annotation", options, options_of(own_task.predict))
         source = self._ready(adata, "its predictions are")
         classifier = FineTunedModule(self._backbone, _OwnHead(self._backbone))
@@ -297,26 +299,25 @@ class ScDiVa(Encoder):
         key_added: str | None = _EXPRESSION,
         batch_size: int = 256,
     ) -> pd.DataFrame:
-        """Return the expression that the decoder makes of the embedding of each cell.
+        """Return the expression of each cell that is decoded from its embedding.
 
-        Noise of counting is gone, and so is the batch, if the model was made with a ``batch_key``.
+        It has no counting noise, and no batch effects if the model was created with a ``batch_key``.
 
         Parameters
         ----------
         adata
             Cells, as for :meth:`get_latent_representation`.
         transform_batch
-            The batch that all cells are taken to be of, or several to average over. None averages over all batches that
-            the model knows.
+            The batch to decode all cells into, or several to average over. None averages over all batches of the model.
         gene_list
-            Genes to return; None for all that the model knows.
+            Genes to return; None for all genes of the model.
         library_size
-            ``"log1p"``: log1p of counts per 10,000. A number: counts per so many (not logarithmic).
+            ``"log1p"``: log1p of counts per 10,000. A number: counts per that number (without logarithm).
         key_added
             Key in ``adata.layers``: the same over ``adata.var_names``, dense, NaN for genes that were not asked for or
             that the model does not know. None writes nothing.
         batch_size
-            Cells a batch.
+            Cells per batch.
 
         Returns
         -------
@@ -341,7 +342,7 @@ class ScDiVa(Encoder):
         (60, 2)
         """
         if not getattr(self._pretraining, "reconstruction_weight", 0.0):
-            raise OptionError(f"{self.spec.objective!r} trained no decoder; give it a reconstruction_weight.")
+            raise OptionError(f"{self.spec.objective!r} trained no decoder; set its reconstruction_weight.")
         self._check_follows("predicted expression")
         scale = _scale_of(library_size)
         numbers = gene_numbers(self, self.vocab.genes if gene_list is None else gene_list, source=adata)
@@ -365,12 +366,12 @@ class ScDiVa(Encoder):
         return expression_table(self, source, values, numbers, key_added)
 
     def _own_task(self) -> Task | None:
-        """Return annotation, if the model learned labels."""
+        """Return the annotation task, if the model learned labels."""
         return None if self.spec.tuning is not None else labels_task(self._pretraining)
 
     @property
     def _trains_latent(self) -> bool:
-        """Whether the pretraining trains the latent: masked diffusion only as it reconstructs."""
+        """Whether pretraining trains the latent; masked diffusion does so only with a reconstruction term."""
         objective = self._pretraining
         return bool(getattr(objective, "reconstruction_weight", 1.0)) or not objective.denoises_values
 
@@ -382,18 +383,20 @@ class ScDiVa(Encoder):
         self._check_follows("return_dist=True")
 
     def _check_follows(self, what: str) -> None:
-        """Raise unless all heads of the architecture were trained on in a fine-tuning."""
+        """Raise unless fine-tuning also trained all heads of the architecture."""
         tuning = self.spec.tuning
         if tuning is not None and tuning.task != "adaptation":
             raise OptionError(
-                f"{what}: the model was fine-tuned for {tuning.task!r}, its decoder was not; call its base."
+                f"{what}: the model was fine-tuned for {tuning.task!r}, but its decoder was not; use its base model."
             )
 
     def _with_found_options(self, objective: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Add the labels of the set-up that the objective learns from, then what is found in the cells."""
+        """Add the labels of the setup that the objective learns, then options derived from the cells."""
         if self._supervised:
             if "labels_key" not in OBJECTIVES.get(objective).option_names():
-                raise OptionError(f"supervised=True but the objective {objective!r} learns no labels; leave one out.")
+                raise OptionError(
+                    f"supervised=True but the objective {objective!r} learns no labels; leave out one of them."
+                )
             options = {"labels_key": self._setup.get("labels_key"), **options}
             if options["labels_key"] is None:
                 raise OptionError("supervised=True but there are no labels; call setup_anndata with labels_key.")

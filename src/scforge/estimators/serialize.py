@@ -59,7 +59,7 @@ class _Tuning(BaseModel):
 
 
 class _Description(BaseModel):
-    """What loading reads of every description."""
+    """The fields that loading reads from every description."""
 
     model_config = ConfigDict(strict=True)
     format: Annotated[int, Field(ge=FORMAT, le=FORMAT)]
@@ -95,7 +95,7 @@ def sealed(content: Mapping[str, Any]) -> str:
 
 
 def read_description(kind: str, path: Path) -> dict[str, Any]:
-    """Return what a description of a model or an adapter says.
+    """Return the content of a model or adapter description.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def read_description(kind: str, path: Path) -> dict[str, Any]:
     found: dict[str, Any] = _decoded(content)
     parsed(_Model if kind == MODEL else _Adapter, found, f"{str(path)!r} is not the description of an scforge {kind}")
     if content.pop(_CHECKSUM, None) != sha256_of_json(content, sort_keys=True):
-        raise ModelFileError(f"{str(path)!r} is corrupted: its checksum is another one; copy the {kind} again.")
+        raise ModelFileError(f"{str(path)!r} is corrupted: its checksum does not match; copy the {kind} again.")
     return {name: value for name, value in found.items() if name != _CHECKSUM}
 
 
@@ -140,7 +140,7 @@ def _on_meta(
     tuning: FineTuneSpec | None,
     prefix: str,
 ) -> nn.Module | None:
-    """Return a module without memory for its weights; None for one whose constructor computes with them."""
+    """Return a module without memory for its weights (meta device); None if its constructor computes with them."""
     (name, options), *parts = (named_options("", dict(part), "") for part in (architecture, tokenizer, objective))
     try:
         defaults = defaults_for(name, options)
@@ -154,7 +154,7 @@ def _on_meta(
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, RuntimeError) and "meta" in str(error):
             return None
-        raise ModelFileError(f"{prefix} describes no model that can be made: {first_line(error)}.") from error
+        raise ModelFileError(f"{prefix} describes a model that cannot be created: {first_line(error)}.") from error
 
 
 def shapes_of(module: nn.Module) -> Shapes:
@@ -163,12 +163,12 @@ def shapes_of(module: nn.Module) -> Shapes:
 
 
 def expected_of(found: Foreign) -> Shapes | None:
-    """Return the shapes of the weights that a checkpoint's config asks for; None where only its weights say them.
+    """Return the shapes of the weights by a checkpoint's config; None if only its weights determine them.
 
     Raises
     ------
     ModelFileError, OptionError
-        If it describes no model that can be made.
+        If it describes a model that cannot be created.
     """
     parts = (found.architecture, found.tokenizer, found.objective)
     module = _on_meta(*parts, found.vocab, None, f"the config of {found.source!r}")
@@ -178,18 +178,18 @@ def expected_of(found: Foreign) -> Shapes | None:
 def load_weights(
     module: nn.Module, weights: dict[str, torch.Tensor], *, source: str, adapters: bool = False, assign: bool = False
 ) -> None:
-    """Load weights strictly, or raise an error that names what does not fit.
+    """Load weights strictly, or raise an error that names the mismatch.
 
     Parameters
     ----------
     module, weights
-        What to load into, and what.
+        The module to load into, and the weights.
     source
         The folder, for messages.
     adapters
-        Whether the weights are those of adapters and head alone.
+        Whether the weights are only those of adapters and head.
     assign
-        Whether the weights take the place of those of the module, e.g. of one without memory.
+        Whether to replace the weights of the module, e.g. of one on the meta device.
 
     Raises
     ------
@@ -226,7 +226,7 @@ def write_folder(
     adata: AnnData | None,
     extra: Any,
 ) -> None:
-    """Write a model folder: all of it, or nothing.
+    """Write a model folder completely or not at all.
 
     Parameters
     ----------
@@ -243,7 +243,7 @@ def write_folder(
     seen
         The cells of a fine-tuning.
     adata
-        Training data to write, too.
+        Training data to write as well.
     extra
         Called with the folder before it is put in place, to write further files.
     """
@@ -265,19 +265,21 @@ def write_folder(
 def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]:
     """Read a model folder; return its description, vocabulary and weights.
 
-    Nothing in it is run, and description, vocabulary and weights fit each other.
+    No code in it is executed; description, vocabulary and weights are checked to fit each other.
 
     Raises
     ------
     MissingFileError
         If there is no such folder.
     ModelFileError
-        If a file is missing, or its content is not what was saved.
+        If a file is missing or corrupted.
     OptionError
         If an architecture, tokenizer, objective or task is not registered.
     """
     if is_url(path):
-        raise MissingFileError(f"dir_path={os.fspath(path)!r} is not a folder; get a model of a hub with Encoder.load.")
+        raise MissingFileError(
+            f"dir_path={os.fspath(path)!r} is not a folder; load a model from a hub with Encoder.load."
+        )
     return read_settled(path, lambda: _read(Path(path)))
 
 
@@ -287,7 +289,7 @@ def read_adata(path: str | os.PathLike[str], config: Mapping[str, Any]) -> AnnDa
     if ADATA not in config["sha256"]:
         return None
     if not file.exists():
-        warn(f"The cells that were saved with the model, {str(file)!r}, are not there (push and pull leave them out).")
+        warn(f"The cells that were saved with the model, {str(file)!r}, are missing (push and pull leave them out).")
         return None
     check_sum(file, config["sha256"][ADATA])
     return read_h5ad([str(file)])
@@ -296,7 +298,7 @@ def read_adata(path: str | os.PathLike[str], config: Mapping[str, Any]) -> AnnDa
 def _read(folder: Path) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]:
     if not folder.is_dir():
         what = "is a file, not a model folder" if folder.is_file() else "does not exist"
-        raise MissingFileError(f"dir_path={str(folder)!r} {what}; give the folder that model.save() wrote.")
+        raise MissingFileError(f"dir_path={str(folder)!r} {what}; pass a folder that model.save() wrote.")
     if missing := [name for name in (_CONFIG, _VOCAB, _WEIGHTS) if not (folder / name).is_file()]:
         pickles = sorted(part.name for part in folder.iterdir() if part.suffix in PICKLES)
         there = f" (pickles, {listing(pickles, most=3)}, are never opened)" if pickles else ""
@@ -315,6 +317,6 @@ def _read(folder: Path) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tens
 
 
 def check_sum(path: Path, checksum: str | None) -> None:
-    """Raise unless a file is the one that was saved."""
+    """Raise unless the checksum of a file matches."""
     if sha256_of(path) != checksum:
-        raise ModelFileError(f"{str(path)!r} is corrupted: its checksum is another one; copy it again.")
+        raise ModelFileError(f"{str(path)!r} is corrupted: its checksum does not match; copy it again.")

@@ -1,4 +1,4 @@
-"""Fields and registries of scvi-tools, and how MuData and saved models find their class and set-up."""
+"""Fields and registries of scvi-tools, and the setup of MuData and saved models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from scforge.training.datamodule import CellDataModule
 
 
 class GeneField(LayerField):
-    """Raw counts with the names of their genes. Genes are matched by name, so another data set may have others.
+    """Raw counts with gene names. Genes are matched by name, so data sets may have different genes.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class GeneField(LayerField):
         self.gene_key = gene_key
 
     def validate_field(self, adata: AnnData) -> None:
-        """Raise unless the layer holds counts and every gene has a name; warn where they look transformed."""
+        """Raise unless the layer contains counts and every gene has a name; warn if they look transformed."""
         warn_if_transformed(counts_of(adata, self.attr_key), self.attr_key)
         gene_names(adata, self.gene_key)
 
@@ -51,12 +51,12 @@ class GeneField(LayerField):
         return {self.N_OBS_KEY: adata.n_obs, self.N_VARS_KEY: adata.n_vars, self.GENE_KEY: self.gene_key}
 
     def transfer_field(self, state_registry: dict[str, Any], adata_target: AnnData, **kwargs: Any) -> dict[str, Any]:
-        """Register another data set, whatever genes it has: they are mapped by name when cells are read."""
+        """Register another data set with any genes; they are mapped by name when cells are read."""
         return self.register_field(adata_target)
 
 
 class ObsField(CategoricalObsField):
-    """A column of obs with categories; a missing value has the code -1 where that is allowed.
+    """A categorical column of obs; missing values have the code -1 if allowed.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class ObsField(CategoricalObsField):
         self.allow_missing = allow_missing
 
     def register_field(self, adata: AnnData, known: Sequence[Any] = ()) -> dict[str, Any]:
-        """Write the codes into obs and register the categories, behind the known ones."""
+        """Write the codes into obs and register the categories, after the known ones."""
         self.validate_field(adata)
         key = self._original_attr_key
         column = adata.obs[key]
@@ -85,16 +85,16 @@ class ObsField(CategoricalObsField):
         return {self.CATEGORICAL_MAPPING_KEY: np.array(mapping, dtype=object), self.ORIGINAL_ATTR_KEY: key}
 
     def transfer_field(self, state_registry: dict[str, Any], adata_target: AnnData, **kwargs: Any) -> dict[str, Any]:
-        """Register another data set; categories not seen before come behind the known ones."""
+        """Register another data set; new categories are appended to the known ones."""
         return self.register_field(adata_target, state_registry[self.CATEGORICAL_MAPPING_KEY])
 
 
 def check_setup_keys(adata: AnnData, setup: dict[str, Any], front: str) -> None:
-    """Raise unless an AnnData that is not set up has counts and gene names where the training data had them.
+    """Raise unless an AnnData without setup has counts and gene names in the same places as the training data.
 
     `front` is the name of the model class, for the message.
     """
-    fix = f"the training data have them there; call {front}.setup_anndata(adata, ...) on them"
+    fix = f"the training data have it; call {front}.setup_anndata(adata, ...) on them"
     for argument, table, where in (("layer", adata.layers, "adata.layers"), ("gene_key", adata.var, "adata.var")):
         if setup[argument] is not None:
             check_known(argument, setup[argument], table, where, fix=fix)
@@ -105,7 +105,7 @@ LAST = "_scvi_scforge_modality"
 
 
 def shared(mdata: MuData, modality: str) -> Any:
-    """Return the columns that all modalities share, for the cells of one."""
+    """Return the shared columns of all modalities, for the cells of one."""
     adata = mdata.mod[modality]
     return shared_columns(mdata.obs, modality, adata.obs_names, list(adata.obs.columns))
 
@@ -141,11 +141,11 @@ def bare_registry(model: str, setup: dict[str, Any]) -> dict[str, Any]:
 def datamodule_registry(
     model: str, adata: Any, data: CellDataModule, registry: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the registry of a data module, with the fields of similar data."""
+    """Return the registry of a data module, with its fields."""
     if adata is not None:
-        raise OptionError("adata and datamodule both bring cells; give one of them.")
+        raise OptionError("adata and datamodule both contain cells; pass one of them.")
     if not isinstance(data, CellDataModule):
-        raise OptionError(f"datamodule is of type {type(data).__name__!r}; make a scforge.training.CellDataModule.")
+        raise OptionError(f"datamodule is of type {type(data).__name__!r}; pass a scforge.training.CellDataModule.")
     setup = {"layer": None, "gene_key": None, "batch_key": data.batch_key, "labels_key": data.labels_key}
     return bare_registry(model, setup) if registry is None else registry
 
@@ -166,7 +166,7 @@ def class_named(name: str) -> Any:
 
 
 def class_of_architecture(architecture: str | None) -> Any:
-    """Return the model class that goes with an architecture.
+    """Return the model class of an architecture.
 
     Examples
     --------
@@ -179,10 +179,10 @@ def class_of_architecture(architecture: str | None) -> Any:
 
 
 def class_in_place_of(cls: Any, name: str, architecture: str) -> Any:
-    """Return the model class that makes the model of a folder with the class `name` where ``cls.load`` was called.
+    """Return the model class for ``cls.load`` on a folder with the class `name`.
 
-    That is the class of the folder where it is a subclass of `cls`; `cls` where it is a subclass of that class and made
-    for the architecture; else None.
+    It is the class of the folder if that is a subclass of `cls`, or `cls` if that is a subclass of the folder's class
+    and fits the architecture; else None.
     """
     if name == cls.__name__:
         return cls
@@ -194,7 +194,7 @@ def class_in_place_of(cls: Any, name: str, architecture: str) -> Any:
 
 
 def device_of(accelerator: str, device: Any) -> Any:
-    """Return the device that scvi-tools' `accelerator` and `device` name."""
+    """Return the device for scvi-tools' arguments `accelerator` and `device`."""
     if accelerator == "auto":
         accelerator = "gpu" if torch.cuda.is_available() else "cpu"
     kinds = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}

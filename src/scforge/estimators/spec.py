@@ -1,4 +1,4 @@
-"""What a model is: names and options of its parts, its fine-tuning, and the genes that it is made with."""
+"""Specification of a model: names and options of its parts, its fine-tuning, and its genes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ logger = logging.getLogger("scforge")
 
 @dataclass(frozen=True)
 class ArchitectureDefaults:
-    """An architecture with what goes well with it.
+    """Defaults of an architecture: tokenizer, objective, genes and options.
 
     Attributes
     ----------
@@ -122,7 +122,7 @@ _DEFAULTS = (
 
 
 def defaults_for(architecture: str | None, options: dict[str, Any]) -> ArchitectureDefaults:
-    """Return the defaults of an architecture; those of the light encoder if none is named.
+    """Return the defaults of an architecture; None is the light encoder.
 
     ``gene_pooling`` with another pooling than ``"weighted_sum"`` among the `options` is not the light encoder.
     """
@@ -134,7 +134,7 @@ def defaults_for(architecture: str | None, options: dict[str, Any]) -> Architect
 
 @dataclass(frozen=True)
 class FineTuneSpec:
-    """A task with its options, the width of the embeddings, adapters, and what is frozen.
+    """A task with its options, the width of the embeddings, adapters, and frozen layers.
 
     Attributes
     ----------
@@ -143,15 +143,15 @@ class FineTuneSpec:
     n_latent
         Width of the embeddings of the base model.
     lora
-        Options of the adapters, all spelled out; None for none.
+        All options of the adapters; None for no adapters.
     freeze
         True for the whole encoder, or the number of its first layers; False for nothing.
     split
-        How cells were split, and of which cells: see :func:`scforge.estimators.finetune.finetune`.
+        Record of the split and its cells, see :func:`scforge.estimators.finetune.finetune`.
     base
-        What the base model was: its checksum, its epochs.
+        Checksum and epochs of the base model.
     backbone
-        Architecture with weights to put the head on, instead of a new one; not saved.
+        Architecture with weights for the head, instead of a new one; not saved.
     """
 
     task: str
@@ -164,7 +164,7 @@ class FineTuneSpec:
     backbone: nn.Module | None = field(default=None, repr=False, compare=False)
 
     def build_task(self, pretraining: Objective) -> Task:
-        """Make the task, on a base model that was trained with the objective `pretraining`."""
+        """Create the task, on a base model that was trained with the objective `pretraining`."""
         task = get_task(self.task, **self.task_options)
         task.pretraining = pretraining
         if self.lora is not None:
@@ -172,7 +172,7 @@ class FineTuneSpec:
         return task
 
     def build_module(self, encoder: nn.Module) -> FineTunedModule:
-        """Put a head on an architecture, and adapters into it, and freeze what is frozen."""
+        """Add a head and adapters to an architecture, and freeze layers."""
         task = get_task(self.task, **self.task_options)
         if self.freeze is True:
             encoder.requires_grad_(False)
@@ -186,7 +186,7 @@ class FineTuneSpec:
         return module
 
     def to_json(self) -> dict[str, Any]:
-        """Return all of it, JSON-safe."""
+        """Return the content, JSON-safe."""
         return {
             "task": {"name": self.task, **self.task_options},
             "n_latent": self.n_latent,
@@ -205,20 +205,20 @@ class FineTuneSpec:
 
 
 def check_freeze(freeze: bool | int, lora: Any, gradual_unfreezing: int | None) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless what is frozen makes sense."""
+    """Raise :class:`~scforge.errors.OptionError` unless the frozen layers are consistent."""
     if not isinstance(freeze, bool):
         check_count("freeze", freeze, "layers")
     frozen = "freeze=True" if freeze is True else f"lora={lora!r}" if lora not in (None, False) else None
     if freeze is not False and lora not in (None, False):
         raise OptionError(f"freeze={freeze!r} and lora={lora!r}: adapters freeze the encoder anyway; leave freeze out.")
     if gradual_unfreezing is not None and frozen:
-        raise OptionError(f"gradual_unfreezing thaws layers that {frozen} keeps frozen; leave one of the two out.")
+        raise OptionError(f"gradual_unfreezing thaws layers that {frozen} keeps frozen; leave out one of them.")
 
 
 _TAKEN = frozenset(
     ("adata", "architecture", "datamodule", "keep_genes", "n_top_genes", "name", "objective", "registry", "seed")
 ) | {"tokenizer", "tuning", "vocab", "vocab_size"}
-"""What cannot be an option of an architecture, because ``Encoder`` or the description has another use for the name."""
+"""Names that cannot be options of an architecture, because ``Encoder`` or the description uses them."""
 
 
 def named_options(argument: str, value: str | dict[str, Any] | None, default: str) -> tuple[str, dict[str, Any]]:
@@ -239,11 +239,11 @@ def named_options(argument: str, value: str | dict[str, Any] | None, default: st
 
 
 def default_options(architecture: str) -> dict[str, Any]:
-    """Return the options that an architecture takes where nothing is said, as JSON gives them back.
+    """Return the default options of an architecture after a round trip through JSON.
 
-    Left out are defaults that JSON cannot hold, what ``**kwargs`` takes, and, of an architecture that is not of
-    scforge, options of all architectures whose default is another one than that of
-    :class:`~scforge.config.ModelConfig`: its ``from_config`` may go by either.
+    Not included are defaults that JSON cannot represent and options in ``**kwargs``. For an architecture of a plugin,
+    shared options are left out if their default differs from :class:`~scforge.config.ModelConfig`: its ``from_config``
+    may use either.
 
     Examples
     --------
@@ -270,10 +270,10 @@ def default_options(architecture: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Names and options of architecture, tokenizer and objective, the vocabulary, and what a model was fine-tuned for.
+    """Names and options of architecture, tokenizer and objective, the vocabulary, and the fine-tuning task.
 
-    Every option is spelled out, so a default that changes in a later version does not change a saved model. (What
-    :func:`default_options` leaves out is not.)
+    Every option is stored (except those that :func:`default_options` leaves out), so a new default in a later version
+    does not change a saved model.
     """
 
     architecture: str
@@ -295,7 +295,7 @@ class ModelSpec:
         objective: tuple[str, dict[str, Any]],
         options: dict[str, Any],
     ) -> tuple[ModelSpec, np.ndarray | None]:
-        """Fill in what the user left open and check that the parts fit.
+        """Fill in defaults and check that the parts are compatible.
 
         Returns
         -------
@@ -321,7 +321,9 @@ class ModelSpec:
             options.get(name, True) for name in ("shift_labels", "causal_encode")
         )
         if pooling == "cls" and not made_tokenizer.append_cls and not has_readout:
-            raise OptionError("pooling='cls' needs a CLS token; give the tokenizer append_cls=True, or pooling='mean'.")
+            raise OptionError(
+                "pooling='cls' needs a CLS token; set append_cls=True for the tokenizer, or pooling='mean'."
+            )
         made_objective = get_objective(objective[0], **objective[1])
         made_objective.check(made_tokenizer)
         made_objective.check_architecture(MODELS.get(architecture))
@@ -335,7 +337,7 @@ class ModelSpec:
         if "expression_head" in parameters:
             head = options.get("expression_head", parameters["expression_head"].default)
             _check_expression_head(head, architecture, name, made_tokenizer, objective[0], made_objective)
-        # Some architectures predict bins only where they are asked to.
+        # Some architectures predict bins only on request.
         n_bins, bins = getattr(made_tokenizer, "n_bins", None), options.get("n_bins")
         asked = head == "bin" or getattr(parameters.get("n_bins"), "default", None) is not None
         if n_bins is not None and (asked or bins is not None):
@@ -348,7 +350,7 @@ class ModelSpec:
                     f"max_seq_len={options['max_seq_len']} is smaller than the {longest} tokens that {name!r} and "
                     f"{objective[0]!r} make of a cell; raise it, or lower the tokenizer's max_len (data.max_genes)."
                 )
-        # An architecture that tells them apart unless told otherwise has to know how many there are.
+        # An architecture that uses them by default needs their number.
         if "n_special" in parameters and parameters["n_special"].default:
             _settle(options, "n_special", vocab.n_special, f"the vocabulary has {vocab.n_special} special tokens")
         # A saved model has the shape of its gene vectors in its description, and the vectors in its weights.
@@ -356,7 +358,7 @@ class ModelSpec:
         if vectors is not None:
             known = option_names(architecture)
             if known is not None and "gene_vectors" not in known:
-                raise OptionError(f"architecture={architecture!r} takes no gene vectors, which {name!r} gives.")
+                raise OptionError(f"architecture={architecture!r} does not accept gene vectors, which {name!r} gives.")
             frozen = bool(getattr(made_tokenizer, "freeze", True))
             without = int(np.isnan(vectors).any(axis=1).sum())
             options["gene_vectors"] = {"dim": vectors.shape[1], "learned": without, "frozen": frozen}
@@ -373,7 +375,7 @@ class ModelSpec:
         return spec, vectors
 
     def build_module(self, gene_vectors: np.ndarray | None = None) -> nn.Module:
-        """Make the module, with random weights and these gene vectors, or on the architecture of the fine-tuning."""
+        """Create the module with random weights and these gene vectors, or with the backbone of the fine-tuning."""
         if self.tuning is not None and self.tuning.backbone is not None:
             return self.tuning.build_module(self.tuning.backbone)
         try:
@@ -392,7 +394,7 @@ class ModelSpec:
         return module if self.tuning is None else self.tuning.build_module(module)
 
     def build_untrained(self) -> tuple[nn.Module, Tokenizer]:
-        """Make the module of the pretraining with random weights, and the tokenizer."""
+        """Create the module of the pretraining with random weights, and the tokenizer."""
         spec = replace(self, tuning=None)
         tokenizer = spec.build_tokenizer()
         vectors = tokenizer.gene_vectors()
@@ -403,7 +405,7 @@ class ModelSpec:
             return spec.build_module(vectors).eval(), tokenizer
 
     def build_tokenizer(self) -> Tokenizer:
-        """Make the tokenizer."""
+        """Create the tokenizer."""
         return get_tokenizer(self.tokenizer, self.vocab, **self.tokenizer_options)
 
     def build_objective(self) -> Objective:
@@ -422,7 +424,7 @@ class ModelSpec:
 
 
 def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objective: Objective) -> None:
-    """Raise if an architecture would treat other values as counts, or zeros as counts that cannot be zero."""
+    """Raise if the architecture's loss needs counts but values are others, or it is zero-truncated but zeros occur."""
     if value_loss not in COUNT_LOSSES:
         return
     if not tokenizer.gives_counts:
@@ -435,12 +437,12 @@ def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objec
     if value and is_truncated(value_loss):
         other = value_loss.removeprefix("zero_truncated_")
         raise OptionError(
-            f"value_loss={value_loss!r} needs counts above 0, but {option}={value!r} makes zeros; choose {other!r}."
+            f"value_loss={value_loss!r} needs counts above 0, but {option}={value!r} produces zeros; choose {other!r}."
         )
 
 
 def _settle(options: dict[str, Any], name: str, value: Any, because: str) -> None:
-    """Set an option that another part of the model decides; raise where another value was given."""
+    """Set an option that another part of the model determines; raise if a different value was given."""
     if options.setdefault(name, value) != value:
         raise OptionError(f"{name}={options[name]!r} but {because}; leave it out.")
 
@@ -448,10 +450,10 @@ def _settle(options: dict[str, Any], name: str, value: Any, because: str) -> Non
 def _check_expression_head(
     head: Any, architecture: str, name: str, tokenizer: Tokenizer, objective_name: str, objective: Objective
 ) -> None:
-    """Raise if an optional head for expression is missing, or has nothing to learn from."""
+    """Raise if an optional expression head is missing, or has no loss."""
     n_bins = getattr(tokenizer, "n_bins", None)
     if head == "bin" and n_bins is None:
-        raise OptionError(f"expression_head='bin' but the tokenizer {name!r} makes no bins; choose 'value'.")
+        raise OptionError(f"expression_head='bin' but the tokenizer {name!r} provides no bins; choose 'value'.")
     if head is None and objective.predicts_values:
         fitting = "'value'" if n_bins is None else "'value' or expression_head='bin'"
         of = f"the objective {objective_name!r} on architecture={architecture!r}"
@@ -459,21 +461,21 @@ def _check_expression_head(
 
 
 SAMPLED_CELLS = 100_000
-"""Training cells, drawn at random, that choices are made from where there are more: they fit into memory."""
+"""Maximum number of training cells, sampled at random, from which genes are chosen in memory."""
 
 _MIXED = 0.1
-"""Share of the genes from which on both species are there; symbols of one in data of the other are below 0.02."""
+"""Fraction of the genes from which on both species are there; symbols of one in data of the other are below 0.02."""
 
 
 def needed_statistics(tokenizer: str, options: dict[str, Any]) -> frozenset[str]:
-    """Return what a tokenizer with these options has to know of each gene: names of fields of a vocabulary."""
+    """Return the vocabulary fields that a tokenizer with these options needs for each gene."""
     cls = TOKENIZERS.get(tokenizer)
     medians = cls.needs_medians and options.get("use_medians", True)
     return frozenset(name for name, needed in (("medians", medians), ("entropies", cls.needs_entropies)) if needed)
 
 
 def n_top_genes_of(vocab: str | GeneVocab, n_default: int | None) -> int | None:
-    """Return how many variable genes to choose where nobody says: of a list of genes none, as all were chosen."""
+    """Return the default number of highly variable genes; for a list of genes 0, so all are kept."""
     if vocab != FROM_DATA and open_vocab(vocab).chosen_from_data:
         return None
     return n_default
@@ -488,7 +490,7 @@ def vocab_of_adata(
     needed: frozenset[str],
     keep_genes: Sequence[str] = (),
 ) -> GeneVocab:
-    """Choose the genes of a model of an AnnData, with what the tokenizer needs to know of each."""
+    """Choose the genes of a model for an AnnData, with the fields that the tokenizer needs."""
     key, layer = setup["gene_key"], setup["layer"]
     within = None if vocab == FROM_DATA else open_vocab(vocab)
     names = gene_names(adata, key)
@@ -496,7 +498,10 @@ def vocab_of_adata(
         map_names(names, within, var=adata.var, gene_key=key)
     elif min((found := n_of_species(names)).values()) > _MIXED * len(names):
         counted = " and ".join(f"{n:,} {species} genes" for species, n in found.items())
-        warn(f"{names_place(key)} holds {counted}, which count as different ones; join them by vocab='human_mouse'.")
+        warn(
+            f"{names_place(key)} holds {counted}, which are treated as different genes; join them by "
+            "vocab='human_mouse'."
+        )
     made = within
     if made is None or n_top_genes is not None:
         made = select_genes(
@@ -521,7 +526,7 @@ def vocab_of_cells(
     needed: frozenset[str],
     keep_genes: Sequence[str] = (),
 ) -> GeneVocab:
-    """Choose the genes of a model of the cells of a data module: of all, or of a sample of the training cells."""
+    """Choose the genes of a model for the cells of a data module, from all or a sample of its training cells."""
     cells: Cells = data.cells
     if vocab != FROM_DATA:
         cells = cells.with_vocab(open_vocab(vocab))
@@ -541,7 +546,7 @@ def vocab_of_cells(
 
 
 def _with_statistics(vocab: GeneVocab, needed: frozenset[str], measured_on: Callable[[], Any]) -> GeneVocab:
-    """Return the vocabulary with statistics of its genes, measured on cells unless it has them."""
+    """Return the vocabulary with gene statistics, computed on cells if it has none."""
     missing = [name for name in needed if getattr(vocab, name) is None]
     cells: Any = measured_on() if missing else None
     if "medians" in missing:

@@ -1,4 +1,4 @@
-"""One training of a model: resume it, save its states and its best epochs."""
+"""Training runs of a model: resume, save checkpoints and best epochs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ logger = logging.getLogger("scforge")
 
 _AUTO = "auto"
 _OF_OUTCOME = ("check_val_every_n_epoch", "gradient_clip_algorithm", "limit_train_batches", "val_check_interval")
-"""Further options of Lightning's Trainer that decide the outcome of a training."""
+"""Further options of Lightning's Trainer that decide the outcome of a training run."""
 
 _DECISIVE = ("max_steps", "gradient_clip_val", "accumulate_grad_batches", "ema_decay", "gradual_unfreezing")
 """Options of :class:`TrainOptions` that affect the result, in addition to those of the plan."""
@@ -60,36 +60,36 @@ _OF_FIT = (
     *("early_stopping", "early_stopping_patience", "gradual_unfreezing", "strategy", "progress_bar", "logger"),
     "log_every_n_steps",
 )
-"""Options of :class:`TrainOptions` that :func:`fit` takes as they are."""
+"""Options of :class:`TrainOptions` that are passed to :func:`fit` unchanged."""
 
 _NOT_RESUMED = {"limit_train_batches": None, "val_check_interval": 1.0, "overfit_batches": 0.0}
-"""Options of Lightning's Trainer that would count batches anew in a resumed training, and their usual values."""
+"""Options of Lightning's Trainer that do not support resuming, and their default values."""
 _MAX_LENGTH = 200
-"""Characters of a setting beyond which its checksum is kept in its place."""
+"""Maximum length of a setting in characters; the checksum of a longer one is saved instead."""
 
 type _Found = tuple[Path, dict[str, Any], tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]]
-"""The folder of a state, the state, and the model in that folder."""
+"""The folder of a checkpoint, the training state, and the model in the folder."""
 
 
 _OF_OTHERS = {
     "use_gpu": "pass accelerator='gpu' or accelerator='cpu'",
     "learning_rate": "pass lr",
     "train_size": "pass validation_size=1 - train_size",
-    "seed": "it is that of the model, Encoder(adata, seed=...)",
+    "seed": "set it for the model, Encoder(adata, seed=...)",
     "datasplitter_kwargs": "pass validation_size, or datamodule=CellDataModule(...)",
     "shuffle": "cells come in a new order in each epoch, leave it out",
     "shuffle_set_split": "cells are held out at random, by the seed of the model; leave it out",
-    "enable_checkpointing": "pass checkpoint_dir=FOLDER to save states and the best epochs",
+    "enable_checkpointing": "pass checkpoint_dir=FOLDER to save checkpoints and the best epochs",
     "use_distributed_sampler": "each process reads its own cells anyway, leave it out",
     "num_sanity_val_steps": "there are none, leave it out",
 }
-"""Arguments that users of scvi-tools, and of Lightning, try, and what to do here."""
+"""Arguments of scvi-tools and Lightning, and advice for scforge."""
 
 
 def train_options(
     given: Mapping[str, Any], options: Mapping[str, Any], plan_kwargs: Mapping[str, Any] | None
 ) -> TrainOptions:
-    """Return the options of a training: the arguments of ``Encoder.train``, and further ones by name."""
+    """Return the options of a training run: the arguments of ``Encoder.train``, and further ones by name."""
     further = dict(options)
     if "enable_progress_bar" in further:  # as scvi-tools and its autotune call it
         given = {**given, "progress_bar": further.pop("enable_progress_bar")}
@@ -97,7 +97,7 @@ def train_options(
         raise OptionError(f"plan_kwargs={plan_kwargs!r} is not a dictionary of options; give {{name: value}}.")
     for name, value in (plan_kwargs or {}).items():
         if name in further or given.get(name) not in (None, getattr(TrainOptions, name, None)):
-            raise OptionError(f"{name} is given in plan_kwargs and as an argument; give it once.")
+            raise OptionError(f"{name} is set in plan_kwargs and as an argument; set it once.")
         further[name] = value
     own = TrainOptions.names()
     of_trainer = set(inspect.signature(lightning.Trainer).parameters) - set(_OF_OTHERS) - set(own)
@@ -107,7 +107,7 @@ def train_options(
 
 
 def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how: TrainOptions) -> None:
-    """Train with a data module that is bound, or resume a training."""
+    """Train with a data module that is bound, or resume a training run."""
     precision, batch_size, max_epochs = how.precision, how.batch_size, how.max_epochs
     check_count("save_top_k", how.save_top_k, "epochs", least=-1)
     check_count("keep_last", how.keep_last, "states")
@@ -117,7 +117,9 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         check_count("checkpoint_every_n_steps", how.checkpoint_every_n_steps, "steps")
     if model._is_query and (precision in ("16-true", "bf16-true") or how.strategy == "fsdp"):
         given = f"precision={precision!r} with strategy={how.strategy!r}"
-        raise OptionError(f"{given} would change what a query model shares with its reference; take 'bf16-mixed'.")
+        raise OptionError(
+            f"{given} would change weights that a query model shares with its reference; choose 'bf16-mixed'."
+        )
     if how.checkpoint_dir is None and (how.resume == _AUTO or how.overwrite):
         name = "overwrite=True" if how.overwrite else "resume='auto'"
         raise OptionError(f"{name} needs checkpoint_dir, the folder of the training.")
@@ -131,7 +133,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         if folder is not None or how.resume is not None:
             for name, plain in _NOT_RESUMED.items():
                 if (value := how.trainer_kwargs.get(name)) not in (None, plain):
-                    raise OptionError(f"{name}={value!r} does not go with checkpoint_dir, as it cannot be resumed.")
+                    raise OptionError(f"{name}={value!r} does not work with checkpoint_dir, as it cannot be resumed.")
         found = _found(folder, how.resume, overwrite=how.overwrite)
         make_free = None
         if folder is not None and rank == 0:
@@ -144,7 +146,9 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             precision = saved.get("precision") or choose_precision(model.module, data, device, processes)
         if batch_size == _AUTO:
             if processes != 1 or data.batch_size is not None or data.max_tokens_per_batch is not None:
-                raise OptionError("batch_size='auto' is for one process, and no other size of batches; give a number.")
+                raise OptionError(
+                    "batch_size='auto' needs one process and no other limit of the batch size; pass a number."
+                )
             stack.callback(setattr, data, "batch_size", None)
             fitting = saved.get("batch_size") or find_batch_size(model.module, data, device, precision=precision)
             data.batch_size = fitting
@@ -186,7 +190,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         stack.enter_context(compiled(model.module, how.compile))
         gpus = range(torch.cuda.device_count()) if device.type == "cuda" else ()
         stack.enter_context(torch.random.fork_rng(devices=gpus))
-        # Dropout and the directions of SIGReg; other than those of earlier training runs, and of other processes.
+        # Seeds dropout and the directions of SIGReg, differently for each training run and process.
         torch.manual_seed(model.seed + model.n_epochs_ + 1_000_003 * rank)
         error: NotFiniteError | SavingError | None = None
         try:
@@ -220,11 +224,11 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
 
 
 def _take_over(model: CellModel, result: FitResult) -> None:
-    """Let the model know what the training was."""
-    if result.weights:  # the module was left in parts
+    """Store the results of a training run in the model."""
+    if result.weights:  # the module is sharded
         model.module = model.spec.build_module().eval()
         model.module.load_state_dict(result.weights)
-    model.module.to(result.device, torch.float32)  # "bf16-true" and the like leave it in half precision
+    model.module.to(result.device, torch.float32)  # precisions such as "bf16-true" leave it in half precision
     model._stopped = result.stopped
     model._extend_history(result.history)
     model.n_epochs_ += result.n_epochs
@@ -236,7 +240,7 @@ def _take_over(model: CellModel, result: FitResult) -> None:
 def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool) -> _Found | None:
     """Return the checkpoint to resume from, if wanted and present."""
     if isinstance(resume, bool):
-        raise OptionError(f"resume={resume!r} is neither 'auto' nor the folder of a state; give one, or None.")
+        raise OptionError(f"resume={resume!r} is neither 'auto' nor the folder of a checkpoint; pass one, or None.")
     if resume is not None and overwrite:
         raise OptionError(f"resume={str(resume)!r} and overwrite=True contradict each other; keep one of the two.")
     if resume is not None and resume != _AUTO:
@@ -249,12 +253,12 @@ def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, o
 def _freeing(
     model: CellModel, folder: RunFolder, found: _Found | None, resume: Any, *, overwrite: bool
 ) -> Callable[[], None]:
-    """Return what makes room in the folder right before the first step, or raise if that must not be."""
+    """Return a function that clears the folder right before the first step, or raise if that is not allowed."""
     if found is not None and folder.holds(found[0]):
         state = found[1]
         return lambda: folder.go_back_to(state["step"], model.n_epochs_ + state["epoch"])
     if str(folder.path.resolve()) in model._trained_in:
-        # A second training of the same model continues with the numbers of its epochs.
+        # A second training run of the same model continues with the numbers of its epochs.
         return lambda: folder.clear(states_only=True)
     if not overwrite:
         folder.check_free(resumes=resume == _AUTO)
@@ -262,7 +266,7 @@ def _freeing(
 
 
 def _writer(model: CellModel, folder: RunFolder, keep_last: int) -> Any:
-    """Return what writes states as model folders."""
+    """Return a function that writes checkpoints as model folders."""
     before = model.n_epochs_
 
     def write(name: str, state: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
@@ -274,7 +278,7 @@ def _writer(model: CellModel, folder: RunFolder, keep_last: int) -> Any:
 
 
 def _best(model: CellModel, folder: RunFolder, top_k: int) -> Any:
-    """Return what makes a callback that keeps the best epochs as model folders."""
+    """Return a function that creates a callback to save the best epochs as model folders."""
     before = model.n_epochs_
 
     def save(name: str, epochs_done: int, weights: dict[str, torch.Tensor]) -> None:
@@ -282,7 +286,7 @@ def _best(model: CellModel, folder: RunFolder, top_k: int) -> Any:
             model._write(folder.path / name, weights=weights)
 
     def remove(name: str) -> None:
-        if (folder.path / name).is_dir():  # a resumed training may have removed it before
+        if (folder.path / name).is_dir():  # a resumed training run may have removed it before
             with _saved(model, folder, name, before):
                 remove_folder(folder.path / name)
 
@@ -291,7 +295,7 @@ def _best(model: CellModel, folder: RunFolder, top_k: int) -> Any:
 
 @contextlib.contextmanager
 def _saved(model: CellModel, folder: RunFolder, name: str, n_epochs: int) -> Any:
-    """Describe the model as trained for so many epochs; raise SavingError for what cannot be written."""
+    """Describe the model after this many epochs; raise SavingError if it cannot be written."""
     before = model.is_trained_, model.n_epochs_
     model.is_trained_, model.n_epochs_ = True, n_epochs
     try:
@@ -308,7 +312,7 @@ def _saved(model: CellModel, folder: RunFolder, name: str, n_epochs: int) -> Any
 
 
 def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **further: Any) -> dict[str, Any]:
-    """Return what decides the outcome of a training, JSON-safe."""
+    """Return the settings that determine the result of a training run, JSON-safe."""
     parts = model.spec.to_json()
     named = {f"{part}.{name}": value for part, options in parts.items() for name, value in options.items()}
     budget = data.max_tokens_per_batch
@@ -335,6 +339,6 @@ def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **furt
 
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what may change: with a constant learning rate a training may have more epochs."""
+    """Remove settings that may change on resuming, such as the epochs with a constant learning rate."""
     is_free = settings.get("schedule") == "constant"
     return {name: value for name, value in settings.items() if not (is_free and name == "max_epochs")}

@@ -1,4 +1,4 @@
-"""The base class of benchmarks, their registry, and what an evaluation has to know of a dataset."""
+"""The base class of benchmarks, their registry, and the benchmarks of a list with their data sets."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MIN_GROUPS = 4
 
 
 class Benchmark(ABC):
-    """Scores what a method made against what is known, whatever the method is.
+    """Scores the result of any method against a known reference.
 
     Attributes
     ----------
@@ -96,7 +96,7 @@ class Benchmark(ABC):
         """
 
     def check(self, reference: Any) -> None:
-        """Raise where nothing can be scored against this; called before time is spent, e.g. on training.
+        """Raise if the reference cannot be scored against; called before expensive steps such as training.
 
         Here, for embeddings: where ``labels_key``, ``batch_key`` or ``groups_key``, if the benchmark has them, is not a
         column. A benchmark that needs more than that overrides it.
@@ -104,7 +104,7 @@ class Benchmark(ABC):
         Parameters
         ----------
         reference
-            What :meth:`run` is going to see; for embeddings the annotation of the cells, N rows.
+            The reference for :meth:`run`; for embeddings the annotation of the cells, N rows.
 
         Raises
         ------
@@ -118,7 +118,7 @@ class Benchmark(ABC):
                     check_column(argument, key, reference)
 
     def describe(self, reference: Any) -> dict[str, str]:
-        """Return what a report says of this benchmark on these data, e.g. how many cells are scored; here, nothing.
+        """Return facts for the report, e.g. the number of scored cells; empty by default.
 
         Parameters
         ----------
@@ -134,13 +134,13 @@ class Benchmark(ABC):
     def resampled(self, made: Any, reference: Any, *, n: int, seed: int) -> pd.DataFrame | None:
         """Return the scores on resampled data, for intervals and paired tests; None where there are none.
 
-        The rows that are drawn depend on `reference` and `seed` alone, so that methods can be compared draw by draw.
-        Here, for embeddings: on random halves of the cells, drawn without replacement, which spread as much around the
-        figure of all cells as that does around the truth (Shao and Wu 1989, the delete-half jackknife). Halves keep the
-        share of each label of ``labels_key``; with ``groups_key`` they are halves of the groups, and there are none
-        with fewer than four groups. Draws of b of n groups are brought from the spread of halves to that of a
-        bootstrap of the groups, as :meth:`n_units` asks for: times sqrt(b / (n - b)) for their number, the delete-d
-        jackknife, and sqrt((n - 1) / n), which intervals take back.
+        The rows that are sampled depend on `reference` and `seed` alone, so that methods can be compared draw by draw.
+        Here, for embeddings: on random halves of the cells, sampled without replacement, which spread as much around
+        the figure of all cells as that does around the truth (Shao and Wu 1989, the delete-half jackknife). Halves keep
+        the share of each label of ``labels_key``; with ``groups_key`` they are halves of the groups, and there are none
+        with fewer than four groups. Draws of b of n groups are brought from the spread of halves to that of a bootstrap
+        of the groups, as :meth:`n_units` asks for: times sqrt(b / (n - b)) for their number, the delete-d jackknife,
+        and sqrt((n - 1) / n), which intervals take back.
 
         Parameters
         ----------
@@ -153,7 +153,7 @@ class Benchmark(ABC):
 
         Returns
         -------
-        `n` rows, one column a metric.
+        `n` rows, one column per metric.
         """
         if self.subject != "embedding":
             return None
@@ -182,12 +182,12 @@ class Benchmark(ABC):
             try:
                 figures.append(self.run(made[rows], obs.iloc[rows]))
             except DataError:
-                # A part may have too few cells of a label or batch; the draw tells nothing then.
+                # A part may have too few cells of a label or batch, and then cannot be scored.
                 figures.append(dict.fromkeys(self.metrics, float("nan")))
         return pd.DataFrame(figures, columns=list(self.metrics))
 
     def n_units(self, reference: Any) -> int | None:
-        """Return how many independent units :meth:`resampled` draws among; None for cells, which are many.
+        """Return the number of independent units that :meth:`resampled` samples from; None for cells.
 
         Few of them, e.g. eight donors, tell less than the number of draws suggests: intervals are wider by that, and
         tests have fewer degrees of freedom. Where a number is returned, the draws have to spread as a bootstrap of the
@@ -203,7 +203,7 @@ def half_samples(
     """Yield rows of random halves of the cells, ascending, int64, `n` times; of whole groups with `groups_key`.
 
     Halves of cells keep the share of each label of `labels_key`; missing ones count as one label. Of an odd number of
-    groups the smaller half is drawn, and nothing of fewer than four, as no half tells how groups differ.
+    groups the smaller half is sampled, and nothing of fewer than four, as no half tells how groups differ.
     """
     rng = np.random.default_rng(seed)
     for _ in range(n):
@@ -238,7 +238,7 @@ def as_array(made: Any, name: str = "the embedding") -> np.ndarray:
         made = made.to_numpy(dtype=np.float32 if kept else np.float64, na_value=np.nan)
     array = np.asarray(made)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"{name} holds {array.dtype} instead of numbers; give an array of numbers.")
+        raise DataError(f"{name} holds {array.dtype} instead of numbers; pass an array of numbers.")
     return array
 
 
@@ -277,7 +277,7 @@ register_benchmark, list_benchmarks = BENCHMARKS.register, BENCHMARKS.names
 
 
 def get_benchmark(name: str, **options: Any) -> Benchmark:
-    """Make the benchmark registered as `name`.
+    """Create the benchmark registered as `name`.
 
     Parameters
     ----------
@@ -354,13 +354,13 @@ class Evaluation:
     dataset
         ``"held_out"`` for the cells that the data module keeps for validation; the path or URL of an h5ad file, an
         AnnData-zarr folder or a store; an AnnData; or a name that `datasets` of the callback knows, that has a card
-        (:func:`scforge.datasets.list_cards`), or that the folder in the environment variable ``SCFORGE_DATA`` holds as
-        ``NAME.h5ad``.
+        (:func:`scforge.datasets.list_cards`), or that the folder in the environment variable ``SCFORGE_DATA`` contains
+        as ``NAME.h5ad``.
     options
         Options of the benchmark, where it is given by name. ``labels_key`` and ``batch_key``, if left out, are those of
         the card for a data set that is found by its card, and those of the data module otherwise.
     max_cells
-        Score at most so many cells, drawn once; None scores all.
+        Score at most this many cells, sampled once; None scores all.
     card_columns
         Columns that a card names, taken where neither `options` nor the data module name one.
 
@@ -386,7 +386,9 @@ class Evaluation:
         if not isinstance(self.benchmark, Benchmark):
             _check_given(self.benchmark, self.options, besides=KEYS)
         elif self.options:
-            raise OptionError(f"options={dict(self.options)} are for a benchmark given by name; leave them out.")
+            raise OptionError(
+                f"options={dict(self.options)} have an effect only for a benchmark given by name; leave them out."
+            )
         else:
             check_has_metrics(self.benchmark)
 
@@ -411,12 +413,12 @@ class Evaluation:
 
     @property
     def subject(self) -> str:
-        """What the benchmark scores, see :class:`Benchmark`."""
+        """The subject of the benchmark, see :class:`Benchmark`."""
         made = self.benchmark
         return made.subject if isinstance(made, Benchmark) else BENCHMARKS.get(made).subject
 
     def missing(self, keys: Mapping[str, str | None]) -> list[str]:
-        """Return the options that the benchmark needs and nobody gives; `keys` as in :meth:`made`."""
+        """Return the missing options of the benchmark; `keys` as in :meth:`made`."""
         if isinstance(self.benchmark, Benchmark):
             return []
         given = {**self._from_data(keys), **self.options}
@@ -446,7 +448,7 @@ type Entry = str | Benchmark | Evaluation | Mapping[str, Mapping[str, Any] | Non
 
 
 def to_evaluation(entry: Entry) -> Evaluation:
-    """Make an evaluation of an entry of a list: a name, a benchmark, or ``{name: {option: value, "dataset": ...}}``.
+    """Create an evaluation of an entry of a list: a name, a benchmark, or ``{name: {option: value, "dataset": ...}}``.
 
     In addition to the options of the benchmark, a mapping takes ``dataset``, ``name`` and ``max_cells`` of
     :class:`Evaluation`; an option of that name that the benchmark has goes to the benchmark.
@@ -472,7 +474,7 @@ def to_evaluation(entry: Entry) -> Evaluation:
 
 
 def resolve(evaluations: Sequence[Evaluation], datasets: Mapping[str, Any]) -> list[Evaluation]:
-    """Find the data set of each, and give each a unique name.
+    """Find the data set of each evaluation, and assign unique names.
 
     Raises
     ------
@@ -488,7 +490,7 @@ def resolve(evaluations: Sequence[Evaluation], datasets: Mapping[str, Any]) -> l
         if titles.count(title) > 1 and one.name is None and isinstance(one.dataset, str | os.PathLike):
             title = f"{title}_{Path(one.dataset).stem}"
         if any(other.name == title for other in resolved):
-            raise OptionError(f"two evaluations are called {title!r}; give one of them a name.")
+            raise OptionError(f"two evaluations have the name {title!r}; set a different name for one of them.")
         resolved.append(replace(one, name=title, dataset=_find(one, datasets), **_columns(one, datasets)))
     return resolved
 
@@ -505,7 +507,7 @@ def _columns(evaluation: Evaluation, datasets: Mapping[str, Any]) -> dict[str, A
 
 
 def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
-    """Return what to open, or ``"held_out"``."""
+    """Return the path or name to open, or ``"held_out"``."""
     given = evaluation.dataset
     if not isinstance(given, str | os.PathLike) or evaluation.held_out:
         return given

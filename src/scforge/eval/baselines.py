@@ -127,7 +127,7 @@ def variable_genes(
     work = anndata.AnnData(counts, obs=adata.obs[[]].copy(), var=adata.var[[]].copy())
     sc.pp.filter_genes(work, min_cells=_MIN_CELLS)
     if not work.n_vars:
-        raise DataError(f"no gene is in at least {_MIN_CELLS} of the {adata.n_obs} cells; take more cells.")
+        raise DataError(f"no gene is in at least {_MIN_CELLS} of the {adata.n_obs} cells; use more cells.")
     work.layers["counts"] = work.X.copy()
     sc.pp.normalize_total(work, target_sum=TARGET_SUM)
     sc.pp.log1p(work)
@@ -146,13 +146,13 @@ def variable_genes(
 
 BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi", "random")
 _SHARE, _BATCH_SIZE, _MAX_EPOCHS = 0.9, 128, 400
-"""Training cells of scVI, cells a step, and epochs: its defaults."""
+"""Maximum training cells, batch size and epochs of scVI (its defaults)."""
 _PATIENCE = 15
 """Epochs without a better held-out ELBO after which scVI stops; its own default is 45."""
 _SECONDS_BETWEEN = 15
 """Seconds between two lines that report the progress of scVI."""
 _WARM_UP = 50
-"""Most epochs over which the weight of scVI's KL term rises to 1; its own 400 would end after training has stopped."""
+"""Epochs of the KL warm-up of scVI; its default of 400 would exceed the training."""
 
 
 def embedding_baselines(
@@ -201,7 +201,8 @@ def embedding_baselines(
     seed
         Seed of all of them.
     scvi_max_epochs
-        Most epochs of scVI; None for its own number, 400 for up to 20,000 cells and then 8 million cells seen.
+        Maximum number of epochs of scVI; None for its own number, 400 for up to 20,000 cells and then 8 million cells
+        seen.
     progress_bar
         Show a line for each baseline, with its time.
 
@@ -216,7 +217,7 @@ def embedding_baselines(
         If a name is unknown or named twice, Harmony is asked for without `batch_key`, or there cannot be so many
         components.
     DataError
-        If there are no raw counts, or `batch_key` is no column or holds one batch or missing values.
+        If there are no raw counts, or `batch_key` is no column or contains one batch or missing values.
 
     References
     ----------
@@ -288,7 +289,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
     if isinstance(names, str | int):
         raise OptionError(f"baselines={names!r} is not a list of baselines; write [{names!r}].")
     if min(adata.shape) < 3:
-        raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; take more of them.")
+        raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; use more of them.")
     for name in names:
         if isinstance(name, str):
             fix = "or name a number of principal components"
@@ -297,14 +298,14 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
             check_count("baselines", name, "principal components")
             check_n_comps(name, adata)
         if name == "harmony" and batch_key is None:
-            raise OptionError("baselines names 'harmony', which corrects batches; give batch_key, or leave it out.")
+            raise OptionError("baselines names 'harmony', which corrects batches; pass batch_key, or leave it out.")
         if batch_key is not None and name != "random":
             check_column("batch_key", batch_key, adata.obs)
         if name in ("harmony", "scvi") and batch_key is not None:
             if adata.obs[batch_key].isna().any():
-                raise DataError(f"obs[{batch_key!r}] has missing values; give each cell a batch for {name!r}.")
+                raise DataError(f"obs[{batch_key!r}] has missing values; assign a batch to each cell for {name!r}.")
             if name == "harmony" and adata.obs[batch_key].nunique() < 2:
-                raise DataError(f"obs[{batch_key!r}] holds one batch, so there is nothing for 'harmony' to correct.")
+                raise DataError(f"obs[{batch_key!r}] contains one batch, so there is nothing for 'harmony' to correct.")
 
 
 def scvi_embedding(
@@ -364,7 +365,7 @@ def scvi_embedding(
 
 
 def _best_epoch(warm_up: int, *, progress_bar: bool) -> Any:
-    """Return a callback of Lightning whose ``weights`` are those of the best held-out ELBO after so many epochs.
+    """Return a callback of Lightning whose ``weights`` are those of the best held-out ELBO after this many epochs.
 
     With `progress_bar` it shows where it is; scvi-tools' own remarks are hidden.
 
@@ -400,7 +401,7 @@ def _best_epoch(warm_up: int, *, progress_bar: bool) -> Any:
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Let only errors of these loggers through, and nothing that is printed: scvi-tools prints why it stopped."""
+    """Silence these loggers below errors, and printed output, because scvi-tools prints why it stopped."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -422,7 +423,7 @@ _RIDGE = np.logspace(-2, 4, 13)
 
 @dataclass(frozen=True)
 class BaselineInputs:
-    """What baselines see of training cells and of scored cells.
+    """Input of baselines from training cells and scored cells.
 
     Attributes
     ----------
@@ -453,7 +454,7 @@ class BaselineInputs:
     ) -> BaselineInputs:
         """Choose genes and find components on the training cells, and see all cells through them.
 
-        At most 50,000 training cells are taken, drawn at random, with a warning if there are more.
+        At most 50,000 training cells are taken, sampled at random, with a warning if there are more.
         """
         chosen = choose_rows(len(train_cells), _MAX_FITTED, rows=train_rows, seed=seed)
         if len(chosen) < len(train_rows):

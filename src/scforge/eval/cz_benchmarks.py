@@ -80,7 +80,7 @@ def _input(
 
 
 def _made(name: str, adata: AnnData, keys: Mapping[str, str | None], *, layer: str | None, seed: int) -> dict[str, Any]:
-    """Return what the data say of the input of a task."""
+    """Return the input of a task from the data."""
     if name == EXPRESSION_TASK:
         cells = _with_effects(adata, str(keys["perturbation_key"]), str(keys["control"]), layer=layer, seed=seed)
         # The layer holds logs, whose differences are the log ratios that the true effects are.
@@ -129,7 +129,7 @@ def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[st
     if alone or (groups is not None and (labels.groupby(groups.to_numpy()).nunique() > 1).any()):
         raise DataError(
             f"labels_key={keys['labels_key']!r} has {listing(sorted(alone), most=3)} not in all organisms, or "
-            f"groups_key={keys['groups_key']!r} has groups with several labels; leave those cells out."
+            f"groups_key={keys['groups_key']!r} has groups with several labels; leave out these cells."
         )
     if groups is not None:
         made["sample_ids"] = [groups.iloc[found].reset_index(drop=True) for found in rows.values()]
@@ -138,10 +138,10 @@ def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[st
 
 
 def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer: str | None, seed: int) -> AnnData:
-    """Return cells with what the task reads: changed genes of each perturbation, and a control for each cell.
+    """Return cells with the fields of the task: changed genes per perturbation, and a control for each cell.
 
     Genes are those of a Wilcoxon test against the controls, by the limits of cz-benchmarks; all of them are targets.
-    Controls are drawn at random, without replacement where there are enough.
+    Controls are sampled at random, without replacement where there are enough.
     """
     import scanpy as sc
 
@@ -156,7 +156,7 @@ def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer:
     ).reset_index()
     changed = tested[(tested["pvals_adj"] < _MAX_P) & (tested["logfoldchanges"].abs() >= _MIN_CHANGE)]
     if changed.empty:
-        raise DataError(f"no gene changes in any perturbation of obs[{perturbation_key!r}]; take more cells.")
+        raise DataError(f"no gene changes in any perturbation of obs[{perturbation_key!r}]; use more cells.")
     rng, ids = np.random.default_rng(seed), adata.obs_names.astype(str)
     controls = ids[conditions == control]
     pairs = {}
@@ -359,7 +359,7 @@ class CzTask(Benchmark):
         _input(self.task, _cells(obs), model, self._keys(), layer=None, seed=self.seed, options=self.options)
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
-        """Return the version of cz-benchmarks, and what is drawn again for intervals."""
+        """Return the version of cz-benchmarks, and the resampled units of the intervals."""
         return {"version": f"cz-benchmarks {metadata.version('cz-benchmarks')}", "drawn again": "cells"}
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
@@ -435,7 +435,7 @@ def _cells(obs: pd.DataFrame) -> AnnData:
 
 
 def _scores(frame: pd.DataFrame) -> dict[str, float]:
-    """Return the columns of a report and their values, means over what :func:`run_cz_task` has several rows of."""
+    """Return the columns of a report and their values, means over the rows of :func:`run_cz_task`."""
     figures = [_figure(*one) for one in zip(frame["metric"], frame["params"], strict=True)]
     means = frame["value"].groupby(figures, sort=False).mean()
     return {str(figure): float(value) for figure, value in means.items() if figure}
@@ -463,7 +463,7 @@ def _registry() -> Any:
 def _baseline(
     name: str, task: Any, adata: AnnData, inputs: Any, *, layer: str | None, seed: int
 ) -> tuple[str, np.ndarray]:
-    """Return what the baseline is, and what it makes of the cells."""
+    """Return the name of the baseline, and its output for the cells."""
     if name == EXPRESSION_TASK:
         return "mean of the other perturbations", _mean_of_others(inputs.adata)
     smaller = min(adata.shape) - 1
@@ -479,7 +479,7 @@ def _baseline(
 
 
 def _mean_of_others(cells: AnnData) -> np.ndarray:
-    """Predict each perturbation as the mean of the cells of the others; controls stay as they are. Shape (N, G)."""
+    """Predict each perturbation as the mean of the cells of the others; controls do not change. Shape (N, G)."""
     expression, conditions = cells.X.toarray(), cells.obs["condition"].astype(str).to_numpy()
     control = cells.uns["config"]["control_name"]
     predicted = expression.copy()

@@ -36,7 +36,7 @@ _SAME_TOTAL = 1e-3
 def log_normalized(
     adata: AnnData, layer: str | None = None, *, argument: str = "adata", made: bool = False
 ) -> sparse.csr_matrix:
-    """Return log1p CP10K of counts, or of values that are that already: CSR without stored zeros, shape (N, G).
+    """Return log1p CP10K values of counts or of log1p CP10K values: CSR without stored zeros, shape (N, G).
 
     Whole numbers are counts. Other values are log1p CP10K if ``expm1`` of them has a total of 10,000 in each cell, or
     less where the data hold part of the genes only. With `made` they are predicted: totals may vary about 10,000, by
@@ -63,7 +63,9 @@ def log_normalized(
     rows = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
     counts = bool((values == np.floor(values)).all()) and values.min(initial=0) >= 0
     if not counts and (problem := _scale_problem(values, rows, matrix.shape[0], made=made)):
-        raise DataError(f"{where} holds {problem}; give counts, log1p CP10K, or of predictions effects as a DataFrame.")
+        raise DataError(
+            f"{where} holds {problem}; pass counts, log1p CP10K, or for predictions effects as a DataFrame."
+        )
     if counts:
         total = np.bincount(rows, values, minlength=matrix.shape[0])
         values = np.log1p(values * (TARGET_SUM / np.maximum(total, 1.0))[rows])
@@ -239,7 +241,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class Effects:
-    """What perturbations do to the mean of their cells.
+    """Mean effects of perturbations.
 
     Attributes
     ----------

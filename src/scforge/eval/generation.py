@@ -30,7 +30,7 @@ _ROUNDING = 1e-12
 
 
 def mark_of(made: AnnData | pd.DataFrame | str) -> Any:
-    """Return what changes with made or real cells, or effects; None if that is unknown."""
+    """Return a fingerprint of cells or effects; None if it is unknown."""
     if isinstance(made, str):
         return made
     if isinstance(made, pd.DataFrame):
@@ -82,11 +82,11 @@ class Generation(Benchmark):
     n_comps
         Components of the real cells; fewer where there are not so many.
     max_cells
-        Cells of each side that ``mmd`` and ``c2st`` look at, drawn at random; the same number of both, fewer where a
+        Cells of each side that ``mmd`` and ``c2st`` look at, sampled at random; the same number of both, fewer where a
         side has fewer. A classifier that sees fewer cells tells them less well, so methods can be compared only if
         the number is the same for all of them, as :func:`~scforge.eval.generation.evaluate_generation` makes it.
     seed
-        Seed of what is drawn, of the components and of the trees.
+        Random seed, of the components and of the trees.
 
     References
     ----------
@@ -162,7 +162,7 @@ class Generation(Benchmark):
         return log_normalized(adata, argument=f"the {what} cells", made=what == "generated")
 
     def _parts(self, made: AnnData, reference: AnnData) -> _Parts:
-        """Compute what does not depend on the draw, once for the scores and their draws."""
+        """Compute quantities that do not depend on the draw, once for all scores."""
         key = ((self.seed, self.n_comps, self.max_cells), mark_of(made), mark_of(reference))
         if self._last is not None and self._last[0] == key and None not in key:
             return self._last[1]
@@ -260,7 +260,7 @@ def _kernels(made: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
 
     width = float(np.median(euclidean_distances(real, squared=True)[np.triu_indices(len(real), 1)]))
     if width == 0:
-        raise DataError("more than half of the real cells have the same expression; give other cells.")
+        raise DataError("more than half of the real cells have the same expression; use other cells.")
     return tuple(rbf_kernel(*pair, gamma=1 / (2 * width)) for pair in ((made, made), (real, real), (made, real)))
 
 
@@ -313,7 +313,7 @@ _MIN_GENES_OF_A_CELL = 10
 """A cell with fewer expressed genes may well look like another one."""
 
 _TELLING_SHARE = 0.01
-"""Share of the cells that may be the same by chance."""
+"""Fraction of the cells that may be the same by chance."""
 
 _DECIMALS = 3
 _SAME = 1e-4
@@ -368,13 +368,15 @@ def check_copies(same: np.ndarray, what: str) -> None:
     """Raise where more than 1 % of cells are copies; warn where some are, which may be by chance."""
     message = f"{int(same.sum())} of {len(same)} {what}"
     if same.any() and same.mean() > _TELLING_SHARE:
-        raise DataError(f"{message}: they are copies under another name; a score may not see what it is scored on.")
+        raise DataError(
+            f"{message}: they are copies with other names; the reference of a score must not contain the scored cells."
+        )
     if same.any():
-        warn(f"{message}; look whether they are copies.")
+        warn(f"{message}; check whether they are copies.")
 
 
 def copied_rows(matrix: sparse.csr_matrix, known: sparse.csr_matrix) -> np.ndarray:
-    """Return which rows are rows of another matrix, bool, shape (N,); rows of fewer than 10 genes tell nothing.
+    """Return which rows are rows of another matrix, bool, shape (N,); rows of fewer than 10 genes are ignored.
 
     Values are the same if they round to the same three decimals: logs that scanpy made are those of the same counts
     made here but for rounding.
@@ -412,7 +414,7 @@ def check_features(
     Parameters
     ----------
     features
-        One row a perturbation or target, by name; any columns.
+        One row per perturbation or target, by name; any columns.
     real
         Held-out cells.
     keys
@@ -450,12 +452,12 @@ def check_features(
             name = [*copied, known.index[0]][0]
             raise DataError(
                 f"{argument} has for {name!r} the mean of {where} over the held-out cells under {name!r} themselves; "
-                "give features that need no such cells."
+                "pass features that do not use these cells."
             )
 
 
 def _representations(adata: AnnData) -> list[tuple[str, np.ndarray | sparse.csr_matrix]]:
-    """Return the matrices of cells, and what they are."""
+    """Return the matrices of cells, and their scale."""
     found = [(f"obsm[{key!r}]", np.asarray(adata.obsm[key])) for key in adata.obsm]
     for key, matrix in {None: adata.X, **dict(adata.layers)}.items():
         if matrix is not None:
@@ -527,7 +529,7 @@ CEILING = "training cells"
 _MIN_GENES = 10
 
 _MISSING = 0.01
-"""Share of the counts that genes may hold which are not there, so that the total is still about right."""
+"""Fraction of the counts that genes may hold which are not there, so that the total is still about right."""
 
 
 def generation_baselines(
@@ -550,7 +552,7 @@ def generation_baselines(
         Counts drawn about the mean share of each gene, times the library size of a training cell: every cell is of the
         same kind.
 
-    So many cells are made as `labels` says, or one for each of these from the training cells with this value of
+    Generates `labels` cells, or one cell per entry of `labels` from the training cells with this value of
     ``obs[labels_key]``: log1p CP10K in ``X`` (CSR, float32) and the labels in ``obs[labels_key]``.
 
     Examples
@@ -625,7 +627,7 @@ def evaluate_generation(
     n_comps, max_cells
         As in :class:`Generation`.
     seeds
-        Seeds of what is drawn for ``mmd`` and ``c2st``; the first is that of the baselines, too.
+        Random seeds for ``mmd`` and ``c2st``; the first is also that of the baselines.
     intervals
         Add 95 % intervals, and tests against the best baseline.
     title
@@ -688,7 +690,7 @@ def evaluate_generation(
         if not holds_counts(made[name]) and (difference := scale_difference(some.X, reference.X)):
             # What scforge generates is on this scale, however wrong it is.
             if "generated" not in made[name].uns.get(UNS_KEY, {}):
-                raise DataError(f"over the same genes the cells of {name!r} have {difference}; give counts.")
+                raise DataError(f"over the same genes the cells of {name!r} have {difference}; pass counts.")
             notes.append(f"{name} has {difference}: too much or too little of all genes together.")
     baselines = {name: some[:, names].copy() for name, some in baselines.items()}
     benchmark.max_cells = min(max_cells, reference.n_obs, *(some.n_obs for some in cells.values()))
@@ -736,12 +738,12 @@ def check_complete(
     logs = log_normalized(whole, layer_of_whole, argument="the others")
     share = float(totals_of(logs[:, np.flatnonzero(lacking)]).sum() / totals_of(logs).sum())
     if share > _MISSING:
-        of = f"{int(lacking.sum())} genes that hold {share:.0%} of the counts of others"
-        raise DataError(f"{what} are counts without {of}; give all genes, or log1p of counts per 10,000 of all.")
+        of = f"{int(lacking.sum())} genes with {share:.0%} of the counts of others"
+        raise DataError(f"{what} are counts without {of}; pass all genes, or log1p of counts per 10,000 of all genes.")
 
 
 def _independent(logs: sparse.csc_matrix, n_cells: int, rng: np.random.Generator) -> sparse.csr_matrix:
-    """Draw each gene of each cell from any cell: the number of cells with it, which of them, and its values."""
+    """Sample each gene of each cell from any cell: the number of cells with it, which cells, and its values."""
     n_train, n_genes = logs.shape
     sizes = np.diff(logs.indptr)
     drawn = rng.binomial(n_cells, sizes / n_train)
@@ -755,7 +757,7 @@ def _independent(logs: sparse.csc_matrix, n_cells: int, rng: np.random.Generator
 
 
 def _poisson(share: np.ndarray, totals: np.ndarray, rng: np.random.Generator) -> sparse.csr_matrix:
-    """Draw counts about the same shares, and return their log1p CP10K."""
+    """Sample counts with the same mean fractions, and return their log1p CP10K."""
     blocks = []
     for start in range(0, len(totals), 1_000):
         counts = rng.poisson(totals[start : start + 1_000, None] * share).astype(np.float64)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Replicates(tuple[Any, ...]):
-    """What one method made several times, e.g. trained with several seeds: one row, whose scores are means."""
+    """Results of several runs of a method, e.g. with different seeds: one row with mean scores."""
 
 
 def runs_of(one: Any) -> tuple[Any, ...]:
@@ -225,7 +225,7 @@ def evaluate(
     check_seeds(seeds)
     baselines = [baselines] if isinstance(baselines, int | str) else list(baselines)
     if not len(baselines):
-        raise OptionError("baselines=[] leaves nothing to compare with; name at least one, or a number of components.")
+        raise OptionError("baselines=[] leaves no baseline; name at least one, or a number of components.")
     obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
     kinds: dict[str, Kind] = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else dict.fromkeys(obsm_keys, "model")
     _check_kinds(kinds)
@@ -246,7 +246,7 @@ def evaluate(
     found = embedding_baselines(adata, baselines, **genes, seed=int(seeds[0]), progress_bar=progress_bar)
     of_baselines = {_TITLES.get(name, name): embedding for name, embedding in found.items()}
     if taken := [name for name in of_baselines if name in embeddings]:
-        raise OptionError(f"{taken[0]!r} is the name of a baseline; call the embedding something else.")
+        raise OptionError(f"{taken[0]!r} is the name of a baseline; rename the embedding.")
     kinds |= dict.fromkeys(of_baselines, "baseline")
     embeddings = dict(sorted(embeddings.items(), key=lambda item: KINDS.index(kinds[item[0]])))
     report = Report(title)
@@ -283,7 +283,7 @@ def compare(
     intervals: bool = True,
     title: str = "Methods compared",
 ) -> Report:
-    """Score what methods made with a benchmark of any subject.
+    """Score the results of methods by a benchmark of any subject.
 
     Parameters
     ----------
@@ -326,7 +326,7 @@ def compare(
     """
     _check_kinds(kinds)
     if unknown := [method for method in made if method not in kinds]:
-        raise OptionError(f"kinds lacks {listing(unknown)}; say for each whether it is a model or a baseline.")
+        raise OptionError(f"kinds lacks {listing(unknown)}; set the kind of each, model or baseline.")
     check_seeds(seeds)
     check_has_metrics(benchmark)
     benchmark.check(reference)
@@ -356,14 +356,16 @@ def entries_of(benchmarks: Entry | Sequence[Entry]) -> list[Entry]:
 
 
 def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None]) -> dict[str, Benchmark]:
-    """Make the benchmarks of a list, with unique names; `keys` are columns of the data, used if none is given."""
+    """Create the benchmarks of a list, with unique names; `keys` are columns of the data, used if none is given."""
     found: dict[str, Benchmark] = {}
     for entry in entries_of(benchmarks):
         evaluation = to_evaluation(entry)
         if not evaluation.held_out or evaluation.max_cells not in (None, 10_000):
             raise OptionError(f"dataset and max_cells of {evaluation.title!r} have no effect here; pass such cells.")
         if evaluation.title in found:
-            raise OptionError(f"two benchmarks are called {evaluation.title!r}; give one of them a name.")
+            raise OptionError(
+                f"two benchmarks have the name {evaluation.title!r}; set a different name for one of them."
+            )
         found[evaluation.title] = evaluation.made(keys)
     return found
 
@@ -371,7 +373,7 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
 def check_seeds(seeds: Sequence[int]) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless there is a seed, and each is one."""
     if not isinstance(seeds, Sequence) or isinstance(seeds, str) or not len(seeds):
-        raise OptionError(f"seeds={seeds!r} is not a list of seeds; give one, e.g. (0, 1, 2).")
+        raise OptionError(f"seeds={seeds!r} is not a list of seeds; pass e.g. (0, 1, 2).")
     for seed in seeds:
         check_seed(seed)
 
@@ -404,9 +406,13 @@ def _join_replicates(
     for name, keys in replicates.items():
         missing = [key for key in keys if key not in embeddings]
         if missing or not keys:
-            raise OptionError(f"replicates names {listing(missing)} for {name!r}, not among obsm_keys; add them there.")
+            raise OptionError(
+                f"replicates names {listing(missing)} for {name!r}, which are not in obsm_keys; add them."
+            )
         if len({kinds[key] for key in keys}) > 1:
-            raise OptionError(f"replicates of {name!r} are of several kinds ({listing(keys)}); give them one kind.")
+            raise OptionError(
+                f"replicates of {name!r} are of several kinds ({listing(keys)}); set the same kind for all."
+            )
         found = Replicates(embeddings.pop(key) for key in keys)
         kinds[name] = [kinds.pop(key) for key in keys][0]
         embeddings[name] = found

@@ -17,21 +17,23 @@ from scforge.eval.base import Benchmark, as_array, check_column, register_benchm
 _MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "", "unknown")
 """Labels that may stand for none."""
 _MAX_DUPLICATES = 0.01
-"""Share of cells that may have the coordinates of a cell of another fold before a warning."""
+"""Fraction of cells that may have the coordinates of a cell of another fold before a warning."""
 _MAX_CACHED = 64
 """Embeddings whose predictions are kept."""
 
 
 def check_embedding(embedding: np.ndarray, n_cells: int, name: str = "the embedding") -> np.ndarray:
-    """Return an embedding of so many cells as floats, shape (N, D), or raise :class:`~scforge.errors.DataError`.
+    """Return an embedding of this many cells as floats, shape (N, D), or raise :class:`~scforge.errors.DataError`.
 
     A sparse matrix, or a table of numbers, is one, too.
     """
     embedding = as_array(embedding, name)
     if embedding.ndim != 2 or embedding.shape[0] != n_cells or embedding.shape[1] == 0:
-        raise DataError(f"{name} has the shape {embedding.shape}, but there are {n_cells} cells; give a row for each.")
+        raise DataError(
+            f"{name} has the shape {embedding.shape}, but there are {n_cells} cells; pass one row per cell."
+        )
     if not np.isfinite(embedding).all():
-        raise DataError(f"{name} holds values that are not numbers; it cannot be evaluated.")
+        raise DataError(f"{name} contains values that are not finite numbers, so it cannot be evaluated.")
     return embedding if embedding.dtype in (np.float32, np.float64) else embedding.astype(np.float32)
 
 
@@ -41,14 +43,16 @@ def labeled(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> np.
     Raises
     ------
     DataError
-        If the column is missing, holds fewer than two labels, or different values that are the same text.
+        If the column is missing, contains fewer than two labels, or different values that are the same text.
     """
     check_column(argument, key, obs)
     known = obs[key].notna().to_numpy()
     values = np.asarray(obs[key], dtype=object)[known]
     labels = np.unique(values.astype(str))
     if len(labels) < len(pd.unique(values)):
-        raise DataError(f"{argument}={key!r} holds different values of one text, e.g. 1 and '1'; rename one of them.")
+        raise DataError(
+            f"{argument}={key!r} contains different values with the same text, e.g. 1 and '1'; rename one of them."
+        )
     if len(labels) < 2:
         found = f"one value only ({str(labels[0])!r})" if len(labels) else "no value in any cell"
         raise DataError(f"{argument}={key!r} has {found}; choose a column with two or more.")
@@ -59,13 +63,13 @@ def check_names(obs: pd.DataFrame) -> None:
     """Raise :class:`~scforge.errors.DataError` if cell names are not unique."""
     if not obs.index.is_unique:
         twice = obs.index[obs.index.duplicated()].unique()
-        raise DataError(f"{len(twice)} names of obs stand on several cells ({listing(twice[:3])}); make them unique.")
+        raise DataError(f"{len(twice)} cell names are duplicated ({listing(twice[:3])}); make them unique.")
 
 
 def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> None:
-    """Warn of labels that may stand for a missing one, e.g. the text "nan"."""
+    """Warn about labels that may mean a missing label, e.g. the text "nan"."""
     if odd := [text for text in _MISSING_TEXTS if (obs[key].astype(object) == text).any()]:
-        warn(f"{argument}={key!r} has the label {listing(odd)}; if it says that one is missing, put numpy.nan there.")
+        warn(f"{argument}={key!r} has the label {listing(odd)}; if it means a missing label, replace it by numpy.nan.")
 
 
 @register_benchmark("cell_type_probe")
@@ -94,7 +98,7 @@ class CellTypeProbe(Benchmark):
     n_neighbors
         Neighbors k.
     rare_share
-        A label with less than this share of the cells is rare.
+        A label with less than this fraction of the cells is rare.
     seed
         Seed of the stratified folds; those of groups are always the same.
 
@@ -145,7 +149,7 @@ class CellTypeProbe(Benchmark):
             warn_of_missing(obs, self.groups_key, argument="groups_key")
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
-        """Return how many cells are scored, which labels are left out, and what is drawn again for intervals."""
+        """Return the number of scored cells, the labels left out, and the resampled units of the intervals."""
         plan = self._plan(obs)
         facts = {"cells scored": f"{len(plan.rows):,} of {len(obs):,}"}
         if plan.left_out:
@@ -154,7 +158,7 @@ class CellTypeProbe(Benchmark):
         return facts | {"drawn again": "cells" if n_groups is None else f"groups of {self.groups_key} ({n_groups})"}
 
     def n_units(self, obs: pd.DataFrame) -> int | None:
-        """Return the number of groups that take part; None without groups."""
+        """Return the number of scored groups; None without groups."""
         groups = self._plan(obs).groups
         return None if groups is None else len(np.unique(groups))
 
@@ -190,7 +194,7 @@ class CellTypeProbe(Benchmark):
         return pd.DataFrame(figures, columns=list(self.metrics))
 
     def _plan(self, obs: pd.DataFrame) -> _Plan:
-        """Choose the cells that take part, and their folds; warn of labels that are left out."""
+        """Choose the scored cells and their folds; warn about labels that are left out."""
         taken = labeled(obs, self.labels_key)
         if self.groups_key is not None:
             check_names(obs)  # one cell could be learned from and tested
@@ -257,7 +261,7 @@ class CellTypeProbe(Benchmark):
         return self._cache[key]
 
     def _figures(self, plan: _Plan, predicted: dict[str, np.ndarray], weights: np.ndarray) -> dict[str, float]:
-        """Score predictions of cells that count as often as `weights` says."""
+        """Score predictions of cells, weighted by `weights`."""
         n_labels = plan.n_labels
         rare = np.bincount(plan.labels, minlength=n_labels) < self.rare_share * len(plan.labels)
         found: dict[tuple[str, str], float] = {}
@@ -435,7 +439,7 @@ class Geometry(Benchmark):
 
 
 def is_collapsed(scores: Mapping[str, float]) -> bool:
-    """Tell from the scores of :class:`Geometry` whether an embedding has collapsed.
+    """Return whether the scores of :class:`Geometry` show a collapsed embedding.
 
     So it is where the effective rank is below 2, the mean cosine above 0.99, or more than 0.9 of the dimensions are
     constant: all cells lie at about one point, in one direction, or on one line. The limits are ours.

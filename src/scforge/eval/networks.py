@@ -168,7 +168,7 @@ def edges_from_attention(
 
 
 def edges_from_perturbations(effects: pd.DataFrame | AnnData, *, tfs: Sequence[str] | None = None) -> pd.DataFrame:
-    """Score pairs of genes by what the perturbation of one does.
+    """Score pairs of genes by the effect of perturbing one of them.
 
     Parameters
     ----------
@@ -233,14 +233,16 @@ def edges_of(
 
 
 def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.ndarray:
-    """Return where names stand among known ones, leaving out those that do not."""
+    """Return the positions of names among known ones, without unknown names."""
     if names is None:
         return np.arange(len(known))
     asked = pd.Index(names).astype(str).unique()
     places = known.get_indexer(asked)
     if not (places >= 0).any():
         some = f"{len(known)} genes ({listing(known, most=3)})"
-        raise DataError(f"none of {argument} ({listing(asked, most=3)}) is among the {some}; name genes alike.")
+        raise DataError(
+            f"none of {argument} ({listing(asked, most=3)}) is among the {some}; use the same gene identifiers."
+        )
     return places[places >= 0]
 
 
@@ -316,8 +318,8 @@ def read_network(
             ``gene_attribute_edges.txt.gz`` of Harmonizome. Genes are in ``source`` there, and the factors that bind
             near them in ``target``; both change places.
         ChIP-Atlas
-            Its target genes: one row a gene, ``FACTOR|Average`` and a column for each experiment. Targets whose average
-            binding score (of MACS2, -10 log10 q) is 0 are left out.
+            Its target genes: one row per gene, ``FACTOR|Average`` and a column for each experiment. Targets whose
+            average binding score (of MACS2, -10 log10 q) is 0 are left out.
         other tables
             with a column of sources and one of targets, and maybe ``weight``.
     source, target
@@ -389,7 +391,7 @@ def _table(path: Path, headless: bool) -> pd.DataFrame:
 
 
 def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str | int | None) -> pd.DataFrame:
-    """Return the edges of a table, by its columns, as :func:`read_network` says."""
+    """Return the edges of a table, by its columns, see :func:`read_network`."""
     columns = {str(name).lower(): table[name] for name in table.columns}
 
     def column(*names: str) -> pd.Series:
@@ -412,7 +414,7 @@ def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str |
         edges = pd.DataFrame({"source": column("target"), "target": column("source")})
         edges = edges[~edges["target"].str.lower().isin(["genesym", "gene symbol", "na", "n/a"])]
         if edges["source"].nunique() > edges["target"].nunique():
-            raise DataError("it has more factors than targets, as if they were the other way round; name the columns")
+            raise DataError("it has more factors than targets, so the columns may be swapped; name the columns")
         return edges
     if "source_genesymbol" in columns:
         up, down = (
@@ -476,7 +478,7 @@ class Universe:
         n_known, n_found = int(np.isfinite(weights).sum()), int(np.isfinite(found).sum())
         if not n_found == n_known == len(places):
             wrong = f"{len(places) - n_known} weights are not numbers and {n_known - n_found} edges occur twice"
-            raise DataError(f"in the scores {wrong}; give one weight for each source and target.")
+            raise DataError(f"in the scores {wrong}; keep one weight per pair of source and target.")
         return found.reshape(self.edges.shape)
 
 
@@ -519,7 +521,7 @@ class RankedPairs:
         self.within = np.divide(above, n_true * n_other, out=np.full(len(above), np.nan), where=n_other > 0)
 
     def figures(self, weights: np.ndarray) -> dict[str, float]:
-        """Return the metrics where each transcription factor counts as often as `weights` (T,) says.
+        """Return the metrics with transcription factors weighted by `weights` (T,).
 
         They are those of scikit-learn with `sample_weight`, which would sort all pairs again in each of 100 draws.
         """
@@ -644,7 +646,9 @@ class GeneNetwork(Benchmark):
             kept = kept[kept["source"].isin(self.genes) & kept["target"].isin(self.genes)]
         if kept.empty:
             sources = listing(given["source"].unique(), most=3)
-            raise DataError(f"none of the {len(given)} true edges (sources: {sources}) is left; name genes as there.")
+            raise DataError(
+                f"none of the {len(given)} true edges (sources: {sources}) is left; use the same gene identifiers."
+            )
         tfs = pd.Index(np.sort(kept["source"].unique()))
         targets = kept["target"] if self.targets == "truth" else pd.Series(self.genes)
         genes = pd.Index(np.sort(targets.unique()))
@@ -687,7 +691,7 @@ def check_edges(what: str, edges: pd.DataFrame, *more: str) -> None:
 
 
 def _places(names: pd.Series, index: pd.Index) -> np.ndarray:
-    """Return where names stand in an index, -1 for nowhere."""
+    """Return the positions of names in an index, -1 for unknown names."""
     if not isinstance(names.dtype, pd.CategoricalDtype):
         names = names.astype("category")
     of_categories = index.get_indexer(pd.Index(names.cat.categories.astype(str)))
@@ -725,7 +729,7 @@ def network_baselines(
     ``"random"``
         Chance.
 
-    `max_cells` cells, drawn at random, are correlated at most. Returns the name of each baseline and its edges.
+    `max_cells` cells, sampled at random, are correlated at most. Returns the name of each baseline and its edges.
     """
     for name in names:
         check_known("baselines", name, NETWORK_BASELINES, "the baselines of networks", error=OptionError)
@@ -912,7 +916,7 @@ def evaluate_network(
         n_scored = int((np.isfinite(universe.matrix(made)) & universe.pairs).sum())
         if n_scored < n_pairs:
             report.notes.append(
-                f"{name} has a score for {n_scored:,} of {n_pairs:,} pairs; the others tie behind all that have one."
+                f"{name} has a score for {n_scored:,} of {n_pairs:,} pairs; the other pairs are ranked last, tied."
             )
     if {"degree", "in-degree"} & set(simple):
         report.notes.append(

@@ -34,7 +34,7 @@ _MIN_GENES = 10
 
 @register_benchmark("rank_reconstruction")
 class RankReconstruction(Benchmark):
-    """Compares orders of genes that a model gives back with the true ones, highest gene first.
+    """Compares gene orders that a model reconstructs with the true orders, highest gene first.
 
     These are the scores by which papers on models of ranked genes judge a reconstruction.
 
@@ -99,11 +99,11 @@ class RankReconstruction(Benchmark):
         return pd.DataFrame(_figures(table, bootstrap_weights(len(table), n, seed=seed).astype(np.float64)))
 
     def _by_cell(self, made: np.ndarray, reference: np.ndarray) -> np.ndarray:
-        """Return what the scores of each cell are made of, float64, shape (N, 5 + 2 * 4), see :func:`_figures`."""
+        """Return the components of the scores of each cell, float64, shape (N, 5 + 2 * 4), see :func:`_figures`."""
         true = _rows(reference, "the true orders", repeated=False)
         found = _rows(made, "the reconstructed orders", repeated=True)
         if len(found) != len(true):
-            raise DataError(f"there are {len(found)} reconstructed and {len(true)} true orders; give pairs of them.")
+            raise DataError(f"there are {len(found)} reconstructed and {len(true)} true orders; pass one for each.")
         return np.array([_of_cell(one, other) for one, other in zip(found, true, strict=True)])
 
 
@@ -217,14 +217,17 @@ def _rows(orders: np.ndarray, what: str, *, repeated: bool) -> list[np.ndarray]:
     """Return the genes of each cell, without padding."""
     orders = np.asarray(orders)
     if orders.ndim != 2 or orders.dtype.kind not in "iu" or orders.min(initial=0) < _PAD:
-        raise DataError(f"{what} are {orders.dtype}, shape {orders.shape}; give genes from 0, a row a cell, and -1.")
+        raise DataError(
+            f"{what} are {orders.dtype}, shape {orders.shape}; pass gene indices from 0, one row per cell, and -1 for "
+            "padding."
+        )
     orders = orders.astype(np.int64)
     sizes = (orders != _PAD).sum(axis=1)
     gaps = ((orders != _PAD) != (np.arange(orders.shape[1]) < sizes[:, None])).any(axis=1)
     rows = [order[:size] for order, size in zip(orders, sizes, strict=True)]
     empty = np.zeros_like(gaps) if repeated else sizes == 0
     twice = [not repeated and len(np.unique(row)) < len(row) for row in rows]
-    for wrong, problem in ((gaps, "-1 before a gene"), (empty, "no gene"), (twice, "a gene twice")):
+    for wrong, problem in ((gaps, "-1 before a gene"), (empty, "no gene"), (twice, "a duplicate gene")):
         if np.any(wrong):
             raise DataError(f"{what} have {problem} in row {int(np.argmax(wrong))}; fix it, or leave the cell out.")
     return rows
@@ -266,7 +269,7 @@ def _figures(table: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _matches(made: list[int], true: list[int], length: int) -> tuple[int, int]:
-    """Return how many runs of so many genes are in the true order, at most as often as there, and their number."""
+    """Return how many runs of this many genes are in the true order, at most as often as there, and their number."""
     of_made, of_true = (Counter(zip(*(row[i:] for i in range(length)), strict=False)) for row in (made, true))
     return (of_made & of_true).total(), of_made.total()
 

@@ -109,7 +109,7 @@ def compare_paired(
     """Compare two methods on the same draws of the data.
 
     The test is Student's t of the difference over its standard deviation between draws, which estimates the error of
-    the difference on all data, for the bootstrap as for halves drawn without replacement. The interval is that of the
+    the difference on all data, for the bootstrap as for halves sampled without replacement. The interval is that of the
     same test, so that it excludes 0 where p is below 0.05.
 
     Examples
@@ -164,9 +164,9 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
 
 
 def bootstrap_weights(n_rows: int, n: int, *, seed: int, groups: np.ndarray | None = None) -> np.ndarray:
-    """Return how often each row is drawn, with replacement.
+    """Return how often each row is sampled, with replacement.
 
-    Rows of one group, whole numbers from 0, are drawn together. Int64, shape (R, n_rows).
+    Rows of one group, whole numbers from 0, are sampled together. Int64, shape (R, n_rows).
 
     Examples
     --------
@@ -229,7 +229,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a reader has to know of the scores of a benchmark.
+    """Facts on the scores of a benchmark for readers.
 
     Attributes
     ----------
@@ -260,7 +260,7 @@ class Measured:
 
 @dataclass(repr=False)
 class Report:
-    """Rows of scores, with what a reader needs to judge them.
+    """A table of scores with the facts needed to interpret them.
 
     Parameters
     ----------
@@ -304,7 +304,7 @@ class Report:
             If there are rows of a benchmark of this name already.
         """
         if benchmark in self.benchmarks:
-            raise OptionError(f"there are two reports on {benchmark!r}; give one of them another name.")
+            raise OptionError(f"there are two reports on {benchmark!r}; rename one of them.")
         self.rows += [replace(row, benchmark=benchmark) for row in other.rows]
         self.measured[benchmark] = other.about(other.benchmarks[0])
         self.facts |= {f"{benchmark}: {name}": value for name, value in other.facts.items()}
@@ -320,7 +320,7 @@ class Report:
         return [row for row in self.rows if row.benchmark == benchmark]
 
     def about(self, benchmark: str) -> Measured:
-        """Return what the scores of a benchmark are."""
+        """Return the description of the scores of a benchmark."""
         if benchmark in self.measured:
             return self.measured[benchmark]
         metrics = tuple(dict.fromkeys(name for row in self.of(benchmark) for name in row.scores))
@@ -387,13 +387,13 @@ class Report:
         return pd.DataFrame(lines)
 
     def to_table(self, benchmark: str | None = None) -> pd.DataFrame:
-        """Return one row a method, and one column a score of a benchmark; of the first, if None is named."""
+        """Return one row per method, and one column a score of a benchmark; of the first, if None is named."""
         self.check()
         rows = self.of(self.benchmarks[0] if benchmark is None else benchmark)
         return pd.DataFrame({row.name: row.scores for row in rows}).T
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-safe values; what is not a number is None.
+        """Return everything as JSON-safe values; NaN becomes None.
 
         Raises
         ------
@@ -508,7 +508,7 @@ def _sentence(row: Row, about: Measured, compared: Comparison, p_value: float) -
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can hold."""
+    """Return a JSON-safe value."""
     if isinstance(value, Mapping):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -605,7 +605,7 @@ class _Column(NamedTuple):
 
 
 def _columns(report: Report, benchmark: str) -> list[_Column]:
-    """Return the columns of the table of a benchmark; those of which there is nothing are left out."""
+    """Return the columns of the table of a benchmark, without empty columns."""
     rows, about = report.of(benchmark), report.about(benchmark)
 
     def plain(title: str, texts: Iterable[str]) -> list[_Column]:
@@ -644,7 +644,7 @@ def _number(value: float) -> str:
 
 
 def _picture(frame: pd.DataFrame, about: Measured) -> str:
-    """Draw the scores of a benchmark, those of the main metric first, and return them as an image tag."""
+    """Plot the scores of a benchmark, the main metric first, and return an image tag."""
     import matplotlib.pyplot as plt
 
     from scforge.pl.scores import metrics as draw

@@ -122,7 +122,7 @@ class BatchIntegration(Benchmark):
         return {name: float(score) for name, score in scores.items()}
 
     def _columns(self, obs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the rows of the cells that take part, and their labels and batches."""
+        """Return the rows of the scored cells, and their labels and batches."""
         rows = np.flatnonzero(labeled(obs, self.labels_key) & labeled(obs, self.batch_key, argument="batch_key"))
         labels, batches = (np.asarray(obs[key].iloc[rows].astype(str)) for key in (self.labels_key, self.batch_key))
         n_labels, n_batches = len(np.unique(labels)), len(np.unique(batches))
@@ -193,7 +193,7 @@ NEIGHBORS = ("exact", "pynndescent")
 
 @register_benchmark("scib")
 class Scib(Benchmark):
-    """What :class:`scib_metrics.benchmark.Benchmarker` says of an embedding, all its scores and their means.
+    """All scores of :class:`scib_metrics.benchmark.Benchmarker` for an embedding, and their means.
 
     ``bio`` is the mean of the scores of biology that was kept, ``batch`` that of batches that were mixed, and
     ``total`` 0.6 bio + 0.4 batch, as in [1]_. All lie in [0, 1], and higher is better. The numbers are scib-metrics'
@@ -219,7 +219,7 @@ class Scib(Benchmark):
         are to the last digit those of a ``Benchmarker`` with its defaults; with exact neighbors, those of one that is
         prepared with exact neighbors.
     max_cells
-        Score so many cells at most, each label by its share, the same for all embeddings; None scores all. Time and
+        Score this many cells at most, each label by its share, the same for all embeddings; None scores all. Time and
         memory grow with the square of their number.
     pre_integrated
         Coordinates of the cells before integration, e.g. principal components, with the names of the cells as index,
@@ -263,7 +263,7 @@ class Scib(Benchmark):
         self.neighbors = check_choice("neighbors", neighbors, NEIGHBORS)
         self.max_cells = max_cells
         if pre_integrated is not None and (batch_key is None or not isinstance(pre_integrated, pd.DataFrame)):
-            raise OptionError("pre_integrated has to be a DataFrame with a row a cell, and needs batch_key.")
+            raise OptionError("pre_integrated has to be a DataFrame with one row per cell, and requires batch_key.")
         self.pre_integrated = pre_integrated
         self.metrics = self._computed()
         self.main = self.metrics[0]
@@ -292,7 +292,7 @@ class Scib(Benchmark):
         warn_of_missing(obs, self.labels_key)
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
-        """Return how many cells are scored, and what is drawn again for intervals, if anything is."""
+        """Return the number of scored cells, and the resampled units of the intervals, if any."""
         n_cells = len(self._rows(obs))
         facts = {"cells scored": f"{n_cells:,} of {len(obs):,}"}
         return facts if min(n_cells // 2, _DRAWN) <= _WIDEST else facts | {"drawn again": "cells"}
@@ -329,7 +329,7 @@ class Scib(Benchmark):
 
         Returns
         -------
-        `n` rows, one column a metric, NaN where a part cannot be scored; None if half of the cells are too few.
+        `n` rows, one column per metric, NaN where a part cannot be scored; None if half of the cells are too few.
         """
         rows = self._rows(obs)
         size = min(len(rows) // 2, _DRAWN)
@@ -423,13 +423,15 @@ class Scib(Benchmark):
         }
 
     def _rows(self, obs: pd.DataFrame) -> np.ndarray:
-        """Return the rows of the cells that take part."""
+        """Return the rows of the scored cells."""
         if self.batch_key is None:
             rows = np.flatnonzero(labeled(obs, self.labels_key))
         else:
             rows, _, _ = BatchIntegration(self.labels_key, self.batch_key)._columns(obs)
         if len(rows) <= _WIDEST:
-            raise DataError(f"scib looks at the {_WIDEST} nearest cells of each of {len(rows)} cells; score more.")
+            raise DataError(
+                f"scib looks at the {_WIDEST} nearest cells of each of {len(rows)} cells; score more cells."
+            )
         if self.max_cells is not None and len(rows) > self.max_cells:
             rows = rows[_drawn(obs[self.labels_key].iloc[rows], self.max_cells, np.random.default_rng(0))]
         if self.pre_integrated is not None:
@@ -438,12 +440,14 @@ class Scib(Benchmark):
             lacking = names[~names.isin(self.pre_integrated.index)]
             if len(lacking) or not self.pre_integrated.index.is_unique:
                 some = f"{len(lacking)} of {len(rows)} cells (first: {listing(lacking[:3])})"
-                raise DataError(f"pre_integrated lacks {some} or names cells twice; its index has to name each once.")
+                raise DataError(
+                    f"pre_integrated lacks {some} or has duplicate names; each cell must occur once in its index."
+                )
         return rows
 
 
 def _drawn(labels: pd.Series, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw about so many cells, each label by its share, rounded up; positions, ascending.
+    """Draw about this many cells, each label by its share, rounded up; positions, ascending.
 
     The number of each label is always the same: JAX compiles anew for each size.
     """
@@ -455,5 +459,5 @@ def _drawn(labels: pd.Series, size: int, rng: np.random.Generator) -> np.ndarray
 
 
 def _group_of(name: str) -> str:
-    """Return what scib-metrics calls the function that computes a score; two of them give NMI and ARI."""
+    """Return scib-metrics' name of the function of a score; two functions compute NMI and ARI."""
     return _NAMES[name].removesuffix("_nmi").removesuffix("_ari")

@@ -79,7 +79,7 @@ def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
 def inject_lora(encoder: nn.Module, options: Mapping[str, Any]) -> None:
     """Put adapters into an architecture, in place; everything else in it is frozen.
 
-    An adapter begins as zero, so that what the architecture computes stays the same.
+    An adapter is initialized at zero, so the output of the architecture does not change.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -95,7 +95,7 @@ def inject_lora(encoder: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def has_lora(encoder: nn.Module) -> bool:
-    """Whether an architecture holds adapters."""
+    """Whether an architecture contains adapters."""
     return any(_is_lora(part) for part in encoder.modules())
 
 
@@ -115,7 +115,7 @@ def merge_lora(encoder: nn.Module) -> None:
 
 
 def merged(encoder: nn.Module) -> nn.Module:
-    """Return an architecture with its adapters added to a copy of its weights, or itself if it holds none."""
+    """Return an architecture with its adapters added to a copy of its weights, or itself if it contains none."""
     if not has_lora(encoder):
         return encoder
     encoder = copy.deepcopy(encoder)

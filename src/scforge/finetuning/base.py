@@ -1,4 +1,4 @@
-"""The base class of fine-tuning tasks, what they know of a training, and their registry."""
+"""The base class of fine-tuning tasks, their inputs and results, and their registry."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Predictor:
     cells
         The cells, over the genes of the model.
     batch_size
-        Cells a batch.
+        Cells per batch.
 
     Examples
     --------
@@ -88,22 +88,22 @@ FROZEN = "frozen_embedding"
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """What a task evaluates.
+    """Input of an evaluation by a task.
 
     Attributes
     ----------
     predictor, rows
         The model over the scored cells, and which of these are scored, int64.
     train, train_rows
-        The same model over the cells of the fine-tuning, and those it learned from; None if they are not at hand.
+        The same model over the cells of the fine-tuning, and those it learned from; None if they are not available.
     base, base_train
-        The model before fine-tuning over the scored cells, and over those of the fine-tuning; None if not at hand.
+        The model before fine-tuning over the scored cells, and over those of the fine-tuning; None if not available.
     cells, train_cells
         Scored cells and cells of the fine-tuning over all genes of the latter, for baselines.
     baselines
         Whether to compute baselines.
     seed
-        Of what is random in them.
+        Random seed of the baselines.
 
     Examples
     --------
@@ -133,12 +133,12 @@ class EvaluationContext:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What an evaluation found.
+    """Result of an evaluation.
 
     Attributes
     ----------
     metrics
-        One row a method, ``"scforge"`` first; one column a score.
+        One row per method, ``"scforge"`` first, and one column per score.
     tables
         Further tables by name, e.g. ``"per_class"``.
 
@@ -156,7 +156,9 @@ class Evaluated:
 
 def warn_of_missing_base() -> None:
     """Warn that the baseline of the frozen embedding is missing."""
-    warn("the model before fine-tuning is not at hand, so its frozen embedding is missing; pass base= (--base-model).")
+    warn(
+        "the model before fine-tuning is not available, so its frozen embedding is missing; pass base= (--base-model)."
+    )
 
 
 type Batch = dict[str, torch.Tensor]
@@ -178,7 +180,7 @@ def with_adapters(defaults: TrainingDefaults) -> TrainingDefaults:
 
 
 class Task(Objective):
-    """What a model is fine-tuned for: a head, its targets, a loss, scores, and what is written back.
+    """A fine-tuning task: a head, its targets, a loss, scores, and the results to write.
 
     A task is an objective, so that the engine that trains models also fine-tunes them. All options are keyword-only
     arguments of the constructor, kept under their own names.
@@ -228,7 +230,7 @@ class Task(Objective):
     vocab: GeneVocab | None = None
 
     def for_adapters(self) -> None:
-        """Take the learning rate that low-rank adapters need, ten times that of all weights."""
+        """Use the learning rate of low-rank adapters, ten times that of all weights."""
         self.defaults = with_adapters(self.defaults)  # type: ignore[misc]  # its own from here on
 
     def usable(self, column: Column) -> np.ndarray | None:
@@ -246,11 +248,11 @@ class Task(Objective):
         return None
 
     def check_split(self, column: Column, split: Split) -> None:
-        """Tell what training cells lack of what held-out cells have; `column` returns that of all cells."""
+        """Report values of held-out cells that training cells lack; `column` returns a column of all cells."""
 
     @abstractmethod
     def make_head(self, n_latent: int, module: nn.Module) -> nn.Module:
-        """Make the head: ``forward(embeddings, batch)`` takes (B, D) and returns (B, K).
+        """Create the head: ``forward(embeddings, batch)`` takes (B, D) and returns (B, K).
 
         Parameters
         ----------
@@ -261,7 +263,7 @@ class Task(Objective):
         """
 
     def targets(self, rows: np.ndarray) -> Batch:
-        """Return what :meth:`loss_of` needs of the cells `rows`, in addition to their tokens."""
+        """Return the inputs of :meth:`loss_of` for the cells `rows`, in addition to their tokens."""
         return {}
 
     def arrange(
@@ -290,7 +292,7 @@ class Task(Objective):
         """
 
     def calibrate(self, predictor: Predictor, rows: np.ndarray) -> None:
-        """Adapt the head to validation cells once training is over; what it learns belongs into buffers of the head."""
+        """Calibrate the head on validation cells after training; store the result in buffers of the head."""
 
     @abstractmethod
     def predict(self, predictor: Predictor, adata: AnnData | None, *, key_added: str | None, **options: Any) -> Any:
@@ -309,7 +311,7 @@ class Task(Objective):
         """
 
     def check_evaluate(self) -> None:
-        """Raise :class:`~scforge.errors.OptionError` if the task has nothing that predictions are scored by."""
+        """Raise :class:`~scforge.errors.OptionError` if the task cannot score predictions."""
 
     @abstractmethod
     def evaluate(self, context: EvaluationContext) -> Evaluated:
@@ -335,7 +337,7 @@ register_task, list_tasks = TASKS.register, TASKS.names
 
 
 def get_task(name: str, **options: Any) -> Task:
-    """Make the task registered as `name`.
+    """Create the task registered as `name`.
 
     Parameters
     ----------

@@ -37,7 +37,7 @@ class FineTunedModule(nn.Module):
     Attributes
     ----------
     frozen
-        Whether the whole encoder stays as it is; it does not drop anything out then.
+        Whether the whole encoder is frozen; it then computes without dropout.
 
     Examples
     --------
@@ -237,8 +237,8 @@ _LOG_RANGE = (float(np.log(1e-2)), float(np.log(1e2)))
 class CalibratedHead(PredictionHead):
     """A head for classes with a temperature, which is fitted after training and saved with the weights.
 
-    ``forward`` returns logits as they are, so that further training does not depend on the temperature; divide them by
-    it to get calibrated ones.
+    ``forward`` returns uncalibrated logits, so further training does not depend on the temperature; divide them by it
+    to calibrate them.
 
     Attributes
     ----------

@@ -43,7 +43,7 @@ def fingerprints(cells: Cells) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CellFingerprints:
-    """What cells are known by, a number each.
+    """Fingerprints of cells, one number per cell.
 
     Attributes
     ----------
@@ -73,11 +73,11 @@ class CellFingerprints:
         return cls(*np.zeros((3, 0), dtype=np.int64))
 
     def take(self, rows: np.ndarray) -> CellFingerprints:
-        """Return those of the cells at `rows`."""
+        """Return the fingerprints of the cells at `rows`."""
         return CellFingerprints(self.numbers[rows], self.names[rows], self.panels[rows])
 
     def union(self, others: CellFingerprints) -> CellFingerprints:
-        """Return those of all cells of both, each once."""
+        """Return the union of both."""
         if not len(others):
             return self
         both = np.concatenate([self.table, others.table], axis=1)
@@ -95,7 +95,7 @@ class CellFingerprints:
         return found
 
     def undecided(self, others: CellFingerprints) -> np.ndarray:
-        """Return which of these cells may be among others though neither counts nor names tell, bool, shape (N,)."""
+        """Return which cells may be among others although counts and names do not decide it, bool, shape (N,)."""
         found = np.zeros(len(self), dtype=bool)
         for panel in np.unique(self.panels):
             mine, names = self.panels == panel, others._names_elsewhere(panel)
@@ -138,7 +138,7 @@ _DIGEST = "sha256"
 
 @dataclass(frozen=True)
 class HeldOutRegistry:
-    """The cells of a fine-tuning, and what each was for.
+    """The cells of a fine-tuning, with their part of the split.
 
     Attributes
     ----------
@@ -208,7 +208,7 @@ class HeldOutRegistry:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], digest: str | None) -> HeldOutRegistry | None:
-        """Read what :meth:`save` wrote into a folder, None if there is nothing.
+        """Read the file that :meth:`save` wrote into a folder; None if there is none.
 
         Raises
         ------
@@ -232,7 +232,7 @@ class HeldOutRegistry:
         except (OSError, KeyError, TypeError, SafetensorError) as error:
             raise ModelFileError(f"{str(path)!r} cannot be read: {error}; copy the model again.") from error
         if not intact or found.digest != digest:
-            raise ModelFileError(f"{str(path)!r} is corrupted: its checksum is another one; copy the model again.")
+            raise ModelFileError(f"{str(path)!r} is corrupted: its checksum does not match; copy the model again.")
         return found
 
 

@@ -16,7 +16,7 @@ from scforge.errors import DataError, OptionError, listing
 
 
 def write_probabilities(adata: AnnData, key: str, table: pd.DataFrame) -> None:
-    """Write a table of one column a class into ``obsm["<key>_probabilities"]``, and the names of its columns into uns.
+    """Write a table with one column per class into ``obsm["<key>_probabilities"]``, and its column names into uns.
 
     An h5ad file takes no table with a name such as ``"NK/T"``.
     """
@@ -53,7 +53,7 @@ def text_labels(values: pd.Series, *, key: str, argument: str = "labels_key") ->
     fractional = [value for value in found if _is_number(value) and not float(value).is_integer()]
     if fractional and all(_is_number(value) for value in found):
         what = f"numbers that are not whole (first: {float(fractional[0]):g})"
-        raise DataError(f"{argument}={key!r} holds {what}; take the task 'regression', or pandas.cut.")
+        raise DataError(f"{argument}={key!r} holds {what}; use the task 'regression', or bin them with pandas.cut.")
     texts = np.array([text_of(value) for value in found], dtype=object).astype(str)
     names, places = np.unique(texts, return_inverse=True)
     # The code of a missing value is -1, which finds the -1 at the end.
@@ -74,7 +74,7 @@ def check_names(argument: str, names: Any) -> list[str] | None:
         return None
     listed = pd.api.types.is_list_like(names, allow_sets=False) and all(isinstance(name, str) for name in names)
     if not listed or not 0 < len(set(names)) == len(names):
-        raise OptionError(f"{argument}={names!r} is not a list of different names; give e.g. ['first', 'second'].")
+        raise OptionError(f"{argument}={names!r} is not a list of unique names; pass e.g. ['first', 'second'].")
     return list(names)
 
 

@@ -47,13 +47,13 @@ class Split:
         if len(np.unique(rows)) < len(rows):  # a custom task may split cells
             raise OptionError("train, validation and test share cells; a split must be disjoint.")
         if not len(self.train):
-            raise OptionError("no cell is left to train on; lower validation_size or test_size.")
+            raise OptionError("no training cells are left; lower validation_size or test_size.")
 
 
 def check_shares(validation_size: float, test_size: float) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless the shares leave cells to train on."""
     if check_share("validation_size", validation_size) + check_share("test_size", test_size) >= 1:
-        raise OptionError(f"validation_size={validation_size} and test_size={test_size} leave no cell to train on.")
+        raise OptionError(f"validation_size={validation_size} and test_size={test_size} leave no training cells.")
 
 
 def split_for(
@@ -73,7 +73,7 @@ def split_for(
     n_cells
         Number of cells N.
     validation_size, test_size
-        Shares of the cells.
+        Fractions of the cells.
     seed
         Seed of the choice.
     usable
@@ -154,7 +154,7 @@ def with_each_in_training(split: Split, has: np.ndarray) -> Split:
 
 
 def warn_of_unlearned(prefix: str, names: Sequence[str], n_cells: int) -> None:
-    """Tell which labels held-out cells have, and no training cell.
+    """Report labels of held-out cells that no training cell has.
 
     Parameters
     ----------
@@ -184,5 +184,5 @@ def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Spl
     taking_part = ~missing if usable is None else ~missing & usable
     rows = {part: np.flatnonzero(taking_part & (values == part)) for part in PARTS}
     if not len(rows["train"]):
-        raise DataError(f"split_key={key!r} has no usable cell called 'train'.")
+        raise DataError(f"split_key={key!r} has no usable cell with the value 'train'.")
     return Split(**rows)

@@ -1,4 +1,4 @@
-"""What the tasks with a target for each cell share: annotation, multi_label and regression.
+"""Base of the tasks with a target for each cell: annotation, multi_label and regression.
 
 Shapes: N cells, D dimensions, C classes, labels or numbers.
 """
@@ -27,7 +27,7 @@ from scforge.training.objectives.base import TrainingDefaults
 
 
 class SupervisedTask(Task):
-    """A task with a target for each cell, whose head starts at a linear model on the embeddings.
+    """A task with a target for each cell; its head is initialized by a linear model on the embeddings.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class SupervisedTask(Task):
 
     @abstractmethod
     def estimate(self, predictor: Predictor, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return what is scored: probabilities or numbers."""
+        """Return the scored predictions: probabilities or numbers."""
 
     @abstractmethod
     def baselines(self, inputs: BaselineInputs, targets: np.ndarray) -> dict[str, np.ndarray]:
@@ -96,7 +96,7 @@ class SupervisedTask(Task):
             raise DataError(f"{lacking} of {len(train_rows)} training cells have no known value in {self.argument}.")
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Standardize what the head sees, and start it at a linear model on the embeddings."""
+        """Standardize the input of the head, and initialize it by a linear model on the embeddings."""
         targets = self.read(cells.column)
         rows = np.flatnonzero(self.has_target(targets))
         fit = partial(self.fit, targets=targets[rows]) if self.probe_first else None
@@ -117,8 +117,8 @@ class SupervisedTask(Task):
     def evaluate(self, context: EvaluationContext) -> Evaluated:
         """Score the estimates of cells, with baselines trained on the same cells.
 
-        Scores are of the ``n_scored`` cells whose target the model knows: see the method ``scores``. Other cells
-        cannot be right whatever the method, so that they do not count as wrong; columns report their number.
+        Scores are computed over the ``n_scored`` cells with a target that the model knows, see the method ``scores``.
+        No method can predict the others correctly, so they are not counted as wrong; columns report their number.
 
         Raises
         ------
@@ -133,7 +133,7 @@ class SupervisedTask(Task):
         known = self.has_target(targets)
         if not known.any():
             knows = f" (it knows: {listing(self.classes)})" if self.classes else ""
-            raise DataError(f"{self.argument} has no value that the model knows in {len(known)} scored cells{knows}.")
+            raise DataError(f"{self.argument} has no value of the model in {len(known)} scored cells{knows}.")
         rows, truth = context.rows[known], targets[known]
         methods = {"scforge": self.estimate(context.predictor, rows)}
         if context.baselines and context.train_cells is not None and context.train_rows is not None:

@@ -39,7 +39,7 @@ TRANSPOSED = Transform(lambda parts: parts[0].T, lambda ours: [ours.T])
 
 
 def stacked(n: int) -> Transform:
-    """Put weights of one shape on top of each other, such as those of queries, keys and values.
+    """Stack weights of the same shape, such as those of queries, keys and values.
 
     Parameters
     ----------
@@ -129,7 +129,7 @@ class Rule:
         return (self.source,) if isinstance(self.source, str) else self.source
 
     def found_in(self, names: Iterable[str]) -> list[dict[str, str]]:
-        """Return what the placeholders stand for in each set of weights that the rule is about."""
+        """Return the values of the placeholders for each set of weights of the rule."""
         patterns = [_compiled(source) for source in self.sources]
         found: list[dict[str, str]] = []
         for name in names:
@@ -192,7 +192,7 @@ class NameMap:
     def convert(
         self, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]], *, where: str
     ) -> dict[str, torch.Tensor]:
-        """Return our weights, float32, made of those of a checkpoint.
+        """Convert the weights of a checkpoint to ours, float32.
 
         Parameters
         ----------
@@ -265,13 +265,13 @@ class NameMap:
             other = None if line.same_as is None else tensors.get(line.same_as)
             if other is not None and any(not torch.equal(tensors[name], other) for name in found):
                 raise ModelFileError(
-                    f"{where} has {found[0]!r} and {line.same_as!r} with other numbers; they have to be one."
+                    f"{where} has {found[0]!r} and {line.same_as!r} with different values, which must be the same."
                 )
             names.update(found)
         return names
 
     def _rule_of(self, target: str) -> tuple[Rule | None, dict[str, str]]:
-        """Return the rule that makes a weight of ours, and what its placeholders stand for."""
+        """Return the rule for one of our weights, and the values of its placeholders."""
         for rule in self.rules:
             if (found := _compiled(rule.target).fullmatch(target)) is not None:
                 return rule, found.groupdict()
@@ -309,10 +309,10 @@ def first_file(source: Path, names: Sequence[str], what: str) -> Path:
 
 
 def read_options(path: Path) -> dict[str, Any]:
-    """Return the options by name that a JSON file holds."""
+    """Return the options in a JSON file."""
     content = _io.read_json(path)
     if not isinstance(content, dict):
-        raise ModelFileError(f"{str(path)!r} holds no options by name; give the published file.")
+        raise ModelFileError(f"{str(path)!r} is not a mapping of options; pass the published file.")
     return content
 
 
@@ -320,15 +320,15 @@ def in_order(tokens: Mapping[str, int]) -> tuple[str, ...]:
     """Return the names of a vocabulary in the order of their numbers."""
     names = sorted((name for name, number in tokens.items() if isinstance(number, Integral)), key=tokens.__getitem__)
     if not names or [tokens[name] for name in names] != list(range(len(tokens))):
-        raise DataError("vocab does not number its names from 0 without a gap; give the published one.")
+        raise DataError("vocab has indices that are not 0, 1, 2, ... without gaps; pass the published one.")
     return tuple(names)
 
 
 def read_dictionary(path: Path) -> dict[str, Any]:
     """Return a dictionary from text to text or numbers, of a JSON or a pickle file.
 
-    A pickle file may hold containers, text, numbers and NumPy scalars; anything else in it is refused before it is
-    made, so nothing that the file brings runs.
+    A pickle file may contain containers, text, numbers and NumPy scalars. Anything else is rejected before it is
+    created, so no code of the file runs.
 
     Raises
     ------
@@ -351,7 +351,7 @@ def read_dictionary(path: Path) -> dict[str, Any]:
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in content.items()}
     kinds = (str, int, float, type(None))
     if not all(isinstance(name, str) and isinstance(value, kinds) for name, value in plain.items()):
-        raise ModelFileError(f"{str(path)!r} is not a dictionary of names with values; give the published one.")
+        raise ModelFileError(f"{str(path)!r} is not a dictionary of names and values; pass the published one.")
     return plain
 
 
@@ -409,12 +409,13 @@ def read_torch(path: Path) -> Any:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelFileError(
-            f"{str(path)!r} holds more than tensors, which could run code, and is not opened; save the weights alone."
+            f"{str(path)!r} contains more than tensors, which could run code, and is not opened; save the weights "
+            "alone."
         ) from error
     except Exception as error:  # damaged files raise anything
         raise ModelFileError(f"{str(path)!r} is damaged, or no file of torch: {first_line(error)}.") from error
     if damaged is not None:
-        raise ModelFileError(f"{str(path)!r} is damaged: {damaged[:80]!r} has another checksum; copy it again.")
+        raise ModelFileError(f"{str(path)!r} is damaged: {damaged[:80]!r} has a wrong checksum; copy it again.")
     return content
 
 
@@ -425,9 +426,9 @@ def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
             content = content[name]
             break
     if not isinstance(content, Mapping) or not content:
-        raise ModelFileError(f"{where!r} holds no weights by name; give the file of a state_dict.")
+        raise ModelFileError(f"{where!r} is not a mapping of weights; pass the file of a state_dict.")
     if odd := [name for name, value in content.items() if not isinstance(value, torch.Tensor)]:
-        raise ModelFileError(f"{where!r} holds {listing(odd, most=3)}, not tensors; give the file of a state_dict.")
+        raise ModelFileError(f"{where!r} holds {listing(odd, most=3)}, not tensors; pass the file of a state_dict.")
     # What torch's wrapper for several devices puts before all names.
     wrapped = all(name.startswith("module.") for name in content)
     return {name.removeprefix("module.") if wrapped else name: value for name, value in content.items()}
@@ -435,7 +436,7 @@ def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Foreign:
-    """A published checkpoint in our words: everything that a model is made of.
+    """A published checkpoint in scforge's format: all parts of a model.
 
     Attributes
     ----------
@@ -446,11 +447,11 @@ class Foreign:
     vocab
         The genes, in the order of our token ids.
     names
-        Which weights become which.
+        Mapping of weights.
     tensors
         The weights of the checkpoint by their names.
     source
-        Where they were read from.
+        File or folder of the checkpoint.
 
     Examples
     --------
@@ -548,7 +549,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
 
     Returns
     -------
-    What the checkpoint holds; ``Encoder.from_checkpoint`` makes a model of it.
+    Content of the checkpoint; ``Encoder.from_checkpoint`` creates a model from it.
 
     Raises
     ------
@@ -571,12 +572,12 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     """
     path = Path(source)
     if not path.exists():
-        raise MissingFileError(f"the checkpoint {str(source)!r} does not exist; give its folder or file.")
+        raise MissingFileError(f"the checkpoint {str(source)!r} does not exist; pass its folder or file.")
     if family is None:
         found = [name for name in FAMILIES.names() if FAMILIES.get(name)().recognizes(path)]
         if len(found) != 1:
             what = f"could be of {listing(found)}" if found else "is of no known family"
-            raise OptionError(f"the checkpoint {str(path)!r} {what} ({listing(FAMILIES.names())}); give family=.")
+            raise OptionError(f"the checkpoint {str(path)!r} {what} ({listing(FAMILIES.names())}); pass family=.")
         (family,) = found
     cls = FAMILIES.get(family)
     parameters = inspect.signature(cls.read).parameters.values()

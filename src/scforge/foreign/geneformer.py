@@ -84,7 +84,7 @@ def geneformer_names(*, tied: bool = True, n_types: int = 2, head: bool = True) 
         Rule(f"{_LAYER}output.LayerNorm.{{p}}", f"{_OURS}norm_ffn.{{p}}"),
     ]
     left_out = [
-        LeftOut("bert.embeddings.position_ids", "the numbers 0, 1, 2, ..., which are made anew"),
+        LeftOut("bert.embeddings.position_ids", "the numbers 0, 1, 2, ..., which are recreated"),
         LeftOut("bert.pooler.dense.{p}", "unused by the masked language model"),
     ]
     if not head:
@@ -128,7 +128,7 @@ class Geneformer:
     ) -> Foreign:
         """Read a folder; see :meth:`scforge.models.Encoder.from_checkpoint` for the arguments."""
         if not source.is_dir():
-            raise MissingFileError(f"the checkpoint {str(source)!r} is not a folder; give the one with config.json.")
+            raise MissingFileError(f"the checkpoint {str(source)!r} is not a folder; pass the one with config.json.")
         where = source / "config.json"
         config = parsed(_Config, read_json(where), f"{str(where)!r} is not a configuration of a BERT that scforge has")
         if version is None:
@@ -138,7 +138,8 @@ class Geneformer:
         vocab = _vocab(source, version, tokens_medians, ensembl_map, gene_names)
         if len(vocab) != config.vocab_size:
             raise ModelFileError(
-                f"{str(where)!r} says vocab_size={config.vocab_size} but tokens_medians has {len(vocab)}; give its own."
+                f"{str(where)!r} says vocab_size={config.vocab_size} but tokens_medians has {len(vocab)}; pass the "
+                "one of this checkpoint."
             )
         tensors = _prefixed(read_weights(first_file(source, _WEIGHTS, "weights")))
         # A masked language model without its head is a damaged file.
@@ -192,7 +193,7 @@ def _prefixed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class _Config(BaseModel):
-    """What is read of the configuration of a BERT, or can be one value alone here."""
+    """Fields of a BERT configuration that are read, or that must have a fixed value."""
 
     model_config = ConfigDict(strict=True)
     model_type: Literal["bert"] = "bert"
@@ -293,7 +294,7 @@ def to_geneformer(model: Any, folder: str | os.PathLike[str], *, overwrite: bool
 
     In addition to ``config.json`` and ``model.safetensors``, it writes the dictionaries of Geneformer's code:
     ``token_dictionary.pkl``, ``gene_median_dictionary.pkl`` where the vocabulary has medians, and
-    ``ensembl_mapping_dict.pkl`` where it has aliases. They hold text and numbers alone.
+    ``ensembl_mapping_dict.pkl`` where it has aliases. They contain text and numbers only.
 
     Parameters
     ----------
@@ -342,7 +343,9 @@ def _options(model: Any) -> dict[str, Any]:
     """Return all options of the architecture, or raise if BERT cannot have them."""
     spec = model.spec
     if spec.architecture != "transformer_encoder":
-        raise OptionError(f"architecture={spec.architecture!r} has no counterpart; export a 'transformer_encoder'.")
+        raise OptionError(
+            f"architecture={spec.architecture!r} cannot be exported to this format; export a 'transformer_encoder'."
+        )
     if spec.tuning is not None and spec.tuning.lora is not None:
         raise OptionError("the model has low-rank adapters, which BERT does not have; fine-tune with lora=False.")
     defaults = {name: p.default for name, p in inspect.signature(TransformerEncoder).parameters.items()}

@@ -57,7 +57,7 @@ _EPS_OF_CODE = 1e-5
 
 
 class _Config(BaseModel):
-    """What is read of ``config.json``, by usual spellings."""
+    """Fields of ``config.json`` that are read, with common spellings."""
 
     model_config = ConfigDict(strict=True)
     hidden_dim: PositiveInt = Field(validation_alias=AliasChoices("hidden_size", "hidden_dim", "d_model"))
@@ -142,7 +142,9 @@ class ScDiVa:
         tensors = _without_prefix(read_weights(path))
         genes = _genes(vocab)
         if config.n_genes is not None and config.n_genes != len(genes):
-            raise ModelFileError(f"{_CONFIG} says {config.n_genes} genes but vocab has {len(genes)}; give its own.")
+            raise ModelFileError(
+                f"{_CONFIG} says {config.n_genes} genes but vocab has {len(genes)}; pass the one of this checkpoint."
+            )
         # Without an annotation head there are none, whatever the configuration says by default.
         has_types = any(name.startswith(tuple(f"{head}." for head in _HEADS["annotation_head"])) for name in tensors)
         if has_types and config.n_types is None:
@@ -175,7 +177,7 @@ class ScDiVa:
 
 
 def _without_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights by their names within the model, where all of them stand in one part of something larger."""
+    """Return the weights by their names in the model, if all are in one part of a larger module."""
     for prefix in ("model.", "scdiva."):
         if all(name.startswith(prefix) for name in tensors):
             return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
@@ -185,12 +187,14 @@ def _without_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
 def _genes(vocab: str | os.PathLike[str] | Sequence[str] | Mapping[str, int] | None) -> tuple[str, ...]:
     """Return the genes in the order of the columns."""
     if vocab is None:
-        raise OptionError("vocab=None but no file of a ScDiVa names its genes; give them in the order of its columns.")
+        raise OptionError(
+            "vocab=None but a ScDiVa checkpoint has no gene names; pass them in the order of its columns."
+        )
     content: Any = vocab
     if isinstance(vocab, str | os.PathLike):
         path = Path(vocab)
         if not path.is_file():
-            raise MissingFileError(f"vocab={str(path)!r} does not exist; give the file of the genes.")
+            raise MissingFileError(f"vocab={str(path)!r} does not exist; pass the file of the genes.")
         is_json = path.suffix == ".json"
         content = read_json(path) if is_json else path.read_text(encoding="utf-8").removesuffix("\n").splitlines()
     return in_order(content) if isinstance(content, Mapping) else tuple(content)

@@ -53,7 +53,7 @@ def scfoundation_names(order: tuple[int, ...]) -> NameMap:
     )
     decoder = "the decoder, a Performer, which is not computed here"
     left_out = (
-        LeftOut("token_emb.emb_mask.weight", "the vector of hidden values, which the encoder never sees"),
+        LeftOut("token_emb.emb_mask.weight", "the vector of masked values, which the encoder never sees"),
         LeftOut("token_emb.emb_pad.weight", "the vector of padding, to which nothing attends"),
         *(LeftOut(source, decoder) for source in ("decoder.*", "decoder_embed.*", "norm.*", "to_final.*")),
     )
@@ -89,10 +89,10 @@ class ScFoundation:
         genes = _panel(vocab, path.parent / _PANEL)
         n_rows = config.seq_len + 1
         if len(genes) + 3 != n_rows:
-            raise ModelFileError(f"{str(path)!r} is of {n_rows - 3} genes, but vocab has {len(genes)}; give its genes.")
+            raise ModelFileError(f"{str(path)!r} is of {n_rows - 3} genes, but vocab has {len(genes)}; pass its genes.")
         made = GeneVocab(genes=genes, release="scFoundation", special_tokens=(PAD_TOKEN, MASK_TOKEN))
         tokenizer = ContinuousProjectionTokenizer.scfoundation(made)
-        # There: the genes, the depth wanted, the depth at hand, padding. It has no MASK; here MASK has no vector.
+        # There: the genes, the depth wanted, the depth available, padding. It has no MASK; here MASK has no vector.
         order = (n_rows - 1, -1, len(genes), len(genes) + 1, *range(len(genes)))
         tensors = state_dict_in(model, f"{path}[{part}]")
         prefixed = all(name.startswith("model.") for name in tensors)
@@ -156,7 +156,7 @@ class _Datasets(BaseModel):
 
 
 class _Config(BaseModel):
-    """What is read of the configuration in a checkpoint."""
+    """Fields of the configuration in a checkpoint that are read."""
 
     model: Literal["mae_autobin"]
     options: _Named = Field(alias="model_config")

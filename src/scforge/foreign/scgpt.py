@@ -80,7 +80,7 @@ def scgpt_vocab(tokens: Mapping[str, int]) -> tuple[GeneVocab, tuple[int, ...]]:
     """
     names = in_order(tokens)
     if missing := [name for name in (PAD_TOKEN, CLS_TOKEN) if name not in tokens]:
-        raise DataError(f"vocab lacks the special tokens {listing(missing)}; give the published vocab.json.")
+        raise DataError(f"vocab lacks the special tokens {listing(missing)}; pass the published vocab.json.")
     special = [name for name in names if name.startswith("<") and name.endswith(">")]
     ours = list(dict.fromkeys([PAD_TOKEN, MASK_TOKEN, CLS_TOKEN, *special]))
     genes = [name for name in names if name not in set(ours)]
@@ -110,7 +110,7 @@ class ScGPT:
         folder = source if source.is_dir() else source.parent
         weights = first_file(source, _WEIGHTS, "weights") if source.is_dir() else source
         given = {name: value for name, value in _content("args", args, folder / _ARGS).items() if value is not None}
-        options = parsed(_Args, given, "args has what scforge does not compute")
+        options = parsed(_Args, given, "args has options that scforge does not support")
         genes, order = scgpt_vocab(_content("vocab", vocab, folder / _VOCAB))
         architecture = {
             "name": "transformer_encoder",
@@ -149,7 +149,7 @@ class ScGPT:
 
 
 class _Args(BaseModel):
-    """What is read of the options of a training, or can be one value alone here; defaults are those of scGPT."""
+    """Training options that are read, or that must have a fixed value; defaults are those of scGPT."""
 
     model_config = ConfigDict(strict=True)
     embsize: PositiveInt
@@ -171,7 +171,7 @@ class _Args(BaseModel):
 
 
 def _content(argument: str, given: Any, beside: Path) -> Mapping[str, Any]:
-    """Return what was given, or what a JSON file holds."""
+    """Return the given object, or the content of a JSON file."""
     if isinstance(given, Mapping):
         return given
     path = beside if given is None else Path(given)

@@ -1,4 +1,4 @@
-"""The client of the Hugging Face Hub, and what its errors mean."""
+"""The client of the Hugging Face Hub, with explanations of its errors."""
 
 from __future__ import annotations
 
@@ -47,10 +47,11 @@ def hub_errors(prefix: str, repo_id: str, revision: str | None = None) -> Iterat
         (
             errors.LocalEntryNotFoundError,
             MissingFileError,
-            f"{repo_id!r} is not in the cache, and the hub was not asked or did not answer; fetch it with a connection",
+            f"{repo_id!r} is not in the cache, and the hub was not queried or did not answer; download it with a "
+            "connection",
         ),
-        (errors.OfflineModeIsEnabled, HubError, "HF_HUB_OFFLINE says not to ask the hub; unset it"),
-        (errors.HFValidationError, OptionError, "this is not a name of a repository; give it as 'organization/name'"),
+        (errors.OfflineModeIsEnabled, HubError, "HF_HUB_OFFLINE disables the hub; unset it"),
+        (errors.HFValidationError, OptionError, "this is not the name of a repository; pass it as 'organization/name'"),
         (errors.LocalTokenNotFoundError, OptionError, "there is no token here; log in with hf auth login"),
     ]
     try:

@@ -35,7 +35,7 @@ ORIGIN_FILE = "origin.json"
 
 
 def kind_of(names: Iterable[str]) -> Kind | None:
-    """Return what files of these names are together, or None if a file is missing.
+    """Return the kind of folder that has files of these names, or None if a file is missing.
 
     Examples
     --------
@@ -49,7 +49,7 @@ def kind_of(names: Iterable[str]) -> Kind | None:
 
 
 def kind_of_folder(folder: Path) -> Kind | None:
-    """Return what a folder holds, or None."""
+    """Return the kind of a folder, or None."""
     return kind_of(path.name for path in folder.iterdir() if path.is_file())
 
 
@@ -84,7 +84,7 @@ def copy_model(
         read_settled(source, copy)
         kind = kind_of_folder(place)
         if kind is None:
-            raise MissingFileError(f"folder={str(folder)!r} holds no {described_kind()}; give the folder of one.")
+            raise MissingFileError(f"folder={str(folder)!r} contains no {described_kind()}; pass a model folder.")
         if None not in origin:
             content = {"repo_id": origin[0], "commit": origin[1], "sha256": sha256_of(place / _NEEDED[kind][0])}
             (place / ORIGIN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -92,7 +92,7 @@ def copy_model(
 
 
 def origin_of(folder: Path) -> Origin:
-    """Return where a folder was copied from; of one that holds another model by now, nothing."""
+    """Return the source of a copied folder; None if it now contains another model."""
     kind = kind_of_folder(folder)
     if kind is None or not (folder / ORIGIN_FILE).is_file():
         return None, None
@@ -129,9 +129,9 @@ class _RegistryFile(BaseModel):
 def known_models() -> dict[str, str]:
     """Return the names that ``scforge://`` knows, each with its description.
 
-    They stand in the registry file that ships with scforge, and in files of the same format that the environment
-    variable ``SCFORGE_MODELS`` names (several with the separator of ``PATH``). Of a name in several files the first
-    counts, those of ``SCFORGE_MODELS`` before the shipped one.
+    They are listed in the registry file of scforge, and in files of the same format in the environment variable
+    ``SCFORGE_MODELS`` (several with the separator of ``PATH``). If several files list a name, the first is used; those
+    of ``SCFORGE_MODELS`` precede the shipped one.
 
     Returns
     -------
@@ -151,7 +151,7 @@ def known_models() -> dict[str, str]:
 
 
 def find_registered(text: str, prefix: str) -> tuple[FoundModel | None, str | None, str | None]:
-    """Return the folder that ``scforge://name[@version]`` stands for, or a repository and its commit."""
+    """Return the folder of ``scforge://name[@version]``, or its repository and commit."""
     name, _, version = text.removeprefix(SCHEME).partition("@")
     entries = _entries()
     if name not in entries:
@@ -211,8 +211,8 @@ class FoundModel:
 def is_hub_name(name: object) -> bool:
     """Return whether a name is meant for the hub and not for a folder here.
 
-    ``org/name`` can be either: it is a folder where there is one, or where there is a folder ``org``, and where it is
-    called as a training calls its folders.
+    ``org/name`` is a folder if that folder or a folder ``org`` exists, or if its name is one of a training run's
+    folders; otherwise it is a repository.
 
     Examples
     --------
@@ -257,12 +257,12 @@ def resolve(
     token
         Token for private and gated repositories; None takes ``HF_TOKEN`` or that of ``hf auth login``.
     local_files_only
-        Do not ask the hub; take what is in the cache. ``HF_HUB_OFFLINE=1`` does the same.
+        Do not query the hub; use the cache only. ``HF_HUB_OFFLINE=1`` does the same.
 
     Returns
     -------
-    The folder. Of a repository it is in the cache and not to be changed, and holds the files of scforge only: pickles
-    and code next to them are never fetched.
+    The folder. Of a repository it is in the cache and not to be changed, and contains the files of scforge only:
+    pickles and code next to them are never fetched.
 
     Raises
     ------
@@ -306,18 +306,22 @@ def find_model(
     elif is_hub_name(name):
         repo_id, _, written = str(name).removeprefix(_HUB).rstrip("/").partition("@")
         if written and revision is not None:
-            raise OptionError(f"{prefix} names a revision, and revision={revision!r} is another one; give one of them.")
+            raise OptionError(
+                f"{prefix} names a revision, and revision={revision!r} is a different one; pass one of them."
+            )
         revision = written or revision
     else:
         folder = _checked(Path(name), prefix)
         if revision is not None:
-            raise OptionError(f"revision={revision!r} has no effect where {prefix} is a folder here; leave it out.")
+            raise OptionError(f"revision={revision!r} has no effect if {prefix} is a local folder; leave it out.")
         return FoundModel(folder, *origin_of(folder))
     assert repo_id is not None
     is_bare = not str(name).startswith((_HUB, SCHEME))
-    found = _fetch(repo_id, f"{prefix} (no folder here)" if is_bare else prefix, revision, **access)
+    found = _fetch(repo_id, f"{prefix} (not a local folder)" if is_bare else prefix, revision, **access)
     if is_bare:
-        logger.info("%s is no folder here; it is the repository %s of the hub, at %s.", prefix, repo_id, found.commit)
+        logger.info(
+            "%s is not a local folder; it is the repository %s of the hub, at %s.", prefix, repo_id, found.commit
+        )
     return found
 
 
@@ -326,16 +330,16 @@ def _checked(folder: Path, prefix: str) -> Path:
     if folder.is_dir():
         return folder
     what = "is a file" if folder.exists() else "does not exist"
-    raise MissingFileError(f"{prefix} {what}; give a folder, hf://org/name of the hub, or scforge://name.")
+    raise MissingFileError(f"{prefix} {what}; pass a folder, hf://org/name of the hub, or scforge://name.")
 
 
 def _fetch(
     repo_id: str, prefix: str, revision: str | None, *, token: str | bool | None = None, **options: Any
 ) -> FoundModel:
-    """Return the folder of a repository in the cache; fetch what is not there."""
+    """Return the folder of a repository in the cache; download missing files."""
     with hub_errors(prefix, repo_id, revision):
         api = hub_api(token)
         folder = Path(api.snapshot_download(repo_id, revision=revision, allow_patterns=list(SHARED_FILES), **options))
     if kind_of_folder(folder) is None:
-        raise ModelFileError(f"{prefix}: {repo_id!r} holds no {described_kind()}; see scforge convert-checkpoint.")
+        raise ModelFileError(f"{prefix}: {repo_id!r} contains no {described_kind()}; see scforge convert-checkpoint.")
     return FoundModel(folder, repo_id, folder.name)

@@ -43,22 +43,22 @@ def upload(
     Parameters
     ----------
     folder
-        The folder. Files that are not of scforge, such as ``adata.h5ad``, stay here.
+        The folder. Other files in it, such as ``adata.h5ad``, are not uploaded.
     repo_id
-        Repository, ``"org/name"``; it is made if there is none. Files of scforge that it has and `folder` lacks are
-        removed from it; others stay, and so does a ``README.md`` that somebody has written or edited there, unless
-        that of `folder` is, too.
+        Repository, ``"org/name"``; it is created if necessary. Files of scforge that `folder` lacks are removed from
+        the repository. Other files are kept, as is a ``README.md`` that a user wrote or edited there, unless that of
+        `folder` was edited as well.
     private
-        Whether only you and your organization see it; None leaves it to the hub's settings. It cannot change a
+        Whether only you and your organization can see it; None uses the hub's settings. It cannot change a
         repository that exists.
     token
-        A token that may write; None takes ``HF_TOKEN`` or that of ``hf auth login``.
+        A token with write access; None takes ``HF_TOKEN`` or that of ``hf auth login``.
     revision
-        Branch to write to, which is made if there is none; None for the main branch.
+        Branch to write to, which is created if necessary; None for the main branch.
     commit_message
         First line of the commit.
     create_pr
-        Propose the files in a pull request instead of writing them; the repository must be there.
+        Propose the files in a pull request instead of writing them; the repository must exist.
 
     Returns
     -------
@@ -67,7 +67,7 @@ def upload(
     Raises
     ------
     MissingFileError, ModelFileError
-        If `folder` is not there, or holds no model.
+        If `folder` is not there, or contains no model.
     OptionError
         If an argument cannot be used, or the repository has a model of another package.
     HubError
@@ -103,9 +103,9 @@ def send_model(
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     if not folder.is_dir():
-        raise MissingFileError(f"folder={str(folder)!r} is not a folder; give the one that model.save() wrote.")
+        raise MissingFileError(f"folder={str(folder)!r} is not a folder; pass one that model.save() wrote.")
     if kind_of_folder(folder) is None:
-        raise ModelFileError(f"folder={str(folder)!r} holds no {described_kind()}; give the folder of one.")
+        raise ModelFileError(f"folder={str(folder)!r} contains no {described_kind()}; pass the folder of one.")
     if create_pr and revision is not None:
         raise OptionError(f"revision={revision!r} and create_pr=True: pull requests go to the main branch.")
     tell_left_behind(folder)
@@ -122,12 +122,14 @@ def send_model(
             raise OptionError(f"{prefix} exists and is public; change it in its settings, or leave private=True out.")
         there = {file.rfilename for file in info.siblings or ()}
         if "config.json" in there and kind_of(there) is None:
-            raise OptionError(f"{prefix} has a model of another package, which would be lost; push to another one.")
+            raise OptionError(
+                f"{prefix} has a model of another package, which would be overwritten; push to another one."
+            )
         if {CARD} <= there & set(names) and is_own_card(_text(folder / CARD)):
             theirs = Path(api.hf_hub_download(repo_id, CARD, revision=info.sha))
             if not is_own_card(_text(theirs)):
                 names.remove(CARD)
-                logger.warning("The %s of %s was written or edited by somebody, and stays as it is.", CARD, repo_id)
+                logger.warning("The %s of %s was written or edited by a user, and is not changed.", CARD, repo_id)
         stale = sorted((there & set(SHARED_FILES)) - {*names, CARD})
         done = api.create_commit(
             repo_id,

@@ -100,21 +100,21 @@ def number_of_each(argument: str, given: Any, n_cells: int, device: torch.device
     whole = not (numbers.is_floating_point() or numbers.dtype == torch.bool)
     if not whole or numbers.ndim > 1 or (numbers.ndim == 1 and len(numbers) != n_cells):
         raise OptionError(
-            f"{argument} is of {numbers.dtype} and shape {tuple(numbers.shape)}; give a whole number, or one for each "
+            f"{argument} is of {numbers.dtype} and shape {tuple(numbers.shape)}; pass a whole number, or one for each "
             f"of the {n_cells} cells."
         )
     return numbers.long().expand(n_cells)
 
 
 class Architecture(nn.Module):
-    """What the architectures of scforge share: they are made from a configuration, and count their parameters."""
+    """Base of scforge's architectures: creation from a configuration, and the number of parameters."""
 
     config_names: ClassVar[Mapping[str, str]] = {}
     """Names that configurations share, and what the constructor calls them, e.g. ``{"hidden_dim": "encoder_dim"}``."""
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> Self:
-        """Make the model that `config` describes: what it sets is passed on, for the rest the defaults hold.
+        """Create the model of `config`: its set fields are passed on, other arguments keep their defaults.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""A causal transformer that predicts the next gene and its bin, and draws cells token by token."""
+"""A causal transformer that predicts the next gene and its bin, and generates cells token by token."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _AT_ONCE = 128
 
 
 class _Prompt(NamedTuple):
-    """What cells begin with: ids (B, P), bins (B, P) with -1 where they are to be drawn, and lengths (B,)."""
+    """Prompts of cells: ids (B, P), bins (B, P) with -1 for bins to sample, and lengths (B,)."""
 
     ids: torch.Tensor
     bins: torch.Tensor
@@ -51,7 +51,7 @@ def generate_cells(
     n_special: int = N_SPECIAL,
     first_cell: int = 0,
 ) -> GeneratedCells:
-    """Draw cells gene by gene, each with the bin of its expression.
+    """Generate cells gene by gene, each with the bin of its expression.
 
     No gene comes twice in a cell, and no special token but EOS, which ends it; bin 0, for genes without counts, is
     never drawn. The random numbers of a cell depend on `seed` and on its number alone, neither on the other cells nor
@@ -64,19 +64,19 @@ def generate_cells(
     n_cells
         Number of cells B.
     prompt
-        Tokens that the cells begin with, in the manner of a tokenizer's batch: ``input_ids`` (P,) for all cells or
-        (B, P), and if given ``values`` (the bins as numbers, NaN where a bin is to be drawn; without them all are) and
-        ``attention_mask``, of the same shape. `first_id` is put in front unless all of them begin with it.
+        Tokens that the cells begin with, like a tokenizer's batch: ``input_ids`` (P,) for all cells or
+        (B, P), and if given ``values`` (the bins as numbers, NaN where a bin is to be sampled; without them all are)
+        and ``attention_mask``, of the same shape. `first_id` is put in front unless all of them begin with it.
     temperature
-        Logits of genes and bins are divided by it: below 1 the likely becomes likelier.
+        Logits of genes and bins are divided by it: below 1 likely values become more likely.
     top_k
-        Draw among so many of the likeliest genes only.
+        Draw among this many of the likeliest genes only.
     seed
-        Seed of what is drawn.
+        Random seed.
     condition
         Class of each cell, int64, shape (B,), or one for all; 0 or None for none.
     max_len
-        Most tokens of a cell, all included; None for as many as `model` and the genes allow.
+        Maximum number of tokens per cell, all included; None for as many as `model` and the genes allow.
     eos_id
         Token that ends a cell; None lets all cells grow to `max_len`. It is not drawn as long as a cell has no gene.
     first_id
@@ -152,7 +152,7 @@ class _Cells:
         self.parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def begin_with_prompt(self) -> bool:
-        """Take over each prompt up to the first bin that is to be drawn; return whether any cell is to grow.
+        """Take over each prompt up to the first bin that is to be sampled; return whether any cell is to grow.
 
         The tokens are read many at a time rather than one by one.
         """
@@ -221,7 +221,7 @@ class _Cells:
         return bool(self.grows_b.any())
 
     def _look(self, ids_bs: torch.Tensor, bins_bs: torch.Tensor, tokens_bs: torch.Tensor) -> None:
-        """Let the model predict what follows on the last of these tokens; those before are in the cache."""
+        """Predict the token after the last of these tokens; earlier tokens are in the cache."""
         new = self.model.next_token(ids_bs, tokens_bs, bins_bs.float(), self.cache, self.classes)
         more_b1 = tokens_bs.any(dim=1, keepdim=True)
         self.gene_logits_bv = torch.where(more_b1, new[0], self.gene_logits_bv)
@@ -244,11 +244,11 @@ def _begin(
     model: AutoregressiveTransformer,
     max_len: int,
 ) -> _Prompt:
-    """Return what the cells begin with, tokens first and padding behind them."""
+    """Return the prompts of the cells, tokens first and padding after them."""
     ids, values, mask, is_first = read_prompt(prompt, n_cells, first_id, n_special, model.vocab_size)
     lengths = mask.sum(dim=1)
     if int(lengths.min()) == 0:
-        raise OptionError("first_id=None needs a prompt with a token for every cell; give one.")
+        raise OptionError("first_id=None needs a prompt with a token for every cell; pass one.")
     if int(lengths.max()) > max_len:
         raise OptionError(f"prompt has {int(lengths.max())} tokens, the first included, but max_len={max_len}.")
     bins = values.nan_to_num(-1.0).round().long().masked_fill(is_first, 0)
@@ -256,11 +256,11 @@ def _begin(
     wrong = known & ((bins < 1) | (bins >= model.n_bins) | (values != bins))
     if bool(wrong.any()):
         raise OptionError(
-            f"prompt has the value {float(values[wrong][0]):g}, not a bin from 1 to {model.n_bins - 1}; give the "
-            "bins of the tokenizer, or NaN for bins to be drawn."
+            f"prompt has the value {float(values[wrong][0]):g}, not a bin from 1 to {model.n_bins - 1}; pass bins of "
+            "the tokenizer, or NaN for bins to sample."
         )
     if first_id is None and not bool(known[:, 0].all()):
-        raise OptionError("prompt has no bin for the first token, which nothing predicts; give it in values.")
+        raise OptionError("prompt has no bin for the first token, which cannot be predicted; pass it in values.")
     return _Prompt(ids, bins, lengths)
 
 
@@ -303,7 +303,7 @@ class AutoregressiveTransformer(Architecture):
     dropout
         Dropout on embeddings and residual branches.
     max_seq_len
-        Most tokens of a cell.
+        Maximum number of tokens per cell.
     pooling
         ``"mean"`` (mean over tokens), ``"last"`` (state of the last token) or ``"cls"``. As a CLS token in front would
         see none of the cell, a read-out follows the last token: a learned vector that sees all tokens, and
@@ -391,8 +391,8 @@ class AutoregressiveTransformer(Architecture):
         check_choice("pooling", pooling, sorted(POOLINGS))
         if pooling == _READOUT and causal_encode and not shift_labels:
             raise OptionError(
-                "pooling='cls' with shift_labels=False is the first token, which sees no other in a causal encode; "
-                "choose causal_encode=False or pooling='mean'."
+                "pooling='cls' with shift_labels=False is the first token, which attends to no other in a causal "
+                "encode; choose causal_encode=False or pooling='mean'."
             )
         self.shift_labels = self.predicts_next = shift_labels
         self.causal_encode = causal_encode
@@ -402,7 +402,7 @@ class AutoregressiveTransformer(Architecture):
         self.expression_loss_weight = check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
         self.cell_loss_weight = check_positive("cell_loss_weight", cell_loss_weight, or_zero=True)
         if not gene_loss_weight + expression_loss_weight + (cell_loss_weight if has_readout else 0):
-            raise OptionError("all loss weights are 0, so that nothing would be learned; raise one of them.")
+            raise OptionError("all loss weights are 0, so the model would not learn; raise one of them.")
         self.vocab_size = vocab_size
         self.n_bins = n_bins
         self.hidden_dim = hidden_dim
@@ -547,7 +547,7 @@ class AutoregressiveTransformer(Architecture):
         cache: KeyValueCache,
         condition: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of the next gene (B, V) and of its bin (B, n_bins) behind the last of further tokens.
+        """Return the logits of the next gene (B, V) and of its bin (B, n_bins) after further tokens.
 
         `input_ids`, `attention_mask` and `values`, shape (B, s), follow on those in `cache`, and are added to it;
         `condition` is as in :meth:`forward`. What comes behind a cell without further tokens means nothing.
@@ -555,10 +555,10 @@ class AutoregressiveTransformer(Architecture):
         Raises
         ------
         OptionError
-            If the model was made with ``shift_labels=False``.
+            If the model was created with ``shift_labels=False``.
         """
         if not self.shift_labels:
-            raise OptionError("shift_labels=False predicts each token itself and not the next one; train with True.")
+            raise OptionError("shift_labels=False predicts each token itself, not the next one; train with True.")
         tokens_bs = attention_mask != 0
         before_b = 0 if cache.tokens is None else cache.tokens.sum(dim=1, keepdim=True)
         hidden_bsh = self._embed(input_ids, tokens_bs, values, token_positions(tokens_bs) + before_b, condition)
@@ -571,7 +571,7 @@ class AutoregressiveTransformer(Architecture):
 
     @torch.no_grad()
     def init_bin_values(self, bin_values: torch.Tensor) -> None:
-        """Say by `bin_values` what the bins stand for, e.g. their mean log1p CP10K; shape (n_bins,)."""
+        """Set the values of the bins, e.g. their mean log1p CP10K; shape (n_bins,)."""
         if bin_values.shape != self.bin_values.shape:
             raise OptionError(f"bin_values has the shape {tuple(bin_values.shape)} but there are {self.n_bins} bins.")
         self.bin_values.copy_(bin_values)
@@ -591,7 +591,7 @@ class AutoregressiveTransformer(Architecture):
         check_shapes(input_ids.shape, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
         if condition is not None and condition.shape != input_ids.shape[:1]:
             raise OptionError(
-                f"condition has the shape {tuple(condition.shape)} for {len(input_ids)} cells; give one class for each."
+                f"condition has the shape {tuple(condition.shape)} for {len(input_ids)} cells; pass one class for each."
             )
         n_tokens, tokens_bs = input_ids.shape[1], attention_mask != 0
         hidden_bsh = self._embed(input_ids, tokens_bs, values, token_positions(tokens_bs), condition)
@@ -611,7 +611,7 @@ class AutoregressiveTransformer(Architecture):
         )
 
     def _targets(self, targets_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Tensor:
-        """Return what each token is compared with, -100 at padding."""
+        """Return the label of each token, -100 at padding."""
         if self.shift_labels:
             return of_next_token(targets_bs, tokens_bs)
         return targets_bs.masked_fill(~tokens_bs, IGNORE_LABEL)
@@ -632,7 +632,7 @@ class AutoregressiveTransformer(Architecture):
             return hidden_bsh
         if self.condition_embedding is None:
             if bool((condition != 0).any()):
-                raise OptionError("condition names classes but n_conditions=0; make the model with n_conditions.")
+                raise OptionError("condition names classes but n_conditions=0; create the model with n_conditions.")
             return hidden_bsh
         vectors_bh = self.condition_embedding((condition - 1).clamp(min=0)) * (condition > 0).unsqueeze(1)
         return hidden_bsh + vectors_bh.unsqueeze(1)

@@ -138,7 +138,7 @@ class GenePoolingModel(Architecture):
     dropout
         Dropout probability.
     max_seq_len
-        Most tokens of a cell, only for ``"mean"``, which has position embeddings.
+        Maximum number of tokens per cell, only for ``"mean"``, which has position embeddings.
     pooling
         ``"mean"`` or ``"weighted_sum"``; ``"cls"``, a default of configurations, is taken as ``"mean"``: without
         attention the state of a first token would be the same for all cells.
@@ -154,7 +154,7 @@ class GenePoolingModel(Architecture):
         Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
         :class:`scforge.models.components.GeneVectorEmbedding`. ``Encoder`` sets it for tokenizers with gene vectors.
     n_batches
-        Give ``"weighted_sum"`` a variance of the latent and a decoder of expression that is conditioned on one of so
+        Give ``"weighted_sum"`` a variance of the latent and a decoder of expression that is conditioned on one of this
         many batches, 0 for none to tell; None leaves variance and decoder out. Objectives that decode set it.
     decoder_dim
         Width of the decoder.
@@ -228,8 +228,8 @@ class GenePoolingModel(Architecture):
         if n_batches is not None:
             if pooling == "mean":
                 raise OptionError(
-                    f"pooling='mean' has no decoder of expression, which n_batches={n_batches} and objectives that "
-                    "decode ask for; choose pooling='weighted_sum', or another objective."
+                    f"pooling='mean' has no decoder of expression, which n_batches={n_batches} and decoding "
+                    "objectives require; choose pooling='weighted_sum', or another objective."
                 )
             n_genes = vocab_size - n_special
             self.decoder = nn.ModuleDict(
@@ -282,7 +282,7 @@ class GenePoolingModel(Architecture):
     def infer(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        """Return ``latent`` (a draw in training, else the mean), ``mu`` (the embedding) and ``logvar``, each (B, L).
+        """Return ``latent`` (a sample in training, else the mean), ``mu`` (the embedding) and ``logvar``, each (B, L).
 
         The arguments are those of :meth:`forward`.
 
@@ -298,7 +298,7 @@ class GenePoolingModel(Architecture):
         return {"latent": draw_latent(mu, logvar) if self.training else mu, "mu": mu, "logvar": logvar}
 
     def decode(self, latent: torch.Tensor, batch: torch.Tensor | int | None = None) -> torch.Tensor:
-        """Return the log1p CP10K values of the genes that latents (B, L) stand for, shape (B, G).
+        """Decode latents (B, L) to the log1p CP10K values of the genes, shape (B, G).
 
         Parameters
         ----------
@@ -316,7 +316,7 @@ class GenePoolingModel(Architecture):
 
     def _decoder(self) -> nn.ModuleDict:
         if self.decoder is None:
-            raise OptionError("the model has no decoder of expression; make it with n_batches=0 or more.")
+            raise OptionError("the model has no expression decoder; create it with n_batches=0 or more.")
         return self.decoder
 
     @torch.no_grad()
@@ -333,7 +333,7 @@ class GenePoolingModel(Architecture):
             If the model was made without `projector_dim`.
         """
         if self.projector is None:
-            raise OptionError("the model has no projector; make it with projector_dim, e.g. 128.")
+            raise OptionError("the model has no projector; create it with projector_dim, e.g. 128.")
         return self.projector(embeddings)
 
     def init_token_prior(self, token_counts: torch.Tensor) -> None:

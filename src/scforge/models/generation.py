@@ -1,4 +1,4 @@
-"""What architectures that generate cells share: their prompts, and draws that depend on a cell alone.
+"""Shared parts of generative architectures: prompts, and random numbers per cell.
 
 Shapes: B cells, P tokens of a prompt, V vocabulary.
 """
@@ -20,9 +20,9 @@ LARGEST = 1.0 - 1e-12
 
 
 class Prompt(NamedTuple):
-    """What cells begin with, all of shape (B, P): tokens first, padding behind them.
+    """Prompts of cells, all of shape (B, P): tokens first, padding after them.
 
-    ``values`` are NaN where they are to be drawn. ``first`` is true for the special token that cells begin with.
+    ``values`` are NaN for values to sample. ``first`` is true for the special token that cells begin with.
     """
 
     ids: torch.Tensor
@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
 def read_prompt(
     prompt: Mapping[str, torch.Tensor] | None, n_cells: int, first_id: int | None, n_special: int, vocab_size: int
 ) -> Prompt:
-    """Return what `n_cells` cells begin with; `first_id` is put in front unless all of them begin with it."""
+    """Return the prompts of `n_cells` cells; `first_id` is prepended unless all of them start with it."""
     ids, values = torch.empty((n_cells, 0), dtype=torch.int64), torch.empty((n_cells, 0))
     mask = torch.empty((n_cells, 0), dtype=torch.bool)
     if prompt is not None:
@@ -60,7 +60,7 @@ def read_prompt(
 def _tensors_of(prompt: Mapping[str, torch.Tensor], n_cells: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ids, values and mask of a prompt, shape (B, P)."""
     if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
-        raise OptionError("prompt is not a mapping with 'input_ids'; give a batch of the tokenizer.")
+        raise OptionError("prompt is not a mapping with 'input_ids'; pass a batch of the tokenizer.")
     ids = torch.as_tensor(prompt["input_ids"]).cpu().long()
     values, mask = prompt.get("values"), prompt.get("attention_mask")
     values = torch.full(ids.shape, float("nan")) if values is None else torch.as_tensor(values).cpu().float()
@@ -75,7 +75,7 @@ def _tensors_of(prompt: Mapping[str, torch.Tensor], n_cells: int) -> tuple[torch
 
 
 def check_drawing(n_cells: int, temperature: float, seed: int, top_k: int | None) -> None:
-    """Raise unless cells can be drawn with these options."""
+    """Raise unless cells can be sampled with these options."""
     check_count("n_cells", n_cells, "cells")
     check_positive("temperature", temperature)
     check_seed(seed)
@@ -102,7 +102,7 @@ def softmax(
 ) -> torch.Tensor:
     """Return the probabilities of the allowed entries, float64, shape (B, V); zeros in a row without any."""
     if not bool(logits_bv.isfinite().all()):
-        raise TrainingError("the model predicts numbers that are not finite; train it again with a lower lr.")
+        raise TrainingError("the model predicts values that are not finite; train it again with a lower lr.")
     logits_bv = logits_bv.double().masked_fill(~allowed_bv, float("-inf"))
     if top_k is not None and top_k < logits_bv.shape[1]:
         likeliest_bk = logits_bv.topk(top_k, dim=1).indices
@@ -114,7 +114,7 @@ def softmax(
 
 
 def draw(shares_bv: torch.Tensor, random_b: torch.Tensor) -> torch.Tensor:
-    """Draw an entry of each row by inverting its distribution function, int64, shape (B,)."""
+    """Sample an entry of each row by inverting its distribution function, int64, shape (B,)."""
     sums_bv = shares_bv.cumsum(dim=1)
     aim_b1 = (random_b * sums_bv[:, -1]).unsqueeze(1)
     return torch.searchsorted(sums_bv, aim_b1, right=True).squeeze(1).clamp(max=shares_bv.shape[1] - 1)

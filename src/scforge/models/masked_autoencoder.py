@@ -34,7 +34,7 @@ from scforge.models.registry import register_model
 
 @dataclass(frozen=True)
 class Layout:
-    """How the tokens of a batch stand inside a model.
+    """Layout of the tokens of a batch inside the model.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class Layout:
         Position of each token among the tokens of its cell in the batch, int64, shape (B, S), in the order of the
         layout.
     width
-        The first C positions hold all visible tokens.
+        The first C positions contain all visible tokens.
     order
         Where each position was in the batch, int64, shape (B, S). None: tokens stand as in the batch.
     """
@@ -56,7 +56,7 @@ class Layout:
     order: torch.Tensor | None = None
 
     def take(self, batch_bs: torch.Tensor) -> torch.Tensor:
-        """Bring what is known of each token into the order of the layout."""
+        """Sort the properties of each token in the order of the layout."""
         return batch_bs if self.order is None else batch_bs.gather(1, self.order)
 
     def put_back(self, x_bs: torch.Tensor) -> torch.Tensor:
@@ -126,7 +126,7 @@ class MaskedAutoencoder(Architecture):
     dropout
         Dropout on embeddings and residual branches.
     max_seq_len
-        Most tokens of a cell that the encoder sees.
+        Maximum number of tokens per cell that the encoder sees.
     pooling
         ``"mean"`` (mean over visible tokens), ``"cls"`` (state of the first) or ``"last"`` (of the last).
     activation
@@ -255,7 +255,7 @@ class MaskedAutoencoder(Architecture):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Encode what is visible, and predict the values of what is hidden.
+        """Encode visible tokens, and predict the values of masked tokens.
 
         Parameters
         ----------
@@ -425,7 +425,7 @@ class MaskedAutoencoder(Architecture):
     def _loss(
         self, raw_m: torch.Tensor, target_m: torch.Tensor, genes_m: torch.Tensor, offset_m: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the mean loss of hidden values; 0 where there is none."""
+        """Return the mean loss of masked values; 0 where there is none."""
         if offset_m is None:
             return (raw_m - target_m).square().sum() / max(1, len(target_m))
         if target_m.device.type == "cpu" and not torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""What every architecture hands back and what it has to offer."""
+"""The protocol and the output of every architecture."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What ``forward`` of every architecture returns.
+    """Output of ``forward`` of every architecture.
 
     Attributes
     ----------
@@ -23,7 +23,7 @@ class ModelOutput:
     logits
         Predictions for each token, shape (B, S, V), or (B, S) for continuous values. None if they were not requested.
     embeddings
-        One vector a cell, shape (B, H).
+        One vector per cell, shape (B, H).
     hidden_states
         Hidden states after each layer, each of shape (B, S, H), if they were requested.
     expression
@@ -61,9 +61,9 @@ class CellModule(Protocol):
     matter), ``config_names`` (what the constructor calls fields of ``ModelConfig``, e.g. ``{"hidden_dim":
     "encoder_dim"}``), ``labels_name_genes`` (labels tell the model which gene is hidden, rather than what to predict),
     ``init_token_prior`` (starts the head at token frequencies), ``token_table`` (gives the vectors of all tokens,
-    (V, H), where no embedding of the module holds them), ``attended_tokens`` (most tokens of a cell that it attends to,
-    None for all), ``model_class`` (the class of ``scforge.models`` that trains it, ``"Encoder"`` by default).
-    One that makes new cells is a :class:`GeneratingModule`. :func:`scforge.testing.check_model` checks an architecture
+    (V, H), where no embedding of the module contains them), ``attended_tokens`` (most tokens of a cell that it attends
+    to, None for all), ``model_class`` (the class of ``scforge.models`` that trains it, ``"Encoder"`` by default). One
+    that makes new cells is a :class:`GeneratingModule`. :func:`scforge.testing.check_model` checks an architecture
     against all of this.
 
     Examples
@@ -133,7 +133,7 @@ class CellModule(Protocol):
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> Any:
-        """Make the module that `config` describes.
+        """Create the module that `config` describes.
 
         Parameters
         ----------
@@ -174,7 +174,7 @@ class GeneratingModule(CellModule, Protocol):
         first_cell: int = 0,
         **options: Any,
     ) -> GeneratedCells:
-        """Draw new cells.
+        """Generate cells.
 
         Parameters
         ----------
@@ -183,11 +183,11 @@ class GeneratingModule(CellModule, Protocol):
         prompt
             Tokens that the cells begin with: ``input_ids``, ``values`` and ``attention_mask``, shape (B, P).
         temperature
-            Logits are divided by it: below 1 the likely becomes likelier.
+            Logits are divided by it: below 1 likely values become more likely.
         top_k
-            Draw among so many of the likeliest genes only.
+            Draw among this many of the likeliest genes only.
         seed
-            Seed of what is drawn; a cell depends on it and on its number alone.
+            Random seed; a cell depends on it and on its number alone.
         first_id
             Token that cells begin with.
         first_cell

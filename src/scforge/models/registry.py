@@ -34,7 +34,7 @@ register_model, list_models = MODELS.register, MODELS.names
 
 
 def get_model(name: str, config: ModelConfig) -> nn.Module:
-    """Make the architecture registered as `name` from a configuration with ``vocab_size`` set.
+    """Create the architecture registered as `name` from a configuration with ``vocab_size`` set.
 
     Parameters
     ----------

@@ -58,7 +58,7 @@ _LOGITS_AT_ONCE_ON_GPU = 2**28
 
 @dataclass(frozen=True)
 class Seen:
-    """What is seen of a batch of tokens; all of shape (B, S).
+    """The visible part of a batch of tokens; all of shape (B, S).
 
     Attributes
     ----------
@@ -118,7 +118,7 @@ class Attended:
         return states.scatter(1, self.places.unsqueeze(-1).expand_as(states_bkh), states_bkh)
 
     def of(self, seen: Seen) -> Seen:
-        """Return what is seen of the tokens that are attended to."""
+        """Return the visible part of the tokens that are attended to."""
         return Seen(**{name: self.take(tensor) for name, tensor in vars(seen).items()})
 
     def has(self) -> torch.Tensor:
@@ -135,7 +135,7 @@ def what_is_seen(
     masked_values: torch.Tensor | None,
     n_special: int,
 ) -> Seen:
-    """Part a batch into what is seen and what is hidden.
+    """Split a batch into its visible and masked parts.
 
     Parameters
     ----------
@@ -236,7 +236,7 @@ _NEARLY_ZERO = 1e-2
 
 
 class States(NamedTuple):
-    """What the transformer makes of cells.
+    """Output of the transformer for cells.
 
     ``readout``: states of LAT, (B, H). ``tokens``: states of the tokens, (B, S, H), zeros where none is attended to.
     ``attended``: where one is, bool, (B, S). ``table``: vectors of all tokens, (V, H), if requested.
@@ -301,7 +301,7 @@ class ScDiVaModel(Architecture):
     variational
         False leaves out the variance, and with it all noise.
     denoising
-        Adds what the objective ``masked_diffusion`` needs: a vector of hidden values, and a head that predicts them.
+        Adds what the objective ``masked_diffusion`` needs: a vector of masked values, and a head that predicts them.
     layer_norm_eps
         Epsilon of the norms.
     position_embedding
@@ -422,7 +422,7 @@ class ScDiVaModel(Architecture):
     ) -> dict[str, torch.Tensor]:
         """Return ``latent``, ``mu`` and ``logvar`` of cells, float32, each (B, L).
 
-        In training the latent is drawn, in evaluation it is the mean. The variance is ``exp(logvar)``. The arguments
+        In training the latent is sampled, in evaluation it is the mean. The variance is ``exp(logvar)``. The arguments
         are those of :meth:`forward`.
         """
         if attention_mask is None:
@@ -445,7 +445,7 @@ class ScDiVaModel(Architecture):
             If the model has no annotation head.
         """
         if self.annotation_head is None:
-            raise OptionError("the model has num_cell_types=0 and so no annotation head; make it with num_cell_types.")
+            raise OptionError("the model has num_cell_types=0, so no annotation head; create it with num_cell_types.")
         return self.annotation_head(latent)
 
     @torch.no_grad()
@@ -501,7 +501,7 @@ class ScDiVaModel(Architecture):
     def _alone(
         self, summed_bh: torch.Tensor, nothing_b1: torch.Tensor, *, output_hidden_states: bool = False
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        """Run the transformer on one vector a cell; return its state, (B, H), and if asked for those of the layers.
+        """Run the transformer on one vector per cell; return its state, (B, H), and if asked for those of the layers.
 
         Without a gene the vector is the bias, which starts at zero, where each norm has a gradient without bounds. So
         such a cell passes none to the bias, and while the norm leaves (nearly) zero none to the transformer either.
@@ -542,7 +542,9 @@ class ScDiVaModel(Architecture):
         table_vh = self.token_table() if table or (many and self.mode == "tokens") else None
         if self.mode == "vector":
             if output_attentions:
-                raise OptionError("output_attentions=True needs mode='tokens'; one vector attends to nothing else.")
+                raise OptionError(
+                    "output_attentions=True needs mode='tokens'; with one vector per cell there is no attention."
+                )
             state_bh, layers = self._alone(*self._summed(seen), output_hidden_states=output_hidden_states)
             shape = (-1, seen.ids.shape[1], -1)
             further = None if layers is None else tuple(layer.expand(shape) for layer in layers)
@@ -577,7 +579,7 @@ class ScDiVaModel(Architecture):
         # (On other devices the check would wait for them.)
         if x_bg.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(x_bg.isfinite().all()):
             cell = int((~x_bg.isfinite().all(dim=1)).nonzero()[0, 0])
-            raise DataError(f"the profile of cell {cell} holds NaN or infinity; give log1p of counts per 10,000.")
+            raise DataError(f"the profile of cell {cell} contains NaN or infinity; pass log1p of counts per 10,000.")
         nothing_b1 = ~(x_bg != 0).any(dim=1, keepdim=True)
         if self.mode == "vector":
             return self._alone(self.gene_embedding.project(x_bg), nothing_b1)[0]
@@ -615,7 +617,7 @@ class ScDiVaModel(Architecture):
         weights = torch.as_tensor(weights)
         if tuple(weights.shape) != (self.num_genes,):
             raise OptionError(
-                f"weights has the shape {tuple(weights.shape)}; give one number a gene, {self.num_genes}."
+                f"weights has the shape {tuple(weights.shape)}; give one number per gene, {self.num_genes}."
             )
         if self.gene_weights is not None:
             self.gene_weights.copy_(weights)
@@ -644,7 +646,7 @@ class ScDiVaModel(Architecture):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Predict what is hidden of a batch of tokens, or of a profile its cell type and expression.
+        """Predict masked genes and values of a batch of tokens, or cell type and expression of a profile.
 
         Parameters
         ----------
@@ -661,7 +663,7 @@ class ScDiVaModel(Architecture):
             Values to predict, (B, S), with ``denoising=True``.
         masked_positions, masked_values
             Nonzero where identity and value of a token are hidden, (B, S); the second is the first if None. `input_ids`
-            hold MASK where the identity is hidden. Of what is hidden neither LAT nor its token has the value.
+            hold MASK where the identity is hidden. Masked values are visible neither to LAT nor to their token.
         loss_weights
             Weight of each cell, (B,): then the losses of tokens are means over cells of its weight times the mean over
             its masked tokens. Without, they are means over tokens.
@@ -760,7 +762,7 @@ class ScDiVaModel(Architecture):
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         batch: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Return how well the latent alone predicts the labeled genes: so it learns though nobody gives a profile."""
+        """Return the loss of predicting labeled genes from the latent alone, which trains it without a profile."""
         chosen_bs = seen.tokens & (labels >= self.n_special)
         log_share_bg = self.decode(found[0], batch).float().log_softmax(dim=1)
         of_tokens_bs = log_share_bg.gather(1, (labels - self.n_special).clamp(min=0))
@@ -772,7 +774,7 @@ class ScDiVaModel(Architecture):
 
     @classmethod
     def from_config(cls, config: ModelConfig | ScDiVaConfig) -> ScDiVaModel:
-        """Make the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None."""
+        """Create the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None."""
         return config.build() if isinstance(config, ScDiVaConfig) else super().from_config(config)
 
     model_class: ClassVar[str] = "ScDiVa"
@@ -780,7 +782,7 @@ class ScDiVaModel(Architecture):
 
     @property
     def attended_tokens(self) -> int | None:
-        """Most tokens of a cell that are attended to; None where all count alike."""
+        """Maximum number of tokens per cell that are attended to; None where all count alike."""
         return self.max_tokens if self.mode == "tokens" else None
 
     @property
@@ -794,7 +796,7 @@ class ScDiVaModel(Architecture):
         return self.value_head(states.tokens[chosen_bs] + vectors_mh).float()
 
     def _expected_values(self, states: States, seen: Seen, logits_bsv: torch.Tensor) -> torch.Tensor | None:
-        """Return the predicted value of every token; of a masked gene that of the mean vector of what it may be."""
+        """Return the predicted value of every token; masked genes use the expected gene vector."""
         if self.value_head is None:
             return None
         mean_bsh = logits_bsv.softmax(dim=-1) @ states.table.to(logits_bsv.dtype)
@@ -811,7 +813,7 @@ class ScDiVaModel(Architecture):
         masked_values: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the values of genes that are known, and whose values are hidden, (B, S), zeros elsewhere.
+        """Return the values of visible genes with masked values, (B, S), zeros elsewhere.
 
         Parameters
         ----------
@@ -826,7 +828,7 @@ class ScDiVaModel(Architecture):
             If the model has no head for it, or a cell has too many.
         """
         if not self.denoising:
-            raise OptionError("denoising=False leaves nothing to predict values with; train with 'masked_diffusion'.")
+            raise OptionError("denoising=False has no head to predict values; train with 'masked_diffusion'.")
         seen = what_is_seen(input_ids, attention_mask, values, None, masked_values, self.n_special)
         states = self.states(seen, table=True)
         chosen_bs = seen.hidden_value & seen.has_gene
@@ -840,10 +842,10 @@ class ScDiVaModel(Architecture):
 
     @torch.no_grad()
     def init_lengths(self, quantiles: torch.Tensor) -> None:
-        """Set the 101 percentiles of the number of tokens of a cell, from which ``generate`` draws lengths."""
+        """Set the 101 percentiles of the number of tokens per cell, from which ``generate`` samples lengths."""
         quantiles = torch.as_tensor(quantiles)
         if self.length_quantiles is None or tuple(quantiles.shape) != (101,):
-            raise OptionError(f"quantiles has the shape {tuple(quantiles.shape)}; give 101 to a denoising model.")
+            raise OptionError(f"quantiles has the shape {tuple(quantiles.shape)}; pass 101 to a denoising model.")
         self.length_quantiles.copy_(quantiles)
 
     @torch.no_grad()
@@ -854,7 +856,7 @@ class ScDiVaModel(Architecture):
             self.token_prior.copy_((smoothed / smoothed.sum()).log())
 
     def init_value_prior(self, mean: float) -> None:
-        """Start the prediction of hidden values from the mean of those to predict."""
+        """Start the prediction of masked values from the mean of those to predict."""
         if self.value_head is not None:
             nn.init.constant_(self.value_head.decoder.bias, mean)
 
@@ -873,19 +875,19 @@ class ScDiVaModel(Architecture):
         first_id: int | None = None,
         mask_id: int = MASK_ID,
     ) -> GeneratedCells:
-        """Draw cells by iterative unmasking.
+        """Generate cells by iterative unmasking.
 
-        In the beginning all tokens but the prompt are hidden. In each step a gene is drawn for every masked token, and
-        the surest are kept, as many as bring the hidden ones down evenly over the steps; in the next step they get the
-        value that is predicted for them. No gene comes twice in a cell. The random numbers of a cell depend on `seed`
-        and its number alone.
+        In the beginning all tokens but the prompt are hidden. In each step a gene is sampled for every masked token,
+        and the surest are kept, as many as bring the hidden ones down evenly over the steps; in the next step they get
+        the value that is predicted for them. No gene comes twice in a cell. The random numbers of a cell depend on
+        `seed` and its number alone.
 
         Parameters
         ----------
         n_cells
             Number of cells B.
         prompt
-            What is known of the cells: ``input_ids``, (P,) for all cells or (B, P), and if given ``values`` (NaN where
+            Known part of the cells: ``input_ids``, (P,) for all cells or (B, P), and if given ``values`` (NaN where
             they are to be predicted; without them all are) and ``attention_mask``, of the same shape.
         n_tokens
             Tokens of a cell, prompt and `first_id` included, or of each, int64, (B,); None draws from the lengths that
@@ -895,9 +897,9 @@ class ScDiVaModel(Architecture):
         temperature
             Logits are divided by it, and the noise of the order is multiplied by it.
         top_k
-            Draw among so many of the likeliest genes only.
+            Draw among this many of the likeliest genes only.
         seed
-            Seed of what is drawn.
+            Random seed.
         first_cell
             Number of the first cell, where cells are generated in several calls.
         first_id
@@ -913,7 +915,7 @@ class ScDiVaModel(Architecture):
         check_drawing(n_cells, temperature, seed, top_k)
         check_count("n_steps", n_steps, "steps")
         if not self.denoising:
-            raise OptionError("denoising=False leaves nothing to generate cells with; train with 'masked_diffusion'.")
+            raise OptionError("denoising=False has no head to generate cells; train with 'masked_diffusion'.")
         draws = [generator_of(f"unmask {seed} {first_cell + cell}") for cell in range(n_cells)]
         ids_bp, values_bp, mask_bp = self._begin(n_cells, prompt, first_id, mask_id)
         lengths_b = self._lengths(n_tokens, mask_bp.sum(dim=1), draws, first_id)
@@ -932,7 +934,7 @@ class ScDiVaModel(Architecture):
     def _begin(
         self, n_cells: int, prompt: Mapping[str, torch.Tensor] | None, first_id: int | None, mask_id: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids, values (NaN where they are to be drawn) and mask of what cells begin with, (B, P)."""
+        """Return ids, values (NaN for values to sample) and mask of the prompts, (B, P)."""
         if not 0 < mask_id < self.n_special:
             raise OptionError(f"mask_id={mask_id} is none of the {self.n_special} special tokens; give that of MASK.")
         ids, values, mask, first = read_prompt(prompt, n_cells, first_id, self.n_special, self.vocab_size)
@@ -940,7 +942,7 @@ class ScDiVaModel(Architecture):
         wrong = known & (values.isinf() | (values < 0))
         if bool(wrong.any()):
             value = float(values[wrong][0])
-            raise OptionError(f"prompt has the value {value}; give log1p of counts, or NaN to draw it.")
+            raise OptionError(f"prompt has the value {value}; pass log1p of counts, or NaN to sample it.")
         width = int(mask.sum(dim=1).max()) if mask.numel() else 0
         return (ids.masked_fill(~mask, PAD_ID)[:, :width], values.masked_fill(~known, 0.0)[:, :width], mask[:, :width])
 
@@ -954,11 +956,11 @@ class ScDiVaModel(Architecture):
         """Return the number of tokens of each cell, int64, (B,)."""
         most, n_given = min(self.num_genes + (first_id is not None), self.max_generated), int(given_b.max())
         if n_given > most:
-            raise OptionError(f"prompt has {n_given} tokens, but the model takes {most} of a cell; give fewer.")
+            raise OptionError(f"prompt has {n_given} tokens, but the model takes {most} of a cell; pass fewer.")
         if n_tokens is None:
             if self.length_quantiles is None or not bool(self.length_quantiles.any()):
                 raise OptionError(
-                    "n_tokens=None needs a model that knows lengths of cells; give n_tokens, or train it."
+                    "n_tokens=None needs a model that has learned lengths of cells; pass n_tokens, or train it."
                 )
             places = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in draws]) * 100
             low = places.floor().long().clamp(max=99)
@@ -987,7 +989,7 @@ _VALUES_AT_ONCE = 2**24
 
 
 class _Cells:
-    """Cells of which ever less is hidden."""
+    """Cells during iterative unmasking."""
 
     def __init__(
         self,
@@ -1027,7 +1029,7 @@ class _Cells:
             self.no_value_bs = self.no_value_bs & ~known_bs
 
     def unmask(self, share: float, random_bs2: torch.Tensor, temperature: float, top_k: int | None) -> None:
-        """Draw a gene for every masked token, and keep the most confident, so that `share` of all is unmasked."""
+        """Sample a gene for every masked token, and keep the most confident, until `share` of all are unmasked."""
         gene_m, log_share_m = self._drawn(random_bs2[..., 0][self.no_gene_bs], temperature, top_k)
         gene_bs = self.ids_bs.masked_scatter(self.no_gene_bs, gene_m)
         # Gumbel noise that fades, as in MaskGIT (Chang et al. 2022): at first nearly any, at the end the most
@@ -1177,5 +1179,5 @@ class ScDiVaConfig:
         return {"vocab_size": self.num_genes + N_SPECIAL, **options}
 
     def build(self) -> ScDiVaModel:
-        """Make the model."""
+        """Create the model."""
         return ScDiVaModel(**self.options())

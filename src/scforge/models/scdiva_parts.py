@@ -78,7 +78,7 @@ class GeneEmbedding(nn.Module):
 
 
 class ValueEncoder(nn.Module):
-    """From the value of a token to a vector: Linear, GELU, Linear, the last of which starts at zero.
+    """Embeds the value of a token: Linear, GELU, Linear, with the last one initialized at zero.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ class ValueEncoder(nn.Module):
 
 
 class VariationalLayer(nn.Module):
-    """Mean and variance of the latent, and a draw from it in training (Kingma and Welling 2013).
+    """Mean and variance of the latent, and a sample of it in training (Kingma and Welling 2013).
 
     Parameters
     ----------

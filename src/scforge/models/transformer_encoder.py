@@ -48,7 +48,7 @@ class TransformerEncoder(Architecture):
     dropout
         Dropout on embeddings and residual branches.
     max_seq_len
-        Most tokens of a cell.
+        Maximum number of tokens per cell.
     pooling
         ``"cls"`` (state of the first token), ``"mean"`` (mean over tokens), ``"genes"`` (mean over tokens but special
         ones, see `n_special`), ``"last"`` (state of the last token) or ``"depths"`` (four of them, as scFoundation: see
@@ -145,7 +145,7 @@ class TransformerEncoder(Architecture):
         if expression_head is not None:
             check_choice("expression_head", expression_head, ["value", "deep", "bin"])
         if (expression_head == "bin") != (n_bins is not None):
-            raise OptionError(f"n_bins={n_bins!r} does not go with expression_head={expression_head!r}; give both.")
+            raise OptionError(f"n_bins={n_bins!r} does not work with expression_head={expression_head!r}; give both.")
         if tie_head and (gene_vectors is not None or not gene_head):
             raise OptionError(
                 "tie_head=True needs a learned gene embedding and a head that shares it, so neither gene_vectors nor "

@@ -1,4 +1,4 @@
-"""Plots (matplotlib) of what scforge wrote into an AnnData, and of its tables."""
+"""Matplotlib plots of scforge's results in an AnnData, and of its tables."""
 
 from __future__ import annotations
 

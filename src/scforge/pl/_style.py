@@ -1,4 +1,4 @@
-"""What the plots share: colors that color-blind readers tell apart, axes, and checks of tables."""
+"""Shared parts of the plots: colors for color-blind readers, axes, and checks of tables."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def name_rows(
 
 
 def say_undefined(ax: Axes, row: int) -> None:
-    """Say at a row that its figure is not defined."""
+    """Mark a row with an undefined score."""
     place = ("axes fraction", "data")
     ax.annotate("not defined", (0.02, row), xycoords=place, va="center", color="0.5", fontsize="x-small")
 
@@ -59,12 +59,12 @@ def legend_beside(ax: Axes, **options: Any) -> None:
 
 
 def check_columns(argument: str, given: Any, needed: Iterable[str]) -> pd.DataFrame:
-    """Return a table, or that of a report; raise unless it has rows and the columns that a plot reads."""
+    """Return a table, or that of a report; raise unless it has rows and the columns of the plot."""
     frame = given.to_frame() if hasattr(given, "to_frame") else given
     if not hasattr(frame, "columns"):
         raise DataError(f"{argument} is of type {type(frame).__name__!r}; pass a report or a table (pandas DataFrame).")
     for name in needed:
         check_known("column", name, frame, argument)
     if not len(frame):
-        raise DataError(f"{argument} has no rows, so that there is nothing to draw.")
+        raise DataError(f"{argument} has no rows, so there is nothing to plot.")
     return frame

@@ -22,14 +22,14 @@ def training_curves(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw a figure of the training and of the held-out cells over epochs.
+    """Plot a metric of training and held-out cells over epochs.
 
     Parameters
     ----------
     history
         ``model.history``, or the model.
     metric
-        Draws ``train_<metric>`` and ``validation_<metric>``.
+        Plots ``train_<metric>`` and ``validation_<metric>``.
     reference, reference_label
         Value and label of a dashed line, e.g. the loss at chance.
     title

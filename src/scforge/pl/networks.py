@@ -27,7 +27,7 @@ def precision_recall(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the precision of networks over their recall; the legend has the area under each, the largest first.
+    """Plot precision-recall curves of networks; the legend shows the area under each, largest first.
 
     Parameters
     ----------
@@ -35,8 +35,8 @@ def precision_recall(
         The columns ``method``, ``recall``, ``precision`` and ``auprc``, the area in the legend, as of
         :func:`scforge.eval.networks.network_curves`.
     kinds
-        Method to ``"model"`` or ``"baseline"``; baselines are gray. None takes the column ``kind`` of `curves`, or
-        draws all in color.
+        Kind of each method, ``"model"`` or ``"baseline"``; baselines are gray. None takes the column ``kind`` of
+        `curves`, or plots all in color.
     chance
         Precision of random scores, a dotted line; None takes that of the points at recall 1, where all pairs are
         taken.
@@ -98,7 +98,7 @@ def attention_heatmap(
     n_genes: int = 30,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw how much genes look at each other, genes that are alike side by side.
+    """Plot the attention between genes as a clustered heatmap.
 
     Parameters
     ----------
@@ -106,7 +106,7 @@ def attention_heatmap(
         Annotated data with ``varp[key]``, as ``model.get_attention`` writes it: row i, column j is the attention of
         gene i to gene j.
     genes
-        Genes to draw, among ``adata.var_names``; None takes the `n_genes` that give and get most.
+        Genes to plot, among ``adata.var_names``; None takes the `n_genes` with the highest attention.
     key
         Key in ``adata.varp``.
     n_genes

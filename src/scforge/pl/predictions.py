@@ -29,7 +29,7 @@ def confusion_matrix(
     table: str = "metrics_confusion",
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw which classes are taken for which, as shares of the cells of a true class.
+    """Plot a confusion matrix as fractions of the cells of each true class.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def _counts(
         columns.columns = ["label", "predicted"]
         known = columns.dropna()
         if not len(known):
-            raise DataError(f"no cell has both a true class ({truth!r}) and a predicted one; nothing to draw.")
+            raise DataError(f"no cell has both a true class ({truth!r}) and a predicted one; nothing to plot.")
         found = known.assign(n_cells=1)
         left_out = len(columns) - len(known)
     elif not hasattr(data, "uns"):
@@ -131,7 +131,7 @@ def calibration(
     n_bins: int = 15,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw how often predictions of a confidence are right (a reliability diagram, Guo et al. 2017, figure 1).
+    """Plot accuracy by confidence (a reliability diagram, Guo et al. 2017, figure 1).
 
     Points are bins of confidence, their lines 95 % intervals of the accuracy (Wilson 1927); bars are shares of the
     cells. The title has the expected calibration error, as ``annotator.evaluate`` has it.
@@ -139,11 +139,11 @@ def calibration(
     Parameters
     ----------
     data
-        Annotated data, or a table with a row a cell.
+        Annotated data, or a table with a row per cell.
     truth, predicted, confidence
-        Columns of obs with the true class, the predicted one (``scforge_<truth>`` if None), and the probability of
-        that (``<predicted>_confidence`` if None, as ``annotator.predict`` writes it). Cells that lack one of them, and
-        cells that were left unassigned, are not drawn, which is said.
+        Columns of obs with the true class, the predicted one (``scforge_<truth>`` if None), and the probability of that
+        (``<predicted>_confidence`` if None, as ``annotator.predict`` writes it). Cells that lack one of them, and
+        unassigned cells, are left out; their number is shown.
     n_bins
         Bins of equal width.
     ax
@@ -174,7 +174,7 @@ def calibration(
     known = columns.dropna()
     known = known[known["predicted"].astype(str) != _UNASSIGNED]
     if not len(known):
-        raise DataError(f"no cell has a true class ({truth!r}), a predicted one and a confidence; nothing to draw.")
+        raise DataError(f"no cell has a true class ({truth!r}), a predicted one and a confidence; nothing to plot.")
     sure = known["confidence"].to_numpy(dtype=np.float64)
     if sure.min() < 0 or sure.max() > 1 + 1e-6:
         raise DataError(f"confidence={confidence!r} has values outside [0, 1]; pass the column of a probability.")
@@ -186,7 +186,7 @@ def calibration(
     error = float(np.abs(accuracy - mean) @ n_cells / len(known))
     ax = new_axes(ax, 4.2, 4.2)
     centers = (np.array(list(grouped.indices)) + 0.5) / n_bins
-    ax.bar(centers, n_cells / len(known), width=0.9 / n_bins, color="0.85", label="share of cells")
+    ax.bar(centers, n_cells / len(known), width=0.9 / n_bins, color="0.85", label="fraction of cells")
     ax.plot([0, 1], [0, 1], color="0.4", linestyle="--", linewidth=1, label="as often right as sure")
     ax.vlines(mean, *_wilson(accuracy, n_cells), color=COLORS[0], alpha=0.5, linewidth=2)
     ax.plot(mean, accuracy, "o-", color=COLORS[0], markersize=5, linewidth=1, label="accuracy")

@@ -30,7 +30,7 @@ def metrics(
     lower_is_better: Collection[str] | None = None,
     ax: Axes | Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """Draw figures of methods as dots with their intervals, a panel a metric, the best method on top.
+    """Plot scores of methods as dots with confidence intervals, one panel per metric, best method on top.
 
     Parameters
     ----------
@@ -39,12 +39,11 @@ def metrics(
         are known ``kind`` (baselines are gray), ``low`` and ``high`` (ends of the interval), ``benchmark`` and
         ``lower_is_better`` (bool).
     metrics
-        Which; None draws all. The first decides about the order of the methods.
+        Metrics to plot; None plots all. The first determines the order of the methods.
     benchmark
         Which, if there are several.
     lower_is_better
-        Metrics in which less is better; None takes those that a report, or that column of its table,
-        names.
+        Metrics for which lower is better; None takes them from the report, or from that column of its table.
     ax
         Axes to draw on, one a metric; new ones if None.
 
@@ -113,7 +112,7 @@ def _of_benchmark(report: Any, benchmark: str | None) -> pd.DataFrame:
 
 
 def _panel(ax: Axes, lines: pd.DataFrame, order: list[str], kinds: dict[str, str]) -> None:
-    """Draw one metric: a dot a method, a line for its interval, and what a ceiling reaches as a line through all."""
+    """Plot one metric: dots with interval lines per method, and a line through all for a ceiling."""
     ax.grid(axis="x", color="0.92", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right", "left"]].set_visible(False)
@@ -134,15 +133,15 @@ def _panel(ax: Axes, lines: pd.DataFrame, order: list[str], kinds: dict[str, str
 
 
 def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = None) -> Axes:
-    """Draw figures between 0 and 1 as a table of colored circles, totals as bars, the best method on top.
+    """Plot scores between 0 and 1 as a table of colored circles, totals as bars, best method on top.
 
-    Made for the figures of scIB (Luecken et al. 2022, figure 3), as scib-metrics draws them.
+    It follows figure 3 of scIB (Luecken et al. 2022), like the plot of scib-metrics.
 
     Parameters
     ----------
     report
         A :class:`~scforge.eval.Report` with a benchmark of integration, its table (columns ``method``, ``metric`` and
-        ``value``), or a table with one row a method and one column a metric. ``bio``, ``batch`` and ``total`` are
+        ``value``), or a table with one row per method and one column per metric. ``bio``, ``batch`` and ``total`` are
         totals; the methods are sorted by the last of them that is there, or by their mean.
     benchmark
         Which, if there are several.
@@ -213,7 +212,7 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
 
 
 def _wide(report: Any, benchmark: str | None) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Return one row a method and one column a metric, and the kind of each method."""
+    """Return one row per method and one column per metric, and the kind of each method."""
     frame = check_columns("report", report, ())
     if "metric" in frame or "value" in frame:
         frame = _of_benchmark(frame, benchmark)

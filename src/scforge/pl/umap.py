@@ -23,7 +23,7 @@ def embeddings(
     seed: int = 0,
     axes: Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """Draw a UMAP of each embedding, cells colored by a column of obs, with one legend for all.
+    """Plot a UMAP of each embedding, colored by a column of obs, with a shared legend.
 
     Parameters
     ----------

@@ -110,7 +110,7 @@ def _paths(files: Files) -> list[Path]:
     except TypeError as error:
         raise OptionError(f"files={files!r} is neither the name of a file nor a list of names.") from error
     if not paths:
-        raise OptionError("files names no file; give at least one.")
+        raise OptionError("files names no file; pass at least one.")
     return paths
 
 
@@ -141,7 +141,7 @@ def _suffix(path: Path) -> str:
 
 
 def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]:
-    """Read a table; quotes hold a cell of a csv file together, in tsv files they are letters."""
+    """Read a table; csv files may have quoted cells, in tsv files quotes are ordinary characters."""
     where = f"files: {str(path)!r}"
     quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     try:
@@ -159,7 +159,7 @@ def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]
         raise DataError(f"{where} cannot be read as a table in UTF-8: {first_line(error)}.") from error
     header = table.iloc[0].tolist()
     if len(table) == 1:
-        raise DataError(f"{where} has no rows; give a line of column names and one for each gene.")
+        raise DataError(f"{where} has no rows; it needs a line of column names and one line per gene.")
     for option, column in columns.items():
         if header.count(column) != 1:
             why = "twice" if column in header else f"not{did_you_mean(column, header)}"
@@ -189,7 +189,7 @@ class FastaRecord(NamedTuple):
 
 
 def _content(path: Path) -> bytes:
-    """Return the bytes of a file, those of a ``.gz`` file unpacked."""
+    """Return the bytes of a file; ``.gz`` files are decompressed."""
     if not path.is_file():
         what = "is a folder; name the files in it" if path.is_dir() else "does not exist; check its name"
         raise MissingFileError(f"files: {str(path)!r} {what}.")
@@ -252,7 +252,7 @@ def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> lis
 
 def _name(header: str, field: str | None, where: str) -> str:
     if not header:
-        raise DataError(f"{where} has no name; write it behind '>'.")
+        raise DataError(f"{where} has no name; write it after '>'.")
     if field is None:
         return header.split()[0]
     found = re.search(rf"(?:^|\s){re.escape(field)}[=:](\S+)", header)

@@ -68,7 +68,7 @@ def embed(
 
     Returns
     -------
-    One row a name, in the order of the files, float32; the index is called ``gene``.
+    One row per name, in the order of the files, float32; the index is named ``gene``.
 
     Raises
     ------
@@ -118,7 +118,7 @@ def gene_table(
 
     Returns
     -------
-    One row a gene, float32, as the tokenizer's option `table` takes it; so it does the file `output`.
+    One row per gene, float32. Both the table and the file `output` are valid for the tokenizer's option `table`.
 
     Raises
     ------
@@ -137,11 +137,11 @@ def gene_table(
     (2, 8)
     """
     if not isinstance(genes, Mapping) or not genes:
-        raise DataError("genes is empty or no dict; give at least one gene name with its text or sequence.")
+        raise DataError("genes is empty or not a dict; pass at least one gene name with its text or sequence.")
     documents = []
     for name, text in genes.items():
         if not isinstance(text, str | bytes) or not text:
-            raise DataError(f"genes has {text!r} for {name!r}; give text or bytes, or leave the gene out.")
+            raise DataError(f"genes has {text!r} for {name!r}; pass text or bytes, or leave out the gene.")
         documents.append(Document(str(name), text.encode() if isinstance(text, str) else text))
     return _embed(documents, model, output, "error", batch_size, device, overwrite, progress_bar)
 
@@ -163,7 +163,7 @@ def _embed(
     names = pd.Index([one.name for one in documents], name="gene")
     if duplicates == "error" and names.has_duplicates:
         twice = names[names.duplicated()].unique()
-        raise DataError(f"files name {twice[0]!r} twice; give other names, or duplicates='mean' (--duplicates mean).")
+        raise DataError(f"files name {twice[0]!r} twice; rename one, or pass duplicates='mean' (--duplicates mean).")
     module, seq_len = read_model(model)
     vectors = _vectors(
         module.to(device_of(device)), Chunks(documents, seq_len), len(documents), batch_size, progress_bar
@@ -184,7 +184,7 @@ def _embed(
 
 def _check_output(output: Path, overwrite: bool) -> None:
     if output.suffix not in _SUFFIXES:
-        raise OptionError(f"output={str(output)!r} is of no known format; name it {' or '.join(_SUFFIXES)}.")
+        raise OptionError(f"output={str(output)!r} has an unknown format; name it {' or '.join(_SUFFIXES)}.")
     check_folder("output", output.parent)
     if output.exists() and not overwrite:
         raise OptionError(f"output={str(output)!r} exists; pass overwrite=True (--overwrite) or choose another name.")
@@ -196,7 +196,7 @@ def _vectors(module: Model, chunks: Chunks, n_documents: int, batch_size: int, p
     """Return the mean state over the bytes of each document, float32, shape (N, H)."""
     device = next(module.parameters()).device
     sums = torch.zeros((n_documents, module.config.embedding_dim), dtype=torch.float64)
-    order = np.argsort(-chunks.sizes, kind="stable")  # chunks of like length share a batch
+    order = np.argsort(-chunks.sizes, kind="stable")  # chunks of similar length share a batch
     with tqdm(total=len(chunks), desc="Embedding", unit="sequence", disable=not progress_bar) as bar:
         for start in range(0, len(order), batch_size):
             chosen = order[start : start + batch_size]

@@ -21,7 +21,7 @@ from scforge.soma.v1.torch import Model
 
 WEIGHTS, CONFIG, README = "weights.safetensors", "config.json", "README.md"
 FINAL = "final"
-"""Name of the trained model in the folder of a training."""
+"""Name of the trained model in the folder of a training run."""
 
 _FORMAT = 1
 
@@ -43,7 +43,7 @@ def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str,
 
 
 def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tuple[Model, int]:
-    """Return the model in a folder, or in the folder of a training, and the length of its sequences.
+    """Return the model in a folder, or in the folder of a training run, and the length of its sequences.
 
     Raises
     ------
@@ -55,7 +55,7 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
         If a file is damaged, or weights and configuration do not fit.
     """
     if not isinstance(folder, str | os.PathLike):
-        raise OptionError(f"{argument} is of type {type(folder).__name__}; give the name of the folder of a training.")
+        raise OptionError(f"{argument} is of type {type(folder).__name__}; pass the folder of a training run.")
     path = Path(folder)
     if not (path / CONFIG).is_file() and (path / FINAL / CONFIG).is_file():
         path /= FINAL
@@ -65,7 +65,7 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
 
 
 class _Description(BaseModel):
-    """What a configuration says; checksums are of the weights, and of all else in it."""
+    """Content of a configuration, with checksums of the weights and of the rest."""
 
     format: int
     scforge_version: str
@@ -84,7 +84,9 @@ def _read(path: Path) -> tuple[Model, int]:
     del content["sha256"]
     for name, checksum in ((CONFIG, sha256_of_json(content, sort_keys=True)), (WEIGHTS, sha256_of(path / WEIGHTS))):
         if found.sha256.get(name) != checksum:
-            raise ModelFileError(f"{str(path / name)!r} is corrupted, as its checksum says; copy the folder again.")
+            raise ModelFileError(
+                f"{str(path / name)!r} is corrupted: its checksum does not match; copy the folder again."
+            )
     return Model.load(path / WEIGHTS, found.model).eval(), found.seq_len
 
 
@@ -139,7 +141,7 @@ def device_of(device: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         number = torch.zeros((), device=torch.device(device))
-        number.item()  # "meta" holds none
+        number.item()  # "meta" contains none
     except (RuntimeError, AssertionError, TypeError) as error:  # torch without CUDA asserts it
-        raise OptionError(f"device={device!r} cannot be used ({first_line(error)}); give 'auto' or 'cpu'.") from error
+        raise OptionError(f"device={device!r} cannot be used ({first_line(error)}); pass 'auto' or 'cpu'.") from error
     return number.device

@@ -117,7 +117,7 @@ class NextByte:
 
 
 class ByteProgress(EpochProgress):
-    """The bar, with bits per byte behind it; where nobody looks at it, a line of the log each epoch and each minute."""
+    """A progress bar with bits per byte; without a terminal, one log line per epoch and per minute."""
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Open the bar."""
@@ -158,7 +158,7 @@ _HELD_OUT = 0.1
 
 @dataclass(frozen=True)
 class TrainedModel:
-    r"""What :func:`train` made.
+    r"""Result of :func:`train`.
 
     Attributes
     ----------
@@ -188,7 +188,7 @@ class TrainedModel:
     history: dict[str, list[float]]
 
     def __fspath__(self) -> str:
-        """Return the path of its folder, so that it can be used as a path."""
+        """Return the path of its folder."""
         return str(self.path)
 
 
@@ -222,9 +222,9 @@ def train(
 ) -> TrainedModel:
     r"""Train a byte-level language model on files of any kind.
 
-    The folder gets a state at the end of each epoch (``step=NNNNNNNN``), from which a training continues bit for bit,
-    and the model of the best epoch as ``final``. For the documents of a file, see :func:`read_documents`: a FASTA file
-    has one in each record, a table one in each row, any other file is one.
+    The folder gets a state at the end of each epoch (``step=NNNNNNNN``), from which a training run continues bit for
+    bit, and the model of the best epoch as ``final``. For the documents of a file, see :func:`read_documents`: a FASTA
+    file has one in each record, a table one in each row, any other file is one.
 
     Parameters
     ----------
@@ -279,7 +279,7 @@ def train(
     Raises
     ------
     OptionError
-        If an option cannot be used, or the folder holds another training.
+        If an option cannot be used, or the folder contains another training run.
     MissingFileError
         If a file does not exist.
     DataError

@@ -19,7 +19,7 @@ def require(condition: object, sentence: str) -> None:
 
 
 def apply_rules(name: str, rules: Mapping[str, Callable[..., None]], *subject: Any) -> None:
-    """Raise an AssertionError for the first of `rules`, each under what it says, that `subject` does not keep."""
+    """Raise an AssertionError for the first of `rules` (by description) that `subject` violates."""
     for rule, check in rules.items():
         try:
             check(*subject)
@@ -32,7 +32,7 @@ def apply_rules(name: str, rules: Mapping[str, Callable[..., None]], *subject: A
 
 
 def class_of[T](argument: str, given: Any, options: dict[str, Any], base: type[T], registry: Any) -> type[T] | None:
-    """Return the class of what is to be checked; None for an instance, which takes no options."""
+    """Return the class to check; None for an instance, which takes no options."""
     if isinstance(given, base):
         if options:
             raise OptionError(f"options={options!r} come with an instance; give them to its constructor.")

@@ -45,10 +45,10 @@ class Subject:
 
 
 def subject_of(model: nn.Module, remake: Callable[[], nn.Module] | None) -> Subject:
-    """Return what the rules look at; `model` itself is left alone."""
+    """Return a copy for the rules; `model` itself does not change."""
     vocab_size = getattr(model, "vocab_size", VOCAB_SIZE)
     if vocab_size < N_SPECIAL + N_TOKENS:
-        raise OptionError(f"vocab_size={vocab_size} is too small to be checked; make the model with {VOCAB_SIZE}.")
+        raise OptionError(f"vocab_size={vocab_size} is too small for the checks; create the model with {VOCAB_SIZE}.")
     model = jittered(_filled(copy.deepcopy(model).cpu()))
 
     def again() -> nn.Module:
@@ -58,7 +58,7 @@ def subject_of(model: nn.Module, remake: Callable[[], nn.Module] | None) -> Subj
 
 
 def jittered(model: nn.Module, std: float = 0.02) -> nn.Module:
-    """Move all weights a little: some start at zero on purpose, and then nothing passes through them."""
+    """Perturb all weights slightly, because some are initialized at zero and would pass no signal."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -67,7 +67,7 @@ def jittered(model: nn.Module, std: float = 0.02) -> nn.Module:
 
 
 def _filled(model: nn.Module) -> nn.Module:
-    """Give embeddings of gene vectors that wait for their vectors some."""
+    """Set random vectors for gene vector embeddings without vectors."""
     for part in model.modules():
         if isinstance(part, GeneVectorEmbedding) and not part.scale:
             vectors = torch.randn(part.vocab_size, part.vectors.embedding_dim)
@@ -115,7 +115,7 @@ def _labels(tokens: Batch, chosen: torch.Tensor) -> Batch:
 
 
 def _per_token(batch: Batch) -> Batch:
-    """Return what has the shape (B, S)."""
+    """Return the tensors of shape (B, S)."""
     return {key: tensor for key, tensor in batch.items() if tensor.ndim == 2}
 
 
@@ -157,7 +157,7 @@ _SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4}
 
 
 def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> None:
-    """Check that an architecture keeps what objectives, model classes and fine-tuning rely on.
+    """Check that an architecture satisfies the requirements of objectives, model classes and fine-tuning.
 
     Call it in the tests of a package that brings an architecture. It runs five cells of up to 12 tokens through the
     model: all at once and alone, with more padding, with masks of other dtypes, with other labels (those that the model
@@ -170,7 +170,7 @@ def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> Non
     ----------
     model
         Registered name, class or instance. A name or a class is made by its ``from_config`` with a vocabulary of 60
-        tokens. An instance is copied, and stays as it is.
+        tokens. An instance is copied, and does not change.
     **options
         Options to make it with, where `model` is a name or a class. Without any, a width of 16, 2 layers and 4 heads.
 
@@ -202,7 +202,7 @@ def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> Non
 def _make(
     model: str | type[nn.Module] | nn.Module, options: dict[str, Any]
 ) -> tuple[nn.Module, Callable[[], nn.Module] | None]:
-    """Return the model, and how to make another one, which an instance does not tell."""
+    """Return the model, and a function that creates another one (None for an instance)."""
     cls = class_of("model", model, options, nn.Module, MODELS)
     if cls is None:
         return cast(nn.Module, model), None
@@ -230,7 +230,7 @@ def _rule_protocol(model: nn.Module) -> None:
         given = tuple(parameters)[: len(_TOKENS)]
         require(given == _TOKENS, f"{name} takes {given} first instead of {_TOKENS}.")
         rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        require(rest, f"{name} takes no **kwargs; a batch may hold keys that are not for it.")
+        require(rest, f"{name} takes no **kwargs, but a batch may contain further keys.")
     require("labels" in inspect.signature(model.forward).parameters, "forward takes no 'labels'.")
     _rule_from_config(model)
 
@@ -249,7 +249,7 @@ def _rule_output(subject: Subject) -> None:
         shape = tuple(output.embeddings.shape)
         require(len(shape) == 2 and shape[0] == n_cells, f"the embeddings of {n_cells} cells are {shape}.")
         for part in ("logits", "embeddings"):
-            require(getattr(output, part).isfinite().all(), f"the {part} hold a number that is not finite.")
+            require(getattr(output, part).isfinite().all(), f"the {part} contain a number that is not finite.")
     require(output.loss is None, "there is a loss without labels.")
     loss = model(**batch).loss
     require(loss is not None, "there is no loss though labels are given.")
@@ -463,14 +463,14 @@ def _rule_export(subject: Subject) -> None:
 
 _RULES: dict[str, Callable[[Subject], None]] = {
     "forward returns a loss, logits and embeddings": _rule_output,
-    "the batch stays as it was": _rule_batch_is_left_alone,
+    "the batch does not change": _rule_batch_is_left_alone,
     "evaluation is not random": _rule_determinism,
     "logits are left out when they are not asked for": _rule_without_logits,
     "encode gives the embeddings of forward": _rule_encode,
     "cells have different embeddings": _rule_cells,
     "labels serve the loss alone": _rule_labels,
     "every parameter learns": _rule_gradients,
-    "padding means nothing": _rule_padding,
+    "padding has no effect": _rule_padding,
     "a mask may be of any dtype": _rule_masks,
     "the order of genes only matters if the model declares it": _rule_order,
     "a cell may have no tokens": _rule_empty_cell,

@@ -83,10 +83,10 @@ _KINDS = {"input_ids": torch.int64, "attention_mask": torch.bool, "values": torc
 
 
 def check_tokenizer(tokenizer: str | type[Tokenizer] | Tokenizer, **options: Any) -> None:
-    """Check that a tokenizer keeps what models, loaders and training rely on.
+    """Check that a tokenizer satisfies the requirements of models, loaders and training.
 
-    Call it in the tests of a package that brings a tokenizer. The cells that it looks at hold no genes, one, and all;
-    counts up to 2^31; many equal counts. It tokenizes them in blocks and alone, in other orders, with permuted,
+    Call it in the tests of a package that brings a tokenizer. The cells that it looks at contain no genes, one, and
+    all; counts up to 2^31; many equal counts. It tokenizes them in blocks and alone, in other orders, with permuted,
     renamed, repeated and foreign columns, in each dtype, after pickling, on more threads, cut short, and masked.
 
     Parameters
@@ -133,20 +133,20 @@ def _rule_batch(tokenizer: Tokenizer, cells: CellSource) -> None:
     batch = _tokens_of(tokenizer, cells)
     keys = set(batch)
     require(set(_KINDS) <= keys, f"the batch lacks {sorted(set(_KINDS) - keys)}.")
-    require(not keys & _LABELS, f"the batch holds {sorted(keys & _LABELS)}, which masking alone makes.")
+    require(not keys & _LABELS, f"the batch contains {sorted(keys & _LABELS)}, which only masking creates.")
     shape = batch["input_ids"].shape
     require(shape[0] == len(cells) and len(shape) == 2, f"the batch of {len(cells)} cells is {tuple(shape)}.")
     for key, tensor in batch.items():
         allowed = (_KINDS[key],) if key in _KINDS else (torch.int64, torch.float32)
         require(tensor.dtype in allowed, f"{key!r} is {tensor.dtype} instead of {allowed[0]}.")
         require(tensor.shape == shape, f"{key!r} has the shape {tuple(tensor.shape)}, ids {tuple(shape)}.")
-        require(tensor.isfinite().all(), f"{key!r} holds a number that is not finite.")
+        require(tensor.isfinite().all(), f"{key!r} contains a number that is not finite.")
 
 
 def _rule_padding(tokenizer: Tokenizer, cells: CellSource) -> None:
     batch = _tokens_of(tokenizer, cells)
     mask, ids = batch["attention_mask"], batch["input_ids"]
-    require(not (mask[:, 1:] & ~mask[:, :-1]).any(), "padding stands before a token.")
+    require(not (mask[:, 1:] & ~mask[:, :-1]).any(), "padding comes before a token.")
     require(torch.equal(mask, ids != 0), "attention_mask is not true exactly where there is a token.")
     # Other special tokens may carry a value, such as the depth of the cell.
     blank = [0, *(token for token in (tokenizer.vocab.cls_id, tokenizer.vocab.eos_id) if token is not None)]
@@ -177,7 +177,7 @@ def _rule_genes(tokenizer: Tokenizer, cells: CellSource) -> None:
     dense = cells.counts.toarray() * _taken(tokenizer)
     for row in range(len(cells)):
         genes = _genes_of(tokenizer, batch, row)
-        require(len(np.unique(genes)) == len(genes), f"a gene is twice among the tokens of cell {row}.")
+        require(len(np.unique(genes)) == len(genes), f"a gene occurs twice in the tokens of cell {row}.")
         missing = np.setdiff1d(np.flatnonzero(dense[row]), genes)
         full = len(genes) >= tokenizer.most_genes
         require(
@@ -367,11 +367,11 @@ _RULES: dict[str, Callable[[Tokenizer, CellSource], None]] = {
     "the tokens are the same a second time": _rule_repeatable,
     "config() makes an equal tokenizer": _rule_config,
     "the tokens are the genes of the cell": _rule_genes,
-    "lengths() and max_tokens() tell the truth": _rule_lengths,
+    "lengths() and max_tokens() are correct": _rule_lengths,
     "a cell alone has the tokens that it has among others": _rule_alone,
     "the names of the columns decide, not their order": _rule_columns,
     "genes outside the vocabulary change the library size alone": _rule_foreign_genes,
-    "the form of the matrix does not matter, and it is left alone": _rule_matrices,
+    "the matrix format has no effect, and the matrix is not changed": _rule_matrices,
     "a cell that is too long loses its lowest genes": _rule_truncation,
     "ragged() is the batch without padding": _rule_ragged,
     "the neighbors of a masked token do not reveal its gene": _rule_order,

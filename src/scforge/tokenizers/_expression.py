@@ -189,7 +189,7 @@ def keep(
 ) -> tuple[np.ndarray, np.ndarray | slice]:
     """Choose at most `most` entries of each cell: those with the highest counts, or a sample.
 
-    What is drawn depends on the seed, the cell and the draw of the block.
+    Samples depend on the seed, the cell and the draw of the block.
 
     Parameters
     ----------
@@ -200,9 +200,9 @@ def keep(
     most
         Entries to keep.
     sample
-        Draw without replacement. Otherwise equal counts go to the earlier entries, but zeros are drawn.
+        Draw without replacement. Otherwise equal counts go to the earlier entries, but zeros are sampled.
     seed
-        Seed of what is drawn.
+        Random seed.
 
     Returns
     -------
@@ -345,7 +345,7 @@ def with_zeros(
     n_genes
         Genes of the vocabulary.
     columns
-        What is known of the entries of `block`, arrays of shape (Z,).
+        Properties of the entries of `block`, arrays of shape (Z,).
 
     Returns
     -------

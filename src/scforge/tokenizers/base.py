@@ -28,7 +28,7 @@ class TokenBatch(TypedDict):
     """A batch of tokenized cells: the keyword arguments of a model's ``forward`` and ``encode``.
 
     ``input_ids``
-        Token ids, int64, shape (B, S); PAD (0) behind the last token of a cell.
+        Token ids, int64, shape (B, S); PAD (0) after the last token of a cell.
     ``attention_mask``
         True for tokens, False for padding, bool, shape (B, S).
     ``values``
@@ -85,7 +85,7 @@ class RaggedTokens(NamedTuple):
     values
         Expression values, float32, shape (Z,).
     extras
-        What else a strategy tells of its tokens (``bin_ids``, ``attention_bias``), arrays of shape (Z,).
+        Further properties of the tokens (``bin_ids``, ``attention_bias``), arrays of shape (Z,).
 
     Examples
     --------
@@ -103,7 +103,7 @@ class RaggedTokens(NamedTuple):
 
 
 def frame(tokens: RaggedTokens, first: int, last: int) -> RaggedTokens:
-    """Put the tokens `first` before and `last` behind each cell; -1 puts none."""
+    """Add the tokens `first` before and `last` after each cell; -1 adds none."""
     wanted = np.array([first >= 0, last >= 0])
     if not wanted.any():
         return tokens
@@ -198,9 +198,9 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
     data = matrix.data
     problem = value_problem(data)
     if problem is None and data.dtype == np.float64 and data.max(initial=0) > np.finfo(np.float32).max:
-        problem = f"holds values that are too large (largest: {data.max():g})"
+        problem = f"contains values that are too large (largest: {data.max():g})"
     if problem:
-        raise DataError(f"cells {problem}, but raw counts are needed; pass the matrix that holds them.")
+        raise DataError(f"cells {problem}, but raw counts are needed; pass the matrix that contains them.")
     return matrix
 
 
@@ -208,7 +208,7 @@ def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
     """Return library sizes, float64, shape (B,), or raise unless there is a finite one for each cell."""
     array = np.asarray(totals, dtype=np.float64)
     if array.shape != (n_cells,):
-        raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; give one number a cell.")
+        raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; pass one number per cell.")
     if len(bad := array[~(np.isfinite(array) & (array >= 0))]):
         raise DataError(f"totals holds {bad[0]:g}, which is not a library size; give zero or a positive number.")
     return array
@@ -221,7 +221,7 @@ def checked_map(gene_ids: Any, vocab: GeneVocab, n_columns: int) -> GeneMap:
     if gene_map.n_genes != vocab.n_genes or highest >= vocab.n_genes:
         raise DataError(
             f"gene_ids is a GeneMap onto {max(gene_map.n_genes, highest + 1)} genes but the vocabulary has "
-            f"{vocab.n_genes}; make it with GeneMap.of(names, tokenizer.vocab)."
+            f"{vocab.n_genes}; create it with GeneMap.of(names, tokenizer.vocab)."
         )
     if len(gene_map.columns) != n_columns:
         raise DataError(
@@ -236,7 +236,7 @@ def no_known_gene(argument: str, names: Sequence[str] | None, vocab: GeneVocab) 
     """Return the error that no name, or no column of a map (None), is a gene of the vocabulary, and what to do."""
     start = f"{argument} has none of the {vocab.n_genes} genes of the vocabulary"
     if names is None:
-        return GeneMismatchError(f"{start}; make it with GeneMap.of(names, tokenizer.vocab).")
+        return GeneMismatchError(f"{start}; create it with GeneMap.of(names, tokenizer.vocab).")
     kind, expected = recognize_ids(names), recognize_ids(vocab.genes)
     hint = how_to_convert(kind, expected) or "map the names to those of the vocabulary first"
     return GeneMismatchError(
@@ -263,14 +263,14 @@ class Tokenizer(ABC):
     Parameters
     ----------
     vocab
-        The genes, and what is known of them.
+        The genes, with their statistics.
     max_len
-        Most tokens of a cell, special tokens included; the most expressed genes are kept (by the order of the
-        strategy). None takes the strategy's default.
+        Maximum number of tokens per cell, special tokens included; the most expressed genes are kept (by the order of
+        the strategy). None takes the strategy's default.
     append_cls
         Put a CLS token before the genes of each cell.
     append_eos
-        Put an EOS token behind them.
+        Put an EOS token after them.
 
     Raises
     ------
@@ -319,7 +319,7 @@ class Tokenizer(ABC):
         self.append_cls = check_bool("append_cls", append_cls)
         self.append_eos = check_bool("append_eos", append_eos)
         if self.max_len is not None and self.max_len <= self._n_around:
-            raise OptionError(f"max_len={max_len} leaves no token for a gene; give the number of tokens of a cell.")
+            raise OptionError(f"max_len={max_len} leaves no token for genes; increase it.")
         for option, token in _TOKEN_OF.items():
             if getattr(self, option):
                 self._require_token(option, token)
@@ -335,7 +335,7 @@ class Tokenizer(ABC):
         Parameters
         ----------
         options
-            Options of the constructor; for others the defaults hold.
+            Options of the constructor; others keep their defaults.
 
         Returns
         -------
@@ -372,7 +372,7 @@ class Tokenizer(ABC):
 
     @property
     def most_genes(self) -> int:
-        """Most genes of a cell that become tokens."""
+        """Maximum number of genes per cell that become tokens."""
         return np.iinfo(np.int64).max if self.max_len is None else self.max_len - self._n_around
 
     @classmethod
@@ -444,11 +444,11 @@ class Tokenizer(ABC):
         Parameters
         ----------
         cells
-            A block, which is taken as it is, or raw counts as a sparse matrix or an array of shape
+            A block, or raw counts as a sparse matrix or an array of shape
             (B, number of columns).
         gene_ids
-            Name of the gene of each column of `cells`. Names that the vocabulary does not have are left out, columns of
-            one gene are summed. None: the columns are the genes of the vocabulary.
+            Name of the gene of each column of `cells`. Names outside the vocabulary are left out; columns of the same
+            gene are summed. None: the columns are the genes of the vocabulary.
         totals
             Library size of each cell, shape (B,); the row sums of `cells` if not given.
 
@@ -533,7 +533,7 @@ register_tokenizer, list_tokenizers = TOKENIZERS.register, TOKENIZERS.names
 
 
 def get_tokenizer(name: str, vocab: GeneVocab, **options: Any) -> Tokenizer:
-    """Make the tokenizer registered as `name`.
+    """Create the tokenizer registered as `name`.
 
     Parameters
     ----------

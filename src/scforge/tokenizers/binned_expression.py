@@ -53,7 +53,7 @@ def quantile_bins(
     Raises
     ------
     DataError
-        If `counts` holds a value that is negative or not a number.
+        If `counts` contains a value that is negative or not a number.
 
     Examples
     --------
@@ -68,7 +68,7 @@ def quantile_bins(
     matrix.sum_duplicates()
     matrix.eliminate_zeros()
     if not np.isfinite(matrix.data).all() or (len(matrix.data) and matrix.data.min() < 0):
-        raise DataError("counts holds negative or missing values; pass counts, or values that increase with them.")
+        raise DataError("counts has negative or missing values; pass counts, or values that increase with them.")
     draws = np.random.RandomState(random_state).rand(matrix.nnz if side == "both" else 0)
     data = matrix.data if matrix.dtype in (np.float32, np.float64) else matrix.data.astype(np.float64)
     bins = bin_entries(matrix.indptr.astype(np.int64), data, n_bins, side, draws=draws)
@@ -205,21 +205,21 @@ class BinnedExpressionTokenizer(Tokenizer):
     """Present the genes of a cell in vocabulary order, each with the bin of its expression.
 
     By default the bins are the quantiles of the nonzero counts of the cell itself, so they do not depend on its library
-    size; bin 0 is for genes without counts. ``bin_ids`` hold the bins, and ``values`` the same as numbers. With `edges`
-    the bins are the same in all cells.
+    size; bin 0 is for genes without counts. ``bin_ids`` contain the bins, and ``values`` the same as numbers. With
+    `edges` the bins are the same in all cells.
 
     Parameters
     ----------
     vocab
         The genes.
     max_len
-        Most tokens of a cell, special tokens included. None takes 2,048.
+        Maximum number of tokens per cell, special tokens included. None takes 2,048.
     append_cls, append_eos
-        Put a CLS token before the genes, an EOS token behind them.
+        Put a CLS token before the genes, and an EOS token after them.
     n_bins
-        Number of bins, bin 0 included. None takes 51, or what `edges` make.
+        Number of bins, bin 0 included. None takes 51, or the number that `edges` define.
     side
-        What happens to counts that span several quantiles: ``"both"`` spreads them over these bins at random (scGPT's
+        Treatment of counts that span several quantiles: ``"both"`` spreads them over these bins at random (scGPT's
         default), ``"one"`` takes the highest of the bins, ``"tahoe"`` the lowest (Tahoe-x1); see
         :func:`scforge.tokenizers.binned_expression.quantile_bins`.
     edges
@@ -229,10 +229,10 @@ class BinnedExpressionTokenizer(Tokenizer):
         Also present the genes that were measured and have no count. Not for predicting which genes are hidden: they
         would be those that are missing.
     truncation
-        Which genes are kept of a cell that has too many: ``"random"``, drawn anew each epoch as scGPT does, or
+        Which genes are kept of a cell that has too many: ``"random"``, sampled anew each epoch as scGPT does, or
         ``"highest"``, the most expressed, and genes without counts, which are sampled, up to the limit.
     seed
-        Seed of what is drawn. What happens to a cell depends on the seed, the epoch and the cell alone.
+        Random seed. What happens to a cell depends on the seed, the epoch and the cell alone.
 
     Raises
     ------

@@ -28,25 +28,26 @@ class ContinuousProjectionTokenizer(Tokenizer):
     """Present the expressed genes of a cell, each with its value, log1p CP10K by default.
 
     A model projects the value (a transformer adds it to the gene embedding; ``gene_pooling`` weights the embedding by
-    it). :meth:`scfoundation` and :meth:`transcriptformer` make what these two publish.
+    it). :meth:`scfoundation` and :meth:`transcriptformer` create the tokens of these two packages.
 
     Parameters
     ----------
     vocab
         The genes.
     max_len
-        Most tokens of a cell, special tokens included; the genes with the highest counts are kept. None keeps all.
+        Maximum number of tokens per cell, special tokens included; the genes with the highest counts are kept. None
+        keeps all.
     append_cls, append_eos
-        Put a CLS token before the genes, an EOS token behind them.
+        Put a CLS token before the genes, and an EOS token after them.
     transform
         Values of genes: ``"log1p_cp10k"``; ``"cp10k"``, without the logarithm; ``"log1p_counts"``, without a library
         size; ``"counts"``, without either.
     target_sum
-        What the counts of a cell are scaled to, instead of the 10,000 of CP10K.
+        Total counts per cell after scaling, instead of the 10,000 of CP10K.
     clip
         Largest value; None for no limit.
     order
-        ``"vocabulary"``, ``"expression"`` (from high to low) or ``"random"`` (drawn anew each epoch).
+        ``"vocabulary"``, ``"expression"`` (from high to low) or ``"random"`` (sampled anew each epoch).
     library_size
         Counts that CP10K divides by: those of all genes of the ``"data"``, also outside the vocabulary, or those of the
         ``"vocabulary"``.
@@ -56,14 +57,14 @@ class ContinuousProjectionTokenizer(Tokenizer):
     unmeasured_as_zero
         With `include_zero_genes`, also present the genes of the vocabulary that the data do not have.
     target_depth
-        Put two tokens behind the genes that tell the depth wanted and the depth at hand, with the values T and S of
+        Put two tokens behind the genes that tell the depth wanted and the depth available, with the values T and S of
         scFoundation: S is log10 of the library size, T is ``"t4"`` for 4, ``"f2"`` for S of twice the library size,
         ``"a1"`` for S + 1.
     attention_bias
         Also give ``attention_bias``, log of the count (or of `clip`) of each gene, which TranscriptFormer adds to the
         attention scores of that gene.
     seed
-        Seed of what is drawn.
+        Random seed.
 
     Raises
     ------
@@ -103,7 +104,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
     ) -> None:
         if target_depth is not None and not _DEPTH.fullmatch(str(target_depth)):
             raise OptionError(
-                f"target_depth={target_depth!r} is no depth; give e.g. 't4' for 10^4 counts, 'f2' for twice the "
+                f"target_depth={target_depth!r} is not a depth; pass e.g. 't4' for 10^4 counts, 'f2' for twice the "
                 "counts of the cell, or 'a1' for 10^1 times those."
             )
         self.target_depth = target_depth
@@ -218,7 +219,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         tokens = RaggedTokens(indptr, ids, values, extras)
         if self.target_depth is None:
             return tokens
-        # log10 of the depth that is wanted and of the depth at hand, of one count where there is none.
+        # log10 of the depth that is wanted and of the depth available, of one count where there is none.
         source, number = np.log10(np.maximum(block.totals, 1.0)), float(self.target_depth[1:])
         wanted = {"t": np.full_like(source, number), "f": source + np.log10(max(number, 1e-300)), "a": source + number}
         depths = np.stack([wanted[self.target_depth[0]], source], axis=1).ravel().astype(np.float32)

@@ -1,4 +1,4 @@
-"""Genes in the order of their expression times how well they tell cells apart, as ScDiVa presents a cell.
+"""Genes in the order of their expression times how well they distinguish cells, as ScDiVa presents a cell.
 
 Shapes: B cells, Z entries of all cells together, G genes of the vocabulary.
 """
@@ -19,7 +19,7 @@ _MIN_ENTROPY = 0.01
 
 
 def serialization_weights(vocab: GeneVocab, weighting: str = "complement") -> np.ndarray:
-    """Return what the log1p CP10K values of each gene are multiplied by to rank the genes of a cell.
+    """Return the weight of each gene by which its log1p CP10K values are multiplied for ranking.
 
     Parameters
     ----------
@@ -57,11 +57,10 @@ def serialization_weights(vocab: GeneVocab, weighting: str = "complement") -> np
 class EntropyRankedTokenizer(Tokenizer):
     """Rank the expressed genes of a cell by log1p CP10K times a weight, which is low for housekeeping genes.
 
-    The weight is made of the normalized Shannon entropy of the gene over cells (see
-    ``scforge.data.statistics.measure_entropies``), so that genes that tell cells apart come first, as in ScDiVa
-    (arXiv:2602.03477); the formula is ours. ``values`` are log1p CP10K. Value, weight and their product are float32,
-    and equal products stand in the order of the vocabulary, so that a model that is given a dense cell finds the same
-    order.
+    The weight is computed from the normalized Shannon entropy of the gene over cells (see
+    ``scforge.data.statistics.measure_entropies``), so genes that distinguish cells come first, as in ScDiVa
+    (arXiv:2602.03477); the formula is our own. ``values`` are log1p CP10K. Value, weight and their product are float32,
+    and ties are in the order of the vocabulary, so a model computes the same order from a dense cell.
 
     The positions of two genes reveal something about their weights, so masking moves masked tokens to the end (see
     :class:`~scforge.tokenizers.Masking`).
@@ -71,9 +70,10 @@ class EntropyRankedTokenizer(Tokenizer):
     vocab
         The genes, with their `entropies`.
     max_len
-        Most tokens of a cell, special tokens included; the top of the ranking is kept. None keeps all expressed genes.
+        Maximum number of tokens per cell, special tokens included; the top of the ranking is kept. None keeps all
+        expressed genes.
     append_cls, append_eos
-        Put a CLS token before the genes, an EOS token behind them.
+        Put a CLS token before the genes, and an EOS token after them.
     weighting
         See :func:`~scforge.tokenizers.entropy_ranked.serialization_weights`.
 

@@ -1,4 +1,4 @@
-"""The tokenizer of cells whose genes have vectors from elsewhere, such as text or protein embeddings."""
+"""A tokenizer with external gene vectors, such as text or protein embeddings."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
     Raises
     ------
     OptionError
-        If `table` is none of the kinds that can be read.
+        If the type of `table` is not supported.
     MissingFileError
         If the file does not exist.
     DataError
@@ -46,9 +46,9 @@ def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
     where = "table" if isinstance(table, pd.DataFrame | Mapping) else f"table={str(table)!r}"
     if isinstance(table, str | os.PathLike):
         if Path(table).suffix not in _SUFFIXES:
-            raise OptionError(f"{where} is of no known format; save the vectors as {' or '.join(_SUFFIXES)}.")
+            raise OptionError(f"{where} has an unknown format; save the vectors as {' or '.join(_SUFFIXES)}.")
         if not Path(table).is_file():
-            raise MissingFileError(f"{where} does not exist; give the file with the gene vectors.")
+            raise MissingFileError(f"{where} does not exist; pass the file with the gene vectors.")
     try:
         names, vectors = _read(table)
     except Exception as error:  # each reader raises different errors
@@ -115,7 +115,7 @@ def _of_frame(frame: pd.DataFrame) -> tuple[list[str], np.ndarray]:
 
 
 def _stack(rows: Iterable[Any]) -> np.ndarray:
-    """Stack one vector a gene; all must have one size."""
+    """Stack one vector per gene; all must have one size."""
     arrays = [row.detach().cpu().float().numpy() if isinstance(row, torch.Tensor) else row for row in rows]
     return np.stack([np.asarray(array) for array in arrays]) if arrays else np.empty((0, 0))
 
@@ -163,12 +163,12 @@ def match_vectors(names: Sequence[str], vectors: np.ndarray, vocab: GeneVocab) -
 
 @register_tokenizer("gene_embedding")
 class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
-    """Present the expressed genes of a cell, and give the model a pretrained vector for each gene.
+    """Tokenize the expressed genes of a cell, with a pretrained vector for each gene.
 
     Tokens are those of :class:`~scforge.tokenizers.ContinuousProjectionTokenizer`, with its options. The vectors (of
     protein sequences by ESM-2, of GO terms, of texts) become the gene embedding of the model, through a learned
-    projection; see :class:`scforge.models.components.GeneVectorEmbedding`. A saved model holds them in its weights and
-    does not need the table again.
+    projection; see :class:`scforge.models.components.GeneVectorEmbedding`. A saved model contains them in its weights
+    and does not need the table again.
 
     Parameters
     ----------
@@ -176,15 +176,15 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         The genes.
     table
         The vectors: a data frame indexed by gene name, a dict from gene name to vector, or a file. ``.npz``: arrays
-        ``genes`` (text) and ``vectors`` (N, D). ``.parquet``: one row a gene, with an index or a column of names, and
+        ``genes`` (text) and ``vectors`` (N, D). ``.parquet``: one row per gene, with an index or a column of names, and
         numbers in the other columns or vectors in one. ``.safetensors``: a matrix with the names as JSON list under
-        ``genes`` in the metadata, or one vector a gene. Names are Ensembl ids, versions ignored, or symbols, as the
-        vocabulary knows them. None tokenizes without vectors, as a saved model does.
+        ``genes`` in the metadata, or one vector per gene. Names are Ensembl ids (versions are ignored) or symbols of
+        the vocabulary. None tokenizes without vectors, as a saved model does.
     missing
-        What happens to genes of the vocabulary without a vector: ``"learned"``, the model learns a separate vector
-        for each; ``"drop"``, they do not become tokens, but their counts stay in the library size.
+        Treatment of vocabulary genes without a vector: ``"learned"``, the model learns a separate vector for each;
+        ``"drop"``, they do not become tokens, but their counts stay in the library size.
     freeze
-        Whether training leaves the vectors as they are. Their projection is learned in any case.
+        Whether the vectors are frozen in training. Their projection is always learned.
     dropped
         Names of the genes that do not become tokens; made of `table` with ``missing="drop"``, and kept in its place.
     **options
@@ -228,9 +228,9 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         super().__init__(vocab, **options)
         self.missing = check_choice("missing", missing, ["learned", "drop"])
         if missing == "drop" and table is None and dropped is None:
-            raise OptionError("missing='drop' needs a table to tell which genes have no vector; pass table=...")
+            raise OptionError("missing='drop' needs a table to find genes without a vector; pass table=...")
         if dropped is not None and (missing == "learned" or table is not None):
-            raise OptionError("dropped is made of the table with missing='drop'; leave it out.")
+            raise OptionError("dropped is computed from the table with missing='drop'; leave it out.")
         if missing == "drop" and options.get("library_size", "data") != "data":
             raise OptionError("missing='drop' counts dropped genes in the library size; pass library_size='data'.")
         self.table = None  # a saved model is loaded where the table is not
@@ -279,8 +279,8 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         """
         if self._vectors is None:
             raise OptionError(
-                "table=None but the tokenizer 'gene_embedding' needs gene vectors to make a model; "
-                "pass a file, a data frame or a dict as its option table."
+                "table=None but the tokenizer 'gene_embedding' needs gene vectors; pass a file, a data frame or a "
+                "dict as its option table."
             )
         return self._vectors
 

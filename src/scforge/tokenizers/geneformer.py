@@ -1,4 +1,4 @@
-"""What is published of Geneformer's tokenizers: dictionaries, and how columns of one gene are treated.
+"""Published dictionaries of Geneformer's tokenizers, and their treatment of duplicate genes.
 
 Theodoris et al. 2023, https://doi.org/10.1038/s41586-023-06139-9
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MODEL_INPUT = {"V1": 2048, "V2": 4096}
-"""Most tokens of a cell, special tokens included."""
+"""Maximum number of tokens per cell, special tokens included."""
 
 _BOTH = "the two dictionaries (gene to token, gene to median) as a tuple"
 _IN_MEMORY = {"tokens_medians": _BOTH, "ensembl_map": "the dictionary of former ids to current ones"}
@@ -52,7 +52,9 @@ def geneformer_vocab(
     names = sorted(tokens, key=lambda name: tokens[name])
     special = _SPECIAL[version]
     if [tokens[name] for name in names] != list(range(len(names))):
-        raise DataError("tokens_medians does not number its tokens from 0 without a gap; pass a published dictionary.")
+        raise DataError(
+            "tokens_medians has token ids that are not 0, 1, 2, ... without gaps; pass a published dictionary."
+        )
     if tuple(names[: len(special)]) != special or any(name.startswith("<") for name in names[len(special) :]):
         raise DataError(
             f"tokens_medians starts with {listing(names[:4])}, but Geneformer {version} has the special tokens "
@@ -118,7 +120,7 @@ def geneformer_columns(
 
 
 def _column(table: pd.DataFrame, name: str) -> dict[str, Any]:
-    """Return what a column of a table says of each gene, where it says something."""
+    """Return the values of a table column by gene, without missing values."""
     known = table[table[name].notna()]
     return dict(zip(known["gene_id"].astype(str), known[name].tolist(), strict=True))
 

@@ -29,25 +29,25 @@ _LABELS_OF = {"values": ("value_labels", 0), "bin_ids": ("bin_labels", IGNORE_LA
 class Masking:
     """Select tokens to predict and mask them, as in BERT (Devlin et al. 2019).
 
-    Of the gene tokens of a cell a share `mask_ratio` is chosen (at least one). A chosen token becomes MASK with
-    `mask_token_prob`, another random gene with `random_token_prob`, and else stays. Its value, its bin and whatever
-    else the tokenizer tells of it are hidden in every case, so that they do not reveal the target. Special tokens
-    are never chosen nor drawn.
+    A fraction `mask_ratio` of the gene tokens of a cell is chosen (at least one). A chosen token is replaced by MASK
+    with `mask_token_prob`, by a random gene with `random_token_prob`, and is unchanged otherwise. Its value, its bin
+    and its other properties are always masked, so they do not reveal the target. Special tokens are never chosen or
+    inserted.
 
-    What is chosen depends on the seed, the epoch and the cell alone.
+    The choice depends on the seed, the epoch and the cell only.
 
     Parameters
     ----------
     vocab
         The vocabulary of the tokens, or its size where it has the usual special tokens.
     mask_ratio
-        Share of gene tokens to choose, in (0, 1). A list: each cell draws one of them anew in each epoch. A dict such
-        as ``{"start": 0.15, "end": 0.5, "epochs": 10}``: the share goes from start to end over so many epochs, evenly,
-        or with ``"shape": "cosine"`` slowly at both ends; validation uses that of the first epoch.
+        Fraction of gene tokens to choose, in (0, 1). For a list, one of its values is sampled for each cell in each
+        epoch. A dict such as ``{"start": 0.15, "end": 0.5, "epochs": 10}``: the fraction changes from start to end over
+        this many epochs, linearly or with ``"shape": "cosine"``; validation uses that of the first epoch.
     mask_token_prob, random_token_prob
         Probabilities of the two replacements; together at most 1.
     seed
-        Seed of the choice.
+        Random seed.
 
     Raises
     ------
@@ -97,14 +97,14 @@ class Masking:
         Parameters
         ----------
         batch
-            Tokens that nothing is hidden of; not changed.
+            Unmasked tokens; they are not changed.
         rows
             Identity of each cell, shape (B,).
         epoch
-            Each epoch hides other tokens.
+            Each epoch masks other tokens.
         hidden_last
-            Put the chosen tokens behind the others, in random order. Needed where the order of the tokens tells
-            something of which genes they are: a masked gene could be inferred from its neighbors.
+            Put the chosen tokens after the others, in random order. This is required if the order of the tokens is
+            informative, because a masked gene could be inferred from its neighbors.
 
         Returns
         -------
@@ -134,7 +134,7 @@ class Masking:
         return cast(TokenBatch, {**tensors, "attention_mask": batch["attention_mask"]})
 
     def ratios(self, rows: np.ndarray, *, epoch: int) -> np.ndarray:
-        """Return the share of tokens to choose of each cell, float64, shape (B,).
+        """Return the fraction of tokens to choose of each cell, float64, shape (B,).
 
         Parameters
         ----------

@@ -147,7 +147,7 @@ _APART = 1e-6
 
 
 class Scales(NamedTuple):
-    """What ranks multiply counts by.
+    """The factor of counts in the ranking.
 
     Attributes
     ----------
@@ -297,8 +297,8 @@ def _learn(indptr, genes, counts, single, n_buckets):
 class RankValueTokenizer(Tokenizer):
     """Rank the expressed genes of a cell by ``count / total * 1e4 / median`` and present them from high to low.
 
-    The median is that of the nonzero library-size-normalized values of the gene, where the vocabulary has it; it puts
-    genes that are high everywhere behind those that are high here. ``values`` are log1p CP10K by default.
+    The median is that of the nonzero library-size-normalized values of the gene, if the vocabulary has it. It ranks
+    genes that are high in all cells below genes that are high in this cell. ``values`` are log1p CP10K by default.
 
     The positions of two genes reveal something about their medians, so masking moves masked tokens to the end (see
     :class:`~scforge.tokenizers.Masking`).
@@ -308,13 +308,13 @@ class RankValueTokenizer(Tokenizer):
     vocab
         The genes, with their `medians` if `use_medians`.
     max_len
-        Most tokens of a cell, special tokens included; the top of the ranking is kept. None takes 2,048.
+        Maximum number of tokens per cell, special tokens included; the top of the ranking is kept. None takes 2,048.
     append_cls, append_eos
-        Put a CLS token before the genes, an EOS token behind them.
+        Put a CLS token before the genes, and an EOS token after them.
     use_medians
         Divide by the median of the gene before ranking; otherwise rank the counts.
     parity
-        ``"stable"``: equal genes stand in the order of the vocabulary, the same on every machine. ``"exact"``: as
+        ``"stable"``: ties are in the order of the vocabulary, on every machine. ``"exact"``: as
         Geneformer's code orders them, with NumPy's default sort of float64 over the columns of the data, whose order
         among equal keys depends on the CPU. For comparisons; far slower.
     collapse_duplicates
@@ -379,7 +379,7 @@ class RankValueTokenizer(Tokenizer):
         ensembl_map: pd.DataFrame | str | os.PathLike[str] | Mapping[str, str] | None = None,
         parity: str = "stable",
     ) -> RankValueTokenizer:
-        """Make the tokenizer of a published Geneformer, with its token ids.
+        """Create the tokenizer of a published Geneformer, with its token ids.
 
         V1 has 2,048 gene tokens and no special ones; V2 has 4,096 tokens with CLS in front and EOS at the end. Genes
         that are not in the dictionary are left out, but their counts stay in the library size.
@@ -409,7 +409,7 @@ class RankValueTokenizer(Tokenizer):
 
         Notes
         -----
-        A model of these tokens is made of the vocabulary and the options of the tokenizer::
+        A model for these tokens is created from the vocabulary and the options of the tokenizer::
 
             Encoder(adata, vocab=tokenizer.vocab, tokenizer={"name": "rank_value", **tokenizer.config()})
 

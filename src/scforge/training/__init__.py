@@ -1,4 +1,4 @@
-"""Training: one plan, pluggable objectives, Lightning's Trainer."""
+"""Training: one plan, exchangeable objectives, and Lightning's Trainer."""
 
 from __future__ import annotations
 

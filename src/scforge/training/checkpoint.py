@@ -1,4 +1,4 @@
-"""Checkpoints of a training: best weights, states to resume from, and the folder of a run."""
+"""Checkpoints of a training run: best weights, resumable checkpoints, and the folder of a run."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ logger = logging.getLogger("scforge")
 
 
 class GracefulStop(Callback):
-    """Turns the first Ctrl-C into a stop after the current step; the second one breaks off that step.
+    """Turns the first Ctrl-C into a stop after the current step; the second one interrupts that step.
 
     Parameters
     ----------
     saves
-        Whether there is a place for the state of the training. SIGTERM (under SLURM SIGUSR1 as well) then waits until
-        the state is saved; otherwise it ends the process as usual.
+        Whether checkpoints are saved. SIGTERM (under SLURM also SIGUSR1) then ends the process after a checkpoint is
+        saved; otherwise it ends the process as usual.
 
     Attributes
     ----------
     stopped
         Whether Ctrl-C stopped the training.
     signal
-        The signal that asks this process to end, once its state is saved; None if there was none.
+        The signal that asked this process to end after saving a checkpoint; None if there was none.
     """
 
     def __init__(self, *, saves: bool = False) -> None:
@@ -66,8 +66,8 @@ class GracefulStop(Callback):
         return self.stopped and self.saves
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Listen for Ctrl-C, where signals can be listened for."""
-        # Gradients that are added up over batches, and several processes, have to come to the end of a step together.
+        """Install the handler of Ctrl-C, if this thread can handle signals."""
+        # With accumulated gradients or several processes, a step must be completed.
         self._at_once = trainer.world_size == 1 and trainer.accumulate_grad_batches == 1
 
         def interrupted(signum: int, frame: Any) -> None:
@@ -79,7 +79,7 @@ class GracefulStop(Callback):
         self._listen(signal.SIGINT, interrupted)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Listen for the end of the process; Lightning has set its own handlers by now."""
+        """Install the handlers of termination signals, after Lightning has set its own."""
 
         def ending(signum: int, frame: Any) -> None:
             self.signal = signum
@@ -107,7 +107,7 @@ class GracefulStop(Callback):
             self.signal = (self.signal or signal.SIGTERM) if ends else None
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
-        """Hand the signals back."""
+        """Restore the previous signal handlers."""
         self._restore(*self._before)
 
     on_exception = teardown  # Lightning calls no teardown after an error
@@ -123,7 +123,7 @@ class GracefulStop(Callback):
 
 
 def kept_weights(trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, torch.Tensor]:
-    """Return a copy of the weights that a training is about: their moving average if there is one.
+    """Return a copy of the trained weights, or of their moving average if there is one.
 
     All processes have to call it; see :func:`scforge.training.devices.copy_of_weights`.
     """
@@ -132,7 +132,7 @@ def kept_weights(trainer: lightning.Trainer, pl_module: lightning.LightningModul
 
 
 def worst(mode: str) -> float:
-    """Return what any metric is better than, in the mode ``"min"`` or ``"max"``."""
+    """Return the worst possible value of a metric, in the mode ``"min"`` or ``"max"``."""
     return math.inf if mode == "min" else -math.inf
 
 
@@ -165,12 +165,12 @@ class BestWeights(Callback):
         self.state: dict[str, torch.Tensor] | None = None
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
-        """End in the way that runs a validation where `max_steps` cuts an epoch short."""
+        """Stop so that a validation still runs if `max_steps` ends within an epoch."""
         if trainer.global_step == trainer.max_steps:
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Copy the weights if they are better than all before."""
+        """Copy the weights if they are the best so far."""
         value = float(trainer.callback_metrics.get(self.monitor, worst(self.mode)))
         if is_better(value, self.value, self.mode):
             self.epoch, self.value = trainer.current_epoch, value
@@ -181,12 +181,12 @@ class BestWeights(Callback):
         return {"epoch": self.epoch, "value": self.value, "state": self.state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was best before."""
+        """Restore the previous best epoch."""
         self.epoch, self.value, self.state = state_dict["epoch"], state_dict["value"], state_dict["state"]
 
 
 class MovingAverage(Callback):
-    """Keeps an exponential moving average of the weights; it is what is validated and kept.
+    """Keeps an exponential moving average of the weights, which is validated and saved.
 
     After step t the average is ``d * average + (1 - d) * weights`` with ``d = min(decay, (1 + t) / (10 + t))``, so that
     it does not begin with the random weights (as in TensorFlow's and timm's moving averages).
@@ -200,7 +200,7 @@ class MovingAverage(Callback):
     def __init__(self, decay: float) -> None:
         check_share("ema_decay", decay)
         if decay in (0, 1):
-            raise OptionError(f"ema_decay={decay!r} averages nothing; give a number between 0 and 1, e.g. 0.999.")
+            raise OptionError(f"ema_decay={decay!r} does not average; pass a number between 0 and 1, e.g. 0.999.")
         self.decay = decay
         self.steps = 0
         self._seen = 0
@@ -213,7 +213,7 @@ class MovingAverage(Callback):
         return {name: value.detach().cpu().clone() for name, value in self._average.items()}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Begin with the weights, or put what was loaded where the weights are."""
+        """Start with the weights, or move a loaded average to their device."""
         weights = pl_module.module.state_dict()
         source = weights if self._average is None else self._average
         self._average = {name: source[name].detach().to(value.device).clone() for name, value in weights.items()}
@@ -225,7 +225,7 @@ class MovingAverage(Callback):
     ) -> None:
         """Move the average toward the weights after a step of the optimizer."""
         if trainer.global_step == self._seen:
-            return  # a batch whose gradients are only added up
+            return  # gradients are accumulated, no step was taken
         self._seen = trainer.global_step
         self.steps += 1
         keep = min(self.decay, (1 + self.steps) / (10 + self.steps))
@@ -261,11 +261,11 @@ _FORMAT = 1
 
 
 class PreemptedError(Exception):
-    """A signal asked the process to end, and the state is saved."""
+    """A signal asked the process to end, and a checkpoint is saved."""
 
 
 class SavingError(TrainingError):
-    """A state that could not be written.
+    """A checkpoint could not be written.
 
     Attributes
     ----------
@@ -278,15 +278,15 @@ class SavingError(TrainingError):
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Folder of the checkpoints of a run, and the checkpoint to resume from.
+    """Folder of the checkpoints of a run, and checkpoint to resume from.
 
     Attributes
     ----------
     write
-        Called on the first process with a name, e.g. ``"step=00000120"``, the state and the weights; None saves
-        nothing.
+        Called on the first process with a name, e.g. ``"step=00000120"``, the training state and the weights; None
+        saves no checkpoint.
     every_n_steps
-        Save after so many optimizer steps as well; a state is saved at the end of each epoch anyway.
+        Also save after this many optimizer steps, in addition to the end of each epoch.
     best
         Creates the callback that keeps the best epochs, from the name of the metric that selects them, and
         ``"min"`` or ``"max"``; None keeps none.
@@ -306,7 +306,7 @@ class SaveOptions:
     begin: Callable[[], None] | None = None
 
     def is_over(self, max_epochs: int, max_steps: int, patience: int | None) -> bool:
-        """Return whether the training that is to continue has come to its end; `patience` is that of early stopping."""
+        """Return whether the training run to resume is already finished; `patience` is that of early stopping."""
         if self.resume is None or self.resume["finished"] is None:
             return False
         stopped = [state for key, state in self.resume["callbacks"].items() if key.startswith("StopAfterWarmup")]
@@ -318,9 +318,9 @@ class SaveOptions:
 
 
 class SaveState(Checkpoint):
-    """Saves the state of a training as it goes, and puts a saved one back before the first step.
+    """Saves checkpoints during a training run, and restores one before the first step.
 
-    It has to come last, after whatever may end the training; Lightning calls what is a ``Checkpoint`` last.
+    It has to run last, after all callbacks that may end training; Lightning runs subclasses of ``Checkpoint`` last.
 
     Parameters
     ----------
@@ -329,7 +329,7 @@ class SaveState(Checkpoint):
     data
         The data module of the training.
     stop
-        Says when the training has to end.
+        Reports when training has to end.
     """
 
     def __init__(self, saving: SaveOptions, *, data: CellDataModule, stop: GracefulStop) -> None:
@@ -339,17 +339,17 @@ class SaveState(Checkpoint):
         self._seen = 0
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Tell what is needed before the optimizer is made."""
+        """Restore the state that is needed before the optimizer is created."""
         if self.saving.resume is None:
             return
         pl_module.total_steps = self.saving.resume["total_steps"]
         with restoring():
             self.data.go_on_with(self.saving.resume["data"])
-        # The first epoch may be shorter, and Lightning asks a loader once how many batches it has.
+        # The first epoch may be shorter, and Lightning reads the number of batches once.
         trainer.reload_dataloaders_every_n_epochs = 1
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Put back what does not depend on the moment: optimizer, schedule, counters, callbacks."""
+        """Restore the optimizer, the schedule, counters and callbacks."""
         state = self.saving.resume
         if state is None:
             return
@@ -368,7 +368,7 @@ class SaveState(Checkpoint):
                     callback.load_state_dict(saved)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Put back the random numbers, right before the first step."""
+        """Restore the random number generators, right before the first step."""
         if trainer.is_global_zero and self.saving.begin is not None:
             self.saving.begin()
         self._seen = trainer.global_step
@@ -379,11 +379,11 @@ class SaveState(Checkpoint):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Save where it is due, or where the training has to end."""
+        """Save a checkpoint if it is due, or if training has to end."""
         step, every = trainer.global_step, self.saving.every_n_steps
         at_end = trainer.is_last_batch or step == trainer.max_steps
         if self.saving.write is None or at_end or trainer.fit_loop._should_accumulate():
-            return  # at the end of an epoch the state is saved after the validation
+            return  # at the end of an epoch, the checkpoint is saved after validation
         ends = self.stop.signal is not None
         due = every is not None and step // every > self._seen // every
         self._seen = step
@@ -393,7 +393,7 @@ class SaveState(Checkpoint):
             raise PreemptedError
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Save the end of a whole epoch."""
+        """Save a checkpoint at the end of a complete epoch."""
         epoch, at_most = trainer.current_epoch + 1, trainer.global_step == trainer.max_steps
         if self.saving.write is None or not (trainer.is_last_batch or at_most):
             return  # an interrupted epoch resumes from its middle
@@ -415,7 +415,7 @@ class SaveState(Checkpoint):
         if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
             # On a GPU losses are looked at now and then only, see TrainingPlan.
             raise NotFiniteError(
-                f"the weights are no numbers any more in step {trainer.global_step}, and are not saved; lower the "
+                f"the weights are NaN or infinite in step {trainer.global_step}, and are not saved; lower the "
                 "learning rate (lr), or check the counts for extreme values."
             )
         state = {
@@ -429,7 +429,7 @@ class SaveState(Checkpoint):
             "optimizer": trainer.strategy.optimizer_state(trainer.optimizers[0]),
             "schedules": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
-            # The means of a process are added to those of the others at the end of the epoch only.
+            # The means are added up over processes only at the end of an epoch.
             "means": _gathered(trainer, pl_module.train_means.state_dict()),
             "callbacks": {key: callback.state_dict() for key, callback in self._stateful(trainer).items()},
             "data": self.data.position(begins_epoch=epoch > trainer.current_epoch),
@@ -440,7 +440,7 @@ class SaveState(Checkpoint):
             self.saving.write(name, state, weights)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Take the moving average out again, now that all callbacks have seen it."""
+        """Restore the trained weights after all callbacks have seen the moving average."""
         for one in trainer.callbacks:
             if isinstance(one, MovingAverage):
                 one.put_back(pl_module)
@@ -452,19 +452,20 @@ class SaveState(Checkpoint):
                 continue
             if callback.state_key in keyed:
                 raise OptionError(
-                    f"callbacks has two of {callback.state_key!r} with a state to save; give them different state_key."
+                    f"callbacks has two of {callback.state_key!r} with a state to save; give each a different "
+                    "state_key."
                 )
             keyed[callback.state_key] = callback
         return keyed
 
 
 def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: str) -> None:
-    """Raise if a training is not the one that a state is of.
+    """Raise if the settings of a training run differ from those of a checkpoint.
 
     Raises
     ------
     OptionError
-        Naming what differs.
+        If a setting differs; the message names it.
     """
     names = [name for name in [*saved, *(set(now) - set(saved))] if saved.get(name) != now.get(name)]
     if not names:
@@ -473,12 +474,12 @@ def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: s
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     raise OptionError(
         f"resume: the training in {where!r} had other settings ({shown}{more}); "
-        "use those to continue with it, or another folder (or overwrite=True) to start anew."
+        "use those to resume, or another folder (or overwrite=True) to start a new run."
     )
 
 
 def _set_counters(trainer: lightning.Trainer, *, epoch: int, step: int) -> None:
-    """Let Lightning's loops count on from here."""
+    """Set the counters of Lightning's loops."""
     loop = trainer.fit_loop
     for progress in (loop.epoch_progress.current, loop.epoch_progress.total):
         progress.ready = progress.started = progress.processed = progress.completed = epoch
@@ -521,8 +522,8 @@ def _set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     else:
         warn(
-            f"The state is of {len(state['cuda'])} GPUs, and there are {torch.cuda.device_count()}; random numbers on "
-            "them begin anew."
+            f"The state is of {len(state['cuda'])} GPUs, and there are {torch.cuda.device_count()}; their random "
+            "numbers are not restored."
         )
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
@@ -530,15 +531,15 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def restoring() -> Iterator[None]:
-    """Say in a sentence that the content of a state does not fit; its checksum finds accidents, not this."""
+    """Return the message for a checkpoint whose content does not fit, which checksums do not detect."""
     try:
         yield
     except ScforgeError:
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ModelFileError(
-            f"resume: the state of the training does not fit it ({first_line(error)}); take another state, or train "
-            "anew in another folder (or with overwrite=True)."
+            f"resume: the checkpoint does not fit this training run ({first_line(error)}); use another checkpoint, or "
+            "start a new run in another folder (or with overwrite=True)."
         ) from error
 
 
@@ -546,14 +547,14 @@ _TENSOR, _ITEMS, _TUPLE = "__tensor__", "__items__", "__tuple__"
 
 
 def pack(content: Any, *, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Split `content` into what JSON can hold and the tensors in it.
+    """Split `content` into a JSON-safe part and its tensors.
 
     Parameters
     ----------
     content
-        Mappings, lists, tuples, plain values, tensors and arrays, nested as they like.
+        Mappings, lists, tuples, plain values, tensors and arrays, nested to any depth.
     where
-        What to call it in an error, and the prefix of the tensors' names.
+        Name of the content in errors, and prefix of the tensors' names.
 
     Returns
     -------
@@ -577,7 +578,7 @@ def pack(content: Any, *, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def unpack(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return what :func:`pack` was given."""
+    """Return the content that :func:`pack` split."""
     if isinstance(plain, list):
         return [unpack(value, tensors) for value in plain]
     if not isinstance(plain, dict):
@@ -599,7 +600,7 @@ def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(np.ascontiguousarray(value))
     if isinstance(value, torch.Tensor):
-        # Tensors that share memory cannot stand in one file of safetensors, hence the copy.
+        # A safetensors file cannot contain tensors that share memory, hence the copy.
         key = f"{name.partition('.')[0]}.{len(tensors)}"
         tensors[key] = value.detach().cpu().contiguous().clone()
         return {_TENSOR: key}
@@ -607,26 +608,26 @@ def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         items = [(key, _pack(part, f"{name}.{key}", tensors)) for key, part in value.items()]
         plain = all(isinstance(key, str) and not key.startswith("__") for key, _ in items)
         if not all(isinstance(key, str | int) for key, _ in items):
-            raise TrainingError(f"{name} has a key that is neither text nor a whole number, which cannot be saved.")
+            raise TrainingError(f"{name} has a key that is neither a string nor an integer, which cannot be saved.")
         return dict(items) if plain else {_ITEMS: [list(item) for item in items]}
     if isinstance(value, list | tuple):
         parts = [_pack(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]
         return parts if isinstance(value, list) else {_TUPLE: parts}
     raise TrainingError(
-        f"{name} is of type {type(value).__name__!r}, which cannot be saved in a checkpoint; keep numbers, text, "
-        "lists, dictionaries and tensors in the state of a callback."
+        f"{name} is of type {type(value).__name__!r}, which cannot be saved in a checkpoint; use only numbers, "
+        "strings, lists, dictionaries and tensors in the state of a callback."
     )
 
 
 FINAL = "final"
-"""Name of the trained model in the folder of a training."""
+"""Name of the trained model in the folder of a training run."""
 
 _STATE, _TENSORS, _LOCK, _PART = "state.json", "state.safetensors", ".lock", "training"
 _PARTS = ("step=*", "epoch=*", FINAL)
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write the state of a training into a model folder that is being made."""
+    """Write the training state into a new model folder."""
     place = folder / _PART
     place.mkdir()
     plain, tensors = pack(state, where="state")
@@ -636,14 +637,14 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
 
 
 def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the state of a training.
+    """Read the training state of a checkpoint.
 
     Raises
     ------
     MissingFileError
-        If there is none.
+        If there is no checkpoint.
     ModelFileError
-        If it is damaged.
+        If the checkpoint is damaged.
     """
     check_state(Path(folder))
     place = Path(folder) / _PART
@@ -656,43 +657,45 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
         state = unpack(content["state"], load_file(place / _TENSORS))
         if state["format"] != _FORMAT:
             raise TrainingError(
-                f"the state of the training in {str(folder)!r} is of scforge {state.get('scforge_version')}, this is "
+                f"the checkpoint {str(folder)!r} is of scforge {state.get('scforge_version')}, this is "
                 f"{__version__}; continue with that version."
             )
     except ModelFileError:
         raise
     except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
-        raise ModelFileError(f"{str(place / _STATE)!r} is not a state of a training: {first_line(error)}.") from error
+        raise ModelFileError(
+            f"{str(place / _STATE)!r} is not a checkpoint of a training run: {first_line(error)}."
+        ) from error
     return state
 
 
 def check_state(path: Path, run: RunFolder | None = None) -> None:
-    """Raise unless `path` is the folder of a state; cheap, as nothing is read.
+    """Raise unless `path` is the folder of a checkpoint; no file is read.
 
     Parameters
     ----------
     path
-        What a user gave as `resume`.
+        The value of `resume`.
     run
-        The folder of the training that is to be resumed.
+        The folder of the training run to resume.
 
     Raises
     ------
     MissingFileError
-        Saying what could have been meant.
+        If it is not; the message suggests checkpoints.
     """
     if (path / _PART / _STATE).is_file():
         return
-    problem = "holds no state of a training" if path.is_dir() else "does not exist"
+    problem = "contains no training checkpoint" if path.is_dir() else "does not exist"
     states = sorted(path.glob("step=*"))
     ways = ["--resume auto"] if run is not None and states and path.resolve() == run.path.resolve() else []
     ways += [os.fspath(state) for state in states[-1:]]
-    meant = f"did you mean {', or '.join(ways)}?" if ways else "give one such as ckpt/step=00000100, or 'auto'."
+    meant = f"did you mean {', or '.join(ways)}?" if ways else "pass one such as ckpt/step=00000100, or 'auto'."
     raise MissingFileError(f"resume={str(path)!r} {problem} (--resume); {meant}")
 
 
 class RunFolder:
-    """The folder in which one training at a time keeps what it saves.
+    """The folder in which a training run saves its outputs; only one run at a time can use it.
 
     Parameters
     ----------
@@ -705,33 +708,33 @@ class RunFolder:
         self.path = Path(path)
 
     def parts(self) -> list[Path]:
-        """Return the outputs of training runs: checkpoints, the oldest first, best epochs, and the trained model."""
+        """Return the outputs of training runs: checkpoints in order of age, best epochs, and the trained model."""
         return [part for pattern in _PARTS for part in sorted(self.path.glob(pattern)) if part.is_dir()]
 
     def models(self) -> list[Path]:
-        """Return those of the parts that are folders of models."""
+        """Return the outputs that are model folders."""
         return [part for part in self.parts() if (part / "config.json").is_file()]
 
     def states(self) -> list[Path]:
-        """Return the folders of states, the oldest first."""
+        """Return the folders of checkpoints, from oldest to newest."""
         return [part for part in self.parts() if part.name.startswith("step=")]
 
     def latest(self, read: Callable[[Path], Any] = lambda path: None) -> tuple[Path, dict[str, Any], Any] | None:
-        """Return the last state that is whole, or None if there is none at all.
+        """Return the newest intact checkpoint, or None if there are no checkpoints.
 
         Parameters
         ----------
         read
-            Called with the folder of a state; returns the model in it, or raises if that is damaged.
+            Called with the folder of a checkpoint; returns its model, or raises if it is damaged.
 
         Returns
         -------
-        The folder, the state, and what `read` returned.
+        The folder, the training state, and the return value of `read`.
 
         Raises
         ------
         ModelFileError
-            If there are states, but none that is whole.
+            If all checkpoints are damaged.
         """
         states = self.states()
         for path in reversed(states):
@@ -741,37 +744,38 @@ class RunFolder:
             except (MissingFileError, ModelFileError) as error:
                 if path == states[0]:
                     raise ModelFileError(
-                        f"checkpoint_dir={str(self.path)!r} has no state that is whole ({error}); pass overwrite=True "
-                        "(--overwrite) to start anew."
+                        f"checkpoint_dir={str(self.path)!r} has no intact checkpoint ({error}); pass overwrite=True "
+                        "(--overwrite) to start a new run."
                     ) from error
-                warn(f"{error} The state before it is taken.")
+                warn(f"{error} Training resumes from the one before it.")
         return None
 
     def holds(self, state: Path) -> bool:
-        """Return whether the folder of a state lies in here."""
+        """Return whether the folder of a checkpoint is in this folder."""
         return self.path.resolve() in (state.parent.resolve(), state.resolve().parent)
 
     def check_free(self, *, resumes: bool = False) -> None:
-        """Raise if a training has left something here.
+        """Raise if the folder contains outputs of another training run.
 
         Parameters
         ----------
         resumes
-            Whether the training resumes from the last state in here, or starts where there is none yet: one may have
-            ended after its first epoch was kept, and before its first state was saved.
+            Whether training resumes from the last checkpoint, or starts if there is none. A run may have ended after it
+            saved its first best epoch and before its first checkpoint.
 
         Raises
         ------
         OptionError
-            Saying what can be done.
+            If there are such outputs; the message names the options.
         """
         found = self.parts()
         if resumes and (self.states() or all(part.name.startswith("epoch=") for part in found)):
             return
         if found:
             raise OptionError(
-                f"checkpoint_dir={str(self.path)!r} holds a training already ({found[-1].name}); pass resume='auto' "
-                "(--resume auto) to continue with it, overwrite=True (--overwrite) to replace it, or another folder."
+                f"checkpoint_dir={str(self.path)!r} already contains a training run ({found[-1].name}); pass "
+                "resume='auto' (--resume auto) to resume, overwrite=True (--overwrite) to replace it, or another "
+                "folder."
             )
 
     def clear(self, *, states_only: bool = False) -> None:
@@ -780,7 +784,7 @@ class RunFolder:
             remove_folder(part)
 
     def go_back_to(self, step: int, n_epochs: int) -> None:
-        """Remove what a training left behind a state of it, as it will come again: later states, and later epochs."""
+        """Remove checkpoints and epochs later than the one to resume from; the resumed run writes them again."""
         for kind, most in (("step", step), ("epoch", n_epochs - 1)):
             for part in self.path.glob(f"{kind}=*"):
                 number = part.name.removeprefix(f"{kind}=")
@@ -789,18 +793,18 @@ class RunFolder:
                     remove_folder(part)
 
     def keep_last(self, n: int) -> None:
-        """Remove all states but the last `n`."""
+        """Remove all checkpoints except the last `n`."""
         for part in self.states()[:-n]:
             remove_folder(part)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other training runs out while this one runs; the lock ends with the process, however it ends.
+        """Lock the folder for this training run; the lock ends with the process.
 
         Raises
         ------
         OptionError
-            If another training holds the folder, or it cannot be written to.
+            If another training run holds the folder, or it cannot be written to.
         """
         lock = FileLock(self.path / _LOCK)
         try:
@@ -813,7 +817,7 @@ class RunFolder:
             raise OptionError(f"checkpoint_dir={str(self.path)!r} {problem}; {wait}choose another folder.") from error
         try:
             for pattern in (".step=*", ".epoch=*", f".{FINAL}.*"):
-                for part in self.path.glob(pattern):  # what processes that were killed have left half done
+                for part in self.path.glob(pattern):  # incomplete outputs of killed processes
                     if part.is_dir():
                         shutil.rmtree(part, ignore_errors=True)
                     else:

@@ -31,8 +31,8 @@ Batch = dict[str, torch.Tensor]
 def default_threads(cells: Cells) -> int:
     """Return the default number of tokenizing threads.
 
-    Cells in memory are tokenized while the last step is computed, by one thread; those on disk also have to be
-    unpacked, so that two are worth their while.
+    One thread tokenizes cells in memory during the previous step. Cells on disk also have to be decompressed, so two
+    threads are faster.
     """
     return 1 if cells.chunk_size == 1 else min(2, os.cpu_count() or 1)
 
@@ -40,19 +40,20 @@ def default_threads(cells: Cells) -> int:
 class BatchLoader:
     """Iterates over the batches of an epoch, in the order of a :class:`~scforge.data.CellOrder`.
 
-    The batches do not depend on the number of threads. A state counts the batches of the epoch that were handed out,
-    not how many were made, so that a training that is resumed in the middle of an epoch gets the very same rest.
+    The batches do not depend on the number of threads. A checkpoint counts the batches that were returned, not those
+    that were prepared, so a run that is resumed within an epoch gets exactly the remaining batches.
 
     Parameters
     ----------
     cells
         The cells.
     order
-        Which cells make which batch. Lightning finds it as `sampler` and tells it the epoch.
+        Assignment of cells to batches. Lightning finds it as `sampler` and sets its epoch.
     prepare
-        Makes the tensors of a block of cells, in another thread: e.g. a tokenizer.
+        Prepares the tensors of a block of cells in another thread, e.g. a tokenizer.
     num_threads
-        Threads that call `prepare`, in addition to one that reads; 0 works on request. None chooses.
+        Threads that call `prepare`, in addition to one that reads; 0 prepares batches on request. None chooses the
+        number.
     pin_memory
         Put the tensors into memory that a CUDA device copies from while it computes.
 
@@ -119,11 +120,11 @@ class BatchLoader:
                 yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which batches of which epoch were handed out, JSON-safe."""
+        """Return the epoch and the number of batches returned so far, JSON-safe."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, shortens: bool = False) -> None:
-        """Continue behind the batch that a state names; if it `shortens`, with the rest as the length of the epoch."""
+        """Continue after the batches that a state counts; with `shortens`, only these remain in the epoch's length."""
         self.sampler.load_state_dict(state)
         if shortens:
             self._behind = (int(state["epoch"]), int(state["position"]))
@@ -136,7 +137,7 @@ class BatchLoader:
 
 
 def _ahead(blocks: Generator[CellBlock], make: Callable[[CellBlock], Batch], num_threads: int) -> Generator[Batch]:
-    """Read blocks in one thread and make batches in others, some of them ahead; the batches come in order."""
+    """Read blocks in one thread and prepare batches in others ahead of time, in order."""
     reader = ThreadPoolExecutor(1, thread_name_prefix="scforge-read")
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="scforge-tokenize")
     pending: deque[Future[Batch | None]] = deque()
@@ -161,7 +162,7 @@ def _ahead(blocks: Generator[CellBlock], make: Callable[[CellBlock], Batch], num
 
 
 _UNSHUFFLED_WINDOW = 16_384
-"""Cells of a window where cells that stand together may be of one kind: 64 chunks from everywhere mix well."""
+"""Cells per window of a store whose adjacent cells may be of one type; 64 random chunks mix well."""
 
 
 def _warn_of_shared_batches(cells: Cells, batch_key: str) -> None:
@@ -192,37 +193,37 @@ class CellDataModule(lightning.LightningDataModule):
         The cells (:func:`scforge.data.open_cells`), or a path or URL that it opens: of a store, an h5ad file, ...
         Files that do not fit into memory are converted into a store in the cache of the user once (``cache="auto"``).
     tokenizer, objective
-        They make a batch of a block of cells; None leaves them to :meth:`bind`.
+        They prepare a batch from a block of cells; None sets them later by :meth:`bind`.
     train_rows, validation_rows
-        Rows of `cells`, disjoint. None: `validation_size` and `split_by` choose.
+        Rows of `cells`, disjoint. With None, `validation_size` and `split_by` determine the split.
     validation_size
-        Share of the cells that are held out, drawn with `seed`.
+        Fraction of cells that are held out, sampled with `seed`.
     split_by
         Column of obs with groups, e.g. donors or data sets, that are held out as a whole; None splits by cell.
     batch_size
-        Cells a batch; None takes the objective's default, or with `max_tokens_per_batch` as many as fit.
+        Cells per batch; None takes the objective's default, or with `max_tokens_per_batch` as many as fit.
     max_tokens_per_batch
-        A batch holds as many cells of like length as fit into so many tokens, padding included.
+        A batch contains as many cells of similar length as fit into this many tokens, padding included.
     balance_by
-        Column of obs with classes: training cells are drawn with replacement, so that each class comes equally often.
+        Column of obs with classes: training cells are sampled with replacement, so that each class comes equally often.
     balance_start, balance_end, balance_epochs
-        How far: 0 draws classes as often as they are, 1 equally often. From `balance_start` it changes to `balance_end`
-        over `balance_epochs` epochs.
+        Strength of the balancing: 0 samples classes by their frequency, 1 equally often. It changes from
+        `balance_start` to `balance_end` over `balance_epochs` epochs.
     weight_by
-        Column of obs with weights: training cells are drawn with replacement, in proportion to them.
+        Column of obs with weights: training cells are sampled with replacement, in proportion to them.
     seed
         Seed of the split, the order, the masks and the views.
     num_threads
-        Threads that tokenize, in addition to one that reads; 0 makes batches in the training thread; None chooses.
+        Threads that tokenize, in addition to one that reads; 0 prepares batches in the training thread; None chooses
+        the number.
     pin_memory
         Put batches into memory that a CUDA device copies from while it computes; None does so if there is one.
     window_cells
-        Cells that are read and shuffled together; None takes 4,096 of a store in random order, and 16,384 of one that
-        is in another.
+        Cells that are read and shuffled together; None takes 4,096 for a store in random order, and 16,384 otherwise.
     batch_key, labels_key
         Columns of obs with the batch and the label of each cell; highly variable genes are chosen within batches.
     first_epoch
-        Number of epochs trained before, so that a second training sees new masks and views.
+        Number of epochs trained before, so a second training run sees new masks and views.
 
     Raises
     ------
@@ -283,9 +284,9 @@ class CellDataModule(lightning.LightningDataModule):
             except DataError as error:
                 raise DataError(f"split_by={split_by!r}: {error}") from error
         elif train_rows is None or validation_rows is None:
-            raise OptionError("train_rows and validation_rows come together; give both, or neither.")
+            raise OptionError("train_rows and validation_rows must be given together; pass both, or neither.")
         elif split_by is not None:
-            raise OptionError(f"split_by={split_by!r} has no effect with train_rows and validation_rows; give one.")
+            raise OptionError(f"split_by={split_by!r} has no effect with train_rows and validation_rows; leave it out.")
         else:
             train_rows = _checked_rows("train_rows", train_rows, len(cells))
             validation_rows = _checked_rows("validation_rows", validation_rows, len(cells))
@@ -340,15 +341,16 @@ class CellDataModule(lightning.LightningDataModule):
     def bind(
         self, tokenizer: Tokenizer, objective: Objective, *, first_epoch: int | None = None, cells: Cells | None = None
     ) -> None:
-        """Take the tokenizer and the objective that make batches, and the same cells over the genes of a model.
+        """Set the tokenizer and the objective that prepare batches, and map the cells to the genes of a model.
 
-        Without `first_epoch` that of the data module stays. Another model can take over later, with other genes.
+        Without `first_epoch`, the value of the data module is kept. The data module can be bound again to another model
+        with other genes.
         """
         objective.check(tokenizer)
         if self.max_tokens_per_batch is not None and objective.random_batches:
             raise OptionError(
-                f"max_tokens_per_batch={self.max_tokens_per_batch} fills batches with cells of like length, but the "
-                f"objective {type(objective).__name__} needs random ones; give batch_size."
+                f"max_tokens_per_batch={self.max_tokens_per_batch} fills batches with cells of similar length, but the "
+                f"objective {type(objective).__name__} needs random ones; pass batch_size."
             )
         if first_epoch is not None:
             self.first_epoch = first_epoch
@@ -365,16 +367,16 @@ class CellDataModule(lightning.LightningDataModule):
         return loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which training batches were handed out; Lightning puts it into its checkpoints."""
+        """Return the position in the training batches; Lightning saves it in its checkpoints."""
         return {} if self._train_loader is None else {"train_loader": self._train_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue behind the batch that a state names, with the next :meth:`train_dataloader`."""
-        # Lightning restores a loader only if none was made before; counting the steps of a training makes one.
+        """Continue after the batches that a state counts, at the next :meth:`train_dataloader`."""
+        # Lightning restores a loader only if none exists yet, and counting the steps of a run creates one.
         self._state, self._shortens = state_dict.get("train_loader"), False
 
     def position(self, *, begins_epoch: bool) -> dict[str, Any]:
-        """Return which training batch comes next, for :meth:`go_on_with`; JSON-safe.
+        """Return the position of the next training batch, for :meth:`go_on_with`; JSON-safe.
 
         Parameters
         ----------
@@ -382,21 +384,23 @@ class CellDataModule(lightning.LightningDataModule):
             Whether it is the first one of the epoch after the current one.
         """
         if self._train_loader is None:
-            raise TrainingError("the data module has made no training batches yet; its position is that of a training.")
+            raise TrainingError(
+                "the data module has no position yet, as it has prepared no training batches; train first."
+            )
         state = self._train_loader.state_dict()
         return {**state, "epoch": state["epoch"] + 1, "position": 0} if begins_epoch else state
 
     @property
     def waited(self) -> float:
-        """Seconds that the training has waited for its batches in this epoch."""
+        """Seconds that training has waited for batches in this epoch."""
         return 0.0 if self._train_loader is None else self._train_loader.waited
 
     def go_on_with(self, position: dict[str, Any]) -> None:
-        """Let the next :meth:`train_dataloader` have what is left of an epoch."""
+        """Let the next :meth:`train_dataloader` return the remaining batches of an epoch."""
         self._state, self._shortens = position, True
 
     def val_dataloader(self) -> BatchLoader | list[Any]:
-        """Batches of held-out cells, with the same masks and views each epoch, so that epochs can be compared."""
+        """Return batches of held-out cells, with the same masks and views in each epoch, so epochs are comparable."""
         return self._loader(self.validation_rows, shuffle=False) if len(self.validation_rows) else []
 
     def _loader(self, rows: np.ndarray, *, shuffle: bool) -> BatchLoader:
@@ -420,7 +424,7 @@ class CellDataModule(lightning.LightningDataModule):
             window_cells=window_cells,
             lengths=lengths,
             max_tokens_per_batch=self.max_tokens_per_batch,
-            # Cells that stand together are often of one kind, so random batches of validation are drawn as well,
+            # Adjacent cells are often of one type, so random validation batches are sampled as well,
             # the same in each epoch.
             shuffle=shuffle or objective.random_batches,
             seed=self.seed,
@@ -430,7 +434,7 @@ class CellDataModule(lightning.LightningDataModule):
             balance=self._balance if shuffle else None,
         )
         if shuffle and trainer is not None:
-            # How many batches an epoch has may depend on the epoch, and Lightning asks before it tells which comes.
+            # The number of batches may depend on the epoch, and Lightning reads it before it sets the epoch.
             order.set_epoch(trainer.current_epoch)
 
         def prepare(block: CellBlock) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Devices, strategies of several processes, compiled modules, and gradient checkpointing."""
+"""Devices, multi-process strategies, compiled modules, and gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from scforge.models.components.transformer import TransformerBlock, TransformerS
 
 
 def ensure_devices(accelerator: str, devices: Any) -> None:
-    """Raise if more GPUs are asked for than there are.
+    """Raise if more GPUs are requested than available.
 
     Raises
     ------
     OptionError
-        Naming how many there are.
+        If there are fewer; the message gives their number.
     """
     if accelerator not in ("gpu", "cuda"):
         return
@@ -38,7 +38,7 @@ def ensure_devices(accelerator: str, devices: Any) -> None:
 
 
 def n_processes(accelerator: str, devices: Any, num_nodes: int) -> int:
-    """Return how many processes will train."""
+    """Return the number of training processes."""
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     if (named := _named(devices)) is not None:
@@ -49,14 +49,14 @@ def n_processes(accelerator: str, devices: Any, num_nodes: int) -> int:
 
 
 def _named(devices: Any) -> list[Any] | None:
-    """Return the numbers of devices that are named one by one, as a list or, as in Lightning, as "0,1"; else None."""
+    """Return the device indices of a list or of a text such as "0,1" (as in Lightning); else None."""
     if isinstance(devices, str) and "," in devices:
         return [part.strip() for part in devices.split(",") if part.strip()]
     return devices if isinstance(devices, list) else None
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that there was no memory left."""
+    """Return whether an error means that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(
@@ -65,7 +65,7 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def root_device(accelerator: str, devices: Any) -> torch.device:
-    """Return the device on which the first process will train.
+    """Return the device of the first training process.
 
     Examples
     --------
@@ -84,7 +84,7 @@ STRATEGIES = ("auto", "ddp", "fsdp")
 
 
 def make_strategy(name: str, *, n_processes: int) -> Any:
-    """Return what Lightning's Trainer takes as its strategy.
+    """Return the strategy for Lightning's Trainer.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def make_strategy(name: str, *, n_processes: int) -> Any:
     Raises
     ------
     OptionError
-        If `name` is not known.
+        If `name` is unknown.
     """
     check_choice("strategy", name, STRATEGIES)
     if name == "fsdp":
@@ -108,38 +108,38 @@ def make_strategy(name: str, *, n_processes: int) -> Any:
 
 
 def shard(module: nn.Module, mesh: Any) -> None:
-    """Shard a module over the processes of a device mesh: each layer of a transformer by itself, then the rest.
+    """Shard a module over the processes of a device mesh: each transformer layer separately, then the rest.
 
-    A layer is gathered just before it computes and let go right after, so that a process holds its share of the
-    parameters, gradients and optimizer states, and one whole layer at a time.
+    A layer is gathered before it computes and released afterwards. A process therefore stores its share of the
+    parameters, gradients and optimizer states, and one complete layer at a time.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
     for part in list(module.modules()):
         for name, parameter in list(part.named_parameters(recurse=False)):
-            if parameter.ndim == 0:  # a number cannot be shared out; one in a list can
+            if parameter.ndim == 0:  # a scalar cannot be sharded, a tensor of one element can
                 setattr(part, name, nn.Parameter(parameter.detach().reshape(1), parameter.requires_grad))
         if isinstance(part, TransformerStack):
-            # Groups of cells of like length are computed one after the other, and a process with more groups than the
-            # others would wait for them forever.
+            # Groups of cells of similar length are computed one after the other, and a process with more groups than
+            # the others would wait for them forever.
             part.unpad = False
     for part in module.modules():
         if isinstance(part, TransformerBlock):
             fully_shard(part, mesh=mesh)
     fully_shard(module, mesh=mesh)
-    # Some objectives ask for embeddings alone, or for a latent and what is behind it.
+    # Some objectives call only `encode`, or `infer` and the decoders.
     for name in ("encode", "infer", "decode", "classify", "project"):
         if hasattr(module, name):
             register_fsdp_forward_method(module, name)
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Return whether each process has a share of the module only."""
+    """Return whether the module is sharded over processes."""
     return any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
 
 def copy_of_weights(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a copy of the weights on the CPU; of a sharded module whole ones, on the first process only.
+    """Return a copy of the weights on the CPU; a sharded module is gathered on the first process only.
 
     All processes have to call it. Numbers of a sharded module are in lists of one.
     """
@@ -153,9 +153,9 @@ def copy_of_weights(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def compiled(module: nn.Module, wanted: bool) -> Iterator[None]:
-    """Compile the layers of a transformer with torch.compile, or another module as a whole, if `wanted`.
+    """Compile the layers of a transformer, or any other module as a whole, with torch.compile if `wanted`.
 
-    Layers are alike, so that one is compiled and all use it; names of weights stay as they are.
+    All layers share one compiled function; the names of the weights do not change.
 
     Raises
     ------
@@ -169,7 +169,7 @@ def compiled(module: nn.Module, wanted: bool) -> Iterator[None]:
     on_cpu = next(module.parameters()).device.type == "cpu"
     if on_cpu and shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
         raise OptionError(
-            "compile=True needs a C++ compiler such as g++, and there is none; install one, or leave it out."
+            "compile=True needs a C++ compiler such as g++, and none is installed; install one, or leave it out."
         )
     blocks = [part for part in module.modules() if isinstance(part, TransformerBlock)]
     for block in blocks or [module]:
@@ -186,7 +186,7 @@ def compiled(module: nn.Module, wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Put back, after a trial, what a forward pass may change: random numbers, and buffers such as of batch norms."""
+    """Restore random numbers and buffers (e.g. of batch norms) after a trial forward pass."""
     devices = [parameter.device for parameter in module.parameters()][:1]
     cuda = [device for device in devices if device.type == "cuda"]
     before = {name: value.detach().clone() for name, value in module.named_buffers()}
@@ -201,7 +201,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gradient_checkpointing(module: nn.Module, wanted: bool | None) -> Iterator[None]:
-    """Compute the activations of each layer again in the backward pass, or keep them; None leaves it to the model.
+    """Recompute the activations of each layer in the backward pass, or keep them; None uses the model's setting.
 
     Raises
     ------
@@ -215,7 +215,7 @@ def gradient_checkpointing(module: nn.Module, wanted: bool | None) -> Iterator[N
     parts = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
     if wanted and not parts:
         raise OptionError(
-            f"gradient_checkpointing=True, but {type(module).__name__} cannot compute layers again; leave it out."
+            f"gradient_checkpointing=True, but {type(module).__name__} cannot recompute its layers; leave it out."
         )
     before = [part.gradient_checkpointing for part in parts]
     for part in parts:

@@ -1,4 +1,4 @@
-"""Fit a plan with Lightning's Trainer; find batch size and precision."""
+"""Fit a plan with Lightning's Trainer, and find batch size and precision."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ logger = logging.getLogger("scforge")
 
 
 class StopAfterWarmup(EarlyStopping):
-    """Early stopping that does not count the epochs in which the learning rate still rises: the loss may rise too.
+    """Early stopping that ignores the warm-up of the learning rate, in which the loss may rise.
 
     Parameters
     ----------
@@ -68,8 +68,8 @@ class StopAfterWarmup(EarlyStopping):
     """
 
     def __init__(self, monitor: str, *, mode: str = "min", patience: int) -> None:
-        # Else Lightning would look at the end of the epoch, and not leave out the epochs of the warm-up. The plan
-        # itself ends a training whose loss is not a number.
+        # Otherwise Lightning would check at the end of the epoch and include the warm-up. The plan itself stops
+        # training if the loss is NaN.
         super().__init__(monitor, mode=mode, patience=patience, check_finite=False, check_on_train_epoch_end=False)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -79,7 +79,7 @@ class StopAfterWarmup(EarlyStopping):
 
 
 class SaveBest(Callback):
-    """Saves the model after each epoch that is among the best, and removes what is not any more.
+    """Saves the model after each epoch that is among the best, and removes those that no longer are.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ class SaveBest(Callback):
     remove
         Called there with the name of a folder saved before.
     top_k
-        How many to keep; -1 keeps all.
+        Number of epochs to keep; -1 keeps all.
     monitor, mode
         Name of the metric, and whether ``"min"`` or ``"max"`` is better.
     first_epoch
@@ -135,7 +135,7 @@ class SaveBest(Callback):
         self.kept = self.kept[: self.top_k]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return which epochs are kept."""
+        """Return the epochs that are kept."""
         return {"kept": [list(one) for one in self.kept]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -146,7 +146,7 @@ class SaveBest(Callback):
 _MAX = 1024
 _MIN_STEPS = 8
 _SHARE = 0.5
-"""Share of the free memory that a step may take on a CPU."""
+"""Fraction of the free memory that a training step may use on a CPU."""
 _FASTER = 1.1
 """How much faster 16 bits have to be to be worth their rounding."""
 
@@ -154,24 +154,24 @@ _FASTER = 1.1
 def find_batch_size(
     module: nn.Module, data: CellDataModule, device: torch.device, *, precision: str | None = None, most: int = _MAX
 ) -> int:
-    """Return the largest power of two of cells whose training step fits into memory.
+    """Return the largest power of two as batch size for which a training step fits into memory.
 
-    The longest cells of the data are tried, with room for the two states of AdamW. On a CPU, where nothing fails before
-    the machine does, the memory of a step is what autograd keeps for the backward pass of a few cells, scaled up. At
-    least 8 steps an epoch are left.
+    The trial uses the longest cells of the data and reserves memory for the two states of AdamW. A CPU gives no error
+    before memory runs out. There, memory is extrapolated from the tensors that autograd keeps for the backward pass of
+    a few cells. An epoch has at least 8 steps.
 
     Parameters
     ----------
     module
-        The module; it is left as it was.
+        The module; it is not changed.
     data
         A data module that is bound to a tokenizer and an objective.
     device
         Where the training will run.
     precision
-        That of the training; a mixed one takes less memory.
+        Precision of the training; mixed precision takes less memory.
     most
-        Largest number of cells to try.
+        Largest batch size to try.
 
     Returns
     -------
@@ -209,21 +209,21 @@ def find_batch_size(
 
 
 def choose_precision(module: nn.Module, data: CellDataModule, device: torch.device, processes: int = 1) -> str:
-    """Return ``"bf16-mixed"`` where a training step is faster so, else ``"32-true"``.
+    """Return ``"bf16-mixed"`` if it speeds up a training step, else ``"32-true"``.
 
-    A GPU that computes with bfloat16, and does not emulate it, is faster so. On a CPU three steps of each are timed on
-    the same batch, and 10 % count; random numbers and weights stay as they were.
+    A GPU with native bfloat16 is faster with it. On a CPU, three steps in each precision are timed on the same batch,
+    and a gain of 10% decides. Random numbers and weights do not change.
 
     Parameters
     ----------
     module
-        The module; it is left as it was.
+        The module; it is not changed.
     data
         A data module that is bound to a tokenizer and an objective.
     device
         Where the training will run.
     processes
-        How many will train.
+        Number of training processes.
 
     Raises
     ------
@@ -235,7 +235,9 @@ def choose_precision(module: nn.Module, data: CellDataModule, device: torch.devi
             # Older GPUs emulate bfloat16, which is slower than float32.
             return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
     if processes != 1:
-        raise OptionError("precision='auto' measures one process; name the precision, e.g. 'bf16-mixed', for several.")
+        raise OptionError(
+            "precision='auto' works with one process only; pass a precision such as 'bf16-mixed' for several."
+        )
     if device.type != "cpu":
         return "32-true"
     batch_size = data.batch_size or data.objective.defaults.batch_size
@@ -248,7 +250,7 @@ def choose_precision(module: nn.Module, data: CellDataModule, device: torch.devi
             with _autocast(device, precision):
                 _step(module.to(device), data, batch)
             times.append(time.perf_counter() - start)
-        seconds[precision] = min(times[1:])  # the first one also makes plans and kernels
+        seconds[precision] = min(times[1:])  # the first step also creates plans and kernels
     gain = seconds["32-true"] / seconds["bf16-mixed"]
     chosen = "bf16-mixed" if gain >= _FASTER else "32-true"
     logger.info("A step in bf16 is %.2f times as fast: precision=%r.", gain, chosen)
@@ -262,7 +264,7 @@ def _by_size(module: nn.Module, data: CellDataModule, sizes: list[int]) -> int |
     few, more = sizes[min(1, len(sizes) - 1)], sizes[min(3, len(sizes) - 1)]
     kept = {size: _kept_bytes(module, data, size) for size in {few, more}}
     per_cell = (kept[more] - kept[few]) / (more - few) if more > few else kept[few] / few
-    # A backward pass holds the gradients of a layer in addition to unused activations.
+    # A backward pass stores the gradients of a layer in addition to unused activations.
     fitting = [size for size in sizes if 1.5 * per_cell * size <= _SHARE * there]
     return max(fitting, default=None)
 
@@ -281,7 +283,7 @@ def _kept_bytes(module: nn.Module, data: CellDataModule, size: int) -> int:
 
 
 def _autocast(device: torch.device, precision: str | None) -> torch.autocast:
-    """Return what the steps of a training of this precision run under."""
+    """Return the autocast context of a precision."""
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision or "")
     return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
@@ -294,7 +296,7 @@ def _by_trying(
     for size in sizes:
         states: list[torch.Tensor] = []
         try:
-            # In a training the optimizer makes its states after the first step, for which there was memory.
+            # In training the optimizer creates its states after the first step.
             states += [torch.empty_like(p) for p in module.parameters() if p.requires_grad for _ in range(2)]
             with _autocast(device, precision):
                 _step(module, data, _batch(data, size, device))
@@ -318,7 +320,7 @@ def _batch(data: CellDataModule, size: int, device: torch.device) -> dict[str, A
 
 
 def _step(module: nn.Module, data: CellDataModule, batch: dict[str, Any]) -> None:
-    """Compute a step, and leave neither gradients nor drawn numbers behind."""
+    """Compute a step, then discard gradients and restore random numbers."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     mode = module.training
     module.train()
@@ -336,17 +338,17 @@ _MIN_EPOCHS = 3
 _FEW_CELLS = 50
 _MAX_TIMES = 10
 _trained_alone = False
-"""Whether this process has had a training on one device, which Lightning's further processes would repeat."""
+"""Whether this process has had a training run on one device, which Lightning's further processes would repeat."""
 
 
 @dataclass(frozen=True)
 class FitResult:
-    """What a training left behind.
+    """Result of a training run.
 
     Attributes
     ----------
     history
-        Name of a metric to one value an epoch.
+        Metrics by name, one value per epoch.
     best_epoch
         Epoch whose weights the module now has; -1 if no epoch ended.
     stopped
@@ -354,13 +356,13 @@ class FitResult:
     interrupted
         Whether a second Ctrl-C broke off a step.
     n_epochs
-        Epochs that ended, one that Ctrl-C cut short included.
+        Number of epochs that ended, including one that Ctrl-C ended early.
     device
         Where it ran.
     weights
-        The weights, on the first process, where the module is left in parts (FSDP); else None.
+        The gathered weights, on the first process, if the module is sharded (FSDP); else None.
     signal
-        Number of a signal that asks the process to end, now that the state is saved; None if there is none.
+        Number of the signal that asked the process to end after saving a checkpoint; None if there was none.
 
     Examples
     --------
@@ -382,7 +384,7 @@ class FitResult:
 
 
 def default_max_epochs(defaults: TrainingDefaults, n_cells: int) -> int:
-    """Return about as many steps as the objective's epochs mean on 2,500 cells, within reason.
+    """Return the epochs that give about as many steps as the objective's default has on 2,500 cells, within limits.
 
     Examples
     --------
@@ -405,12 +407,12 @@ _REMARKS = (
     "Total length of.*across ranks is zero",
     "It is recommended to use.*sync_dist=True",  # the plan adds up over processes itself
 )
-"""Warnings of Lightning and torch that tell a user nothing."""
+"""Warnings of Lightning and torch that are not informative for users."""
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Lightning's remarks on hardware and on loaders that are as they should be."""
+    """Silence Lightning's messages on hardware and loaders."""
     names = ("lightning", *(f"lightning.{part}{rest}" for part in ("pytorch", "fabric") for rest in ("", _RANK_ZERO)))
     levels = {log: log.level for log in map(logging.getLogger, names)}
     for log in levels:
@@ -442,17 +444,17 @@ def fit(
     callbacks: Sequence[Callback] = (),
     **trainer_options: Any,
 ) -> FitResult:
-    """Train, and leave the module with the weights of its best epoch.
+    """Train a module and load the weights of its best epoch.
 
     Parameters
     ----------
     plan, data
-        What to train on what.
+        The module with its objective, and the data to train on.
     max_epochs
-        Most epochs; None chooses by the number of cells, see :func:`default_max_epochs`, and -1 leaves it to
-        `max_steps`.
+        Maximum number of epochs. None chooses it by the number of cells, see :func:`default_max_epochs`; -1 sets no
+        limit except `max_steps`.
     max_steps
-        Most optimizer steps; -1 for no limit.
+        Maximum number of optimizer steps; -1 for no limit.
     early_stopping
         Stop when the validation loss (or the metric that the objective names) has not improved for
         `early_stopping_patience` epochs after the warm-up of the learning rate. Needs validation cells.
@@ -469,7 +471,7 @@ def fit(
     log_every_n_steps
         Optimizer steps between two rows of the loggers.
     saving
-        Where checkpoints are saved, and the one to resume from; None for neither.
+        Folder of checkpoints, and the checkpoint to resume from; None for neither.
     callbacks
         Further Lightning callbacks.
     **trainer_options
@@ -477,15 +479,15 @@ def fit(
 
     Returns
     -------
-    What the training left behind.
+    Result of the training run.
 
     Raises
     ------
     OptionError
         If an argument cannot be used.
     TrainingError
-        If a loss is not a number, or a state cannot be saved; the module has the weights of the best epoch then, if
-        there is one, and the error a ``result``. Or if memory runs out; the module is as it was before then.
+        If a loss is NaN, a checkpoint cannot be saved, or memory runs out. In the first two cases the module has the
+        weights of the best epoch, if any, and the error a ``result``; otherwise the module is unchanged.
 
     Examples
     --------
@@ -510,27 +512,29 @@ def fit(
     check_count("early_stopping_patience", early_stopping_patience, "epochs")
     check_count("log_every_n_steps", log_every_n_steps, "steps")
     if (n_train := len(data.train_rows)) < _FEW_CELLS:
-        warn(f"The model learns from {n_train} cells, fewer than {_FEW_CELLS}: too few to know others by; give more.")
+        warn(
+            f"The model learns from {n_train} cells, fewer than {_FEW_CELLS}: too few to choose an epoch by; use more."
+        )
     if max_epochs is None:
         max_epochs = default_max_epochs(plan.objective.defaults, n_train) if max_steps < 0 else -1
     for one in (callbacks := [callbacks] if isinstance(callbacks, Callback) else list(callbacks)):
         if not isinstance(one, Callback):
-            raise OptionError(f"callbacks has one of type {type(one).__name__!r}; give callbacks of lightning.pytorch.")
+            raise OptionError(f"callbacks has one of type {type(one).__name__!r}; pass callbacks of lightning.pytorch.")
     given = trainer_options.get("logger")
     for one in (loggers := list(given) if isinstance(given, list | tuple) else [given]):
         if not isinstance(one, bool | Logger | None):
             raise OptionError(
-                f"logger={one!r} is not a Lightning logger; make one with "
+                f"logger={one!r} is not a Lightning logger; create one with "
                 "scforge.training.make_loggers(['csv'], 'logs')."
             )
     has_validation = len(data.validation_rows) > 0 and trainer_options.get("limit_val_batches") != 0
-    # Without held-out cells only the loss says something: metrics of training cells are those of a model that changes.
+    # Without held-out cells only the loss is informative, because other metrics change while the model learns.
     aim = plan.objective
     monitor, mode = (f"validation_{aim.monitor}", aim.monitor_mode) if has_validation else ("train_loss", "min")
     saving = SaveOptions() if saving is None else saving
     history, best = History(), BestWeights(monitor, mode)
     stop = GracefulStop(saves=saving.write is not None)
-    # History stands first so that a loss that is not a number ends the run before anything is saved.
+    # History comes first, so a loss of NaN stops the run before anything is saved.
     own: list[Callback] = [history]
     if ema_decay is not None:
         if strategy == "fsdp":
@@ -559,7 +563,7 @@ def fit(
             best.load_state_dict(saving.resume["callbacks"]["BestWeights"])
     else:
         if data.max_tokens_per_batch is not None:
-            # Epochs have different numbers of batches then, and Lightning asks a loader once how many it has.
+            # Epochs then have different numbers of batches, and Lightning reads this number once.
             trainer_options.setdefault("reload_dataloaders_every_n_epochs", 1)
         for one in loggers:
             if saving.resume is not None and isinstance(one, PurgingTensorBoardLogger):
@@ -577,7 +581,7 @@ def fit(
         device = trainer.strategy.root_device
     weights = None
     if is_sharded(plan.module):
-        # After an error the other processes may not be there to give their shares.
+        # After an error the other processes may no longer be able to send their shards.
         weights = best.state if best.state is not None or error is not None else copy_of_weights(plan.module)
     elif best.state is not None:
         plan.module.load_state_dict(best.state)
@@ -611,13 +615,13 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
         _trained_alone = True
     elif _trained_alone and not ("WORLD_SIZE" in os.environ or SLURMEnvironment.detect()):
         raise OptionError(
-            f"devices={devices!r}, but this script has trained on one device before: the other processes run it again "
-            "from its beginning, and would train there, too; train on all devices from the first call on, or start "
-            f"the script with torchrun --nproc-per-node {processes}."
+            f"devices={devices!r}, but this script has already trained on one device, and further processes would "
+            "repeat that; train on all devices from the first call on, or start the script with torchrun "
+            f"--nproc-per-node {processes}."
         )
     made = make_strategy(strategy, n_processes=processes)
     try:
-        # SLURM's signal is answered by saving our own state; Lightning would save another and requeue the job.
+        # On SLURM's signal we save our own checkpoint; Lightning would save another one and requeue the job.
         slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
         plugins = [SLURMEnvironment(auto_requeue=False)] if slurm else []
         return lightning.Trainer(
@@ -641,9 +645,9 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
 def _run(
     trainer: lightning.Trainer, plan: TrainingPlan, data: CellDataModule
 ) -> tuple[bool, NotFiniteError | SavingError | None]:
-    """Fit; return whether a second Ctrl-C interrupted it, and why it could not continue.
+    """Fit; return whether a second Ctrl-C interrupted it, and the error that stopped it.
 
-    An error that has nothing to do with the training itself leaves the module as it was before.
+    After an error outside of training itself, the module is unchanged.
     """
     before = {name: value.detach().cpu().clone() for name, value in plan.module.state_dict().items()}
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
@@ -662,7 +666,7 @@ def _run(
         return False, None
     except (NotFiniteError, SavingError) as error:
         if isinstance(error, NotFiniteError):
-            as_before()  # unless there is a best epoch, whose weights come later; those of the last step may be absurd
+            as_before()  # unless a best epoch is loaded later; the weights of the last step may be useless
         return False, error
     except BaseException as error:
         if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
@@ -672,7 +676,7 @@ def _run(
             raise TrainingError(_memory_hint(data)) from error
         raise
     finally:
-        # Lightning ignores further Ctrl-Cs after one, and puts back what it found before GracefulStop does.
+        # Lightning ignores further Ctrl-Cs after the first, and restores its handlers before GracefulStop does.
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 if handler is not None:

@@ -1,4 +1,4 @@
-"""Loggers, history of metrics, progress and throughput of a training."""
+"""Loggers, history of metrics, progress and throughput of a training run."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _WANDB_MODES = ("online", "offline", "disabled")
 
 
 class TableLogger(Logger):
-    """Writes ``metrics.csv`` into a folder: a row for each step that is logged, a column for each metric.
+    """Writes ``metrics.csv`` into a folder, with one row per logged step and one column per metric.
 
     A resumed run first removes the rows after its checkpoint, so that no step occurs twice.
 
     Parameters
     ----------
     folder
-        Where to write; it is made.
+        Output folder; it is created.
 
     Examples
     --------
@@ -71,7 +71,7 @@ class TableLogger(Logger):
 
     @property
     def version(self) -> str:
-        """There is one table a folder."""
+        """Return an empty version, as each folder has one table."""
         return ""
 
     @property
@@ -80,7 +80,7 @@ class TableLogger(Logger):
         return str(self.folder)
 
     def begin(self, n_rows: int = 0) -> None:
-        """Start a table, or resume one after its first rows; the table of another run is set aside.
+        """Start a table, or resume one after its first rows; the table of another run is renamed.
 
         Raises
         ------
@@ -128,10 +128,10 @@ class TableLogger(Logger):
 
 
 class PurgingTensorBoardLogger(TensorBoardLogger):
-    """TensorBoard's, which hides the steps after the checkpoint of a resumed run."""
+    """TensorBoard's logger; it hides the steps after the checkpoint of a resumed run."""
 
     def go_on_behind(self, step: int) -> None:
-        """Hide what comes after a step; call it before anything is logged."""
+        """Hide the steps after a step; call it before anything is logged."""
         self._kwargs["purge_step"] = step + 1
 
 
@@ -143,7 +143,7 @@ def make_loggers(
     run_name: str | None = None,
     wandb_mode: str | None = None,
 ) -> list[Logger]:
-    """Make loggers by name.
+    """Create loggers by name.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ def make_loggers(
     log_dir
         Folder of the logs.
     project, run_name
-        What Weights & Biases calls the project and the run; TensorBoard takes `run_name`, too.
+        Names of the project and the run in Weights & Biases; TensorBoard also uses `run_name`.
     wandb_mode
         ``"online"``, ``"offline"`` (to send later with ``wandb sync``) or ``"disabled"``; None leaves it to wandb.
 
@@ -163,7 +163,7 @@ def make_loggers(
     Raises
     ------
     OptionError
-        If a name is not known, or a package is missing.
+        If a name is unknown, or a package is missing.
 
     Examples
     --------
@@ -192,10 +192,10 @@ def make_loggers(
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
         with path.open(newline="", encoding="utf-8") as handle:
-            # A process that was killed may have left half a row.
+            # A killed process may have left an incomplete row.
             return [row for row in csv.DictReader(handle) if None not in row.values() and row["step"].isdecimal()]
     except (KeyError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{str(path)!r} is not a table of a training; choose another log_dir.") from error
+        raise DataError(f"{str(path)!r} is not a table of a training run; choose another log_dir.") from error
 
 
 class StepClock:
@@ -217,9 +217,9 @@ class StepClock:
 
 
 class EpochProgress(Callback):
-    """One progress bar over all steps, with the losses and the time left behind it.
+    """One progress bar over all steps, with the losses and the remaining time.
 
-    Where the output is a file, as on a cluster, there is a line an epoch instead.
+    If the output is a file, as on a cluster, it prints one line per epoch instead.
     """
 
     def __init__(self) -> None:
@@ -273,15 +273,15 @@ class EpochProgress(Callback):
 
 
 class History(Callback):
-    """Keeps the metrics of each epoch and stops a training whose loss is not a number.
+    """Records the metrics of each epoch, and stops training if the loss is NaN or infinite.
 
-    It has to come first among the callbacks, so that such a training ends before anything is saved.
+    It has to be the first callback, so training stops before anything is saved.
 
     Attributes
     ----------
     epochs
-        Name to one value an epoch, NaN where a metric was not taken; also ``seconds``, the wall time since training
-        began.
+        Metrics by name, one value per epoch, NaN where a metric was not computed; also ``seconds``, the wall time since
+        the start.
     n_epochs
         Number of epochs that ended.
     """
@@ -294,7 +294,7 @@ class History(Callback):
 
     @property
     def seconds(self) -> float:
-        """Wall time of the training so far, that of earlier processes included."""
+        """Wall time of training so far, including earlier processes."""
         return self._before + time.perf_counter() - self._start
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -302,7 +302,7 @@ class History(Callback):
         self._start = time.perf_counter()
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Take down the metrics of the epoch (validation has run by now)."""
+        """Record the metrics of the epoch, after validation."""
         means = pl_module.summary(pl_module.train_means)
         trainer.callback_metrics.update({f"train_{name}": torch.tensor(value) for name, value in means.items()})
         figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -313,7 +313,8 @@ class History(Callback):
         for name, value in figures.items():
             if name.endswith("_loss") and not math.isfinite(value):
                 raise NotFiniteError(
-                    f"{name} is {value} in epoch {trainer.current_epoch}; lower lr, or look for extreme counts."
+                    f"{name} is {value} in epoch {trainer.current_epoch}; lower lr, or check the counts for extreme "
+                    "values."
                 )
         figures |= {name: float(value) for name, value in pl_module.figures.items()}
         pl_module.figures.clear()
@@ -325,7 +326,7 @@ class History(Callback):
             values.extend([math.nan] * (self.n_epochs - len(values)))
 
     def last(self) -> dict[str, float]:
-        """Return the metrics of the last epoch that were taken."""
+        """Return the metrics that were recorded in the last epoch."""
         return {name: values[-1] for name, values in self.epochs.items() if not math.isnan(values[-1])}
 
     def state_dict(self) -> dict[str, Any]:
@@ -343,9 +344,9 @@ _SECONDS = 0.1
 
 
 def flops_per_token(module: nn.Module, objective: Objective, batch: dict[str, torch.Tensor]) -> float:
-    """Return the floating-point operations of a training step on `batch`, per token that is no padding.
+    """Return the floating-point operations of a training step on `batch`, per token without padding.
 
-    Random numbers of the training stay as they were.
+    Random numbers of the training run do not change.
     """
     with unchanged(module), torch.no_grad(), FlopCounterMode(display=False) as counter:
         objective.loss(module, batch)
@@ -353,7 +354,7 @@ def flops_per_token(module: nn.Module, objective: Objective, batch: dict[str, to
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """Return the operations a second of a large matrix product on a device."""
+    """Return the operations per second of a large matrix product on a device."""
     size = _SIZE.get(device.type, 2048)
     kinds = {"bf16": torch.bfloat16, "16-": torch.float16}
     dtype = next((kind for name, kind in kinds.items() if str(precision).startswith(name)), torch.float32)
@@ -375,12 +376,12 @@ def _wait(device: torch.device) -> None:
 
 
 class Monitor(Callback):
-    """Gives the loggers a row every few steps and one at the end of each epoch.
+    """Logs a row every few steps and one at the end of each epoch.
 
     A row of a step has ``step_loss`` (of its last batch), ``learning_rate``, ``gradient_norm``, ``cells_per_second``,
     ``tokens_per_second`` (of all processes, padding not counted), ``waiting`` (share of the time in which the model
     waits for a batch), ``utilization`` (operations of the model over those that matrix products reach there; see
-    :mod:`scforge.training.monitoring`) and ``seconds_left``. A row of an epoch has what the history has.
+    :mod:`scforge.training.monitoring`) and ``seconds_left``. A row of an epoch has the metrics of the history.
 
     Parameters
     ----------
@@ -435,7 +436,7 @@ class Monitor(Callback):
         batch: dict[str, torch.Tensor],
         batch_idx: int,
     ) -> None:
-        """Count, and give a row where it is due."""
+        """Count cells and tokens, and log a row if it is due."""
         if trainer.loggers:
             self._cells += pl_module.objective.n_cells(batch)
             self._tokens = self._tokens + batch["attention_mask"].sum()
@@ -455,16 +456,16 @@ class Monitor(Callback):
         self._began += time.perf_counter() - self._stopped
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Give the row of the epoch."""
+        """Log the row of the epoch."""
         self._log(trainer, {"epoch": float(trainer.current_epoch), **self.history.last()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many rows there are; others may write some, too."""
+        """Return the number of rows so far."""
         tables = [one for one in self._loggers if isinstance(one, TableLogger)]
         return {"rows": tables[0].n_rows if tables else 0}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue behind so many rows."""
+        """Continue behind this many rows."""
         self._rows = state_dict["rows"]
 
     def _clear(self, trainer: lightning.Trainer) -> None:

@@ -157,7 +157,7 @@ def make_optimizer(
     fused: bool = True,
     factors: Mapping[int, float] = _PLAIN,
 ) -> torch.optim.Optimizer:
-    """Make an optimizer.
+    """Create an optimizer.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ def make_optimizer(
     check_choice("optimizer", name, (*_OF_TORCH, "muon"))
     if factors:
         raise OptionError(
-            "layer_lr_decay does not go with optimizer='muon'; choose 'adamw', or leave layer_lr_decay out."
+            "layer_lr_decay does not work with optimizer='muon'; choose 'adamw', or leave layer_lr_decay out."
         )
     return MuonWithAdamW(module, lr=lr, weight_decay=weight_decay, fused=fused)
 
@@ -241,7 +241,7 @@ _WARMUPS = {"constant": 0.0, "cosine": 0.0, "linear": 0.0, "one_cycle": 0.3}
 def make_schedule(
     optimizer: torch.optim.Optimizer, *, name: str, total_steps: int, warmup_steps: int | None = None
 ) -> lr_scheduler.LRScheduler:
-    """Make a schedule that is stepped once an optimizer step.
+    """Create a schedule that is stepped once an optimizer step.
 
     Parameters
     ----------
@@ -250,7 +250,7 @@ def make_schedule(
     name
         A key of ``SCHEDULES``.
     total_steps
-        Optimizer steps of the whole training.
+        Optimizer steps of the whole training run.
     warmup_steps
         Steps until the peak; None: 10 % of all (30 % for ``one_cycle``; 0 for ``constant``, ``cosine`` and ``linear``).
         More than half of all steps are cut to half, so that a short run also leaves its warm-up.

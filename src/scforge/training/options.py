@@ -1,4 +1,4 @@
-"""The options of a training, which ``Encoder.train``, configurations and the command line share."""
+"""The options of a training run, which ``Encoder.train``, configurations and the command line share."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class TrainOptions:
     Parameters
     ----------
     max_epochs
-        Most epochs; None chooses by objective and number of cells.
+        Maximum number of epochs; None chooses by objective and number of cells.
     max_steps
-        Most optimizer steps; -1 for no limit.
+        Maximum number of optimizer steps; -1 for no limit.
     datamodule
-        Cells to train on instead of those that the model was made with; it also sets how minibatches are made
+        Cells to train on instead of those that the model was created with; it also sets how minibatches are made
         (`batch_size`, `max_tokens_per_batch`, `validation_size`, `num_threads`).
     batch_size
-        Cells a step and process; ``"auto"`` takes the most that fit into memory. None takes the objective's default.
+        Cells per step and process; ``"auto"`` takes the most that fit into memory. None takes the objective's default.
     max_tokens_per_batch
-        A batch holds as many cells of like length as fit into so many tokens, padding included.
+        A batch contains as many cells of similar length as fit into this many tokens, padding included.
     validation_size
-        Share of cells held out, drawn with the model's seed, so the same cells in every call; None holds out 0.1.
+        Fraction of cells held out, sampled with the model's seed, so the same cells in every call; None holds out 0.1.
     num_threads
         Threads that prepare batches while the model computes; 0 for none, None chooses.
     optimizer
@@ -42,9 +42,9 @@ class TrainOptions:
     layer_lr_decay
         Learning rate of a layer over that of the layer above it, e.g. 0.8; None trains all alike.
     gradual_unfreezing
-        Train the top layer first, and one more below it every so many epochs; None trains all from the start.
+        Train the top layer first, and one more below it every that many epochs; None trains all from the start.
     early_stopping, early_stopping_patience
-        Stop when the validation loss has not improved for so many epochs after the warm-up of the learning rate.
+        Stop when the validation loss has not improved for this many epochs after the warm-up of the learning rate.
     accelerator, devices, num_nodes
         As in :class:`lightning.Trainer`.
     strategy
@@ -73,14 +73,14 @@ class TrainOptions:
         Folder for states to resume from (``step=NNNNNNNN``) and for the best epochs (``epoch=NN``); all are model
         folders. States are saved at the end of each epoch, and when the process is asked to end (SIGTERM).
     checkpoint_every_n_steps
-        Save a state after so many steps, too.
+        Save a state after this many steps, too.
     keep_last, save_top_k
         How many states, and how many of the best epochs to keep there; ``save_top_k=-1`` keeps all.
     resume
         ``"auto"`` resumes from the last state in `checkpoint_dir`, if there is one; or the folder of a state. The model
-        has to be made as before; the outcome is that of a training that was never interrupted.
+        has to be made as before; the outcome is that of a training run that was never interrupted.
     overwrite
-        Replace what another training has left in `checkpoint_dir`.
+        Replace what another training run has left in `checkpoint_dir`.
     callbacks
         Further Lightning callbacks, e.g. :class:`scforge.eval.BenchmarkCallback`.
     trainer_kwargs

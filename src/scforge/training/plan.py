@@ -128,7 +128,7 @@ class GradualUnfreezing(Callback):
     """Trains the top layer first, and one more layer below it every few epochs (Howard and Ruder, 2018).
 
     A layer whose turn has not come loses its gradient right before a step, so that processes that share a training need
-    not agree on anything, and a training that continues needs no memory of this.
+    not agree on anything, and a training run that continues needs no memory of this.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ class TrainingPlan(lightning.LightningModule):
     gradient_norm
         Norm of all gradients in the last step, before clipping, scalar.
     total_steps
-        Optimizer steps of the whole training, once they are known.
+        Optimizer steps of the whole training run, once they are known.
     validated
         Whether held-out cells were looked at in this epoch.
 
@@ -236,7 +236,7 @@ class TrainingPlan(lightning.LightningModule):
             check_count("warmup_steps", warmup_steps, "steps", least=0)
 
     def begin(self) -> None:
-        """Forget an earlier training."""
+        """Forget an earlier training run."""
         self.total_steps: int | None = None
         self.figures: dict[str, float] = {}
         self.train_means, self.validation_means = EpochMetrics(), EpochMetrics()
@@ -307,7 +307,7 @@ class TrainingPlan(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Make the optimizer, and a schedule over all steps of the training."""
+        """Create the optimizer, and a schedule over all steps of the training."""
         # The scaler of 16-bit losses needs gradients that nobody else scales; fused kernels take no sharded tensors.
         sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
         if sharded and self.optimizer_name == "muon":

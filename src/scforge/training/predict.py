@@ -32,7 +32,7 @@ def embed(
 ) -> np.ndarray:
     """Return the embedding of each cell in the order of the source, float32, shape (N, D).
 
-    Cells of like length share a batch; dropout is off. The module's mode is left as it was.
+    Cells of similar length share a batch; dropout is off. The module's mode is restored.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def embed(
         The objective that the module was trained with, which may order the tokens of a cell. None leaves them as the
         tokenizer does.
     batch_size
-        Cells a batch.
+        Cells per batch.
     rows
         Only these rows of `cells`, in this order; all if None.
 
@@ -96,7 +96,7 @@ def run_over(
     Parameters
     ----------
     compute
-        Takes a batch of tokens on the device of `module`, and returns one row a cell, shape (B, D).
+        Takes a batch of tokens on the device of `module`, and returns one row per cell, shape (B, D).
     module, cells, tokenizer, objective, batch_size, rows
         As for :func:`embed`.
     """
@@ -112,7 +112,7 @@ def run_over(
     def prepare(block: CellBlock) -> dict[str, Any]:
         tokens = tokenizer(block)
         if objective is not None:
-            # What is random in the order depends on the cell alone, not on its number.
+            # Random orders depend on the cell alone, not on its number.
             tokens = objective.arrange(tokens, tokenizer, np.zeros(len(block), dtype=np.int64), epoch=0, seed=0)
         return {"rows": torch.from_numpy(block.rows), **tokens}
 
@@ -125,8 +125,8 @@ def run_over(
                 shape = getattr(computed, "shape", None)
                 given = f"a {type(computed).__name__}" if shape is None else f"an embedding of shape {tuple(shape)}"
                 raise TrainingError(
-                    f"{type(module).__name__} gives {given} for {len(at)} cells; encode has to return one "
-                    "vector a cell, a tensor of shape (B, H)."
+                    f"{type(module).__name__} gives {given} for {len(at)} cells; encode has to return one vector per "
+                    "cell, a tensor of shape (B, H)."
                 )
             if result is None:
                 result = np.empty((len(wanted), computed.shape[1]), dtype=np.float32)

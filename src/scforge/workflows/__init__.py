@@ -1,4 +1,4 @@
-"""From files to files: train, fine-tune, embed, predict and evaluate as a configuration or the command line says."""
+"""From files to files: train, fine-tune, embed, predict and evaluate by a configuration or the command line."""
 
 from __future__ import annotations
 

@@ -93,7 +93,8 @@ def tokenizer_of(config: Config) -> dict[str, Any]:
     for name, value in _values_of(config).items():
         if name not in TOKENIZERS.get(strategy).option_names():
             raise ConfigError(
-                f"data.preprocessing asks for values that the tokenizer {strategy!r} does not make ({name}={value!r}); "
+                f"data.preprocessing asks for values that the tokenizer {strategy!r} does not provide "
+                f"({name}={value!r}); "
                 "remove it, or choose 'continuous_projection'."
             )
         if options.setdefault(name, value) != value:
@@ -152,7 +153,7 @@ def planned_model(config: Config) -> tuple[ModelSpec, bool]:
     """
     if config.model.vocab_size is not None:
         raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size} follows from the genes; remove it, and choose them with "
+            f"model.vocab_size={config.model.vocab_size} is determined by the genes; remove it, and choose genes with "
             "data.gene_vocab and data.preprocessing.hvg_selection."
         )
     found = _model_of(config)
@@ -210,14 +211,14 @@ def _place(config: Config, message: str) -> str:
 NOT_OF_TUNING = {
     **dict.fromkeys(
         ("tokenizer", "objective", "model", "data.gene_vocab", "data.max_genes", "data.preprocessing"),
-        "is settled by the base model of a fine-tuning; remove it",
+        "is determined by the base model in fine-tuning; remove it",
     ),
     "data.pin_memory": "has no effect in a fine-tuning; leave it out",
-    "data.sampling": "has no effect in a fine-tuning; weigh classes with finetune.class_weights",
+    "data.sampling": "has no effect in a fine-tuning; weight classes with finetune.class_weights",
     "data.split": "has no effect in a fine-tuning; name the column in finetune.split_by",
     "training.validation_size": "has no effect in a fine-tuning; set finetune.validation_size",
 }
-"""Sections and options that a fine-tuning does not read, to what to do instead."""
+"""Sections and options without effect in fine-tuning, mapped to advice."""
 
 TUNING_OF_TASKS = ("labels_key", "batch_key", "head")
 """Options of the section that only some tasks have."""
@@ -336,7 +337,7 @@ def check_config(config: Config) -> str:
 
     Returns
     -------
-    What would be trained, in a few words.
+    Short description of the model and its training.
 
     Raises
     ------
@@ -463,8 +464,8 @@ def benchmark_callbacks(config: Config, *, absent: Mapping[str, DatasetCard] | N
     of_training = "training" if config.finetune is None else "finetune"
     if getattr(config, of_training).validation_size == 0:
         raise ConfigError(
-            f"{of_training}.validation_size=0 leaves no cells for a validation, after which eval.benchmarks run; set "
-            "it above 0, or remove them."
+            f"{of_training}.validation_size=0 leaves no validation cells, which eval.benchmarks need; set it above 0, "
+            "or remove the benchmarks."
         )
     used = [options.get("dataset") for _, options in _named(config)]
     for name, path in section.datasets.items():
@@ -482,9 +483,9 @@ def _check_embedding(config: Config, *, replaces: bool) -> None:
     read = [*(config.data.paths or []), *config.eval.datasets.values()]
     files = [Path(path).resolve() for path in read if not is_url(path)]
     if any(file == place or place.match(str(file)) for file in files):  # or what a pattern would find
-        raise ConfigError(f"{prefix} is among the cells that are read, and would be overwritten; give another name.")
+        raise ConfigError(f"{prefix} is an input file and would be overwritten; choose another name.")
     if output.exists() and not replaces:
-        raise ConfigError(f"{prefix} exists; give another name, or pass overwrite=True (--overwrite) to replace it.")
+        raise ConfigError(f"{prefix} exists; choose another name, or pass overwrite=True (--overwrite) to replace it.")
 
 
 def _check_file(path: str) -> None:

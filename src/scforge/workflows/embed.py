@@ -1,4 +1,4 @@
-"""Embed files and stores of any size, by several processes, and resume."""
+"""Embed files and stores of any size, resumable and with several processes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def chosen_device(device: str | torch.device) -> str | torch.device:
-    """Return a device; ``"auto"`` is a GPU if there is one, of several processes on a machine each another."""
+    """Return a device; ``"auto"`` is a GPU if available, a different one for each process on a machine."""
     if device != "auto":
         return device
     if not torch.cuda.is_available():
@@ -59,7 +59,7 @@ def chosen_device(device: str | torch.device) -> str | torch.device:
 
 
 def model_identity(model: CellModel) -> str:
-    """Return the SHA-256 of what an embedding depends on: weights, vocabulary, names and options of the parts."""
+    """Return the SHA-256 of everything that determines an embedding: weights, vocabulary, names and options."""
     digest = hashlib.sha256(json.dumps(model.spec.to_json(), sort_keys=True).encode())
     digest.update(model.vocab.hash.encode())
     for name, value in sorted(model.module.state_dict().items()):
@@ -70,10 +70,10 @@ def model_identity(model: CellModel) -> str:
 
 
 def source_identity(source: Any, cells: Cells, *, layer: str | None, gene_key: str | None) -> dict[str, Any]:
-    """Return what changes when the cells do; JSON can hold it.
+    """Return a JSON-safe fingerprint of the cells.
 
-    Of a store it is the hash of its content, of files their sizes and times of change (so that nothing is read twice),
-    of cells in memory a digest of them.
+    For a store it is the hash of its content, for files their sizes and modification times (so nothing is read twice),
+    and for cells in memory a digest.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ class EmbeddingFiles:
 
     def __init__(self, output: Path, *, overwrite: bool) -> None:
         if output.suffix not in (".zarr", ".h5ad"):
-            raise OptionError(f"output={str(output)!r} ends with neither .zarr nor .h5ad; name the kind of file so.")
+            raise OptionError(f"output={str(output)!r} ends with neither .zarr nor .h5ad; add one of them.")
         self._is_zarr, self._prefix = output.suffix == ".zarr", f"output={str(output)!r}"
         output = output.resolve() if output.is_symlink() else output  # the link stays
         self.output, self.overwrite = output, overwrite
@@ -163,7 +163,7 @@ class EmbeddingFiles:
         return found
 
     def begin(self, plan: dict[str, Any], *, alone: bool) -> bool:
-        """Make the folder, or resume what is in it; return False if the output is complete already.
+        """Create the folder, or resume what is in it; return False if the output is complete already.
 
         Parameters
         ----------
@@ -184,15 +184,15 @@ class EmbeddingFiles:
                 return False
             if not self.overwrite and self.mark() not in (None, sha256_of_json(plan, sort_keys=True)):
                 raise OptionError(
-                    f"{self._prefix} exists and was made of other cells or by another model; choose another "
+                    f"{self._prefix} exists and is from other cells or another model; choose another "
                     "name, or pass overwrite=True (--overwrite)."
                 )
             begun = self._begun()
             if begun not in (None, plan):
                 if not self.overwrite:
                     raise OptionError(
-                        f"an unfinished embedding in {str(self.folder)!r} {_difference(begun or {}, plan)}; give the "
-                        "same to resume it, or pass overwrite=True (--overwrite) to start again."
+                        f"an unfinished embedding in {str(self.folder)!r} {_difference(begun or {}, plan)}; use the "
+                        "same to resume, or pass overwrite=True (--overwrite) to start again."
                     )
                 shutil.rmtree(self.folder)
             self.folder.mkdir(exist_ok=True)
@@ -303,12 +303,12 @@ def _difference(begun: dict[str, Any], plan: dict[str, Any]) -> str:
 
 
 _BLOCK = 8192
-"""Cells of a block: few enough for little memory, many enough that cells of like length find each other."""
+"""Cells of a block: few enough for little memory, many enough that cells of similar length find each other."""
 
 
 @dataclass(frozen=True)
 class EmbeddingInfo:
-    """What a process did for an embedding; ``print(info)`` shows it.
+    """Summary of an embedding by one process; ``print(info)`` shows it.
 
     Attributes
     ----------
@@ -366,50 +366,51 @@ def embed_to(
     progress_bar: bool = True,
     device: str | torch.device = "auto",
 ) -> EmbeddingInfo:
-    """Embed cells into a file, as ``scforge embed`` does.
+    """Embed cells into a file; the function behind ``scforge embed``.
 
-    The cells are cut into blocks, of which one at a time is in memory. Several processes, which need not know of each
-    other, take turns: block k belongs to process k modulo `world_size`. The process that finishes last assembles the
-    output, so it appears whole or not at all. Until then it is in a hidden folder next to it, from which the same call
-    resumes if a process was killed, also with another number of processes. Where the output is complete already,
-    nothing is done.
+    The cells are split into blocks, of which one at a time is in memory. Several independent processes share the work:
+    process k modulo `world_size` embeds block k. The last process assembles the output, so it is complete or does not
+    exist. Until then, blocks are in a hidden folder next to it. If a process was killed, the same call resumes, also
+    with another number of processes. If the output is already complete, nothing is done.
 
     Parameters
     ----------
     model
-        A model, or the folder of one.
+        A model or its folder.
     source
-        Cells: a store, which stays on disk; or what else :func:`scforge.data.open_cells` takes, which each process
-        reads into its memory.
+        Cells: a store, which is read in blocks, or any other source for :func:`scforge.data.open_cells`, which each
+        process reads into memory.
     output
         ``.zarr`` or ``.h5ad``: an AnnData with ``obs`` as in the source, the embedding (float32, shape (N, D)) in
-        ``obsm[key]``, and in ``uns["scforge"][key]`` what it was made with. It has no genes, as the source may be far
-        larger than memory; to plot a gene, copy ``obsm[key]`` into the cells of the source, whose order is the same.
-        Several processes need to see the same folder.
+        ``obsm[key]``, and in ``uns["scforge"][key]`` what it was created with. It has no genes, as the source may be
+        far larger than memory; to plot a gene, copy ``obsm[key]`` into the cells of the source, whose order is the
+        same. Several processes need to see the same folder.
     key
         Key in ``obsm``; ``"auto"`` as for :meth:`Encoder.get_latent_representation`.
     batch_size
-        Cells that go through the model at once.
+        Cells per batch.
     block_size
-        Cells of a block, and of a chunk of the output. A process that is killed loses less than one.
+        Cells per block, and per chunk of the output. A killed process loses less than one block.
     rank, world_size
-        Which process this is, from 0, and of how many. None: what ``torchrun`` or ``srun`` says, else 0 of 1.
+        Index of this process, from 0, and number of processes. None takes them from ``torchrun`` or ``srun``, else 0 of
+        1.
     overwrite
-        Replace an embedding of other cells or by another model, finished or not. One process also makes one again that
-        is the same.
+        Replace an embedding of other cells or by another model, finished or not. A single process also recomputes an
+        identical one.
     progress_bar
-        Show a bar; of several processes that of the first.
+        Show a progress bar, in the first process only.
     device
-        Where to compute; ``"auto"`` takes a CUDA device if there is one, each process of a machine its own.
+        Device to compute on; ``"auto"`` takes a CUDA device if there is one, a different one for each process on a
+        machine.
 
     Returns
     -------
-    What this process did.
+    Summary of this process.
 
     Raises
     ------
     OptionError
-        If an argument cannot be used, something else is at `output`, or what was begun there is of other cells or by
+        If an argument cannot be used, something else is at `output`, or an unfinished output is from other cells or
         another model.
     MissingFileError, ModelFileError
         If the model or the source is not there, or is damaged.
@@ -436,9 +437,9 @@ def embed_to(
     check_count("batch_size", batch_size, "cells")
     check_count("block_size", block_size, "cells")
     if not isinstance(key, str) or not key or "/" in key:
-        raise OptionError(f"key={key!r} is not a name in obsm; give text without a slash.")
+        raise OptionError(f"key={key!r} is not a valid key of obsm; pass text without a slash.")
     if is_url(output):
-        raise OptionError(f"output={output!r} is a URL; give a path, and copy the result from there.")
+        raise OptionError(f"output={output!r} is a URL; pass a local path, and copy the result.")
     files = EmbeddingFiles(Path(output), overwrite=overwrite)
     if not isinstance(model, CellModel):
         model = load_named(model, f"model={str(model)!r} (--model)")
@@ -531,8 +532,8 @@ def _open(model: CellModel, source: Any) -> Cells:
         if "_protein_coding'" not in way_out:
             raise
         raise GeneMismatchError(
-            f"{problem}; the model (--model) knows the genes of one species only, so give cells of that species, or a "
-            "model that was trained on this one."
+            f"{problem}; the model (--model) has the genes of one species only; use cells of that species, or a model "
+            "that was trained on this one."
         ) from error
     if not len(cells):
         raise DataError("source has no cells to embed.")
@@ -548,7 +549,7 @@ def _setup(model: CellModel) -> dict[str, Any]:
 def _which_process(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Return which process this is, and of how many, as given or as a launcher says."""
     if (rank is None) != (world_size is None):
-        raise OptionError(f"rank={rank!r} and world_size={world_size!r} belong together; give both or neither.")
+        raise OptionError(f"rank={rank!r} and world_size={world_size!r} must be given together; pass both, or neither.")
     if rank is None or world_size is None:
         # SLURM says SLURM_NTASKS to the script of a job, too, which is one process; the other name srun says alone.
         for names in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):

@@ -58,27 +58,26 @@ def evaluate_to(
     model
         Folder of a model; for embeddings also several, each a row.
     source
-        Cells with the answer: an h5ad file, for tasks also a store, or the name of a data set
-        (:func:`scforge.datasets.list_cards`). Of the cells of a fine-tuning those are scored that it held out.
+        Labeled cells: an h5ad file, for tasks also a store, or the name of a data set
+        (:func:`scforge.datasets.list_cards`). Of the cells of a fine-tuning, only test cells are scored.
     output
-        Where to write: a ``.csv`` file for the scores, for embeddings also a folder for the report. None writes
-        nothing.
+        Output: a ``.csv`` file for the scores, for embeddings also a folder for the report. None writes nothing.
     benchmarks
-        What to score embeddings by, as in :func:`scforge.workflows.evaluate_models`.
+        Benchmarks of embeddings, as in :func:`scforge.workflows.evaluate_models`.
     baselines
         Compute baselines; for embeddings they may be named.
     batch_size
-        Cells a batch.
+        Cells per batch.
     device
         Where to compute; ``"auto"`` takes a GPU if there is one.
     seed
-        Seed of what is random in baselines; the first one for embeddings.
+        Random seed in baselines; the first one for embeddings.
     overwrite
         Replace `output`.
     progress_bar
         Show a line for each baseline and score of embeddings.
     **options
-        ``trained_on``: h5ad file with the cells of the training, where `source` are others; for baselines of tasks, and
+        ``trained_on``: h5ad file with the training cells, if `source` has others; for baselines of tasks, and
         for ``generation``. For tasks: ``base_model`` (folder of the model before fine-tuning, for the baseline of its
         frozen embedding). For embeddings: ``obsm_keys``
         (further embeddings in the file), ``labels_key``, ``batch_key``, ``groups_key``, ``untrained``, ``intervals``,
@@ -86,7 +85,7 @@ def evaluate_to(
 
     Returns
     -------
-    For a task one row a method, one column a score; for embeddings the report.
+    For a task, a table with one row per method and one column per score; for embeddings, the report.
 
     Raises
     ------
@@ -108,8 +107,8 @@ def evaluate_to(
     by_task = benchmarks is None and bool(tuned)
     if by_task and len(folders) > 1:
         raise OptionError(
-            f"model={str(tuned[0])!r} (--model) was fine-tuned and is scored by its task, one model at a time; name it "
-            "alone, or name benchmarks for the embeddings."
+            f"model={str(tuned[0])!r} (--model) was fine-tuned and is scored by its task, one model at a time; pass "
+            "only this model, or name benchmarks for the embeddings."
         )
     what, known = ("a task is", _OF_TASKS) if by_task else ("embeddings are", _OF_EMBEDDINGS)
     if by_task and not isinstance(baselines, bool):
@@ -147,8 +146,8 @@ def _evaluate_task(
     path = None if output is None else output_file(output, [_TABLE], overwrite=overwrite, inputs=inputs)
     if trained_on is not None and tuned._known_split() is None:
         raise OptionError(
-            f"trained_on={str(trained_on)!r} (--trained-on) are not the cells of the fine-tuning, or not all of "
-            "them; give those, or leave it out."
+            f"trained_on={str(trained_on)!r} (--trained-on) are not exactly the cells of the fine-tuning; pass those, "
+            "or leave it out."
         )
     base = None
     if base_model is not None:
@@ -224,7 +223,7 @@ def _names(models: Sequence[Folder]) -> list[str]:
     if len(set(names)) < len(names):
         names = [f"{place.parent.name}_{place.name}" for place in places]
     if len(set(names)) < len(names):
-        raise OptionError(f"model names {listing(names)}, which are the same; give the folders other names.")
+        raise OptionError(f"model names {listing(names)}, which have the same name; rename the folders.")
     return names
 
 
@@ -233,8 +232,10 @@ def _check_output(path: Path, source: Folder, *, overwrite: bool) -> None:
         output_file(path, [_TABLE], overwrite=overwrite, inputs=[source])
         return
     if path.suffix and not path.is_dir():
-        raise OptionError(f"output={str(path)!r} ends in neither .csv nor nothing; name a table or a folder.")
+        raise OptionError(f"output={str(path)!r} is neither a .csv file nor a folder name; pass one of them.")
     check_folder("output", path)
     check_writable("output", path)
     if (path / "report.json").exists() and not overwrite:
-        raise OptionError(f"output={str(path)!r} holds a report; give another name, or replace it with --overwrite.")
+        raise OptionError(
+            f"output={str(path)!r} contains a report; choose another name, or replace it with --overwrite."
+        )

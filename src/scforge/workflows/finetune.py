@@ -1,4 +1,4 @@
-"""Fine-tune a model as a configuration says."""
+"""Fine-tune a model by a configuration."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _OF_TUNING = ("validation_size", "test_size", "split_by", "split_key", "freeze",
 
 @dataclass(frozen=True)
 class FinetuningResult:
-    """What a fine-tuning came to.
+    """Result of a fine-tuning.
 
     Attributes
     ----------
     model
         The fine-tuned model.
     metrics
-        Scores of the test cells, one row a method; None where ``finetune.evaluate`` did not ask for them.
+        Scores of the test cells, one row per method; None where ``finetune.evaluate`` did not ask for them.
     """
 
     model: Encoder
@@ -75,7 +75,7 @@ def finetuning_config(
         given = {option for option, _ in flags.values()} | {override.partition("=")[0] for override in overrides}
         needed = {"--base-model": "finetune.base_model", "--data": "data.paths", "--task": "finetune.task"}
         if missing := [flag for flag, option in needed.items() if not any(_names(one, option) for one in given)]:
-            raise OptionError(f"scforge finetune lacks {' and '.join(missing)}; give that, or --config FILE.")
+            raise OptionError(f"scforge finetune lacks {' and '.join(missing)}; add it, or --config FILE.")
     config = load_config(path, overrides, flags=flags)
     section = finetune_section(config)
     if config.output.checkpoint_dir is None:
@@ -91,7 +91,7 @@ def finetune_from_config(
     resume: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> FinetuningResult:
-    """Read the base model and the cells, fine-tune, and write what ``config.output`` asks for.
+    """Read the base model and the cells, fine-tune, and write the outputs of ``config.output``.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Find the models that the command line names; push and pull folders."""
+"""Find models by name; push and pull folders."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _found(path: str | os.PathLike[str], prefix: str, *, adapters: bool = False)
     if is_shared_name(path):
         found = find_model(path, prefix=prefix)
         if not adapters and kind_of_folder(found.folder) == "adapter":
-            raise MissingFileError(f"{prefix} has adapters only; name the model that they sit on.")
+            raise MissingFileError(f"{prefix} has adapters only; name their base model.")
         return found
     folder = _folder(path, prefix, "give the folder of a model, e.g. ckpt/final, or hf://org/name of the hub")
     if not (adapters and kind_of_folder(folder) == "adapter"):
@@ -81,8 +81,8 @@ def _check_holds_model(folder: Path, prefix: str) -> None:
     """Raise :class:`~scforge.errors.MissingFileError` if a folder has no model, saying which could have been meant."""
     if not (folder / "config.json").exists():
         if models := RunFolder(folder).models():
-            raise MissingFileError(f"{prefix} is the folder of a training; did you mean {str(models[-1])!r}?")
-        raise MissingFileError(f"{prefix} holds no model; give the folder of one, e.g. ckpt/final.")
+            raise MissingFileError(f"{prefix} is the folder of a training run; did you mean {str(models[-1])!r}?")
+        raise MissingFileError(f"{prefix} contains no model; give the folder of one, e.g. ckpt/final.")
 
 
 def push_folder(
@@ -96,9 +96,9 @@ def push_folder(
     base: str | None = None,
     **options: Any,
 ) -> str:
-    """Send the folder of a model, after a check that it loads.
+    """Push a model folder, after checking that it loads.
 
-    The card names the repository, unless somebody has written or edited it; such a one is sent as it is.
+    The card is updated with the name of the repository, unless a user wrote or edited it.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ def push_folder(
     metrics
         Table of ``scforge evaluate``, a CSV file, for the card.
     base
-        Of adapters, the name of the model that they sit on.
+        Name of the base model of adapters.
     **options
         Further options of :func:`scforge.hub.upload`.
 
@@ -132,7 +132,7 @@ def push_folder(
     if not is_adapter:
         _check_holds_model(path, prefix)
         if base is not None:
-            raise OptionError(f"base={base!r} (--base) has no effect where {prefix} is a whole model; leave it out.")
+            raise OptionError(f"base={base!r} (--base) has no effect if {prefix} is a complete model; leave it out.")
     told: dict[str, Any] = {"license": license, "data": data, "citation": citation}
     told["metrics"] = None if metrics is None else _table(metrics)
     given = [name for name, value in told.items() if value is not None]
@@ -145,7 +145,7 @@ def push_folder(
     if card is not None and not is_adapter:
         read_folder(path)
         return upload(path, repo_id, **options)
-    tell_left_behind(path)  # what is sent is written anew, elsewhere
+    tell_left_behind(path)  # the upload is written again, to another folder
     # The name is for others, so it is not a folder here.
     model = Encoder.load(path, base=None if base is None else place_of(base) or base)
     return push_model(model, repo_id, told=told, adapter_only=is_adapter, base=base, card=card, **options)
@@ -173,9 +173,9 @@ def pull_folder(
     name
         As for :func:`scforge.hub.resolve`.
     output
-        Folder to make. It remembers the repository and the commit that it comes from, in ``origin.json``.
+        Folder to create. Its ``origin.json`` stores the repository and the commit.
     overwrite
-        Replace the model in a folder that exists; files that are not of scforge stay.
+        Replace the model in a folder that exists; other files are kept.
     **options
         Further options of :func:`scforge.hub.resolve`.
 

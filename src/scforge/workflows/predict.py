@@ -38,12 +38,12 @@ def predict_to(
     model
         Folder of a fine-tuned model.
     source
-        h5ad file, or what else :func:`scforge.data.open_cells` takes.
+        h5ad file, or any other source for :func:`scforge.data.open_cells`.
     output
-        ``.csv`` for a table with a row a cell; ``.h5ad`` for the cells with the predictions in ``obs``, or for an
-        AnnData that the task makes.
+        ``.csv`` for a table with a row per cell; ``.h5ad`` for the cells with the predictions in ``obs``, or for an
+        AnnData that the task generates.
     batch_size
-        Cells a batch.
+        Cells per batch.
     device
         Where to compute; ``"auto"`` takes a GPU if there is one.
     overwrite
@@ -53,12 +53,12 @@ def predict_to(
 
     Returns
     -------
-    What was predicted, in a few words.
+    Short description of the predictions.
 
     Raises
     ------
     OptionError
-        If the model was not fine-tuned, an option is unknown, or the output cannot hold what is predicted.
+        If the model was not fine-tuned, an option is unknown, or the output format does not fit the predictions.
     MissingFileError, ModelFileError, DataError
         If a file cannot be read or used.
 
@@ -71,7 +71,7 @@ def predict_to(
     tuned = load_named(model, prefix)
     if tuned.spec.tuning is None and tuned._own_task() is None:
         raise OptionError(
-            f"{prefix} was not fine-tuned, so it predicts nothing; run scforge finetune --base-model {model} first, or "
+            f"{prefix} was not fine-tuned, so it has no task; run scforge finetune --base-model {model} first, or "
             "scforge embed for its embedding."
         )
     tuned._move_to(chosen_device(device))
@@ -79,10 +79,11 @@ def predict_to(
     assert isinstance(task, Task)
     adata = in_memory(source)
     if task.makes_cells and path.suffix == _TABLE:
-        raise OptionError(f"output={str(output)!r}: the task makes cells, not a table; name an h5ad file.")
+        raise OptionError(f"output={str(output)!r}: the task generates cells, not a table; choose an h5ad file.")
     if adata is None and path.suffix == _CELLS and not task.makes_cells:
         raise OptionError(
-            f"output={str(output)!r} needs cells from an h5ad file, not {str(source)!r}; give a table, e.g. labels.csv."
+            f"output={str(output)!r} needs cells from an h5ad file, not {str(source)!r}; choose a table, e.g. "
+            "labels.csv."
         )
     found = tuned.predict(source if adata is None else adata, batch_size=batch_size, **options)
     if isinstance(found, AnnData):
@@ -112,8 +113,8 @@ def output_file(output: Any, endings: list[str], *, overwrite: bool, inputs: lis
     if path.suffix not in endings:
         raise OptionError(f"{prefix} does not end in {' or '.join(endings)}; give such a name.")
     if any(path.resolve() == Path(one).resolve() for one in inputs):
-        raise OptionError(f"{prefix} are the cells themselves; give another name.")
+        raise OptionError(f"{prefix} is the input file; choose another name.")
     if path.is_dir() or (path.exists() and not overwrite):
-        raise OptionError(f"{prefix} exists; give another name, or replace it with --overwrite.")
+        raise OptionError(f"{prefix} exists; choose another name, or replace it with --overwrite.")
     check_writable("output", path)
     return path

@@ -1,4 +1,4 @@
-"""Train a model as a configuration says."""
+"""Train a model by a configuration."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Se
 
 
 def make_datamodule(cells: Cells, config: Config) -> CellDataModule:
-    """Make the data module that the configuration describes."""
+    """Create the data module that the configuration describes."""
     data, training = config.data, config.training
     names = ("max_tokens_per_batch", "batch_key", "labels_key", "num_threads", "pin_memory")
     given: dict[str, Any] = {name: getattr(data, name) for name in names} | {
@@ -115,7 +115,7 @@ def make_datamodule(cells: Cells, config: Config) -> CellDataModule:
 
 
 def embedded_adata(cells: Cells, embedding: np.ndarray, key: str) -> AnnData:
-    """Return an AnnData with what is known of each cell and its embedding, but without counts."""
+    """Return an AnnData with the obs and the embedding of each cell, but without counts."""
     obs = getattr(cells, "obs", None)
     obs = pd.DataFrame(index=pd.RangeIndex(len(cells))) if obs is None else obs.copy()
     obs.index = pd.Index(cells.names() if isinstance(cells, StoreCells) else obs.index.astype(str))
@@ -127,7 +127,7 @@ def _vocab(data: DataConfig) -> str | None:
 
 
 def _columns(data: DataConfig, more: Sequence[str]) -> list[str] | None:
-    """Return the columns of obs to have at hand; None for all."""
+    """Return the columns of obs to have available; None for all."""
     return None if data.obs_columns is None and data.source == "local" else columns_of_data(data, more)
 
 
@@ -151,13 +151,13 @@ class KeepConfig(Callback):
         self.text = f"# Resolved configuration, including overrides (scforge {__version__}).\n{dump_config(config)}"
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Write it, on the first process; the folder belongs to this training by now."""
+        """Write it, on the first process; the folder belongs to this training run by now."""
         if trainer.is_global_zero:
             atomic_write_text(self.path, self.text)
 
 
 def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
-    """Check whether a training may begin, or be resumed, before the cells are read.
+    """Check whether a training run may begin, or be resumed, before the cells are read.
 
     Parameters
     ----------
@@ -167,9 +167,9 @@ def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
     Raises
     ------
     ConfigError, OptionError
-        If the two contradict each other, have no folder to work on, or the folder holds another run.
+        If the two contradict each other, no folder is set, or the folder contains another run.
     MissingFileError
-        If there is no state to continue with.
+        If there is no checkpoint to resume from.
     """
     folder = config.output.checkpoint_dir
     if resume is not None and overwrite:
@@ -189,7 +189,7 @@ def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
 
 
 def training_report(model: Encoder, config: Config) -> list[str]:
-    """Return what a training has come to, and where it is: a line each.
+    """Return a summary of a training run and the paths of its outputs, one line each.
 
     Parameters
     ----------
@@ -231,7 +231,7 @@ def best_epoch(model: Encoder, figure: str, mode: str) -> list[str]:
 
 
 def written_files(config: Config) -> list[str]:
-    """Return where a training has left what: a line each."""
+    """Return the paths of a training run's outputs, one line each."""
     output, lines = config.output, []
     if output.checkpoint_dir is not None:
         folder = RunFolder(output.checkpoint_dir)
@@ -263,7 +263,7 @@ def train_from_config(
     resume: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
 ) -> Encoder:
-    """Read the cells, train, and write what ``config.output`` asks for.
+    """Read the cells, train, and write the outputs of ``config.output``.
 
     Parameters
     ----------
@@ -272,16 +272,16 @@ def train_from_config(
     progress_bar
         Show a bar while training.
     resume
-        ``"auto"`` continues with the latest state in ``output.checkpoint_dir``, and starts where there is none; or the
-        path of a state. None starts, and refuses a folder that holds another run.
+        ``"auto"`` resumes from the latest checkpoint in ``output.checkpoint_dir``, or starts if there is none; or the
+        path of a checkpoint. None starts, and raises if the folder contains another run.
     overwrite
         Replace the run in ``output.checkpoint_dir``, and the file ``output.embedding``.
 
     Returns
     -------
     The trained model. With ``output.checkpoint_dir`` it is saved there as ``final``, next to the best epochs and the
-    configuration (``config.yaml``). Without, nothing is saved, while ``scforge train``, which returns no model, takes
-    ``checkpoints/NAME`` of a file ``NAME.yaml``. Of several processes only the first writes.
+    configuration (``config.yaml``). Without it nothing is saved, except by ``scforge train``, which uses
+    ``checkpoints/NAME`` for a file ``NAME.yaml``. Only the first of several processes writes.
 
     Raises
     ------
@@ -310,7 +310,7 @@ def train_from_config(
 
 
 def checked_arguments(config: Config, *, resume: Any, overwrite: bool) -> dict[str, Any]:
-    """Check a configuration, as mistakes should not come to light after minutes of reading; return what trains it."""
+    """Check a configuration before the cells are read; return a function that trains it."""
     with placed(config):
         check_settings(config, replaces=overwrite or resume is not None)
         check_run(config, resume=resume, overwrite=overwrite)

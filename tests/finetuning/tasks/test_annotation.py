@@ -165,7 +165,7 @@ def test_evaluation_without_what_baselines_learn_from(cells200, tuned, context):
     assert "frozen_embedding" not in evaluated.metrics.index
     cells200.obs["group"] = "z"
     predictor.cells.obs["group"] = "z"
-    with pytest.raises(DataError, match="no value that the model knows in 50 scored cells"):
+    with pytest.raises(DataError, match="no value of the model in 50 scored cells"):
         predictor.task.evaluate(context(predictor))
 
 

@@ -89,7 +89,7 @@ def test_evaluation(aged, tuned, context):
     np.testing.assert_allclose(frozen, own, rtol=1e-3)
     alone = predictor.task.evaluate(context(predictor, train_cells=None))
     assert list(alone.metrics.index) == ["scforge"]
-    with pytest.raises(DataError, match="no value that the model knows in 10 scored cells"):
+    with pytest.raises(DataError, match="no value of the model in 10 scored cells"):
         predictor.task.evaluate(context(predictor, rows=np.arange(190, 200)))
 
 

@@ -108,7 +108,7 @@ def test_training_refuses_unknown_batches(cells):
     ):
         with pytest.raises(DataError, match=message):
             bound(cells, **{**PER_BATCH, **changed})
-    with pytest.raises(TrainingError, match="batches are not known yet"):
+    with pytest.raises(TrainingError, match="batches are unknown"):
         JointEmbedding(**PER_BATCH).bind(cells, np.arange(60))
 
 
@@ -119,7 +119,7 @@ def test_batches_of_a_query_need_not_be_known(cells, tokenizer):
     assert (batch["batch_shares"] > 0).sum(dim=1).tolist() == [20, 39]
     torch.testing.assert_close(batch["batch_shares"].sum(dim=1), torch.ones(2))
     objective = JointEmbedding(**{**PER_BATCH, "batch_key": "donor"}, batches=["another"])
-    with pytest.warns(ScforgeWarning, match="batch_key='donor': .*all cells are taken for one batch"):
+    with pytest.warns(ScforgeWarning, match="batch_key='donor': .*all cells are treated as one batch"):
         objective.bind_query(cells, np.arange(60))
     assert views_of(objective, cells, tokenizer, np.arange(60))["batch_shares"].shape == (1, 60)
 

@@ -1,1 +1,1 @@
-"""The tasks that ship with scforge, one a file."""
+"""The tasks that ship with scforge, one per file."""

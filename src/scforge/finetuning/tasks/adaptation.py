@@ -1,4 +1,4 @@
-"""Adaptation: the objective of the pretraining goes on, on other cells, beside weights that stay."""
+"""Adaptation: continue training with the pretraining objective on other cells, optionally with frozen base weights."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from scforge.training.objectives.base import Objective, TrainingDefaults
 
 @register_task("adaptation")
 class Adaptation(Task):
-    """Train on with the objective of the pretraining, no labels needed.
+    """Continue training with the pretraining objective; no labels are needed.
 
-    With adapters (``lora=True``) the weights of the base model stay as they are. This is how
+    With adapters (``lora=True``) the weights of the base model do not change. This is how
     :meth:`scforge.models.Encoder.load_query_data` adapts a reference model to a query.
 
     Parameters
     ----------
     n_reference
-        Train nothing but the vectors of the batches behind so many first ones, which a decoder of expression is told;
-        None trains all. See :meth:`scforge.models.Encoder.load_query_data`, which sets it.
+        Number of batches of the reference. Only the decoder's vectors of the batches after these are trained; None
+        trains all parameters. See :meth:`scforge.models.Encoder.load_query_data`, which sets it.
     n_clusters
-        Clusters of the query that are moved onto the reference; 0 maps no query. Set by the same method.
+        Number of query clusters that are moved onto the reference; 0 maps no query. Set by the same method.
     n_tokens
-        Size of the vocabulary of the reference, for the factors of genes. Set by the same method.
+        Vocabulary size of the reference, for factors per gene. Set by the same method.
     """
 
     keys = ()
@@ -56,17 +56,17 @@ class Adaptation(Task):
 
     @property
     def base_objective(self) -> Objective:
-        """The objective of the pretraining."""
+        """The pretraining objective."""
         assert self.pretraining is not None
         return self.pretraining
 
     @property
     def defaults(self) -> TrainingDefaults:  # type: ignore[override]
-        """Those of the pretraining; vectors of batches learn as fast as adapters."""
+        """Return the defaults of the pretraining; batch vectors use the learning rate of adapters."""
         return self.base_objective.defaults if self.n_reference is None else with_adapters(self.base_objective.defaults)
 
     def for_adapters(self) -> None:
-        """Leave the learning rate of the pretraining, which goes on."""
+        """Keep the learning rate of the pretraining."""
 
     @property
     def random_batches(self) -> bool:  # type: ignore[override]
@@ -78,32 +78,32 @@ class Adaptation(Task):
         self.base_objective.check(tokenizer)
 
     def make_head(self, n_latent: int, module: nn.Module) -> nn.Module:
-        """Make a head that moves embeddings; let the decoder of the module learn new batches, if these are all."""
+        """Return a head that moves embeddings; unfreeze the decoder's batch vectors if only new batches are trained."""
         n, vectors = self.n_reference, batch_vectors(module)
         if n is not None and vectors is not None and len(vectors) > n:
             vectors.requires_grad_(True)
         return QueryMapping(n_latent, self.n_clusters, self.n_tokens) if self.n_clusters else Unchanged()
 
     def learn_from(self, module: nn.Module) -> None:
-        """Look up what the objective needs to know of the encoder."""
+        """Read properties of the encoder that the objective needs."""
         encoder: Any = module.encoder
         if self.n_reference is not None and not any(p.requires_grad for p in encoder.parameters()):
             raise OptionError(
-                "the query model has nothing to train: it learns new batches alone; leave train out, or pass "
+                "the query model has nothing to train, since only new batches are trained; leave train out, or pass "
                 "load_query_data(..., batch_key=...)."
             )
         n, vectors = self.n_reference, batch_vectors(encoder)
         if n is not None and vectors is not None and vectors.requires_grad and len(vectors) > n:
-            # Here, as a copy of a module has no hooks. Embeddings have no weight decay, so a vector without gradient
-            # stays as it is.
+            # Registered here because a copy of a module has no hooks. Embeddings have no weight decay, so a vector
+            # without a gradient does not change.
             new = (torch.arange(len(vectors)) >= n).unsqueeze(1)
             vectors.register_hook(lambda gradient: gradient * new.to(gradient))
         self.base_objective.learn_from(encoder)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Look up what the objective needs to know of cells, which may lack classes and batches of the pretraining."""
+        """Look up the cell data of the objective; cells may lack classes and batches of the pretraining."""
         objective: Any = self.base_objective
-        # Neighbors teach an encoder, which here may stay as it is.
+        # Neighbors are needed only if the encoder is trained.
         getattr(objective, "bind_query", objective.bind)(
             cells, train_rows if self.n_reference is None else train_rows[:0]
         )
@@ -121,16 +121,16 @@ class Adaptation(Task):
         return self.base_objective.prepare(block, tokenizer, epoch=epoch, seed=seed)
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """Return the loss of the pretraining, and its figures."""
+        """Return the loss and the metrics of the pretraining objective."""
         encoder: Any = module.encoder
         return self.base_objective.loss(encoder, batch)
 
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """Raise: the loss is that of the architecture, not of a head."""
+        """Raise, because the architecture computes the loss, not a head."""
         raise NotImplementedError("call loss(module, batch)")
 
     def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return what the pretraining logs of an epoch."""
+        """Return the metrics that the pretraining objective logs per epoch."""
         return self.base_objective.summarize(means)
 
     def predict(  # type: ignore[override]
@@ -152,7 +152,7 @@ class Adaptation(Task):
         self.check_evaluate()
 
     def check_evaluate(self) -> NoReturn:
-        """Raise: nothing tells what is right.
+        """Raise, because the task has no labels to compare with.
 
         Raises
         ------

@@ -41,7 +41,7 @@ _N_NEIGHBORS = 15
 
 
 def resolution_for(n_cells: int) -> float:
-    """Return the resolution that CellTypist (1.7) clusters so many cells with.
+    """Return the resolution that CellTypist (1.7) clusters this many cells with.
 
     Examples
     --------
@@ -119,16 +119,16 @@ class Annotation(SupervisedTask):
     classes
         The classes of the training cells, in the order of the outputs; None sorts them.
     class_weights
-        Weight of each class in the loss. None: every cell counts the same, as scGPT, Geneformer and CellTypist train.
-        ``"balanced"``: the cells of each class together count the same (n_cells / (n_classes * cells of the class)),
-        which finds more cells of rare classes and makes their probabilities too high. Or a dict of weights by class;
-        classes that it leaves out have the weight 1.
+        Weight of each class in the loss. None weights all cells equally, as in scGPT, Geneformer and CellTypist.
+        ``"balanced"`` gives each class the same total weight (n_cells / (n_classes * cells of the class)), which finds
+        more cells of rare classes and makes their probabilities too high. Or a dict of weights by class; classes that
+        it leaves out have the weight 1.
     label_smoothing
-        Share of the target that is spread over all classes, in [0, 1).
+        Fraction of the target that is spread over all classes, in [0, 1).
     head
         Options of the head, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
     probe_first
-        Start the last layer of the head at the logistic regression on the embeddings of the training cells, so that the
+        Initialize the last layer of the head by a logistic regression on the embeddings of the training cells, so the
         first steps do not distort the encoder (linear probing, then fine-tuning; Kumar et al. 2022, arXiv:2202.10054).
     """
 
@@ -151,7 +151,9 @@ class Annotation(SupervisedTask):
         self.classes = check_names("classes", classes)
         self.class_weights = check_weights("class_weights", class_weights, self.classes)
         if check_share("label_smoothing", label_smoothing) == 1:
-            raise OptionError(f"label_smoothing={label_smoothing!r} leaves nothing of the labels; give less than 1.")
+            raise OptionError(
+                f"label_smoothing={label_smoothing!r} removes all information of the labels; pass less than 1."
+            )
         self.label_smoothing = float(label_smoothing)
         self._weights: torch.Tensor | None = None
 
@@ -188,15 +190,18 @@ class Annotation(SupervisedTask):
         if single := [str(name) for name, size in labels.value_counts().items() if size == 1]:
             warn(f"{self.argument}: the labels {listing(single)} have one training cell each, and none to score.")
         if odd := [name for name in names if name in _MISSING_TEXTS]:
-            warn(f"{self.argument} has the label {listing(odd)}, taken for a class; a missing label is numpy.nan.")
+            warn(
+                f"{self.argument} has the label {listing(odd)}, which is used as a class; mark missing labels by "
+                "numpy.nan."
+            )
         if self.classes is None:
             return {"classes": names}
         if differing := sorted({*self.classes} ^ {*names}):
-            raise DataError(f"classes and {self.argument} differ in {listing(differing)}; leave classes out.")
+            raise DataError(f"classes and {self.argument} differ in {listing(differing)}; leave out some classes.")
         return {}
 
     def check_split(self, column: Column, split: Split) -> None:
-        """Tell which classes only held-out cells have."""
+        """Report classes that only held-out cells have."""
         labels = text_labels(column(self.labels_key), key=self.labels_key)
         held_out = labels.codes[np.concatenate([split.validation, split.test])]
         lacking = np.setdiff1d(held_out[held_out >= 0], labels.codes[split.train])
@@ -212,7 +217,7 @@ class Annotation(SupervisedTask):
         return targets >= 0
 
     def make_head(self, n_latent: int, module: nn.Module) -> CalibratedHead:
-        """Make the head, one output a class."""
+        """Create the head, one output a class."""
         return CalibratedHead(n_latent, len(self.known_classes), **self.head)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
@@ -305,7 +310,7 @@ class Annotation(SupervisedTask):
 
         Returns
         -------
-        Columns ``label``, ``confidence``, ``entropy`` and maybe ``voted``; with `soft` one column a class.
+        Columns ``label``, ``confidence``, ``entropy`` and maybe ``voted``; with `soft` one column per class.
         """
         check_bool("soft", soft)
         check_share("min_share", min_share)
@@ -316,7 +321,10 @@ class Annotation(SupervisedTask):
             of_cells = predictor.cells.column
             clusters = of_cells(majority_voting) if adata is None else column_of(adata.obs, majority_voting)
         if threshold is not None and check_share("threshold", threshold) and predictor.module.head.temperature == 1.0:
-            warn(f"threshold={threshold}: confidence is not calibrated; fine-tune to the end with validation_size > 0.")
+            warn(
+                f"threshold={threshold}: confidence is not calibrated; complete the fine-tuning with validation_size "
+                "> 0."
+            )
         probabilities = self.estimate(predictor)
         categories = list(self.known_classes)
         labels = np.array(categories, dtype=object)[probabilities.argmax(axis=1)]
@@ -370,7 +378,7 @@ class Annotation(SupervisedTask):
         """Return precision, recall, F1 and support of each class, and the cells of each label and prediction."""
         names = np.array(self.known_classes, dtype=object)
         confusion = confusion_of(truth, estimates.argmax(axis=1), len(names))
-        # One row a pair, as names of classes may hold a slash, which an h5ad file takes in no name of a column.
+        # One row a pair, as names of classes may contain a slash, which an h5ad file takes in no name of a column.
         pairs = {"label": np.repeat(names, len(names)), "predicted": np.tile(names, len(names))}
         return {
             "per_class": pd.DataFrame(class_table(confusion), index=pd.Index(names, name=self.labels_key)),

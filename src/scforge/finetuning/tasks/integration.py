@@ -54,8 +54,8 @@ class IntegrationHead(nn.Module):
     n_batches
         Number of batches E.
     n_reference
-        Train nothing but the vectors of the batches behind so many first ones, which with the rest of the decoder stay
-        as they are; None trains all.
+        Number of batches of the reference. Only the vectors of the batches after these are trained, the rest of the
+        decoder is frozen. None trains all.
     hidden_dim
         Width H of the decoder.
     """
@@ -83,7 +83,7 @@ class IntegrationHead(nn.Module):
 
     @torch.no_grad()
     def start_at(self, counts: np.ndarray, n_special: int) -> None:
-        """Start at the shares of the genes in all counts, shape (V - n_special,), whatever the embedding."""
+        """Start at the fractions of the genes in all counts, shape (V - n_special,), whatever the embedding."""
         shares = (counts + 0.1) / (counts + 0.1).sum()
         self.out.bias.copy_(torch.from_numpy(np.concatenate([np.full(n_special, _NOTHING), np.log(shares)])))
         self.out.weight.mul_(0.1)
@@ -214,15 +214,15 @@ _OWN = ("counts", "batch")
 
 @register_task("integration")
 class Integration(Task):
-    """Cells of different batches share an embedding; no label is looked at.
+    """Removes batch effects from the embedding, without labels.
 
     A decoder predicts the counts y of a cell from the embedding of a thinned view of it (a share of its counts, some
     genes hidden) and from its batch e::
 
         loss = mean of -log NB(y_g; share_g(z, e) * library size, dispersion_g) + alignment * SIGReg within each batch
 
-    What the batch explains, the embedding z need not hold, and what tells cells of a batch apart, it has to.
-    SIGReg pulls each batch onto the same Gaussian.
+    The embedding z does not need variation that the batch explains, but has to keep differences between cells of a
+    batch. SIGReg pulls each batch onto the same Gaussian.
 
     Parameters
     ----------
@@ -237,7 +237,7 @@ class Integration(Task):
         :meth:`scforge.models.Encoder.load_query_data`, which sets it.
     alignment
         Weight of SIGReg, 0 for none. More of it (0.02) mixes batches that are far apart, and spreads cell types, which
-        then are harder to tell apart, above all where batches differ in which types they have.
+        then are harder to distinguish, especially if batches differ in their cell types.
     hidden_dim
         Width of the decoder.
     """
@@ -300,7 +300,7 @@ class Integration(Task):
         return self.batches
 
     def make_head(self, n_latent: int, module: nn.Module) -> IntegrationHead:
-        """Make the decoder."""
+        """Create the decoder."""
         architecture: Any = module
         n_tokens, n_batches = architecture.vocab_size, len(self.known_batches)
         return IntegrationHead(n_latent, n_tokens, n_batches, n_reference=self.n_reference, hidden_dim=self.hidden_dim)
@@ -357,7 +357,7 @@ class Integration(Task):
 
         Returns
         -------
-        Float32, shape (N, D): what ``get_latent_representation`` returns, too.
+        Float32, shape (N, D), as from ``get_latent_representation``.
         """
         embedding = predictor.embedding()
         if adata is not None:
@@ -371,7 +371,7 @@ class Integration(Task):
         ones together, which favors them: PCA and scVI could embed new cells, and Symphony does so for Harmony, but that
         is not done here. Without labels, scores of biology are missing.
 
-        Scores: ``bio``, ``batch``, ``total`` and what they are means of, see
+        Scores: ``bio``, ``batch``, ``total`` and their components, see
         :func:`scforge.eval.scib.integration_scores`.
 
         Raises
@@ -387,7 +387,7 @@ class Integration(Task):
             If a baseline is missing.
         """
         if self.labels_key is None:
-            raise OptionError("labels_key=None, but scores need cell types; give labels_key to finetune.")
+            raise OptionError("labels_key=None, but scores need cell types; pass labels_key to finetune.")
         methods = {"scforge": context.predictor.embedding(context.rows)}
         if context.base is not None:
             methods[FROZEN] = context.base.embedding(context.rows)

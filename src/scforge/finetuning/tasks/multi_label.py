@@ -43,24 +43,24 @@ class MultiLabel(SupervisedTask):
     Parameters
     ----------
     labels_keys
-        Columns of obs, one a label, with truth values or 0 and 1. A cell without value in one of them takes no part.
+        Columns of obs, one per label, with booleans or 0 and 1. Cells with a missing value are not used.
     labels_key
-        Instead of these, one column with the labels of a cell as text. NaN is a cell that takes no part, an empty text
-        one that has no label.
+        Instead of these, one column with the labels of a cell as text. Cells with NaN are not used; an empty text means
+        no label.
     separator
         Separator of the labels in `labels_key`.
     classes
         The labels, in the order of the outputs; None takes `labels_keys`, or those of the training cells, sorted.
     pos_weight
-        Weight of cells that have a label, against those that have not: None for 1, ``"balanced"`` for as much weight on
-        both sides (cells without / cells with the label), or a dict by label.
+        Weight of cells with a label relative to cells without it: None for 1, ``"balanced"`` for equal total weights
+        (cells without / cells with the label), or a dict by label.
     head
         Options of the head, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
     probe_first
-        Start the last layer of the head at logistic regressions on the embeddings of the training cells.
+        Initialize the last layer of the head by logistic regressions on the embeddings of the training cells.
     """
 
-    # A labels_key of setup_anndata has one label a cell, so that it is no default here.
+    # A labels_key of setup_anndata has one label per cell, so that it is no default here.
     keys = ()
 
     def __init__(
@@ -76,9 +76,9 @@ class MultiLabel(SupervisedTask):
     ) -> None:
         super().__init__(head, probe_first)
         if (labels_keys is None) == (labels_key is None):
-            raise OptionError("give either labels_keys, columns of truth values, or labels_key, one column of text.")
+            raise OptionError("pass either labels_keys (boolean columns) or labels_key (one column of text).")
         if not isinstance(separator, str) or not separator.strip():
-            raise OptionError(f"separator={separator!r} is not a text that can stand between labels.")
+            raise OptionError(f"separator={separator!r} is not a text that can separate labels.")
         self.labels_keys = check_names("labels_keys", labels_keys)
         self.labels_key = labels_key
         self.separator = separator
@@ -140,7 +140,7 @@ class MultiLabel(SupervisedTask):
         return with_each_in_training(split, np.concatenate([targets, ~targets], axis=1))
 
     def check_split(self, column: Column, split: Split) -> None:
-        """Tell which labels only held-out cells have."""
+        """Report labels that only held-out cells have."""
         names = self.classes or self._occurring(column)
         targets, _ = self._lookup(column, names)
         held_out = targets[np.concatenate([split.validation, split.test])]
@@ -167,7 +167,9 @@ class MultiLabel(SupervisedTask):
         if not classes:
             raise DataError(f"{self.argument} has no label for any training cell; choose another column.")
         if same := [name for name, has in zip(classes, targets.T, strict=True) if has.all() or not has.any()]:
-            raise DataError(f"{self.argument} has {listing(same)} for all training cells or none; leave these out.")
+            raise DataError(
+                f"{self.argument} has {listing(same)} for all training cells or none; leave out these labels."
+            )
         if unknown.any():
             lacking = f"{listing(sorted({*self._occurring(column)} - {*classes}))} of {self.argument}"
             warn(f"classes leaves out {lacking}, which {int(unknown.sum())} of the {len(unknown)} training cells have.")
@@ -183,7 +185,7 @@ class MultiLabel(SupervisedTask):
         return ~np.isnan(targets).any(axis=1)
 
     def make_head(self, n_latent: int, module: nn.Module) -> PredictionHead:
-        """Make the head, one output a label."""
+        """Create the head, one output a label."""
         return PredictionHead(n_latent, len(self.known_classes), **self.head)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
@@ -281,7 +283,7 @@ class MultiLabel(SupervisedTask):
         """Return scores of all labels.
 
         ``auroc`` and ``average_precision`` are means over labels that they are defined for, ``macro_f1`` is that over
-        labels that a cell has, at the probability 0.5, and ``subset_accuracy`` is the share of cells of which all
+        labels that a cell has, at the probability 0.5, and ``subset_accuracy`` is the fraction of cells of which all
         labels are right.
         """
         of_labels = multi_label_figures(truth > 0, estimates)

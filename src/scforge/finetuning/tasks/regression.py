@@ -1,4 +1,4 @@
-"""Regression: one number a cell, such as age, pseudotime or dose.
+"""Regression: one number per cell, such as age, pseudotime or dose.
 
 Shapes: B cells of a batch, N cells, D dimensions.
 """
@@ -64,7 +64,7 @@ class Regression(SupervisedTask):
         self.labels_key = labels_key
         self.loss_function = check_choice("loss_function", loss_function, _LOSSES)
         if (center is None) != (scale is None):
-            raise OptionError(f"center={center!r} and scale={scale!r} belong together; give both or none.")
+            raise OptionError(f"center={center!r} and scale={scale!r} must be given together; pass both, or neither.")
         if isinstance(center, str) or isinstance(scale, str):
             raise OptionError(f"center={center!r} and scale={scale!r} have to be numbers.")
         self.center = None if center is None else float(center)
@@ -80,13 +80,13 @@ class Regression(SupervisedTask):
         Raises
         ------
         DataError
-            If the column does not hold numbers, or one value only.
+            If the column does not contain numbers, or contains only one value.
         """
         values = self.read(column)
         values = values[~np.isnan(values)]
         if not len(values) or np.ptp(values) == 0:
             what = f"one value only ({values[0]:g})" if len(values) else "no value"
-            raise DataError(f"{self.argument} has {what} among the training cells; regression needs cells that differ.")
+            raise DataError(f"{self.argument} has {what} among the training cells; regression needs different values.")
         return {} if self.center is not None else {"center": float(values.mean()), "scale": float(values.std())}
 
     def read(self, column: Column) -> np.ndarray:
@@ -95,16 +95,18 @@ class Regression(SupervisedTask):
         Raises
         ------
         DataError
-            If it holds truth values, text or infinite values.
+            If it contains booleans, text or infinite values.
         """
         values = column(self.labels_key)
         kinds = values.cat.categories if isinstance(values.dtype, pd.CategoricalDtype) else values
         if pd.api.types.is_bool_dtype(kinds) or not pd.api.types.is_numeric_dtype(kinds):
             first = next(iter(values.dropna()), None)
-            raise DataError(f"{self.argument} does not hold numbers (first: {first!r}); use 'annotation' for classes.")
+            raise DataError(
+                f"{self.argument} does not contain numbers (first: {first!r}); use 'annotation' for classes."
+            )
         found = np.asarray(values.astype("Float64").to_numpy(dtype=np.float64, na_value=np.nan))
         if np.isinf(found).any():
-            raise DataError(f"{self.argument} holds infinite values; replace them by numpy.nan.")
+            raise DataError(f"{self.argument} contains infinite values; replace them by numpy.nan.")
         return found
 
     def has_target(self, targets: np.ndarray) -> np.ndarray:
@@ -112,7 +114,7 @@ class Regression(SupervisedTask):
         return ~np.isnan(targets)
 
     def make_head(self, n_latent: int, module: nn.Module) -> PredictionHead:
-        """Make the head, with one output: the standardized number."""
+        """Create the head, with one output: the standardized number."""
         return PredictionHead(n_latent, 1, **self.head)
 
     def _standardized(self, values: np.ndarray) -> np.ndarray:

@@ -13,13 +13,13 @@ from scforge.errors import OptionError
 
 
 def check_shapes(shape: Sequence[int], **tensors: torch.Tensor | None) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless all of `tensors` have one number a token, of shape (B, S)."""
+    """Raise :class:`~scforge.errors.OptionError` unless all of `tensors` have one number per token, of shape (B, S)."""
     if len(shape) != 2:
-        raise OptionError(f"input_ids has the shape {tuple(shape)}; give a batch of cells, (B, S).")
+        raise OptionError(f"input_ids has the shape {tuple(shape)}; pass a batch of cells, (B, S).")
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != shape:
             raise OptionError(
-                f"{name} has the shape {tuple(tensor.shape)} but input_ids {tuple(shape)}; give one number a token."
+                f"{name} has the shape {tuple(tensor.shape)} but input_ids {tuple(shape)}; pass one number per token."
             )
 
 
@@ -269,7 +269,7 @@ class SelfAttention(nn.Module):
     def packed(
         self, hidden_ph: torch.Tensor, ends: torch.Tensor, longest: int, *, causal: bool, rotation: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend within cells that stand one after the other; on CUDA, in half precision.
+        """Attend within packed cells; on CUDA, in half precision.
 
         Parameters
         ----------
@@ -278,7 +278,7 @@ class SelfAttention(nn.Module):
         ends
             Cell i stands at ``ends[i]`` to ``ends[i + 1]``, int32, shape (B + 1,).
         longest
-            Most tokens of a cell.
+            Maximum number of tokens per cell.
         causal, rotation
             As of :meth:`forward`.
 

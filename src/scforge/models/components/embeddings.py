@@ -17,7 +17,7 @@ _AMPLITUDE = 0.5
 
 
 def waves(n_rows: int, dim: int) -> torch.Tensor:
-    """Return vectors of which neighbors are alike, float32, shape (n_rows, dim): sines and cosines of the row.
+    """Return sinusoidal vectors, float32, shape (n_rows, dim); neighboring rows are similar.
 
     The longest wave is twice the table, so that low and high rows lie apart; the shortest spans four rows.
 
@@ -34,7 +34,7 @@ def waves(n_rows: int, dim: int) -> torch.Tensor:
 
 
 def between_rows(table: nn.Embedding, values_bs: torch.Tensor) -> torch.Tensor:
-    """Look up numbers in a table, shape (B, S, H): between two rows, what lies between their vectors.
+    """Look up numbers in a table with linear interpolation between rows, shape (B, S, H).
 
     Numbers below the first row, or above the last, count as that.
 
@@ -193,7 +193,7 @@ class GeneExpressionEmbedding(nn.Module):
             raise OptionError(f"value_encoder={value_encoder!r} needs use_expression_values=True; set it, or neither.")
         if (value_encoder == "soft_bins") != (n_value_bins is not None):
             raise OptionError(
-                f"n_value_bins={n_value_bins!r} does not go with value_encoder={value_encoder!r}; give a number with "
+                f"n_value_bins={n_value_bins!r} does not work with value_encoder={value_encoder!r}; give a number with "
                 "'soft_bins', and with no other."
             )
         self.max_seq_len = max_seq_len

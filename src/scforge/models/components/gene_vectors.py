@@ -1,4 +1,4 @@
-"""Token embeddings made of pretrained gene vectors.
+"""Token embeddings from pretrained gene vectors.
 
 Shapes: B cells, S tokens, H hidden, V vocabulary, D dimensions of a pretrained vector, L tokens without one.
 """
@@ -43,7 +43,7 @@ class GeneVectorEmbedding(nn.Module):
     The embedding of a token with the pretrained vector v is ``W (v - center) * scale``: `center` is the mean vector and
     `scale` brings the root mean square length to 1, so that W, which starts with standard deviation 0.02, gives vectors
     of any length the scale of a usual embedding, and trains at its pace. What all genes share (most of an ESM-2 vector)
-    would else drown what tells them apart.
+    would else drown what distinguishes them.
 
     :meth:`fill` puts the pretrained vectors in place; until then they are zeros.
 
@@ -138,7 +138,7 @@ class GeneVectorEmbedding(nn.Module):
         center = known.mean(dim=0)
         length = (known - center).square().sum(dim=1).mean().sqrt()
         if not length > 0:
-            raise OptionError("all gene vectors are the same; they cannot tell genes apart.")
+            raise OptionError("all gene vectors are the same; they cannot distinguish genes.")
         device = self.row.device
         self.center.copy_(center)
         self.scale.copy_(1 / length)
@@ -258,7 +258,7 @@ def fill_gene_vectors(module: nn.Module, vectors: torch.Tensor) -> None:
     parts = _parts(module)
     if not parts:
         raise OptionError(
-            f"{type(module).__name__} has an option 'gene_vectors' but embeds no gene vectors; hand the option to "
+            f"{type(module).__name__} has an option 'gene_vectors' but embeds no gene vectors; pass the option to "
             "GeneExpressionEmbedding or to GeneVectorEmbedding."
         )
     for part in parts:

@@ -47,7 +47,7 @@ def count_loss(
         negative_binomial                (y + r) log(r + m) - r log r - y log m + lgamma(r) + log y! - lgamma(y + r)
         zero_truncated_...               the same + log(1 - P(0)), with -log P(0) = m, or r log(1 + m / r)
 
-    Truncated losses are for data that hold expressed genes alone: there 0 cannot come, and a plain Poisson would be
+    Truncated losses are for data that contain expressed genes alone: there 0 cannot come, and a plain Poisson would be
     pulled toward it (TranscriptFormer, Pearce et al. 2025, uses the truncated Poisson).
 
     Parameters
@@ -114,7 +114,7 @@ def log_counts(name: str, counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> t
     counts_bs = counts_bs.float().masked_fill(~tokens_bs, 0.0)
     if counts_bs.device.type == "cpu" and not torch.compiler.is_compiling() and bool((counts_bs < 0).any()):
         raise OptionError(
-            f"value_loss={name!r} is for counts but a value is {float(counts_bs.min()):g}; use a tokenizer that gives "
+            f"value_loss={name!r} is for counts but a value is {float(counts_bs.min()):g}; use a tokenizer with "
             "counts (continuous_projection with transform='counts'), or value_loss='mse'."
         )
     return counts_bs.log1p()

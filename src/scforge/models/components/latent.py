@@ -1,4 +1,4 @@
-"""The latent distribution of a cell: draws from it, the expression that it stands for, and its losses.
+"""The latent distribution of a cell: sampling, decoded expression, and losses.
 
 Shapes: B cells, G genes, H hidden, L latent, T cell types.
 """
@@ -17,7 +17,7 @@ LOG_VARIANCES = (-15.0, 15.0)
 
 
 def draw_latent(mu_bl: torch.Tensor, logvar_bl: torch.Tensor) -> torch.Tensor:
-    """Return a draw of each latent from its normal distribution (Kingma and Welling 2013), (B, L)."""
+    """Return a sample of each latent from its normal distribution (Kingma and Welling 2013), (B, L)."""
     return mu_bl + torch.randn_like(mu_bl) * (0.5 * logvar_bl).exp()
 
 

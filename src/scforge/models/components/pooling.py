@@ -1,4 +1,4 @@
-"""From token states to one vector a cell.
+"""From token states to one vector per cell.
 
 Shapes: B cells, S tokens, H hidden.
 """
@@ -97,9 +97,9 @@ def last_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None =
 
 
 def depth_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor, genes: torch.Tensor) -> torch.Tensor:
-    """Return what scFoundation takes for a cell (Hao et al. 2024), shape (B, 4 H).
+    """Return the cell embedding of scFoundation (Hao et al. 2024), shape (B, 4 H).
 
-    The state of the last token (the depth at hand), that of the one before it (the depth wanted), and over genes the
+    The state of the last token (the depth available), that of the one before it (the depth wanted), and over genes the
     largest and the mean of each number; zeros where there is nothing to pool.
 
     Parameters

@@ -32,7 +32,7 @@ class SIGReg(nn.Module):
     Parameters
     ----------
     slices
-        Number of random directions K, drawn anew at each call.
+        Number of random directions K, sampled anew at each call.
     points
         Number of points T.
     t_max

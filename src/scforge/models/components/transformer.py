@@ -1,4 +1,4 @@
-"""Transformer blocks, unpadded attention, and dropout that draws the same numbers whatever the batch."""
+"""Transformer blocks, unpadded attention, and dropout whose random numbers do not depend on the batch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each token of a batch goes.
+    """Positions of the tokens of a batch in a packed layout.
 
     Attributes
     ----------
@@ -98,7 +98,7 @@ def pack_cells(
     exact: bool = False,
     most: int | None = None,
 ) -> Packing | None:
-    """Plan a packing, or return None where the batch is best computed as it is.
+    """Plan a packing, or return None if the padded batch is faster.
 
     Parameters
     ----------
@@ -229,7 +229,7 @@ _WIDE = 512
 
 
 class StackOutput(NamedTuple):
-    """What a stack returns.
+    """Output of a stack of layers.
 
     ``hidden``: states of the tokens after the final norm, (B, S, H), finite at padding but without a meaning.
     ``hidden_states``: the same after each layer, the last of them `hidden`. ``attentions``: float32 (B, N, S, S) of
@@ -364,9 +364,9 @@ def _gate(inner: torch.Tensor) -> torch.Tensor:
 
 
 class TransformerStack(nn.Module):
-    """Transformer layers one after the other, and a final norm behind pre-norm layers.
+    """A stack of transformer layers, with a final norm after pre-norm layers.
 
-    Padding costs next to nothing: cells are sorted into groups of like length, which run one after the other, each
+    Padding costs next to nothing: cells are sorted into groups of similar length, which run one after the other, each
     padded to its longest; on CUDA in half precision and without an attention bias tokens stand in one row without any
     padding. What comes out at tokens is the same within rounding.
 
@@ -464,7 +464,7 @@ class TransformerStack(nn.Module):
         tokens_bs = None if attention_mask is None else attention_mask != 0
         if cache is not None:
             if attention_bias is not None or output_hidden_states or output_attentions:
-                raise OptionError("a cache goes with neither attention_bias nor further outputs; leave them out.")
+                raise OptionError("a cache works with neither attention_bias nor further outputs; leave them out.")
             return StackOutput(self._cached(hidden_bsh, tokens_bs, cache))
         positions_bs = None
         if self.rotary:

@@ -1,4 +1,4 @@
-"""Sizes of version 1, the five configurations made of them, equal to the published ones, and checks of numbers."""
+"""Sizes of version 1, its five published configurations, and checks of numbers."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class SIGRegConfig(_Checked):
 
 
 def part_of[C](config: Any, kind: type[C]) -> C:
-    """Return a configuration of a part with the numbers of that of the whole."""
+    """Return the configuration of a part with the values of the model's configuration."""
     return kind(**{field.name: getattr(config, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 

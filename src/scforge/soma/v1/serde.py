@@ -1,4 +1,4 @@
-"""Weights as safetensors, in the layout that both halves of soma share; what is the same in both.
+"""Weights as safetensors, in the layout shared by the torch and flax halves of soma.
 
 A matrix has the shape (inputs, outputs); scale and bias of a layer norm are ``gamma`` and ``beta``; keys are sorted. A
 file is the same, byte for byte, for both packages.
@@ -88,7 +88,9 @@ class Serde[M](abc.ABC):
         if missing := wanted.keys() - found.keys():
             raise ModelFileError(f"{where} lacks {listing(sorted(missing), most=3)}; is it of other sizes?")
         if unknown := found.keys() - wanted.keys():
-            raise ModelFileError(f"{where} holds {listing(sorted(unknown))}, unknown here; is it of other sizes?")
+            raise ModelFileError(
+                f"{where} holds {listing(sorted(unknown))}, which is unknown; check the sizes of the model."
+            )
         for name, values in sorted(found.items()):
             shape, own = tuple(values.shape), tuple(wanted[name].shape)
             if shape != own:

@@ -70,7 +70,7 @@ def tokenize(data: bytes | bytearray, max_seq_len: int = V1_MAX_SEQ_LEN) -> list
 def tokenize_arrays(
     data: bytes | bytearray | memoryview | np.ndarray, max_seq_len: int = V1_MAX_SEQ_LEN
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return what :func:`tokenize` does as arrays, for megabytes of bytes.
+    """Return the result of :func:`tokenize` as arrays, for large inputs.
 
     Parameters
     ----------

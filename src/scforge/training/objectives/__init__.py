@@ -1,4 +1,4 @@
-"""Objectives: what a training step minimizes, one a file, independent of the architecture."""
+"""Objectives: the losses that training minimizes, one per file, independent of the architecture."""
 
 from __future__ import annotations
 

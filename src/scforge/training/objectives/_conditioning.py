@@ -22,7 +22,7 @@ def check_classes(argument: str, classes: Any, key_argument: str, key: str | Non
     Raises
     ------
     OptionError
-        If it is no such list, names a class twice, or there is no column for them.
+        If it is not such a list, names a class twice, or has no column.
     """
     if classes is None:
         return None
@@ -39,14 +39,14 @@ def classes_found(argument: str, key: str, column: Callable[[str], pd.Series]) -
     Raises
     ------
     OptionError
-        If it holds numbers that are not classes, or nothing.
+        If it contains numbers that are not classes, or no values.
     """
     try:
         classes = column(key).dropna()
     except DataError as error:
         raise DataError(f"{argument}={error}") from error
     if classes.dtype.kind == "f":
-        raise OptionError(f"{argument}={key!r} holds numbers, not classes; make them categories.")
+        raise OptionError(f"{argument}={key!r} contains numbers, not classes; convert it to categories.")
     names = classes.astype(str).unique()
     if not len(names):
         raise OptionError(f"{argument}={key!r} has no value for any cell; choose another column.")
@@ -56,23 +56,23 @@ def classes_found(argument: str, key: str, column: Callable[[str], pd.Series]) -
 def numbers_of_cells(
     key_argument: str, key: str | None, argument: str, names: list[str] | None, cells: Cells, *, needed: bool = True
 ) -> np.ndarray | None:
-    """Return the number of the class of each cell, -1 for others, int64, shape (N,); None without a column `key`.
+    """Return the class code of each cell, int64, shape (N,), -1 for unknown classes; None without a column `key`.
 
     Parameters
     ----------
     key_argument, key
-        Option that names the column, and the column.
+        Name of the option that selects the column, and the column.
     argument, names
-        Option that lists the classes, and these by number.
+        Name of the option that lists the classes, and the classes in the order of their codes.
     cells
         All cells.
     needed
-        False gives all cells the number -1 where there is no such column.
+        If False, a missing column gives all cells the code -1.
     """
     if key is None:
         return None
     if names is None:
-        raise TrainingError(f"{argument} are not known yet; give {argument}=[...], or make the model with cells.")
+        raise TrainingError(f"{argument} are unknown; pass {argument}=[...], or create the model with cells.")
     try:
         categories = named_column(cells, key, argument=key_argument).astype("category").cat
     except DataError:
@@ -90,12 +90,12 @@ def of_block(key: str | None, numbers: np.ndarray | None, block: CellBlock) -> t
     if key is None:
         return None
     if numbers is None:
-        raise TrainingError(f"the classes in the column {key!r} are not known; call bind of the objective.")
+        raise TrainingError(f"the classes in the column {key!r} are unknown; call bind of the objective first.")
     return torch.from_numpy(numbers[block.rows])
 
 
 IN_THE_MEAN = "they are decoded in the mean of all."
-"""What becomes of cells of unknown batches."""
+"""Treatment of cells of unknown batches."""
 
 
 class TellsBatches(Objective):
@@ -112,7 +112,7 @@ class TellsBatches(Objective):
         self.batches = check_classes("batches", batches, "batch_key", batch_key)
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
-        """Return the batches of the cells that a model is made with, unless they are known already."""
+        """Return the batches of the cells that a model is created with, unless they are already set."""
         if self.batch_key is None or self.batches is not None:
             return {}
         return {"batches": classes_found("batch_key", self.batch_key, column)}
@@ -127,18 +127,18 @@ class TellsBatches(Objective):
         Raises
         ------
         DataError
-            If there is no such column, or a batch that the model does not know.
+            If the column is missing, or has a batch that the model does not know.
         """
         if problem := self.look_up_batches(cells):
-            raise DataError(f"{problem}; rename the batches of the data, or make a new model.")
+            raise DataError(f"{problem}; rename the batches of the data, or train a new model.")
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Look up the batch of each cell of a query; those of unknown ones are decoded in the mean of all batches."""
+        """Look up the batch of each query cell; unknown batches are decoded with the mean of all batch vectors."""
         if problem := self.look_up_batches(cells, needed=False):
             warn(f"{problem}; {IN_THE_MEAN}")
 
     def look_up_batches(self, cells: Cells, *, needed: bool = True) -> str:
-        """Look up the batch of each cell; return how many have none that the decoder knows, "" for all.
+        """Look up the batch of each cell; return the number of cells whose batch the decoder does not know, "" for all.
 
         Without a column that is not `needed` all are of none.
         """
@@ -146,13 +146,11 @@ class TellsBatches(Objective):
         self._batches = numbers_of_cells("batch_key", key, "batches", names, cells, needed=needed)
         if self._batches is None or not (n_unknown := int((self._batches < 0).sum())):
             return ""
-        return (
-            f"batch_key={key!r}: {n_unknown} of {len(cells)} cells are of none of the batches that the model knows "
-            f"({listing(names or [])})"
-        )
+        of = f"batch_key={key!r}: {n_unknown} of {len(cells)} cells"
+        return f"{of} are of batches that the model does not know (known: {listing(names or [])})"
 
     def own_batches(self, cells: Cells) -> np.ndarray:
-        """Return a number for each batch that cells have, known to the model or not, int64, shape (N,); -1 without.
+        """Return a code for the batch of each cell, known to the model or not, int64, shape (N,); -1 without batches.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Views of a cell: counts that are downsampled, and whether embeddings collapse."""
+"""Views of a cell by subsampled counts, and detection of collapsed embeddings."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from scforge.tokenizers.base import TokenBatch, Tokenizer, concatenate, pad
 from scforge.training.objectives.base import Objective
 
 _SINGLY = 8.0
-"""Counts up to which each trial has a separate random number; above, 64 share some."""
+"""Counts up to which each trial has a separate random number; above, groups of 64 trials share numbers."""
 _NORMAL_ABOVE = 1000.0
-"""Counts above which the binomial is drawn from its normal approximation (relative error of its spread < 0.1 %)."""
+"""Counts above which the binomial is sampled from its normal approximation (relative error of its spread < 0.1 %)."""
 
 
 @numba.njit(cache=True)
 def _binomial(n, p, key, position):
-    """Draw from Binomial(n, p); return the draw and the next position of the random sequence."""
+    """Sample from Binomial(n, p); return the sample and the next position of the random sequence."""
     if n > _NORMAL_ABOVE:
         radius = np.sqrt(-2.0 * np.log(1.0 - uniform(key, position)))
         angle = 2.0 * np.pi * uniform(key, position + np.uint64(1))
@@ -42,7 +42,7 @@ def _binomial(n, p, key, position):
 
 @numba.njit(cache=True)
 def _trials(n, p, key, position):
-    """Draw from Binomial(n, p), 64 trials at a time.
+    """Sample from Binomial(n, p), 64 trials at a time.
 
     Bit k of each word belongs to trial k. A trial compares its random number with `p` bit by bit, the highest first,
     and is decided at the first that differs, so that half of the trials are decided with each word.
@@ -124,17 +124,17 @@ def downsample_counts(
     Parameters
     ----------
     block
-        Cells with whole-numbered counts.
+        Cells with integer counts.
     keep
-        Range from which the share of counts to keep is drawn, one for each cell; above zero if `log_uniform`.
+        Range from which the fraction of counts to keep is sampled, one for each cell; above zero if `log_uniform`.
     gene_dropout
-        Range from which the rate of masked genes is drawn, one for each cell. A masked gene is not in the view, but
+        Range from which the rate of masked genes is sampled, one for each cell. A masked gene is not in the view, but
         its counts stay in the library size.
     seed, epoch, view
-        What the random numbers depend on, in addition to the cell.
+        Determine the random numbers, together with the cell.
     log_uniform
-        Draw the logarithm of the share evenly, rather than the share: as many cells are seen at a tenth to a third of
-        their depth as at a third to all of it.
+        Sample the logarithm of the fraction uniformly, rather than the fraction itself. As many cells are then seen at
+        a tenth to a third of their depth as at a third to all of it.
 
     Returns
     -------
@@ -150,7 +150,7 @@ def downsample_counts(
 
 
 def downsampled(block: CellBlock, share: Sequence[float] | None, *, epoch: int, seed: int) -> CellBlock:
-    """Return cells with a share of their counts, of which the logarithm is drawn evenly; None leaves them whole."""
+    """Return cells with a fraction of their counts, log-uniform in a range; None keeps all counts."""
     if share is None:
         return block
     keep = (share[0], share[1])
@@ -183,7 +183,7 @@ class SeesViews(Objective):
             )
 
     def _views(self, blocks: Sequence[CellBlock], tokenizer: Tokenizer, *, epoch: int, seed: int) -> TokenBatch:
-        """Tokenize a view of each block, one block after the other; each place uses separate random numbers."""
+        """Tokenize one view of each block; each position uses separate random numbers."""
         keep, dropout = (self.keep_min, self.keep_max), (0.0, self.gene_dropout)
         parts = [
             tokenizer.ragged(
@@ -197,10 +197,10 @@ class SeesViews(Objective):
 _COVARIANCE, _DIRECTION, _CELLS = "geometry_covariance", "geometry_direction", "geometry_cells"
 
 _MIN_CELLS = 8
-"""Cells of a step, in the mean, under which they span too little for a covariance."""
+"""Mean number of cells per step below which the covariance is not estimated."""
 
 _MIN_DIMS = 3
-"""Dimensions of the smallest embedding whose effective rank tells something: of two, one may be all that is needed."""
+"""Dimensions below which the effective rank is not informative: of two, one may suffice."""
 
 _LINE = 1.01
 """Effective rank under which cells lie on a line: other directions have less than a thousandth of the variance."""
@@ -209,14 +209,14 @@ _NARROW, _THIN = 0.99, 1.5
 """Mean cosine above which, and effective rank under which, cells lie on a line far from the origin."""
 
 _POINT = 0.9999
-"""Mean cosine above which cells lie in a point: what tells them apart is less than 1% of their length."""
+"""Mean cosine above which all cells are a point: they differ by less than 1% of their length."""
 
 
 def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return metrics of embeddings whose means over the cells of an epoch :func:`geometry` takes.
 
-    The covariance is that within the step: the embedding as a whole moves while it is trained, which over an epoch
-    would look like a direction in which cells differ.
+    The covariance is computed within a step. Over an epoch the embedding drifts, which would look like variation among
+    cells.
 
     Parameters
     ----------
@@ -237,18 +237,19 @@ def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def geometry(means: dict[str, np.ndarray]) -> dict[str, float]:
-    """Take the metrics of :func:`geometry_moments` out of the means of an epoch, and return what they say.
+    """Replace the metrics of :func:`geometry_moments` in the means of an epoch by the metrics derived from them.
 
     Returns
     -------
     ``effective_rank``
         exp of the entropy of the eigenvalues of the covariance, divided by their sum (Roy and Vetterli 2007): 1 if
-        cells lie on a line, D if they differ alike in all directions, 0 if they do not differ.
+        cells lie on a line, D if they vary equally in all directions, 0 if they are identical.
     ``mean_cosine``
-        Mean cosine of two cells drawn at random, the squared length of the mean direction: 1 if all point the same way.
+        Mean cosine of two cells sampled at random, the squared length of the mean direction: 1 if all point the same
+        way.
 
-    Neither where steps have fewer than 8 cells in the mean, e.g. in validation by few cells, as these look collapsed
-    whatever the embedding is; nor if it is not finite.
+    Empty if steps have fewer than 8 cells on average, e.g. in a small validation set, since these always look
+    collapsed, or if a value is not finite.
     """
     covariance, direction, cells = (means.pop(name) for name in (_COVARIANCE, _DIRECTION, _CELLS))
     if cells < _MIN_CELLS or not (np.isfinite(covariance).all() and np.isfinite(direction).all()):
@@ -261,17 +262,17 @@ def geometry(means: dict[str, np.ndarray]) -> dict[str, float]:
 
 
 def has_collapsed(figures: Mapping[str, float], n_dims: int) -> bool:
-    """Return whether the metrics of :func:`geometry` are those of an embedding of `n_dims` that has collapsed.
+    """Return whether the metrics of :func:`geometry` show that an embedding with `n_dims` dimensions has collapsed.
 
-    So it is if one of these holds:
+    It has collapsed if one of these is true:
 
-    - Cells lie on a line: the effective rank is below 1.01 of at least 3 dimensions. A little above it need be no
-      collapse: cells of two kinds that lie far apart reach 1.05.
+    - Cells lie on a line: the effective rank is below 1.01 of at least 3 dimensions. A slightly higher rank is not
+      necessarily a collapse: two distant groups of cells reach 1.05.
     - Cells lie on a line far from the origin: the mean cosine is above 0.99 and the effective rank below 1.5, of at
-      least 3 dimensions. A mean cosine above 0.99 alone is no collapse: an embedding that nothing centers may stand
-      anywhere, and keep cells apart in many dimensions there.
-    - Cells lie in a point: the mean cosine is above 0.9999 in at least 2 dimensions, so that what tells cells apart is
-      less than 1% of their length.
+      least 3 dimensions. A mean cosine above 0.99 alone is not a collapse: an embedding that is not centered can be far
+      from the origin and still separate cells in many dimensions.
+    - All cells are a point: the mean cosine is above 0.9999 in at least 2 dimensions, so cells differ by less than 1%
+      of their length.
     """
     if not figures:
         return False
@@ -281,13 +282,13 @@ def has_collapsed(figures: Mapping[str, float], n_dims: int) -> bool:
 
 
 class CollapseWatch:
-    """The geometry of an embedding epoch by epoch, with one warning, by the first process, if it collapses."""
+    """Tracks the geometry of an embedding per epoch; the first process warns once if it collapses."""
 
     def __init__(self) -> None:
         self._collapsed = False
 
     def figures(self, means: dict[str, np.ndarray]) -> dict[str, float]:
-        """Take the moments out of the means of an epoch; return what :func:`geometry` says of them."""
+        """Remove the moments from the means of an epoch; return the metrics of :func:`geometry`."""
         n_dims = len(means[_DIRECTION])
         found = geometry(means)
         if not self._collapsed and has_collapsed(found, n_dims):

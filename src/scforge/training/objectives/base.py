@@ -29,15 +29,15 @@ class TrainingDefaults:
     Attributes
     ----------
     batch_size
-        Cells a step.
+        Cells per step.
     lr, weight_decay
         Of AdamW.
     schedule
         Name of the learning-rate schedule.
     max_epochs
-        Epochs on 2,500 cells; other numbers of cells take about as many steps.
+        Epochs on 2,500 cells; with other numbers of cells, training has about as many steps.
     most_epochs
-        Most epochs, however few the cells; None for ten times `max_epochs`.
+        Maximum number of epochs on few cells; None for ten times `max_epochs`.
 
     Examples
     --------
@@ -55,9 +55,9 @@ class TrainingDefaults:
 
 
 class Objective(ABC):
-    """A loss, and how batches are prepared for it.
+    """A loss, and the preparation of its batches.
 
-    :meth:`prepare` runs where batches are made (a loader, maybe in a worker process), :meth:`loss` on the device.
+    :meth:`prepare` runs in the data loader, :meth:`loss` on the device.
     All options are keyword-only arguments of the constructor, kept under their own names.
 
     Examples
@@ -81,17 +81,16 @@ class Objective(ABC):
     defaults: ClassVar[TrainingDefaults]
 
     generates: ClassVar[bool] = False
-    """Whether a model trained so can make new cells."""
+    """Whether a model trained with it can generate cells."""
 
     random_batches: ClassVar[bool] = False
-    """Whether a batch has to be a random draw of cells, because the loss compares them; else cells of like length
-    share a batch."""
+    """Whether batches must be random samples, as the loss compares cells; else cells of similar length share one."""
 
     monitor: ClassVar[str] = "loss"
-    """Figure of the validation cells that chooses the best epoch, and ends a training that does not improve it."""
+    """Metric of the validation cells that selects the best epoch and is used for early stopping."""
 
     monitor_mode: ClassVar[str] = "min"
-    """``"min"`` or ``"max"``: what is better."""
+    """``"min"`` or ``"max"``: the direction of better."""
 
     predicts_values: ClassVar[bool] = False
     """Whether the loss is of expression alone, so that an architecture with an optional head for it needs that head."""
@@ -103,7 +102,7 @@ class Objective(ABC):
     """Whether `Encoder` passes the batches of its set-up as `batch_key` by default."""
 
     maps_queries: ClassVar[bool] = False
-    """Whether a trained encoder embeds cells of new batches as it is, so that of these only the decoder learns."""
+    """Whether a trained encoder embeds cells of new batches unchanged, so only the decoder is trained."""
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -118,23 +117,23 @@ class Objective(ABC):
         return [name for name in cls.option_names() if parameters[name].default is inspect.Parameter.empty]
 
     def config(self) -> dict[str, Any]:
-        """Options that make this objective again, JSON-safe."""
+        """Options that recreate this objective, JSON-safe."""
         return {name: getattr(self, name) for name in self.option_names()}
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:  # noqa: B027 -- optional
         """Adapt an untrained module to the training cells, before the first step."""
 
     def learn_from(self, module: nn.Module) -> None:  # noqa: B027 -- optional
-        """Look up what batches need to know of the module that they are for, before any are made."""
+        """Read properties of the module that :meth:`prepare` needs, before any batch is prepared."""
 
     def check(self, tokenizer: Tokenizer) -> None:  # noqa: B027 -- optional
-        """Raise :class:`~scforge.errors.OptionError` if the objective makes no sense with a tokenizer."""
+        """Raise :class:`~scforge.errors.OptionError` if the objective does not work with a tokenizer."""
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:  # noqa: B027 -- optional
-        """Raise :class:`~scforge.errors.OptionError` if the objective makes no sense with an architecture."""
+        """Raise :class:`~scforge.errors.OptionError` if the objective does not work with an architecture."""
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
-        """Return options that are found in the cells when a model is made; `column` returns a column of obs."""
+        """Return options that are derived from the cells when a model is created; `column` returns a column of obs."""
         return {}
 
     def model_options(self) -> dict[str, Any]:
@@ -142,12 +141,12 @@ class Objective(ABC):
         return {}
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:  # noqa: B027 -- optional
-        """Look up what minibatches need in addition to counts, before any are made.
+        """Look up data that minibatches need in addition to counts, before any are prepared.
 
         Parameters
         ----------
         cells
-            All cells of the training, held-out ones included.
+            All cells, including held-out cells.
         train_rows
             Those to learn from, int64.
         """
@@ -155,11 +154,11 @@ class Objective(ABC):
     def arrange(
         self, tokens: TokenBatch, tokenizer: Tokenizer, rows: np.ndarray, *, epoch: int, seed: int
     ) -> TokenBatch:
-        """Put the tokens of cells, of which `rows` are the numbers, into the order in which a module gets them."""
+        """Arrange the tokens of the cells at `rows` in the order that a module expects."""
         return tokens
 
     def max_tokens(self, tokenizer: Tokenizer) -> int:
-        """Return the most tokens of a cell in the batches of :meth:`prepare`."""
+        """Return the maximum number of tokens per cell in the batches of :meth:`prepare`."""
         return tokenizer.max_tokens()
 
     def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
@@ -175,7 +174,7 @@ class Objective(ABC):
         """Return the loss to minimize and further metrics to log: means over the cells of the batch."""
 
     def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return what is logged of an epoch, made of the means of the loss and the metrics over its cells."""
+        """Return the metrics to log for an epoch, computed from the means of loss and metrics over its cells."""
         return {name: float(value) for name, value in means.items()}
 
     def __repr__(self) -> str:
@@ -184,32 +183,32 @@ class Objective(ABC):
 
 
 def mismatch(objective: str, architecture: type[nn.Module] | nn.Module, why: str, choice: str) -> OptionError:
-    """Return the error that an objective does not go with an architecture, why, and what to choose."""
+    """Return the error for an objective that does not work with an architecture, with reason and alternatives."""
     name = architecture.__name__ if isinstance(architecture, type) else type(architecture).__name__
-    return OptionError(f"{objective!r} does not go with {name}, which {why}; choose {choice}, or another objective.")
+    return OptionError(f"{objective!r} does not work with {name}, which {why}; choose {choice}, or another objective.")
 
 
 def refuse_zero_genes(objective: str, tokenizer: Tokenizer) -> None:
-    """Raise :class:`~scforge.errors.OptionError` if all measured genes are tokens, so that none can be hidden."""
+    """Raise :class:`~scforge.errors.OptionError` if all measured genes are tokens, so none can be masked."""
     if tokenizer.lists_all_genes:
         raise OptionError(
-            f"include_zero_genes=True presents every measured gene, but {objective!r} learns which genes a cell "
-            "expresses; set include_zero_genes=False."
+            f"include_zero_genes=True presents every measured gene, but {objective!r} learns to predict which genes a "
+            "cell expresses; set include_zero_genes=False."
         )
 
 
 def output_of(module: nn.Module, batch: dict[str, torch.Tensor]) -> ModelOutput:
-    """Return what an architecture's forward makes of a batch, without logits.
+    """Return the output of an architecture's forward pass without logits.
 
     Raises
     ------
     TrainingError
-        If that is no :class:`~scforge.models.ModelOutput`.
+        If the output is not a :class:`~scforge.models.ModelOutput`.
     """
     output = module(**batch, return_logits=False)
     if not hasattr(output, "loss"):
         raise TrainingError(
-            f"{type(module).__qualname__}.forward returned a {type(output).__qualname__}; let it return "
+            f"{type(module).__qualname__}.forward returned a {type(output).__qualname__}; return "
             "scforge.models.ModelOutput(loss=..., embeddings=...)."
         )
     return cast(ModelOutput, output)
@@ -249,7 +248,7 @@ register_objective, list_objectives = OBJECTIVES.register, OBJECTIVES.names
 
 
 def get_objective(name: str, **options: Any) -> Objective:
-    """Make the objective registered as `name`.
+    """Create the objective registered as `name`.
 
     Parameters
     ----------

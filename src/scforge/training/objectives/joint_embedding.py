@@ -1,4 +1,4 @@
-"""Joint embedding: views of one cell share an embedding, and all cells together fill the space.
+"""Joint embedding: views of a cell have similar embeddings, and SIGReg prevents a collapse.
 
 Shapes: N cells of a source, B cells of a step, K views, D dimensions, E batches of cells.
 """
@@ -23,7 +23,7 @@ from scforge.training.objectives._views import CollapseWatch, SeesViews, geometr
 from scforge.training.objectives.base import TrainingDefaults, mismatch, register_objective
 
 _MIN_CELLS = 2
-"""Cells of a batch in a step under which they are not a sample of it."""
+"""Minimum cells of a batch in a step to represent it."""
 
 _SHARES = "batch_shares"
 """Key of a batch of tensors that is not an argument of `encode`."""
@@ -41,44 +41,44 @@ class JointEmbedding(TellsBatches, SeesViews):
 
         loss = (1 - weight) * mean((z - mean of the cell's views)^2) + weight * SIGReg(z)
 
-    where SIGReg is taken over the cells of a step for each view, those of all processes in training, and averaged
-    over the views. With `per_batch` it is taken over the cells of each batch (donor, protocol) apart, and averaged with
-    the batch's share of the cells as weight: each batch is pulled to the same Gaussian, so that batches mix. That
-    pushes cells of one type onto another where batches differ in the types that they have. With `clusters` it is
-    conditional on these: cells weigh as if each batch had as many of each cluster as all batches have on average.
-    Clusters are found once, before training, by k-means on principal components that Harmony has corrected. What a
-    batch lacks altogether no weight makes up for.
+    SIGReg is computed for each view over the cells of a step (of all processes in training), and averaged over views.
+    With `per_batch` it is computed for each batch (donor, protocol) separately and averaged, weighted by the number of
+    cells. Each batch then approaches the same Gaussian, so batches mix. If batches differ in composition, this moves
+    cells of one type onto another. `clusters` corrects for it: cells are weighted as if each batch had the average
+    composition of clusters. Clusters are computed once, before training, by k-means on principal components corrected
+    by Harmony. Weights cannot replace a cluster that a batch lacks.
 
-    ``effective_rank`` and ``mean_cosine`` in the history tell how many dimensions the embedding uses, and whether its
-    cells lie in one direction; a warning reports a collapse.
+    ``effective_rank`` and ``mean_cosine`` in the history show how many dimensions the embedding uses, and whether its
+    cells lie in one direction. A warning reports a collapse.
 
     Parameters
     ----------
     views
-        Views of each cell, at least 2.
+        Number of views per cell, at least 2.
     keep_min, keep_max
-        Range of the share of counts that a view keeps, drawn for each view.
+        Range of the fraction of counts that a view keeps, sampled for each view.
     gene_dropout
-        Largest rate of masked genes; the rate is drawn between 0 and this for each view.
+        Largest rate of masked genes; the rate is sampled between 0 and this for each view.
     weight
         Weight of SIGReg, in (0, 1).
     slices
-        Random directions of SIGReg.
+        Number of random directions of SIGReg.
     per_batch
-        Take SIGReg over the cells of each batch apart. Batches of which a step has less than 2 cells do not count in
-        it. Where several processes train together, each then looks at its own cells.
+        Compute SIGReg for each batch separately. Batches with fewer than 2 cells in a step are ignored. With several
+        processes, each then uses its own cells.
     clusters
-        Clusters whose shares are evened out between batches, for `per_batch`, at least 2; None for none.
+        Number of clusters whose proportions are balanced between batches, for `per_batch`, at least 2; None for no
+        clusters.
     max_cells
-        Training cells among which clusters are found, drawn once, and held-out cells that get one; others weigh 1.
+        Number of training cells to cluster, sampled once, and of held-out cells that are assigned; other cells have
+        weight 1.
     batch_key
-        Column of obs with the batch of each cell, for `per_batch`. The architecture is not told it.
+        Column of obs with the batch of each cell, for `per_batch`. The architecture does not receive it.
     batches
-        The batches; None takes those of the cells that the model is made with.
+        The batches; None takes those of the cells that the model is created with.
     projector
-        Width of an MLP projection head, to whose output both terms apply; the embedding then need not
-        fill its space evenly. For architectures that have one (``gene_pooling``, ``mlp``). None takes both of the
-        embedding.
+        Width of an MLP projection head to whose output both terms apply, so the embedding itself need not be isotropic.
+        For architectures that have one (``gene_pooling``, ``mlp``). None applies both terms to the embedding.
 
     Examples
     --------
@@ -94,7 +94,7 @@ class JointEmbedding(TellsBatches, SeesViews):
     """
 
     defaults = TrainingDefaults(batch_size=256, lr=2e-3, weight_decay=0.01, schedule="one_cycle", max_epochs=40)
-    # SIGReg takes a batch for a sample of all cells.
+    # SIGReg assumes that a batch is a random sample of all cells.
     random_batches = True
     # Only with `per_batch`, for which one has to ask.
     takes_batch_key = False
@@ -127,7 +127,9 @@ class JointEmbedding(TellsBatches, SeesViews):
             raise OptionError("per_batch=True needs batch_key, the column of obs with the batch of each cell; name it.")
         for name, value in {"batch_key": batch_key, "clusters": clusters}.items():
             if value is not None and not self.per_batch:
-                raise OptionError(f"{name}={value!r} is of use with per_batch=True alone; set it, or leave it out.")
+                raise OptionError(
+                    f"{name}={value!r} has an effect only with per_batch=True; set that, or leave it out."
+                )
         self.clusters = None if clusters is None else check_count("clusters", clusters, "clusters", least=2)
         self.max_cells = check_count("max_cells", max_cells, "cells", least=2)
         self.projector = None if projector is None else check_count("projector", projector, "dimensions")
@@ -136,7 +138,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         self._collapse = CollapseWatch()
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise :class:`~scforge.errors.OptionError` if there is to be a projector, which the architecture lacks."""
+        """Raise :class:`~scforge.errors.OptionError` if a projector is requested that the architecture lacks."""
         if self.projector is not None and not hasattr(architecture, "project"):
             why = f"has no projector for projector={self.projector}"
             raise mismatch("joint_embedding", architecture, why, "the architecture 'gene_pooling' or 'mlp'")
@@ -146,26 +148,26 @@ class JointEmbedding(TellsBatches, SeesViews):
         return {} if self.projector is None else {"projector_dim": self.projector}
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Look up the batch of each cell, and what cells weigh."""
+        """Look up the batch and the weight of each cell."""
         super().bind(cells, train_rows)
         self._weigh(cells, train_rows, most=self.clusters)
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Tell the batches of a query apart, which need not be any that the model knows, and what cells weigh.
+        """Look up the batches and weights of query cells, whose batches may be new to the model.
 
-        Cells without a batch, all of them where there is no such column, are taken together for one.
+        Cells without a batch, or all cells without the column, form one batch.
         """
         if self.batch_key is not None:
             try:
                 self._batches = self.own_batches(cells)
             except DataError as error:
-                warn(f"batch_key={self.batch_key!r}: {str(error).rstrip('.')}; all cells are taken for one batch.")
+                warn(f"batch_key={self.batch_key!r}: {str(error).rstrip('.')}; all cells are treated as one batch.")
                 self._batches = np.zeros(len(cells), dtype=np.int64)
         # A query may be small.
         self._weigh(cells, train_rows, most=None if self.clusters is None else min(self.clusters, len(train_rows)))
 
     def _weigh(self, cells: Cells, train_rows: np.ndarray, *, most: int | None) -> None:
-        """Find at most so many clusters, and give cells weights that even out their shares in the batches.
+        """Compute at most this many clusters, and weight cells to balance their proportions between batches.
 
         The centers are those of training cells.
         """
@@ -195,8 +197,8 @@ class JointEmbedding(TellsBatches, SeesViews):
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenize all views of all cells, view after view: tensors of shape (K * B, S).
 
-        With `per_batch`, ``batch_shares`` has a row for each batch that counts in this step: what each of its cells
-        counts, which without `clusters` is one over their number, and 0 for others, float32, shape (E, B).
+        With `per_batch`, ``batch_shares`` has a row for each batch that is used in this step, with the weights of its
+        cells (without `clusters`, one over their number) and 0 for other cells, float32, shape (E, B).
         """
         batch: dict[str, torch.Tensor] = dict(self._views([block] * self.views, tokenizer, epoch=epoch, seed=seed))
         codes = self.batches_of(block)
@@ -223,7 +225,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         z_kbd = z_kbd.detach()
         spread = z_kbd.std(dim=1, correction=0).mean()
         figures = {"agreement": agreement.detach(), "sigreg": sigreg.detach(), "spread": spread}
-        # What views of a cell disagree in is no use of a dimension.
+        # Differences between the views of a cell are noise, not use of a dimension.
         return loss, figures | geometry_moments(z_kbd.mean(dim=0))
 
     def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
@@ -248,7 +250,7 @@ class JointEmbedding(TellsBatches, SeesViews):
 
 
 def _shares(codes: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return for each batch with enough cells what each cell counts of it, float32, shape (E, B)."""
+    """Return the weight of each cell in each batch with enough cells, float32, shape (E, B)."""
     names, sizes = codes.unique(return_counts=True)
     counts_eb = (names[sizes >= _MIN_CELLS].unsqueeze(1) == codes) * weights
     return counts_eb / counts_eb.sum(dim=1, keepdim=True)

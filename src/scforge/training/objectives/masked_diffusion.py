@@ -1,4 +1,4 @@
-"""Masked diffusion: hide genes and values of a cell, anything from none to all of them, and predict both.
+"""Masked diffusion: mask a random fraction of the genes and values of a cell, and predict both.
 
 Shapes: B cells, S tokens, G genes of the vocabulary, E expressed genes of a cell.
 """
@@ -39,7 +39,7 @@ from scforge.training.objectives.variational import (
     whole_profiles,
 )
 
-_STREAM = 0x64696666  # "diff": its random numbers are others than those of masks and views
+_STREAM = 0x64696666  # "diff": separate random numbers from those of masks and views
 _SAMPLED_CELLS = 10_000
 _MAX_GENES = 1200
 """Default number of genes per cell if the architecture sets no limit."""
@@ -47,49 +47,49 @@ _MAX_GENES = 1200
 
 @register_objective("masked_diffusion")
 class MaskedDiffusion(TellsBatches):
-    """Cross entropy of masked genes and squared error of hidden values, at all masked fractions.
+    """Cross entropy of masked genes and squared error of masked values, at all masked fractions.
 
     The absorbing-state diffusion of discrete tokens (Austin et al. 2021; Sahoo et al. 2024) over the genes of a cell
-    and their values, as ScDiVa has it (arXiv:2602.03477); the formulas are ours. Each cell has a time t in [0, 1); of
-    its S tokens n = floor(t S) + 1 are hidden, so that each n from 1 to S is equally likely::
+    and their values, as in ScDiVa (arXiv:2602.03477); the formulas are our derivation. Each cell has a time t in [0,
+    1); of its S tokens n = floor(t S) + 1 are masked, so each n from 1 to S is equally likely::
 
         loss = mean over cells of (mean cross entropy of masked genes
-                                   + value_weight * mean squared error of hidden values)
+                                   + value_weight * mean squared error of masked values)
                + reconstruction_weight * reconstruction + beta * kl
 
-    The mean cross entropy is the bound on the likelihood of a cell, for each of its tokens. In the bound, tokens are
-    hidden independently with probability t, and their sum has the weight 1 / t. So all states with n masked tokens
-    together have the weight 1 / n, the integral of (S over n) t^(n - 1) (1 - t)^(S - n), and 1 / n times a sum over n
-    tokens is their mean. Times are stratified: t_i = (u + i / B) mod 1 over the B cells of a batch, so that all shares
-    are seen in each. The last two terms are those of :class:`~scforge.training.Variational`, of the latent that is made
-    of what is seen of a cell and decoded to the whole cell; they train the embedding.
+    The mean cross entropy is the likelihood bound of a cell per token. In the bound, tokens are masked independently
+    with probability t, and their sum has the weight 1 / t. All states with n masked tokens together therefore have the
+    weight 1 / n, the integral of (S over n) t^(n - 1) (1 - t)^(S - n). The sum over n tokens times 1 / n is their mean.
+    Times are stratified: t_i = (u + i / B) mod 1 over the B cells of a batch, so each batch covers all fractions. The
+    last two terms are those of :class:`~scforge.training.Variational`. They train the embedding, which is computed from
+    the visible part of a cell and decoded to the whole cell.
 
     For architectures that take ``loss_weights``, such as ``scdiva``. They can generate cells and impute genes.
 
     Parameters
     ----------
     corrupt
-        ``"separate"``: whether the value of a token is hidden does not depend on whether its gene is, so that the model
-        also learns values of known genes; ``"both"``: a token is hidden as a whole, but in half of the cells, drawn
-        anew in each epoch, the values alone are, as generation and imputation ask for values of known genes. (So genes
-        have half their weight.)
+        ``"separate"``: genes and values are masked independently, so the model also learns values of known genes.
+        ``"both"``: gene and value of a token are masked together. In half of the cells, resampled in each epoch, only
+        values are masked, because generation and imputation predict values of known genes. (Genes therefore have half
+        their weight.)
     thinning
-        Range of the share of counts that is left in what is seen of a cell, drawn anew in each epoch, its logarithm
-        evenly; what is predicted is of the whole cell. None thins nothing.
+        Range of the fraction of counts that the model sees of each cell, sampled log-uniformly in each epoch; the
+        targets are those of the whole cell. None keeps all counts.
     max_genes
-        Most genes of a cell, the first in the order of the tokenizer. None takes as many as the architecture attends
-        to.
+        Maximum number of genes per cell, the first in the order of the tokenizer. None takes as many as the
+        architecture attends to.
     value_weight
         Weight of the values.
     reconstruction_weight
         Weight of the reconstruction; 0 leaves the latent untrained.
     beta
-        Weight of the divergence of the latent.
+        Weight of the KL divergence of the latent.
     token_prior
         Start the prediction of genes at the token frequencies of the training cells.
     batch_key, batches
         Column of obs with the batch of each cell, on which the decoder of the latent is conditioned, and the batches in
-        the order of their numbers; see :class:`~scforge.training.Variational`. Of no use with
+        the order of their numbers; see :class:`~scforge.training.Variational`. Has no effect with
         ``reconstruction_weight=0``.
 
     Examples
@@ -134,7 +134,7 @@ class MaskedDiffusion(TellsBatches):
 
     @property
     def most_genes(self) -> int:
-        """Most genes of a cell in the batches."""
+        """Maximum number of genes per cell in the batches."""
         return (self._attended or _MAX_GENES) if self.max_genes is None else self.max_genes
 
     def check(self, tokenizer: Tokenizer) -> None:
@@ -142,36 +142,36 @@ class MaskedDiffusion(TellsBatches):
         refuse_zero_genes("masked_diffusion", tokenizer)
         if tokenizer.append_cls or tokenizer.append_eos:
             raise OptionError(
-                "'masked_diffusion' takes genes alone; pass append_cls=False and append_eos=False to the tokenizer."
+                "'masked_diffusion' takes genes only; pass append_cls=False and append_eos=False to the tokenizer."
             )
         unit = (getattr(tokenizer, "transform", "log1p_cp10k"), getattr(tokenizer, "target_sum", TARGET_SUM))
         if unit != ("log1p_cp10k", TARGET_SUM) or getattr(tokenizer, "n_bins", None) is not None:
             raise OptionError(
                 f"'masked_diffusion' predicts log1p CP10K values, which {type(tokenizer).__name__} with these options "
-                "does not give; choose tokenizer='entropy_ranked'."
+                "does not provide; choose tokenizer='entropy_ranked'."
             )
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise unless the architecture predicts masked genes and hidden values of cells with weights."""
+        """Raise unless the architecture predicts masked genes and masked values of cells with weights."""
         named = set(inspect.signature(architecture.forward).parameters)
         if not {"loss_weights", "masked_values", "target"} <= named:
             why = "takes no loss_weights, masked_values and target in forward"
             raise mismatch("masked_diffusion", architecture, why, "the architecture 'scdiva'")
 
     def model_options(self) -> dict[str, Any]:
-        """Ask for a head of values, and return the number of batches."""
+        """Request a value head, and return the number of batches."""
         return {"denoising": True, **super().model_options()}
 
     def learn_from(self, module: nn.Module) -> None:
-        """Take over how many tokens the architecture attends to."""
+        """Read how many tokens the architecture attends to."""
         self._attended = getattr(module, "attended_tokens", None)
 
     def max_tokens(self, tokenizer: Tokenizer) -> int:
-        """Return the most tokens of a cell."""
+        """Return the maximum number of tokens per cell."""
         return min(tokenizer.max_tokens(), self.most_genes)
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Tell the module how many tokens cells have, how frequent each gene is, and the mean value."""
+        """Set the module's lengths of cells, gene frequencies and mean value."""
         counts, lengths, whole, mean = np.zeros(len(tokenizer.vocab)), [], [], []
         rows = choose_rows(len(cells), _SAMPLED_CELLS)
         for start in range(0, len(rows), 1024):
@@ -202,11 +202,11 @@ class MaskedDiffusion(TellsBatches):
         warn(
             f"{limit}={self.most_genes} cuts {cut.mean():.0%} of the cells (they have {np.median(lengths):.0f} genes, "
             f"the median): 'masked_diffusion' learns the first {self.most_genes} in the order of the tokenizer, and "
-            f"cells that it generates have no more; raise {limit} for whole cells."
+            f"generated cells have at most this many; raise {limit} for whole cells."
         )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenize, choose a time for each cell, and hide genes and values."""
+        """Tokenize, sample a time for each cell, and mask genes and values."""
         n_special, mask_id = tokenizer.vocab.n_special, tokenizer.vocab.mask_id
         tokens = tokenizer(block)
         ids = tokens["input_ids"][:, : self.most_genes].numpy()
@@ -245,14 +245,14 @@ class MaskedDiffusion(TellsBatches):
         return {**batch, **whole_profiles(block)}
 
     def _seen_values(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> np.ndarray:
-        """Return the log1p CP10K values of what is seen of each cell, float32, shape (B, G); 0 for what was lost."""
+        """Return the log1p CP10K values of the visible part of each cell, float32, shape (B, G); 0 for the rest."""
         block = downsampled(block, self.thinning, epoch=epoch, seed=seed)
         seen = np.zeros((len(block), tokenizer.vocab.n_genes), dtype=np.float32)
         seen[np.repeat(np.arange(len(block)), np.diff(block.indptr)), block.genes] = log1p_cp10k(block)
         return seen
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss; log its parts, and what active units are counted from."""
+        """Return the loss; log its parts, and the moments that active units are counted from."""
         tokens = {name: tensor for name, tensor in batch.items() if not name.startswith("profile_")}
         if self.reconstruction_weight:
             n_genes = cast(int, module.num_genes)
@@ -261,7 +261,7 @@ class MaskedDiffusion(TellsBatches):
         parts = output.losses
         if not parts or not {"identity", "value"} <= set(parts):
             raise TrainingError(
-                f"{type(module).__name__} returned no losses of masked genes and values; make it with denoising=True."
+                f"{type(module).__name__} returned no losses of masked genes and values; create it with denoising=True."
             )
         weights = {
             "identity": 1.0,
@@ -283,8 +283,8 @@ class MaskedDiffusion(TellsBatches):
 def diffusion_times(keys: np.ndarray) -> np.ndarray:
     """Return the time of each cell of a batch, float64 in [0, 1), shape (B,).
 
-    They are spread evenly over the batch: ``(u + i / B) mod 1``, where i is the place of the cell among the others by
-    its random key, and u is drawn for the batch. So they depend on the cells of a batch, not on their order.
+    They are stratified over the batch: ``(u + i / B) mod 1``, where i is the rank of the cell by its random key, and u
+    is sampled for the batch. They therefore depend on the cells of a batch, but not on their order.
 
     Parameters
     ----------
@@ -299,10 +299,10 @@ def diffusion_times(keys: np.ndarray) -> np.ndarray:
 
 @numba.njit(cache=True, nogil=True)
 def _hide(ids, lengths, seen, keys, n_hidden, both, n_special, order, states, sizes):
-    """Choose what is hidden of each token (1 its gene, 2 its value, 3 both), and the order of the tokens.
+    """Sample which part of each token is masked (1 its gene, 2 its value, 3 both), and the order of the tokens.
 
-    First come tokens of which all is seen, in their order, then those of which something is hidden, in random order,
-    so that their place tells nothing. Genes that thinning lost, and of which nothing is hidden, are left out.
+    First come unmasked tokens in their order, then masked tokens in random order, so their position is not informative.
+    Genes that thinning removed are left out unless they are masked.
     """
     drawn = np.empty(ids.shape[1], dtype=np.int64)
     hidden = np.empty(ids.shape[1], dtype=np.int8)

@@ -1,4 +1,4 @@
-"""Masked gene prediction: hide tokens of a cell and predict which genes they were."""
+"""Masked gene prediction: mask tokens of a cell and predict their genes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from scforge.training.objectives.token_frequencies import token_counts
 
 @register_objective("masked_gene_prediction")
 class MaskedGenePrediction(Objective):
-    """Cross entropy of the gene at hidden positions.
+    """Cross entropy of the genes at masked positions.
 
     Parameters
     ----------
     mask_ratio, mask_token_prob, random_token_prob
         See :class:`scforge.tokenizers.Masking`.
     hide_order
-        If the order of the tokens reveals the genes, move masked tokens to the end.
-        False leaves them in their places, as in Geneformer's pretraining: there a masked gene stands between its
-        neighbors in the ranking, and genes with the same count in the fixed order of their medians, so that much of
-        what the loss falls below the entropy of the token frequencies is no biology.
+        If the order of the tokens reveals the genes, move masked tokens to the end. False keeps their positions, as in
+        Geneformer's pretraining. A masked gene is then between its neighbors in the ranking, and genes with equal
+        counts are in the fixed order of their medians. Much of the loss below the entropy of the token frequencies then
+        reflects this order, not biology.
     token_prior
-        Start the prediction head at the token frequencies of the training cells, so that the loss begins at about
-        their entropy. For architectures that offer ``init_token_prior``.
+        Start the prediction head at the token frequencies of the training cells, so the loss starts near their entropy.
+        For architectures with ``init_token_prior``.
 
     Examples
     --------
@@ -64,7 +64,7 @@ class MaskedGenePrediction(Objective):
         hide_order: bool = True,
         token_prior: bool = True,
     ) -> None:
-        # Made once here so that a bad value is refused before training starts.
+        # Created here, so a bad value raises an error before training starts.
         Masking(1, mask_ratio=mask_ratio, mask_token_prob=mask_token_prob, random_token_prob=random_token_prob)
         self.mask_ratio = mask_ratio
         self.mask_token_prob = mask_token_prob
@@ -78,11 +78,11 @@ class MaskedGenePrediction(Objective):
             module.init_token_prior(torch.from_numpy(token_counts(cells, tokenizer)))
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise if every gene is a token, so that the hidden ones are simply those that are missing."""
+        """Raise if every gene is a token, because masked genes are then simply the missing ones."""
         refuse_zero_genes("masked_gene_prediction", tokenizer)
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise if the architecture takes labels for names of masked genes, rather than for targets."""
+        """Raise if the architecture uses labels as the names of masked genes, not as targets."""
         if getattr(architecture, "labels_name_genes", False):
             why = "receives the masked genes and predicts their values"
             choice = "objective='masked_value_prediction', or the architecture 'transformer_encoder'"

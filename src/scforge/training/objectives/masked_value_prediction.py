@@ -1,4 +1,4 @@
-"""Masked value prediction: hide the expression of genes of a cell and predict it.
+"""Masked value prediction: mask the expression of genes and predict it.
 
 Shapes: B cells, S tokens, G genes of the vocabulary.
 """
@@ -26,26 +26,26 @@ from scforge.tokenizers.masking import Masking
 from scforge.training.objectives.base import Objective, TrainingDefaults, mismatch, output_of, register_objective
 
 _TARGETS = {"value_labels", "bin_labels", "masked_positions"}
-_STREAM = 0x7A65726F  # "zero": its random numbers are others than those of masks
+_STREAM = 0x7A65726F  # "zero": separate random numbers from those of masks
 _SAMPLED_CELLS = 1024
 
 
 @register_objective("masked_value_prediction")
 class MaskedValuePrediction(Objective):
-    """The value (or the bin) of genes whose expression is hidden; which genes they are stays known.
+    """Predicts the value (or the bin) of genes with masked expression; their names remain visible.
 
-    For architectures that predict a value of each token: ``masked_autoencoder``, or ``transformer_encoder`` with
-    ``expression_head="value"`` or ``"bin"``. The ``forward`` of another one must name ``value_labels``, ``bin_labels``
-    or ``masked_positions`` among its arguments. Masked genes follow the others in random order, so that their
-    place in a ranking does not tell their value.
+    For architectures that predict a value per token: ``masked_autoencoder``, or ``transformer_encoder`` with
+    ``expression_head="value"`` or ``"bin"``. The ``forward`` of other architectures must have an argument
+    ``value_labels``, ``bin_labels`` or ``masked_positions``. Masked genes follow the others in random order, so their
+    rank does not reveal their value.
 
     Parameters
     ----------
     mask_ratio
-        Share of the genes of a cell to hide, as :class:`scforge.tokenizers.Masking` takes it.
+        Fraction of the genes of a cell to mask, as :class:`scforge.tokenizers.Masking` takes it.
     zero_targets
-        Genes without counts that are added as masked tokens of value 0 for each masked gene, drawn from the measured
-        genes of the vocabulary. Without them a model never sees that a gene is off. Not for truncated losses.
+        Genes without counts that are added as masked tokens of value 0 for each masked gene, sampled from the measured
+        genes of the vocabulary. Without them a model never sees an unexpressed gene. Not for truncated losses.
 
     Examples
     --------
@@ -66,23 +66,23 @@ class MaskedValuePrediction(Objective):
     def __init__(
         self, *, mask_ratio: float | Sequence[float] | Mapping[str, Any] = 0.75, zero_targets: float = 0.0
     ) -> None:
-        # Made once here so that a bad value is refused before training starts.
+        # Created here, so a bad value raises an error before training starts.
         Masking(1, mask_ratio=mask_ratio, mask_token_prob=0.0, random_token_prob=0.0)
         self.mask_ratio = mask_ratio
         self.zero_targets = check_positive("zero_targets", zero_targets, or_zero=True)
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise if genes without counts would be added to those that are tokens already."""
+        """Raise if genes without counts would be added, but are already tokens."""
         if self.zero_targets and tokenizer.lists_all_genes:
             raise OptionError(
-                f"zero_targets={self.zero_targets:g} adds genes without counts, but include_zero_genes=True presents "
-                "them all; set zero_targets=0, or include_zero_genes=False."
+                f"zero_targets={self.zero_targets:g} adds genes without counts, but include_zero_genes=True already "
+                "includes all of them; set zero_targets=0, or include_zero_genes=False."
             )
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise if the architecture predicts what comes next, or does not use masked values."""
+        """Raise if the architecture predicts the next token, or does not use masked values."""
         if getattr(architecture, "predicts_next", False):
-            why = "predicts the next token rather than hidden values"
+            why = "predicts the next token rather than masked values"
         elif not _TARGETS & set(inspect.signature(architecture.forward).parameters):
             why = "predicts no values of tokens"
         else:
@@ -90,7 +90,7 @@ class MaskedValuePrediction(Objective):
         raise mismatch("masked_value_prediction", architecture, why, "the architecture 'masked_autoencoder'")
 
     def max_tokens(self, tokenizer: Tokenizer) -> int:
-        """Return the most tokens of a cell, genes without counts included."""
+        """Return the maximum number of tokens per cell, including genes without counts."""
         most = tokenizer.max_tokens()
         around = tokenizer.max_tokens() - min(tokenizer.most_genes, tokenizer.vocab.n_genes)
         hidden = max(1, math.ceil((most - around) * _largest(self.mask_ratio)))
@@ -98,7 +98,7 @@ class MaskedValuePrediction(Objective):
         return min(most + added, max(most, around + tokenizer.vocab.n_genes))
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Start the head at the mean of what it is to predict; look whether these are counts where it needs counts.
+        """Initialize the head at the mean of its targets; check that they are counts if the loss needs counts.
 
         On a GPU the loss does not look at them itself, as it would have to wait.
         """
@@ -112,7 +112,7 @@ class MaskedValuePrediction(Objective):
             module.init_value_prior(float(targets.mean()))
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenize, hide values, and add genes without counts."""
+        """Tokenize, mask values, and add genes without counts."""
         masking = Masking(
             tokenizer.vocab, mask_ratio=self.mask_ratio, mask_token_prob=0.0, random_token_prob=0.0, seed=seed
         )
@@ -125,12 +125,12 @@ class MaskedValuePrediction(Objective):
         return dict(cast(dict[str, torch.Tensor], batch))
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the module's own loss at hidden values."""
+        """Return the module's own loss at masked values."""
         output = output_of(module, batch)
         if output.loss is None:
             bins = "'bin'" if "bin_labels" in batch else "'value'"
             raise TrainingError(
-                f"{type(module).__name__} returned no loss for hidden values; choose the architecture "
+                f"{type(module).__name__} returned no loss for masked values; choose the architecture "
                 f"'masked_autoencoder', or 'transformer_encoder' with expression_head={bins}."
             )
         return output.loss, {}
@@ -143,7 +143,7 @@ def _largest(mask_ratio: Any) -> float:
 
 
 def _n_zeros(per_hidden: float, n_hidden: np.ndarray) -> np.ndarray:
-    """Return how many genes without counts to add for so many masked tokens, int64."""
+    """Return the number of genes without counts to add for each number of masked tokens, int64."""
     return np.floor(per_hidden * n_hidden + 0.5).astype(np.int64)
 
 
@@ -158,7 +158,7 @@ def _add_zeros(
     hidden = batch["masked_positions"].numpy()
     lengths = batch["attention_mask"].numpy().sum(axis=1)
     wanted = _n_zeros(per_hidden, hidden.sum(axis=1))
-    # All genes with counts, those that truncation left out as well, are not zero; and all of them were measured.
+    # Genes with counts, including truncated ones, are not zero, and all of them were measured.
     n_added = np.minimum(wanted, len(measured) - np.diff(block.indptr))
     width = max(hidden.shape[1], int((lengths + n_added).max(initial=0)))
     order = np.full((len(hidden), width), -1, dtype=np.int64)
@@ -181,7 +181,7 @@ def _add_zeros(
 
 @numba.njit(cache=True, nogil=True)
 def _place(indptr, genes, measured, hidden, lengths, n_added, keys, n_special, n_genes, order, zeros):
-    """Say for each new position which old one comes there (-1 for none), or which gene without counts (its id)."""
+    """Return for each new position its old position (-1 for none), or the id of an added gene without counts."""
     counted = np.zeros(n_genes, dtype=np.bool_)
     free = np.empty(len(measured), dtype=np.int32)
     for cell in range(len(hidden)):
@@ -195,7 +195,7 @@ def _place(indptr, genes, measured, hidden, lengths, n_added, keys, n_special, n
         for entry in range(indptr[cell], indptr[cell + 1]):
             counted[genes[entry]] = False
         key, length, n_new = keys[cell], lengths[cell], n_added[cell]
-        # Slots of masked tokens: their old ones, and new ones behind the last token.
+        # Slots of masked tokens: their old positions, and new ones after the last token.
         slots = np.empty(hidden.shape[1] + n_new, dtype=np.int64)
         n_slots = 0
         for position in range(length):

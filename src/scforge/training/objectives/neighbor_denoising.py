@@ -1,4 +1,4 @@
-"""Neighbor denoising: from few counts of a cell, or of a neighbor in another batch, to all of its expression.
+"""Neighbor denoising: reconstruct the expression of a cell from a subsample of its counts or of a neighbor's counts.
 
 Shapes: N cells of a source, B cells of a batch, G genes of the vocabulary, L latent dimensions.
 """
@@ -35,66 +35,67 @@ from scforge.training.objectives.variational import check_latent, dense_profiles
 
 logger = logging.getLogger("scforge")
 
-_STREAM = 0x6E656172  # "near": the choice of a neighbor is drawn apart from views
+_STREAM = 0x6E656172  # "near": neighbors and views use separate random numbers
 _MIN_ERROR = 1e-8
 _NONE, _UNKNOWN = -1, -2
 _FEW = 0.5
-"""Share of cells with a neighbor in another batch under which a warning says so."""
+"""Fraction of cells with a neighbor in another batch below which a warning is raised."""
 _TIE = 1e-5
-"""Cosines that differ by less are computed again, so that they do not depend on the cells beside them."""
+"""Cosines that differ by less are computed again, because rounding depends on the other cells of a block."""
 _OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "has_neighbor", "batch"}
 
 
 @register_objective("neighbor_denoising")
 class NeighborDenoising(TellsBatches, SeesViews):
-    """Expression of a cell from a thinned view of it, and from one of a mutual nearest neighbor.
+    """Reconstruct the expression of a cell from subsampled counts of the cell, and of a mutual nearest neighbor.
 
-    What integrates batches here is translation: the latent of a neighbor in another batch has to give the expression
-    of the cell, with the batch of the cell told to the decoder. So what differs between batches is left to the decoder,
-    while what both cells share stays in the latent. Cells of a type that another batch lacks have no mutual
-    neighbors there and are not moved to others, and of the neighbors of a cell the nearer are drawn more often
-    (:func:`~scforge.data.neighbors.neighbor_weights`). With x the log1p CP10K values of all genes of a cell i of batch
-    b, z_i a draw of the latent of a view of it (counts thinned, genes hidden), mu its mean, and j one of its mutual
-    neighbors (:func:`~scforge.data.neighbors.mutual_neighbors`), drawn anew in each epoch::
+    Batches are integrated by translation: the decoder reconstructs a cell from the latent of a neighbor in another
+    batch, conditioned on the batch of the cell. The decoder therefore models batch effects, and the latent keeps what
+    both cells share. Cells of a type that another batch lacks have no mutual neighbors there, so they are not moved
+    onto other types. Near neighbors are sampled more often than distant ones
+    (:func:`~scforge.data.neighbors.neighbor_weights`). Let x be the log1p CP10K values of all genes of a cell i of
+    batch b, z_i a sample of the latent of a view of it (counts thinned, genes masked), mu its mean, and j one of its
+    mutual neighbors (:func:`~scforge.data.neighbors.mutual_neighbors`), resampled in each epoch::
 
         reconstruction = 1/2 log mean (decode(z_i, b) - x)^2       over cells and genes
         translated     = 1/2 log mean (decode(z_j, b) - x)^2       over genes and cells with a neighbor
         distance       = mean (mu_i - mu_j)^2                      over dimensions and cells with a neighbor
         loss = reconstruction + translation * translated + agreement * distance + beta * divergence / G
 
-    The logarithm is the likelihood of a normal distribution whose variance is learned, so that with `beta` of 1 the
-    first and the last term are the evidence bound (per gene) whatever the noise of the data. Batches need not be known:
-    without `batch_key` neighbors are those in the same data, which makes cell types compact. Held-out cells have no
-    neighbors, so the validation loss is of reconstruction and divergence alone.
+    The logarithm is the negative log-likelihood of a normal distribution with a learned variance. With ``beta=1`` the
+    first and the last term are therefore the evidence lower bound (per gene) at any noise level. Batches are optional:
+    without `batch_key`, neighbors are searched among all cells, which makes cell types compact. Held-out cells have no
+    neighbors, so the validation loss consists of reconstruction and KL divergence.
 
     Parameters
     ----------
     batch_key
         Column of obs with the batch of each cell; `Encoder` takes that of ``setup_anndata``.
     batches
-        The batches, in the order of their numbers; None takes those of the cells that the model is made with.
+        Names of the batches, in the order of their codes; None takes them from the cells that the model is created
+        with.
     across, within
-        Mutual neighbors of a cell in each other batch, and in its own; at most a tenth of the cells of a batch.
+        Number of mutual neighbors of a cell in each other batch, and in the same batch; at most a tenth of a batch.
     space
-        Where neighbors are looked for: in 50 principal components corrected by Harmony (``"harmony"``,
-        :func:`~scforge.data.neighbors.harmony_correct`), or in these as they are (``"components"``). Without batches
-        both are the same.
+        Space in which neighbors are searched: 50 principal components corrected by Harmony (``"harmony"``,
+        :func:`~scforge.data.neighbors.harmony_correct`), or uncorrected (``"components"``). Without batches both are
+        the same.
     temperature
-        Neighbors of a cell are drawn with probabilities proportional to exp(cosine / temperature), of the cosine in
-        `space`; smaller values favor the nearest. Those in other batches are farther where batches still differ, so
-        they are drawn less often; with ``space="components"`` much less. None draws all with the same probability.
+        Neighbors of a cell are sampled with probabilities proportional to exp(cosine / temperature), with the cosine in
+        `space`; smaller values favor the nearest. Where batches still differ, neighbors in other batches are farther
+        away and sampled less often, much less with ``space="components"``. None samples all neighbors uniformly.
     translation, agreement
-        Weights; with both at 0, neighbors are not looked for. An agreement above 0 pulls the latents of neighbors
-        together: cells then take a smaller room in which what is left of batches weighs more.
+        Weights of these terms; with both at 0, no neighbors are searched. An agreement above 0 pulls the latents of
+        neighbors together. The embedding then shrinks, so remaining batch effects have more weight.
     beta
-        Weight of the divergence of the latent from N(0, I).
+        Weight of the KL divergence of the latent from N(0, I).
     keep_min, keep_max
-        Range of the share of counts that a view keeps, drawn for each view.
+        Range of the fraction of counts that a view keeps, sampled for each view.
     gene_dropout
-        Largest rate of hidden genes; the rate is drawn between 0 and this for each view.
+        Largest fraction of masked genes; the fraction is sampled between 0 and this for each view.
     max_cells
-        Training cells among which neighbors are looked for, drawn once, from each batch as many. The others take the
-        neighbors of the nearest of these of their own batch.
+        Number of training cells among which neighbors are searched; they are sampled once, equally from each batch. Any
+        other cell uses the neighbors of the nearest sampled cell in its batch.
 
     Examples
     --------
@@ -109,15 +110,15 @@ class NeighborDenoising(TellsBatches, SeesViews):
     True
     """
 
-    # Longer trainings learn the neighbors of other types by heart, too: 150 epochs of sc_mixology cost .06 of scIB's
-    # conservation of biology, and .01 of macro-F1.
+    # Longer training also memorizes neighbors of other types: 150 epochs on sc_mixology cost 0.06 of scIB's
+    # conservation of biology, and 0.01 of macro-F1.
     defaults = TrainingDefaults(
         batch_size=256, lr=2e-3, weight_decay=0.01, schedule="one_cycle", max_epochs=300, most_epochs=60
     )
-    # A cell comes with a neighbor, of whatever length.
+    # A cell comes with a neighbor of any length.
     random_batches = True
-    # Trained on a query alone, the encoder moves it away: of sc_mixology's celseq2 1 % of the neighbors are then cells
-    # of the reference, before 54 %.
+    # An encoder trained on a query alone moves the query away from the reference. With celseq2 of sc_mixology as query,
+    # 1% of the neighbors are then cells of the reference, compared with 54% before.
     maps_queries = True
 
     def __init__(
@@ -146,14 +147,14 @@ class NeighborDenoising(TellsBatches, SeesViews):
         self.space = check_choice("space", space, ["harmony", "components"])
         self.temperature = temperature
         if temperature is not None:
-            self.temperature = check_positive("temperature", temperature, hint="None draws all neighbors alike")
+            self.temperature = check_positive("temperature", temperature, hint="None samples all neighbors uniformly")
         self._set_views(keep_min, keep_max, gene_dropout)
         self.max_cells = check_count("max_cells", max_cells, "cells", least=2)
         self._pool: _Pool | None = None
         self._collapse = CollapseWatch()
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise unless the architecture has a latent distribution and a decoder of expression behind it."""
+        """Raise unless the architecture has a latent distribution and an expression decoder."""
         check_latent("neighbor_denoising", architecture, ("infer", "decode"), "'gene_pooling', 'mlp' or 'scdiva'")
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
@@ -161,7 +162,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         start_at_means(module, cells)
 
     def model_options(self) -> dict[str, Any]:
-        """Return the number of batches, 0 for a decoder that is told none."""
+        """Return the number of batches; 0 for a decoder that is not conditioned on batches."""
         return {"n_batches": len(self.batches or [])}
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
@@ -173,7 +174,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
             warn(f"{problem}; {IN_THE_MEAN}")
 
     def _look_up(self, cells: Cells, train_rows: np.ndarray) -> str:
-        """Look up batches and neighbors; return how many cells are of unknown batches."""
+        """Look up batches and neighbors; return the number of cells of unknown batches."""
         problem = self.look_up_batches(cells, needed=False)
         self._pool = None
         if (self.translation or self.agreement) and (self.across or self.within) and len(train_rows) > 2:
@@ -187,15 +188,15 @@ class NeighborDenoising(TellsBatches, SeesViews):
             share = self._pool.share_across
             if batches is not None and len(self._pool.members) > 1 and self.across and share < _FEW:
                 warn(
-                    f"{1 - share:.0%} of the cells have no mutual neighbor in another batch, so batches mix less; they "
-                    "may be of other types in each batch."
+                    f"{1 - share:.0%} of the cells have no mutual neighbor in another batch, so batches mix less; "
+                    "check that the batches share cell types."
                 )
         return problem
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Do as :meth:`bind`, without a warning: a query may have batches, and no column, of its own."""
+        """Bind the cells of a query, as :meth:`bind` without a warning about new batches or a missing column."""
         if self._look_up(cells, train_rows):
-            logger.info("Cells of batches that the model does not know are decoded in the mean of all.")
+            logger.info("Cells of batches that the model does not know are decoded with the mean of all batch vectors.")
 
     def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
         """Return the number of cells of a batch, without their neighbors."""
@@ -204,7 +205,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenize a view of each cell, then one of a neighbor of each, and add the whole profiles of the cells.
 
-        Where a cell has none, some cell stands there, which does not count: all processes have to compute alike.
+        A cell without a neighbor gets an arbitrary one with weight 0, so all processes compute the same shapes.
         """
         seen = [block]
         extra: dict[str, torch.Tensor] = {}
@@ -235,16 +236,16 @@ class NeighborDenoising(TellsBatches, SeesViews):
             distance = ((own - mu[n_cells:]).square().mean(dim=1) * has_b).sum() / n_having
             translated = of_cells.decode(latent[n_cells:], batches).float()
             error = ((translated - profiles).square().mean(dim=1) * has_b).sum() / n_having
-            # Without any neighbor there is no error, and its logarithm counts nothing.
+            # Without any neighbor the error is 0, and its logarithm has weight 0.
             log_error = 0.5 * error.clamp(min=_MIN_ERROR).log() * has_b.amax()
             total = total + self.agreement * distance + self.translation * log_error
-            # Means over cells with a neighbor are made of these in the end.
+            # Means over cells with a neighbor are computed from these at the end of the epoch.
             figures |= {"has_neighbor": share, "distance": distance * share, "translated_error": error * share}
         figures = {name: figure.detach() for name, figure in figures.items()}
         return total, figures | geometry_moments(own.detach())
 
     def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the means, those of neighbors over cells that have one, and the geometry.
+        """Return the means, with terms of neighbors averaged over cells that have one, and the geometry.
 
         Warns, once, if the embedding has collapsed.
         """
@@ -260,18 +261,18 @@ class NeighborDenoising(TellsBatches, SeesViews):
 
 
 class _Pool:
-    """Some training cells in memory, and which of them are neighbors.
+    """A sample of training cells in memory, with their neighbors.
 
     Parameters
     ----------
     cells
         All cells.
     train_rows
-        Those of the training, ascending.
+        Rows of the training cells, ascending.
     batches
-        Batch of each of all cells; None for one.
+        Batch of every cell; None for a single batch.
     options
-        The objective whose `across`, `within`, `space` and `temperature` hold.
+        The objective, which sets `across`, `within`, `space` and `temperature`.
     """
 
     def __init__(
@@ -287,7 +288,7 @@ class _Pool:
         self.members = {batch: np.flatnonzero(of_pool == batch) for batch in np.unique(of_pool)}
         self.directions = directions_of(found)
         self.places = np.full(len(cells), _NONE, dtype=np.int32)
-        """Place in the pool of each of all cells, or of what stands for it; looked up when it is needed."""
+        """Position in the pool of every cell, or of the cell that represents it; computed on demand."""
         self.places[train_rows] = _UNKNOWN
         self.places[rows] = np.arange(len(rows))
         if options.space == "harmony":
@@ -298,13 +299,13 @@ class _Pool:
             (rows_of != of_pool[self.pairs.indices], self.pairs.indices, self.pairs.indptr), shape=self.pairs.shape
         )
         self.share_across = float((far.sum(axis=1) > 0).mean())
-        """Share of the cells that have a neighbor in another batch."""
+        """Fraction of the cells that have a neighbor in another batch."""
         weights = neighbor_weights(found, self.pairs, temperature=options.temperature)
         self.cumulative = np.concatenate([[0.0], np.cumsum(weights)])
         """Cumulative weights of the pairs, from 0 on, float64, shape (P + 1,)."""
 
     def neighbors(self, block: CellBlock, *, epoch: int, seed: int) -> tuple[CellBlock, np.ndarray]:
-        """Return a neighbor of each cell (any cell where there is none) and whether there is one, float32 (B,)."""
+        """Return a neighbor of each cell (an arbitrary cell if it has none) and whether it has one, float32 (B,)."""
         places = self._places_of(block)
         starts, stops = self.pairs.indptr[places], self.pairs.indptr[places + 1]
         has = (places >= 0) & (stops > starts)
@@ -317,7 +318,7 @@ class _Pool:
         return self.cells.block(chosen, draw=block.draw), has.astype(np.float32)
 
     def _places_of(self, block: CellBlock) -> np.ndarray:
-        """Return the place of each cell, or of the nearest cell of its batch in the pool; -1 for none, int32 (B,)."""
+        """Return the pool position of each cell, or of the nearest cell of its batch; -1 for none, int32 (B,)."""
         outside = np.flatnonzero(self.places[block.rows] == _UNKNOWN)
         if len(outside):
             shape = (len(block), len(self.loadings))
@@ -336,7 +337,7 @@ class _Pool:
 
 
 def _nearest(directions: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return which of `others`, shape (M, D), is nearest to each of `directions`, shape (N, D), or the first."""
+    """Return the index of the first nearest of `others`, shape (M, D), for each of `directions`, shape (N, D)."""
     cosines = directions @ others.T
     found = cosines.argmax(axis=1)
     close = cosines >= cosines.max(axis=1, keepdims=True) - _TIE

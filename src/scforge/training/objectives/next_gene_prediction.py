@@ -1,4 +1,4 @@
-"""Next-gene prediction: the genes of a cell one after the other, each with the bin of its expression.
+"""Next-gene prediction: predict the genes of a cell one after the other, each with the bin of its expression.
 
 Shapes: B cells, S tokens, N cells of a source, V vocabulary.
 """
@@ -38,34 +38,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("scforge")
 
-_STREAM = 0x6F726465  # "orde": its random numbers are others than those of masks and views
+_STREAM = 0x6F726465  # "orde": separate random numbers from those of masks and views
 _SAMPLED_CELLS = 10_000
 """Cells that the bins are averaged over."""
 
 
 @register_objective("next_gene_prediction")
 class NextGenePrediction(Objective):
-    """Cross entropy of each next gene of a cell, and of its bin, given those before it.
+    """Cross entropy of each next gene of a cell, and of its bin, given the previous ones.
 
-    For architectures whose predictions do not see what they predict (``predicts_next``), such as
-    ``autoregressive_transformer``. Where an EOS token ends the cells, it is predicted, too, so that the model knows how
-    many genes a cell has.
+    For causal architectures (``predicts_next``), such as ``autoregressive_transformer``. If cells end with an EOS
+    token, it is predicted as well, so the model learns how many genes a cell has.
 
     Parameters
     ----------
     order
-        A cell has no natural order. ``"rank"`` goes from the highest to the lowest value, equal ones in random
-        order; ``"random"`` takes any order. What is random is drawn anew in each epoch. Tokenizers that rank genes keep
-        their ranking with ``"rank"``. A gene and its bin are predicted independently of each other; ranks tell much of
-        a value and a random order nothing, so generate cells from models of ranks.
+        Order of the genes. ``"rank"`` sorts from the highest to the lowest value, with ties in random order;
+        ``"random"`` shuffles. Random orders are resampled in each epoch. Tokenizers that rank genes keep their ranking
+        with ``"rank"``. A gene and its bin are predicted independently. Ranks reveal much about values and random
+        orders nothing, so use ``"rank"`` to generate cells.
     condition_key
-        Column of obs with classes on which the model is conditioned, such as the cell type, so that it can generate
-        cells of a class. None for none.
+        Column of obs with classes on which the model is conditioned, such as the cell type, so it can generate cells of
+        a class. None for no classes.
     conditions
-        The classes, in the order of their numbers; None takes those of the cells that the model is made with. Cells of
-        others count as cells of unknown class.
+        The classes, in the order of their numbers; None takes those of the cells that the model is created with. Cells
+        of other classes count as unknown.
     condition_dropout
-        Share of cells whose class is not told in training, so that the model knows cells of unknown class, too.
+        Fraction of cells whose class is dropped in training, so the model also handles cells of unknown class.
     token_prior
         Start the gene head at the token frequencies of the training cells. For architectures that offer
         ``init_token_prior``.
@@ -84,7 +83,8 @@ class NextGenePrediction(Objective):
     """
 
     generates = True
-    # In batches of cells of like length each token of a long cell would weigh less, and cells would seem to end early.
+    # In batches of cells of similar length each token of a long cell would weigh less, and cells would seem to end
+    # early.
     random_batches = True
 
     defaults = TrainingDefaults(batch_size=16, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=10)
@@ -106,22 +106,22 @@ class NextGenePrediction(Objective):
         self._codes: np.ndarray | None = None
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise unless the tokenizer makes bins, and of expressed genes alone."""
+        """Raise unless the tokenizer bins expressed genes only."""
         if getattr(tokenizer, "n_bins", None) is None:
             raise OptionError(
-                f"'next_gene_prediction' predicts expression bins, which {type(tokenizer).__name__} does not make; "
+                f"'next_gene_prediction' predicts expression bins, which {type(tokenizer).__name__} does not provide; "
                 "choose tokenizer='binned_expression'."
             )
         refuse_zero_genes("next_gene_prediction", tokenizer)
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise if the architecture sees the token that it would have to predict."""
+        """Raise if the architecture sees the token that it has to predict."""
         if not getattr(architecture, "predicts_next", False):
             choice = "'autoregressive_transformer'"
             raise mismatch("next_gene_prediction", architecture, "sees the token that it is to predict", choice)
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
-        """Return the classes of the cells that a model is made with, unless they are known already."""
+        """Return the classes of the cells that a model is created with, unless they are known already."""
         if self.condition_key is None or self.conditions is not None:
             return {}
         return {"conditions": classes_found("condition_key", self.condition_key, column)}
@@ -145,7 +145,7 @@ class NextGenePrediction(Objective):
             logger.info("%d of %d cells have no class in %r.", unknown, len(self._codes), self.condition_key)
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Start the gene head at the token frequencies, and tell the module what the bins stand for."""
+        """Start the gene head at the token frequencies, and set the values of the bins."""
         if self.token_prior and hasattr(module, "init_token_prior"):
             counts = token_counts(cells, tokenizer)
             if tokenizer.append_eos and tokenizer.vocab.eos_id is not None:
@@ -158,7 +158,7 @@ class NextGenePrediction(Objective):
     def arrange(
         self, tokens: TokenBatch, tokenizer: Tokenizer, rows: np.ndarray, *, epoch: int, seed: int
     ) -> TokenBatch:
-        """Put the genes of each cell into the order in which they are predicted."""
+        """Sort the genes of each cell in the order of prediction."""
         if self.order == "rank" and tokenizer.ranks:
             return tokens
         ids = tokens["input_ids"].numpy()
@@ -166,17 +166,17 @@ class NextGenePrediction(Objective):
         keys = cell_keys(rows, seed=seed, epoch=epoch, stream=_STREAM)
         _arrange(ids, tokens["values"].numpy(), keys, tokenizer.vocab.n_special, self.order == "rank", places)
         order = torch.from_numpy(places)
-        # Padding stays where it is, so that the mask needs no new order.
+        # Padding is not moved, so the mask does not change.
         arranged = {name: tensor.gather(1, order) for name, tensor in cast(dict[str, torch.Tensor], tokens).items()}
         return cast(TokenBatch, arranged)
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenize, arrange, and label genes and EOS with themselves; the architecture shifts labels."""
+        """Tokenize, sort, and use genes and EOS as their own labels; the architecture shifts labels."""
         tokens = self.arrange(tokenizer(block), tokenizer, block.rows, epoch=epoch, seed=seed)
         ids, vocab = tokens["input_ids"], tokenizer.vocab
         predicted = ids >= vocab.n_special
         if tokenizer.append_eos and vocab.eos_id is not None:
-            # A cell that did not fit in does not end where it was cut.
+            # A truncated cell gets no EOS label.
             whole = torch.from_numpy(np.diff(block.indptr) <= tokenizer.most_genes).unsqueeze(1)
             predicted |= (ids == vocab.eos_id) & tokens["attention_mask"] & whole
         batch: dict[str, torch.Tensor] = {**tokens, "labels": ids.masked_fill(~predicted, IGNORE_LABEL)}
@@ -185,7 +185,7 @@ class NextGenePrediction(Objective):
         return batch
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the module's own loss; in training some cells are not told their class."""
+        """Return the module's own loss; in training the class of some cells is dropped."""
         if module.training and "condition" in batch and self.condition_dropout > 0:
             told = torch.rand(batch["condition"].shape, device=batch["condition"].device) >= self.condition_dropout
             batch = {**batch, "condition": batch["condition"] * told}
@@ -195,14 +195,14 @@ class NextGenePrediction(Objective):
 def bin_means(cells: CellSource, tokenizer: Tokenizer, n_bins: int | None = None) -> np.ndarray:
     """Return the mean log1p CP10K of the genes in each bin over at most 10,000 cells, float32, shape (n_bins,).
 
-    Bin 0 stands for 0. A bin that no gene is in lies between its neighbors, or is as high as the highest.
+    Bin 0 has the value 0. An empty bin is interpolated between its neighbors, or takes the highest value.
 
     Parameters
     ----------
     cells
         The cells.
     tokenizer
-        A tokenizer that bins.
+        A tokenizer that bins expression.
     n_bins
         Number of bins; None takes the tokenizer's.
     """

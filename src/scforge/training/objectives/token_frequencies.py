@@ -1,4 +1,4 @@
-"""Token frequencies, and the loss of a model that knows only these."""
+"""Token frequencies, and the loss of a model that predicts them for every cell."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from scforge.errors import OptionError
 from scforge.tokenizers.base import Tokenizer
 
 _MAX_CELLS = 10_000
-"""Cells that are counted at the most, drawn once."""
+"""Cells that are counted at most, sampled once."""
 
 
 def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
-    """Count how often each gene is a token, over at most 10,000 cells.
+    """Count how often each gene is a token, in at most 10,000 cells.
 
     Parameters
     ----------
     cells
-        The cells, as :func:`scforge.data.open_cells` gives them; of more than 10,000 as many are drawn.
+        The cells, as :func:`scforge.data.open_cells` gives them; of more than 10,000, a sample is used.
     tokenizer
         Makes the tokens.
 
@@ -46,7 +46,7 @@ def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def token_entropy(counts: np.ndarray) -> float:
-    """Return the entropy of token frequencies: the loss of a model that knows how frequent genes are, and no more.
+    """Return the entropy of token frequencies, the loss of a model that knows only these frequencies.
 
     With shares p of the tokens it is -sum(p log p).
 

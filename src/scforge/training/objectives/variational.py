@@ -1,4 +1,4 @@
-"""Variational: expression from a latent distribution, and the class of the cell, as ScDiVa is trained.
+"""Variational: reconstruct expression from a latent distribution, and classify cells, as in ScDiVa.
 
 Shapes: B cells, S tokens, G genes of the vocabulary, L latent dimensions, T classes, E expressed genes of a cell.
 """
@@ -38,10 +38,10 @@ _ACTIVE = 0.01
 
 @register_objective("variational")
 class Variational(TellsBatches):
-    """Mean squared error of the expression of all genes, cross entropy of the class, and divergence of the latent.
+    """Mean squared error of the expression of all genes, cross entropy of the class, and KL divergence of the latent.
 
-    For architectures with a latent distribution, such as ``scdiva``. With x the log1p CP10K values of all genes of the
-    vocabulary, mu and v the mean and the variance of the latent of L dimensions, and z a draw of it::
+    For architectures with a latent distribution, such as ``scdiva``. Let x be the log1p CP10K values of all genes of
+    the vocabulary, mu and v the mean and the variance of the latent of L dimensions, and z a sample of it::
 
         reconstruction = mean over cells and genes of (decode(z) - x)^2
         classification = mean over cells with a class of the cross entropy of classify(z)
@@ -50,33 +50,33 @@ class Variational(TellsBatches):
 
     The reconstruction is a mean over genes and the divergence a sum over dimensions, so `beta` is small: for G genes
     whose values vary by s^2 around the prediction, the bound on the likelihood has ``beta = 2 s^2 / G``: 2e-4 for 2,000
-    genes of PBMC 3k, where the default 1e-4 keeps 32 of 32 dimensions, and 1e-2 keeps 21. A larger one
-    makes latent dimensions collapse, that is, tell nothing of the cell; ``active_units`` in the history counts those
-    that did not (of which the variance of mu over cells is above 0.01).
+    genes of PBMC 3k, where the default 1e-4 keeps 32 of 32 dimensions, and 1e-2 keeps 21. A larger `beta` makes latent
+    dimensions collapse, so they carry no information about the cell. ``active_units`` in the history counts the others
+    (the variance of mu over cells is above 0.01).
 
     Parameters
     ----------
     beta
         Weight of the divergence.
     free_bits
-        Nats that each dimension may diverge for nothing, so that it need not collapse.
+        KL divergence in nats per dimension without penalty, to prevent a collapse.
     kl_warmup
-        Epochs over which `beta` rises to its value; 0 for none. Validation has the whole of it in every epoch.
+        Epochs over which `beta` increases to its value; 0 for no warm-up. Validation always uses the full value.
     reconstruction_weight, classification_weight
         Weights of the two tasks.
     labels_key
-        Column of obs with the class of each cell, e.g. its type; None for no classification. Cells without one count
-        for the reconstruction alone.
+        Column of obs with the class of each cell, e.g. its type; None for no classification. Cells without a class are
+        used for the reconstruction only.
     labels
-        The classes, in the order of their numbers; None takes those of the cells that the model is made with. Cells of
-        others count as cells without a class.
+        The classes, in the order of their numbers; None takes those of the cells that the model is created with. Cells
+        of other classes count as cells without a class.
     batch_key
         Column of obs with the batch of each cell, on which the decoder is conditioned.
     batches
-        The batches, in the order of their numbers; None takes those of the cells that the model is made with.
+        The batches, in the order of their numbers; None takes those of the cells that the model is created with.
     thinning
-        Range of the share of counts that the model sees of each cell, drawn anew in each epoch, its logarithm evenly;
-        what it is to predict is the whole cell. None shows all counts.
+        Range of the fraction of counts that the model sees of each cell, sampled log-uniformly in each epoch; it has to
+        predict the whole cell. None shows all counts.
 
     Examples
     --------
@@ -118,17 +118,17 @@ class Variational(TellsBatches):
         self.thinning = check_thinning(thinning)
         if not self.reconstruction_weight and (self.labels_key is None or not self.classification_weight):
             raise OptionError(
-                "reconstruction_weight=0 leaves nothing to learn without labels; give labels_key and a "
+                "reconstruction_weight=0 without labels means that there is no loss; pass labels_key and a "
                 "classification_weight, or a reconstruction_weight."
             )
         self._labels: np.ndarray | None = None
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise unless the architecture has a latent distribution and heads behind it."""
+        """Raise unless the architecture has a latent distribution and the required heads."""
         check_latent("variational", architecture, ("infer", "decode", "classify"), "the architecture 'scdiva'")
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
-        """Return the classes and batches of the cells that a model is made with, unless they are known already."""
+        """Return the classes and batches of the cells that a model is created with, unless they are already set."""
         found = super().options_from(column)
         if self.labels_key is not None and self.labels is None:
             found["labels"] = classes_found("labels_key", self.labels_key, column)
@@ -149,26 +149,26 @@ class Variational(TellsBatches):
         Raises
         ------
         DataError
-            If there is no such column, no training cell has a known class, or a batch is unknown.
+            If a column is missing, no training cell has a known class, or a batch is unknown.
         """
         super().bind(cells, train_rows)
         if problem := self._no_class(cells, train_rows, needed=True):
             raise DataError(f"{problem}; rename the classes of the data.")
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Look up the class and the batch of each cell of a query, which need not have any that the model knows.
+        """Look up the class and the batch of each query cell, which may be new to the model.
 
         Raises
         ------
         DataError
-            If no cell has a known class, and the model learns nothing else.
+            If no cell has a known class, and there is no other loss.
         """
         super().bind_query(cells, train_rows)
         problem = self._no_class(cells, train_rows, needed=False)
         if problem and not self.reconstruction_weight:
-            raise DataError(f"{problem}, and reconstruction_weight=0 learns nothing else; label some cells.")
+            raise DataError(f"{problem}, and reconstruction_weight=0 leaves no other loss; label some cells.")
         if problem:
-            warn(f"{problem}; the cells train the reconstruction alone.")
+            warn(f"{problem}; the cells are used for the reconstruction only.")
 
     def _no_class(self, cells: Cells, train_rows: np.ndarray, *, needed: bool) -> str:
         """Look up the class of each cell; warn if no training cell has a known one."""
@@ -181,7 +181,7 @@ class Variational(TellsBatches):
         )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenize what is seen of each cell, and add the profile of the whole."""
+        """Tokenize the visible part of each cell, and add the whole profile."""
         seen = downsampled(block, self.thinning, epoch=epoch, seed=seed)
         batch = {**cast(dict[str, torch.Tensor], tokenizer(seen)), **whole_profiles(block)}
         warmed_up = min(1.0, (epoch + 1) / self.kl_warmup) if self.kl_warmup else 1.0
@@ -191,7 +191,7 @@ class Variational(TellsBatches):
         return batch
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss; log its parts, and what active units are counted from."""
+        """Return the loss; log its parts, and the moments that active units are counted from."""
         of_cells: Any = module
         tokens = {name: tensor for name, tensor in batch.items() if name not in _OF_THE_OBJECTIVE}
         found = of_cells.infer(**tokens)
@@ -242,12 +242,12 @@ def check_latent(
 
 
 def check_thinning(thinning: Sequence[float] | None) -> list[float] | None:
-    """Return the range of the share of counts to keep as a list, or None.
+    """Return the range of the fraction of counts to keep as a list, or None.
 
     Raises
     ------
     OptionError
-        If it is no such range.
+        If it is not such a range.
     """
     if thinning is None:
         return None
@@ -260,10 +260,10 @@ def check_thinning(thinning: Sequence[float] | None) -> list[float] | None:
 
 
 def whole_profiles(block: CellBlock) -> dict[str, torch.Tensor]:
-    """Return the log1p CP10K values of all expressed genes of each cell, and which genes they are.
+    """Return the log1p CP10K values and the indices of all expressed genes of each cell.
 
-    ``profile_genes``: 1 + index among the genes of the vocabulary, 0 behind the last, int64, shape (B, E);
-    ``profile_values``: float32, shape (B, E). A loader hands on far less than the dense profiles.
+    ``profile_genes``: 1 + index among the genes of the vocabulary, 0 after the last, int64, shape (B, E);
+    ``profile_values``: float32, shape (B, E). This is much smaller than dense profiles.
     """
     padded = pad(RaggedTokens(block.indptr, block.genes + 1, log1p_cp10k(block)))
     return {"profile_genes": padded["input_ids"], "profile_values": padded["values"]}
@@ -301,6 +301,6 @@ def mean_moments(mu: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def active_units(means: dict[str, np.ndarray]) -> dict[str, float]:
-    """Take the moments of :func:`mean_moments` out of the means of an epoch; return the number of active units."""
+    """Remove the moments of :func:`mean_moments` from the means of an epoch; return the number of active units."""
     mean, square = means.pop("latent_mean"), means.pop("latent_square")
     return {"active_units": float((square - mean**2 > _ACTIVE).sum())}

@@ -1,4 +1,4 @@
-"""What training minimizes."""
+"""The training loss."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Model(Serializable, nnx.Module):
         self.predictor = nnx.Linear(config.embedding_dim, config.vocab_size, rngs=rngs)
 
     def encode(self, input: Array, positions: Array) -> Array:
-        """Return the state of each token behind the final LayerNorm.
+        """Return the state of each token after the final LayerNorm.
 
         Parameters
         ----------
@@ -89,7 +89,7 @@ class Model(Serializable, nnx.Module):
         return self.final_norm(self.encoder(self.embedding(input), positions))
 
     def predict(self, embeddings: Array) -> Array:
-        """Return the logits of the next token, shape (B, S, V), from what :meth:`encode` returned."""
+        """Return the logits of the next token, shape (B, S, V), from the output of :meth:`encode`."""
         return self.predictor(embeddings)
 
     def __call__(self, input: Array, positions: Array) -> Array:

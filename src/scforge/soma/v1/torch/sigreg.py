@@ -1,4 +1,4 @@
-"""soma's regularizer: each state by itself is to look like a draw from a normal distribution.
+"""soma's regularizer: the values of each state should follow a normal distribution.
 
 Shapes: ... states, H width, K directions, T points.
 """
@@ -48,7 +48,7 @@ class SIGReg(nn.Module):
         self.register_buffer("weights", trapezoid * phi)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the loss of states of shape (..., H) along directions drawn from torch's generator."""
+        """Return the loss of states of shape (..., H) along directions sampled from torch's generator."""
         check_states(x)
         noise = torch.randn(x.shape[-1], self.config.slices, dtype=x.dtype, device=x.device)
         return self.compute(x, noise)

@@ -122,7 +122,7 @@ class MultiHeadAttention(nnx.Module):
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
 
     def __call__(self, inputs: Array, positions: Array | None = None) -> Array:
-        """Attend; without `positions` nothing tells the order but the causal mask. Shapes (B, S, H), (B, S)."""
+        """Attend; without `positions`, only the causal mask encodes the order. Shapes (B, S, H), (B, S)."""
         shape = (*inputs.shape[:-1], self.num_heads, self.head_dim)
         query, key, value = (part(inputs).reshape(shape) for part in (self.query, self.key, self.value))
         if positions is not None:

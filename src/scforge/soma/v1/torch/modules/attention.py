@@ -181,7 +181,7 @@ class MultiHeadAttention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(2))
 
     def _with_causal(self, mask: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """Return what is allowed by `mask` and by the causal mask, (B, 1 or N, S, S)."""
+        """Return the combination of `mask` and the causal mask, (B, 1 or N, S, S)."""
         n_sequences, n_tokens, _ = inputs.shape
         wanted = (n_sequences, self.num_heads, n_tokens, n_tokens)
         shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
