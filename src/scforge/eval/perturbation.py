@@ -57,7 +57,7 @@ BANDS = (N_COMPONENTS, 20, 50)
 """Ends of the bands of components of a source; each band has a scale, so that few or many components can count."""
 
 TECHNICAL_DUPLICATE = "technical_duplicate"
-"""Stands for a second experiment, in place of a prediction: what is left to reach under the noise of few cells."""
+"""Name of a second experiment as a method: the score that the noise of few cells allows."""
 
 
 @dataclass(frozen=True)
@@ -145,18 +145,18 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects, *, fitted: bool
     ``overall_mean``
         The mean of all training effects in all contexts. Only where the mean of a wanted context is another one.
     ``control_mean``
-        The mean of the controls of all contexts, in place of those of its own.
+        The mean of the controls of all contexts minus that of the context.
     ``perturbation_mean``
         The mean effect of the same perturbation in other contexts. Only where a wanted one has some.
     ``additive``
-        The sum of the effects of the parts of a combination; a part without an effect of its own counts as the mean
-        of the single ones. Only where a combination is wanted.
+        The sum of the effects of the parts of a combination; a part without a single effect counts as the mean of
+        the single ones. Only where a combination is wanted.
     ``linear_pca``, ``linear_embedding``
-        :func:`linear_effects` with what the training effects, and the model, know of the perturbed genes. For a
-        perturbation that was seen in other contexts: of the contexts.
+        :func:`linear_effects` with gene vectors from the training effects, and from the model. For a perturbation
+        that was seen in other contexts: vectors of the contexts.
     ``kernels``
-        :func:`kernel_effects` with all of these features, and with `tables`: each source
-        counts as far as it helps for training effects that are left out, and where none does, this is the mean.
+        :func:`kernel_effects` with all of these features, and with `tables`. Each source counts as far as it predicts
+        training effects that are left out; where none does, this is the mean.
     ``nearest``
         The effect of the training perturbation with the most similar genes in :func:`gene_scores` (cosine); for a
         perturbation that was seen in other contexts, its effect in the context with the nearest controls.
@@ -284,12 +284,12 @@ def linear_baseline(
 
 
 BASE = 100.0
-"""Prior variance of what all effects share: next to no shrinkage, so that the rest shrinks to the mean."""
+"""Prior variance of the part that all effects share: hardly any shrinkage, so that the rest shrinks to the mean."""
 
 _PENALTIES = (1000.0, 100.0, 10.0, 1.0, 0.1, 0.01)
 _SCALES = (0.0, 0.1, 1.0, 10.0)
 _MAX_COMPARED = 512
-"""Effects among which scales and penalty are chosen; where there are more, among some of the blocks."""
+"""Maximum number of effects among which scales and penalty are chosen; with more, some blocks are sampled."""
 
 _SWEEPS = 2
 
@@ -299,8 +299,8 @@ def choose_scales(
 ) -> tuple[list[float], float]:
     """Return the scale of each kernel and the penalty with the least error on blocks that are left out.
 
-    Two kernels are tried together, more of them one after the other in two sweeps. Scales of 0 come first and win ties:
-    a source that tells nothing has none.
+    Two kernels are tried together, more of them one after the other in two sweeps. Scales of 0 come first and win ties,
+    so a source that is not informative has the scale 0.
 
     Parameters
     ----------
@@ -313,10 +313,10 @@ def choose_scales(
     scores
         The effects, shape (N, R).
     blocks
-        What is left out together, integers, shape (N,).
+        Effects that are left out together, integers, shape (N,).
     """
     if len(np.unique(blocks)) < 2:
-        # A single effect: nothing to compare scales with.
+        # With a single effect, scales cannot be compared.
         return [0.0] * len(kernels), 1.0
     if len(blocks) > _MAX_COMPARED:
         names, sizes = np.unique(blocks, return_counts=True)
@@ -326,8 +326,8 @@ def choose_scales(
         fixed, kernels = fixed[np.ix_(chosen, chosen)], [kernel[np.ix_(chosen, chosen)] for kernel in kernels]
         noise, scores, blocks = noise[chosen], scores[chosen], blocks[chosen]
     best, penalty, least = [0.0] * len(kernels), 1.0, np.inf
-    told = [number for number, kernel in enumerate(kernels) if kernel.any()]
-    for scales, tried in _candidates(best, told):
+    used = [number for number, kernel in enumerate(kernels) if kernel.any()]
+    for scales, tried in _candidates(best, used):
         kernel = fixed + sum((scale * one for scale, one in zip(scales, kernels, strict=True) if scale), start=0.0)
         error = _left_out(np.linalg.inv(kernel + tried * np.diag(noise)), noise, scores, blocks)
         if error < least * (1 - 1e-9):
@@ -335,9 +335,9 @@ def choose_scales(
     return best, penalty
 
 
-def _candidates(best: list[float], told: list[int]) -> Iterator[tuple[list[float], float]]:
-    """Yield scales and penalties to try; `best` is what was found so far."""
-    groups = [told] if len(told) < 3 else [[], *([number] for number in told * _SWEEPS)]
+def _candidates(best: list[float], used: list[int]) -> Iterator[tuple[list[float], float]]:
+    """Yield scales and penalties to try; `best` are the best scales so far."""
+    groups = [used] if len(used) < 3 else [[], *([number] for number in used * _SWEEPS)]
     for group in groups:
         start = list(best)
         for *values, penalty in product(*[_SCALES] * len(group), _PENALTIES):
@@ -348,7 +348,7 @@ def _candidates(best: list[float], told: list[int]) -> Iterator[tuple[list[float
 
 
 def _left_out(inverse: np.ndarray, noise: np.ndarray, scores: np.ndarray, blocks: np.ndarray) -> float:
-    """Return the squared error, over noise, of blocks that are predicted from the others, without fitting anew.
+    """Return the squared error, divided by noise, of blocks that are predicted from the others, without refitting.
 
     For kernel ridge regression with ``A = (K + noise)^-1`` the residuals of a left-out block S are
     ``A[S, S]^-1 (A Y)[S]``.
@@ -389,7 +389,7 @@ def kernel_effects(
     counts
         Number of targets of the training effects, shape (N,), and of the wanted ones, shape (Q,).
     members
-        1 for the targets of each among the T that have a part of their own, shapes (N, T) and (Q, T).
+        1 for the targets of each effect, among T targets, shapes (N, T) and (Q, T).
     sources
         Features of the training effects and of the wanted ones by name, shapes (N, D) and (Q, D), leading components
         first; NaN for perturbations without features.
@@ -670,7 +670,7 @@ _CALIBRATED = ("pearson_delta", "wmse")
 
 
 def _mark_of(made: AnnData | PerturbedCells | pd.DataFrame | str) -> Any:
-    """Return what changes with predicted or measured effects; None if that cannot be told."""
+    """Return a value that changes with predicted or measured effects; None if there is no such value."""
     if not isinstance(made, PerturbedCells):
         return mark_of(made)
     names = hash((made.effects, made.contexts, tuple(made.genes)))
@@ -936,11 +936,11 @@ def evaluate_perturbations(
     intervals: bool = True,
     title: str = "Effects of perturbations, predicted",
 ) -> Report:
-    """Score predicted effects beside every baseline on the same held-out cells, and beside a second experiment.
+    """Compare predicted effects with every baseline on the same held-out cells, and with a second experiment.
 
-    Baselines (:func:`~scforge.eval.perturbation.baseline_effects`) see `train` alone. Leaks are looked for first: cells
-    and effects that are in the training, too, predictions that are copies of held-out cells, and features that were
-    made from them.
+    Baselines (:func:`~scforge.eval.perturbation.baseline_effects`) use `train` only. The function first checks for
+    leaks: cells and effects that are also in `train`, predictions that are copies of held-out cells, and features that
+    were computed from them.
 
     Parameters
     ----------
@@ -965,7 +965,7 @@ def evaluate_perturbations(
 
     Returns
     -------
-    The report. Its notes say which genes were left out because a method or the training lacks them.
+    The report. Its notes list the genes that were left out because a method or `train` lacks them.
 
     Raises
     ------

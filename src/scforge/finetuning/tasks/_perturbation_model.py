@@ -135,10 +135,10 @@ def hold_out(
     by_context
         Hold out contexts, rather than perturbations.
     named
-        Names of what is tested; None draws a share of `test_size`.
+        Names of the perturbations or contexts of the test set; None draws a share of `test_size`.
     known
-        Says whether a target has a vector without being seen in training, e.g. because it is a gene of the model.
-        Others are drawn only while a perturbation with the same target is left. None: all are.
+        Returns whether a target has a vector without being in the training set, e.g. because it is a gene of the model.
+        Others are drawn only while a perturbation with the same target is left. None: all targets have a vector.
     validation_size, test_size
         Shares of the perturbations, or contexts; at least one each if above 0, and of validation only if two are left.
     seed
@@ -553,7 +553,7 @@ class Observed:
 
 
 def blocks_of(groups: np.ndarray, trained: np.ndarray, *, by_context: bool) -> np.ndarray:
-    """Return what is left out together to compare scales: what was held out, perturbations or contexts.
+    """Return the blocks that are left out together to compare scales: perturbations or contexts, as in the split.
 
     Parameters
     ----------

@@ -163,8 +163,8 @@ class Perturbation(Task):
     whose controls are inputs all the same. Controls are split by cell: two thirds of each context are inputs, and one
     third is what effects are tested against, so that the noise of the controls is not shared by prediction and test.
 
-    A target that the model's vocabulary lacks, e.g. a drug, has a learned vector of its own: its effect can be
-    predicted in other contexts and combinations once it was seen, but not before.
+    A target that is not in the vocabulary, e.g. a drug, has a vector from its training effects only. The model predicts
+    its effect in other contexts and combinations if it is in the training set.
 
     Parameters
     ----------
@@ -180,14 +180,14 @@ class Perturbation(Task):
     heldout
         Perturbations to test on; None draws them, as many as `test_size` says.
     heldout_contexts
-        Contexts to test on, in place of perturbations; None draws them where ``split_by=context_key``.
+        Contexts to test on, instead of perturbations; None draws them where ``split_by=context_key``.
     delta_loss
         ``"mse"``, or ``"wmse"``: squared errors weighted by the differential expression of the gene under the
         perturbation, see :func:`scforge.eval.perturbation_metrics.de_weights`.
     rank
-        Most directions in which effects differ; they start as the principal components of the training effects.
+        Number of principal components of the training effects in which effects are predicted.
     head
-        Options of the head, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
+        Options of the network, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
     gene_tables
         Files with more vectors of genes by the name of their source, e.g. ``{"string": "string.parquet"}``, as the
         tokenizer ``gene_embedding`` reads them. Each source counts as far as it predicts training effects that are left
@@ -307,11 +307,11 @@ class Perturbation(Task):
         return sorted({target for name in names for target in self.parts(name)})
 
     def is_seen(self, targets: tuple[str, ...], context: str) -> bool:
-        """Say whether the model was trained on a perturbation in a context."""
+        """Return whether a perturbation in a context is in the training set."""
         return context in (self.perturbations or {}).get(self.name_of(targets), ())
 
     def encode_targets(self, wanted: Sequence[tuple[str, ...]], vocab: GeneVocab) -> dict[str, torch.Tensor]:
-        """Return what the head takes for perturbations: tokens and numbers of their targets, int64, shape (B, T).
+        """Return the inputs of the head for perturbations: tokens and numbers of their targets, int64, shape (B, T).
 
         Raises
         ------
@@ -548,7 +548,7 @@ class Perturbation(Task):
         predictor
             The model over cells, the controls of which are its inputs.
         adata, key_added
-            Of no use: nothing is written.
+            Unused: nothing is written.
         perturbations
             Names, combinations joined by `separator`; None takes those of the cells that the model was not trained on.
         contexts
@@ -575,12 +575,14 @@ class Perturbation(Task):
         Raises
         ------
         OptionError
-            If a name is unknown, or there is nothing to predict.
+            If a name is unknown, or no effect is left to predict.
         DataError
-            If there are no controls, or no column that says which cells are.
+            If there are no controls, or the column `perturbation_key` is missing.
         """
         if key_added is not None:
-            raise OptionError(f"key_added={key_added!r} has no use: 'perturbation' returns cells, and writes nothing.")
+            raise OptionError(
+                f"key_added={key_added!r} has no effect: 'perturbation' returns an AnnData and writes nothing."
+            )
         if n_cells is not None:
             check_count("n_cells", n_cells, "controls")
         cells = predictor.cells
