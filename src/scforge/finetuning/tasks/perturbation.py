@@ -645,7 +645,7 @@ class Perturbation(Task):
         spread = predictor.module.head.spread.double().cpu().numpy()
         controls = {name: log_expression(cells, rows).toarray().astype(np.float64) for name, rows in used.items()}
         var = pd.DataFrame(index=np.array(cells.vocab.genes, dtype=object)[measured])
-        made = []
+        made: list[AnnData] = []
         for pair, own in zip(pairs, coefficients, strict=True):
             moved = shifted_cells(controls[pair.context], own @ basis, own, basis, spread)[:, measured]
             obs = pd.DataFrame({self.perturbation_key: [self.name_of(pair.targets)] * len(moved)})
