@@ -127,9 +127,6 @@ SKIPPED = (
     "docs/notebooks",
     "docs/references.bib",
     "src/scforge/data/perturbation.py",
-    "src/scforge/eval/perturbation",
-    "src/scforge/finetuning/tasks/_perturbation",
-    "src/scforge/finetuning/tasks/perturbation.py",
     "src/scforge/insilico",
     "src/scforge/pl/perturbations.py",
 )

@@ -53,8 +53,11 @@ if TYPE_CHECKING:
 
 PENALTY = 0.1
 N_COMPONENTS = 10
+BANDS = (N_COMPONENTS, 20, 50)
+"""Ends of the bands of components of a source; each band has a scale, so that few or many components can count."""
+
 TECHNICAL_DUPLICATE = "technical_duplicate"
-"""Stands for a second experiment, in place of a prediction: what is left to reach under the noise of few cells."""
+"""Name of a second experiment as a method: the score that the noise of few cells allows."""
 
 
 @dataclass(frozen=True)
@@ -142,18 +145,18 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects, *, fitted: bool
     ``overall_mean``
         The mean of all training effects in all contexts. Only where the mean of a wanted context is another one.
     ``control_mean``
-        The mean of the controls of all contexts, in place of those of its own.
+        The mean of the controls of all contexts minus that of the context.
     ``perturbation_mean``
         The mean effect of the same perturbation in other contexts. Only where a wanted one has some.
     ``additive``
-        The sum of the effects of the parts of a combination; a part without an effect of its own counts as the mean
-        of the single ones. Only where a combination is wanted.
+        The sum of the effects of the parts of a combination; a part without a single effect counts as the mean of
+        the single ones. Only where a combination is wanted.
     ``linear_pca``, ``linear_embedding``
-        :func:`linear_effects` with what the training effects, and the model, know of the perturbed genes. For a
-        perturbation that was seen in other contexts: of the contexts.
+        :func:`linear_effects` with gene vectors from the training effects, and from the model. For a perturbation
+        that was seen in other contexts: vectors of the contexts.
     ``kernels``
-        :func:`kernel_effects` with all of these features, and with `tables`: each source
-        counts as far as it helps for training effects that are left out, and where none does, this is the mean.
+        :func:`kernel_effects` with all of these features, and with `tables`. Each source counts as far as it predicts
+        training effects that are left out; where none does, this is the mean.
     ``nearest``
         The effect of the training perturbation with the most similar genes in :func:`gene_scores` (cosine); for a
         perturbation that was seen in other contexts, its effect in the context with the nearest controls.
@@ -201,10 +204,15 @@ def gene_scores(known: KnownEffects) -> np.ndarray:
     return _scores(np.concatenate([plain, expression]).T)
 
 
-def _scores(values: np.ndarray) -> np.ndarray:
+def _scores(values: np.ndarray, n_comps: int = N_COMPONENTS) -> np.ndarray:
     """Return the scores of rows on their leading principal components."""
     left, sizes, _ = np.linalg.svd(values - values.mean(axis=0), full_matrices=False)
-    return (left * sizes)[:, :N_COMPONENTS]
+    return (left * sizes)[:, :n_comps]
+
+
+def bands_of(n_comps: int) -> list[slice]:
+    """Return the bands of that many components."""
+    return [slice(start, end) for start, end in zip((0, *BANDS), BANDS, strict=False) if start < n_comps]
 
 
 def linear_effects(deltas: np.ndarray, genes: np.ndarray, seen: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -276,12 +284,12 @@ def linear_baseline(
 
 
 BASE = 100.0
-"""Prior variance of what all effects share: next to no shrinkage, so that the rest shrinks to the mean."""
+"""Prior variance of the part that all effects share: hardly any shrinkage, so that the rest shrinks to the mean."""
 
 _PENALTIES = (1000.0, 100.0, 10.0, 1.0, 0.1, 0.01)
 _SCALES = (0.0, 0.1, 1.0, 10.0)
 _MAX_COMPARED = 512
-"""Effects among which scales and penalty are chosen; where there are more, among some of the blocks."""
+"""Maximum number of effects among which scales and penalty are chosen; with more, some blocks are sampled."""
 
 _SWEEPS = 2
 
@@ -291,8 +299,8 @@ def choose_scales(
 ) -> tuple[list[float], float]:
     """Return the scale of each kernel and the penalty with the least error on blocks that are left out.
 
-    Two kernels are tried together, more of them one after the other in two sweeps. Scales of 0 come first and win ties:
-    a source that tells nothing has none.
+    Two kernels are tried together, more of them one after the other in two sweeps. Scales of 0 come first and win ties,
+    so a source that is not informative has the scale 0.
 
     Parameters
     ----------
@@ -305,10 +313,10 @@ def choose_scales(
     scores
         The effects, shape (N, R).
     blocks
-        What is left out together, integers, shape (N,).
+        Effects that are left out together, integers, shape (N,).
     """
     if len(np.unique(blocks)) < 2:
-        # A single effect: nothing to compare scales with.
+        # With a single effect, scales cannot be compared.
         return [0.0] * len(kernels), 1.0
     if len(blocks) > _MAX_COMPARED:
         names, sizes = np.unique(blocks, return_counts=True)
@@ -318,8 +326,8 @@ def choose_scales(
         fixed, kernels = fixed[np.ix_(chosen, chosen)], [kernel[np.ix_(chosen, chosen)] for kernel in kernels]
         noise, scores, blocks = noise[chosen], scores[chosen], blocks[chosen]
     best, penalty, least = [0.0] * len(kernels), 1.0, np.inf
-    told = [number for number, kernel in enumerate(kernels) if kernel.any()]
-    for scales, tried in _candidates(best, told):
+    used = [number for number, kernel in enumerate(kernels) if kernel.any()]
+    for scales, tried in _candidates(best, used):
         kernel = fixed + sum((scale * one for scale, one in zip(scales, kernels, strict=True) if scale), start=0.0)
         error = _left_out(np.linalg.inv(kernel + tried * np.diag(noise)), noise, scores, blocks)
         if error < least * (1 - 1e-9):
@@ -327,9 +335,9 @@ def choose_scales(
     return best, penalty
 
 
-def _candidates(best: list[float], told: list[int]) -> Iterator[tuple[list[float], float]]:
-    """Yield scales and penalties to try; `best` is what was found so far."""
-    groups = [told] if len(told) < 3 else [[], *([number] for number in told * _SWEEPS)]
+def _candidates(best: list[float], used: list[int]) -> Iterator[tuple[list[float], float]]:
+    """Yield scales and penalties to try; `best` are the best scales so far."""
+    groups = [used] if len(used) < 3 else [[], *([number] for number in used * _SWEEPS)]
     for group in groups:
         start = list(best)
         for *values, penalty in product(*[_SCALES] * len(group), _PENALTIES):
@@ -340,14 +348,16 @@ def _candidates(best: list[float], told: list[int]) -> Iterator[tuple[list[float
 
 
 def _left_out(inverse: np.ndarray, noise: np.ndarray, scores: np.ndarray, blocks: np.ndarray) -> float:
-    """Return the squared error, over noise, of blocks that are predicted from the others, without fitting anew.
+    """Return the squared error, divided by noise, of blocks that are predicted from the others, without refitting.
 
     For kernel ridge regression with ``A = (K + noise)^-1`` the residuals of a left-out block S are
     ``A[S, S]^-1 (A Y)[S]``.
     """
-    dual = inverse @ scores
+    dual, names = inverse @ scores, np.unique(blocks)
+    if len(names) == len(blocks):
+        return float((np.square(dual / np.diagonal(inverse)[:, None]).sum(axis=1) / noise).sum())
     error = 0.0
-    for block in np.unique(blocks):
+    for block in names:
         rows = np.flatnonzero(blocks == block)
         residuals = np.linalg.solve(inverse[np.ix_(rows, rows)], dual[rows])
         error += float((np.square(residuals).sum(axis=1) / noise[rows]).sum())
@@ -361,13 +371,14 @@ def kernel_effects(
     members: Sequence[np.ndarray],
     sources: Mapping[str, tuple[np.ndarray, np.ndarray]],
     blocks: np.ndarray,
-) -> tuple[np.ndarray, dict[str, float]]:
-    """Predict effects by ridge regression on several sources of what is known about perturbations.
+) -> tuple[np.ndarray, dict[str, list[float]]]:
+    """Predict effects by ridge regression on several sources of features of perturbations.
 
-    The covariance of two effects is ``100 n n' + m m' + sum over sources of a f f'``, with n the number of targets, m
-    the targets themselves and f the features of a source, scaled to a mean square length of 1. The scales a and the
-    penalty are those with the least error when one block after the other is left out. Without a source that helps, the
-    prediction is the mean effect, shrunken by the number of cells; of a combination the sum of its parts.
+    The covariance of two effects is ``100 n n' + m m' + sum over bands of a f f'``. Here n is the number of targets, m
+    the indicators of the targets, and f a band of the features of a source (the components 1 to 10, 11 to 20 and 21 to
+    50), scaled to a mean square length of 1. The scales a and the penalty minimize the error of blocks that are left
+    out. Without a source that helps, the prediction is the mean effect, shrunken by the number of cells; for a
+    combination, it is the sum of its parts.
 
     Parameters
     ----------
@@ -378,16 +389,16 @@ def kernel_effects(
     counts
         Number of targets of the training effects, shape (N,), and of the wanted ones, shape (Q,).
     members
-        1 for the targets of each among the T that have a part of their own, shapes (N, T) and (Q, T).
+        1 for the targets of each effect, among T targets, shapes (N, T) and (Q, T).
     sources
-        Features of the training effects and of the wanted ones by name, shapes (N, D) and (Q, D); NaN where nothing is
-        known.
+        Features of the training effects and of the wanted ones by name, shapes (N, D) and (Q, D), leading components
+        first; NaN for perturbations without features.
     blocks
-        What is left out together, integers, shape (N,).
+        Effects that are left out together, integers, shape (N,).
 
     Returns
     -------
-    The effects, float64, shape (Q, G), and the scale of each source.
+    The effects, float64, shape (Q, G), and the scales of the bands of each source.
 
     Examples
     --------
@@ -397,25 +408,44 @@ def kernel_effects(
     >>> own, sources = (np.eye(50), np.zeros((10, 50))), {"told": (features[:50], features[50:])}
     >>> counts = np.ones(50), np.ones(10)
     >>> made, scales = kernel_effects(effects[:50], counts[0], counts, own, sources, np.arange(50))
-    >>> bool(scales["told"] > 0)
+    >>> scales["told"][0] > 0
     True
     """
-    fixed = BASE * np.outer(counts[0], counts[0]) + members[0] @ members[0].T
-    kernels, across = [], []
-    for seen, wanted in sources.values():
-        seen, wanted = np.nan_to_num(seen), np.nan_to_num(wanted)
-        size = max(float(np.square(seen).sum(axis=1).mean()), 1e-300)
-        kernels.append(seen @ seen.T / size)
-        across.append(wanted @ seen.T / size)
+    bands = [
+        tuple(np.nan_to_num(side[:, band]) for side in pair)
+        for pair in sources.values()
+        for band in bands_of(pair[0].shape[1])
+    ]
     # Errors are the same in the principal components of the effects, which are fewer than genes.
     left, values, right = np.linalg.svd(deltas, full_matrices=False)
-    scores = left * values
+    dual, scales = fit_kernels(left * values, noise, counts[0], members[0], [seen for seen, _ in bands], blocks)
+    between = BASE * np.outer(counts[1], counts[0]) + members[1] @ members[0].T
+    for scale, (seen, wanted) in zip(scales, bands, strict=True):
+        between = between + scale * wanted @ seen.T / size_of(seen)
+    left_over = iter(scales)
+    found = {name: [next(left_over) for _ in bands_of(seen.shape[1])] for name, (seen, _) in sources.items()}
+    return between @ dual @ right, found
+
+
+def size_of(features: np.ndarray) -> float:
+    """Return the mean square length of features, shape (N, D)."""
+    return max(float(np.square(features).sum(axis=1).mean()), 1e-300)
+
+
+def fit_kernels(
+    scores: np.ndarray,
+    noise: np.ndarray,
+    counts: np.ndarray,
+    members: np.ndarray,
+    bands: Sequence[np.ndarray],
+    blocks: np.ndarray,
+) -> tuple[np.ndarray, list[float]]:
+    """Fit the model of :func:`kernel_effects` in a basis; return dual weights, (N, R), and the scales of bands."""
+    fixed = BASE * np.outer(counts, counts) + members @ members.T
+    kernels = [band @ band.T / size_of(band) for band in bands]
     scales, penalty = choose_scales(fixed, kernels, noise, scores, blocks)
-    whole, between = fixed, BASE * np.outer(counts[1], counts[0]) + members[1] @ members[0].T
-    for scale, kernel, other in zip(scales, kernels, across, strict=True):
-        whole, between = whole + scale * kernel, between + scale * other
-    made = between @ np.linalg.solve(whole + penalty * np.diag(noise), scores) @ right
-    return made, dict(zip(sources, scales, strict=True))
+    whole = fixed + sum((scale * one for scale, one in zip(scales, kernels, strict=True) if scale), start=0.0)
+    return np.linalg.solve(whole + penalty * np.diag(noise), scores), scales
 
 
 def _by_kernels(known: KnownEffects, wanted: WantedEffects, of_genes: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -640,7 +670,7 @@ _CALIBRATED = ("pearson_delta", "wmse")
 
 
 def _mark_of(made: AnnData | PerturbedCells | pd.DataFrame | str) -> Any:
-    """Return what changes with predicted or measured effects; None if that cannot be told."""
+    """Return a value that changes with predicted or measured effects; None if there is no such value."""
     if not isinstance(made, PerturbedCells):
         return mark_of(made)
     names = hash((made.effects, made.contexts, tuple(made.genes)))
@@ -906,11 +936,11 @@ def evaluate_perturbations(
     intervals: bool = True,
     title: str = "Effects of perturbations, predicted",
 ) -> Report:
-    """Score predicted effects beside every baseline on the same held-out cells, and beside a second experiment.
+    """Compare predicted effects with every baseline on the same held-out cells, and with a second experiment.
 
-    Baselines (:func:`~scforge.eval.perturbation.baseline_effects`) see `train` alone. Leaks are looked for first: cells
-    and effects that are in the training, too, predictions that are copies of held-out cells, and features that were
-    made from them.
+    Baselines (:func:`~scforge.eval.perturbation.baseline_effects`) use `train` only. The function first checks for
+    leaks: cells and effects that are also in `train`, predictions that are copies of held-out cells, and features that
+    were computed from them.
 
     Parameters
     ----------
@@ -935,7 +965,7 @@ def evaluate_perturbations(
 
     Returns
     -------
-    The report. Its notes say which genes were left out because a method or the training lacks them.
+    The report. Its notes list the genes that were left out because a method or `train` lacks them.
 
     Raises
     ------
@@ -1057,24 +1087,28 @@ def perturbation_baselines(
     genes = {name: number[name] for some in targets + known.targets for name in some if name in number}
     wanted = WantedEffects(targets, tuple(effect.context for effect in effects), genes)
     reduced = {name: _reduced(frame) for name, frame in features.items()}
-    found = baseline_effects(known, replace(wanted, tables=reduced))
+    tables = {name: _components(frame, BANDS[-1]) for name, frame in features.items()}
+    found = baseline_effects(known, replace(wanted, tables=tables))
     del found["linear_embedding"]
     for name, table in reduced.items():
         found[f"linear_{name}"] = linear_baseline(known, wanted, table, {}, genes=gene_scores(known))
     return {name: pd.DataFrame(deltas, keys.index(effects), train.genes) for name, deltas in found.items()}
 
 
-def _reduced(features: pd.DataFrame) -> dict[str, np.ndarray]:
-    """Return the leading components of features, of unit variance: what the penalty of the linear model is for."""
+def _components(features: pd.DataFrame, n_comps: int) -> dict[str, np.ndarray]:
+    """Return the leading components of features."""
     values = features.to_numpy(dtype=np.float64)
     if not np.isfinite(values).all() or not features.index.is_unique:
-        raise DataError("gene_features holds values that are not numbers, or a target twice; give one row a target.")
-    scores = _scores(values)
-    spread = scores.std(axis=0)
-    scores = np.divide(
-        scores, spread, out=np.zeros_like(scores), where=spread > 1e-9 * max(spread.max(initial=0), 1e-300)
-    )
-    return dict(zip(features.index.astype(str), scores, strict=True))
+        raise DataError("gene_features has values that are not numbers, or a target twice; give one row per target.")
+    return dict(zip(features.index.astype(str), _scores(values, n_comps), strict=True))
+
+
+def _reduced(features: pd.DataFrame) -> dict[str, np.ndarray]:
+    """Return the leading components of features with unit variance, which the penalty of the linear model assumes."""
+    found = _components(features, N_COMPONENTS)
+    spread = np.std(list(found.values()), axis=0)
+    kept = spread > 1e-9 * max(spread.max(initial=0), 1e-300)
+    return {name: np.divide(scores, spread, out=np.zeros_like(scores), where=kept) for name, scores in found.items()}
 
 
 def _effects_of_task(one: AnnData | pd.DataFrame, keys: EffectKeys) -> AnnData | pd.DataFrame:

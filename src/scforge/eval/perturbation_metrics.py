@@ -57,8 +57,8 @@ def discrimination_scores(
         Genes that are not looked at for a prediction, bool, shape (Q, G); cell-eval leaves the perturbed gene out,
         which a model knows to change (:func:`own_genes`).
     contexts
-        Context of each effect, Q of them: each is compared with those of its own, the number of which is then Q above.
-        Without, there is one only.
+        Context of each effect, Q of them: each is compared with those of the same context, and Q above is their number.
+        Without it, all are of one context.
 
     Returns
     -------
@@ -220,7 +220,7 @@ def score_deltas(
 
     ``pearson_delta``, ``pearson_delta_top20``, ``cosine``
         Correlation over all genes, over the 20 genes with the largest absolute score, and cosine similarity. A
-        prediction that is the same for all genes knows nothing of them, and has 0.
+        prediction that is the same for all genes has 0.
     ``mse``, ``mae``, ``wmse``
         Mean squared error, mean absolute error, and mean squared error weighted by :func:`de_weights`.
     ``weighted_r2_delta``
@@ -341,18 +341,17 @@ def technical_duplicate(
     seed: int = 0,
     more: Callable[[np.ndarray, np.ndarray, np.ndarray, np.random.Generator], dict[str, np.ndarray]] | None = None,
 ) -> pd.DataFrame:
-    """Score a second experiment as a prediction of the first: what is left to reach under the noise of few cells.
+    """Score a second experiment as a prediction of the first: the best score that the noise of few cells allows.
 
     The cells of each group, controls included, are split into two halves at random; the effect in the one half is
-    scored as a prediction of that in the other. Which genes count, and how much, is told by the half that plays the
-    measured one alone: were it told by all cells, the prediction would have had a part in it. A half has half of the
-    cells, so that the figures are brought to whole groups: correlations and cosines r by the formula of Spearman and
-    Brown, ``2 r / (1 + r)``, squared errors by 1/2, absolute ones by 1/sqrt(2), and what is not explained,
-    ``u = 1 - weighted_r2_delta``, as ``3 u / (6 - 2 u)``. This is the last: with v the noise of the predicted half, the
-    weights, which grow with the measured noise, raise that to k v, so that ``u = (1 + k) v / (k v + T)`` for effects of
-    the size T, and v is halved in whole groups; k is 1 for strong effects and about 3, the kurtosis of noise, for none,
-    of which 2 is taken. Ranks, `direction_accuracy` and `de_overlap` are left as they are, which makes the first a
-    little too high and the others a little too low.
+    scored as a prediction of that in the other. Weights of genes come from the measured half alone, so that they are
+    independent of the prediction. A half has half of the cells, so the scores are corrected to whole groups.
+    Correlations and cosines r become ``2 r / (1 + r)`` (Spearman and Brown), squared errors are divided by 2, and
+    absolute errors by sqrt(2). The unexplained share ``u = 1 - weighted_r2_delta`` becomes ``3 u / (6 - 2 u)``. The
+    reason: v is the noise of the predicted half, and the weights, which grow with the measured noise, raise that to
+    k v. So ``u = (1 + k) v / (k v + T)`` for effects of size T, and v is halved in whole groups. k is 1 for strong
+    effects and about 3, the kurtosis of noise, without effects; the function uses 2. Ranks, `direction_accuracy` and
+    `de_overlap` are not corrected, so the first are a little too high and the others a little too low.
 
     Parameters
     ----------
@@ -469,7 +468,7 @@ class Effect(NamedTuple):
 
 @dataclass(frozen=True)
 class EffectKeys:
-    """Where an AnnData says what was done to a cell.
+    """Columns of an AnnData with the perturbation of each cell.
 
     Attributes
     ----------
@@ -572,7 +571,7 @@ class PerturbedCells:
         Raises
         ------
         DataError
-            If a column is missing or incomplete, genes have no names of their own, or the values are of another kind.
+            If a column is missing or incomplete, gene names are not unique, or the values are of another kind.
         """
         if isinstance(adata, PerturbedCells):
             return adata

@@ -7,6 +7,7 @@ from scipy import sparse
 
 from scforge.data import GeneVocab
 from scforge.errors import DataError, OptionError
+from scforge.eval.perturbation_metrics import distances
 from scforge.finetuning import get_task
 from scforge.finetuning.splits import Split
 from scforge.finetuning.tasks import perturbation as report
@@ -91,11 +92,24 @@ def test_predictions_are_an_anndata(tuned: Encoder, tmp_path) -> None:
     assert named.obs["is_seen"].tolist() == [False, True]
     assert named.obs["n_controls"].tolist() == [3, 3]
     named.write_h5ad(tmp_path / "predicted.h5ad")
+    # Without validation perturbations there is no network.
+    assert named.uns["scforge"]["predicted"]["network_weight"] == 0.0
     # Genes that are not measured have an effect, and no mean.
     made = tuned.predict(tuned.adata[:, 5:].copy(), perturbations=np.array(["gene0"]))
     np.testing.assert_array_equal(made.var["measured"], np.arange(30) >= 5)
     np.testing.assert_array_equal(np.isnan(made.X[0]), np.arange(30) < 5)
     assert (made.layers["delta"] != 0).all()
+
+
+def test_predicted_cells_have_the_predicted_mean_and_are_scored_as_cells(tuned: Encoder) -> None:
+    mean, cells = tuned.predict(), tuned.predict(single_cells=True, n_cells=50)
+    assert cells.obs["target"].value_counts().to_dict() == {"gene0+gene1": 50, "gene2+gene3": 50}
+    used = tuned.predict(single_cells=True, n_cells=2048)
+    for name in mean.obs_names:
+        np.testing.assert_allclose(used[used.obs["target"] == name].X.mean(axis=0), mean[name].X, atol=1e-4)
+    measured = tuned.adata[tuned.adata.obs["target"].isin(["ctrl", *mean.obs_names])].copy()
+    away = distances(measured, used, perturbation_key="target", control="ctrl").groupby("method")["distance"].mean()
+    assert away["prediction"] < 0.5 * away["control"]
 
 
 def test_nobody_looks_at_held_out_cells(adata: ad.AnnData, base: Encoder, predicted: list[np.ndarray]) -> None:

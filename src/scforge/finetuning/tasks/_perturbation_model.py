@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
+from scipy import sparse
 from torch import nn
 
 from scforge._constants import PAD_ID
@@ -16,8 +17,8 @@ from scforge.data.cells import Cells, choose_rows
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, OptionError, listing, suggest
-from scforge.eval.expression import effects_of, moments
-from scforge.eval.perturbation import BASE, choose_scales
+from scforge.eval.expression import effects_of, log_expression, moments, moments_of
+from scforge.eval.perturbation import BANDS, BASE, N_COMPONENTS, bands_of, fit_kernels, size_of
 from scforge.eval.perturbation_metrics import de_weights
 from scforge.finetuning.base import Column
 from scforge.finetuning.heads import Standardize
@@ -134,10 +135,10 @@ def hold_out(
     by_context
         Hold out contexts, rather than perturbations.
     named
-        Names of what is tested; None draws a share of `test_size`.
+        Names of the perturbations or contexts of the test set; None draws a share of `test_size`.
     known
-        Says whether a target has a vector without being seen in training, e.g. because it is a gene of the model.
-        Others are drawn only while a perturbation with the same target is left. None: all are.
+        Returns whether a target has a vector without being in the training set, e.g. because it is a gene of the model.
+        Others are drawn only while a perturbation with the same target is left. None: all targets have a vector.
     validation_size, test_size
         Shares of the perturbations, or contexts; at least one each if above 0, and of validation only if two are left.
     seed
@@ -220,6 +221,12 @@ _MAX_CONTROLS = 2048
 
 _STREAM = 0x6374726C  # "ctrl"
 
+_SMALLEST = 1e-10
+"""Singular values below this share of the largest count as zero."""
+
+_PIECE = 4096
+"""Cells that are read at once."""
+
 
 class BoundEffects:
     """Effects in the cells of a training, and its controls.
@@ -242,6 +249,10 @@ class BoundEffects:
         Weights of genes in the error of each effect, float32, shape (P, G).
     n_cells
         Cells of each effect, int64, shape (P,).
+    controls
+        Mean log1p CP10K of the training controls of each context, float64, shape (C, G); 0 without controls.
+    center, axes
+        Principal components of `controls`, float64, shapes (G,) and (K, G); rows of zeros where there are fewer.
     pool
         Training controls, in memory.
     inputs
@@ -283,6 +294,13 @@ class BoundEffects:
         measured = moments(cells, rows[order], of_rows[order], n_groups + len(conditions.contexts))
         effects = effects_of(measured, np.arange(n_groups), n_groups + self.groups[:, 1])
         self.deltas, self.n_cells = effects.deltas.astype(np.float32), effects.n_cells
+        self.controls = measured.mean[n_groups:]
+        means = self.controls[measured.n[n_groups:] > 0]
+        self.center, self.axes = means.mean(axis=0), np.zeros((N_COMPONENTS, means.shape[1]))
+        _, values, axes = np.linalg.svd(means - self.center, full_matrices=False)
+        n_comps = min(N_COMPONENTS, int((values > _SMALLEST * max(values[0], _SMALLEST)).sum()))
+        self.axes[:n_comps] = axes[:n_comps]
+        self._cells, self._rows, self._of_rows = cells, rows[order], of_rows[order]
         seen = np.ones(effects.deltas.shape[1], dtype=bool) if cells.measured is None else cells.measured
         self.weights = np.zeros(effects.deltas.shape, dtype=np.float32)
         self.weights[:, seen] = de_weights(effects.scores[:, seen]) if weighted else 1.0
@@ -294,6 +312,14 @@ class BoundEffects:
         pooled = np.sort(np.concatenate(chosen))
         self.pool = cells.sample(len(pooled), rows=pooled)
         self.inputs = [np.searchsorted(pooled, rows) for rows in chosen]
+
+    def variance_gains(self, basis: np.ndarray) -> np.ndarray:
+        """Return the variance of the cells of effects along each basis vector, minus that of their controls, (P, R)."""
+        n_groups, pieces = len(self.groups), range(0, len(self._rows), _PIECE)
+        scores = [log_expression(self._cells, self._rows[start : start + _PIECE]) @ basis.T for start in pieces]
+        n_all = n_groups + len(self.conditions.contexts)
+        variance = moments_of(sparse.csr_matrix(np.concatenate(scores)), self._of_rows, n_all).variance
+        return variance[:n_groups] - variance[n_groups + self.groups[:, 1]]
 
     def draw(self, rows: np.ndarray, *, epoch: int, seed: int) -> np.ndarray:
         """Return a random training control of the context of each perturbed cell, as rows of the pool, (B,)."""
@@ -307,39 +333,51 @@ class BoundEffects:
         return drawn
 
 
-MAX_FEATURES = 64
+MAX_FEATURES = BANDS[-1]
+"""Components of a source of gene vectors."""
 
 
 class PerturbationHead(nn.Module):
-    """Effect of a perturbation on a cell, a sum over what is perturbed, of low rank.
+    """Effect of a perturbation on a cell: a linear model, and a network on top, in a basis of low rank.
 
-    With z the standardized embedding of a control cell, e_g the features of a perturbed gene and v_g a vector of its
-    own, which only targets of the training have::
+    With e_g the features of a perturbed gene, v_g a vector per target of the training set, k the features of the
+    context, and z the standardized embedding of a control cell::
 
-        c = sum over perturbed g of (b + W e_g + v_g),    delta = (c + C z + mlp(z, c)) U
+        c = sum over perturbed g of (b + W e_g + v_g) + K k
+        delta = (c + w network(z, c)) U
 
-    so that a combination starts as the sum of its parts, and an unseen gene is what its features tell. The last layer
-    of the perceptron starts at zero.
+    The linear part c is fitted once by ridge regression (:func:`fit_linear`) and stays fixed. Training changes the
+    network, whose last layer starts at zero, and the encoder. The weight w is chosen on validation perturbations
+    (:func:`network_weight`); it is 0 without them.
 
     Parameters
     ----------
     n_latent
         Width D of the embeddings.
     n_tokens
-        Tokens V; effects are over all of them, those that are no gene stay 0.
+        Tokens V; effects have one value per token, 0 for special tokens.
     n_features
         Features F of a gene.
     n_targets
-        Targets of the training.
+        Targets of the training set.
     rank
         Rank R of the effects.
     hidden_dim
-        Width of the perceptron; 0 for none.
+        Width of the hidden layer of the network; 0 for a linear layer on z.
     dropout
-        Dropout in it.
+        Dropout in the network.
     """
 
     features: torch.Tensor
+    base: torch.Tensor
+    of_features: torch.Tensor
+    own: torch.Tensor
+    of_context: torch.Tensor
+    basis: torch.Tensor
+    context_center: torch.Tensor
+    context_axes: torch.Tensor
+    spread: torch.Tensor
+    weight: torch.Tensor
 
     def __init__(
         self,
@@ -354,43 +392,91 @@ class PerturbationHead(nn.Module):
     ) -> None:
         super().__init__()
         self.standardize = Standardize(n_latent)
-        self.register_buffer("features", torch.zeros(n_tokens, n_features))
-        self.base = nn.Parameter(torch.zeros(rank))
-        self.of_features = nn.Linear(n_features, rank, bias=False)
-        # The first row is for targets without a vector of their own.
-        self.own = nn.Embedding(n_targets + 1, rank, padding_idx=0)
-        self.of_cell = nn.Linear(n_latent, rank, bias=False)
-        self.basis = nn.Parameter(torch.zeros(rank, n_tokens))
-        for part in (self.of_features, self.own, self.of_cell):
-            nn.init.zeros_(part.weight)
+        sizes = {
+            "features": (n_tokens, n_features),
+            "base": (rank,),
+            "of_features": (rank, n_features),
+            # The first row is for targets that are not in the training set.
+            "own": (n_targets + 1, rank),
+            "of_context": (rank, N_COMPONENTS),
+            "basis": (rank, n_tokens),
+            "context_center": (n_tokens,),
+            "context_axes": (N_COMPONENTS, n_tokens),
+            "spread": (rank,),
+            "weight": (),
+        }
+        for name, size in sizes.items():
+            self.register_buffer(name, torch.zeros(size))
+        last = nn.Linear(hidden_dim or n_latent, rank)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
         self.mlp: nn.Sequential | None = None
+        self.of_cell: nn.Linear | None = None
         if hidden_dim:
-            last = nn.Linear(hidden_dim, rank)
-            nn.init.zeros_(last.weight)
-            nn.init.zeros_(last.bias)
             self.mlp = nn.Sequential(nn.Linear(n_latent + rank, hidden_dim), nn.GELU(), nn.Dropout(dropout), last)
+        else:
+            self.of_cell = last
 
     def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Return effects, shape (B, V).
+        """Return effects with the whole network, shape (B, V).
 
         Parameters
         ----------
         embeddings
-            Of control cells, shape (B, D).
+            Embeddings of control cells, shape (B, D).
         batch
-            ``perturbed_tokens`` and ``perturbed_targets``, int64, shape (B, T): token of each target (PAD for none),
-            and its number among those of the training, from 1 (0 for none).
+            ``perturbed_tokens`` and ``perturbed_targets``, int64, shape (B, T): token of each target (PAD if it is not
+            a gene), and its number among the targets of the training set, from 1 (0 for others); and
+            ``perturbed_contexts``, features of the contexts, shape (B, K).
         """
-        return self.coefficients(embeddings, batch["perturbed_tokens"], batch["perturbed_targets"]) @ self.basis
+        c_br = self.linear(batch["perturbed_tokens"], batch["perturbed_targets"], batch["perturbed_contexts"])
+        return (c_br + self.network(embeddings, c_br)) @ self.basis
 
-    def coefficients(self, embeddings: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the coordinates of effects in the basis, shape (B, R)."""
+    def linear(self, tokens: torch.Tensor, targets: torch.Tensor, contexts: torch.Tensor) -> torch.Tensor:
+        """Return the linear part of effects in the basis, shape (B, R)."""
+        n_targets = ((tokens != PAD_ID) | (targets != 0)).sum(dim=1, keepdim=True).to(self.base.dtype)
+        of_genes = self.features[tokens].sum(dim=1) @ self.of_features.T
+        return n_targets * self.base + of_genes + self.own[targets].sum(dim=1) + contexts @ self.of_context.T
+
+    def network(self, embeddings: torch.Tensor, c_br: torch.Tensor) -> torch.Tensor:
+        """Return the output of the network in the basis, shape (B, R)."""
         z_bd = self.standardize(embeddings)
-        n_targets = ((tokens != PAD_ID) | (targets != 0)).sum(dim=1, keepdim=True).to(z_bd.dtype)
-        features_bf = self.features[tokens].sum(dim=1).to(z_bd.dtype)
-        c_br = n_targets * self.base + self.of_features(features_bf) + self.own(targets).sum(dim=1)
-        found = c_br + self.of_cell(z_bd)
-        return found if self.mlp is None else found + self.mlp(torch.cat([z_bd, c_br], dim=1))
+        if self.mlp is None:
+            assert self.of_cell is not None
+            return self.of_cell(z_bd)
+        return self.mlp(torch.cat([z_bd, c_br.to(z_bd.dtype)], dim=1))
+
+    def context_features(self, means: np.ndarray) -> torch.Tensor:
+        """Return features of contexts from the mean log1p CP10K of their controls, NaN for unmeasured genes, (C, K)."""
+        center, axes = (part.cpu().numpy().astype(np.float64) for part in (self.context_center, self.context_axes))
+        start = len(center) - means.shape[1]
+        return torch.from_numpy(np.nan_to_num(means - center[start:]) @ axes[:, start:].T).float()
+
+
+def network_weight(linear: np.ndarray, network: np.ndarray, deltas: np.ndarray, n_cells: np.ndarray) -> float:
+    """Return the weight of the network with the least squared error on validation effects, from 0 to 1.
+
+    For each effect the weight of the other effects is tested. The result is 0 unless the mean gain in these tests is
+    larger than its standard error, and with fewer than two effects.
+
+    Parameters
+    ----------
+    linear, network
+        Parts of the predicted effects, shape (Q, G).
+    deltas
+        Measured effects, shape (Q, G).
+    n_cells
+        Cells of each effect, by which errors are weighted, shape (Q,).
+    """
+    shared = n_cells * ((deltas - linear) * network).sum(axis=1)
+    size = n_cells * np.square(network).sum(axis=1)
+    if len(size) < 2 or not size.all():
+        return 0.0
+    others = np.clip((shared.sum() - shared) / (size.sum() - size), 0.0, 1.0)
+    gains = 2 * others * shared - np.square(others) * size
+    if gains.mean() <= gains.std(ddof=1) / np.sqrt(len(gains)):
+        return 0.0
+    return float(np.clip(shared.sum() / size.sum(), 0.0, 1.0))
 
 
 @torch.no_grad()
@@ -437,34 +523,37 @@ def gene_features(vectors: torch.Tensor, n_special: int, n_features: int) -> tor
 
 @dataclass(frozen=True)
 class Observed:
-    """Training effects, and what they are explained by.
+    """Training effects, and the features that explain them.
 
     Attributes
     ----------
     deltas
         Shape (N, V).
     n_cells
-        Cells behind each effect, shape (N,).
+        Cells of each effect, shape (N,).
     members
         1 for the targets of each effect, shape (N, T).
     features
         Sum of the features of its targets, shape (N, F).
-    cells
-        Mean standardized embedding of the controls of its context, shape (N, D).
+    sources
+        Number of features of each source, in their order; the sum is F.
+    contexts
+        Features of its context, shape (N, K).
     blocks
-        What is held out together when scales are compared, integers, shape (N,).
+        Effects that are left out together when scales are compared, integers, shape (N,).
     """
 
     deltas: np.ndarray
     n_cells: np.ndarray
     members: np.ndarray
     features: np.ndarray
-    cells: np.ndarray
+    sources: tuple[int, ...]
+    contexts: np.ndarray
     blocks: np.ndarray
 
 
 def blocks_of(groups: np.ndarray, trained: np.ndarray, *, by_context: bool) -> np.ndarray:
-    """Return what is left out together to compare scales: what was held out, perturbations or contexts.
+    """Return the blocks that are left out together to compare scales: perturbations or contexts, as in the split.
 
     Parameters
     ----------
@@ -487,12 +576,11 @@ def blocks_of(groups: np.ndarray, trained: np.ndarray, *, by_context: bool) -> n
 
 
 def fit_linear(observed: Observed, rank: int) -> dict[str, np.ndarray]:
-    """Fit the linear part of the head by ridge regression; return its parameters by their names.
+    """Fit the linear part of the head; return its buffers by name.
 
-    The basis is that of the principal components of the effects, not centered. In it the effects are regressed on the
-    number of targets, the features of the targets, the targets themselves and the cells. How far features and cells
-    count, down to not at all, and the penalty, which is divided by the number of cells of an effect, are those with
-    the least error when one block after the other is left out: so a model without use for them predicts the mean.
+    The basis consists of the principal components of the effects, not centered. In this basis,
+    :func:`scforge.eval.perturbation.fit_kernels` regresses the effects on the number of targets, the targets, their
+    features in bands, and the context. A model without informative features predicts the mean.
 
     Parameters
     ----------
@@ -503,31 +591,80 @@ def fit_linear(observed: Observed, rank: int) -> dict[str, np.ndarray]:
     """
     deltas, members = observed.deltas.astype(np.float64), observed.members
     _, values, axes = np.linalg.svd(deltas, full_matrices=False)
-    kept = int((values[:rank] > 1e-10 * max(values[0], 1e-300)).sum())
+    kept = int((values[:rank] > _SMALLEST * max(values[0], _SMALLEST)).sum())
     basis = np.zeros((rank, deltas.shape[1]))
     basis[:kept] = axes[:kept]
-    scores = deltas @ basis.T
-    counts, n_dims = members.sum(axis=1), observed.cells.shape[1]
-    # The covariances that the four parts of the model give the effects.
-    kernels = [
-        np.outer(counts, counts),
-        observed.features @ observed.features.T,
-        members @ members.T,
-        observed.cells @ observed.cells.T / n_dims,
+    counts, starts = members.sum(axis=1), np.cumsum((0, *observed.sources[:-1]))
+    columns = [
+        slice(start + band.start, start + min(band.stop, size))
+        for start, size in zip(starts, observed.sources, strict=True)
+        for band in bands_of(size)
     ]
+    bands = [*(observed.features[:, some] for some in columns), observed.contexts]
+    # Features that do not vary, e.g. those of a single context, are not informative.
+    varying = [band if np.ptp(band, axis=0).any() else np.zeros_like(band) for band in bands]
     noise = observed.n_cells.mean() / np.maximum(observed.n_cells, 1)
-    fixed = BASE * kernels[0] + kernels[2]
-    # Features of no spread, e.g. cells of one context, tell nothing.
-    cells = kernels[3] if np.ptp(observed.cells, axis=0).any() else np.zeros_like(fixed)
-    (of_features, of_cells), penalty = choose_scales(fixed, [kernels[1], cells], noise, scores, observed.blocks)
-    kernel = fixed + of_features * kernels[1] + of_cells * kernels[3]
-    dual = np.linalg.solve(kernel + penalty * np.diag(noise), scores)
+    dual, scales = fit_kernels(deltas @ basis.T, noise, counts, members, varying, observed.blocks)
+    weights = [scale / size_of(band) * dual.T @ band for scale, band in zip(scales, varying, strict=True)]
+    of_features = np.zeros((rank, observed.features.shape[1]))
+    for some, found in zip(columns, weights[:-1], strict=True):
+        of_features[:, some] = found
     own = np.zeros((members.shape[1] + 1, rank))
     own[1:] = members.T @ dual
     return {
         "base": BASE * counts @ dual,
-        "of_features.weight": of_features * dual.T @ observed.features,
-        "own.weight": own,
-        "of_cell.weight": of_cells / n_dims * dual.T @ observed.cells,
+        "of_features": of_features,
+        "own": own,
+        "of_context": weights[-1],
         "basis": basis,
     }
+
+
+def fit_spread(coefficients: np.ndarray, gains: np.ndarray, n_cells: np.ndarray) -> np.ndarray:
+    """Return how the variance of cells along each basis vector grows with the squared effect along it, shape (R,).
+
+    Parameters
+    ----------
+    coefficients
+        Training effects in the basis, shape (N, R).
+    gains
+        Variance of the perturbed cells along each basis vector minus that of the controls, shape (N, R).
+    n_cells
+        Cells of each effect, shape (N,).
+    """
+    squares, weights = np.square(coefficients), n_cells[:, None].astype(np.float64)
+    size = (weights * np.square(squares)).sum(axis=0)
+    return np.divide((weights * squares * gains).sum(axis=0), size, out=np.zeros_like(size), where=size > 0)
+
+
+def shifted_cells(
+    controls: np.ndarray, delta: np.ndarray, coefficients: np.ndarray, basis: np.ndarray, spread: np.ndarray
+) -> np.ndarray:
+    """Return perturbed cells: controls with the mean moved by an effect and the variance along the basis adapted.
+
+    The mean of each gene is that of the controls plus the effect, and at least 0. A gene whose mean rises is shifted;
+    one whose mean falls is scaled, because expression cannot be negative.
+
+    Parameters
+    ----------
+    controls
+        log1p CP10K, shape (N, G).
+    delta
+        The effect, shape (G,).
+    coefficients
+        The effect in the basis, shape (R,).
+    basis
+        Orthonormal rows or zeros, shape (R, G).
+    spread
+        From :func:`fit_spread`, shape (R,).
+    """
+    mean = controls.mean(axis=0)
+    along = (controls - mean) @ basis.T
+    variance = along.var(axis=0)
+    growth = np.divide(spread * np.square(coefficients), variance, out=np.zeros_like(variance), where=variance > 0)
+    cells = np.maximum(controls + (along * (np.sqrt(np.maximum(1 + growth, 0.0)) - 1)) @ basis, 0.0)
+    reached, wanted = cells.mean(axis=0), np.maximum(mean + delta, 0.0)
+    falls = wanted < reached
+    cells[:, falls] *= wanted[falls] / reached[falls]
+    cells[:, ~falls] += (wanted - reached)[~falls]
+    return cells

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from anndata import AnnData
+from anndata import AnnData, concat
+from scipy import sparse
 from torch import nn
 
 from scforge._checks import check_choice, check_count, check_known
@@ -17,7 +20,7 @@ from scforge.data.cells import CellBlock, Cells, CellSource, choose_rows
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, OptionError, listing
 from scforge.eval.expression import Effects, effects_of, log_expression, moments
-from scforge.eval.perturbation import N_COMPONENTS, KnownEffects, WantedEffects, baseline_effects
+from scforge.eval.perturbation import N_COMPONENTS, KnownEffects, WantedEffects, baseline_effects, gene_scores
 from scforge.eval.perturbation_metrics import (
     METRICS,
     calibrated,
@@ -41,20 +44,29 @@ from scforge.finetuning.tasks._perturbation_model import (
     PerturbationHead,
     blocks_of,
     fit_linear,
+    fit_spread,
     gene_features,
     gene_vectors,
     hold_out,
+    network_weight,
+    shifted_cells,
 )
 from scforge.models._utils import evaluating
 from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.gene_embedding import match_vectors, read_table
 from scforge.training.objectives.base import TrainingDefaults
 from scforge.training.predict import embed
+
+logger = logging.getLogger("scforge")
 
 MAX_INPUTS = 2048
 """Controls of a context that a prediction is the mean over."""
 
 _PROBED_CELLS = 256
-"""Controls of a context that the linear model is fitted with."""
+"""Controls of a context from which embeddings are standardized."""
+
+_N_CELLS = 200
+"""Cells per effect that are predicted by default."""
 
 
 def rows_by_context(conditions: Conditions, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -140,18 +152,19 @@ def _context_features(context: EvaluationContext, inputs: Mapping[str, np.ndarra
 class Perturbation(Task):
     """The change of mean expression under perturbations that were never seen, and under combinations.
 
-    The target is the change of the mean log1p CP10K against the controls (of the context). The input is a control cell
-    of the same context, drawn anew for each perturbed cell and epoch, and what the model knows of the perturbed genes:
-    their embeddings. All cells of a perturbation share one target, which leaves the gradient as it is on average, and
-    takes the noise of single cells out of it. See :class:`PerturbationHead` for how the two are combined; training
-    begins at a ridge regression, which predicts the mean of the training effects where gene embeddings tell nothing.
+    The target is the change of the mean log1p CP10K compared with the controls of the context. The prediction is a
+    linear model of effects plus a network (:class:`PerturbationHead`). The linear model is a ridge regression on
+    several sources of gene vectors: embeddings of the model, principal components of the training data, and
+    `gene_tables`. Where no source is informative, it predicts the mean of the training effects. The network takes a
+    control cell of the same context, sampled again for each perturbed cell and epoch. Its weight is chosen on
+    validation perturbations, and is 0 where they do not improve; ``predict`` and ``evaluate`` report it.
 
     Whole perturbations are held out, or with ``split_by=context_key`` whole contexts: the perturbed cells of these,
     whose controls are inputs all the same. Controls are split by cell: two thirds of each context are inputs, and one
     third is what effects are tested against, so that the noise of the controls is not shared by prediction and test.
 
-    A target that the model's vocabulary lacks, e.g. a drug, has a learned vector of its own: its effect can be
-    predicted in other contexts and combinations once it was seen, but not before.
+    A target that is not in the vocabulary, e.g. a drug, has a vector from its training effects only. The model predicts
+    its effect in other contexts and combinations if it is in the training set.
 
     Parameters
     ----------
@@ -167,16 +180,20 @@ class Perturbation(Task):
     heldout
         Perturbations to test on; None draws them, as many as `test_size` says.
     heldout_contexts
-        Contexts to test on, in place of perturbations; None draws them where ``split_by=context_key``.
+        Contexts to test on, instead of perturbations; None draws them where ``split_by=context_key``.
     delta_loss
         ``"mse"``, or ``"wmse"``: squared errors weighted by the differential expression of the gene under the
         perturbation, see :func:`scforge.eval.perturbation_metrics.de_weights`.
     rank
-        Most directions in which effects differ; they start as the principal components of the training effects.
+        Number of principal components of the training effects in which effects are predicted.
     head
-        Options of the head, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
+        Options of the network, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
+    gene_tables
+        Files with more vectors of genes by the name of their source, e.g. ``{"string": "string.parquet"}``, as the
+        tokenizer ``gene_embedding`` reads them. Each source counts as far as it predicts training effects that are left
+        out.
     perturbations
-        Perturbations of the training, each with its contexts; found in the training cells.
+        Perturbations of the training set, each with its contexts; found in the training cells.
     """
 
     keys = ("perturbation_key", "context_key")
@@ -195,6 +212,7 @@ class Perturbation(Task):
         delta_loss: str = "mse",
         rank: int = 32,
         head: Mapping[str, Any] | None = None,
+        gene_tables: Mapping[str, str] | None = None,
         perturbations: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.perturbation_key = perturbation_key
@@ -210,6 +228,7 @@ class Perturbation(Task):
         self.delta_loss = check_choice("delta_loss", delta_loss, ["mse", "wmse"])
         self.rank = check_count("rank", rank, "directions")
         self.head = check_head(head)
+        self.gene_tables = None if gene_tables is None else {str(k): str(path) for k, path in gene_tables.items()}
         self.perturbations = None if perturbations is None else {k: list(v) for k, v in perturbations.items()}
         self._bound: BoundEffects
         self._genes: GeneVocab
@@ -288,11 +307,11 @@ class Perturbation(Task):
         return sorted({target for name in names for target in self.parts(name)})
 
     def is_seen(self, targets: tuple[str, ...], context: str) -> bool:
-        """Say whether the model was trained on a perturbation in a context."""
+        """Return whether a perturbation in a context is in the training set."""
         return context in (self.perturbations or {}).get(self.name_of(targets), ())
 
     def encode_targets(self, wanted: Sequence[tuple[str, ...]], vocab: GeneVocab) -> dict[str, torch.Tensor]:
-        """Return what the head takes for perturbations: tokens and numbers of their targets, int64, shape (B, T).
+        """Return the inputs of the head for perturbations: tokens and numbers of their targets, int64, shape (B, T).
 
         Raises
         ------
@@ -320,9 +339,34 @@ class Perturbation(Task):
         """Make the head, see :class:`PerturbationHead`."""
         n_tokens, width = gene_vectors(module).shape
         options = {"hidden_dim": 64, "dropout": 0.1} | self.head
-        return PerturbationHead(
-            n_latent, n_tokens, min(MAX_FEATURES, width), len(self.seen_targets), self.rank, **options
+        n_features = sum(self._sources(width))
+        return PerturbationHead(n_latent, n_tokens, n_features, len(self.seen_targets), self.rank, **options)
+
+    def _sources(self, width: int) -> tuple[int, ...]:
+        """Return the number of features of each source: gene embeddings, the training effects, and tables."""
+        return (min(MAX_FEATURES, width), N_COMPONENTS, *[MAX_FEATURES] * len(self.gene_tables or {}))
+
+    def _features(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return the features of genes from all sources, float32, shape (V, F)."""
+        bound, vocab = self._bound, self._genes
+        pairs = bound.groups[bound.trained]
+        effects = KnownEffects(
+            targets=tuple(bound.conditions.targets[perturbation] for perturbation in pairs[:, 0]),
+            contexts=tuple(bound.conditions.contexts[context] for context in pairs[:, 1]),
+            deltas=bound.deltas[bound.trained].astype(np.float64),
+            controls=dict(zip(bound.conditions.contexts, bound.controls, strict=True)),
         )
+        scores = torch.zeros(len(vectors), N_COMPONENTS)
+        found = torch.from_numpy(gene_scores(effects)).float()
+        scores[vocab.n_special :, : found.shape[1]] = found
+        parts = [gene_features(vectors, vocab.n_special, min(MAX_FEATURES, vectors.shape[1])).cpu(), scores]
+        for table in (self.gene_tables or {}).values():
+            matched = torch.from_numpy(match_vectors(*read_table(table), vocab))
+            # Genes without a vector are at the mean, which is zero after centering.
+            known = matched.isfinite().all(dim=1)
+            matched = torch.where(known[:, None], matched, matched[known].mean(dim=0))
+            parts.append(gene_features(matched, vocab.n_special, MAX_FEATURES))
+        return torch.cat(parts, dim=1)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Measure effects, and keep controls as inputs."""
@@ -332,20 +376,20 @@ class Perturbation(Task):
         self._bound = BoundEffects(cells, conditions, train_rows, weighted=self.delta_loss == "wmse")
         targets = [conditions.targets[perturbation] for perturbation in self._bound.groups[:, 0]]
         self._encoded = self.encode_targets(targets, cells.vocab)
+        features = (self._bound.controls - self._bound.center) @ self._bound.axes.T
+        self._contexts = torch.from_numpy(features[self._bound.groups[:, 1]]).float()
 
     def initialize(self, module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Start the head at a ridge regression on gene embeddings and controls."""
+        """Fit the linear part of the head, and standardize embeddings."""
         bound, n_special = self._bound, self._genes.n_special
         head: PerturbationHead = module.head
-        head.features.copy_(gene_features(gene_vectors(module.encoder), n_special, head.features.shape[1]))
-        chosen = [rows[:_PROBED_CELLS] for rows in bound.inputs]
-        embeddings = embed(module, bound.pool, tokenizer, objective=self, rows=np.concatenate(chosen))
-        head.standardize.set_from(embeddings)
-        scaled = (embeddings - head.standardize.mean.cpu().numpy()) / head.standardize.scale.cpu().numpy()
-        ends = np.cumsum([len(rows) for rows in chosen])
-        means = np.array([part.mean(axis=0) if len(part) else scaled[0] * 0 for part in np.split(scaled, ends[:-1])])
+        vectors = gene_vectors(module.encoder)
+        head.features.copy_(self._features(vectors))
+        chosen = np.concatenate([rows[:_PROBED_CELLS] for rows in bound.inputs])
+        head.standardize.set_from(embed(module, bound.pool, tokenizer, objective=self, rows=chosen))
+        head.context_center[n_special:] = torch.from_numpy(bound.center)
+        head.context_axes[:, n_special:] = torch.from_numpy(bound.axes)
         trained = np.flatnonzero(bound.trained)
-        features = head.features.cpu()[self._encoded["perturbed_tokens"][trained]].sum(dim=1).numpy()
         members = np.zeros((len(trained), len(self.seen_targets)))
         numbers = self._encoded["perturbed_targets"][trained].numpy()
         rows, places = np.nonzero(numbers)
@@ -356,18 +400,22 @@ class Perturbation(Task):
             deltas=deltas,
             n_cells=bound.n_cells[trained],
             members=members,
-            features=features.astype(np.float64),
-            cells=means[bound.groups[trained, 1]].astype(np.float64),
+            features=head.features.cpu()[self._encoded["perturbed_tokens"][trained]].sum(dim=1).double().numpy(),
+            sources=self._sources(vectors.shape[1]),
+            contexts=self._contexts[trained].double().numpy(),
             blocks=blocks_of(bound.groups, bound.trained, by_context=self.heldout_contexts is not None),
         )
-        with torch.no_grad():
-            for name, values in fit_linear(observed, self.rank).items():
-                head.get_parameter(name).copy_(torch.from_numpy(values))
+        found = fit_linear(observed, self.rank)
+        basis = found["basis"][:, n_special:]
+        gains = bound.variance_gains(basis)[trained]
+        found["spread"] = fit_spread(bound.deltas[trained] @ basis.T, gains, observed.n_cells)
+        for name, values in found.items():
+            head.get_buffer(name).copy_(torch.from_numpy(values))
 
     # --- training
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> Batch:
-        """Return a control for each perturbed cell, and the effect to predict; control cells are passed over."""
+        """Return a control for each perturbed cell, and the effect to predict; control cells are skipped."""
         bound = self._bound
         rows = block.rows[bound.group[block.rows] >= 0]
         counted = np.ones(len(rows), dtype=np.float32)
@@ -381,6 +429,7 @@ class Perturbation(Task):
             **tokens,
             "perturbed_tokens": self._encoded["perturbed_tokens"][groups],
             "perturbed_targets": self._encoded["perturbed_targets"][groups],
+            "perturbed_contexts": self._contexts[groups],
             "delta": torch.from_numpy(bound.deltas[groups]),
             "delta_weights": torch.from_numpy(bound.weights[groups]),
             "counted": torch.from_numpy(counted),
@@ -402,25 +451,60 @@ class Perturbation(Task):
 
     # --- afterwards
 
+    def calibrate(self, predictor: Predictor, rows: np.ndarray) -> None:
+        """Choose the weight of the network on the perturbations of validation cells."""
+        bound = self._bound
+        groups = np.unique(bound.group[rows])
+        groups = groups[groups >= 0]
+        names = bound.conditions
+        pairs = [Pair(names.targets[perturbation], names.contexts[context]) for perturbation, context in bound.groups]
+        inputs = dict(zip(names.contexts, bound.inputs, strict=True))
+        pool = replace(predictor, cells=bound.pool)
+        means = dict(zip(names.contexts, bound.controls, strict=True))
+        linear, network = self._parts(pool, [pairs[group] for group in groups], inputs, means)
+        basis = predictor.module.head.basis[:, self._genes.n_special :].double().cpu().numpy()
+        weight = network_weight(linear @ basis, network @ basis, bound.deltas[groups], bound.n_cells[groups])
+        predictor.module.head.weight.fill_(weight)
+        logger.info(f"Weight of the network, from {len(groups)} validation effects: {weight:.2f}.")
+
     @torch.inference_mode()
-    def _effects(self, predictor: Predictor, pairs: Sequence[Pair], inputs: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Return the predicted effects, means over the inputs of the context, float64, shape (Q, G)."""
+    def _parts(
+        self,
+        predictor: Predictor,
+        pairs: Sequence[Pair],
+        inputs: Mapping[str, np.ndarray],
+        means: Mapping[str, np.ndarray],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return linear part and network of effects in the basis, averaged over inputs, float64, shape (Q, R) each."""
         vocab = predictor.cells.vocab
         assert vocab is not None
         encoded = self.encode_targets([pair.targets for pair in pairs], vocab)
         head: PerturbationHead = predictor.module.head
         device = head.basis.device
-        found = np.empty((len(pairs), vocab.n_genes))
+        linear, network = np.empty((2, len(pairs), len(head.basis)))
         with evaluating(head):
             for place in sorted({pair.context for pair in pairs}):
                 z_bd = torch.from_numpy(predictor.embedding(inputs[place])).to(device)
+                features = head.context_features(means[place][None])
                 for row in (i for i, pair in enumerate(pairs) if pair.context == place):
-                    tokens, targets = (
-                        value[row : row + 1].expand(len(z_bd), -1).to(device) for value in encoded.values()
-                    )
-                    mean = head.coefficients(z_bd, tokens, targets).mean(dim=0)
-                    found[row] = (mean @ head.basis)[vocab.n_special :].float().cpu().numpy()
-        return found
+                    parts = (*(value[row : row + 1] for value in encoded.values()), features)
+                    c_br = head.linear(*(part.to(device) for part in parts))
+                    linear[row] = c_br[0].cpu().numpy()
+                    network[row] = head.network(z_bd, c_br.expand(len(z_bd), -1)).mean(dim=0).cpu().numpy()
+        return linear, network
+
+    def _coefficients(
+        self,
+        predictor: Predictor,
+        pairs: Sequence[Pair],
+        inputs: Mapping[str, np.ndarray],
+        means: Mapping[str, np.ndarray],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return predicted effects in the basis, float64, shape (Q, R), and the basis, shape (R, G)."""
+        linear, network = self._parts(predictor, pairs, inputs, means)
+        head: PerturbationHead = predictor.module.head
+        n_special = len(head.context_center) - len(next(iter(means.values())))
+        return linear + float(head.weight) * network, head.basis[:, n_special:].double().cpu().numpy()
 
     def _wanted(
         self,
@@ -455,40 +539,50 @@ class Perturbation(Task):
         perturbations: Sequence[str] | None = None,
         contexts: Sequence[str] | None = None,
         n_cells: int | None = None,
+        single_cells: bool = False,
     ) -> AnnData:
-        """Predict mean expression under perturbations.
+        """Predict mean expression, or cells, under perturbations.
 
         Parameters
         ----------
         predictor
             The model over cells, the controls of which are its inputs.
         adata, key_added
-            Of no use: nothing is written.
+            Unused: nothing is written.
         perturbations
             Names, combinations joined by `separator`; None takes those of the cells that the model was not trained on.
         contexts
             Names of contexts; None takes those in which the perturbations are among the cells, or if `perturbations`
             are given, all that have controls.
         n_cells
-            Most controls of a context that the prediction is the mean over; None takes up to 2,048.
+            Maximum number of controls per context from which effects are predicted; None takes up to 2,048, or 200 with
+            `single_cells`.
+        single_cells
+            Return one row per predicted cell. Each is a control cell whose expression is changed such that the mean of
+            the cells is the predicted mean. Along each basis vector of the effects, the variance changes as it does for
+            training effects of that size.
 
         Returns
         -------
-        One row for each perturbation in each context, over the genes of the model: ``X``, the predicted mean log1p
-        CP10K (float32; the mean of the controls plus the effect, and not below 0), ``layers["delta"]``, the effect,
-        ``obs`` with ``perturbation``, ``context``, ``n_controls`` and ``is_seen`` (whether it was trained on), ``var``
-        with ``measured`` (whether the cells have the gene; where not, the mean of the controls is not known and ``X``
-        is NaN, the effect is there all the same), and the units in ``uns["scforge"]["predicted"]``.
+        With `single_cells`, log1p CP10K of predicted cells over the measured genes (CSR, float32), with
+        `perturbation_key` and `context_key` in ``obs``, as :func:`~scforge.eval.evaluate_perturbations` reads them.
+        Otherwise one row for each perturbation in each context, over the genes of the model. ``X`` is the predicted
+        mean log1p CP10K (float32): the mean of the controls plus the effect, at least 0, and NaN for genes that the
+        cells lack. ``layers["delta"]`` is the effect, for all genes. ``obs`` has ``perturbation``, ``context``,
+        ``n_controls`` and ``is_seen`` (in the training set), ``var`` has ``measured``, and
+        ``uns["scforge"]["predicted"]`` the units and the weight of the network.
 
         Raises
         ------
         OptionError
-            If a name is unknown, or there is nothing to predict.
+            If a name is unknown, or no effect is left to predict.
         DataError
-            If there are no controls, or no column that says which cells are.
+            If there are no controls, or the column `perturbation_key` is missing.
         """
         if key_added is not None:
-            raise OptionError(f"key_added={key_added!r} has no use: 'perturbation' returns cells, and writes nothing.")
+            raise OptionError(
+                f"key_added={key_added!r} has no effect: 'perturbation' returns an AnnData and writes nothing."
+            )
         if n_cells is not None:
             check_count("n_cells", n_cells, "controls")
         cells = predictor.cells
@@ -499,15 +593,18 @@ class Perturbation(Task):
         conditions = self.conditions(cells.column)
         controls = rows_by_context(conditions, np.flatnonzero(conditions.controls))
         pairs = self._wanted(conditions, controls, perturbations, contexts)
+        most = n_cells or (_N_CELLS if single_cells else MAX_INPUTS)
         used = {
-            name: choose_rows(len(cells), n_cells or MAX_INPUTS, rows=controls[name])
-            for name in {pair.context for pair in pairs}
+            name: choose_rows(len(cells), most, rows=controls[name])
+            for name in sorted({pair.context for pair in pairs})
         }
-        deltas = self._effects(predictor, pairs, used)
-        means = control_means(cells, controls)
-        absolute = np.maximum(np.array([means[pair.context] for pair in pairs]) + deltas, 0.0)
         measured = _measured(predictor)
-        absolute[:, ~measured] = np.nan
+        means = {name: np.where(measured, mean, np.nan) for name, mean in control_means(cells, controls).items()}
+        coefficients, basis = self._coefficients(predictor, pairs, used, means)
+        if single_cells:
+            return self._cells_of(predictor, pairs, used, coefficients, basis)
+        deltas = coefficients @ basis
+        absolute = np.maximum(np.array([means[pair.context] for pair in pairs]) + deltas, 0.0)
         names = [self.name_of(pair.targets) for pair in pairs]
         obs = pd.DataFrame(
             {
@@ -529,9 +626,34 @@ class Perturbation(Task):
                 "delta": "difference of X to the controls of the context",
                 "control": self.control,
                 "perturbation_key": self.perturbation_key,
+                "network_weight": float(predictor.module.head.weight),
             }
         }
         return made
+
+    def _cells_of(
+        self,
+        predictor: Predictor,
+        pairs: Sequence[Pair],
+        used: Mapping[str, np.ndarray],
+        coefficients: np.ndarray,
+        basis: np.ndarray,
+    ) -> AnnData:
+        """Return predicted cells of each effect, from the controls `used`."""
+        cells, measured = predictor.cells, _measured(predictor)
+        assert cells.vocab is not None
+        spread = predictor.module.head.spread.double().cpu().numpy()
+        controls = {name: log_expression(cells, rows).toarray().astype(np.float64) for name, rows in used.items()}
+        var = pd.DataFrame(index=np.array(cells.vocab.genes, dtype=object)[measured])
+        made: list[AnnData] = []
+        for pair, own in zip(pairs, coefficients, strict=True):
+            moved = shifted_cells(controls[pair.context], own @ basis, own, basis, spread)[:, measured]
+            obs = pd.DataFrame({self.perturbation_key: [self.name_of(pair.targets)] * len(moved)})
+            if self.context_key is not None:
+                obs[self.context_key] = pair.context
+            obs.index = [f"predicted {len(made)}-{row}" for row in range(len(moved))]
+            made.append(AnnData(sparse.csr_matrix(moved, dtype=np.float32), obs=obs, var=var))
+        return concat(made)
 
     def evaluate(self, context: EvaluationContext) -> Evaluated:
         """Score effects of perturbations that the model was not trained on, on means of their cells.
@@ -566,7 +688,10 @@ class Perturbation(Task):
         inputs, tested = _divide_controls(conditions, context, {pair.context for pair in pairs})
         measured, rows, groups, controls = measured_effects(conditions, cells, scored, pairs, tested)
         genes = _measured(context.predictor)
-        predictions, trained = {"scforge": self._effects(context.predictor, pairs, inputs)}, None
+        seen, means = genes, control_means(cells, inputs)
+        means = {name: np.where(seen, mean, np.nan) for name, mean in means.items()}
+        coefficients, basis = self._coefficients(context.predictor, pairs, inputs, means)
+        predictions, trained = {"scforge": coefficients @ basis}, None
         if context.train is None:
             predictions["no_change"] = np.zeros((len(pairs), len(genes)))
         else:
@@ -600,6 +725,7 @@ class Perturbation(Task):
         metrics = pd.DataFrame({name: table.mean() for name, table in tables.items()}).T[list(METRICS)]
         whole = [pd.concat([described.assign(method=name), table], axis=1) for name, table in tables.items()]
         found = {"per_perturbation": pd.concat(whole, ignore_index=True)}
+        found["network"] = pd.DataFrame({"weight": [float(context.predictor.module.head.weight)]}, index=["scforge"])
         if "train_mean" in metrics.index:
             same = comparable(found["per_perturbation"], "technical_duplicate")
             means = same.groupby("method")[list(METRICS)].mean().reindex(metrics.index)
