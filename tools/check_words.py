@@ -104,13 +104,10 @@ SKIPPED = (
     "docs/notebooks",
     "docs/references.bib",
     "src/scforge/data/neighbors.py",
-    "src/scforge/data/perturbation.py",
     "src/scforge/eval/perturbation",
     "src/scforge/finetuning/tasks/adaptation.py",
     "src/scforge/finetuning/tasks/_perturbation",
     "src/scforge/finetuning/tasks/perturbation.py",
-    "src/scforge/insilico",
-    "src/scforge/pl/perturbations.py",
     "src/scforge/training/objectives/neighbor_denoising.py",
 )
 
