@@ -21,7 +21,7 @@ KEYS = ("perturbation_name", "control")
 
 @pytest.fixture(scope="module")
 def screen() -> SimulatedScreen:
-    return simulate_screen(n_knockouts=30, n_pairs=70, n_cells=20, n_genes=200, n_programs=4, n_response=30)
+    return simulate_screen(n_knockouts=30, n_pairs=70, n_cells=50, n_genes=200, n_programs=4, n_response=30)
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +61,8 @@ def test_norman(screen: SimulatedScreen, cache: Path) -> None:
     assert "counts" not in adata.layers
     assert adata.obs["perturbation_name"].tolist() == screen.adata.obs["perturbation"].tolist()
     # What is in the folder comes first.
-    write(cache / "norman.h5ad", adata[: adata.n_obs - 20].copy())
-    assert load("norman", cache, download=True).n_obs == adata.n_obs - 20
+    write(cache / "norman.h5ad", adata[: adata.n_obs - 50].copy())
+    assert load("norman", cache, download=True).n_obs == adata.n_obs - 50
 
 
 def test_adamson_has_genes_of_guides_and_one_control(screen: SimulatedScreen, cache: Path) -> None:
@@ -152,17 +152,24 @@ def test_pairs_by_how_many_of_their_genes_were_seen(screen: SimulatedScreen, cac
     with pytest.raises(OptionError, match="kind='targets' of a split needs separator"):
         SplitRule("targets", "perturbation_name", 0.1, 0.2)
 
-    # The truth is additive: the more genes are known, the closer their sum is to it.
+    # The truth is additive: the more genes are known, the closer predictions are to it.
     train, test = (adata[split.rows(adata, part)].copy() for part in ("train", "test"))
     keys = EffectKeys("perturbation_name", "control")
     trained, held_out = (PerturbedCells.read(cells, keys, argument="cells") for cells in (train, test))
     made = perturbation_baselines(trained, held_out.effects, keys, {})
+    true = screen.effects.rename(index=lambda name: "+".join(sorted(name.split("+")))).loc[pairs.index]
+    strong = pairs[true.abs().sum(axis=1) > 10]
+    found = {
+        name: pd.Series({pair: np.corrcoef(made[name].loc[pair], true.loc[pair])[0, 1] for pair in strong.index})
+        .groupby(strong)
+        .mean()
+        for name in ("additive", "kernels", "train_mean")
+    }
+    for name in ("additive", "kernels"):
+        assert found[name].is_monotonic_increasing
+        assert found[name][2] > max(found[name][0], found["train_mean"][2]) + 0.1
+    # So do scores against the measured effects.
     benchmark = PerturbationPrediction("perturbation_name", "control").trained_on(train)
-    scores = {name: benchmark.table(made[name], test).set_index("perturbation") for name in ("additive", "train_mean")}
-    by_seen = scores["additive"].loc[pairs.index, "pearson_delta"].groupby(pairs).mean()
-    assert by_seen.is_monotonic_increasing
-    of_two = pairs.index[pairs == 2]
-    assert by_seen[2] > scores["train_mean"].loc[of_two, "pearson_delta"].mean() + 0.1
-    true = screen.effects.loc[of_two].to_numpy()
-    cosine = (made["additive"].loc[of_two].to_numpy() * true).sum(axis=1)
-    assert (cosine > 0).mean() > 0.9
+    scores = {name: benchmark.table(made[name], test).set_index("perturbation")["pearson_delta"] for name in found}
+    of_two = strong.index[strong == 2]
+    assert scores["kernels"][of_two].mean() > scores["train_mean"][of_two].mean()

@@ -121,6 +121,7 @@ def _from_pertpy(card: DatasetCard, source: PertpySource) -> AnnData:
         check_known("layer", source.layer, adata.layers, "layers of the file that pertpy reads")
         adata.X = adata.layers.pop(source.layer)
     key = card.perturbation_key
+    assert key is not None
     check_obs_column(adata, key, argument="perturbation_key")
     labels = adata.obs[key].astype(object).map(str, na_action="ignore")
     if source.suffix is not None:

@@ -460,7 +460,7 @@ def _with_targets(
     """Return the part of perturbations with held-out genes, and of a share of the combinations of other genes."""
     genes = {unit: unit.split(rule.separator) for unit in units}
     of_gene = _drawn(sorted({gene for some in genes.values() for gene in some}), amounts, salt, what)
-    held = {}
+    held: dict[str, str] = {}
     for unit, some in genes.items():
         # A pair of a test gene and a validation gene is in the test.
         found = {of_gene.get(gene) for gene in some}.intersection(HELD_OUT)
