@@ -32,6 +32,12 @@ class SimulatedScreen:
     tables
         Vectors of the perturbed genes: ``"vectors"`` encode the program with noise, ``"screen"`` are noisy effects,
         as of a second screen, ``"random"`` carry no information.
+
+    Examples
+    --------
+    >>> screen = simulate_screen(n_knockouts=10, n_pairs=3, n_cells=2, n_genes=50, n_programs=2)
+    >>> screen.program.index.tolist() == screen.tables["vectors"].index.tolist()
+    True
     """
 
     adata: AnnData
