@@ -87,7 +87,7 @@ def simulate_screen(
     --------
     >>> screen = simulate_screen(n_knockouts=10, n_pairs=3, n_cells=2, n_genes=50, n_programs=2)
     >>> screen.adata.shape, screen.effects.shape
-    ((66, 50), (14, 50))
+    ((64, 50), (13, 50))
     """
     import anndata as ad
     import pandas as pd
