@@ -126,9 +126,6 @@ SKIPPED = (
     "docs/generated",
     "docs/notebooks",
     "docs/references.bib",
-    "src/scforge/data/perturbation.py",
-    "src/scforge/insilico",
-    "src/scforge/pl/perturbations.py",
 )
 
 # Where a phrase is right: (part of the path, pattern of the text around it, and the reason).

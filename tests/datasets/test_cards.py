@@ -75,9 +75,9 @@ def test_a_file_is_found_by_the_environment_and_checked(
 
 def test_controls_must_be_there(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
     tiny_adata.obs["perturbation"] = tiny_adata.obs["group"]
-    tiny_adata.write_h5ad(tmp_path / "norman.h5ad")
+    tiny_adata.write_h5ad(tmp_path / "adamson.h5ad")
     with pytest.raises(DataError, match=r"control='control' is not in 'perturbation' of obs .*'a', 'b'"):
-        load("norman", tmp_path)
+        load("adamson", tmp_path)
 
 
 @pytest.mark.parametrize("name", HERE)

@@ -26,7 +26,7 @@ def data_of(**columns: list[str]) -> ad.AnnData:
 
 
 def card_with(rule: SplitRule) -> object:
-    return dataclasses.replace(get_card("norman"), split=rule)
+    return dataclasses.replace(get_card("norman"), split=rule, more_splits={})
 
 
 def parts_of(split: Split, adata: ad.AnnData, column: str) -> dict[str, set]:
@@ -158,7 +158,7 @@ def test_where_nothing_ships_the_rule_needs_the_data() -> None:
 
 
 GENES = "ABCDEF"
-PERTURBED = [*GENES, *(f"{a}_{b}" for i, a in enumerate(GENES) for b in GENES[i + 1 :]), *["control"] * 9]
+PERTURBED = [*GENES, *(f"{a}+{b}" for i, a in enumerate(GENES) for b in GENES[i + 1 :]), *["control"] * 9]
 DONORS = [f"donor{i % 10}" for i in range(40)]
 
 
@@ -167,7 +167,7 @@ DONORS = [f"donor{i % 10}" for i in range(40)]
     [
         ("tabula_sapiens", "donor_id", DONORS, "donor6", "donor2 donor4"),
         ("immune_atlas", "donor_id", DONORS, "donor8", "donor1 donor4"),
-        ("norman", "perturbation", PERTURBED, "A_B B_C", "A_D A_F B_D B_E B_F C_D D_F E_F"),
+        ("norman", "perturbation_name", PERTURBED, "A+B C+E", "A+C A+D A+F B+D B+E B+F C+D D+E"),
     ],
 )
 def test_a_rule_makes_the_same_split_everywhere(name, column, values, validation: str, test: str) -> None:

@@ -88,6 +88,18 @@ def test_copies_held_at_a_time_change_nothing(cells: CellSource, monkeypatch: py
     np.testing.assert_allclose(part.to_numpy(), whole.to_numpy(), rtol=1e-9)
 
 
+def test_a_known_embedding_is_not_computed_again(cells: CellSource):
+    genes, seen = np.arange(10)[:, None], []
+
+    def embed(some: Cells) -> np.ndarray:
+        seen.append(some)
+        return Linear()(some)
+
+    found = screen(cells, embed, Perturbation("delete"), genes, n_controls=10, embedding=Linear()(cells))
+    assert all(isinstance(some, PerturbedCells) for some in seen)
+    np.testing.assert_array_equal(found, screen(cells, embed, Perturbation("delete"), genes, n_controls=10))
+
+
 def test_p_values_of_a_null_are_uniform(cells: CellSource):
     # Shuffled labels: the goal is a mean of random cells, and no gene is any different from others.
     embed, tested = Linear(strength=2.0), np.arange(1, N_GENES - 1)[:, None]

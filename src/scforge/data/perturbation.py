@@ -1,4 +1,4 @@
-"""Which cell was perturbed with what: labels of obs read the way pertpy writes them."""
+"""Targets of perturbed cells, from labels of obs in the conventions of pertpy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PerturbationKeys:
-    """Where obs says how a cell was perturbed.
+    """Columns and labels of the perturbations in obs.
 
     Attributes
     ----------
@@ -25,8 +25,8 @@ class PerturbationKeys:
     control
         Label of cells without perturbation, pertpy's `reference_key`, e.g. ``"control"``, ``"NT"`` or ``"ctrl"``.
     separator
-        What joins the parts of a combination, pertpy's `sep`. None: labels are never taken apart, e.g. because names
-        of drugs have a plus sign, as ``"(+)-JQ1"``.
+        Text between the parts of a combination, pertpy's `sep`. None keeps labels whole, e.g. because names of drugs
+        have a plus sign, as ``"(+)-JQ1"``.
 
     Examples
     --------
@@ -44,13 +44,13 @@ class PerturbationKeys:
 
 
 def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple[str, ...]]:
-    """Read the targets of cells (genes or drugs that were perturbed) out of obs.
+    """Return the targets of cells, the genes or drugs that were perturbed, from obs.
 
     The conventions are those of pertpy: one column holds the label, one of the labels is the control, and the parts of
     a combination are joined by ``"+"`` (``GuideAssignment``, ``PerturbationSpace.add`` and ``.evaluate_combinations``).
-    Labels that pertpy knows nothing special about, e.g. ``"negative"`` and ``"multiple"`` of its ``GuideAssignment``,
-    are targets like others: remove such cells first. Beyond pertpy, a part that is the control is no target, so
-    ``"KLF1+ctrl"`` is KLF1 alone, blanks around parts do not count, and the order of the parts does not matter.
+    Labels such as ``"negative"`` and ``"multiple"`` of pertpy's ``GuideAssignment`` are read as targets: remove such
+    cells first. In addition to pertpy's conventions, a part that is the control is not a target, so ``"KLF1+ctrl"`` is
+    KLF1 alone. Blanks around parts and the order of the parts do not matter.
 
     Parameters
     ----------

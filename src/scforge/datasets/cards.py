@@ -10,7 +10,7 @@ from importlib import resources
 from scforge._checks import check_choice, check_known
 from scforge.errors import OptionError
 
-RULES = ("stratified", "groups", "perturbations")
+RULES = ("stratified", "groups", "perturbations", "targets")
 
 type Amount = float | int | tuple[str, ...]
 """How much is held out: a share of it, a number of it, or the names of it."""
@@ -32,6 +32,10 @@ class SplitRule:
         ``"perturbations"``
             All cells of some perturbations; with `context_key`, of some perturbations in some contexts. Each held-out
             part has its own control cells. Cells without a value are left out.
+        ``"targets"``
+            All cells of every perturbation that contains one of some genes: `validation` and `test` count these genes,
+            and training cells have none of them. Also `combination_share` of the combinations of the other genes. So
+            the training cells know 0, 1 or 2 genes of a test pair, the setting of GEARS (Roohani et al. 2024).
     column
         Column of obs.
     validation, test
@@ -41,12 +45,14 @@ class SplitRule:
     control_share
         Share of the control cells that goes to each held-out part, in every context where something is held out for it.
     separator
-        Text between the names of a combined perturbation; if given, only combinations are held out.
+        Text between the names of a combined perturbation. With ``"perturbations"``, only combinations are held out.
+    combination_share
+        With ``"targets"``, share of the combinations without a held-out gene that each held-out part gets.
 
     Raises
     ------
     OptionError
-        If there is no such `kind`, or an amount cannot be used with it.
+        If there is no such `kind`, or an option cannot be used with it.
 
     Examples
     --------
@@ -63,9 +69,12 @@ class SplitRule:
     context_key: str | None = None
     control_share: float = 0.25
     separator: str | None = None
+    combination_share: float = 0.25
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, RULES)
+        if self.kind == "targets" and (self.separator is None or self.context_key is not None):
+            raise OptionError("kind='targets' of a split needs separator, and has no context_key.")
         for name in ("validation", "test"):
             amount = getattr(self, name)
             if isinstance(amount, list):
@@ -74,6 +83,36 @@ class SplitRule:
                 raise OptionError(f"{name}={amount!r} of a split is neither a share, a number nor a list of names.")
             if self.kind == "stratified" and not (isinstance(amount, float) and amount < 0.5):
                 raise OptionError(f"{name}={amount!r} of a stratified split is not a share below 0.5.")
+
+
+@dataclass(frozen=True)
+class PertpySource:
+    """How a data set is read with pertpy, which downloads it.
+
+    Attributes
+    ----------
+    function
+        Name of the function in ``pertpy.data``.
+    layer
+        Layer with the counts; None for ``X``.
+    suffix
+        Regular expression of what follows the gene in a label, e.g. the name of a plasmid; None for nothing.
+    controls
+        Labels (without suffix) of untreated cells.
+    unassigned
+        Labels of cells with no known perturbation; these cells are removed, as are cells without a label.
+
+    Examples
+    --------
+    >>> get_card("adamson").pertpy.controls
+    ('62(mod)', '63(mod)', 'Gal4-4(mod)')
+    """
+
+    function: str
+    layer: str | None = None
+    suffix: str | None = None
+    controls: tuple[str, ...] = ()
+    unassigned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,8 +140,12 @@ class DatasetCard:
         Whether the file is part of the package.
     how_to_get
         How to obtain it, in one sentence.
+    pertpy
+        How it is read with pertpy; None where pertpy does not have it.
     split
         How its cells are divided.
+    more_splits
+        Version to the rule of a split that differs from `split`.
     splits
         Version to the SHA-256 of the shipped file of cell ids, ``splits/<name>-v<version>.csv.gz``.
     shares_cells_with
@@ -142,7 +185,9 @@ class DatasetCard:
     license: str | None = None
     sha256: str | None = None
     embedded: bool = False
+    pertpy: PertpySource | None = None
     split: SplitRule | None = None
+    more_splits: Mapping[int, SplitRule] = field(default_factory=dict, hash=False)
     splits: Mapping[int, str] = field(default_factory=dict, hash=False)
     shares_cells_with: tuple[str, ...] = ()
     note: str | None = None
@@ -152,6 +197,10 @@ class DatasetCard:
         """Return the columns of obs that the card names, by the argument that takes them."""
         keys = {name: getattr(self, name) for name in ("labels_key", "batch_key", "groups_key", "perturbation_key")}
         return {name: key for name, key in keys.items() if key is not None}
+
+    def rule(self, version: int) -> SplitRule | None:
+        """Return the rule of a version of the split."""
+        return self.more_splits.get(version, self.split)
 
 
 def list_cards() -> list[str]:
@@ -199,6 +248,10 @@ def get_card(name: str) -> DatasetCard:
     check_known("name", name, list_cards(), "the data sets with a card", error=OptionError)
     text = resources.files("scforge.datasets").joinpath("cards", f"{name}.yaml").read_text(encoding="utf-8")
     facts = yaml.safe_load(text)
-    rule = facts.pop("split", None)
+    source, rule = facts.pop("pertpy", None), facts.pop("split", None)
     facts["shares_cells_with"] = tuple(facts.get("shares_cells_with", ()))
+    facts["more_splits"] = {number: SplitRule(**other) for number, other in facts.get("more_splits", {}).items()}
+    if source is not None:
+        lists = {key: tuple(value) for key, value in source.items() if isinstance(value, list)}
+        facts["pertpy"] = PertpySource(**(source | lists))
     return DatasetCard(name=name, split=None if rule is None else SplitRule(**rule), **facts)

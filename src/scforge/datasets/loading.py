@@ -11,7 +11,7 @@ from scforge._checks import check_known
 from scforge._io import sha256_of
 from scforge.data.checks import check_obs_column
 from scforge.datasets._pbmc3k import pbmc3k
-from scforge.datasets.cards import get_card
+from scforge.datasets.cards import DatasetCard, PertpySource, get_card
 from scforge.errors import DataError, MissingFileError
 
 if TYPE_CHECKING:
@@ -24,18 +24,23 @@ DATA_FOLDER = "SCFORGE_DATA"
 
 def find_file(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
     """Return the h5ad file of a data set: that of the package, in `folder`, or in ``SCFORGE_DATA``."""
-    card = get_card(name)
+    card, place = get_card(name), _place(folder)
     if card.embedded:
         # The package is a folder: its data are read in place everywhere.
         return Path(str(resources.files("scforge.datasets").joinpath("data", f"{name}.h5ad")))
-    place = os.environ.get(DATA_FOLDER) if folder is None else os.fspath(folder)
     if place is not None and (file := Path(place) / f"{name}.h5ad").is_file():
         return file
     where = f"in {str(place)!r}" if place else f"here, and {DATA_FOLDER}, the folder to look in, is not set"
     raise MissingFileError(f"the data set {name!r} is not {where}; to get {name}.h5ad, {card.how_to_get.rstrip('.')}.")
 
 
-def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: bool = True) -> AnnData:
+def _place(folder: str | os.PathLike[str] | None) -> str | None:
+    return os.environ.get(DATA_FOLDER) if folder is None else os.fspath(folder)
+
+
+def load(
+    name: str, folder: str | os.PathLike[str] | None = None, *, verify: bool = True, download: bool = False
+) -> AnnData:
     """Return a data set by its name.
 
     Parameters
@@ -48,6 +53,10 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
     verify
         Compare the SHA-256 of the file with that of the card, where it has one. Pass False to read a file that you made
         yourself from the source.
+    download
+        If the folder lacks the file, read the data set with pertpy, which downloads it once to
+        ``scanpy.settings.datasetdir`` (Replogle et al.: gigabytes). Counts are then in ``X``, labels are genes, and
+        cells without a known perturbation are removed. To keep the result, write it to ``<name>.h5ad``.
 
     Returns
     -------
@@ -73,12 +82,19 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
     if card.embedded:
         # Its own function gives the counts the type and order that everything works on.
         return pbmc3k()
+    place = _place(folder)
+    if download and card.pertpy is not None and not (place and Path(place, f"{name}.h5ad").is_file()):
+        return _checked(_from_pertpy(card, card.pertpy), card)
     path = find_file(name, folder)
     if verify and card.sha256 is not None and (found := sha256_of(path)) != card.sha256:
         raise DataError(
             f"{str(path)!r} is not the file of the card {name!r} (SHA-256 {found}); pass verify=False for your own."
         )
-    adata = read_h5ad(path)
+    return _checked(read_h5ad(path), card)
+
+
+def _checked(adata: AnnData, card: DatasetCard) -> AnnData:
+    """Return a data set; raise unless it has the columns and the control cells of its card."""
     for argument, key in card.columns.items():
         check_obs_column(adata, key, argument=argument)
     if card.perturbation_key is not None:
@@ -87,3 +103,30 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
             "control", card.control, labels, f"{card.perturbation_key!r} of obs", fix="rename the control cells"
         )
     return adata
+
+
+def _from_pertpy(card: DatasetCard, source: PertpySource) -> AnnData:
+    """Return what pertpy reads, with counts in X and genes as labels, without unassigned cells."""
+    import pandas as pd
+    import pertpy
+
+    try:
+        adata = getattr(pertpy.data, source.function)()
+    except OSError as error:
+        raise MissingFileError(
+            f"pertpy.data.{source.function}() did not read {card.name!r} ({error}); check the network and "
+            f"scanpy.settings.datasetdir, or put {card.name}.h5ad into the folder."
+        ) from error
+    if source.layer is not None:
+        check_known("layer", source.layer, adata.layers, "layers of the file that pertpy reads")
+        adata.X = adata.layers.pop(source.layer)
+    key = card.perturbation_key
+    assert key is not None
+    check_obs_column(adata, key, argument="perturbation_key")
+    labels = adata.obs[key].astype(object).map(str, na_action="ignore")
+    if source.suffix is not None:
+        labels = labels.str.replace(source.suffix, "", regex=True)
+    labels = labels.where(~labels.isin(source.unassigned)).replace(dict.fromkeys(source.controls, card.control))
+    adata.obs[key] = pd.Categorical(labels)
+    known = labels.notna().to_numpy()
+    return adata if known.all() else adata[known].copy()

@@ -16,6 +16,7 @@ import pandas as pd
 
 from scforge._checks import check_choice, check_known
 from scforge._io import atomic_write_bytes
+from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.datasets.cards import Amount, DatasetCard, SplitRule, get_card
 from scforge.errors import DataError, MissingFileError, OptionError, listing
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 
 PARTS = ("train", "validation", "test")
+HELD_OUT = ("test", "validation")
 LEFT_OUT = "left_out"
 
 
@@ -133,6 +135,55 @@ class Split:
             raise DataError(f"no cell of adata is in {part!r} of the split {self.name!r}; pass the whole data set.")
         return rows
 
+    def seen_targets(
+        self, adata: AnnData, perturbation_key: str, control: str, *, separator: str | None = "+", part: str = "test"
+    ) -> pd.Series:
+        """Return how many targets of each held-out perturbation occur in perturbations of the training cells.
+
+        Scores of pairs differ much between 0, 1 and 2 known genes, and are reported separately (Roohani et al. 2024).
+
+        Parameters
+        ----------
+        adata
+            The data set.
+        perturbation_key, control, separator
+            Column of obs with the perturbation, its label of control cells, and the text between the targets of a
+            combination; None for no combinations.
+        part
+            ``"test"`` or ``"validation"``.
+
+        Returns
+        -------
+        Number of known targets, int64; the index has the targets, sorted and joined by `separator`.
+
+        Raises
+        ------
+        OptionError
+            If there is no such part.
+        DataError
+            If a cell is not one of the data set, or the column or the control is missing.
+
+        Examples
+        --------
+        >>> import anndata, numpy as np, pandas as pd
+        >>> obs = pd.DataFrame({"gene": ["ctrl", "A", "A+B", "B+C"]}, index=list("wxyz"))
+        >>> adata = anndata.AnnData(np.ones((4, 1)), obs=obs)
+        >>> split = Split("mine", 1, train=["x"], validation=["w"], test=["y", "z"])
+        >>> split.seen_targets(adata, "gene", "ctrl").to_dict()
+        {'A+B': 1, 'B+C': 0}
+        """
+        check_choice("part", part, HELD_OUT)
+        labels = self.labels(adata)
+        known = labels.notna()
+        targets = parse_perturbations(adata.obs[known], PerturbationKeys(perturbation_key, control, separator))
+        of: dict[str, set[tuple[str, ...]]] = {name: set() for name in PARTS}
+        for name, some in zip(labels[known], targets, strict=True):
+            of[name].add(some)
+        seen = {gene for some in of["train"] for gene in some}
+        held = sorted(some for some in of[part] if some)
+        joined = [(separator or "").join(some) for some in held]
+        return pd.Series([len(seen & {*some}) for some in held], joined, dtype=np.int64, name="seen_targets")
+
 
 def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Split:
     """Return the split of a data set: the shipped one, or the one that the rule of its card makes.
@@ -165,7 +216,7 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
     (1892, 269, 539)
     """
     card = get_card(name)
-    check_choice("version", version, card.splits or [1])
+    check_choice("version", version, sorted({*(card.splits or [1]), *card.more_splits}))
     if version in card.splits:
         content = resources.files("scforge.datasets").joinpath("splits", f"{name}-v{version}.csv.gz").read_bytes()
         split = _parse(content, name, version, f"{name}-v{version}.csv.gz")
@@ -178,7 +229,7 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
         return split
     if adata is None:
         raise OptionError(f"adata=None: no split of {name!r} ships with the package; pass the data set.")
-    return make_split(card, adata)
+    return make_split(card, adata, version=version)
 
 
 def write_split(split: Split, path: str | os.PathLike[str]) -> None:
@@ -255,7 +306,6 @@ def _parse(content: bytes, name: str, version: int, file: str) -> Split:
     return Split(name, version, **{part: table["cell"][table["part"] == part].to_numpy(object) for part in parts})
 
 
-HELD_OUT = ("test", "validation")
 _BETWEEN = " in "
 
 
@@ -269,7 +319,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
     adata
         The whole data set.
     version
-        Another number draws others.
+        Another number draws others; the card may have a separate rule for it.
 
     Returns
     -------
@@ -291,7 +341,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
     >>> len(split.train), len(split.validation), len(split.test)
     (1892, 269, 539)
     """
-    rule = card.split
+    rule = card.rule(version)
     if rule is None:
         raise OptionError(f"the card {card.name!r} has no split rule; set split=SplitRule(...).")
     for key in filter(None, (rule.column, rule.context_key)):
@@ -307,7 +357,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
 
 def check_rule(split: Split, card: DatasetCard, adata: AnnData) -> None:
     """Raise if a group, or a perturbation in a context, that the rule of a card holds out has cells in two parts."""
-    rule = card.split
+    rule = card.rule(split.version)
     if rule is None or rule.kind == "stratified":
         return
     units = _units(rule, card, adata.obs)
@@ -390,14 +440,34 @@ def _whole_units(rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) 
     """Return the part of each cell: whole groups or perturbations, and for each held-out part some control cells."""
     units = _units(rule, card, adata.obs)
     known = sorted(units.dropna().unique())
-    if rule.separator is not None:
-        known = [unit for unit in known if rule.separator in unit.split(_BETWEEN)[0]]
     what = rule.column if rule.separator is None else f"{rule.column} (joined by {rule.separator})"
-    held = _drawn(known, {part: getattr(rule, part) for part in HELD_OUT}, salt, what)
+    amounts = {part: getattr(rule, part) for part in HELD_OUT}
+    if rule.kind == "targets":
+        held = _with_targets(known, amounts, rule, salt, what)
+    else:
+        if rule.separator is not None:
+            known = [unit for unit in known if rule.separator in unit.split(_BETWEEN)[0]]
+        held = _drawn(known, amounts, salt, what)
     parts = np.array([held.get(u, "train") if isinstance(u, str) else LEFT_OUT for u in units], dtype=object)
-    if rule.kind == "perturbations":
+    if rule.kind != "groups":
         _share_controls(parts, rule, card, adata, salt)
     return parts
+
+
+def _with_targets(
+    units: list[str], amounts: dict[str, Amount], rule: SplitRule, salt: str, what: str
+) -> dict[str, str]:
+    """Return the part of perturbations with held-out genes, and of a share of the combinations of other genes."""
+    genes = {unit: unit.split(rule.separator) for unit in units}
+    of_gene = _drawn(sorted({gene for some in genes.values() for gene in some}), amounts, salt, what)
+    held: dict[str, str] = {}
+    for unit, some in genes.items():
+        # A pair of a test gene and a validation gene is in the test.
+        found = {of_gene.get(gene) for gene in some}.intersection(HELD_OUT)
+        if found:
+            held[unit] = "test" if "test" in found else "validation"
+    free = np.array([unit for unit, some in genes.items() if unit not in held and len(some) > 1], dtype=object)
+    return held | dict(zip(free, _cut(free, dict.fromkeys(HELD_OUT, rule.combination_share), salt), strict=True))
 
 
 def _share_controls(parts: np.ndarray, rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) -> None:

@@ -1497,7 +1497,8 @@ class Encoder(CellModel):
             n_permutations = interpret.enough_controls(self, len(sets) * len(parts), sides)
         for group, rows in parts:
             some = cells.sample(max_cells, rows=rows, seed=seed)
-            strata = strata_of(some, embed_cells(some), seed=seed) if n_permutations else None
+            before = {"": embed_cells(some)}
+            strata = strata_of(some, before[""], seed=seed) if n_permutations else None
             moved = {
                 name: screen(
                     some,
@@ -1507,6 +1508,7 @@ class Encoder(CellModel):
                     goal=toward[name],
                     n_controls=n_permutations,
                     strata=strata,
+                    embedding=before.get(name),
                     seed=seed,
                 )
                 for name, embed_them in embeddings.items()

@@ -91,7 +91,7 @@ def _widely_expressed(cells: CellSource, most: int) -> tuple[np.ndarray, int]:
 
 
 def _over_heads(weights_bnss: torch.Tensor, heads: str | int) -> torch.Tensor:
-    """Return the attention of the heads that are asked for, (B, S, S)."""
+    """Return the attention of the chosen heads, shape (B, S, S)."""
     n_heads = weights_bnss.shape[1]
     if heads == "mean":
         return weights_bnss.mean(dim=1)

@@ -118,7 +118,7 @@ def of_layer(parts: Sequence[torch.Tensor] | None, layer: int) -> torch.Tensor:
 
 
 def check_offers(module: nn.Module, option: str, lack: str, fix: str = "") -> None:
-    """Raise unless ``forward`` of an architecture has an option; `lack` says what the others have not."""
+    """Raise unless ``forward`` of an architecture has an option; `lack` names the missing feature."""
     if _offers(type(module), option):
         return
     found = []

@@ -1,7 +1,6 @@
-"""Expression that a model predicts: of genes without counts, and of counted genes as if they had not been seen.
+"""Expression that a model predicts: of genes without counts, and of counted genes after masking.
 
-Shapes: B cells, S tokens, W tokens with those that are hidden behind them, G genes of the vocabulary, R genes that are
-asked for.
+Shapes: B cells, S tokens, W tokens including the masked ones at the end, G genes of the vocabulary, R requested genes.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def predict_uncounted(
 ) -> np.ndarray:
     """Predict the expression of genes where they have no counts, from all genes of the cell that have.
 
-    The genes that are asked about are hidden tokens, as in training. They are asked about some at a time, about as many
-    for each visible gene as in training; which ones together depends on the seed.
+    The requested genes are masked tokens, as in training. They are predicted in parts, with about as many masked genes
+    for each visible gene as in training; the seed determines the parts.
 
     Returns
     -------
@@ -85,7 +84,7 @@ def predict_uncounted(
         for part in parts:
             asked = torch.zeros_like(counted)
             asked[:, part] = True
-            # What has counts and is no token (there was no room for it) is as hidden as what has none.
+            # A gene with counts that was truncated is masked like a gene without counts.
             asked &= ~(counted & (known > 0))
             values = torch.where(asked, _predict(module, tokens, asked, tokenizer, objective), values)
         result[rows] = values[:, genes].numpy()
@@ -104,10 +103,10 @@ def predict_counted(
 ) -> sparse.csr_matrix:
     """Predict the expression of counted genes, each from the others.
 
-    The genes are dealt into folds. Those of one fold are hidden and predicted from those of the others, so that no
-    value is predicted from itself. Where a model has room for few tokens, those of a fold are hidden some at a time.
-    (Its counts stay in the library size that the other values are scaled by. Bins that are quantiles of a cell are
-    those of the visible genes.)
+    The genes are divided into folds. Genes of one fold are masked and predicted from the other folds, so no value is
+    predicted from itself. Where a model has room for few tokens, a fold is masked in parts. (Its counts remain in the
+    library size by which the other values are scaled. Bins that are quantiles of a cell are those of the visible
+    genes.)
 
     Returns
     -------
@@ -128,7 +127,7 @@ def predict_counted(
     rng, n_genes = np.random.default_rng(seed), tokenizer.vocab.n_genes
     fold_of = torch.from_numpy(rng.permutation(n_genes) % n_folds)
     most = _room_for_hidden(module, objective)
-    # Quantiles over all genes of the cell would tell of the counts of those that are hidden.
+    # Quantiles over all genes of the cell would leak the counts of the masked ones.
     relative = isinstance(tokenizer, BinnedExpressionTokenizer) and tokenizer.edges is None
     parts = []
     for _, block, tokens in _batches(cells, tokenizer, objective, batch_size):
@@ -146,20 +145,20 @@ def predict_counted(
 
 
 def hide_genes(tokens: _Batch, hidden: torch.Tensor, tokenizer: Tokenizer) -> tuple[_Batch, torch.Tensor]:
-    """Take genes out of cells, and put them behind the others as hidden tokens, as ``masked_value_prediction`` does.
+    """Remove genes from cells, and append them as masked tokens, as ``masked_value_prediction`` does.
 
     Parameters
     ----------
     tokens
         A batch of the tokenizer.
     hidden
-        Genes to hide of each cell, those without counts included, bool, shape (B, G).
+        Bool, shape (B, G): genes to mask in each cell, including genes without counts.
     tokenizer
         The tokenizer.
 
     Returns
     -------
-    The batch, with ``masked_positions``, tensors of shape (B, W); and the gene of each hidden token among those of the
+    The batch, with ``masked_positions``, tensors of shape (B, W); and the gene of each masked token among those of the
     vocabulary, -1 elsewhere, int64, shape (B, W).
     """
     n_special, n_front = tokenizer.vocab.n_special, int(tokenizer.append_cls)
@@ -172,7 +171,7 @@ def hide_genes(tokens: _Batch, hidden: torch.Tensor, tokenizer: Tokenizer) -> tu
     cell, gene = torch.nonzero(hidden, as_tuple=True)
     within = torch.arange(len(cell)) - (n_hidden.cumsum(0) - n_hidden)[cell]
     added[cell, within] = gene + n_special
-    # Tokens that stay, then hidden genes, then what stands behind the genes of a cell, then nothing.
+    # Visible tokens, masked genes, tokens after the genes of a cell such as EOS, padding.
     place = torch.arange(n_tokens).expand(n_cells, -1)
     last_gene = torch.where(of_gene, place, -1).amax(dim=1, keepdim=True) if n_tokens else place.new_zeros(n_cells, 1)
     behind = ~of_gene & (place > last_gene) & (place >= n_front)
@@ -216,7 +215,7 @@ def _values_of_tokens(module: nn.Module, batch: _Batch) -> torch.Tensor:
     if "masked_values" in batch:
         raw = cast(Any, module).predict_values(**batch)
     elif head is not None:
-        # Its forward would compute the logits of all genes beside them.
+        # Its forward would also compute the logits of all genes.
         raw = head(module(**batch, return_logits=False, output_hidden_states=True).hidden_states[-1])
     else:
         raw = module(**batch, return_logits=True).logits
@@ -263,25 +262,25 @@ def _counted(block: CellBlock, tokenizer: Tokenizer) -> torch.Tensor:
 
 
 def _room_for_hidden(module: nn.Module, objective: Objective) -> int:
-    """Return how many genes of a cell can be hidden at a time."""
+    """Return how many genes of a cell can be masked at a time."""
     room = getattr(module, "attended_tokens", None) if objective.denoises_values else None
     return _NO_LIMIT if room is None else max(1, room // 2)  # the others are visible
 
 
 def _some_at_a_time(hidden: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """Part the genes to hide of each cell, bool (B, G), such that no part has more than `most` of a cell."""
+    """Yield the genes to mask, bool (B, G), in parts with at most `most` genes of a cell."""
     part = (hidden.cumsum(dim=1) - 1) // most
     for number in range(-(-int(hidden.sum(dim=1).max()) // most)):
         yield hidden & (part == number)
 
 
 def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objective: Objective) -> int:
-    """Return how many genes are asked about at a time: for a cell of mean length as many as in training."""
+    """Return how many genes are predicted at a time: for a cell of mean length as many as in training."""
     ratio: Any = getattr(objective, "mask_ratio", 0.5)
     share = np.mean([ratio["start"], ratio["end"]]) if isinstance(ratio, dict) else float(np.mean(ratio))
     lengths = tokenizer.lengths(cells.n_expressed.astype(np.int64))
     for_each = share
-    if not tokenizer.lists_all_genes:  # hidden genes are added to those of the cell, of which none is hidden
+    if not tokenizer.lists_all_genes:  # masked genes are added to those of the cell, which all stay visible
         for_each *= (1 + getattr(objective, "zero_targets", 0.0)) / (1 - share)
     size = min(max(_MIN_HIDDEN, int(for_each * lengths.mean())), _room_for_hidden(module, objective))
     embedding = getattr(module, "embedding", None)

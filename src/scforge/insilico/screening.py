@@ -20,7 +20,7 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.entropy_ranked import EntropyRankedTokenizer, serialization_weights
 
 _SHARES = 4
-"""Controls are as many as are wanted for this many combinations at most; further combinations share them."""
+"""Combinations for which controls are drawn at most; further combinations share them."""
 
 _TRIES = 20
 
@@ -28,20 +28,20 @@ _TRIES = 20
 def draw_controls(
     tested_ck: np.ndarray, places: np.ndarray, eligible: np.ndarray, n_controls: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Choose controls: combinations in which each gene is replaced by another one of like expression.
+    """Choose controls: combinations in which each gene is replaced by another gene of similar expression.
 
     Parameters
     ----------
     tested_ck
         Genes of the tested combinations, shape (C, K).
     places
-        Expression of each gene as :func:`places_of` says it, shape (G, 2).
+        Detection and dose of each gene as :func:`places_of` returns them, shape (G, 2).
     eligible
         Genes to choose from, shape (any,).
     n_controls
-        Controls wanted for a combination.
+        Number of controls for each combination.
     rng
-        Generator of the choice.
+        Random number generator.
 
     Returns
     -------
@@ -106,7 +106,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Perturbation:
-    """What happens to the counts of perturbed genes.
+    """The change of the counts of perturbed genes.
 
     ``"delete"`` sets them to 0. ``"overexpress"`` raises them above those of all other genes of the cell; where a
     tokenizer ranks by count over median, above the highest of these, so that the gene ranks first; where it ranks by
@@ -115,17 +115,17 @@ class Perturbation:
     as many as is usual where it is expressed: the median share of the counts of a cell times the counts of this cell,
     rounded, at least 1.
 
-    The library size of a cell changes by as many counts, as it would if the counts had been changed in the data. So the
-    CP10K values of its other genes move a little as well.
+    The library size of a cell changes by the same number of counts, as if the data had been changed. So the CP10K
+    values of its other genes change slightly.
 
     Attributes
     ----------
     mode
         One of the three.
     scales
-        What counts are divided by before they are compared, float64, shape (G,); for ``"overexpress"``.
+        Divisors of counts before they are compared, float64, shape (G,); for ``"overexpress"``.
     weights
-        What log1p CP10K is multiplied by to rank genes, float32, shape (G,); for ``"overexpress"``.
+        Factors of log1p CP10K by which genes are ranked, float32, shape (G,); for ``"overexpress"``.
     shares
         Median share of the counts of a cell that expresses a gene, float64, shape (G,), NaN where none does; for
         ``"activate"``.
@@ -150,7 +150,7 @@ class Perturbation:
 
     @classmethod
     def of(cls, mode: str, cells: CellSource, tokenizer: Tokenizer) -> Self:
-        """Make the perturbation for a tokenizer, with what is usual in `cells`."""
+        """Make the perturbation for a tokenizer, with the usual counts in `cells`."""
         if mode == "overexpress":
             ranks_by_median = tokenizer.needs_medians and getattr(tokenizer, "use_medians", True)
             medians = tokenizer.vocab.medians if ranks_by_median else None
@@ -161,7 +161,7 @@ class Perturbation:
         return cls(mode, shares=usual_shares(cells) if mode == "activate" else None)
 
     def applies(self, expressed_nk: np.ndarray) -> np.ndarray:
-        """Return which cells it is done to, bool, shape (N,), by which of the genes they express, bool, shape (N, K).
+        """Return which cells are perturbed, bool, shape (N,), from the genes that they express, bool, shape (N, K).
 
         Genes are deleted where all of them are expressed, activated where none of them is, and overexpressed anywhere.
         """
@@ -245,7 +245,7 @@ class PerturbedCells:
     source
         The cells.
     perturbation
-        What happens to them.
+        The perturbation.
     rows
         Which cell each copy is of, int64, shape (N,).
     genes
@@ -394,6 +394,7 @@ def screen(
     goal: np.ndarray | None = None,
     n_controls: int = 100,
     strata: np.ndarray | None = None,
+    embedding: np.ndarray | None = None,
     seed: int = 0,
 ) -> pd.DataFrame:
     """Perturb genes in cells, and compare how far the cells move with matched control genes.
@@ -410,14 +411,15 @@ def screen(
 
     `combinations` are genes that are perturbed together, as their number in the vocabulary, shape (C, K); `goal` is the
     :func:`centroid` of cells that others might move to; `strata` are numbers of what cells are compared within, int64,
-    shape (N,), as :func:`strata_of` makes them. None compares all cells.
+    shape (N,), as :func:`strata_of` makes them. None compares all cells. `embedding` is that of the cells, if it
+    is known already.
 
     Returns
     -------
     One row a combination, in their order: ``n_cells``, ``n_controls``, ``shift``, ``shift_sd``, ``shift_z``,
     ``p_value``; with a goal ``goal_shift``, ``goal_shift_sd``, ``goal_z``, ``goal_p_value``. NaN where nothing was
-    perturbed; z-scores and p-values also where that was in fewer than 3 cells. False discovery rates are up to whoever
-    knows all tests, see :func:`with_rates`.
+    perturbed; z-scores and p-values also where that was in fewer than 3 cells. :func:`with_rates` adds false discovery
+    rates over all tests.
 
     Examples
     --------
@@ -439,10 +441,11 @@ def screen(
     rng = np.random.default_rng(seed)
     if perturbation.mode != "delete" and cells.measured is not None:
         # A gene that gets counts was measured, in the copies as in what they are compared with.
+        embedding = None
         measured = cells.measured.copy()
         measured[combinations.ravel()] = True
         cells = replace(cells, measured=measured)
-    before = units(embed_cells(cells))
+    before = units(embed_cells(cells) if embedding is None else embedding)
     tested = _measure(cells, embed_cells, before, perturbation, combinations, goal, strata)
     near = []
     if n_controls:
@@ -515,8 +518,8 @@ def mean_moves(
 ) -> np.ndarray:
     """Return the mean move of the direction of cells that each combination makes, float64, shape (C, D).
 
-    Genes whose perturbations do alike have moves of a high cosine. Subtract the mean over genes before comparing them:
-    what is common to all perturbations says nothing of a gene.
+    Genes with similar effects have moves of a high cosine. Subtract the mean over genes before comparing them: the
+    shift that all perturbations share does not describe a gene.
 
     Returns
     -------

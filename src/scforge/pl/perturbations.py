@@ -95,7 +95,7 @@ def _name(ax: Axes, x: np.ndarray, y: np.ndarray, names: list[str]) -> None:
     for side, place, away, align in ((x >= 0, high, 1, "left"), (x < 0, low, -1, "right")):
         order = np.flatnonzero(side)[np.argsort(y[side], kind="stable")]
         if len(order):
-            # Room beside the points, where names stand.
+            # Space for the names next to the points.
             limits[away > 0] = place + away * 0.26 * width
         # As near to their points as names that are evenly apart can be.
         gap = min(0.07, 1 / max(len(order), 1)) * (above - bottom)
@@ -116,7 +116,7 @@ def perturbation_ranks(table: pd.DataFrame, *, metric: str = "rank", ax: Axes | 
     ----------
     table
         One row a perturbation and method: the columns ``method`` and `metric`, as in
-        ``adata.uns["scforge"]["metrics_per_perturbation"]``; ``kind``, if it is there, says which method is what.
+        ``adata.uns["scforge"]["metrics_per_perturbation"]``; ``kind``, if present, is the kind of each method.
     metric
         Column to draw. ``rank``: the share of measured effects that are more similar to the prediction than the own; a
         dashed line is chance.

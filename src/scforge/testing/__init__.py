@@ -1,11 +1,16 @@
-"""Checks that packages with plugins run in their own tests."""
+"""Contract tests for packages with plugins, and simulated data with known truth."""
 
 from __future__ import annotations
 
 from scforge._lazy import lazy_names
 
-_NAMES = {"check_model": "scforge.testing.models", "check_tokenizer": "scforge.testing.tokenizers"}
+_NAMES = {
+    "SimulatedScreen": "scforge.testing.screens",
+    "check_model": "scforge.testing.models",
+    "check_tokenizer": "scforge.testing.tokenizers",
+    "simulate_screen": "scforge.testing.screens",
+}
 
-__all__ = ["check_model", "check_tokenizer"]
+__all__ = list(_NAMES)
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)
