@@ -33,7 +33,6 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 from _tables import difference, rewrite
-from scipy import sparse
 
 from scforge.eval.perturbation import CellSpace, known_effects, perturbation_baselines
 from scforge.eval.perturbation_metrics import (
@@ -45,49 +44,13 @@ from scforge.eval.perturbation_metrics import (
     score_deltas,
 )
 from scforge.models import Encoder
+from scforge.testing import simulate_screen
 
 RESULTS = Path(__file__).parent / "results" / "perturbation_effects.csv"
-N_GENES, N_PROGRAMS, N_RESPONSE, N_FOLDS = 1_000, 20, 40, 5
+N_FOLDS = 5
 OURS = "kernels"
 METRICS = ["pearson_delta", "mse", "de_overlap", "rank", "rank_in_screen"]
 ENERGY = ["energy_cells", "energy_moved", "energy_controls"]
-
-
-def simulate(
-    seed: int, n_knockouts: int = 500, n_pairs: int = 60, n_cells: int = 25
-) -> tuple[ad.AnnData, pd.Series, np.ndarray, dict[str, pd.DataFrame]]:
-    """Return cells, the program of each knock-out (-1 for none), the responses of programs, and tables of genes."""
-    rng = np.random.default_rng(seed)
-    genes = [f"G{i}" for i in range(N_GENES)]
-    knocked = genes[:n_knockouts]
-    responses = np.zeros((N_PROGRAMS, N_GENES))
-    for response in responses:
-        response[rng.choice(N_GENES, N_RESPONSE, replace=False)] = rng.normal(scale=0.8, size=N_RESPONSE)
-    program = rng.integers(N_PROGRAMS, size=n_knockouts)
-    strength = rng.gamma(4.0, 0.25, size=n_knockouts) * (rng.random(n_knockouts) >= 0.4)
-    effects = strength[:, None] * responses[program]
-    for effect in effects:
-        effect[rng.choice(N_GENES, 5, replace=False)] += rng.normal(scale=0.4, size=5)
-    pairs = rng.choice(n_knockouts, size=(n_pairs, 2))
-    pairs = np.unique(np.sort(pairs[pairs[:, 0] != pairs[:, 1]], axis=1), axis=0)
-    labels = ["control", *knocked, *(f"{knocked[a]}+{knocked[b]}" for a, b in pairs)]
-    changes = np.vstack([np.zeros(N_GENES), effects, effects[pairs[:, 0]] + effects[pairs[:, 1]]])
-    base = rng.normal(-1.5, 1.2, size=N_GENES)
-    numbers = np.repeat(np.arange(len(labels)), [20 * n_cells, *[n_cells] * (len(labels) - 1)])
-    blocks = []
-    for rows in np.array_split(numbers, 20):
-        means = np.exp(base + changes[rows]) * rng.lognormal(0, 0.3, size=(len(rows), 1))
-        blocks.append(sparse.csr_matrix(rng.poisson(means * rng.gamma(4.0, 0.25, means.shape)).astype(np.float32)))
-    obs = pd.DataFrame({"perturbation": np.array(labels, object)[numbers]}, [f"cell{i}" for i in range(len(numbers))])
-    vectors = np.eye(N_PROGRAMS)[program] + rng.normal(scale=0.5, size=(n_knockouts, N_PROGRAMS))
-    tables = {
-        "vectors": vectors,
-        "screen": effects + rng.normal(scale=0.3, size=effects.shape),
-        "random": rng.normal(size=(n_knockouts, N_PROGRAMS)),
-    }
-    frames = {name: pd.DataFrame(table, index=knocked) for name, table in tables.items()}
-    truth = pd.Series(np.where(strength > 0, program, -1), index=knocked)
-    return ad.AnnData(sparse.vstack(blocks, format="csr"), obs, pd.DataFrame(index=genes)), truth, responses, frames
 
 
 def fine_tuned(
@@ -157,17 +120,17 @@ def scored(
 
 def planted(folder: Path | None, seed: int, tuned: bool) -> Iterator[pd.DataFrame]:
     """Yield the scores of each fold of a simulated screen."""
-    adata, truth, responses, tables = simulate(seed)
-    labels = adata.obs["perturbation"].to_numpy()
-    of_programs = responses - responses.mean(axis=0)
+    screen = simulate_screen(seed)
+    labels = screen.adata.obs["perturbation"].to_numpy()
+    of_programs = screen.responses - screen.responses.mean(axis=0)
     of_programs /= np.linalg.norm(of_programs, axis=1, keepdims=True)
-    for train, test in folds(adata, labels, seed):
-        found, made, center = scored(train, test, EffectKeys("perturbation", "control"), tables)
+    for train, test in folds(screen.adata, labels, seed):
+        found, made, center = scored(train, test, EffectKeys("perturbation", "control"), dict(screen.tables))
         right = []
         for deltas in made.values():
             like = (deltas - center) @ of_programs.T
             best = like >= like.max(axis=1, keepdims=True) - 1e-12
-            of_gene = [truth.get(name, -1) for name in found["perturbation"][: len(deltas)]]
+            of_gene = [screen.program.get(name, -1) for name in found["perturbation"][: len(deltas)]]
             right += [b[gene] / b.sum() if gene >= 0 else np.nan for b, gene in zip(best, of_gene, strict=True)]
         is_pair = found["perturbation"].str.contains("+", regex=False)
         yield found.assign(program=right, data=np.where(is_pair, "pairs", "planted"))
