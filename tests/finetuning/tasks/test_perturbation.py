@@ -12,6 +12,7 @@ from scforge.finetuning import get_task
 from scforge.finetuning.splits import Split
 from scforge.finetuning.tasks import perturbation as report
 from scforge.models import Encoder
+from scforge.testing import simulate_screen
 
 GENES = [f"gene{i}" for i in range(30)]
 SINGLES = [f"gene{i}" for i in range(6)]
@@ -333,3 +334,27 @@ def test_controls_are_kept_back_only_if_something_is_tested(adata: ad.AnnData) -
     cells.obs.loc[cells.obs_names[:20], "target"] = None
     split, _ = split_of(cells)
     assert not np.isin(np.arange(20), np.concatenate([split.train, split.validation, split.test])).any()
+
+
+def test_vectors_of_genes_from_a_file_predict_unseen_knockouts(tmp_path) -> None:
+    screen = simulate_screen(n_knockouts=40, n_pairs=0, n_cells=30, n_genes=60, n_programs=2, n_response=20)
+    table = tmp_path / "vectors.parquet"
+    pd.get_dummies(screen.program, dtype=float).rename(columns=str).to_parquet(table)
+    heldout = screen.program.index[screen.program >= 0][:6].tolist()
+    options = {"perturbation_key": "perturbation", "control": "control", "heldout": heldout, "validation_size": 0}
+    found = {}
+    for tables in (None, {"programs": str(table)}):
+        model = base_of(screen.adata.copy()).finetune("perturbation", gene_tables=tables, **options, **QUICK)
+        found[tables is None] = model.predict().layers["delta"], model
+    truth = screen.effects.loc[heldout].to_numpy()
+    without, with_table = (
+        np.mean([np.corrcoef(*pair)[0, 1] for pair in zip(found[is_none][0], truth, strict=True)])
+        for is_none in (True, False)
+    )
+    assert with_table > max(without + 0.1, 0.6)
+    # The file is read in training only.
+    model = found[False][1]
+    model.save(tmp_path / "model")
+    table.unlink()
+    again = Encoder.load(tmp_path / "model", adata=screen.adata.copy()).predict().layers["delta"]
+    np.testing.assert_allclose(again, found[False][0], atol=1e-5)
