@@ -170,7 +170,7 @@ def test_markdown_and_a_frame() -> None:
     ("made", "words"),
     [
         (compared(0.01), "mine is better than PCA in f1: 0.900 against 0.800 (difference +0.100"),
-        (compared(0.2), "mine is not better than PCA in f1"),
+        (compared(0.2), "mine is tied with PCA in f1"),
         (compared(0.01, -0.1), "mine is worse than PCA in f1: 0.700 against 0.800"),
         (compared(0.01, -0.1, frozenset({"f1"})), "mine is better than PCA in f1: 0.700 against 0.800"),
         (compared(0.01, 0.1, frozenset({"f1"})), "mine is worse than PCA"),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from scforge._checks import check_known
 from scforge._io import sha256_of
 from scforge.data.checks import check_obs_column
-from scforge.datasets._pbmc3k import pbmc3k
+from scforge.datasets.bundled import read_bundled
 from scforge.datasets.cards import get_card
 from scforge.errors import DataError, MissingFileError
 
@@ -71,8 +71,7 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
 
     card = get_card(name)
     if card.embedded:
-        # Its own function gives the counts the type and order that everything works on.
-        return pbmc3k()
+        return read_bundled(name)
     path = find_file(name, folder)
     if verify and card.sha256 is not None and (found := sha256_of(path)) != card.sha256:
         raise DataError(
