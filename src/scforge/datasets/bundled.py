@@ -57,8 +57,8 @@ def pbmc3k() -> AnnData:
 def lung_cell_lines() -> AnnData:
     """Return five lung cancer cell lines in five batches of two protocols: raw counts of 1,021 cells.
 
-    A small example of batch effects: at this depth, most nearest neighbors of a cell are from its own batch. The
-    file is part of the package; nothing is downloaded. Each call returns a new object.
+    A small example of batch effects: in principal components, about half of the nearest neighbors of a cell are from
+    its own batch. The file is part of the package; nothing is downloaded. Each call returns a new object.
 
     Returns
     -------
