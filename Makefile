@@ -12,7 +12,7 @@ PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 help: ## Show the jobs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
-quickstart: ## Install scforge, train two models on PBMC 3k and write a report to quickstart/
+quickstart: ## Install scforge, integrate and annotate bundled cells, write a UMAP and a report to quickstart/
 	@$(INSTALL)
 	$(VENV)/bin/scforge quickstart --output quickstart
 

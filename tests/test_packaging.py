@@ -39,6 +39,7 @@ def test_wheel_is_the_package_and_nothing_else():
         "config/recipes/light.yaml",
         "data/tables/human_genes.csv.gz",
         "datasets/cards/pbmc3k.yaml",
+        "datasets/data/lung_cell_lines.h5ad",
         "datasets/data/pbmc3k.h5ad",
         "datasets/splits/pbmc3k-v1.csv.gz",
         "hub/models/pbmc3k-light/model.safetensors",

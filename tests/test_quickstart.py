@@ -9,8 +9,10 @@ matplotlib.use("Agg")
 import matplotlib.image
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
 
+import scforge
 from scforge import _quickstart
 from scforge.cli import main
 from scforge.estimators import Encoder
@@ -20,61 +22,70 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*n_jobs value.*:UserWarning")
 
 
 @pytest.fixture(scope="module")
-def result(pbmc: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a quickstart on 400 cells, run by its command; its output is in out.txt."""
+def result(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a quickstart on some cells of each batch, run by its command."""
     folder = tmp_path_factory.mktemp("quickstart")
-    labels = pbmc.obs["cell_type"]
-    common = labels.isin(labels.value_counts().index[:4]) | labels.isna()
-    cells = pbmc[common.to_numpy()][:400].copy()
-    cells.obs["cell_type"] = cells.obs["cell_type"].cat.remove_unused_categories()
+    cells = scforge.datasets.lung_cell_lines()
+    rows = cells.obs.reset_index().groupby(["batch", "cell_line"], observed=True).head(20).index
+    genes = np.argsort(-np.asarray(cells.X.sum(axis=0)).ravel(), kind="stable")[:600]
+    cells = cells[rows, np.sort(genes)].copy()
     train = Encoder.train
 
     def short(self: Encoder, max_epochs: int | None = None, **options) -> None:
         train(self, 2, **(options | {"progress_bar": False, "accelerator": "cpu"}))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("scforge.datasets.pbmc3k", lambda: cells.copy())
+        patch.setattr("scforge.datasets.lung_cell_lines", lambda: cells.copy())
         patch.setattr(Encoder, "train", short)
-        patch.setattr(_quickstart, "_TOKENS", 32)
+        patch.setattr(_quickstart.Annotation, "n_draws", 10)
         assert main(["quickstart", "--output", str(folder / "result")]) == 0
     assert not plt.get_fignums(), "figures are left open"
     return folder / "result"
 
 
 @pytest.mark.slow
-def test_what_is_there(result: Path) -> None:
-    files = {path.name for path in result.iterdir()}
+def test_files(result: Path) -> None:
     reports = {f"report.{ending}" for ending in ("md", "html", "json", "csv")}
-    assert files == {"light", "pbmc3k_scforge.h5ad", "transformer", "umap.png", *reports}
+    assert {path.name for path in result.iterdir()} == {"cells.h5ad", "model", "umap.png", *reports}
     picture = matplotlib.image.imread(result / "umap.png")
-    # Embeddings above and curves below, on the left and on the right.
+    # Two rows of three embeddings.
     for half in np.array_split(picture[..., :3], 2, axis=0):
-        for quarter in np.array_split(half, 2, axis=1):
-            assert (quarter.min(axis=-1) < 0.9).mean() > 0.005
+        for panel in np.array_split(half, 3, axis=1):
+            assert (panel.min(axis=-1) < 0.9).mean() > 0.005
 
 
-def test_cells_and_models(result: Path) -> None:
-    adata = ad.read_h5ad(result / "pbmc3k_scforge.h5ad")
-    assert adata.n_obs == 400
-    assert "metrics" in adata.uns["scforge"]
-    for folder, key in (("light", "X_scforge"), ("transformer", "X_transformer")):
-        trained, untrained = adata.obsm[key], adata.obsm[f"{key}_untrained"]
-        assert np.isfinite(trained).all()
-        assert trained.shape == untrained.shape
-        assert np.abs(trained - untrained).max() > 1e-3
-        assert bool(adata.uns["scforge"][key]["is_trained"]) is True
-        assert bool(adata.uns["scforge"][f"{key}_untrained"]["is_trained"]) is False
-        model = Encoder.load(result / folder, adata)
-        assert model.is_trained_
-        np.testing.assert_allclose(model.get_latent_representation(key_added=None), trained, atol=1e-5)
+@pytest.mark.slow
+def test_cells_and_model(result: Path) -> None:
+    cells = ad.read_h5ad(result / "cells.h5ad")
+    new = (cells.obs["batch"] == "sc_dropseq").to_numpy()
+    assert cells.obs["scforge_cell_line_transferred"].notna().tolist() == new.tolist()
+    embeddings = [cells.obsm[key] for key in ("X_scforge", "X_scforge_1", "X_scforge_2")]
+    assert np.abs(embeddings[0] - embeddings[1]).max() > 1e-3, "seeds differ"
+    model = Encoder.load(result / "model", cells[~new].copy())
+    np.testing.assert_allclose(model.get_latent_representation(key_added=None), embeddings[0][~new], atol=1e-4)
+    assert "sc_dropseq" not in model.adata.obs["batch"].cat.categories, "the new sample was not trained on"
 
 
-def test_the_report(result: Path) -> None:
+@pytest.mark.slow
+def test_report(result: Path) -> None:
     content = json.loads((result / "report.json").read_text())
-    kinds: dict[str, list[dict]] = {}
-    for row in content["rows"]:
-        kinds.setdefault(row["kind"], []).append(row)
-    assert [row["name"] for row in kinds["model"]] == ["X_scforge", "X_transformer"]
-    assert [row["name"] for row in kinds["untrained"]] == ["X_scforge_untrained", "X_transformer_untrained"]
-    assert all(0 <= score <= 1 for row in content["rows"] for score in row["scores"].values())
-    assert max(row["scores"]["knn_macro_f1"] for row in kinds["baseline"]) > 0.7
+    rows = {(row["benchmark"], row["name"]): row for row in content["rows"]}
+    methods = {"integration": 3, "annotation": 4}
+    assert {name: sum(row["benchmark"] == name for row in content["rows"]) for name in methods} == methods
+    for benchmark, model in (
+        ("integration", "scforge, new sample mapped"),
+        ("annotation", "scforge, label transfer"),
+    ):
+        assert rows[benchmark, model]["kind"] == "model"
+        assert sum(model in verdict for verdict in content["verdicts"]) == 1
+    assert rows["annotation", "logistic regression on genes"]["scores"]["accuracy"] > 0.7
+
+
+def test_scores_of_annotations() -> None:
+    truth = pd.Series(["a", "a", "b", "b"])
+    scores = _quickstart.Annotation().run(pd.Series(["a", "c", "b", "b"]), truth)
+    assert scores["accuracy"] == 0.75
+    assert scores["macro_f1"] == pytest.approx((2 / 3 + 1) / 2), "a class that no cell has is no class of the mean"
+    draws = _quickstart.Annotation().resampled(pd.Series(["a", "c", "b", "b"]), truth, n=50, seed=0)
+    assert draws.shape == (50, 2)
+    assert 0 < draws["accuracy"].std() < 0.5

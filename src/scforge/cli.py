@@ -565,7 +565,7 @@ def _add_quickstart(command: argparse.ArgumentParser) -> None:
 
 
 _COMMANDS = {
-    "quickstart": (_add_quickstart, "train on bundled PBMC 3k; write a UMAP and a benchmark report"),
+    "quickstart": (_add_quickstart, "integrate and annotate bundled cells; write a UMAP and a benchmark report"),
     "train": (_add_train, "train a model from a YAML or TOML file"),
     "config": (_add_config, "write, show or check a YAML file"),
     "convert": (_add_convert, "convert data of any size to a store for training"),

@@ -170,7 +170,7 @@ def test_markdown_and_a_frame() -> None:
     ("made", "words"),
     [
         (compared(0.01), "mine is better than PCA in f1: 0.900 against 0.800 (difference +0.100"),
-        (compared(0.2), "mine is not better than PCA in f1"),
+        (compared(0.2), "mine is tied with PCA in f1"),
         (compared(0.01, -0.1), "mine is worse than PCA in f1: 0.700 against 0.800"),
         (compared(0.01, -0.1, frozenset({"f1"})), "mine is better than PCA in f1: 0.700 against 0.800"),
         (compared(0.01, 0.1, frozenset({"f1"})), "mine is worse than PCA"),
@@ -189,9 +189,9 @@ def test_verdicts(made: Report, words: str) -> None:
 @pytest.mark.parametrize(
     ("p_value", "difference", "model", "alone", "among_many"),
     [
-        (0.03, 0.1, True, "is better", "is not better"),
+        (0.03, 0.1, True, "is better", "is tied"),
         (0.02, 0.1, False, "is better", "is better"),
-        (0.02, -0.1, False, "is worse", "is not better"),  # worse than the best of many is worse by chance, too
+        (0.02, -0.1, False, "is worse", "is tied"),  # worse than the best of many is worse by chance, too
     ],
 )
 def test_verdicts_are_corrected_for_their_number(p_value, difference, model, alone, among_many) -> None:
@@ -312,7 +312,7 @@ def test_the_interval_of_a_sentence_never_contradicts_its_p_value() -> None:
             low, high, p = map(float, re.search(r"interval (\S+) to (\S+), p = ([\d.e-]+)\)", sentence).groups())
             if abs(p - 0.05) > 0.001 and min(abs(low), abs(high)) > 0.001:
                 assert (low > 0 or high < 0) == (p < 0.05), sentence
-                assert (p < 0.05) == ("not better" not in sentence)
+                assert (p < 0.05) == ("tied" not in sentence)
                 seen.add(p < 0.05)
     assert seen == {True, False}
 

@@ -28,6 +28,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sc.tl, "umap", lambda work, **_: work.obsm.update(X_umap=places))
 
 
+def test_a_row_of_panels_per_column_with_a_legend_each(embedded: ad.AnnData, quick, texts) -> None:
+    embedded.obs["half"] = np.where(np.arange(60) < 30, "first", "second")
+    axes = embeddings(embedded, ["X_one", "X_two"], color=["group", "half"])
+    assert [ax.get_title() for ax in axes] == ["X_one", "X_two"] * 2
+    assert [ax.get_legend() is None for ax in axes] == [True, False, True, False]
+    assert set(texts(axes[3].get_legend().get_texts())) == {"first", "second"}
+
+
 def test_each_group_has_a_color_and_cells_without_a_label_are_gray(embedded: ad.AnnData, quick, texts) -> None:
     embedded.obs.loc[["cell0", "cell1"], "group"] = np.nan
     axes = embeddings(embedded, {"X_one": "the first", "X_two": "the second"}, color="group")

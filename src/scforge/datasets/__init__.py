@@ -9,7 +9,8 @@ _NAMES = {
     "get_split": "scforge.datasets.splits",
     "list_cards": "scforge.datasets.cards",
     "load": "scforge.datasets.loading",
-    "pbmc3k": "scforge.datasets._pbmc3k",
+    "lung_cell_lines": "scforge.datasets.bundled",
+    "pbmc3k": "scforge.datasets.bundled",
     "read_split": "scforge.datasets.splits",
     "write_split": "scforge.datasets.splits",
 }

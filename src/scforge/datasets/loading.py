@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from scforge._checks import check_known
 from scforge._io import sha256_of
 from scforge.data.checks import check_obs_column
-from scforge.datasets._pbmc3k import pbmc3k
+from scforge.datasets.bundled import read_bundled
 from scforge.datasets.cards import DatasetCard, PertpySource, get_card
 from scforge.errors import DataError, MissingFileError
 
@@ -80,8 +80,7 @@ def load(
 
     card = get_card(name)
     if card.embedded:
-        # Its own function gives the counts the type and order that everything works on.
-        return pbmc3k()
+        return read_bundled(name)
     place = _place(folder)
     if download and card.pertpy is not None and not (place and Path(place, f"{name}.h5ad").is_file()):
         return _checked(_from_pertpy(card, card.pertpy), card)

@@ -495,7 +495,7 @@ def _sentence(row: Row, about: Measured, compared: Comparison, p_value: float) -
         if about.main in about.lower_is_better:
             word = "below (less is better)" if gain > 0 else "not below (less is better)"
         return f"{row.name} is {word} {compared.baseline} in {figures}, without a test."
-    word = "not better than"
+    word = "tied with"
     if p_value < _ALPHA:
         word = "better than" if gain > 0 else "worse than"
     # The interval is corrected as the p-value is, so that the two say the same.

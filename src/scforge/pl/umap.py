@@ -18,12 +18,12 @@ def embeddings(
     adata: AnnData,
     obsm_keys: str | Sequence[str] | Mapping[str, str],
     *,
-    color: str,
+    color: str | Sequence[str],
     n_neighbors: int = 15,
     seed: int = 0,
     axes: Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """Plot a UMAP of each embedding, colored by a column of obs, with a shared legend.
+    """Plot a UMAP of each embedding, with cells colored by columns of obs and one legend per column.
 
     Parameters
     ----------
@@ -32,11 +32,11 @@ def embeddings(
     obsm_keys
         Key or keys in ``adata.obsm``; as a mapping, with the title of each.
     color
-        Column of ``adata.obs`` with categories.
+        Column of ``adata.obs`` with categories; a list plots one row of UMAPs per column.
     n_neighbors, seed
         Of the neighbor graph and of UMAP.
     axes
-        Axes to draw on, one for each embedding; new ones if None.
+        Axes to plot on, one for each column and embedding, row by row; new ones if None.
 
     Returns
     -------
@@ -54,21 +54,28 @@ def embeddings(
 
     obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
     titles = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else {key: key for key in obsm_keys}
-    check_known("color", color, adata.obs, "adata.obs")
+    colors = [color] if isinstance(color, str) else list(color)
+    for column in colors:
+        check_known("color", column, adata.obs, "adata.obs")
     for key in titles:
         check_known("obsm_keys", key, adata.obsm, "adata.obsm")
     # What scanpy writes stays in a copy.
-    work = sc.AnnData(obs=adata.obs[[color]].astype("category"))
+    work = sc.AnnData(obs=adata.obs[colors].astype("category"))
     for key in titles:
         work.obsm[key] = np.asarray(adata.obsm[key])
         sc.pp.neighbors(work, use_rep=key, n_neighbors=n_neighbors, random_state=seed)
         sc.tl.umap(work, random_state=seed)
         adata.obsm[f"{key}_umap"] = work.obsm["X_umap"]
+    n_rows, n_columns = len(colors), len(titles)
     if axes is None:
-        figure = plt.figure(figsize=(4 * len(titles) + 2, 4), layout="constrained")
-        axes = [figure.add_subplot(1, len(titles), index + 1) for index in range(len(titles))]
-    for ax, (key, title) in zip(axes, titles.items(), strict=True):
+        figure = plt.figure(figsize=(4 * n_columns + 2, 4 * n_rows), layout="constrained")
+        axes = [figure.add_subplot(n_rows, n_columns, index + 1) for index in range(n_rows * n_columns)]
+    panels = [(column, key) for column in colors for key in titles]
+    last = list(titles)[-1]
+    for ax, (column, key) in zip(axes, panels, strict=True):
         work.obsm["X_umap"] = adata.obsm[f"{key}_umap"]
-        legend = "right margin" if ax is axes[-1] else None
-        sc.pl.umap(work, color=color, title=title, ax=ax, show=False, size=20, legend_loc=legend, na_in_legend=True)
+        legend = "right margin" if key == last else None
+        sc.pl.umap(
+            work, color=column, title=titles[key], ax=ax, show=False, size=20, legend_loc=legend, na_in_legend=True
+        )
     return axes

@@ -1,4 +1,4 @@
-"""10x PBMC 3k: raw counts and cell types of 2,700 blood cells."""
+"""Data sets that are part of the package: raw counts and labels, read without a network."""
 
 from __future__ import annotations
 
@@ -51,12 +51,58 @@ def pbmc3k() -> AnnData:
     >>> int(adata.X.sum()), adata.var["gene_ids"]["CD3D"]
     (6390631, 'ENSG00000167286')
     """
+    return read_bundled("pbmc3k")
+
+
+def lung_cell_lines() -> AnnData:
+    """Return five lung cancer cell lines in five batches of two protocols: raw counts of 1,021 cells.
+
+    A small example of batch effects: in principal components, about half of the nearest neighbors of a cell are from
+    its own batch. The file is part of the package; nothing is downloaded. Each call returns a new object.
+
+    Returns
+    -------
+    Annotated data of 1,021 cells and 11,504 genes, all genes with at least one count:
+
+    ``X``
+        Raw counts (UMIs), whole numbers as float32, CSR with sorted indices.
+    ``obs_names``, ``var_names``
+        Cell names of the source; Ensembl gene ids.
+    ``obs["cell_line"]``
+        Categorical with the five cell lines, identified by their genotypes.
+    ``obs["batch"]``
+        Categorical with the five batches: four of CEL-seq2 and one, ``"sc_dropseq"``, of Drop-seq.
+    ``uns["scforge_dataset"]``
+        Name, source, license, citation and changes, as text.
+
+    Notes
+    -----
+    Source: https://github.com/LuyiTian/sc_mixology, described by Tian et al. (2019), Nature Methods 16, 479-487.
+    License: MIT, Copyright (c) 2018 Luyi Tian. ``uns["scforge_dataset"]["license"]`` has its full text.
+
+    Changes: only singlets of the CEL-seq2 and Drop-seq batches and genes with a count in each batch are included. The
+    counts are downsampled to 3%, because at full depth every method separates the cell lines. The median cell
+    has 708 counts instead of 23,426. No cell was selected for its label. The dataset card has the details.
+
+    Examples
+    --------
+    >>> from scforge.datasets import lung_cell_lines
+    >>> adata = lung_cell_lines()
+    >>> adata.shape, adata.obs["cell_line"].cat.categories.tolist()
+    ((1021, 11504), ['A549', 'H1975', 'H2228', 'H838', 'HCC827'])
+    """
+    return read_bundled("lung_cell_lines")
+
+
+def read_bundled(name: str) -> AnnData:
+    """Return a bundled data set with its counts as float32 in CSR."""
     import anndata
 
-    with resources.as_file(resources.files("scforge.datasets").joinpath("data", "pbmc3k.h5ad")) as path:
+    with resources.as_file(resources.files("scforge.datasets").joinpath("data", f"{name}.h5ad")) as path:
         adata = anndata.read_h5ad(path)
     about = adata.uns["scforge_dataset"]
-    about["license"] = about.pop("licence")
+    if "licence" in about:
+        about["license"] = about.pop("licence")
     # The file holds small integers by gene, which compress best; rows of float32 are what everything else works on.
     counts = adata.X.tocsr().astype(np.float32)
     counts.sort_indices()

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from scipy import sparse
 
-from scforge.datasets import pbmc3k
+from scforge.datasets import lung_cell_lines, pbmc3k
 
-SOURCE = Path(__file__).parents[3] / "shared" / "data" / "cells" / "pbmc3k.h5ad"
+CELLS = Path(__file__).parents[3] / "shared" / "data" / "cells"
+SOURCE, MIXTURE = CELLS / "pbmc3k.h5ad", CELLS / "sc_mixology.h5ad"
 
 
 def test_counts_genes_and_cell_types(pbmc: ad.AnnData) -> None:
@@ -67,6 +68,41 @@ def test_equal_to_the_source(pbmc: ad.AnnData) -> None:
     assert list(source.var_names[detected]) == list(pbmc.var_names)
     assert list(source.var["gene_ids"][detected]) == list(pbmc.var["gene_ids"])
     assert list(source.obs["cell_type"].cat.codes) == list(pbmc.obs["cell_type"].cat.codes)
+
+
+def test_cell_lines_are_in_batches_of_two_protocols() -> None:
+    adata = lung_cell_lines()
+    assert adata.shape == (1021, 11504)
+    assert adata.X.dtype == np.float32
+    assert adata.X.has_canonical_format
+    assert adata.X.data.min() >= 1
+    assert float(np.median(np.asarray(adata.X.sum(axis=1)))) == 708.0
+    assert adata.var_names.str.match(r"^ENSG\d{11}$").all()
+    lines = adata.obs.groupby("batch", observed=True)["cell_line"].nunique()
+    assert lines.to_dict() == {
+        "sc_celseq2": 3,
+        "sc_celseq2_5cl_p1": 5,
+        "sc_celseq2_5cl_p2": 5,
+        "sc_celseq2_5cl_p3": 5,
+        "sc_dropseq": 3,
+    }
+    license_text = adata.uns["scforge_dataset"]["license"]
+    assert "Copyright (c) 2018 Luyi Tian" in license_text
+    assert "shall be included in all copies" in license_text
+
+
+@pytest.mark.skipif(not MIXTURE.exists(), reason="the source file of the data is not on this machine")
+def test_counts_of_cell_lines_are_those_that_the_card_describes() -> None:
+    source, adata = ad.read_h5ad(MIXTURE), lung_cell_lines()
+    counts = source.X.tocsr().copy()
+    counts.data = np.random.default_rng(0).binomial(counts.data.astype(np.int64), 0.03)
+    counts.eliminate_zeros()
+    seen = np.asarray(counts.sum(axis=0)).ravel() > 0
+    assert (counts[:, seen] != adata.X).nnz == 0
+    assert list(source.var_names[seen]) == list(adata.var_names)
+    assert list(source.obs_names) == list(adata.obs_names)
+    for column in ("batch", "cell_line"):
+        assert source.obs[column].astype(str).tolist() == adata.obs[column].astype(str).tolist()
 
 
 def test_importing_data_sets_imports_no_anndata() -> None:
