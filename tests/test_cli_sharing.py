@@ -132,7 +132,7 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
     ("line", "message"),
     [
         ("push nothing org/light", "DIR='nothing' does not exist; give the folder that model.save"),
-        ("push base org/light --base org/x", "base='org/x' (--base) has no effect where DIR='base' is a whole model"),
+        ("push base org/light --base org/x", "base='org/x' (--base) has no effect if DIR='base' is a complete model"),
         (
             "push base org/light --metrics cells.csv",
             "metrics='cells.csv' (--metrics) needs exactly one row named 'scforge'",

@@ -190,7 +190,7 @@ TRAINING = [
     ({"accelerator": "gpuu"}, "an option of training cannot be used: You selected an invalid accelerator name"),
     ({"epochs": 3}, "training option 'epochs' is unknown to 'train'; did you mean 'max_epochs'?"),
     ({"enable_checkpointing": True}, "'enable_checkpointing' is unknown to 'train'; pass checkpoint_dir=FOLDER"),
-    ({"seed": 1}, "'seed' is unknown to 'train'; it is that of the model, Encoder(adata, seed=...)."),
+    ({"seed": 1}, "'seed' is unknown to 'train'; set it for the model, Encoder(adata, seed=...)."),
     ({"plan_kwargs": {"lr": 0.1}, "lr": 0.2}, "lr is set in plan_kwargs and as an argument; set it once."),
     ({"plan_kwargs": {"lrate": 0.1}}, "training option 'lrate' is unknown to 'train'"),
     ({"use_gpu": True}, "'use_gpu' is unknown to 'train'; pass accelerator='gpu' or accelerator='cpu'."),

@@ -240,7 +240,7 @@ def test_cells_that_do_not_fit(run, many_adata, tmp_path):
     Encoder.setup_anndata(human)
     other = Encoder(human, hidden_dim=4, ffn_dim=4)
     other.is_trained_ = True
-    with pytest.raises(GeneMismatchError, match=r"so use cells of that species, or a model that was") as caught:
+    with pytest.raises(GeneMismatchError, match=r"use cells of that species, or a model that was") as caught:
         run(mouse, model=other)
     assert "gene_vocab=" not in str(caught.value), "a vocabulary would not help"
     assert left_over(tmp_path) == []

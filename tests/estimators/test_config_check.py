@@ -76,9 +76,9 @@ MISTAKES = [
     (
         "output.embedding=./cells.h5ad",
         ConfigError,
-        "output.embedding='cells.h5ad' is among the cells that are read, and",
+        "output.embedding='cells.h5ad' is an input file and",
     ),
-    (("data.paths=[./*.h5ad]", "output.embedding=new.h5ad"), ConfigError, "'new.h5ad' is among the cells"),
+    (("data.paths=[./*.h5ad]", "output.embedding=new.h5ad"), ConfigError, "'new.h5ad' is an input file"),
 ]
 
 

@@ -360,7 +360,7 @@ def test_kept_genes_and_genes_that_were_not_chosen(build, tiny_adata):
     usual = build(adata=tiny_adata.copy(), n_top_genes=20)
     usual.train(1, progress_bar=False)
     left_out = next(name for name in tiny_adata.var_names if name not in usual.vocab)
-    said = f"genes names '{left_out}', in adata but not among the model's 20 genes; build .* keep_genes=..{left_out}'"
+    said = f"genes names '{left_out}', in adata but not among the model's 20 genes; create .* keep_genes=..{left_out}'"
     with pytest.raises(GeneMismatchError, match=said):
         usual.perturb_in_silico(genes=[left_out])
     with pytest.raises(GeneMismatchError, match="genes names 'GCG', not among the model's 20 genes; create the model"):

@@ -201,7 +201,7 @@ def test_a_query_model_keeps_to_its_reference(reference, query):
 def test_batches_of_the_query_have_a_column_of_their_own(reference, query):
     query.obs = query.obs.rename(columns={"lane": "plate"})
     mapped = Encoder.load_query_data(query, reference)
-    with pytest.raises(OptionError, match=r"nothing to train: .*load_query_data\(\.\.\., batch_key=\.\.\.\)"):
+    with pytest.raises(OptionError, match=r"nothing to train, .*load_query_data\(\.\.\., batch_key=\.\.\.\)"):
         mapped.train(max_epochs=1, **QUIET)
     assert mapped.get_latent_representation(key_added=None).shape == (120, 8)
     with pytest.raises(DataError, match="'lane' is not a column of obs"):

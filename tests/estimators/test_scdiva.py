@@ -118,7 +118,7 @@ def test_what_cannot_be_made_or_asked(trained, make) -> None:
         ),
         (tuned, latent, {"return_dist": True}, "return_dist=True: the model was fine-tuned for 'annotation'"),
         (plain, ScDiVa.predict, {}, "learned no labels .* supervised=True"),
-        (plain, ScDiVa.predict, {"task": "annotations"}, "task='annotations' is not known"),
+        (plain, ScDiVa.predict, {"task": "annotations"}, "task='annotations' is unknown"),
         (tuned, ScDiVa.predict, {"task": "regression"}, "task='regression' but .* fine-tuned for 'annotation'"),
         (
             trained(setup={}),

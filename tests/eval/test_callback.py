@@ -148,7 +148,7 @@ def test_a_failure_costs_the_score_only(tiny_adata: ad.AnnData) -> None:
         ([{"label_prediction": 3}], OptionError, "write one benchmark per entry, with its options"),
         ([{"label_prediction": None, "dataset": "x"}], OptionError, "write one benchmark per entry"),
         ([Evaluation(Draws(), max_cells=5), Draws()], OptionError, "two evaluations have the name 'Draws_held_out'"),
-        ([{"label_prediction": {"n_folds": n, "name": "same"}} for n in (3, 4)], OptionError, "are called 'same'"),
+        ([{"label_prediction": {"n_folds": n, "name": "same"}} for n in (3, 4)], OptionError, "have the name 'same'"),
         ([{"label_prediction": {"dataset": "atlas"}}], OptionError, r"put the file at \$SCFORGE_DATA/atlas.h5ad"),
         ([{"label_prediction": {"dataset": "/no.h5ad"}}], MissingFileError, "no.h5ad' of .* not exist"),
     ],

@@ -94,7 +94,7 @@ def test_mistakes(cells) -> None:
     with pytest.raises(DataError, match="n_neighbors=97 is more than the 96 labeled cells that n_folds=5 leaves"):
         CellTypeAnnotation("label", n_neighbors=97).check(obs)
     for benchmark in (labels, annotation):
-        with pytest.raises(DataError, match="values that are not numbers"):
+        with pytest.raises(DataError, match="values that are not finite numbers"):
             benchmark.run(embedding * np.nan, obs)
     with pytest.raises(OptionError, match="benchmark='label_predicton' is not known; did you mean 'label_prediction'"):
         get_benchmark("label_predicton")
@@ -105,7 +105,7 @@ def test_mistakes(cells) -> None:
         (table.assign(name="x"), r"columns that are not numbers \('name'\)"),
         (embedding.astype(object), "holds object instead of numbers"),
         (embedding[:100], r"has the shape \(100, 3\), but there are 120 cells"),
-        (table.convert_dtypes().mask(table > 2), "values that are not numbers"),
+        (table.convert_dtypes().mask(table > 2), "values that are not finite numbers"),
     ]:
         with pytest.raises(DataError, match=message):
             check_embedding(wrong, 120)

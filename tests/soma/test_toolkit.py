@@ -262,7 +262,7 @@ def test_names_that_stand_twice(model):
     ("genes", "options", "error", "words"),
     [
         ({}, {}, DataError, "genes is empty"),
-        (["A"], {}, DataError, "no dict"),
+        (["A"], {}, DataError, "not a dict"),
         ({"A": ""}, {}, DataError, "'' for 'A'"),
         ({"A": 3}, {}, DataError, "3 for 'A'"),
         ({"A": "x"}, {"model": "."}, MissingFileError, "is not a byte-level language model"),

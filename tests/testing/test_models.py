@@ -129,7 +129,7 @@ OTHER_ORDER = "uses_order is False but genes in another order change the embeddi
 BROKEN = {
     "from_config": {"it has no 'from_config', which": None},
     "encode": {
-        r"encode takes no \*\*kwargs; .*further keys": (lambda self, input_ids, attention_mask, values=None: None),
+        r"encode takes no \*\*kwargs, but .*further keys": (lambda self, input_ids, attention_mask, values=None: None),
         "cells of other genes have the same embedding": (
             lambda self, input_ids, attention_mask, values=None, **kwargs: self.genes(input_ids[:, 0])
         ),

@@ -38,10 +38,10 @@ def fails(call, error: type[ScforgeError], *parts: str) -> None:
 
 VALUES = [
     (-3, "cells contains negative values (smallest: -3), but raw counts are needed"),
-    (np.nan, "cells holds 1 missing or infinite values"),
-    (-np.inf, "cells holds 1 missing or infinite values"),
-    (0.5, "cells holds values that are not whole numbers (first: 0.5)"),
-    (1e39, "cells holds values that are too large (largest: 1e+39)"),
+    (np.nan, "cells contains 1 missing or infinite values"),
+    (-np.inf, "cells contains 1 missing or infinite values"),
+    (0.5, "cells contains values that are not whole numbers (first: 0.5)"),
+    (1e39, "cells contains values that are too large (largest: 1e+39)"),
 ]
 
 

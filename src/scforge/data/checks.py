@@ -340,7 +340,7 @@ def _as_csr(matrix: Any, where: str) -> sparse.csr_matrix:
 def value_problem(data: np.ndarray) -> str | None:
     """Return what is wrong with values that should be counts, or None."""
     if data.dtype.kind == "f" and not np.isfinite(data).all():
-        return f"holds {int((~np.isfinite(data)).sum())} missing or infinite values"
+        return f"contains {int((~np.isfinite(data)).sum())} missing or infinite values"
     if len(data) and data.min() < 0:
         return f"contains negative values (smallest: {data.min():g})"
     if data.dtype.kind == "f" and (fractional := data != np.floor(data)).any():

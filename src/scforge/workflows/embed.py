@@ -532,8 +532,8 @@ def _open(model: CellModel, source: Any) -> Cells:
         if "_protein_coding'" not in way_out:
             raise
         raise GeneMismatchError(
-            f"{problem}; the model (--model) has the genes of one species only; use cells of that species, or a model "
-            "that was trained on this one."
+            f"{problem}; the model (--model) has the genes of one species only, so use cells of that species, or a "
+            "model that was trained on this one."
         ) from error
     if not len(cells):
         raise DataError("source has no cells to embed.")
