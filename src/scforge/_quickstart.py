@@ -157,8 +157,8 @@ def _report(cells: AnnData, reference: AnnData, query: AnnData, predicted: list[
     report.notes = [
         "Integration: scIB scores of all cells. scforge was trained on the reference only and maps the new sample; PCA "
         "and Harmony are fitted on all cells. Annotation: labels of the new sample, predicted from the labels of the "
-        "reference. No method saw the labels of the new sample. Intervals are over cells. The defaults of scforge were "
-        "chosen on four data sets, and the full counts of these cells were one of them.",
+        "reference. No method saw the labels of the new sample. Intervals are over cells and training runs. The "
+        "defaults of scforge were chosen on four data sets, and the full counts of these cells were one of them.",
     ]
     return report
 

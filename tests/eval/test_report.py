@@ -86,6 +86,9 @@ def test_replicates_are_one_row(embedded: ad.AnnData) -> None:
     assert row.name == "X"
     assert row.scores["knn_macro_f1"] == pytest.approx(np.mean(alone))
     assert row.spreads["knn_macro_f1"] == pytest.approx(np.std(alone, ddof=1))
+    # The interval is of the mean over two very different runs, not of cells alone.
+    low, high = row.intervals["knn_macro_f1"]
+    assert high - low > np.std(alone, ddof=1)
 
 
 def test_a_benchmark_without_metrics_is_refused_by_name(embedded: ad.AnnData) -> None:

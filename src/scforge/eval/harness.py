@@ -67,6 +67,8 @@ def score(
         ]
         tables = [table for table in drawn if table is not None]
         draws[method] = sum(tables[1:], start=tables[0]) / len(tables) if tables else pd.DataFrame()
+        if tables and len(runs) > 1:
+            draws[method] += _resampled_runs(of_runs, draws[method], seed=int(seeds[0]))
         if speaks:
             took = time.perf_counter() - start
             left = took / n_done * (len(made) - n_done)
@@ -112,6 +114,16 @@ def score(
                 comparisons=comparisons,
             )
         )
+
+
+def _resampled_runs(of_runs: list[pd.DataFrame], draws: pd.DataFrame, *, seed: int) -> pd.DataFrame:
+    """Return a deviation of the mean over training runs for each draw of the cells, by a bootstrap of the runs."""
+    means = pd.DataFrame([table.mean() for table in of_runs])[list(draws.columns)].to_numpy()
+    n_runs = len(means)
+    chosen = np.random.default_rng([seed, n_runs]).integers(n_runs, size=(len(draws), n_runs))
+    # A bootstrap of few runs varies too little, by (n - 1) / n.
+    deviations = (means[chosen].mean(axis=1) - means.mean(axis=0)) * np.sqrt(n_runs / (n_runs - 1))
+    return pd.DataFrame(deviations, index=draws.index, columns=draws.columns)
 
 
 def _versions(benchmark: Benchmark, seeds: Sequence[int]) -> list[Benchmark]:
@@ -190,6 +202,7 @@ def evaluate(
         Add 95 % intervals and tests against the best baseline, from resampled cells.
     replicates
         Name of a row to keys among `obsm_keys` that are the same method with several seeds: one row instead of theirs.
+        Its interval includes the variation over seeds.
     rows
         Cells that are scored, positions in `adata`; baselines are made of all. None scores all.
     seconds

@@ -143,7 +143,7 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects, *, fitted: bool
     ``train_mean``
         The mean of all training effects in the same context, or in all contexts if there are none.
     ``overall_mean``
-        The mean of all training effects in all contexts. Only where the mean of a wanted context is another one.
+        The mean of all training effects in all contexts. Only if it differs from that of a requested context.
     ``control_mean``
         The mean of the controls of all contexts minus that of the context.
     ``perturbation_mean``
@@ -682,8 +682,8 @@ class PerturbationPrediction(Benchmark):
     """How well effects of perturbations are predicted that the training did not see.
 
     What is predicted is either cells, as an AnnData with the columns below, or the effects themselves: a DataFrame with
-    one row a perturbation (with a context: an index of perturbation and context), one column a gene, and the change of
-    the mean log1p CP10K. Effects of predicted cells are seen from the predicted controls of the context; if there are
+    one row per perturbation (with a context: an index of perturbation and context), one column per gene, and the change
+    of the mean log1p CP10K. Effects of predicted cells are seen from the predicted controls of the context; if there are
     none, from those of the training, without a training from the measured ones.
 
     The figures are means over effects of
@@ -711,7 +711,7 @@ class PerturbationPrediction(Benchmark):
     layer
         Key in layers with counts or log1p CP10K; None reads X.
     n_top_genes
-        Score only so many genes: those with the highest mean in the controls. None scores all.
+        Score only this number of genes: those with the highest mean in the controls. None scores all.
     n_comps
         Principal components of the energy distance; fewer where there are not so many.
     max_cells
@@ -850,7 +850,7 @@ class PerturbationPrediction(Benchmark):
         return table
 
     def deltas(self, made: AnnData | pd.DataFrame, reference: AnnData) -> tuple[pd.DataFrame, pd.DataFrame]:
-        """Return predicted and measured effects, one row an effect and one column a gene, e.g. for a plot."""
+        """Return predicted and measured effects, one row per effect and one column per gene, e.g. for a plot."""
         known = self._reference(reference)
         names = [(self.keys.name_of(effect.targets), effect.context) for effect in known.cells.effects]
         index = pd.MultiIndex.from_tuples(names, names=["perturbation", "context"])

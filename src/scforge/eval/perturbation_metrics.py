@@ -366,7 +366,7 @@ def technical_duplicate(
     seed
         Seed of the splits.
     more
-        More figures, which are left as they are, of the effect in either half, shape (Q, G), and the half (0 or 1) of
+        More metrics of the effect, which are not converted, in either half, shape (Q, G), and the half (0 or 1) of
         each cell.
 
     Returns
@@ -404,7 +404,7 @@ def technical_duplicate(
 
 
 def of_whole(table: pd.DataFrame) -> pd.DataFrame:
-    """Bring figures of halves to whole groups, as :func:`technical_duplicate` says; others stay as they are."""
+    """Convert metrics of halves to whole groups (:func:`technical_duplicate`); other metrics do not change."""
     whole = table.copy()
     for name in ("pearson_delta", "pearson_delta_top20", "cosine"):
         # Halves that contradict each other have nothing to correct; 2 r / (1 + r) runs to minus infinity there.
@@ -499,7 +499,7 @@ class EffectKeys:
         """Return the effects that the rows of a table are, each of which has to be there once."""
         n_levels = 1 if self.context_key is None else 2
         if table.index.nlevels != n_levels:
-            wanted = "one row a perturbation" if n_levels == 1 else "an index of perturbation and context"
+            wanted = "one row per perturbation" if n_levels == 1 else "an index of perturbation and context"
             raise DataError(f"predictions has an index of {table.index.nlevels} levels; give {wanted}.")
         labels = [label if n_levels == 2 else (label, ALL) for label in table.index]
         names = pd.DataFrame({self.perturbation_key: [*(str(name) for name, _ in labels), self.control]})
@@ -715,7 +715,7 @@ def cell_eval_scores(
 
     Returns
     -------
-    cell-eval's two tables: one row a perturbation (with a context: the column ``context`` first), and its summary
+    cell-eval's two tables: one row per perturbation (with a context: the column ``context`` first), and its summary
     (count, mean, spread and quantiles in the column ``statistic``) of each metric.
 
     Raises

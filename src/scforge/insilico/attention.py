@@ -37,8 +37,8 @@ def attention_between_genes(
     """Return how much the token of each gene (row) looks at that of each other gene (column), a mean over cells.
 
     The mean is over the cells in which both genes are tokens that the layer attends over (an architecture may have room
-    for the first ones only). Attention of a gene to itself, and to special tokens, is left out; what is left is not
-    scaled to sum to 1.
+    for the first ones only). Attention of a gene to itself, and to special tokens, is left out, and the rest is
+    not scaled to sum to 1.
 
     Float32, shape (G, G), at most `top_k` entries a row, of genes that are tokens together in `min_cells` cells at
     least. Sums over all pairs are kept, eight bytes for each, so that only the `max_genes` most widely expressed genes

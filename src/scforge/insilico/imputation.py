@@ -150,7 +150,7 @@ def hide_genes(tokens: _Batch, hidden: torch.Tensor, tokenizer: Tokenizer) -> tu
     Parameters
     ----------
     tokens
-        A batch of the tokenizer.
+        One batch of the tokenizer.
     hidden
         Bool, shape (B, G): genes to mask in each cell, including genes without counts.
     tokenizer

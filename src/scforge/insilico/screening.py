@@ -404,7 +404,7 @@ def screen(
     the share of cells that express them and on their dose, the root mean square of log1p CP10K there (a cosine falls
     with the square of a change). Each is perturbed in the same way, in up to 100 of the cells that it applies to. Its
     mean shift and dose are standardized to the strata (type and depth) of the cells in which the tested gene was
-    perturbed. What is left of the difference in expression is removed by a linear regression of the log shift (of the
+    perturbed. The remaining difference in expression is removed by a linear regression of the log shift (of the
     goal shift itself) over the controls. The p-value is the share of controls that do at least as much. Cells are no
     replicates of it. Tested genes are controls of each other as well: the genes most like a highly expressed one may
     all be tested.

@@ -34,8 +34,8 @@ def perturbation_scatter(
     Parameters
     ----------
     effects
-        One row a gene, named by the index: change against the controls, e.g. of the mean log1p CP10K. Genes without
-        one of the two are not drawn, which is said.
+        One row per gene, named by the index: change against the controls, e.g. of the mean log1p CP10K. Genes without
+        one of the two are not plotted, with a message.
     predicted, measured
         Its columns.
     n_labels
@@ -110,12 +110,12 @@ def _name(ax: Axes, x: np.ndarray, y: np.ndarray, names: list[str]) -> None:
 
 
 def perturbation_ranks(table: pd.DataFrame, *, metric: str = "rank", ax: Axes | None = None) -> Axes:
-    """Draw a figure of each perturbation, a row a method, the method with the best mean on top.
+    """Plot a metric of each perturbation, one row per method, the method with the best mean on top.
 
     Parameters
     ----------
     table
-        One row a perturbation and method: the columns ``method`` and `metric`, as in
+        One row per perturbation and method: the columns ``method`` and `metric`, as in
         ``adata.uns["scforge"]["metrics_per_perturbation"]``; ``kind``, if present, is the kind of each method.
     metric
         Column to draw. ``rank``: the share of measured effects that are more similar to the prediction than the own; a
@@ -199,7 +199,7 @@ def in_silico_ranking(
     DataError
         If a column is not there, no gene has a value, or the table has several groups.
     OptionError
-        If `metric` is another one.
+        If there is no such `metric`.
 
     Examples
     --------

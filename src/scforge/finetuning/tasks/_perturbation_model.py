@@ -142,7 +142,7 @@ def hold_out(
     validation_size, test_size
         Shares of the perturbations, or contexts; at least one each if above 0, and of validation only if two are left.
     seed
-        Of what is drawn.
+        Seed of the split.
 
     Raises
     ------

@@ -666,8 +666,8 @@ class Perturbation(Task):
         The mean of each metric of :func:`~scforge.eval.perturbation_metrics.score_deltas` over perturbations, for the
         model, each of :func:`~scforge.eval.perturbation.baseline_effects`, and ``technical_duplicate``; the tables
         ``per_perturbation``, and ``calibrated`` (0: the mean of the training effects, 1: the duplicate; over the
-        effects that have enough cells for a duplicate). Without baselines, ``no_change`` and, where the training cells
-        are at hand, ``train_mean`` stay.
+        effects that have enough cells for a duplicate). Without baselines, only ``no_change`` is there, and
+        ``train_mean`` if the training cells are available.
 
         Raises
         ------
