@@ -528,9 +528,9 @@ def overview(results: pd.DataFrame, metric: str) -> str:
             continue
         wide = of_task.pivot(index="run", columns="method", values="value")
         best = wide.loc[:, ~wide.columns.str.startswith("scforge") & (wide.count() > 1)].mean().idxmax()
-        wide = wide.dropna(subset=[name for name in (*OURS, best) if name in wide])
+        wide = wide.dropna(subset=[OURS[0], best])
         means = wide.mean().reindex([*OURS, best])
-        cells = [f"{value:.3f}" for value in means]
+        cells = ["" if np.isnan(value) else f"{value:.3f}" for value in means]
         cells[2] += f" ({best})"
         cells += [gain(wide, best, ours) for ours in OURS]
         lines.append(f"| {QUESTIONS[task]} | {len(wide)} | {' | '.join(cells)} |")

@@ -30,7 +30,7 @@ def test_conditions(filters, expected):
     [
         ({"filters": {"tissue": []}}, r"filters\['tissue'\]=\[\] allows no value"),
         ({"filters": ["lung"]}, r"filters=\['lung'\] is neither a dict"),
-        ({"obs": "cell_type"}, r"give e.g. obs=\['cell_type'\]"),
+        ({"obs": "cell_type"}, r"pass e.g. obs=\['cell_type'\]"),
     ],
 )
 def test_what_is_no_filter(options, message):

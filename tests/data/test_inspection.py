@@ -67,7 +67,7 @@ def test_where_the_counts_are(tiny_adata, tiny_vocab, tmp_path):
     assert found.counts.endswith("; layers['counts'] does hold them")
     assert found.overlap.counts_kept == pytest.approx(kept)
     assert inspect_h5ad(path, vocab, layer="counts").counts == "layers['counts'] holds raw counts"
-    assert "layers['scaled'] holds values" in inspect_h5ad(path, vocab, layer="scaled").counts
+    assert "layers['scaled'] contains values" in inspect_h5ad(path, vocab, layer="scaled").counts
     tiny_adata.X = counts
     assert written().counts == "X holds raw counts"
     found = inspect_h5ad(path, vocab, layer="scaled")

@@ -219,7 +219,7 @@ def test_real_cells_and_names_that_do_not_fit(pbmc, tmp_path):
         ({"min_overlap": 2}, OptionError, "min_overlap=2 is not a number from 0 to 1"),
         ({"min_overlap": float("nan")}, OptionError, "min_overlap=nan is not a number from 0 to 1"),
         ({"gene_key": "ensembel"}, DataError, "gene_key='ensembel'.*did you mean 'ensembl'"),
-        ({"layer": "half"}, DataError, "holds values that are not whole"),
+        ({"layer": "half"}, DataError, "contains values that are not whole"),
     ],
 )
 def test_bad_arguments(tiny_adata, tiny_vocab, options, error, message):

@@ -73,7 +73,7 @@ def test_a_collection_without_counts(many_adata, tmp_path, value, match):
     write_foreign(tmp_path / "s.zarr", [many_adata[40:80].copy(), adata])
     cells = open_cells(tmp_path / "s.zarr")
     cells.block(np.arange(40))
-    with pytest.raises(DataError, match=rf"s\.zarr' holds .*{match}.*raw counts are needed"):
+    with pytest.raises(DataError, match=rf"s\.zarr' contains .*{match}.*raw counts are needed"):
         cells.block(np.arange(40, 80))
 
 

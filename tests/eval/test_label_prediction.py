@@ -113,7 +113,7 @@ def test_mistakes(cells) -> None:
 
 def test_labels_that_may_be_none_are_told(cells) -> None:
     odd = cells[1].assign(label=np.array(["nan", "a", "unknown"])[np.arange(120) % 3])
-    with pytest.warns(ScforgeWarning, match="has the label 'nan', 'unknown'; if it says that"):
+    with pytest.warns(ScforgeWarning, match="has the label 'nan', 'unknown'; if it means"):
         LabelPrediction("label").check(odd)
 
 

@@ -128,7 +128,7 @@ def test_training_cells_among_the_true_ones(orders: np.ndarray) -> None:
     with pytest.raises(DataError, match="1 of 30 true orders are those of training cells, gene by gene: they are"):
         evaluate_reconstruction(orders[30:], orders[30:], wider)
     many = np.array([*orders[30:], *(np.random.default_rng(0).permutation(40) for _ in range(90))])
-    with pytest.warns(ScforgeWarning, match="1 of 120 true orders .* look whether"):
+    with pytest.warns(ScforgeWarning, match="1 of 120 true orders .* check whether"):
         evaluate_reconstruction(many, many, wider, intervals=False)
     short = orders[:, :5]
     evaluate_reconstruction(short[30:], short[30:], short[:31], intervals=False)

@@ -168,9 +168,9 @@ def test_a_folder_comes_before_the_hub(hub, folder: Path, tmp_path: Path, monkey
     shutil.copytree(folder, "org/light")
     assert is_hub_name("other/light")
     assert resolve("org/light") == Path("org/light")
-    with pytest.raises(MissingFileError, match="'org/lihgt' does not exist; give .*or scforge://name"):
+    with pytest.raises(MissingFileError, match="'org/lihgt' does not exist; pass .*or scforge://name"):
         resolve("org/lihgt")
-    with pytest.raises(OptionError, match="revision='v1' has no effect where name='org/light' is a folder here"):
+    with pytest.raises(OptionError, match="revision='v1' has no effect if name='org/light' is a local folder"):
         resolve("org/light", revision="v1")
     assert not hub.requests
 

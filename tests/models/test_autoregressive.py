@@ -140,7 +140,10 @@ def test_configuration_and_bins():
     ("options", "message"),
     [
         ({"pooling": "max"}, "pooling='max' is not known"),
-        ({"gene_loss_weight": 0, "expression_loss_weight": 0, "pooling": "mean"}, "all loss weights are 0, so that"),
+        (
+            {"gene_loss_weight": 0, "expression_loss_weight": 0, "pooling": "mean"},
+            "all loss weights are 0, so the model",
+        ),
         ({"n_bins": 1}, "n_bins=1"),
         ({"cell_loss_weight": -1.0}, "cell_loss_weight=-1.0"),
     ],

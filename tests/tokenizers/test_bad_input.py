@@ -127,7 +127,7 @@ def test_totals(totals, message, options) -> None:
 @every_tokenizer
 def test_a_map_onto_another_vocabulary(name) -> None:
     tokenizer = get_tokenizer(name, VOCAB)
-    hint = "make it with GeneMap.of(names, tokenizer.vocab)."
+    hint = "create it with GeneMap.of(names, tokenizer.vocab)."
     wide = sparse.csr_matrix((np.ones(3, np.float32), [5, 10**6, 10**7 - 1], [0, 3]), shape=(1, 10**7))
     foreign = GeneMap(np.arange(10**7, dtype=np.int32), 10**7)
     fails(lambda: tokenizer(wide, foreign), DataError, "onto 10000000 genes but the vocabulary has 50; " + hint)

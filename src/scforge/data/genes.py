@@ -358,7 +358,7 @@ def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene n
         if shared < MIN_OVERLAP * min(len(known), len(found)):
             kinds = recognize_ids(found), recognize_ids(known)
             raise GeneMismatchError(
-                f"{source!r} shares {shared} {what} with {first!r}: they hold {kinds[0]} such as "
+                f"{source!r} shares {shared} {what} with {first!r}: they are {kinds[0]} such as "
                 f"{listing(found[:2])} and {kinds[1]} such as {listing(known[:2])}; convert the genes to the same "
                 "identifiers before joining files."
             )

@@ -223,7 +223,7 @@ def test_cells_that_cannot_be_learned_from(adata: ad.AnnData, base: Encoder, cha
     [
         ({"perturbations": ["drug+gene0"]}, "the targets 'drug' are unknown to the model"),
         ({"perturbations": ["ctrl"]}, "names 'ctrl', which is the control"),
-        ({"perturbations": []}, "is not a list of different names"),
+        ({"perturbations": []}, "is not a list of unique names"),
         ({"perturbations": ["gene0"], "contexts": ["b"]}, "contexts='b' is not in what has control cells"),
         ({"key_added": "x"}, "key_added='x'"),
         ({"n_cells": 0}, "n_cells=0"),
