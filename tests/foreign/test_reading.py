@@ -67,7 +67,7 @@ def test_pickle_files_of_anything_else(content, tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(content))
     with pytest.raises(
         ModelFileError,
-        match="wants to run .*, so it is not opened|is not a dictionary of names and values",
+        match="wants to run .*, so it is not opened|is not a .* of names (and|with) values",
     ):
         read_dictionary(path)
 
