@@ -683,8 +683,8 @@ class PerturbationPrediction(Benchmark):
 
     What is predicted is either cells, as an AnnData with the columns below, or the effects themselves: a DataFrame with
     one row per perturbation (with a context: an index of perturbation and context), one column per gene, and the change
-    of the mean log1p CP10K. Effects of predicted cells are relative to the predicted controls of the context; if there
-    are none, to those of the training, and without a training to the measured ones.
+    of the mean log1p CP10K. Effects of predicted cells are relative to the predicted controls of the context; without
+    them, to those of the training data, and without training data to the measured ones.
 
     The figures are means over effects of
 
