@@ -34,6 +34,7 @@ import numpy as np
 import pandas as pd
 from _tables import difference, rewrite
 
+from scforge.data import GeneVocab
 from scforge.eval.perturbation import CellSpace, known_effects, perturbation_baselines
 from scforge.eval.perturbation_metrics import (
     Effect,
@@ -59,7 +60,8 @@ def fine_tuned(
     """Return the effects that a fine-tuned encoder predicts, and the energy distances of each effect."""
     controls = train[(train.obs[keys.perturbation_key] == keys.control).to_numpy()].copy()
     Encoder.setup_anndata(controls)
-    base = Encoder(controls, seed=seed, n_top_genes=train.n_vars)
+    # All genes, those that no control cell expresses as well.
+    base = Encoder(controls, seed=seed, vocab=GeneVocab.from_genes(train.var_names), n_top_genes=0)
     base.train(5, progress_bar=False)
     options = {"perturbation_key": keys.perturbation_key, "control": keys.control, "context_key": keys.context_key}
     shares = {"test_size": 0, "validation_size": 0.2, "split_by": keys.context_key}
