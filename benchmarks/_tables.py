@@ -1,9 +1,9 @@
-"""Tables of the documentation that are made from results: where they are in a page, and how differences read."""
+"""Results of benchmarks and the tables of the documentation that are made from them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -30,3 +30,40 @@ def difference(values: pd.Series) -> str:
     half = stats.t.ppf(0.975, len(values) - 1) * values.std() / np.sqrt(len(values))
     verdict = "tie" if not abs(values.mean()) > half else "better" if values.mean() > 0 else "worse"
     return f"{values.mean():+.3f} ± {half:.3f}, {verdict}"
+
+
+def read(path: Path, keys: list[str]) -> pd.DataFrame:
+    """Return the results in a CSV file, with one column `value`; none without a file."""
+    return pd.read_csv(path) if path.exists() else pd.DataFrame(columns=[*keys, "value"])
+
+
+def keep(lines: Iterable[Mapping[str, object]], path: Path, keys: list[str]) -> pd.DataFrame:
+    """Add lines to the results in a CSV file, each at once, in place of those with the same keys; return all."""
+    kept = read(path, keys)
+    path.parent.mkdir(exist_ok=True)
+    for line in lines:
+        kept = pd.concat([kept, pd.DataFrame([line])]).drop_duplicates(keys, keep="last")
+        whole = path.with_suffix(".partial")
+        kept.to_csv(whole, index=False, float_format="%.5f")
+        whole.replace(path)
+    return kept
+
+
+def means(results: pd.DataFrame, metric: str, column: str, names: Iterable[str], methods: Iterable[str]) -> str:
+    """Return means over runs as Markdown, one row per method and one column per value of `column`; the best is bold.
+
+    The number of runs is behind the head of a column, and behind the mean of a method with fewer.
+    """
+    results = results[results["metric"] == metric]
+    by_method = {"index": "method", "columns": column, "values": "value"}
+    wide = results.pivot_table(**by_method).reindex([name for name in methods if name in set(results["method"])])
+    wide = wide[[name for name in names if name in wide]]
+    runs, counts = results.groupby(column)["run"].nunique(), results.pivot_table(**by_method, aggfunc="count")
+    lines = [f"| | {' | '.join(f'{name} ({runs[name]})' for name in wide)} |", f"|{'---|' * (wide.shape[1] + 1)}"]
+    for method, row in wide.iterrows():
+        cells = ["" if np.isnan(value) else f"{value:.3f}" for value in row]
+        best = (round(value, 3) == round(wide[name].max(), 3) for name, value in row.items())
+        marked = [f"**{cell}**" if is_best else cell for cell, is_best in zip(cells, best, strict=True)]
+        few = [f" ({n:.0f})" if 0 < n < runs[name] else "" for name, n in counts.loc[method, wide.columns].items()]
+        lines.append(f"| {method} | {' | '.join(cell + n for cell, n in zip(marked, few, strict=True))} |")
+    return "\n".join(lines)

@@ -25,7 +25,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import transfer
-from _tables import difference, rewrite
+from _tables import difference, keep, means, read, rewrite
 from transfer import BATCH, LABEL, Pair
 
 from scforge.eval import Scib
@@ -105,32 +105,8 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, object]]:
 
 
 def table(results: pd.DataFrame, metric: str) -> str:
-    """Return means over runs as Markdown, a row per method.
-
-    The number of runs is behind the data set, and behind the mean of a method with fewer.
-    """
-    results = results[results["metric"] == metric]
-    datasets = [name for name in DATASETS if name in set(results["dataset"])]
-    runs = results.groupby("dataset")["run"].nunique()
-    heads = [f"{name} ({runs[name]})" for name in datasets]
-    lines = [f"| | {' | '.join(heads)} |", f"|{'---|' * (len(heads) + 1)}"]
-    wide = {
-        name: results[results["dataset"] == name].pivot(index="run", columns="method", values="value")
-        for name in datasets
-    }
-    for method in (name for name in METHODS if name in set(results["method"])):
-        cells = []
-        for name in datasets:
-            if method not in wide[name]:
-                cells.append("")
-                continue
-            values = wide[name][method].dropna()
-            few = f" ({len(values)})" if len(values) < runs[name] else ""
-            best = round(values.mean(), 3) == round(wide[name].mean().max(), 3)
-            mean = f"{values.mean():.3f}"
-            cells.append((f"**{mean}**" if best and metric != "cpu_seconds" else mean) + few)
-        lines.append(f"| {method} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    """Return means over runs as Markdown, one row per method and one column per data set."""
+    return means(results, metric, "dataset", DATASETS, METHODS)
 
 
 def overview(results: pd.DataFrame, metric: str) -> str:
@@ -165,17 +141,13 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     keys = ["dataset", "run", "method", "metric"]
-    kept = pd.read_csv(RESULTS) if RESULTS.exists() else pd.DataFrame(columns=[*keys, "value"])
     if args.docs is not None:
+        kept = read(RESULTS, keys)
         for page in args.docs:
             rewrite(page, "integration", partial(table, kept))
             rewrite(page, "whole", partial(overview, kept))
         return
-    for line in measured(args):
-        kept = pd.concat([kept, pd.DataFrame([line])]).drop_duplicates(keys, keep="last")
-        whole = RESULTS.with_suffix(".partial")
-        kept.to_csv(whole, index=False, float_format="%.5f")
-        whole.replace(RESULTS)
+    kept = keep(measured(args), RESULTS, keys)
     print(overview(kept, "total"))
     print(table(kept, "total"))
 

@@ -33,7 +33,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import scanpy as sc
-from _tables import difference, rewrite
+from _tables import difference, keep, means, read, rewrite
 from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score, roc_auc_score
@@ -494,24 +494,8 @@ def table(results: pd.DataFrame) -> str:
 
 
 def summary(results: pd.DataFrame, metric: str) -> str:
-    """Return means over runs as Markdown, one row per method and one column per task; the best of a task is bold.
-
-    The number of runs is behind the task, and behind the mean of a method with fewer.
-    """
-    results = results[results["metric"] == metric]
-    by_method = {"index": "method", "columns": "task", "values": "value"}
-    wide = results.pivot_table(**by_method).reindex([name for name in METHODS if name in set(results["method"])])
-    wide = wide[[task for task in TASKS if task in wide]]
-    runs, counts = results.groupby("task")["run"].nunique(), results.pivot_table(**by_method, aggfunc="count")
-    lines = [f"| | {' | '.join(f'{task} ({runs[task]})' for task in wide)} |", f"|{'---|' * (wide.shape[1] + 1)}"]
-    for method, row in wide.iterrows():
-        cells = ["" if np.isnan(value) else f"{value:.3f}" for value in row]
-        best = (round(value, 3) == round(wide[task].max(), 3) for task, value in row.items())
-        marked = [f"**{cell}**" if is_best else cell for cell, is_best in zip(cells, best, strict=True)]
-        few = [f" ({n:.0f})" if 0 < n < runs[task] else "" for task, n in counts.loc[method, wide.columns].items()]
-        marked = [cell + n for cell, n in zip(marked, few, strict=True)]
-        lines.append(f"| {method} | {' | '.join(marked)} |")
-    return "\n".join(lines)
+    """Return means over runs as Markdown, one row per method and one column per task."""
+    return means(results, metric, "task", TASKS, METHODS)
 
 
 def overview(results: pd.DataFrame, metric: str) -> str:
@@ -564,19 +548,13 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     keys = ["task", "run", "method", "metric"]
-    kept = pd.read_csv(RESULTS) if RESULTS.exists() else pd.DataFrame(columns=[*keys, "value"])
     if args.docs is not None:
+        kept = read(RESULTS, keys)
         for page in args.docs:
             rewrite(page, "transfer", partial(summary, kept))
             rewrite(page, "overview", partial(overview, kept))
         return
-    if not args.table:
-        for line in measured(args):
-            kept = pd.concat([kept, pd.DataFrame([line])]).drop_duplicates(keys, keep="last")
-            RESULTS.parent.mkdir(exist_ok=True)
-            whole = RESULTS.with_suffix(".partial")
-            kept.to_csv(whole, index=False, float_format="%.5f")
-            whole.replace(RESULTS)
+    kept = read(RESULTS, keys) if args.table else keep(measured(args), RESULTS, keys)
     print(table(kept))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning
 import numpy as np
+import pandas as pd
 import torch
 
 from scforge._checks import check_bool, check_count, check_seed
@@ -169,13 +170,15 @@ def _warn_of_shared_batches(cells: Cells, batch_key: str) -> None:
     """Warn if several sources have a batch of the same name: donor 1 of one study is not donor 1 of another."""
     from scforge.data.store import SOURCE
 
+    if batch_key == SOURCE:
+        return
     try:
-        source = cells.column(SOURCE).astype(str)
+        source = cells.column(SOURCE)
     except DataError:  # a single source
         return
-    batches = cells.column(batch_key).astype(object)
-    sources_of = source.groupby(batches.to_numpy()).nunique()  # leaves out cells without a batch
-    if batch_key != SOURCE and (shared := list(sources_of.index[sources_of > 1])):
+    # Categories stay codes, also for millions of cells; cells without a batch do not count.
+    pairs = pd.DataFrame({"batch": cells.column(batch_key), "source": source}).dropna().drop_duplicates()
+    if shared := sorted(pairs.loc[pairs["batch"].duplicated(), "batch"].unique()):
         warn(
             f"batch_key={batch_key!r}: batches of one name in several sources count as one: {listing(shared)}; give "
             "different batches different names, e.g. of study and donor."
