@@ -106,7 +106,7 @@ def test_of_two_pushes_at_once_one_is_refused(hub, model: Path) -> None:
 )
 def test_models_of_other_packages_are_not_written_over(hub, tmp_path, files, theirs, revision) -> None:
     hub.add_repo("org/bert", {"config.json": theirs, "model.safetensors": b""})
-    with pytest.raises(OptionError, match="has a model of another package, which would be lost"):
+    with pytest.raises(OptionError, match="has a model of another package, which would be overwritten"):
         upload(make(tmp_path / "second", files), "org/bert", revision=revision)
     assert hub.files("org/bert")["config.json"] == theirs
 
