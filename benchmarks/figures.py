@@ -32,23 +32,6 @@ TASKS = {
     "collection": "PBMC 3k from two other data sets\n(test)",
     "species": "Simulated other species\n(half of PBMC 3k, test)",
 }
-METHODS = {
-    "scforge": "scforge, query mapped",
-    "scforge of both": "scforge, training continued on both",
-    "scforge of both from scratch": "scforge, trained on both",
-    "genes": "genes, log-normalized",
-    "pca": "PCA",
-    "pca scaled": "PCA, scaled genes",
-    "harmony of both": "Harmony on both",
-    "harmony scaled of both": "Harmony on both, scaled genes",
-    "scvi": "scVI",
-    "scvi tuned": "scVI, larger",
-    "scanvi": "scANVI",
-    "celltypist": "CellTypist's method",
-    "concord": "CONCORD",
-    "concord of both": "CONCORD on both",
-}
-"""Names in transfer.csv to names in the figures; other names are shown as they are."""
 EFFECTS = {
     "papalexi": "Unseen knockouts\n(papalexi_eccite)",
     "kang": "Interferon response of an unseen cell type\n(kang_ifnb)",
@@ -89,7 +72,7 @@ def points(axes: plt.Axes, found: pd.DataFrame, is_ours: str) -> None:
 def transfer() -> plt.Figure:
     """Macro-F1 of transferred labels, a panel for each task."""
     results = pd.read_csv(RESULTS / "transfer.csv")
-    results = results[results["metric"] == "f1_linear"].replace({"method": METHODS})
+    results = results[results["metric"] == "f1_linear"]
     tasks = [task for task in TASKS if task in set(results["task"])]
     rows = -(-len(tasks) // 2)
     figure, grid = plt.subplots(rows, 2, figsize=(12, 3.8 * rows), layout="constrained", squeeze=False)
@@ -106,7 +89,7 @@ def few_labels() -> plt.Figure:
     """Macro-F1 over the number of labeled reference cells of each type."""
     results = pd.read_csv(RESULTS / "transfer.csv")
     results = results[results["metric"].str.fullmatch(r"f1_linear_\d+") & (results["task"] != "protocol")]
-    results = results.assign(labels=results["metric"].str.rpartition("_")[2].astype(int)).replace({"method": METHODS})
+    results = results.assign(labels=results["metric"].str.rpartition("_")[2].astype(int))
     tasks = [task for task in TASKS if task in set(results["task"])]
     rows = -(-len(tasks) // 2)
     figure, grid = plt.subplots(rows, 2, figsize=(12, 4 * rows), layout="constrained", squeeze=False)

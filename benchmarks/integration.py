@@ -7,7 +7,7 @@ leaves out NMI and ARI of Leiden clusters. Methods are those of ``transfer.py``.
 ``benchmarks/results/integration.csv``, from which ``--docs`` makes tables::
 
     python benchmarks/integration.py --data FOLDER --runs 3
-    python benchmarks/integration.py --datasets protocols --methods scforge harmony --runs 2
+    python benchmarks/integration.py --datasets protocols --methods scforge Harmony --runs 2
     python benchmarks/integration.py --docs docs/embeddings.md
 """
 
@@ -65,13 +65,13 @@ def scvi(pair: Pair, seed: int, *, tuned: bool) -> tuple[np.ndarray, np.ndarray]
 
 METHODS: dict[str, Callable[[Pair, int], tuple[np.ndarray, np.ndarray]]] = {
     "scforge": transfer.scratch,
-    "pca": partial(components, scale=False),
-    "pca scaled": partial(components, scale=True),
-    "harmony": partial(transfer.harmony, scale=False),
-    "harmony scaled": partial(transfer.harmony, scale=True),
-    "scvi": partial(scvi, tuned=False),
-    "scvi tuned": partial(scvi, tuned=True),
-    "concord": partial(transfer.concord, both=True),
+    "PCA": partial(components, scale=False),
+    "PCA, scaled genes": partial(components, scale=True),
+    "Harmony": partial(transfer.harmony, scale=False),
+    "Harmony, scaled genes": partial(transfer.harmony, scale=True),
+    "scVI": partial(scvi, tuned=False),
+    "scVI, larger": partial(scvi, tuned=True),
+    "CONCORD": partial(transfer.concord, both=True),
 }
 
 

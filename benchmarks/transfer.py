@@ -5,15 +5,15 @@ is fitted with the seed of the run, and a logistic regression and the 15 nearest
 to query. `mixing` is the share of reference cells among the 30 nearest neighbors of a query cell, over what it would be
 if all lay at random. `auroc_new`, where the reference lacks types of the query, is how well the mean distance to the 15
 nearest reference cells tells their cells from others. `f1_linear_5`, `_20` and `_100` are of a logistic regression that
-learns from so many reference cells of each type. Rows "of both" learn from the query without labels, "scforge" and
-"scforge, encoder alone" from the reference alone; "scforge" then moves the query onto it in closed form. scANVI and
+learns from so many reference cells of each type. Rows "on both" learn from the query without labels, "scforge, mapped" and
+"scforge, encoder alone" from the reference alone; the former then moves the query onto it in closed form. scANVI and
 CellTypist learn from the labels of the reference and predict those of the query themselves, which is their `f1_linear`.
 CONCORD needs the package ``concord-sc``, scPoli ``scarches``.
 Hyper-parameters may be chosen on ``kang_ifnb`` and ``sc_mixology`` only; the other data sets are and stay tests.
 The results go into ``benchmarks/results/transfer.csv``, from which ``--table`` prints means and paired differences::
 
     python benchmarks/transfer.py --data FOLDER --runs 5
-    python benchmarks/transfer.py --tasks condition --methods scforge pca --runs 2
+    python benchmarks/transfer.py --tasks condition --methods "scforge, mapped" PCA --runs 2
     python benchmarks/transfer.py --table
     python benchmarks/transfer.py --docs docs/transfer.md README.md
 """
@@ -80,7 +80,7 @@ PBMC = {
     "Platelet": "megakaryocyte",
 }
 
-OURS = ("scforge", "scforge of both from scratch")
+OURS = ("scforge, mapped", "scforge, trained on both")
 QUESTIONS = {
     "condition": "interferon-stimulated cells from control cells (kang_ifnb, used for tuning)",
     "missing": "the same, with one cell type missing from the reference (used for tuning)",
@@ -277,7 +277,7 @@ def scvi(pair: Pair, seed: int, *, tuned: bool) -> tuple[np.ndarray, np.ndarray]
 
 
 def scanvi(pair: Pair, seed: int) -> np.ndarray:
-    """Return the labels that scANVI predicts, made of scVI as in "scvi tuned"; nothing is learned of the query."""
+    """Return the labels that scANVI predicts, initialized from "scVI, larger"; nothing is learned of the query."""
     import scvi as tools
 
     query, model = trained_once(pair, lambda: scvi_of_reference(pair, seed, tuned=True), "scvi True")
@@ -410,22 +410,22 @@ def scratch(pair: Pair, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 METHODS: dict[str, Callable[[Pair, int], tuple | np.ndarray]] = {
-    "scforge": scforge,
+    "scforge, mapped": scforge,
     "scforge, encoder alone": lambda pair, seed: scforge(pair, seed, how="embedded"),
-    "scforge of both": lambda pair, seed: scforge(pair, seed, how="together"),
-    "scforge of both from scratch": scratch,
+    "scforge, trained further on both": lambda pair, seed: scforge(pair, seed, how="together"),
+    "scforge, trained on both": scratch,
     "genes": genes,
-    "pca": lambda pair, seed: components(pair, seed, scale=False),
-    "pca scaled": lambda pair, seed: components(pair, seed, scale=True),
-    "harmony of both": lambda pair, seed: harmony(pair, seed, scale=False),
-    "harmony scaled of both": lambda pair, seed: harmony(pair, seed, scale=True),
-    "scvi": lambda pair, seed: scvi(pair, seed, tuned=False),
-    "scvi tuned": lambda pair, seed: scvi(pair, seed, tuned=True),
-    "scanvi": scanvi,
-    "scpoli": scpoli,
-    "celltypist's way": celltypist,
-    "concord": lambda pair, seed: concord(pair, seed, both=False),
-    "concord of both": lambda pair, seed: concord(pair, seed, both=True),
+    "PCA": lambda pair, seed: components(pair, seed, scale=False),
+    "PCA, scaled genes": lambda pair, seed: components(pair, seed, scale=True),
+    "Harmony on both": lambda pair, seed: harmony(pair, seed, scale=False),
+    "Harmony on both, scaled genes": lambda pair, seed: harmony(pair, seed, scale=True),
+    "scVI": lambda pair, seed: scvi(pair, seed, tuned=False),
+    "scVI, larger": lambda pair, seed: scvi(pair, seed, tuned=True),
+    "scANVI": scanvi,
+    "scPoli": scpoli,
+    "CellTypist's method": celltypist,
+    "CONCORD": lambda pair, seed: concord(pair, seed, both=False),
+    "CONCORD on both": lambda pair, seed: concord(pair, seed, both=True),
 }
 
 
@@ -521,7 +521,7 @@ def overview(results: pd.DataFrame, metric: str) -> str:
     return "\n".join(lines)
 
 
-def gain(linear: pd.DataFrame, method: str, ours: str = "scforge") -> str:
+def gain(linear: pd.DataFrame, method: str, ours: str = OURS[0]) -> str:
     """Return the mean paired difference of F1 of our row from a method, with its 95 % interval over runs."""
     if method == ours or ours not in linear:
         return ""

@@ -225,6 +225,7 @@ def test_mistakes_in_the_content(load: Load, content: str, start: str) -> None:
         ("seed: !!python/object/apply:os.getcwd []", "line 1, column 7 is not valid YAML: could not determine"),
         ("seed: 2024-13-01", "line 1, column 7 is not valid YAML: '2024-13-01' is not a value of type timestamp"),
         ("? [1, 2]\n: 3", "unhashable key"),
+        ("[" * 5000, "recipe.yaml is not valid YAML: brackets or sections are nested too deeply"),
         (b"\x00", "character 1 is not valid YAML: special characters are not allowed: #x0000"),
         (b"\x89HDF\r\n\xff", "cannot be read: 'utf-8' codec.*; name a YAML or TOML file."),
         ("# nothing\n", "is empty; "),

@@ -211,6 +211,7 @@ MISTAKES = [
     ({"rank": 1}, "rank=1 and world_size=None must be given together"),
     ({"rank": 2, "world_size": 2}, "rank=2 is not below world_size=2"),
     ({"device": "cuda:77"}, "device='cuda:77' cannot be used"),
+    ({"device": 3.5}, "device='3.5' cannot be used"),
     ({"model": "ck"}, r"model='ck' \(--model\) is the folder of a training run; did you mean 'ck/epoch=01'\?"),
 ]
 

@@ -94,6 +94,8 @@ def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
         reason += "".join(f"; {hint}" for problem, hint in _HINTS.items() if problem in reason)
     except yaml.reader.ReaderError as error:
         place, reason = f", character {error.position + 1}", f"{error.reason}: #x{error.character:04x}"
+    except RecursionError:
+        place, reason = "", "brackets or sections are nested too deeply"
     raise ConfigError(f"{where}{place} is not valid YAML: {' '.join(reason.split()).rstrip('.')}.")
 
 

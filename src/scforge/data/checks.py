@@ -285,7 +285,7 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     if len(empty):
         some = listing(adata.obs_names[empty[:3]])
         raise DataError(
-            f"{where} has {len(empty)} cells without any count (first: {some}); "
+            f"{where} has {len(empty)} cell{'s' * (len(empty) > 1)} without any count (first: {some}); "
             "remove them with sc.pp.filter_cells(adata, min_counts=1)."
         )
     if mark is not None and (counts is matrix or not isinstance(matrix, sparse.csr_matrix)):

@@ -337,7 +337,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def _move_to(self, device: str | torch.device) -> None:
         try:
             self.to_device(device)
-        except (AssertionError, RuntimeError) as error:
+        except (AssertionError, RuntimeError, TypeError) as error:
             raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}.") from error
 
     @property
