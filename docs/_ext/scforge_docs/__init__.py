@@ -1,7 +1,7 @@
 """What the documentation takes from the code: references of the command line, of files and of errors; notebooks.
 
-The texts are written into ``docs/generated`` when a build begins. The pages ``reference`` and ``troubleshooting`` include
-them.
+The texts are written into ``docs/generated`` when a build begins. The pages ``reference`` and ``troubleshooting``
+include them.
 """
 
 from __future__ import annotations
