@@ -1,6 +1,7 @@
 """What the documentation takes from the code: references of the command line, of files and of errors; notebooks.
 
-The pages are written into ``docs/generated`` when a build begins, and included by the pages of the same name.
+The texts are written into ``docs/generated`` when a build begins. The pages ``reference`` and ``troubleshooting``
+include them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ _OWN_DEFAULT = "(%(default)s)"
 _NO_DEFAULT = ("of ", "the ", "a ")
 _EXIT_CODES = {
     0: "done",
-    2: "a mistake that the user can mend, told in one line on stderr: of the command line, or any of {doc}`errors`",
+    2: "an error that the user can fix, reported in one line on stderr "
+    "([list](troubleshooting.md#all-errors-and-warnings))",
     130: "interrupted by Ctrl-C",
 }
 """What each exit code means; the build fails if the command line returns another."""

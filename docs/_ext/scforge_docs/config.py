@@ -192,9 +192,9 @@ def _training_text() -> Iterator[str]:
 def _alias_text() -> str:
     rows = [(code(alias), code(canonical)) for alias, canonical in sorted(ALIASES.items())]
     return (
-        "## Other names\n\nThese are accepted besides the canonical names. `finetune.data` may also be a whole section "
-        "`data`, and 0 for `training.num_gpus` means `training.accelerator: cpu`. A file that sets an option under "
-        "both names to different values is refused.\n\n" + table(("also accepted", "the same as"), rows)
+        "## Other names\n\nThese are accepted in addition to the canonical names. `finetune.data` may also be a "
+        "section `data`, and 0 for `training.num_gpus` means `training.accelerator: cpu`. Different values under both "
+        "names raise an error.\n\n" + table(("also accepted", "the same as"), rows)
     )
 
 

@@ -59,34 +59,34 @@ PARTS = (
         TOKENIZERS,
         "Tokenizers",
         "tokenizer",
-        "`tokenizer.strategy` names one; its options stand beside. What they do: {doc}`tokenizers`.",
+        "`tokenizer.strategy` names one of these, with the options in its table ({doc}`tokenizers`).",
         hidden=("vocab",),
     ),
     Part(
         MODELS,
         "Architectures",
         "model",
-        "`model.architecture` names one; its options stand beside. What they are: {doc}`models`.",
+        "`model.architecture` names one of these, with the options in its table ({doc}`models`).",
         hidden=("vocab_size",),
     ),
     Part(
         OBJECTIVES,
         "Objectives",
         "objective",
-        "`objective.name` names one; its options stand beside. What they minimize: {doc}`objectives`.",
+        "`objective.name` names one of these, with the options in its table ({doc}`objectives`).",
     ),
     Part(
         TASKS,
         "Fine-tuning tasks",
         "finetune",
-        "`finetune.task` names one; its options stand beside. How they are used: {doc}`fine_tuning`.",
+        "`finetune.task` names one of these, with the options in its table ({doc}`fine_tuning`).",
     ),
     Part(
         BENCHMARKS,
         "Benchmarks",
         "eval",
-        "`eval.benchmarks` lists them, each as its name or with options: `[scib: {batch_key: donor}]`. What the "
-        "figures mean: {doc}`evaluation`.",
+        "`eval.benchmarks` lists them, each as its name or with options: `[scib: {batch_key: donor}]` "
+        "({doc}`evaluation`).",
     ),
 )
 
