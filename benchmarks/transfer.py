@@ -5,10 +5,10 @@ is fitted with the seed of the run, and a logistic regression and the 15 nearest
 to query. `mixing` is the share of reference cells among the 30 nearest neighbors of a query cell, over what it would be
 if all lay at random. `auroc_new`, where the reference lacks types of the query, is how well the mean distance to the 15
 nearest reference cells tells their cells from others. `f1_linear_5`, `_20` and `_100` are of a logistic regression that
-learns from so many reference cells of each type. Rows "on both" learn from the query without labels, "scforge, mapped" and
-"scforge, encoder alone" from the reference alone; the former then moves the query onto it in closed form. scANVI and
-CellTypist learn from the labels of the reference and predict those of the query themselves, which is their `f1_linear`.
-CONCORD needs the package ``concord-sc``, scPoli ``scarches``.
+learns from so many reference cells of each type. Rows "on both" learn from the query without labels, "scforge, mapped"
+and "scforge, encoder alone" from the reference alone; the former then moves the query onto it in closed form. scANVI
+and CellTypist learn from the labels of the reference and predict those of the query themselves, which is their
+`f1_linear`. scVI and scANVI stop early, by a tenth of the cells. CONCORD needs the package ``concord-sc``, scPoli ``scarches``.
 Hyper-parameters may be chosen on ``kang_ifnb`` and ``sc_mixology`` only; the other data sets are and stay tests.
 The results go into ``benchmarks/results/transfer.csv``, from which ``--table`` prints means and paired differences::
 
@@ -260,7 +260,7 @@ def scvi_of_reference(pair: Pair, seed: int, *, tuned: bool) -> tuple[ad.AnnData
     tools.model.SCVI.setup_anndata(reference, batch_key=BATCH, labels_key=LABEL)
     options = {"n_latent": 30, "n_layers": 2, "gene_likelihood": "nb"} if tuned else {}
     model = tools.model.SCVI(reference, **options)
-    model.train(enable_progress_bar=False, accelerator="cpu")
+    model.train(enable_progress_bar=False, accelerator="cpu", early_stopping=True)
     return query, model
 
 
