@@ -8,7 +8,7 @@ nearest reference cells tells their cells from others. `f1_linear_5`, `_20` and 
 learns from so many reference cells of each type. Rows "on both" learn from the query without labels, "scforge, mapped"
 and "scforge, encoder alone" from the reference alone; the former then moves the query onto it in closed form. scANVI
 and CellTypist learn from the labels of the reference and predict those of the query themselves, which is their
-`f1_linear`. scVI and scANVI stop early, by a tenth of the cells. CONCORD needs the package ``concord-sc``, scPoli ``scarches``.
+`f1_linear`. scVI stops early, by a tenth of the cells. CONCORD needs the package ``concord-sc``, scPoli ``scarches``.
 Hyper-parameters may be chosen on ``kang_ifnb`` and ``sc_mixology`` only; the other data sets are and stay tests.
 The results go into ``benchmarks/results/transfer.csv``, from which ``--table`` prints means and paired differences::
 
