@@ -132,7 +132,7 @@ TUNE = "finetune --base-model base --data cells.h5ad --task annotation"
         ("finetune", "scforge finetune lacks --base-model and --data and --task; add it, or --config FILE."),
         ("finetune --base-model base --data no.h5ad --task annotation", "--data: the file 'no.h5ad' does not exist"),
         (f"{TUNE} --base-model scforge://x", "finetune.base_model='scforge://x' (--base-model) is not in the registry"),
-        (f"{TUNE} --freeze x", "--freeze: 'x' is not a number of layers; give one"),
+        (f"{TUNE} --freeze x", "--freeze: 'x' is not a number of layers; pass one"),
         (TUNE, "the task 'annotation' needs labels_key"),
         (f"{TUNE} lr=3", "you mean 'training.optimizer.lr'?"),
         ("predict cells.h5ad -m base -o out.csv", "model='base' (--model) was not fine-tuned"),

@@ -294,7 +294,7 @@ def _layers(text: str) -> bool | int | str:
         return text.lower() == "true"
     if not text.isdigit():
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of layers; give one, or no value to train only the head"
+            f"{text!r} is not a number of layers; pass one, or no value to train only the head"
         )
     return int(text)
 

@@ -24,7 +24,7 @@ def test_figures_are_those_of_map_genes(tiny_adata, tiny_vocab, tmp_path, kind):
     keep = np.delete(np.arange(60), [3, 8])
     expected = map_genes(tiny_adata[keep].copy(), vocab)
     assert found.overlap == expected
-    assert found.counts == "X holds raw counts"
+    assert found.counts == "X contains raw counts"
 
 
 def test_the_best_vocabulary(pbmc, tmp_path):
@@ -66,10 +66,10 @@ def test_where_the_counts_are(tiny_adata, tiny_vocab, tmp_path):
     found = written()
     assert found.counts.endswith("; layers['counts'] does hold them")
     assert found.overlap.counts_kept == pytest.approx(kept)
-    assert inspect_h5ad(path, vocab, layer="counts").counts == "layers['counts'] holds raw counts"
+    assert inspect_h5ad(path, vocab, layer="counts").counts == "layers['counts'] contains raw counts"
     assert "layers['scaled'] contains values" in inspect_h5ad(path, vocab, layer="scaled").counts
     tiny_adata.X = counts
-    assert written().counts == "X holds raw counts"
+    assert written().counts == "X contains raw counts"
     found = inspect_h5ad(path, vocab, layer="scaled")
     assert found.counts.endswith("; X does hold them")
     tiny_adata.layers["counts"] = -counts

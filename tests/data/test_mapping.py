@@ -121,7 +121,7 @@ def test_species_are_told_apart():
     with pytest.raises(GeneMismatchError, match="genes of human need .*'human_protein_coding'"):
         map_names(np.array(human.symbols[:2000]), mouse)
     bare = GeneVocab.from_genes(mouse.genes[:500])  # by the annotation, they are of another species, too
-    with pytest.raises(GeneMismatchError, match="genes of human need a vocabulary of their species, vocab='human_pro"):
+    with pytest.raises(GeneMismatchError, match="human genes need vocab='human_pro"):
         map_names(np.array(human.symbols[:500]), bare)
 
 
@@ -202,7 +202,7 @@ def test_real_cells_and_names_that_do_not_fit(pbmc, tmp_path):
     with pytest.raises(GeneMismatchError) as caught:
         map_genes(pbmc, "mouse_protein_coding")
     message = str(caught.value)
-    assert "holds human gene symbols such as " in message
+    assert "contains human gene symbols such as " in message
     assert "the vocabulary mouse Ensembl ids such as 'ENSMUSG00000000001'" in message
     assert "vocab='human_protein_coding' (in a YAML file data.gene_vocab), or 'human_mouse', which" in message
     bare = GeneVocab.from_genes(vocab.genes)

@@ -64,7 +64,7 @@ def test_a_damaged_piece_is_told(folder, part):
     group = zarr.open_group("s.zarr", mode="a")
     content = bytes(group["scforge/vocab"][...]).replace(b"gene11", b"gene1x")
     group["scforge/vocab"][...] = np.frombuffer(content, dtype=np.uint8)
-    with pytest.raises(DataError, match="the vocabulary of the store .* is damaged"):
+    with pytest.raises(DataError, match="the vocabulary of the store .* is corrupted"):
         read_vocab(group)
     del group["scforge/measured"]
     with pytest.raises(DataError, match="'scforge/measured' of the store .* cannot be read: .*; copy the store again"):
@@ -77,7 +77,7 @@ def test_a_damaged_piece_is_told(folder, part):
     [
         ("dataset_0/obs/group/codes/c", "dataset_0 has other content than was written"),
         ("dataset_0/X/indptr/c/0", "dataset_0 has other content than was written"),
-        ("scforge/vocab/c/0", "the vocabulary of the store .* is damaged"),
+        ("scforge/vocab/c/0", "the vocabulary of the store .* is corrupted"),
         ("hash", "its description does not fit its content hash"),
     ],
 )

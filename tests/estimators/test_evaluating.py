@@ -221,7 +221,7 @@ def test_models_that_are_none(trained: Encoder) -> None:
             network=edges().rename(columns={"source": "tf"}),
             seeds=(0,),
         )
-    with pytest.raises(OptionError, match="reference_model is of type AnnData; give a model"):
+    with pytest.raises(OptionError, match="reference_model is of type AnnData; pass a model"):
         Encoder.load_query_data(trained.adata, trained.adata)
     with pytest.raises(OptionError, match=r"plan_kwargs=\[1\] is not a dictionary"):
         trained.train(1, plan_kwargs=[1])

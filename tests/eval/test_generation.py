@@ -188,7 +188,7 @@ def renamed(adata: ad.AnnData) -> ad.AnnData:
         (lambda c: c[:75], lambda c: c[100:], lambda c: c[:200], "100 of 200 test cells are training cells, too"),
         (lambda c: c[:75], lambda c: c[150:], lambda c: renamed(c[150:]), "150 of 150 test cells have the same expr"),
         (lambda c: renamed(c[150:]), None, None, "generated cells of .*generated.* are copies of held-out cells"),
-        (lambda c: logs_of(c[:75], None), None, None, "'generated' holds log1p of counts that were not normalized"),
+        (lambda c: logs_of(c[:75], None), None, None, "'generated' contains log1p of counts that were not normalized"),
         (lambda c: logs_of(c[:75], 1e3), None, None, "'generated' have a median total of 1,000 .* pass counts"),
         (lambda c: c[:75, :200], None, None, "the cells of 'generated' are counts without 100 genes"),
         (lambda c: c[:75], None, lambda c: c[75:150, :200], "train are counts without 100 genes"),

@@ -244,7 +244,7 @@ def with_bias(bias: torch.Tensor, name: str = "cls.predictions.bias") -> Callabl
             without("query.bias"),
             "do not become 'encoder.layers.0.attention.qkv.bias', .*key.bias.*: .*query.bias",
         ),
-        (without("cls."), "lacks 'cls.predictions.*, which would be random here"),
+        (without("cls."), "lacks 'cls.predictions.*; these weights would stay random"),
         (
             with_bias(torch.ones(16), "bert.encoder.layer.2.output.dense.bias"),
             "a Geneformer of its config does not have: .*layer.2",

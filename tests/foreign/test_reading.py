@@ -104,7 +104,7 @@ def test_damaged_torch_files(tmp_path: Path) -> None:
     data = (tmp_path / "x.pt").read_bytes()
     numbers = data.find(weights["b"].numpy().tobytes())
     (tmp_path / "x.pt").write_bytes(data[: numbers + 70] + bytes([data[numbers + 70] ^ 1]) + data[numbers + 71 :])
-    with pytest.raises(ModelFileError, match="is damaged: 'x/data/1' has a wrong checksum; copy it again"):
+    with pytest.raises(ModelFileError, match="is corrupted: 'x/data/1' has a wrong checksum; copy it again"):
         read_weights(tmp_path / "x.pt")
     for place in range(0, len(data), 97):
         (tmp_path / "x.pt").write_bytes(data[:place] + bytes([data[place] ^ 64]) + data[place + 1 :])
@@ -115,7 +115,7 @@ def test_damaged_torch_files(tmp_path: Path) -> None:
         assert all(torch.equal(found[name], weights[name]) for name in weights)
     for n_bytes in (len(data) - 1, len(data) // 2, 10):
         (tmp_path / "x.pt").write_bytes(data[:n_bytes])
-        with pytest.raises(ModelFileError, match="is damaged, or no file of torch"):
+        with pytest.raises(ModelFileError, match="is corrupted or is not a torch file"):
             read_weights(tmp_path / "x.pt")
 
 

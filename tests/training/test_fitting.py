@@ -101,7 +101,7 @@ def test_the_best_weights_are_kept(setup):
 
 def test_few_cells_are_told(setup):
     with pytest.warns(
-        ScforgeWarning, match="The model learns from 3 cells, fewer than 50: too few to choose an epoch by"
+        ScforgeWarning, match="The model learns from 3 cells, fewer than 50, which is too few to select an epoch"
     ):
         setup.fit(data=setup.data(n_validation=57), max_epochs=1)
     # Without validation cells the loss of training decides.

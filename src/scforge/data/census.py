@@ -33,7 +33,7 @@ Filters = Mapping[str, Any] | str | None
 _SPECIES = {"human": "homo_sapiens", "mouse": "mus_musculus"}
 
 _NAMES = ("feature_id", "feature_name", "var_id")
-"""Columns of var that contain names of genes: those of the Census, and that of ``tiledbsoma.io.from_anndata``."""
+"""Columns of ``var`` that contain names of genes: those of the Census, and that of ``tiledbsoma.io.from_anndata``."""
 
 _ROWS = 1024
 """Cells that are read at a time."""
@@ -54,11 +54,11 @@ class CensusQuery:
     organism
         Organism of the Census, e.g. ``"homo_sapiens"``. An experiment that `uri` names directly has only one.
     filters
-        Which cells: columns of obs with a value or a list of values, all of which must fit, e.g.
-        ``{"tissue": ["lung", "heart"], "is_primary_data": True}``; or the text of a SOMA ``value_filter``. None takes
-        all cells. The Census holds many cells twice, so most queries need ``is_primary_data``.
+        Which cells: columns of obs with a value or a list of values, all of which must fit, e.g. ``{"tissue": ["lung",
+        "heart"], "is_primary_data": True}``, or the text of a SOMA ``value_filter``. If None, uses all cells. The
+        Census contains many cells twice, so most queries need ``is_primary_data``.
     obs
-        Columns of obs to have available, e.g. for batches and labels. None takes all.
+        Columns of ``obs`` to have available, e.g. for batches and labels. If None, uses all.
     census_version
         Release of the Census, e.g. ``"2025-01-30"``; ``"stable"`` and ``"latest"`` change with time.
     uri
@@ -66,7 +66,7 @@ class CensusQuery:
     measurement, layer
         Measurement of the experiment, and layer of its X, with raw counts.
     gene_key
-        Column of var with the gene names. None takes ``feature_id`` or ``feature_name``, whichever fits the
+        Column of ``var`` with the gene names. If None, uses ``feature_id`` or ``feature_name``, whichever fits the
         vocabulary best.
     tiledb_config
         Options of TileDB, e.g. ``{"vfs.s3.region": "us-west-2"}``.
@@ -202,7 +202,10 @@ class SomaStream:
             # Most are typos.
             found = set(table[column].unique())
             if absent := [value for value in values if value not in found]:
-                warn(f"filters[{column!r}] names {absent[0]!r}, which no cell has that fits the other filters.")
+                warn(
+                    f"filters[{column!r}] names {absent[0]!r}, but no cell that matches the other filters has this "
+                    "value."
+                )
         n_counts = int(table["nnz"].sum()) if "nnz" in table else None
         return np.ascontiguousarray(table["soma_joinid"], dtype=np.int64), n_counts
 

@@ -90,10 +90,10 @@ def convert(
     path
         Folder of the store, e.g. ``"store.zarr"``, on a local disk.
     vocab
-        A vocabulary, the file of one, or the name of a shipped one (see :func:`scforge.data.list_vocabs`). None takes
-        all genes of all sources, in order of their first appearance.
+        A vocabulary, the file of one, or the name of a shipped one (see :func:`scforge.data.list_vocabs`). If None,
+        uses all genes of all sources, in order of their first appearance.
     obs
-        Columns of ``obs`` to keep; None keeps all that every source has. Columns of text become categories.
+        Columns of ``obs`` to keep. If None, keeps all that every source has. Columns of text become categories.
     shuffle
         Whether to bring the cells into random order. Without it they stay in the order of the sources.
     seed
@@ -102,9 +102,9 @@ def convert(
         Memory that the process may take, e.g. ``"4GB"``, or a number of bytes, of which about 0.9 GB are for Python
         and the libraries. More makes larger datasets.
     layer
-        Layer with raw counts; None reads X.
+        Layer with raw counts. If None, reads X.
     gene_key
-        Column of ``var`` with the gene names; None reads ``var_names``.
+        Column of ``var`` with the gene names. If None, reads ``var_names``.
     modality
         Modality of a MuData.
     min_overlap
@@ -315,7 +315,7 @@ def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, 
     fixed = _LIBRARIES + _BUFFERS + medians + tables
     if memory - fixed < _MIN:
         least = (fixed + _MIN) / 1e9 + 0.05
-        raise OptionError(f"memory={memory / 1e9:.2f}GB is too little here; give at least {least:.1f}GB.")
+        raise OptionError(f"memory={memory / 1e9:.2f}GB is too little here; pass at least {least:.1f}GB.")
     n_entries = sum(stream.n_entries for stream in streams)
     # In the temporary files, while gathered, and twice while compressed.
     n_bytes = 5 * _entry_bytes(vocab.n_genes) * n_entries
@@ -478,7 +478,7 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
     streams
         The sources.
     wanted
-        Names of columns; None keeps all that every source has.
+        Names of columns. If None, keeps all that every source has.
 
     Raises
     ------

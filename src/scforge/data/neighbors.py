@@ -238,7 +238,7 @@ def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, tempe
     pairs
         Neighbors of each cell, shape (N, N), as of :func:`mutual_neighbors`.
     temperature
-        Smaller values favor the nearest neighbors; None gives all neighbors the same weight.
+        Smaller values favor the nearest neighbors. If None, gives all neighbors the same weight.
 
     Returns
     -------

@@ -25,8 +25,8 @@ class PerturbationKeys:
     control
         Label of cells without perturbation, pertpy's `reference_key`, e.g. ``"control"``, ``"NT"`` or ``"ctrl"``.
     separator
-        Text between the parts of a combination, pertpy's `sep`. None keeps labels whole, e.g. because names of drugs
-        have a plus sign, as ``"(+)-JQ1"``.
+        Text between the parts of a combination, pertpy's `sep`. If None, keeps labels whole, e.g. because names of
+        drugs have a plus sign, as ``"(+)-JQ1"``.
 
     Examples
     --------
@@ -40,7 +40,7 @@ class PerturbationKeys:
 
     def __post_init__(self) -> None:
         if self.separator is not None and (not isinstance(self.separator, str) or not self.separator.strip()):
-            raise OptionError(f"separator={self.separator!r} is no text that can join parts; give '+', or None.")
+            raise OptionError(f"separator={self.separator!r} cannot separate the parts of a label; pass '+', or None.")
 
 
 def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple[str, ...]]:

@@ -86,7 +86,7 @@ LATER = {408, 425, 429, *range(500, 600)}
 
 
 def refusal(error: BaseException) -> tuple[int, str] | None:
-    """Return the status with which a web server refused something, and what that means; None for another error.
+    """Return the status with which a web server refused a request, and its meaning; None for another error.
 
     fsspec says of most of them that there is no such file, with the true one behind it.
     """
@@ -109,7 +109,7 @@ def refusal(error: BaseException) -> tuple[int, str] | None:
 
 @contextlib.contextmanager
 def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
-    """Turn an error of reading `what` (`how`: as what) into one sentence; `fix` is the advice for damaged files."""
+    """Turn an error of reading `what` (`how`: as what) into one sentence; `fix` is the advice for corrupted files."""
     try:
         yield
     except ScforgeError:
@@ -530,7 +530,7 @@ class Matrix:
 
     def _damaged(self, problem: str | None) -> None:
         if problem is not None:
-            raise DataError(f"{self.place} is damaged: {problem}; {REPAIR}.")
+            raise DataError(f"{self.place} is corrupted: {problem}; {REPAIR}.")
 
     def _read(self, part: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return a piece of data, indices or indptr, or rows of a dense matrix (`part` is empty)."""
@@ -734,7 +734,7 @@ class StoredAdata:
 
     def has(self, name: str) -> bool:
         """Whether the file has a part of that name, e.g. ``"X"`` or ``"raw/X"``."""
-        # A matrix that is not there may be stored as an empty one.
+        # A matrix that is missing may be stored as an empty one.
         return name in self.file and not (is_array(self.file[name]) and self.file[name].shape in (None, ()))
 
     def matrix(self, layer: str | None = None) -> Matrix:
@@ -776,7 +776,7 @@ def shared_columns(obs: pd.DataFrame, modality: str, names: pd.Index, own: Seque
 
 
 def missing_column(column: str, source: str, columns: Sequence[str]) -> DataError:
-    """Return the error of a column of obs that is not there."""
+    """Return the error of a column of obs that is missing."""
     shown = [name for name in columns if not str(name).startswith("_scvi_")]
     return DataError(f"obs of {source!r} has no column {column!r}{suggest(column, shown, 'it has')}")
 
@@ -988,7 +988,7 @@ def is_zarr(place: str, options: Mapping[str, Any] | None = None) -> bool:
 
 
 def root_attributes(place: str, options: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return the attributes of the root of a zarr folder of version 3; None where there is no such root."""
+    """Return the attributes of the root of a zarr folder of version 3; None if there is no such root."""
     if is_url(place) and Path(without_query(place)).suffix in _FILES:
         return None
     system, path = file_system(place, options)

@@ -52,8 +52,8 @@ def select_genes(
     n_top_genes
         Keep this many highly variable genes, found as by :func:`scanpy.pp.highly_variable_genes` with
         ``flavor="seurat"`` on log1p CP10K values, within batches if there is a `batch_key`; bins of the most expressed
-        genes are joined until they hold 20, so that a gene that is alone there can be chosen. None keeps all detected
-        genes.
+        genes are joined until they hold 20, so that a gene that is alone there can be chosen. If None, keeps all
+        detected genes.
     min_cells
         Leave out genes detected in fewer cells.
     batch_key
@@ -72,7 +72,7 @@ def select_genes(
     DataError
         If the counts, the gene names or the `batch_key` cannot be used, or no gene is left.
     OptionError
-        If `n_top_genes` is not a positive number, or `keep_genes` names a gene that is not there.
+        If `n_top_genes` is not a positive number, or `keep_genes` names a gene that is missing.
 
     Warns
     -----
@@ -244,9 +244,9 @@ def measure_medians(
     vocab
         A vocabulary, the file of one, or the name of a shipped one. Medians that it has are replaced.
     layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+        Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     gene_key
-        Column of ``adata.var`` with the gene names; None reads ``adata.var_names``.
+        Column of ``adata.var`` with the gene names. If None, reads ``adata.var_names``.
 
     Returns
     -------
@@ -282,7 +282,7 @@ def measure_entropies(
     Parameters
     ----------
     source, vocab, layer, gene_key
-        As for :func:`measure_medians`.
+        See :func:`measure_medians`.
 
     Returns
     -------

@@ -168,14 +168,16 @@ class GeneVocab:
             raise DataError("genes=[] contains no gene; a vocabulary needs at least one.")
         if len(set(self.genes)) < len(self.genes):
             twice = next(gene for gene, count in Counter(self.genes).items() if count > 1)
-            raise DataError(f"genes holds {twice!r} twice; genes of a vocabulary must be unique.")
+            raise DataError(f"genes contains {twice!r} twice; genes of a vocabulary must be unique.")
         tokens = self.special_tokens
         if tokens[:1] != (PAD_TOKEN,) or MASK_TOKEN not in tokens or len(set(tokens)) < len(tokens):
             raise DataError(
                 f"special_tokens={tokens!r} must start with {PAD_TOKEN!r}, have {MASK_TOKEN!r}, none twice."
             )
         if special := set(self.genes) & {*SPECIAL_TOKENS, *tokens}:
-            raise DataError(f"genes holds {special.pop()!r}, which is the name of a special token; rename that gene.")
+            raise DataError(
+                f"genes contains {special.pop()!r}, which is the name of a special token; rename that gene."
+            )
         for name in ("symbols", "medians", "entropies"):
             column = getattr(self, name)
             if column is not None and len(column) != len(self.genes):
@@ -379,7 +381,7 @@ class GeneVocab:
         chosen = np.flatnonzero(given) if given.dtype == bool else given
         if (wrong := chosen[~np.isin(chosen, np.arange(self.n_genes))]).size:
             raise OptionError(
-                f"indices holds {wrong[0]}, which is not a gene; give indices from 0 to {self.n_genes - 1}."
+                f"indices contains {wrong[0]}, which is not a gene; pass indices from 0 to {self.n_genes - 1}."
             )
         chosen = chosen.astype(np.int64)
         genes = tuple(self.genes[index] for index in chosen)
@@ -423,8 +425,8 @@ class GeneVocab:
             shared |= other.gene_indices(self.symbols) >= 0
         if not shared.any():
             raise DataError(
-                f"other has no gene of this vocabulary: it holds {other.kind} such as {other.genes[0]!r}, this one "
-                f"{self.kind} such as {self.genes[0]!r}; convert the identifiers, e.g. with "
+                f"other has no gene of this vocabulary. It contains {other.kind} such as {other.genes[0]!r}, but this "
+                f"vocabulary contains {self.kind} such as {self.genes[0]!r}; convert the identifiers, e.g. with "
                 "scforge.data.convert_gene_ids."
             )
         chosen = other.chosen_from_data and not self.chosen_from_data
@@ -454,7 +456,7 @@ class GeneVocab:
         tokens = self.tokens
         found = [int(i) for i in ids]
         if wrong := [i for i in found if not 0 <= i < len(tokens)]:
-            raise OptionError(f"ids holds {wrong[0]}, which is not a token id; ids are from 0 to {len(tokens) - 1}.")
+            raise OptionError(f"ids contains {wrong[0]}, which is not a token id; ids are from 0 to {len(tokens) - 1}.")
         return [tokens[i] for i in found]
 
     def token_id(self, token: str) -> int | None:

@@ -48,8 +48,8 @@ def load(
     name
         One of :func:`~scforge.datasets.list_cards`.
     folder
-        Folder that holds ``<name>.h5ad``; None takes the one in the environment variable ``SCFORGE_DATA``. What is
-        embedded is always taken from the package.
+        Folder that holds ``<name>.h5ad``. If None, uses the folder in the environment variable ``SCFORGE_DATA``.
+        Bundled data are always read from the package.
     verify
         Compare the SHA-256 of the file with that of the card, where it has one. Pass False to read a file that you made
         yourself from the source.

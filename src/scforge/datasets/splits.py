@@ -147,8 +147,8 @@ class Split:
         adata
             The data set.
         perturbation_key, control, separator
-            Column of obs with the perturbation, its label of control cells, and the text between the targets of a
-            combination; None for no combinations.
+            Column of ``adata.obs`` with the perturbation, its label of control cells, and the text between the targets
+            of a combination; None if there are no combinations.
         part
             ``"test"`` or ``"validation"``.
 
@@ -266,7 +266,7 @@ def read_split(path: str | os.PathLike[str], *, name: str | None = None, version
     path
         The file.
     name
-        Name of its data set; None takes the name of the file.
+        Name of its data set. If None, uses the name of the file.
     version
         Its version.
 

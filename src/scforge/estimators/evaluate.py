@@ -79,8 +79,8 @@ def evaluate_models(
         Baselines of embeddings, as in :func:`scforge.eval.evaluate`; True takes highly variable genes, PCA, scVI and,
         with batches, Harmony. Other benchmarks have separate baselines.
     labels_key, batch_key, groups_key
-        Columns of ``adata.obs`` with cell types, batches, and groups (e.g. donors) that folds must not divide. None
-        takes cell types and batches from the setup of the models, if `adata` has these columns.
+        Columns of ``adata.obs`` with cell types, batches, and groups (e.g. donors) that folds must not divide. If None,
+        uses cell types and batches from the setup of the models, if `adata` has these columns.
     seeds
         Seeds of benchmarks.
     intervals
@@ -90,7 +90,7 @@ def evaluate_models(
     network
         True edges for ``gene_network``: a file that :func:`scforge.eval.read_network` reads, or a table.
     gene_key
-        Column of ``adata.var`` with the names of genes that `network` uses; None takes ``adata.var_names``.
+        Column of ``adata.var`` with the names of genes that `network` uses. If None, uses ``adata.var_names``.
     batch_size
         Cells per batch.
     title
@@ -320,7 +320,7 @@ def knows_labels(model: CellModel) -> bool:
 
 
 def _pretraining_labels(model: CellModel) -> str | None:
-    """Return the column of obs whose labels a model learned in its pretraining; None for none."""
+    """Return the column of obs whose labels a model learned in its pretraining; None if there is no such column."""
     key: str | None = getattr(model._pretraining, "labels_key", None)
     return key
 

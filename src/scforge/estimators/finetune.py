@@ -49,7 +49,7 @@ def warn_of_undecided(unclear: np.ndarray) -> None:
     """Warn about cells that may be training cells of the fine-tuning."""
     if unclear.any():
         n_unclear = f"{int(unclear.sum())} of the {len(unclear)} cells"
-        warn(f"{n_unclear} may be cells of a fine-tuning: they have other genes, and no names to compare.")
+        warn(f"{n_unclear} may have been used for fine-tuning: they have other genes, and no names to compare.")
 
 
 _LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
@@ -169,7 +169,7 @@ def make_split(task: Task, cells: Cells, *, split_by: str | None, split_key: str
         raise DataError(f"{named or 'the task'} leaves no training cells; choose another column or other cells.")
     if split_key is not None:
         if split_by is not None:
-            raise OptionError(f"split_by={split_by!r} has no effect with split_key={split_key!r}; give one of them.")
+            raise OptionError(f"split_by={split_by!r} has no effect with split_key={split_key!r}; pass one of them.")
         return split_from(named_column(cells, split_key, argument="split_key"), usable, key=split_key)
     own = task.split(column, split_by=split_by, **how)
     if own is not None:

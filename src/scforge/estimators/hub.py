@@ -90,7 +90,7 @@ def load_found(
     prefix
         How the user named it, the beginning of a message.
     adata, base, device
-        As for :meth:`scforge.models.Encoder.load`.
+        See :meth:`scforge.models.Encoder.load`.
     access
         Options of :func:`scforge.hub.resolve` for the base model of adapters.
     """

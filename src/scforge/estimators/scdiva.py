@@ -40,7 +40,7 @@ def labels_task(objective: Objective) -> Annotation | None:
 
 
 def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | None) -> list[int] | None:
-    """Return the codes of named batches; None for no name."""
+    """Return the codes of named batches; None if there is no name."""
     if transform_batch is None:
         return None
     known = getattr(objective, "batches", None) or []
@@ -91,7 +91,7 @@ class ScDiVa(Encoder):
     architecture
         ``"scdiva"``.
     tokenizer
-        As for :class:`~scforge.models.Encoder`; None orders genes by value and entropy (``"entropy_ranked"``).
+        See :class:`~scforge.models.Encoder`. If None, genes are ordered by value and entropy (``"entropy_ranked"``).
     objective
         ``"variational"`` (None): reconstruction, and classification if `supervised`. ``"masked_diffusion"``: masked
         genes and values are predicted, so the model can :meth:`generate` and :meth:`impute`. Or a dict with ``name``
@@ -159,7 +159,7 @@ class ScDiVa(Encoder):
         Parameters
         ----------
         adata, key_added, batch_size, indices
-            As for :meth:`Encoder.get_latent_representation`.
+            See :meth:`Encoder.get_latent_representation`.
         return_dist
             Also return the variances, and write `uncertainty_key`.
         uncertainty_key
@@ -238,9 +238,9 @@ class ScDiVa(Encoder):
         task
             ``"annotation"``: the labels that the model learned from (`supervised`), written as the task annotation
             writes them. ``"batch_integration"``: expression without batch effects, from
-            :meth:`get_normalized_expression`. None takes annotation, or the task of a fine-tuned model.
+            :meth:`get_normalized_expression`. If None, uses annotation, or the task of a fine-tuned model.
         key_added, batch_size
-            As for :meth:`Encoder.predict`.
+            See :meth:`Encoder.predict`.
         **options
             Of annotation e.g. ``threshold`` and ``majority_voting``; of batch_integration ``transform_batch``,
             ``gene_list`` and ``library_size``.
@@ -310,7 +310,7 @@ class ScDiVa(Encoder):
         transform_batch
             The batch to decode all cells into, or several to average over. None averages over all batches of the model.
         gene_list
-            Genes to return; None for all genes of the model.
+            Genes to return; None means all genes of the model.
         library_size
             ``"log1p"``: log1p of counts per 10,000. A number: counts per that number (without logarithm).
         key_added

@@ -241,7 +241,7 @@ def write_folder(
     overwrite
         Replace the model in a folder that exists.
     seen
-        The cells of a fine-tuning.
+        The cells used for fine-tuning.
     adata
         Training data to write as well.
     extra

@@ -94,7 +94,7 @@ def train_options(
     if "enable_progress_bar" in further:  # as scvi-tools and its autotune call it
         given = {**given, "progress_bar": further.pop("enable_progress_bar")}
     if not isinstance(plan_kwargs, Mapping | None):
-        raise OptionError(f"plan_kwargs={plan_kwargs!r} is not a dictionary of options; give {{name: value}}.")
+        raise OptionError(f"plan_kwargs={plan_kwargs!r} is not a dictionary of options; pass {{name: value}}.")
     for name, value in (plan_kwargs or {}).items():
         if name in further or given.get(name) not in (None, getattr(TrainOptions, name, None)):
             raise OptionError(f"{name} is set in plan_kwargs and as an argument; set it once.")

@@ -48,11 +48,11 @@ class Benchmark(ABC):
         ``"expression"``
             Generated cells and measured cells, each an :class:`~anndata.AnnData` with counts.
         ``"ranking"``
-            Orders of genes that were reconstructed, and the true ones, int, shape (N, S) with -1 behind the last.
+            Orders of genes that were reconstructed, and the true orders, int, shape (N, S), padded with -1.
     metrics
         Names of the metrics that :meth:`run` returns.
     lower_is_better
-        Those of them in which less is better.
+        Metrics for which lower is better.
     main
         The one that a sentence about the outcome speaks of; the first, if a class names none.
     n_draws
@@ -132,7 +132,7 @@ class Benchmark(ABC):
         return {}
 
     def resampled(self, made: Any, reference: Any, *, n: int, seed: int) -> pd.DataFrame | None:
-        """Return the scores on resampled data, for intervals and paired tests; None where there are none.
+        """Return the scores on resampled data, for intervals and paired tests; None if there are none.
 
         The rows that are sampled depend on `reference` and `seed` alone, so that methods can be compared draw by draw.
         Here, for embeddings: on random halves of the cells, sampled without replacement, which spread as much around
@@ -187,7 +187,7 @@ class Benchmark(ABC):
         return pd.DataFrame(figures, columns=list(self.metrics))
 
     def n_units(self, reference: Any) -> int | None:
-        """Return the number of independent units that :meth:`resampled` samples from; None for cells.
+        """Return the number of independent units that :meth:`resampled` samples from; None means cells.
 
         Few of them, e.g. eight donors, tell less than the number of draws suggests: intervals are wider by that, and
         tests have fewer degrees of freedom. Where a number is returned, the draws have to spread as a bootstrap of the
@@ -238,7 +238,7 @@ def as_array(made: Any, name: str = "the embedding") -> np.ndarray:
         made = made.to_numpy(dtype=np.float32 if kept else np.float64, na_value=np.nan)
     array = np.asarray(made)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"{name} holds {array.dtype} instead of numbers; pass an array of numbers.")
+        raise DataError(f"{name} contains {array.dtype} instead of numbers; pass an array of numbers.")
     return array
 
 
@@ -311,7 +311,7 @@ def _check_given(name: str, options: Mapping[str, Any], besides: Sequence[str] =
     for option, needed in known.items():
         if needed and option not in options and option not in besides:
             what = f"{option}, a column of obs" if option in KEYS else f"the option {option}"
-            raise OptionError(f"the benchmark {name!r} needs {what}; give it.")
+            raise OptionError(f"the benchmark {name!r} needs {what}; pass this argument.")
 
 
 def options_of(name: str) -> dict[str, bool]:
@@ -349,8 +349,8 @@ class Evaluation:
     benchmark
         A registered name, or a benchmark that was made.
     name
-        What its scores are called by, ``<name>_<metric>``; None takes the name of the benchmark, with that of the data
-        set behind it if another evaluation has the same.
+        Prefix of its scores, ``<name>_<metric>``. If None, uses the name of the benchmark, followed by the name of the
+        data set if another evaluation has the same name.
     dataset
         ``"held_out"`` for the cells that the data module keeps for validation; the path or URL of an h5ad file, an
         AnnData-zarr folder or a store; an AnnData; or a name that `datasets` of the callback knows, that has a card

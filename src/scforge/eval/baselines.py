@@ -62,10 +62,10 @@ def pca_embedding(
     n_top_genes
         Number of genes.
     layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+        Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     batch_key
-        Column of obs with the batches, within which genes are chosen (:func:`variable_genes`); the components are not
-        corrected for them.
+        Column of ``adata.obs`` with the batches, within which genes are chosen (:func:`variable_genes`); the components
+        are not corrected for them.
     scale
         Scale each gene to unit variance first.
     seed
@@ -189,10 +189,10 @@ def embedding_baselines(
 
         A whole number is for so many principal components, as two baselines: without scaling and with.
     batch_key
-        Column of obs with the batches. Highly variable genes are those of many batches then, for all methods alike;
-        Harmony and scVI correct for it.
+        Column of ``adata.obs`` with the batches. Highly variable genes are those of many batches then, for all methods
+        alike; Harmony and scVI correct for it.
     layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+        Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     n_comps
         Number of principal components, and of dimensions of ``"random"``; one less than there are cells, or genes to
         choose from, where that is fewer.
@@ -201,8 +201,8 @@ def embedding_baselines(
     seed
         Seed of all of them.
     scvi_max_epochs
-        Maximum number of epochs of scVI; None for its own number, 400 for up to 20,000 cells and then 8 million cells
-        seen.
+        Maximum number of epochs of scVI; None means scVI's own number: 400 for up to 20,000 cells, and 8 million cells
+        in total for more.
     progress_bar
         Show a line for each baseline, with its time.
 

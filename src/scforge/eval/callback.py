@@ -40,7 +40,7 @@ class BenchmarkCallback(Callback):
     datasets
         Name of a data set to its path, for evaluations that name one.
     labels_key, batch_key
-        Columns of obs for benchmarks that name none; None uses those of the data module.
+        Columns of ``obs`` for benchmarks that name none. If None, uses those of the data module.
 
     Raises
     ------

@@ -65,7 +65,7 @@ def _input(
     from pydantic import ValidationError
 
     if missing := [argument for argument in KEYS[name] if keys[argument] is None]:
-        raise OptionError(f"the task {name!r} needs {missing[0]}; give it.")
+        raise OptionError(f"the task {name!r} needs {missing[0]}; pass this argument.")
     with _told(name, seed):
         made = _made(name, adata, keys, layer=layer, seed=seed)
     # The package would ignore options that it does not know.
@@ -76,7 +76,7 @@ def _input(
     except ValidationError as error:
         problem = error.errors()[0]
         told = first_line(ValueError(problem["msg"]))
-        raise OptionError(f"{problem['loc'][0]}={problem['input']!r} is refused by {name!r}: {told}.") from None
+        raise OptionError(f"{name} does not accept {problem['loc'][0]}={problem['input']!r}: {told}.") from None
 
 
 def _made(name: str, adata: AnnData, keys: Mapping[str, str | None], *, layer: str | None, seed: int) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer:
     """Return cells with the fields of the task: changed genes per perturbation, and a control for each cell.
 
     Genes are those of a Wilcoxon test against the controls, by the limits of cz-benchmarks; all of them are targets.
-    Controls are sampled at random, without replacement where there are enough.
+    Controls are sampled at random, without replacement if there are enough.
     """
     import scanpy as sc
 
@@ -216,7 +216,7 @@ def run_cz_task(
         ``"untrained"`` for each. For perturbations keys of ``adata.layers`` with the predicted log1p CP10K of each
         cell, shape (N, G), that of control cells included.
     layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+        Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     baseline
         Run the baseline, too.
     seed
@@ -335,7 +335,7 @@ class CzTask(Benchmark):
     Parameters
     ----------
     labels_key
-        Column of obs with the cell types; with numbers, e.g. time points, for ``"cz_sequential_organization"``.
+        Column of ``obs`` with the cell types; with numbers, e.g. time points, for ``"cz_sequential_organization"``.
     options
         Options of the task, e.g. ``{"n_folds": 3}``.
     seed
@@ -410,9 +410,9 @@ class CzBatchIntegration(CzTask):
     Parameters
     ----------
     labels_key
-        Column of obs with the cell types.
+        Column of ``obs`` with the cell types.
     batch_key
-        Column of obs with the batches.
+        Column of ``obs`` with the batches.
     options
         Options of the task.
     seed

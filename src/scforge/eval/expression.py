@@ -64,7 +64,8 @@ def log_normalized(
     counts = bool((values == np.floor(values)).all()) and values.min(initial=0) >= 0
     if not counts and (problem := _scale_problem(values, rows, matrix.shape[0], made=made)):
         raise DataError(
-            f"{where} holds {problem}; pass counts, log1p CP10K, or for predictions effects as a DataFrame."
+            f"{where} contains {problem}; pass counts or log1p CP10K values. For predictions you can also pass "
+            "effects as a DataFrame."
         )
     if counts:
         total = np.bincount(rows, values, minlength=matrix.shape[0])
@@ -113,7 +114,7 @@ def scale_difference(one: sparse.csr_matrix, other: sparse.csr_matrix, *, profil
 
 
 def principal_components(cells: sparse.csr_matrix, n_comps: int, seed: int) -> PCA:
-    """Fit the principal components of a sparse matrix; fewer where there are not so many."""
+    """Fit the principal components of a sparse matrix; fewer if the data have fewer."""
     from sklearn.decomposition import PCA
 
     return PCA(min(n_comps, min(cells.shape) - 1), svd_solver="arpack", random_state=seed).fit(cells)
@@ -161,7 +162,7 @@ class ExpressionSpace:
     n_top_genes
         Number of genes, among those that three cells express.
     n_comps
-        Number of components; fewer where there are not so many.
+        Number of components; fewer if the data have fewer.
     seed
         Seed of the solver.
 

@@ -63,13 +63,13 @@ class Generation(Benchmark):
         of cells without the gene, for the genes that a real cell has. NaN where a side does not vary.
     ``mmd``
         Squared maximum mean discrepancy, unbiased, thus sometimes below zero [1]_, of a Gaussian kernel as wide as the
-        median distance of real cells, on their principal components. Less is better. The components fit these very
-        cells, so that even other real ones are not quite at zero: look at a ceiling.
+        median distance of real cells, on their principal components. Lower is better. The components fit these very
+        cells, so even other real cells do not score exactly zero. Compare with the upper bound.
     ``c2st``
-        Classifier two-sample test [2]_: the area under the ROC curve of extremely randomized trees that tell real
-        from generated cells they did not see, by components of both together, by the distance from them, and by the
-        number of genes. 0.5 is best; below 0.5 it is turned around, since trees that are systematically wrong have met
-        copies.
+        Classifier two-sample test [2]_: the area under the ROC curve of extremely randomized trees that tell real from
+        generated cells they did not see, by components of both together, by the distance from them, and by the number
+        of genes. 0.5 is best; values below 0.5 are mirrored (1 - x), because a classifier that is systematically wrong
+        indicates copies.
     ``label_gene_mean_r``, ``label_mmd``
         With `labels_key`: both within each label, averaged. Labels with fewer than 20 real cells are left out, with a
         warning; where fewer than 20 generated cells have one of the others, both are NaN, with a warning, so that all
@@ -78,9 +78,9 @@ class Generation(Benchmark):
     Parameters
     ----------
     labels_key
-        Column of obs of both, e.g. cell types that were requested.
+        Column of ``obs`` of both, e.g. cell types that were requested.
     n_comps
-        Components of the real cells; fewer where there are not so many.
+        Components of the real cells; fewer if the data have fewer.
     max_cells
         Cells of each side that ``mmd`` and ``c2st`` look at, sampled at random; the same number of both, fewer where a
         side has fewer. A classifier that sees fewer cells tells them less well, so methods can be compared only if
@@ -619,9 +619,9 @@ def evaluate_generation(
     train
         Real cells that the methods have learned from, raw counts.
     labels_key
-        Column of obs of all of them, for scores of each label.
+        Column of ``obs`` of all of them, for scores of each label.
     layer
-        Key in ``layers`` of `real` and `train` with raw counts; None reads ``X``.
+        Key in ``layers`` of `real` and `train` with raw counts. If None, reads ``X``.
     kinds
         Name to what it is, e.g. ``"untrained"``; a model, if not told.
     n_comps, max_cells

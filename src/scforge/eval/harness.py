@@ -189,7 +189,7 @@ def evaluate(
         Key or keys in ``adata.obsm``; as a mapping, with ``"model"``, ``"baseline"`` or ``"untrained"`` for each.
         Whatever made it: ``X_scVI`` or another model's embedding is a row of the same table.
     layer
-        Key in ``adata.layers`` with raw counts, for the baselines; None reads ``adata.X``.
+        Key in ``adata.layers`` with raw counts, for the baselines. If None, reads ``adata.X``.
     baselines
         What to compare with, at least one: names of :func:`~scforge.eval.embedding_baselines`, and numbers of principal
         components. Components are taken with genes scaled to unit variance and without, because either may be the
@@ -221,7 +221,7 @@ def evaluate(
     Raises
     ------
     DataError
-        If an embedding is not there, or a benchmark cannot score these cells.
+        If an embedding is missing, or a benchmark cannot score these cells.
     OptionError
         If an option, or a combination of them, makes no sense.
 

@@ -76,10 +76,10 @@ def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key"
 class CellTypeProbe(Benchmark):
     """Logistic regression and k nearest neighbors, cross-validated over whole donors, with rare types apart.
 
-    Each cell is predicted once, by classifiers that saw no cell of its fold. Folds hold out whole groups where there is
-    a ``groups_key``, one group a fold if there are no more groups than folds, and are otherwise stratified; they are
-    the same for every embedding. The logistic regression, with scikit-learn's defaults, sees standardized dimensions,
-    and the scaling is fitted on the training folds.
+    Each cell is predicted once, by classifiers that saw no cell of its fold. Folds hold out whole groups if there is a
+    ``groups_key``, one group a fold if there are no more groups than folds, and are otherwise stratified; they are the
+    same for every embedding. The logistic regression, with scikit-learn's defaults, sees standardized dimensions, and
+    the scaling is fitted on the training folds.
 
     Cells without a label or group take no part, and neither do those of a label that cannot be tested: it has fewer
     cells than there are folds, or cells in one group or fold only. A warning names these.
@@ -90,9 +90,9 @@ class CellTypeProbe(Benchmark):
     Parameters
     ----------
     labels_key
-        Column of obs with the cell types.
+        Column of ``obs`` with the cell types.
     groups_key
-        Column of obs with the groups that are held out whole, e.g. donors; None holds out cells.
+        Column of ``obs`` with the groups that are held out whole, e.g. donors; None holds out cells.
     n_folds
         Number of folds.
     n_neighbors

@@ -53,9 +53,9 @@ def edges_from_embeddings(
         mean moves of cells under the perturbation of each gene (:func:`scforge.insilico.screening.mean_moves`; with
         `center`). Genes with NaN, which have no vector, are left out.
     tfs
-        Sources; those without a vector are left out. None takes all genes.
+        Sources; those without a vector are left out. If None, uses all genes.
     targets
-        Targets; those without a vector are left out. None takes all genes.
+        Targets; those without a vector are left out. If None, uses all genes.
     measure
         ``"cosine"``, ``"correlation"`` over the dimensions, or ``"dot"``, the inner product.
     center
@@ -138,11 +138,11 @@ def edges_from_attention(
     key
         Key in ``adata.varp``.
     tfs
-        Sources to keep; None keeps all.
+        Sources to keep. If None, keeps all.
     source
         ``"columns"`` or ``"rows"``: which of them regulate.
     gene_key
-        Column of ``adata.var`` with the names of the genes; None takes ``adata.var_names``.
+        Column of ``adata.var`` with the names of the genes. If None, uses ``adata.var_names``.
 
     Returns
     -------
@@ -183,7 +183,7 @@ def edges_from_perturbations(effects: pd.DataFrame | AnnData, *, tfs: Sequence[s
           (least squares), the weight is the absolute rest, the same in both directions; NaN shifts are left out. With
           groups it is the largest over them.
     tfs
-        Sources to keep; None keeps all.
+        Sources to keep. If None, keeps all.
 
     Returns
     -------
@@ -573,7 +573,7 @@ class GeneNetwork(Benchmark):
         Genes that were measured. Others take no part, neither as targets nor as transcription factors, since no method
         could score them; None restricts nothing.
     tfs
-        Transcription factors to restrict the pairs to; None takes all of the truth.
+        Transcription factors to restrict the pairs to. If None, uses all of the truth.
     targets
         ``"truth"``: genes with an edge in the truth. ``"measured"``: all of `genes`; then what is well studied, and
         highly expressed, is found without knowing any edge.
@@ -847,14 +847,14 @@ def evaluate_network(
     adata
         Annotated data with raw counts: defines the measured genes and the input of the baselines.
     layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+        Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     gene_key
-        Column of ``adata.var`` with names as in the truth; None takes ``adata.var_names``.
+        Column of ``adata.var`` with names as in the truth. If None, uses ``adata.var_names``.
     genes
         Genes to restrict the pairs to, among those that were measured: e.g. those that a model knows, if the question
-        is what it knows of them. Pairs without a score count as its last ones otherwise. None takes all.
+        is what it knows of them. Pairs without a score count as its last ones otherwise. If None, uses all.
     tfs
-        Transcription factors to restrict the pairs to; None takes all of the truth that are among the genes.
+        Transcription factors to restrict the pairs to. If None, uses all of the truth that are among the genes.
     targets
         ``"truth"``: genes with an edge in the truth. ``"measured"``: all genes.
     kinds

@@ -69,14 +69,14 @@ class KnownEffects:
     targets
         Names of what was perturbed, of each effect, N tuples.
     contexts
-        Context of each effect, e.g. the cell type, N names; all the same where there is one only.
+        Context of each effect, e.g. the cell type, N names; all the same if there is only one.
     deltas
         Change of the mean log1p CP10K against the controls of the context, float, shape (N, G).
     controls
         Mean log1p CP10K of the controls of each context, also of contexts without effects, shape (G,) each. In those
         without effects, which may come from other data, NaN for genes that were not measured.
     n_cells
-        Cells behind each effect, shape (N,); None takes all to be alike.
+        Cells behind each effect, shape (N,). If None, all effects have the same weight.
     """
 
     targets: tuple[tuple[str, ...], ...]
@@ -652,7 +652,9 @@ def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
         if groups.n[len(train.effects) + i]
     }
     if without := sorted(contexts - {*plain}):
-        raise DataError(f"train has no control cell in the contexts {listing(without)}; give it a part of those there.")
+        raise DataError(
+            f"train has no control cell in the contexts {listing(without)}; move some of its control cells to train."
+        )
     return KnownEffects(
         tuple(effect.targets for effect in train.effects),
         tuple(effect.context for effect in train.effects),
@@ -701,19 +703,19 @@ class PerturbationPrediction(Benchmark):
     Parameters
     ----------
     perturbation_key
-        Column of obs with the perturbation.
+        Column of ``obs`` with the perturbation.
     control
         Its label of controls.
     context_key
-        Column of obs with the context, e.g. the cell type; effects are seen from controls of the same one.
+        Column of ``obs`` with the context, e.g. the cell type; effects are seen from controls of the same one.
     separator
-        What joins the targets of a combination; None takes labels as they are.
+        Text between the targets of a combination. If None, uses labels unchanged.
     layer
-        Key in layers with counts or log1p CP10K; None reads X.
+        Key in layers with counts or log1p CP10K. If None, reads X.
     n_top_genes
         Score only this number of genes: those with the highest mean in the controls. None scores all.
     n_comps
-        Principal components of the energy distance; fewer where there are not so many.
+        Principal components of the energy distance; fewer if the data have fewer.
     max_cells
         Most cells of a group in the energy distance.
     seed
@@ -805,7 +807,7 @@ class PerturbationPrediction(Benchmark):
     ) -> pd.DataFrame | None:
         """Return the figures over perturbations drawn with replacement; of contexts, where there is one perturbation.
 
-        None where there is one effect only.
+        None if there is only one effect.
         """
         groups = self._perturbations(reference)
         if len(groups) < 2:
@@ -954,14 +956,14 @@ def evaluate_perturbations(
     train
         Training cells with their controls, from which baselines are computed.
     perturbation_key, control, context_key, separator, layer, n_top_genes
-        As for :class:`PerturbationPrediction`.
+        See :class:`PerturbationPrediction`.
     gene_features
         Vectors of the targets that a model knows, e.g. its gene embeddings, one row a target, for the linear baseline
         ``linear_embedding``; several by name for ``linear_<name>``.
     kinds
         Method to ``"model"`` or ``"untrained"``; models, unless told otherwise.
     seeds, intervals, title
-        As for :func:`compare`.
+        See :func:`compare`.
 
     Returns
     -------
@@ -1099,7 +1101,7 @@ def _components(features: pd.DataFrame, n_comps: int) -> dict[str, np.ndarray]:
     """Return the leading components of features."""
     values = features.to_numpy(dtype=np.float64)
     if not np.isfinite(values).all() or not features.index.is_unique:
-        raise DataError("gene_features has values that are not numbers, or a target twice; give one row per target.")
+        raise DataError("gene_features has values that are not numbers, or a target twice; pass one row per target.")
     return dict(zip(features.index.astype(str), _scores(values, n_comps), strict=True))
 
 

@@ -80,7 +80,7 @@ def discrimination_scores(
 
 
 def _within(contexts: Sequence[object] | None, n_effects: int) -> list[np.ndarray]:
-    """Return the rows of the effects of each context, int64; of all, where there are no contexts."""
+    """Return the rows of the effects of each context, int64; of all effects if there are no contexts."""
     if contexts is None:
         return [np.arange(n_effects)]
     codes = pd.factorize(np.asarray(contexts, dtype=object), use_na_sentinel=False)[0]
@@ -259,7 +259,7 @@ def score_deltas(
     from sklearn.metrics.pairwise import cosine_distances
 
     if not np.isfinite(predicted).all():
-        raise DataError("predicted holds values that are not numbers; effects cannot be scored.")
+        raise DataError("predicted contains values that are not numbers; effects cannot be scored.")
     top = np.argsort(-np.abs(scores), axis=1, kind="stable")[:, :TOP_GENES]
     weights, error, nothing = de_weights(scores), predicted - measured, np.full(len(predicted), np.nan)
     rest = measured - (measured.mean(axis=0) if center is None else center)
@@ -456,7 +456,7 @@ def comparable(effects: pd.DataFrame, ceiling: str) -> pd.DataFrame:
 
 
 ALL = "all"
-"""Name of the context where there is one only."""
+"""Name of the context if there is only one."""
 
 
 class Effect(NamedTuple):
@@ -475,9 +475,9 @@ class EffectKeys:
     perturbation_key, control, separator
         As in ``scforge.data.perturbation.PerturbationKeys``.
     context_key
-        Column of obs with the context, e.g. the cell type; None: there is one only.
+        Column of ``obs`` with the context, e.g. the cell type. If None, all cells have the same context.
     layer
-        Key in layers with the counts or log-normalized values; None reads X.
+        Key in layers with the counts or log-normalized values. If None, reads X.
     """
 
     perturbation_key: str
@@ -500,14 +500,14 @@ class EffectKeys:
         n_levels = 1 if self.context_key is None else 2
         if table.index.nlevels != n_levels:
             wanted = "one row per perturbation" if n_levels == 1 else "an index of perturbation and context"
-            raise DataError(f"predictions has an index of {table.index.nlevels} levels; give {wanted}.")
+            raise DataError(f"predictions has an index of {table.index.nlevels} levels; pass {wanted}.")
         labels = [label if n_levels == 2 else (label, ALL) for label in table.index]
         names = pd.DataFrame({self.perturbation_key: [*(str(name) for name, _ in labels), self.control]})
         targets = parse_perturbations(names, self.parts)
         found = [Effect(some, str(context)) for some, (_, context) in zip(targets, labels, strict=False)]
         twice = self.titles([effect for effect, n in Counter(found).items() if n > 1])
         if twice := [*twice, *table.columns[table.columns.duplicated()]]:
-            raise DataError(f"predictions has {listing(twice)} more than once; give each effect and each gene once.")
+            raise DataError(f"predictions has {listing(twice)} more than once; pass each effect and each gene once.")
         return found
 
     def titles(self, effects: Sequence[Effect]) -> list[str]:
@@ -705,7 +705,7 @@ def cell_eval_scores(
     real
         Measured cells with controls, over the same genes in any order.
     perturbation_key, control, context_key, separator, layer
-        As for :class:`PerturbationPrediction`. Contexts are scored one by one, because cell-eval knows none.
+        See :class:`PerturbationPrediction`. Contexts are scored one by one, because cell-eval has no contexts.
     profile
         ``"full"``, ``"minimal"``, ``"vcc"`` (the Virtual Cell Challenge), ``"de"``, ``"anndata"`` or ``"pds"``.
     skip_metrics
@@ -823,14 +823,14 @@ def distances(
     predictions
         Predicted cells; several by name.
     perturbation_key, control, context_key, separator
-        Columns of obs, as for :func:`evaluate_perturbations`.
+        Columns of ``obs``, as for :func:`evaluate_perturbations`.
     metric
         Name of a distance of :class:`pertpy.tl.Distance`, e.g. ``"edistance"``, ``"mmd"`` or ``"wasserstein"``.
     obsm_key
-        Coordinates in obsm, e.g. an embedding of all cells by the same model; None takes log1p CP10K over the genes
-        that all have, which is slow for distances between cells.
+        Coordinates in obsm, e.g. an embedding of all cells by the same model. If None, uses log1p CP10K over the genes
+        shared by all, which is slow for distances between cells.
     layer
-        Key in layers with counts or log1p CP10K; None reads X.
+        Key in layers with counts or log1p CP10K. If None, reads X.
 
     Returns
     -------
@@ -887,6 +887,8 @@ def distances(
             cells = places[name][read[name].rows(group)]
             if not len(cells):
                 label = keys.name_of(group.targets) or control
-                raise DataError(f"{name} lacks {label!r} (context {effect.context!r}); give cells of it.")
+                raise DataError(
+                    f"{name} lacks {label!r} (context {effect.context!r}); pass cells with this perturbation."
+                )
             rows.append((method, keys.name_of(effect.targets), effect.context, float(away(cells, target))))
     return pd.DataFrame(rows, columns=["method", "perturbation", "context", "distance"])

@@ -39,9 +39,9 @@ class RankReconstruction(Benchmark):
     These are the scores by which papers on models of ranked genes judge a reconstruction.
 
     ``l_dist``
-        Levenshtein distance [1]_: the fewest genes to put in, take out or replace, divided by the length of the longer
-        order; 0 is the same, 1 has nothing in its place. Mean over cells, less is better. ``l_dist_edits`` is the mean
-        of the distances themselves.
+        Levenshtein distance [1]_: the minimum number of insertions, deletions and replacements, divided by the length
+        of the longer order. 0 is the same order; 1 has no gene in its place. Mean over cells, lower is better.
+        ``l_dist_edits`` is the mean of the distances themselves.
     ``bleu``
         BLEU of all cells [2]_: geometric mean of the shares of runs of one to four genes that are in the true order of
         their cell, times the penalty of what is shorter than the truth; 1 is the same. Cells count by their length.
@@ -80,15 +80,15 @@ class RankReconstruction(Benchmark):
         Parameters
         ----------
         made
-            Reconstructed orders: numbers of genes from 0, int, shape (N, S); -1 behind the last. A gene may be
-            repeated; its first place counts for ``spearman``.
+            Reconstructed orders: indices of genes, starting at 0, int, shape (N, S), padded with -1. A gene may be
+            repeated. Only its first position counts for ``spearman``.
         reference
-            The true orders, the same way, of the same cells; as many places as they need.
+            The true orders of the same cells, in the same format. The number of positions may differ.
 
         Raises
         ------
         DataError
-            If they do not fit each other, or are not orders.
+            If the two do not match, or are not valid orders.
         """
         table = self._by_cell(made, reference)
         return {name: float(values[0]) for name, values in _figures(table, np.ones((1, len(table)))).items()}
@@ -117,10 +117,10 @@ def ranking_baselines(train: np.ndarray, reference: np.ndarray, *, seed: int = 0
     ``"random order of the cell's genes"``
         Chance. It also receives the genes of the cell.
 
-    The rank of a gene is 1 at the first place and falls to 0 behind the last; it is 0 in cells that have it not.
+    The rank of a gene decreases from 1 at the first position to 0 after the last. It is 0 in cells without the gene.
 
-    `train` are orders of training cells, int, shape (M, S), -1 behind the last; `reference` the true orders of the
-    cells to be scored, (N, S). Returns a name and orders, int64, shape (N, S), for each.
+    `train` are orders of training cells, int, shape (M, S), padded with -1; `reference` the true orders of the cells to
+    be scored, (N, S). Returns a name and orders, int64, shape (N, S), for each.
     """
     rng = np.random.default_rng(seed)
     learned, true = (_rows(some, what, repeated=False) for some, what in ((train, "train"), (reference, "reference")))
@@ -154,7 +154,7 @@ def evaluate_reconstruction(
     Parameters
     ----------
     reconstructed
-        Orders of one method, or of several by name, int, shape (N, S), -1 behind the last.
+        Orders of one method, or of several by name, int, shape (N, S), padded with -1.
     true
         The true orders of the same cells, e.g. ``input_ids`` of a tokenizer that ranks genes, without special tokens.
     train

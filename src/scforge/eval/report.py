@@ -203,7 +203,7 @@ class Row:
     scores
         Metric to figure.
     n_dims
-        Dimensions of an embedding; None for what has none.
+        Dimensions of an embedding; None for other results.
     seconds
         Wall time of making it, where it was measured.
     benchmark
@@ -238,7 +238,7 @@ class Measured:
     main
         The one that counts most.
     lower_is_better
-        Those in which less is better.
+        Metrics for which lower is better.
     ranks
         Whether they rank methods.
     """
@@ -254,7 +254,7 @@ class Measured:
         return cls(tuple(benchmark.metrics), benchmark.main, frozenset(benchmark.lower_is_better), benchmark.ranks)
 
     def sign(self, metric: str) -> float:
-        """Return 1 where more is better, else -1."""
+        """Return 1 if higher is better, else -1."""
         return -1.0 if metric in self.lower_is_better else 1.0
 
 
@@ -273,7 +273,8 @@ class Report:
     rows
         The scores.
     measured
-        Benchmark to what its scores are. For one that is not here, more is better and the first score counts most.
+        Benchmark to the description of its scores. For benchmarks that are not listed, higher is better and the first
+        score is the main one.
 
     Examples
     --------
@@ -351,9 +352,9 @@ class Report:
         Returns
         -------
         The columns ``benchmark``, ``method``, ``kind``, ``metric``, ``value``, ``low`` and ``high`` (95 % interval),
-        ``sd_seeds`` (over training runs where there are several, else over seeds of the benchmark),
-        ``lower_is_better``, and for models ``best_baseline``, ``difference``, ``difference_low``, ``difference_high``
-        and ``p_value`` (not corrected) of the comparison with it; NaN and empty texts where there is nothing.
+        ``sd_seeds`` (over training runs if there are several, else over seeds of the benchmark), ``lower_is_better``,
+        and for models ``best_baseline``, ``difference``, ``difference_low``, ``difference_high`` and ``p_value`` (not
+        corrected) of the comparison with it; NaN and empty text if there is no value.
 
         Raises
         ------
@@ -493,7 +494,7 @@ def _sentence(row: Row, about: Measured, compared: Comparison, p_value: float) -
     if math.isnan(p_value):
         word = "above" if gain > 0 else "not above"
         if about.main in about.lower_is_better:
-            word = "below (less is better)" if gain > 0 else "not below (less is better)"
+            word = "below (lower is better)" if gain > 0 else "not below (lower is better)"
         return f"{row.name} is {word} {compared.baseline} in {figures}, without a test."
     word = "tied with"
     if p_value < _ALPHA:
@@ -572,7 +573,7 @@ def to_text(report: Report) -> str:
 
 
 def to_html(report: Report, *, pictures: bool = True) -> str:
-    """Return a report as HTML that needs no other file; facts and notes are folded where there are no pictures."""
+    """Return a report as HTML that needs no other file; facts and notes are collapsed if there are no figures."""
     verdicts = "".join(f"<li>{html.escape(one)}</li>" for one in report.verdicts())
     facts = "".join(f"<li>{html.escape(f'{name}: {value}')}</li>" for name, value in report.facts.items())
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)

@@ -63,11 +63,11 @@ class BatchIntegration(Benchmark):
     Parameters
     ----------
     labels_key
-        Column of obs with the cell types.
+        Column of ``obs`` with the cell types.
     batch_key
-        Column of obs with the batches.
+        Column of ``obs`` with the batches.
     n_neighbors
-        Neighbors, each cell itself among them, for the LISI scores; fewer where there are fewer cells.
+        Number of neighbors for the LISI scores, including the cell itself; fewer if there are fewer cells.
 
     References
     ----------
@@ -206,9 +206,9 @@ class Scib(Benchmark):
     Parameters
     ----------
     labels_key
-        Column of obs with the cell types.
+        Column of ``obs`` with the cell types.
     batch_key
-        Column of obs with the batches; None leaves out what needs it.
+        Column of ``obs`` with the batches. If None, leaves out scores that need batches.
     leiden
         Compute NMI and ARI of Leiden clusters, at the best of ten resolutions.
     kbet
@@ -312,7 +312,7 @@ class Scib(Benchmark):
         return {name: float(figures[name]) for name in self.metrics}
 
     def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame | None:
-        """Return the scores on random parts of the cells, brought to the spread that they have on all cells.
+        """Return the scores on random subsets of the cells, rescaled to the spread expected for all cells.
 
         A part is half of the cells, 1,000 at most, with the share of each label. A score of b of N cells spreads
         around that of all by sqrt((N - b) / b) times as much as that of all does around the truth [2]_, so its distance

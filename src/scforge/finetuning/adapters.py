@@ -30,12 +30,12 @@ def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str
         The architecture, without adapters.
     lora
         ``r`` (rank, 8), ``alpha`` (16; outputs are scaled by alpha / r), ``dropout`` (0), ``targets`` (names of linear
-        layers, or ends of names; None takes those of all transformer layers, or all linear layers of an architecture
-        without any), ``use_dora`` (also learn the norms of weights, Liu et al. 2024).
+        layers, or ends of names; if None, those of all transformer layers, or all linear layers of an architecture
+        without transformer layers), ``use_dora`` (also learn the norms of weights, Liu et al. 2024).
 
     Returns
     -------
-    All options, ``targets`` as full names; None for no adapters.
+    All options, ``targets`` as full names; None means no adapters.
 
     Raises
     ------
@@ -45,7 +45,7 @@ def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str
     if lora is False or lora is None:
         return None
     if lora is not True and not isinstance(lora, Mapping):
-        raise OptionError(f"lora={lora!r} is neither true, false nor a dict of options, e.g. {{'r': 8}}.")
+        raise OptionError(f"lora={lora!r} must be true, false or a dict of options, e.g. {{'r': 8}}.")
     given = {} if lora is True else dict(lora)
     check_options("option of lora", "lora", given, list(_DEFAULTS))
     options = _DEFAULTS | given

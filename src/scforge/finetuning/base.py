@@ -238,13 +238,13 @@ class Task(Objective):
         return None
 
     def strata(self, column: Column) -> pd.Series | None:
-        """Return classes that keep their shares when cells are split, length N; None for none."""
+        """Return the classes by which a split is stratified, length N; None for no stratification."""
         return None
 
     def split(
         self, column: Column, *, validation_size: float, test_size: float, split_by: str | None, seed: int
     ) -> Split | None:
-        """Split cells in a way of the task's own; None leaves it to :func:`scforge.finetuning.splits.split_for`."""
+        """Return a split specific to the task, or None to use :func:`scforge.finetuning.splits.split_for`."""
         return None
 
     def check_split(self, column: Column, split: Split) -> None:

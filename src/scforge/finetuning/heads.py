@@ -91,7 +91,7 @@ def check_head(head: Any) -> dict[str, Any]:
     if head is None:
         return {}
     if not isinstance(head, Mapping):
-        raise OptionError(f"head={head!r} is not a dict of options; give e.g. {{'hidden_dim': 128, 'dropout': 0.1}}.")
+        raise OptionError(f"head={head!r} is not a dict of options; pass e.g. {{'hidden_dim': 128, 'dropout': 0.1}}.")
     check_options("option of head", "head", head, ["hidden_dim", "dropout"])
     check_count("head['hidden_dim']", head.get("hidden_dim", 0), "dimensions", least=0)
     check_share("head['dropout']", head.get("dropout", 0))
@@ -315,7 +315,7 @@ def probe(module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer, task
     cells
         Training cells that have a target.
     tokenizer, task
-        As for :func:`scforge.training.predict.embed`.
+        See :func:`scforge.training.predict.embed`.
     fit
         Fits the linear model on what the last layer sees: the standardized embeddings, or the hidden layer.
     """
@@ -349,7 +349,7 @@ def fit_logistic(
     n_classes
         Number of classes C.
     class_weights
-        Weight of each class, shape (C,); None for 1.
+        Weight of each class, shape (C,); None means 1.
     """
     from sklearn.linear_model import LogisticRegression
 

@@ -138,7 +138,7 @@ _DIGEST = "sha256"
 
 @dataclass(frozen=True)
 class HeldOutRegistry:
-    """The cells of a fine-tuning, with their part of the split.
+    """The cells used for fine-tuning, with their part of the split.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Training, validation and test cells of a fine-tuning.
+"""Training, validation and test cells of fine-tuning.
 
 Shapes: N cells.
 """
@@ -77,7 +77,7 @@ def split_for(
     seed
         Seed of the choice.
     usable
-        Cells that take part, bool, shape (N,); None for all.
+        Cells that take part, bool, shape (N,); None means all.
     strata
         Class of each cell, length N. Of a class with few cells, training comes first: one with one cell is in training,
         one with two in training and test.
@@ -130,7 +130,7 @@ def _held_out(n: int, test_size: float, validation_size: float) -> tuple[int, in
 
 
 def with_each_in_training(split: Split, has: np.ndarray) -> Split:
-    """Return a split in which training has a cell of each label: where there is none, one that was held out.
+    """Return a split in which training has a cell of each label: a label without training cells gets one held-out cell.
 
     Validation and test keep one cell at least, so that of very many rare labels some may stay without.
 

@@ -226,7 +226,7 @@ class NameMap:
                     ) from error
                 used.update(names)
         if missing := [self._name_of(name) for name in expected if name not in ours]:
-            raise ModelFileError(f"{where} lacks {listing(missing, most=3)}, which would be random here.")
+            raise ModelFileError(f"{where} lacks {listing(missing, most=3)}; these weights would stay random.")
         surplus = [self._name_of(name) for name in ours if name not in expected]
         if unknown := [*(name for name in tensors if name not in used), *surplus]:
             raise ModelFileError(
@@ -344,7 +344,7 @@ def read_dictionary(path: Path) -> dict[str, Any]:
             content = dict(_PlainUnpickler(file).load())
     except FileNotFoundError as error:
         raise MissingFileError(f"the file {str(path)!r} does not exist.") from error
-    except Exception as error:  # damaged files raise anything
+    except Exception as error:  # corrupted files raise anything
         raise ModelFileError(
             f"{str(path)!r} is not a pickle file of names with values: {first_line(error)}."
         ) from error
@@ -412,10 +412,10 @@ def read_torch(path: Path) -> Any:
             f"{str(path)!r} contains more than tensors, which could run code, and is not opened; save the weights "
             "alone."
         ) from error
-    except Exception as error:  # damaged files raise anything
-        raise ModelFileError(f"{str(path)!r} is damaged, or no file of torch: {first_line(error)}.") from error
+    except Exception as error:  # corrupted files raise anything
+        raise ModelFileError(f"{str(path)!r} is corrupted or is not a torch file: {first_line(error)}.") from error
     if damaged is not None:
-        raise ModelFileError(f"{str(path)!r} is damaged: {damaged[:80]!r} has a wrong checksum; copy it again.")
+        raise ModelFileError(f"{str(path)!r} is corrupted: {damaged[:80]!r} has a wrong checksum; copy it again.")
     return content
 
 
@@ -428,7 +428,7 @@ def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
     if not isinstance(content, Mapping) or not content:
         raise ModelFileError(f"{where!r} is not a mapping of weights; pass the file of a state_dict.")
     if odd := [name for name, value in content.items() if not isinstance(value, torch.Tensor)]:
-        raise ModelFileError(f"{where!r} holds {listing(odd, most=3)}, not tensors; pass the file of a state_dict.")
+        raise ModelFileError(f"{where!r} contains {listing(odd, most=3)}, not tensors; pass the file of a state_dict.")
     # What torch's wrapper for several devices puts before all names.
     wrapped = all(name.startswith("module.") for name in content)
     return {name.removeprefix("module.") if wrapped else name: value for name, value in content.items()}
@@ -441,7 +441,7 @@ class Foreign:
     Attributes
     ----------
     family, version
-        Name in the registry, and the version of the family where there are several.
+        Name in the registry, and the version of the family if there are several.
     architecture, tokenizer, objective
         Name (``"name"``) and options of each; those of the architecture give the modules whose weights `names` fills.
     vocab
@@ -543,7 +543,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     source
         Its folder or file.
     family
-        One of :func:`list_families`; None takes the one that recognizes it.
+        One of :func:`list_families`. If None, uses the one that recognizes it.
     **options
         Further arguments of the family, e.g. ``tokens_medians`` for Geneformer.
 

@@ -142,7 +142,7 @@ class Geneformer:
                 "one of this checkpoint."
             )
         tensors = _prefixed(read_weights(first_file(source, _WEIGHTS, "weights")))
-        # A masked language model without its head is a damaged file.
+        # A masked language model without its head is a corrupted file.
         head = any(name.startswith("cls.") for name in tensors) or _MASKED_LM in (config.architectures or [_MASKED_LM])
         tied, longest, activation = config.tie_word_embeddings, config.max_position_embeddings, config.hidden_act
         activation = "silu" if activation == "swish" else activation
@@ -271,7 +271,7 @@ def _gene_names(names: Any, genes: set[str]) -> dict[str, str]:
         names = pd.read_parquet(names)
     if not isinstance(names, Mapping):
         if missing := [name for name in ("symbol", "gene_id") if name not in names]:
-            raise DataError(f"gene_names lacks the column {missing[0]!r}; give symbols with their Ensembl ids.")
+            raise DataError(f"gene_names lacks the column {missing[0]!r}; pass symbols with their Ensembl ids.")
         names = dict(zip(names["symbol"].astype(str), names["gene_id"].astype(str), strict=True))
     return {name: gene for name, gene in names.items() if gene in genes and name not in genes}
 

@@ -111,7 +111,7 @@ def visit(module: nn.Module, cells: Cells, tokenizer: Tokenizer, do: Any, **opti
 
 
 def of_layer(parts: Sequence[torch.Tensor] | None, layer: int) -> torch.Tensor:
-    """Return what a model gives of one layer, or raise :class:`~scforge.errors.OptionError` if there is no such one."""
+    """Return the output of one layer. Raises :class:`~scforge.errors.OptionError` if the layer does not exist."""
     if not parts or not -len(parts) <= layer < len(parts):
         raise OptionError(f"layer={layer} is none of the {len(parts or ())} layers; -1 is the last.")
     return parts[layer]

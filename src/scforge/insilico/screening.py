@@ -298,7 +298,9 @@ class PerturbedCells:
     def with_vocab(self, vocab: GeneVocab) -> PerturbedCells:
         """Raise unless `vocab` is that of the cells."""
         if self.vocab is None or vocab.genes != self.vocab.genes:
-            raise OptionError("perturbed cells are over the genes of their source; map the source to the vocabulary.")
+            raise OptionError(
+                "perturbed cells are keep the genes of their source; map the source to the vocabulary first."
+            )
         return self
 
 
@@ -627,7 +629,7 @@ class _Measured:
         return _Measured(np.concatenate([self.counts, other.counts]), *parts)
 
     def moments(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and standard deviation over the cells of each combination, NaN where there are too few."""
+        """Return mean and standard deviation over the cells of each combination, NaN if there are too few."""
         n_cells = self.counts.sum(axis=1)
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = self.sums[name].sum(axis=1) / n_cells

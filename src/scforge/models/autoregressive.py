@@ -76,11 +76,11 @@ def generate_cells(
     condition
         Class of each cell, int64, shape (B,), or one for all; 0 or None for none.
     max_len
-        Maximum number of tokens per cell, all included; None for as many as `model` and the genes allow.
+        Maximum number of tokens per cell, including special tokens; None means as many as `model` and the genes allow.
     eos_id
         Token that ends a cell; None lets all cells grow to `max_len`. It is not drawn as long as a cell has no gene.
     first_id
-        Token that cells begin with; None for a model of cells that begin with a gene, which needs a prompt.
+        First token of each cell. If None, cells begin with a gene, so generation needs a prompt.
     n_special
         Ids below this one are those of special tokens.
     first_cell
@@ -474,7 +474,7 @@ class AutoregressiveTransformer(Architecture):
         values
             Expression values, shape (B, S).
         labels
-            Token ids to predict, aligned with `input_ids`, shape (B, S); -100 where there is nothing to predict.
+            Token ids to predict, aligned with `input_ids`, shape (B, S); -100 at positions without a target.
         bin_ids, bin_labels
             Bins to predict, aligned with `input_ids`, shape (B, S), at the tokens that have a label; of the two
             `bin_labels` counts, where -100 is nothing to predict.

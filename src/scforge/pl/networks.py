@@ -35,11 +35,10 @@ def precision_recall(
         The columns ``method``, ``recall``, ``precision`` and ``auprc``, the area in the legend, as of
         :func:`scforge.eval.networks.network_curves`.
     kinds
-        Kind of each method, ``"model"`` or ``"baseline"``; baselines are gray. None takes the column ``kind`` of
+        Kind of each method, ``"model"`` or ``"baseline"``; baselines are gray. If None, uses the column ``kind`` of
         `curves`, or plots all in color.
     chance
-        Precision of random scores, a dotted line; None takes that of the points at recall 1, where all pairs are
-        taken.
+        Precision of random scores, a dotted line. If None, uses the precision at recall 1, where all pairs are taken.
     title
         Title of the axes.
     ax
@@ -52,7 +51,7 @@ def precision_recall(
     Raises
     ------
     DataError
-        If a column is not there.
+        If a column is missing.
 
     Examples
     --------
@@ -106,7 +105,7 @@ def attention_heatmap(
         Annotated data with ``varp[key]``, as ``model.get_attention`` writes it: row i, column j is the attention of
         gene i to gene j.
     genes
-        Genes to plot, among ``adata.var_names``; None takes the `n_genes` with the highest attention.
+        Genes to plot, among ``adata.var_names``. If None, uses the `n_genes` with the highest attention.
     key
         Key in ``adata.varp``.
     n_genes
@@ -121,7 +120,7 @@ def attention_heatmap(
     Raises
     ------
     DataError
-        If the key or a gene is not there, or there is no attention among the genes.
+        If the key or a gene is missing, or there is no attention among the genes.
 
     Examples
     --------

@@ -52,7 +52,7 @@ def perturbation_scatter(
     Raises
     ------
     DataError
-        If a column is not there, or fewer than two genes have both effects.
+        If a column is missing, or fewer than two genes have both effects.
 
     Examples
     --------
@@ -130,7 +130,7 @@ def perturbation_ranks(table: pd.DataFrame, *, metric: str = "rank", ax: Axes | 
     Raises
     ------
     DataError
-        If a column is not there.
+        If a column is missing.
 
     Examples
     --------
@@ -197,7 +197,7 @@ def in_silico_ranking(
     Raises
     ------
     DataError
-        If a column is not there, no gene has a value, or the table has several groups.
+        If a column is missing, no gene has a value, or the table has several groups.
     OptionError
         If there is no such `metric`.
 

@@ -52,7 +52,7 @@ def confusion_matrix(
     Raises
     ------
     DataError
-        If a column or the table is not there, or no cell has both classes.
+        If a column or the table is missing, or no cell has both classes.
 
     Examples
     --------
@@ -141,8 +141,8 @@ def calibration(
     data
         Annotated data, or a table with a row per cell.
     truth, predicted, confidence
-        Columns of obs with the true class, the predicted one (``scforge_<truth>`` if None), and the probability of that
-        (``<predicted>_confidence`` if None, as ``annotator.predict`` writes it). Cells that lack one of them, and
+        Columns of ``obs`` with the true class, the predicted one (``scforge_<truth>`` if None), and the probability of
+        that (``<predicted>_confidence`` if None, as ``annotator.predict`` writes it). Cells that lack one of them, and
         unassigned cells, are left out; their number is shown.
     n_bins
         Bins of equal width.
@@ -156,7 +156,7 @@ def calibration(
     Raises
     ------
     DataError
-        If a column is not there, no cell has all three, or a confidence is not between 0 and 1.
+        If a column is missing, no cell has all three, or a confidence is not between 0 and 1.
 
     Examples
     --------

@@ -58,7 +58,7 @@ def read_documents(
     field
         Field of FASTA headers with the names, see :func:`read_fasta`.
     gene_column, text_column
-        Columns of tables with the names and the texts; None for ``"gene"`` and ``"text"``.
+        Columns of tables with the names and the texts; None means ``"gene"`` and ``"text"``.
 
     Returns
     -------
@@ -211,7 +211,7 @@ def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> lis
         The file.
     field
         Name records by a field of their header, e.g. ``"gene_symbol"`` for ``gene_symbol:TP53`` (Ensembl) or ``"GN"``
-        for ``GN=TP53`` (UniProt); None takes the first word of the header. The value is a word; that of a UniProt
+        for ``GN=TP53`` (UniProt). If None, uses the first word of the header. The value is a word; that of a UniProt
         field, which has a name of two capitals, continues until the next such field.
 
     Returns

@@ -77,7 +77,7 @@ def embed(
     MissingFileError
         If a file or the model does not exist.
     ModelFileError
-        If the model is damaged.
+        If the model is corrupted.
     DataError
         If a file is empty or cannot be read, or a name stands more than once.
 

@@ -52,7 +52,7 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
     MissingFileError
         If there is none.
     ModelFileError
-        If a file is damaged, or weights and configuration do not fit.
+        If a file is corrupted, or weights and configuration do not fit.
     """
     if not isinstance(folder, str | os.PathLike):
         raise OptionError(f"{argument} is of type {type(folder).__name__}; pass the folder of a training run.")

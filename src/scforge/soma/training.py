@@ -235,7 +235,7 @@ def train(
     validation
         Files to hold out; None holds out a share of the documents.
     validation_size
-        That share, of the bytes; None for 0.1, 0 holds out nothing.
+        Share of the bytes to hold out for validation. None means 0.1; 0 holds out nothing.
     embedding_dim, num_layers, num_heads, dropout_rate
         Sizes, see :class:`scforge.soma.v1.configs.ModelConfig`; small ones, for a laptop.
     pwff_hidden_dim
@@ -248,17 +248,17 @@ def train(
     max_epochs, max_steps
         When to stop; of None and -1, by the number of bytes. Ten epochs without improvement end it as well.
     batch_size
-        Sequences a step; None for 16.
+        Sequences per step; None means 16.
     optimizer
         ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"`` for the weights of all linear layers.
     lr
-        Peak learning rate; None for 0.002 (``"muon"``: 0.01).
+        Peak learning rate; None means 0.002 (``"muon"``: 0.01).
     gradient_checkpointing
         Compute layers again for their gradients: less memory, slower.
     device
         ``"auto"`` (a GPU if there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
     precision
-        Of Lightning, e.g. ``"bf16-mixed"``; None for float32.
+        Precision of Lightning, e.g. ``"bf16-mixed"``; None means float32.
     checkpoint_every_n_steps
         Save a state so often as well.
     resume
@@ -401,7 +401,7 @@ def _found(folder: RunFolder, resume: str | os.PathLike[str] | None) -> tuple[Pa
     if resume != _AUTO:
         path = Path(resume)
         check_state(path, folder)
-        read_model(path)  # raises if it is damaged
+        read_model(path)  # raises if it is corrupted
         return path, read_state(path)
     latest = folder.latest(read_model)
     return None if latest is None else latest[:2]

@@ -258,7 +258,7 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         Parameters
         ----------
         vocab, max_len, order, seed, table, **options
-            As of the class.
+            See the class.
 
         Returns
         -------

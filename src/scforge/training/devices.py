@@ -201,7 +201,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gradient_checkpointing(module: nn.Module, wanted: bool | None) -> Iterator[None]:
-    """Recompute the activations of each layer in the backward pass, or keep them; None uses the model's setting.
+    """Recompute the activations of each layer in the backward pass, or keep them; None means the model's setting.
 
     Raises
     ------

@@ -154,7 +154,7 @@ def make_loggers(
     project, run_name
         Names of the project and the run in Weights & Biases; TensorBoard also uses `run_name`.
     wandb_mode
-        ``"online"``, ``"offline"`` (to send later with ``wandb sync``) or ``"disabled"``; None leaves it to wandb.
+        ``"online"``, ``"offline"`` (to send later with ``wandb sync``) or ``"disabled"``. If None, leaves it to wandb.
 
     Returns
     -------

@@ -173,11 +173,11 @@ class TrainingPlan(lightning.LightningModule):
     objective
         What to minimize.
     optimizer, lr, weight_decay
-        See :func:`scforge.training.optimizers.make_optimizer`; None takes the objective's own defaults.
+        See :func:`scforge.training.optimizers.make_optimizer`. If None, uses the objective's own defaults.
     schedule, warmup_steps
         See :func:`scforge.training.optimizers.make_schedule`.
     layer_lr_decay
-        See :func:`scforge.training.plan.learning_rate_factors`; None gives all layers the same learning rate.
+        See :func:`scforge.training.plan.learning_rate_factors`. If None, gives all layers the same learning rate.
 
     Attributes
     ----------

@@ -43,8 +43,8 @@ def embed(
     tokenizer
         The tokenizer that the module was trained with.
     objective
-        The objective that the module was trained with, which may order the tokens of a cell. None leaves them as the
-        tokenizer does.
+        The objective that the module was trained with, which may order the tokens of a cell. If None, leaves them as
+        the tokenizer does.
     batch_size
         Cells per batch.
     rows
@@ -98,7 +98,7 @@ def run_over(
     compute
         Takes a batch of tokens on the device of `module`, and returns one row per cell, shape (B, D).
     module, cells, tokenizer, objective, batch_size, rows
-        As for :func:`embed`.
+        See :func:`embed`.
     """
     wanted, places = np.arange(len(cells)), None
     if rows is not None:

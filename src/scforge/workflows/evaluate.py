@@ -59,7 +59,7 @@ def evaluate_to(
         Folder of a model; for embeddings also several, each a row.
     source
         Labeled cells: an h5ad file, for tasks also a store, or the name of a data set
-        (:func:`scforge.datasets.list_cards`). Of the cells of a fine-tuning, only test cells are scored.
+        (:func:`scforge.datasets.list_cards`). Of the cells used for fine-tuning, only test cells are scored.
     output
         Output: a ``.csv`` file for the scores, for embeddings also a folder for the report. None writes nothing.
     benchmarks
@@ -120,7 +120,9 @@ def evaluate_to(
     if trained_on is not None:
         learned = in_memory(trained_on)
         if learned is None:
-            raise OptionError(f"trained_on={str(trained_on)!r} (--trained-on) is not an h5ad file; give one.")
+            raise OptionError(
+                f"trained_on={str(trained_on)!r} (--trained-on) is not an h5ad file; pass the path of one."
+            )
         models = {name: _load(folder, learned) for name, folder in zip(models, folders, strict=True)}
     for one in models.values():
         one._move_to(chosen_device(device))
@@ -215,7 +217,7 @@ def _load(model: Folder, adata: AnnData | None = None) -> Encoder:
 
 
 def _names(models: Sequence[Folder]) -> list[str]:
-    """Return a name for each model, from that of its folder or repository; ``"scforge"`` where there is one only."""
+    """Return a name for each model, from that of its folder or repository; ``"scforge"`` if there is only one."""
     if len(models) == 1:
         return ["scforge"]
     places = [Path(model) if is_shared_name(model) else Path(model).resolve() for model in models]

@@ -82,7 +82,7 @@ def _check_holds_model(folder: Path, prefix: str) -> None:
     if not (folder / "config.json").exists():
         if models := RunFolder(folder).models():
             raise MissingFileError(f"{prefix} is the folder of a training run; did you mean {str(models[-1])!r}?")
-        raise MissingFileError(f"{prefix} contains no model; give the folder of one, e.g. ckpt/final.")
+        raise MissingFileError(f"{prefix} contains no model; pass the folder of one, e.g. ckpt/final.")
 
 
 def push_folder(
@@ -103,7 +103,7 @@ def push_folder(
     Parameters
     ----------
     folder, repo_id
-        As for :func:`scforge.hub.upload`.
+        See :func:`scforge.hub.upload`.
     license, data, citation
         For the card; see :meth:`scforge.models.Encoder.push_to_hub`.
     metrics
@@ -171,7 +171,7 @@ def pull_folder(
     Parameters
     ----------
     name
-        As for :func:`scforge.hub.resolve`.
+        See :func:`scforge.hub.resolve`.
     output
         Folder to create. Its ``origin.json`` stores the repository and the commit.
     overwrite

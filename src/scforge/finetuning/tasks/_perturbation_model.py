@@ -30,7 +30,7 @@ CONTROL, UNLABELED = -1, -2
 """Codes of control cells, and of cells without a label."""
 
 ALL = "all"
-"""Name of the context where there is one only."""
+"""Name of the context if there is only one."""
 
 _TEST_CONTROLS = 1 / 3
 
@@ -135,7 +135,7 @@ def hold_out(
     by_context
         Hold out contexts, rather than perturbations.
     named
-        Names of the perturbations or contexts of the test set; None draws a share of `test_size`.
+        Names of the perturbations or contexts of the test set. If None, draws a share of `test_size`.
     known
         Returns whether a target has a vector without being in the training set, e.g. because it is a gene of the model.
         Others are drawn only while a perturbation with the same target is left. None: all targets have a vector.
@@ -252,7 +252,7 @@ class BoundEffects:
     controls
         Mean log1p CP10K of the training controls of each context, float64, shape (C, G); 0 without controls.
     center, axes
-        Principal components of `controls`, float64, shapes (G,) and (K, G); rows of zeros where there are fewer.
+        Principal components of `controls`, float64, shapes (G,) and (K, G); rows of zeros if there are fewer.
     pool
         Training controls, in memory.
     inputs
@@ -508,7 +508,7 @@ def gene_features(vectors: torch.Tensor, n_special: int, n_features: int) -> tor
 
     Returns
     -------
-    Float32, shape (V, F); zero columns where there are fewer components.
+    Float32, shape (V, F); zero columns if there are fewer components.
     """
     genes = vectors[n_special:].float()
     genes = genes - genes.mean(dim=0)
@@ -587,7 +587,7 @@ def fit_linear(observed: Observed, rank: int) -> dict[str, np.ndarray]:
     observed
         The training effects.
     rank
-        Rank R of the basis; rows of zeros where there are fewer effects.
+        Rank R of the basis; rows of zeros if there are fewer effects.
     """
     deltas, members = observed.deltas.astype(np.float64), observed.members
     _, values, axes = np.linalg.svd(deltas, full_matrices=False)

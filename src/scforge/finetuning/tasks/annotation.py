@@ -115,7 +115,7 @@ class Annotation(SupervisedTask):
     Parameters
     ----------
     labels_key
-        Column of obs with the labels: text, categories, whole numbers or truth values.
+        Column of ``obs`` with the labels: text, categories, whole numbers or truth values.
     classes
         The classes of the training cells, in the order of the outputs; None sorts them.
     class_weights
@@ -188,7 +188,7 @@ class Annotation(SupervisedTask):
         if names_each_cell(labeled := values.dropna()):
             raise DataError(f"{self.argument} has another value for each of the {len(labeled):,} training cells.")
         if single := [str(name) for name, size in labels.value_counts().items() if size == 1]:
-            warn(f"{self.argument}: the labels {listing(single)} have one training cell each, and none to score.")
+            warn(f"{self.argument}: the labels {listing(single)} have one training cell each and no cell to score.")
         if odd := [name for name in names if name in _MISSING_TEXTS]:
             warn(
                 f"{self.argument} has the label {listing(odd)}, which is used as a class; mark missing labels by "
@@ -209,7 +209,7 @@ class Annotation(SupervisedTask):
         warn_of_unlearned(self.argument, list(labels.categories[lacking]), n_cells)
 
     def read(self, column: Column) -> np.ndarray:
-        """Return the number of the class of each cell, int64, shape (N,); -1: no label, -2: an unknown one."""
+        """Return the class index of each cell, int64, shape (N,). -1 is no label; -2 is an unknown label."""
         return codes_of(column(self.labels_key), self.known_classes, key=self.labels_key)
 
     def has_target(self, targets: np.ndarray) -> np.ndarray:
@@ -234,7 +234,7 @@ class Annotation(SupervisedTask):
         return fit_logistic(features, targets, len(self.known_classes), weights)
 
     def targets(self, rows: np.ndarray) -> Batch:
-        """Return the number of the class of each cell, -1 where the model does not know it."""
+        """Return the class index of each cell; -1 if the model does not know the class."""
         return {"target": torch.from_numpy(np.maximum(self._targets[rows], UNLABELED))}
 
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:

@@ -227,9 +227,9 @@ class Integration(Task):
     Parameters
     ----------
     batch_key
-        Column of obs with the batches. Cells without batch take no part.
+        Column of ``obs`` with the batches. Cells without batch take no part.
     labels_key
-        Column of obs with the cell types, for :meth:`evaluate` alone.
+        Column of ``obs`` with the cell types, for :meth:`evaluate` alone.
     batches
         The batches of the training cells, in the order of the decoder; None sorts them.
     n_reference

@@ -30,7 +30,7 @@ def _truth(values: pd.Series, key: str) -> np.ndarray:
     present = values.dropna()
     odd = [value for value in present.unique() if isinstance(value, str) or value not in (0, 1)]
     if odd:
-        raise DataError(f"labels_keys: {key!r} holds {str(odd[0])!r}, which is neither a truth value nor 0 or 1.")
+        raise DataError(f"labels_keys: {key!r} contains {str(odd[0])!r}, which is neither a truth value nor 0 or 1.")
     result = np.zeros(len(values), dtype=bool)
     result[np.asarray(values.notna())] = np.asarray(present, dtype=object).astype(bool)
     return result
@@ -43,14 +43,14 @@ class MultiLabel(SupervisedTask):
     Parameters
     ----------
     labels_keys
-        Columns of obs, one per label, with booleans or 0 and 1. Cells with a missing value are not used.
+        Columns of ``obs``, one per label, with booleans or 0 and 1. Cells with a missing value are not used.
     labels_key
         Instead of these, one column with the labels of a cell as text. Cells with NaN are not used; an empty text means
         no label.
     separator
         Separator of the labels in `labels_key`.
     classes
-        The labels, in the order of the outputs; None takes `labels_keys`, or those of the training cells, sorted.
+        The labels, in the order of the outputs. If None, uses `labels_keys`, or those of the training cells, sorted.
     pos_weight
         Weight of cells with a label relative to cells without it: None for 1, ``"balanced"`` for equal total weights
         (cells without / cells with the label), or a dict by label.
@@ -107,7 +107,9 @@ class MultiLabel(SupervisedTask):
 
     def _split(self, text: Any) -> list[str]:
         if not isinstance(text, str):
-            raise DataError(f"{self.argument} holds {str(text)!r}, not text such as 'a{self.separator}b'; convert it.")
+            raise DataError(
+                f"{self.argument} contains {str(text)!r}, not text such as 'a{self.separator}b'; convert it."
+            )
         return [label.strip() for label in text.split(self.separator) if label.strip()]
 
     def _lookup(self, column: Column, classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -176,7 +178,7 @@ class MultiLabel(SupervisedTask):
         return {"classes": classes} if self.classes is None else {}
 
     def read(self, column: Column) -> np.ndarray:
-        """Return 0 or 1 for each label of each cell, NaN where there is no value, float32, shape (N, C)."""
+        """Return 0 or 1 for each label of each cell, NaN if there is no value, float32, shape (N, C)."""
         targets, _ = self._lookup(column, self.known_classes)
         return np.where(self.usable(column)[:, None], targets, np.nan).astype(np.float32)
 

@@ -169,18 +169,18 @@ class Perturbation(Task):
     Parameters
     ----------
     perturbation_key
-        Column of obs with what a cell was perturbed with, see ``scforge.data.perturbation.parse_perturbations``.
+        Column of ``obs`` with what a cell was perturbed with, see ``scforge.data.perturbation.parse_perturbations``.
     control
         The label of control cells there, e.g. ``"control"`` or ``"non-targeting"``.
     separator
         What joins the parts of a combination; None if labels are never taken apart.
     context_key
-        Column of obs with e.g. the cell type or the batch, within which cells are compared with controls; None
+        Column of ``obs`` with e.g. the cell type or the batch, within which cells are compared with controls; None
         compares with all.
     heldout
-        Perturbations to test on; None draws them, as many as `test_size` says.
+        Perturbations to test on. If None, draws a share of `test_size`.
     heldout_contexts
-        Contexts to test on, instead of perturbations; None draws them where ``split_by=context_key``.
+        Contexts to test on, instead of perturbations. If None, draws them if ``split_by=context_key``.
     delta_loss
         ``"mse"``, or ``"wmse"``: squared errors weighted by the differential expression of the gene under the
         perturbation, see :func:`scforge.eval.perturbation_metrics.de_weights`.
@@ -253,7 +253,7 @@ class Perturbation(Task):
             self.context_key is not None and split_by == self.context_key
         )
         if by_context and self.heldout is not None:
-            raise OptionError(f"heldout={self.heldout!r} names perturbations, but split_by={split_by!r}; give one.")
+            raise OptionError(f"heldout={self.heldout!r} names perturbations, but split_by={split_by!r}; pass one.")
         named = self.heldout_contexts
         if not by_context and self.heldout is not None:
             named = [self.name_of(targets) for targets in self._targets_of("heldout", self.heldout)]
@@ -525,7 +525,10 @@ class Perturbation(Task):
             if not self.is_seen(*pair) and (contexts is None or pair.context in contexts)
         ]
         if not pairs:
-            raise OptionError("perturbations=None, but the model was trained on all that the cells have; name some.")
+            raise OptionError(
+                "perturbations=None, but the model was trained on every perturbation in these cells; pass the ones "
+                "to predict."
+            )
         if without := sorted({pair.context for pair in pairs} - {*controls}):
             raise DataError(f"the contexts {listing(without)} have no control cell to predict from; add controls.")
         return pairs
@@ -550,13 +553,14 @@ class Perturbation(Task):
         adata, key_added
             Unused: nothing is written.
         perturbations
-            Names, combinations joined by `separator`; None takes those of the cells that the model was not trained on.
+            Names, combinations joined by `separator`. If None, uses those of the cells that the model was not trained
+            on.
         contexts
-            Names of contexts; None takes those in which the perturbations are among the cells, or if `perturbations`
-            are given, all that have controls.
+            Names of contexts. If None, uses the contexts in which the cells have the perturbations. If `perturbations`
+            are given, uses all contexts with controls.
         n_cells
-            Maximum number of controls per context from which effects are predicted; None takes up to 2,048, or 200 with
-            `single_cells`.
+            Maximum number of controls per context from which effects are predicted. If None, uses up to 2,048, or 200
+            with `single_cells`.
         single_cells
             Return one row per predicted cell. Each is a control cell whose expression is changed such that the mean of
             the cells is the predicted mean. Along each basis vector of the effects, the variance changes as it does for

@@ -64,7 +64,7 @@ def generate_causal_mask(seq_len: int, device: torch.device | None = None) -> to
     seq_len
         Number of tokens S.
     device
-        Where the mask is made; None takes the default device.
+        Where the mask is made. If None, uses the default device.
 
     Returns
     -------
@@ -343,7 +343,8 @@ class SelfAttention(nn.Module):
 
 
 def put_back_weights(weights_bnkk: torch.Tensor, put_back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Bring attention weights of K chosen tokens to where these were among S: from (B, N, K, K) to (B, N, S, S).
+    """Scatter the attention weights of K selected tokens back to their positions among S tokens: (B, N, K, K) to (B, N,
+    S, S).
 
     `put_back` does so for states: from (B, K, X) to (B, S, X), zeros at the rest.
     """

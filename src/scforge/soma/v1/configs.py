@@ -31,7 +31,7 @@ V1_BATCH_SIZE: Final = 16
 def _check_scale_factor(argument: str, value: Any) -> None:
     """Raise unless positions can be divided by `value`, a number of at least 1."""
     if check_positive(argument, value) < 1:
-        raise OptionError(f"{argument}={value} is below 1; give 1, or more for positions that stand closer.")
+        raise OptionError(f"{argument}={value} is below 1; pass 1, or more for closer positions.")
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
@@ -253,13 +253,15 @@ def check_tokens(argument: str, values: Any, vocab_size: int) -> None:
     """Raise if a token is outside the vocabulary."""
     if values.shape[0] and values.shape[1] and not 0 <= int(values.min()) <= int(values.max()) < vocab_size:
         wrong = values.min() if values.min() < 0 else values.max()
-        raise DataError(f"{argument} holds {int(wrong)}; pass tokens from 0 to {vocab_size - 1}, the vocabulary.")
+        raise DataError(f"{argument} contains {int(wrong)}; pass tokens from 0 to {vocab_size - 1}, the vocabulary.")
 
 
 def check_one_a_token(argument: str, values: Any, of: str, tokens: Any, *, or_one_row: bool = False) -> None:
     """Raise unless `values` has the shape of `tokens`, which the argument `of` names; or one row of it."""
     if tuple(values.shape) not in {tuple(tokens.shape), *([(1, tokens.shape[1])] if or_one_row else [])}:
-        raise DataError(f"{argument} has shape {tuple(values.shape)} and {of} {tuple(tokens.shape)}; pass one a token.")
+        raise DataError(
+            f"{argument} has shape {tuple(values.shape)} and {of} {tuple(tokens.shape)}; pass one per token."
+        )
 
 
 def check_states(x: Any, noise: Any = None) -> None:

@@ -88,9 +88,7 @@ class Serde[M](abc.ABC):
         if missing := wanted.keys() - found.keys():
             raise ModelFileError(f"{where} lacks {listing(sorted(missing), most=3)}; is it of other sizes?")
         if unknown := found.keys() - wanted.keys():
-            raise ModelFileError(
-                f"{where} holds {listing(sorted(unknown))}, which is unknown; check the sizes of the model."
-            )
+            raise ModelFileError(f"{where} contains unknown {listing(sorted(unknown))}; check the sizes of the model.")
         for name, values in sorted(found.items()):
             shape, own = tuple(values.shape), tuple(wanted[name].shape)
             if shape != own:

@@ -75,9 +75,9 @@ class MaskedDiffusion(TellsBatches):
         their weight.)
     thinning
         Range of the fraction of counts that the model sees of each cell, sampled log-uniformly in each epoch; the
-        targets are those of the whole cell. None keeps all counts.
+        targets are those of the whole cell. If None, keeps all counts.
     max_genes
-        Maximum number of genes per cell, the first in the order of the tokenizer. None takes as many as the
+        Maximum number of genes per cell, the first in the order of the tokenizer. If None, uses as many as the
         architecture attends to.
     value_weight
         Weight of the values.
@@ -88,8 +88,8 @@ class MaskedDiffusion(TellsBatches):
     token_prior
         Start the prediction of genes at the token frequencies of the training cells.
     batch_key, batches
-        Column of obs with the batch of each cell, on which the decoder of the latent is conditioned, and the batches in
-        the order of their numbers; see :class:`~scforge.training.Variational`. Has no effect with
+        Column of ``obs`` with the batch of each cell, on which the decoder of the latent is conditioned, and the
+        batches in the order of their numbers; see :class:`~scforge.training.Variational`. Has no effect with
         ``reconstruction_weight=0``.
 
     Examples

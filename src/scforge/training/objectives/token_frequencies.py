@@ -48,7 +48,7 @@ def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
 def token_entropy(counts: np.ndarray) -> float:
     """Return the entropy of token frequencies, the loss of a model that knows only these frequencies.
 
-    With shares p of the tokens it is -sum(p log p).
+    If p are the token frequencies, this is -sum(p log p).
 
     Parameters
     ----------

@@ -29,7 +29,7 @@ class SIGReg(nnx.Module):
     config
         Points, slices and weight.
     rngs
-        Where directions come from (the stream ``noise``); None takes ``nnx.Rngs(0)``.
+        Where directions come from (the stream ``noise``). If None, uses ``nnx.Rngs(0)``.
 
     Examples
     --------

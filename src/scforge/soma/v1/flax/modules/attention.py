@@ -82,7 +82,7 @@ class MultiHeadAttention(nnx.Module):
     max_wavelength, scale_factor
         See :func:`apply_rope`.
     rngs
-        Where initial weights and dropout come from; None takes ``nnx.Rngs(0)``.
+        Where initial weights and dropout come from. If None, uses ``nnx.Rngs(0)``.
 
     Raises
     ------

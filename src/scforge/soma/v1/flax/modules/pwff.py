@@ -16,7 +16,7 @@ class PositionWiseFeedForward(nnx.Module):
     config
         Its sizes.
     rngs
-        Where initial weights and dropout come from; None takes ``nnx.Rngs(0)``.
+        Where initial weights and dropout come from. If None, uses ``nnx.Rngs(0)``.
     """
 
     def __init__(self, config: PositionWiseFeedForwardConfig, rngs: nnx.Rngs | None = None) -> None:
