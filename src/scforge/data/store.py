@@ -154,7 +154,7 @@ class StoreInfo:
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
             raise DataError(
-                f"{place} is a corrupted store: its description contains no usable {'.'.join(map(str, wrong['loc']))!r} "
+                f"{place} is a corrupted store: its description has no usable {'.'.join(map(str, wrong['loc']))!r} "
                 f"({wrong['msg']}); convert the data again."
             ) from error
 
