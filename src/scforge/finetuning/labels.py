@@ -26,7 +26,7 @@ def write_probabilities(adata: AnnData, key: str, table: pd.DataFrame) -> None:
 
 
 UNASSIGNED = "unassigned"
-"""What cells are called whose confidence is below a threshold."""
+"""Label of cells with a confidence below the threshold."""
 
 UNLABELED, UNKNOWN = -1, -2
 """Codes of cells without label, and of cells whose label a model does not know."""
@@ -47,7 +47,7 @@ def text_labels(values: pd.Series, *, key: str, argument: str = "labels_key") ->
     Raises
     ------
     DataError
-        If the column holds numbers that are not whole.
+        If the column contains numbers that are not whole.
     """
     codes, found = pd.factorize(values)
     fractional = [value for value in found if _is_number(value) and not float(value).is_integer()]

@@ -161,7 +161,7 @@ def warn_of_unlearned(prefix: str, names: Sequence[str], n_cells: int) -> None:
     prefix
         The argument and its value.
     names
-        The labels; none if there is nothing to tell.
+        The labels; may be empty.
     n_cells
         How many held-out cells have one of them.
     """

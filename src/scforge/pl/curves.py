@@ -35,7 +35,7 @@ def training_curves(
     title
         Title of the axes.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------
@@ -44,7 +44,7 @@ def training_curves(
     Raises
     ------
     OptionError
-        If `history` is neither, or has no such figure.
+        If `history` has another type, or does not contain the metric.
 
     Examples
     --------

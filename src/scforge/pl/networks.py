@@ -42,7 +42,7 @@ def precision_recall(
     title
         Title of the axes.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------
@@ -111,7 +111,7 @@ def attention_heatmap(
     n_genes
         How many, if `genes` is None.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------

@@ -43,7 +43,7 @@ def confusion_matrix(
     table
         Key in ``adata.uns["scforge"]``.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------
@@ -90,7 +90,7 @@ def _left_out(n_cells: int) -> str:
 def _counts(
     data: AnnData | pd.DataFrame, truth: str | None, predicted: str | None, table: str
 ) -> tuple[pd.DataFrame, int]:
-    """Return cells by true (row) and predicted (column) class, and how many have not both."""
+    """Return the confusion matrix, and the number of cells without true or predicted class."""
     if truth is not None:
         columns = _columns(data, truth, f"scforge_{truth}" if predicted is None else predicted)
         columns.columns = ["label", "predicted"]
@@ -141,13 +141,13 @@ def calibration(
     data
         Annotated data, or a table with a row per cell.
     truth, predicted, confidence
-        Columns of ``obs`` with the true class, the predicted one (``scforge_<truth>`` if None), and the probability of
-        that (``<predicted>_confidence`` if None, as ``annotator.predict`` writes it). Cells that lack one of them, and
+        Columns of ``obs`` with the true class, the predicted class (``scforge_<truth>`` if None), and its probability
+        (``<predicted>_confidence`` if None, as ``annotator.predict`` writes it). Cells without one of them, and
         unassigned cells, are left out; their number is shown.
     n_bins
         Bins of equal width.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------

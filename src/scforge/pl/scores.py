@@ -41,7 +41,7 @@ def metrics(
     metrics
         Metrics to plot; None plots all. The first determines the order of the methods.
     benchmark
-        Which, if there are several.
+        Benchmark to plot, if there are several.
     lower_is_better
         Metrics for which lower is better. If None, reads them from the report, or from the column ``lower_is_better``
         of its table.
@@ -102,7 +102,7 @@ def metrics(
 
 
 def _of_benchmark(report: Any, benchmark: str | None) -> pd.DataFrame:
-    """Return the figures of a benchmark; of the only one, if none is named."""
+    """Return the scores of a benchmark; by default, of the only one."""
     frame = check_columns("report", report, ("method", "metric", "value"))
     if "benchmark" not in frame:
         return frame
@@ -145,9 +145,9 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
         ``value``), or a table with one row per method and one column per metric. ``bio``, ``batch`` and ``total`` are
         totals; the methods are sorted by the last of them that is there, or by their mean.
     benchmark
-        Which, if there are several.
+        Benchmark to plot, if there are several.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------

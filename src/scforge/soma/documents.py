@@ -67,11 +67,11 @@ def read_documents(
     Raises
     ------
     OptionError
-        If an option cannot be used, or is of use to none of the files.
+        If an option is invalid, or has no effect on any of the files.
     MissingFileError
         If a file does not exist.
     DataError
-        If a file is empty, is not what `kind` says, or lacks a column.
+        If a file is empty, does not match `kind`, or lacks a column.
 
     Examples
     --------

@@ -27,7 +27,7 @@ _FORMAT = 1
 
 
 def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str, Any]) -> None:
-    """Write a model into a folder that is being made; `facts` about its training are JSON-safe."""
+    """Write a model into a new folder; `facts` about its training are JSON-safe."""
     model.save(folder / WEIGHTS)
     content = {
         "format": _FORMAT,

@@ -41,7 +41,7 @@ def flatten_dict(nested_dict: Mapping[str, Any], parent_key: str = "", sep: str 
     Parameters
     ----------
     nested_dict
-        Dictionaries in dictionaries; an empty one is a value.
+        Nested dictionaries; an empty dictionary is a value.
     parent_key
         Prefix of all keys.
     sep
@@ -78,7 +78,7 @@ def unflatten_dict(flat_dict: Mapping[str, Any], sep: str = ".") -> dict[str, An
 
     Returns
     -------
-    Dictionaries in dictionaries.
+    Nested dictionaries.
 
     Raises
     ------

@@ -126,7 +126,7 @@ def hold_out(
 ) -> Split:
     """Hold out whole perturbations, or whole contexts.
 
-    A third of the controls of each context is tested against; all are of the training if nothing is tested.
+    A third of the controls of each context are test controls. If nothing is tested, all are training controls.
 
     Parameters
     ----------

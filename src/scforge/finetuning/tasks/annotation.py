@@ -110,7 +110,7 @@ _MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "")
 class Annotation(SupervisedTask):
     """Cross entropy of the class of each cell.
 
-    Labels are compared and written as text. Cells without label (NaN) take no part in training.
+    Labels are compared and written as text. Cells without label (NaN) are not used for training.
 
     Parameters
     ----------
@@ -171,8 +171,8 @@ class Annotation(SupervisedTask):
         Raises
         ------
         DataError
-            If there is one label only or one for each cell, there are numbers that are not whole, or `classes` are not
-            those of the cells.
+            If there is only one label or one per cell, labels are numbers that are not whole, or `classes` do not match
+            the cells.
 
         Warns
         -----
@@ -217,7 +217,7 @@ class Annotation(SupervisedTask):
         return targets >= 0
 
     def make_head(self, n_latent: int, module: nn.Module) -> CalibratedHead:
-        """Create the head, one output a class."""
+        """Create the head, with one output per class."""
         return CalibratedHead(n_latent, len(self.known_classes), **self.head)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
@@ -286,27 +286,28 @@ class Annotation(SupervisedTask):
 
         Writes ``obs["scforge_<labels_key>"]`` (categories), ``obs["scforge_<labels_key>_confidence"]`` (float32,
         calibrated probability of the class) and ``obs["scforge_<labels_key>_entropy"]`` (float32, entropy of the
-        probabilities divided by the logarithm of the number of classes: 0 is certain, 1 is no idea). The latter two are
-        also written as ``obs["scforge_confidence"]`` and ``obs["scforge_entropy"]``, which the next annotator replaces.
+        probabilities divided by the logarithm of the number of classes: 0 is certain, 1 is uninformative). The latter
+        two are also written as ``obs["scforge_confidence"]`` and ``obs["scforge_entropy"]``, which the next annotator
+        overwrites.
 
         Parameters
         ----------
         predictor, adata
-            The model over the cells, and where to write; None: nowhere.
+            The model over the cells, and the AnnData to write to, or None.
         key_added
-            Name of the column, instead of ``"scforge_<labels_key>"``; the others are then called
+            Name of the column, instead of ``"scforge_<labels_key>"``. The other columns are then named
             ``"<key_added>_confidence"`` and ``"<key_added>_entropy"``.
         soft
             Return the probabilities, and write them into ``obsm["scforge_<labels_key>_probabilities"]`` (float32; the
             classes of its columns are in ``uns["scforge"]["scforge_<labels_key>_classes"]``).
         threshold
-            Cells of lower confidence are called ``"unassigned"``. Confidence is calibrated on cells that were held out:
-            of the cells with the confidence 0.8 about a fifth is wrong.
+            Cells with lower confidence are labeled ``"unassigned"``. Confidence is calibrated on held-out cells: about
+            a fifth of the cells with a confidence of 0.8 is wrong.
         majority_voting
             True gives the cells of each small Leiden cluster of the embedding the label that most of them have, as
             CellTypist does, in ``obs["scforge_<labels_key>_voted"]``. The name of a column of obs takes its clusters.
         min_share
-            Clusters in which no label has this share are called ``"Heterogeneous"`` in the vote.
+            Clusters in which no label reaches this share are labeled ``"Heterogeneous"`` in the vote.
 
         Returns
         -------

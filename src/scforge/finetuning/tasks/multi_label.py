@@ -156,7 +156,7 @@ class MultiLabel(SupervisedTask):
         Raises
         ------
         DataError
-            If a label is one of all training cells, or of none.
+            If all training cells have a label, or none has it.
 
         Warns
         -----
@@ -187,7 +187,7 @@ class MultiLabel(SupervisedTask):
         return ~np.isnan(targets).any(axis=1)
 
     def make_head(self, n_latent: int, module: nn.Module) -> PredictionHead:
-        """Create the head, one output a label."""
+        """Create the head, with one output per label."""
         return PredictionHead(n_latent, len(self.known_classes), **self.head)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
@@ -201,7 +201,7 @@ class MultiLabel(SupervisedTask):
         return fit_separate_logistic(features, targets > 0)
 
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """Return the mean loss over cells and labels, and right, missed and wrong predictions of each label."""
+        """Return the mean loss over cells and labels, and the TP, FN and FP of each label."""
         logits, target = outputs.float(), batch["target"]
         labeled = ~torch.isnan(target)
         weight = None if self._weight is None else self._weight.to(logits.device)
@@ -236,23 +236,23 @@ class MultiLabel(SupervisedTask):
 
         Writes the probabilities into ``obsm["scforge_<labels_key>_probabilities"]`` (``scforge_labels_probabilities``
         with `labels_keys`; the labels of its columns are in ``uns["scforge"]["scforge_<labels_key>_classes"]``), and
-        the labels into ``obs``: the joined text ``scforge_<labels_key>``, or one column of truth values a label,
+        the labels into ``obs``: the joined text ``scforge_<labels_key>``, or one boolean column per label,
         ``scforge_<label>``.
 
         Parameters
         ----------
         predictor, adata
-            The model over the cells, and where to write; None: nowhere.
+            The model over the cells, and the AnnData to write to, or None.
         key_added
             Instead of ``"scforge_<labels_key>"``; for the label columns it is the prefix before ``_<label>``.
         soft
             Return the probabilities.
         threshold
-            Probability from which on a cell has a label.
+            Minimum probability at which a cell gets a label.
 
         Returns
         -------
-        One column a label: truth values, or probabilities (float32).
+        One column per label: booleans, or probabilities (float32).
         """
         check_bool("soft", soft)
         check_share("threshold", threshold)
@@ -277,7 +277,7 @@ class MultiLabel(SupervisedTask):
         return multi_label_baselines(inputs, targets > 0)
 
     def count_unscored(self, targets: np.ndarray, column: Column) -> dict[str, int]:
-        """Return how many cells have labels that the model does not know, which are passed over, and how many none."""
+        """Return how many cells have unknown labels, which are ignored, and how many have no labels."""
         _, unknown = self._lookup(column, self.known_classes)
         return {"n_unknown_label": int(unknown.sum()), **super().count_unscored(targets, column)}
 

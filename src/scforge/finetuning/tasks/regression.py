@@ -30,7 +30,7 @@ _LOSSES: dict[str, Callable[..., torch.Tensor]] = {"huber": F.huber_loss, "mse":
 class Regression(SupervisedTask):
     """Distance of the prediction from a number of each cell.
 
-    Cells without the number (NaN) take no part in training.
+    Cells without the number (NaN) are not used for training.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ class Regression(SupervisedTask):
         Parameters
         ----------
         predictor, adata
-            The model over the cells, and where to write; None: nowhere.
+            The model over the cells, and the AnnData to write to, or None.
         key_added
             Column of ``adata.obs`` to write, float32, instead of ``"scforge_<labels_key>"``.
 

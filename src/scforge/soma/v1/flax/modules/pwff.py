@@ -9,7 +9,7 @@ from scforge.soma.v1.configs import PositionWiseFeedForwardConfig
 
 
 class PositionWiseFeedForward(nnx.Module):
-    """Linear, GELU (the exact one, by erf), dropout, linear; each token alone.
+    """Linear, GELU (exact, with erf), dropout, linear; applied to each token separately.
 
     Parameters
     ----------
