@@ -54,7 +54,7 @@ def test_a_card_that_somebody_has_written_is_kept(hub, model: Encoder, told: Cal
     assert hub.files("org/light")["README.md"].decode() == text
     capsys.readouterr()
     message = told("push", "base", "org/light", "--license", "mit")
-    assert "has a README.md that somebody has written or edited, and license (--license) asks for a new one" in message
+    assert "has a README.md that was written or edited by hand, but license (--license) requires a new one" in message
     model.save("base", overwrite=True)
     assert main(shlex.split("push base org/new --license mit --data 'PBMC 3k' more --citation 'Us 2026'")) == 0
     text = hub.files("org/new")["README.md"].decode()

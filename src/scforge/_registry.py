@@ -153,7 +153,7 @@ class Registry[T]:
         packages = sorted({_package_of(point) for point in offered})
         if len({point.value for point in offered}) > 1:
             raise OptionError(
-                f"{self.kind} {name!r} is offered by the packages {listing(packages)}; uninstall all of them but one."
+                f"{self.kind} {name!r} is offered by the packages {listing(packages)}; keep only one of them installed."
             )
         try:
             loaded = offered[0].load()

@@ -124,5 +124,5 @@ def test_a_square_matrix_by_column_is_not_taken_for_one_by_row():
     for kind in (sparse.csr_matrix, sparse.csc_matrix, sparse.csr_array, sparse.coo_matrix):
         assert sum_columns(kind(dense), np.array([1, 0, 1]), 2).toarray().tolist() == [[2, 1], [3, 4], [0, 5]]
         assert GeneMap(np.array([1, 0, 1]), 2).apply(kind(dense)).toarray().tolist() == [[2, 1], [3, 4], [0, 5]]
-    with pytest.raises(DataError, match="matrix has 3 columns but columns names 2; pass one for each"):
+    with pytest.raises(DataError, match="matrix has 3 columns but columns has 2; pass one for each"):
         sum_columns(sparse.csr_matrix(dense), np.arange(2), 3)

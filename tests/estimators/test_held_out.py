@@ -70,7 +70,7 @@ def test_held_out_cells_whose_labels_an_earlier_stage_learned(annotator: Encoder
     with pytest.warns(ScforgeWarning, match=f"of the {len(test)} test cells of the fine-tuning; they are not scored"):
         assert n_scored(again) == len(left)
     cells = data()[learned_rows(annotator)].copy()
-    with pytest.raises(OptionError, match="test cells of the fine-tuning; pass others"):
+    with pytest.raises(OptionError, match="test cells of the fine-tuning; pass other"):
         annotator.finetune("annotation", cells, labels_key="kind", **QUICK).evaluate()
 
 

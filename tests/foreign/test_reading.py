@@ -67,7 +67,7 @@ def test_pickle_files_of_anything_else(content, tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(content))
     with pytest.raises(
         ModelFileError,
-        match="wants to run .*, so it is not opened|is not a .* of names (and|with) values",
+        match="opening it would run .*; save it as JSON|is not a .* of names (and|with) values",
     ):
         read_dictionary(path)
 
@@ -122,13 +122,13 @@ def test_damaged_torch_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("new", [True, False])
 def test_torch_files_that_would_run_something(new: bool, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1), "b": Hostile()}, tmp_path / "x.pt", _use_new_zipfile_serialization=new)
-    with pytest.raises(ModelFileError, match="contains more than tensors, which could run code, and is not opened"):
+    with pytest.raises(ModelFileError, match="contains more than tensors, which could run code, so it is not opened"):
         read_weights(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("content", [b"", b"nothing", b"PK\x03\x04 half", pickle.dumps({"a": 1}, protocol=2)[:-3]])
 def test_no_weights(content: bytes, tmp_path: Path) -> None:
-    for name, message in (("x.pt", "x.pt'"), ("x.safetensors", "or no safetensors file")):
+    for name, message in (("x.pt", "x.pt'"), ("x.safetensors", "or is not a safetensors file")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ModelFileError, match=message):
             read_weights(tmp_path / name)

@@ -148,7 +148,7 @@ def test_names_of_which_none_is_in_the_vocabulary() -> None:
         (["ENSMUSG00000032094", "ENSMUSG00000069516"], "mouse Ensembl ids", "map the names to those of the vocab"),
         (
             ["x1", "x2"],
-            "names of no known kind such as 'x1', 'x2', but the vocabulary contains human Ensembl ids",
+            "names of an unknown kind such as 'x1', 'x2', but the vocabulary contains human Ensembl ids",
             "map the names",
         ),
         ([0, 1], "numbers (Entrez ids?)", "map the names"),

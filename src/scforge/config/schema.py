@@ -99,8 +99,8 @@ _CENSUS = "cellxgene_census"
 def _normalize(value: Any) -> Any:
     if value == "scran":
         raise ValueError(
-            "is not supported: its size factors are pooled over cells, and tokenizers see one cell at a time; "
-            "remove the key, which scales to the library size"
+            "is not supported, because its size factors are pooled over cells and tokenizers process single cells; "
+            "remove the key to scale to the library size"
         )
     return value
 
@@ -328,7 +328,7 @@ def _batch_size(value: Any) -> Any:
         raise ValueError("is out of range; it must be at least 1")
     if isinstance(value, str) and value.strip().isdecimal() and int(value) >= 1:
         return int(value)
-    raise ValueError("is neither a whole number of cells nor 'auto', which takes as many as fit into memory")
+    raise ValueError("is neither a whole number of cells nor 'auto', which uses as many as fit into memory")
 
 
 def _devices(value: Any) -> Any:

@@ -95,7 +95,9 @@ class CensusQuery:
             raise OptionError(f"filters={self.filters!r} is neither a dict of columns and values nor a value_filter.")
         for column, values in self._values.items():
             if not values:
-                raise OptionError(f"filters[{column!r}]=[] allows no value; name at least one, or remove the key.")
+                raise OptionError(
+                    f"filters[{column!r}]=[] allows no value; pass at least one value, or remove the key."
+                )
         listed_columns(self.obs)
 
     @property
@@ -196,7 +198,7 @@ class SomaStream:
                 ]
                 raise DataError(
                     f"no cell of {self.name!r} fits filters={self.query.filters!r}: of {self._obs.count} cells, each "
-                    f"filter alone leaves {', '.join(counted) or 'nothing'}; relax the filters."
+                    f"filter alone selects {', '.join(counted) or 'nothing'}; relax the filters."
                 )
         for column, values in filtered.items():
             # Most are typos.
@@ -308,7 +310,7 @@ def _opened(query: CensusQuery) -> tuple[str, str, Any]:
             return uri, "", tiledbsoma.open(uri, context=context)
     client, version = _import_soma("cellxgene_census"), query.census_version
     what = f"the CELLxGENE Census (census_version={version!r})"
-    with _reading(what, "check the connection, or name a copy of your own with uri"):
+    with _reading(what, "check the connection, or pass the address of a copy as uri"):
         try:
             release = client.get_census_version_description(version)["release_build"]
         except ValueError as error:
@@ -363,7 +365,7 @@ def best_names(var: pd.DataFrame, vocab: GeneVocab | None) -> str:
     columns = {name: column for name, column in text_columns(var).items() if name is not None}
     known = [name for name in _NAMES if name in columns] or list(columns)
     if not known:
-        raise DataError("var has no column of text, so genes have no names; name the column with gene_key.")
+        raise DataError("var has no text column with gene names; set gene_key.")
     if vocab is None:
         return known[0]
 

@@ -194,7 +194,7 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
     if not isinstance(key, str | int):
         raise OptionError(f"{argument}={key!r} is of type {type(key).__name__!r}; pass the name of one column of obs.")
     if key in adata.obs and adata.obs[key].ndim > 1:
-        raise DataError(f"{argument}={key!r} names several columns of adata.obs; rename all of them but one.")
+        raise DataError(f"{argument}={key!r} is the name of several columns of adata.obs; rename all but one of them.")
     if key not in adata.obs:
         columns = [column for column in adata.obs.columns if not str(column).startswith("_scvi_")]
         check_known(argument, key, columns, "adata.obs")

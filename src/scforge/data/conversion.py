@@ -233,7 +233,7 @@ def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
         place = getattr(stream, "address", "").removeprefix("file://")  # cells in memory have none
         source = Path(place).resolve()
         if place and not is_url(place) and (target == source or target in source.parents or source in target.parents):
-            raise OptionError(f"path={str(target)!r} is, contains or lies in the source {place!r}; choose another.")
+            raise OptionError(f"path={str(target)!r} is, contains or is inside the source {place!r}; choose another.")
 
 
 @contextlib.contextmanager
@@ -373,7 +373,7 @@ class _Scattered:
                 self.kept.append(kept)
                 self.sums.append(float(self.totals[before:first].sum()))
         if not sum(self.kept):
-            raise DataError("no cell expresses a gene of the vocabulary; choose another one with vocab.")
+            raise DataError("no cell expresses a gene of the vocabulary; choose another vocabulary.")
 
     def _check_largest(self, counts: sparse.csr_matrix, stream: ChunkReader) -> None:
         most = counts.data.max(initial=0)
@@ -488,7 +488,7 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
         If `wanted` names a column twice, or one that scforge adds.
     """
     if wanted is not None and len(set(wanted) - set(OWN_COLUMNS)) < len(wanted):
-        raise OptionError(f"obs={list(wanted)!r} names a column twice, or one which scforge adds itself; leave it out.")
+        raise OptionError(f"obs={list(wanted)!r} names a column twice, or a column that scforge adds; leave it out.")
     tables, names = [], []
     for stream in streams:
         obs = stream.obs(None if wanted is None else list(wanted))
@@ -576,7 +576,7 @@ def _kind(values: Any) -> str | None:
 def _problem(name: str, kinds: Sequence[str | None], streams: Sequence[ChunkReader]) -> str | None:
     """Return why a column cannot be stored, one sentence, or None."""
     if "/" in name:
-        return f"{name!r} has a slash in its name, and no name in a store has one; rename it or leave it out."
+        return f"{name!r} has a slash in its name, which stores do not allow; rename it or leave it out."
     for kind, stream in zip(kinds, streams, strict=True):
         if kind is None:
             return f"{name!r} of {stream.name!r} contains neither text nor numbers; convert it or leave it out."

@@ -44,7 +44,7 @@ def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) 
     """
     matrix = sound_csr(matrix, "matrix")
     if matrix.shape[1] != len(columns):
-        raise DataError(f"matrix has {matrix.shape[1]} columns but columns names {len(columns)}; pass one for each.")
+        raise DataError(f"matrix has {matrix.shape[1]} columns but columns has {len(columns)}; pass one for each.")
     places = columns[matrix.indices]
     keep = places >= 0
     kept_before = np.concatenate([[0], np.cumsum(keep)])
@@ -65,8 +65,8 @@ def warn_summed(names: np.ndarray, columns: np.ndarray, where: str) -> None:
     again = np.delete(used, first)
     if len(again):
         warn(
-            f"{where} names genes that other columns name as well: the counts of {len(again)} columns "
-            f"(first: {str(names[again[0]])!r}) are summed with those."
+            f"{where} has several columns for one gene: the counts of {len(again)} columns "
+            f"(first: {str(names[again[0]])!r}) are summed."
         )
 
 
@@ -271,7 +271,7 @@ def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[n
                 matched.append(f"{name!r} is {gene!r}")
     if not matched:
         return columns, []
-    return columns, [f"{len(matched):,} names were matched that R wrote with dots ({', '.join(matched[:2])})"]
+    return columns, [f"{len(matched):,} names with dots from R were matched ({', '.join(matched[:2])})"]
 
 
 def warn_empty(n_expressed: np.ndarray) -> None:

@@ -122,7 +122,7 @@ def _reading_error(error: Exception, what: str, how: str, fix: str) -> DataError
     """Return the one sentence on an error of reading."""
     refused, behind = refusal(error), error.__cause__
     if isinstance(error, PermissionError):
-        problem = f"may not be read ({first_line(error)}); check the permissions, or the credentials in storage_options"
+        problem = f"is not readable ({first_line(error)}); check the permissions, or the credentials in storage_options"
     elif refused is not None:
         problem = f"cannot be read: {refused[1]}"
     elif isinstance(error, TimeoutError) or isinstance(behind, TimeoutError):
@@ -342,7 +342,7 @@ def _checked(store: Any, key: str, content: Any) -> Any:
     for codec in _codecs(described):
         if codec.removeprefix("numcodecs.") not in _CODECS:
             raise DataError(
-                f"{key!r} of {str(store)!r} names the codec {codec[:100]!r}, which may run code; write it with anndata."
+                f"{key!r} of {str(store)!r} uses the codec {codec[:100]!r}, which may run code; write it with anndata."
             )
     return content
 
@@ -385,7 +385,7 @@ def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = No
         return None
     half = " available, of which half may be used" if memory is None else " allowed by memory="
     return (
-        f"{n_cells:,} cells with {n_entries:,} counts need about {_size(needed)} of memory, and there are "
+        f"{n_cells:,} cells with {n_entries:,} counts need about {_size(needed)}  of memory, but there are "
         f"{_size(there)}{half}"
     )
 
@@ -723,7 +723,7 @@ class StoredAdata:
         with reading(f"the {what} ({name}) of {self.path!r}", fix=_AGAIN):
             table = read_elem(self.file[name])
         if not isinstance(table, pd.DataFrame):
-            raise DataError(f"{name} of {self.path!r} is no {what}; write the file again with anndata.")
+            raise DataError(f"{name} of {self.path!r} is not a {what}; write the file again with anndata.")
         return table
 
     @property
@@ -922,7 +922,9 @@ class FileStream:
         with self._place.open() as opened:
             table = opened.obs
         if len(table) != self.n_cells:
-            raise DataError(f"{self.name!r} has {self.n_cells} cells, and its obs {len(table)} rows; write it again.")
+            raise DataError(
+                f"{self.name!r} has {self.n_cells} cells, but its obs has {len(table)} rows; write it again."
+            )
         return chosen_columns(table, columns, self.name)
 
     def chunks(self) -> Iterator[tuple[int, sparse.csr_matrix]]:
@@ -1077,7 +1079,7 @@ def open_streams(
     """
     places = list(source) if isinstance(source, list | tuple) else [source]
     if not places:
-        raise OptionError("source=[] names no file; name at least one.")
+        raise OptionError("source=[] is empty; pass at least one file.")
     opened: list[ChunkReader] = []
     for place in places:
         if is_query(place):
@@ -1092,7 +1094,7 @@ def open_streams(
     names = [identity_of(stream) for stream in opened]
     if len(set(names)) < len(names):
         twice = next(stream.name for i, stream in enumerate(opened) if names[i] in names[:i])
-        raise OptionError(f"source names {twice!r} twice; name each file once.")
+        raise OptionError(f"source contains {twice!r} twice; pass each file once.")
     return opened
 
 
@@ -1144,7 +1146,7 @@ def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
     else:
         found = sorted(glob.glob(place, recursive=True))  # noqa: PTH207 -- names stay relative
     if not found:
-        raise MissingFileError(f"no file fits the pattern {place!r}; check the folder and the ending.")
+        raise MissingFileError(f"no file matches the pattern {place!r}; check the folder and the ending.")
     return found
 
 
@@ -1156,7 +1158,7 @@ def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) 
         if not path.is_dir():
             check_file(path)
         elif not any((path / name).exists() for name in _ZARR_METADATA):
-            raise DataError(f"{place!r} is a folder without zarr metadata; name an h5ad file or a zarr folder.")
+            raise DataError(f"{place!r} is a folder without zarr metadata; pass an h5ad file or a zarr folder.")
     if path.suffix in _READERS and not path.is_dir():
         raise DataError(f"{place!r} is not h5ad or zarr; read it with {_READERS[path.suffix]}, and write an h5ad file.")
     return Location(place, modality, options)

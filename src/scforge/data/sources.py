@@ -146,7 +146,7 @@ def store_of_large(
         return store
     lack = lack_of_memory(streams, memory)
     if lack is not None:
-        logger.warning("%s, so they are converted once into %s; cache names another place.", lack, store)
+        logger.warning("%s, so they are converted once into %s; set cache to use another folder.", lack, store)
     return None if lack is None else store
 
 
@@ -163,7 +163,7 @@ def convert_once(
     from scforge.data.conversion import convert
 
     if is_url(os.fspath(cache)):
-        raise OptionError(f"cache={os.fspath(cache)!r} is a URL; name a folder on a local disk.")
+        raise OptionError(f"cache={os.fspath(cache)!r} is a URL; pass a folder on a local disk.")
     path = Path(cache)
     for stream in streams if obs else ():
         stream.obs(obs)
@@ -396,12 +396,12 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 
     files = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
     if not files:
-        raise OptionError("paths=[] names no file; name at least one h5ad file.")
+        raise OptionError("paths=[] is empty; pass at least one h5ad file.")
     parts = {str(path): _read_one(path) for path in files}
     if len(files) == 1:
         return parts[str(files[0])]
     if len(parts) < len(files):
-        raise OptionError("paths names the same file twice; name each file once.")
+        raise OptionError("paths contains the same file twice; pass each file once.")
     parts = {
         path: part if part.var_names.is_unique else join_columns(part, f"var_names of {path!r}")
         for path, part in parts.items()
@@ -499,7 +499,7 @@ class Inspection:
         if self.chosen:
             name = self.overlap.vocab.split(",")[0]
             fits = self.overlap.n_matched > 0
-            rows["best vocabulary"] = f"{name} (of those that ship)" if fits else "none of those that ship fits"
+            rows["best vocabulary"] = f"{name} (shipped)" if fits else "no shipped vocabulary matches"
         return "\n".join([*(f"{name:<25}{value}" for name, value in rows.items()), str(self.overlap)])
 
 
@@ -600,9 +600,9 @@ def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.
         with contextlib.suppress(DataError):
             sums, empty, problem = _summary(Matrix.of(opened.file[place], opened.path))
             if problem is None and place == "raw/X":  # over other genes
-                return None, None, f"{text}; raw does hold them, which adata.raw.to_adata() makes an AnnData of"
+                return None, None, f"{text}; raw contains them, see adata.raw.to_adata()"
             if problem is None:
-                return sums, empty, f"{text}; {places[place]} does hold them"
+                return sums, empty, f"{text}; {places[place]}  contains them"
     return None, None, text
 
 

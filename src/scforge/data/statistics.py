@@ -147,7 +147,9 @@ def _chosen(
     n_cells, n_genes = counts.shape
     candidates = np.flatnonzero(np.bincount(counts.indices[counts.data > 0], minlength=n_genes) >= min_cells)
     if not len(candidates):
-        raise DataError(f"no gene is detected in {min_cells} cells, of {n_cells}; use more cells, or name genes.")
+        raise DataError(
+            f"no gene is detected in {min_cells} cells, of {n_cells}; use more cells, or pass a list of genes."
+        )
     if n_top_genes is None:
         return np.union1d(candidates, kept)
     check_count("n_top_genes", n_top_genes, "genes")
@@ -174,7 +176,10 @@ def _by_variability(
     values.data *= np.repeat(TARGET_SUM / np.maximum(totals, 1.0), np.diff(values.indptr))
     groups = [np.arange(len(totals))] if batches is None else [np.flatnonzero(batches == b) for b in np.unique(batches)]
     if alone := [str(batches[rows[0]]) for rows in groups if batches is not None and len(rows) == 1]:
-        warn(f"batch_key names {listing(alone)} for one cell each, which have no part in the choice of variable genes.")
+        warn(
+            f"batch_key names {listing(alone)} with one cell each; these cells are ignored for the choice of variable "
+            "genes."
+        )
     scores = [_normalized_dispersions(values[rows]) for rows in groups if len(rows) > 1] or [np.zeros(len(candidates))]
     n_batches = np.zeros(len(candidates))
     for score in scores:

@@ -204,7 +204,7 @@ def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
     if system.isdir(root):
         return {"encoding-type": "anndata"} if system.exists(f"{root}/.zattrs") else {}
     if system.exists(root):
-        raise DataError(f"{name!r} is a file, but a store is a folder; scforge convert FILE -o STORE makes one of it.")
+        raise DataError(f"{name!r} is a file, but a store is a folder; create one with scforge convert FILE -o STORE.")
     folder, _, last = root.rpartition("/")
     if system.exists(f"{folder}/.{last}.partial"):
         raise DataError(f"{name!r} is incomplete: run the same scforge convert again.")
@@ -215,7 +215,7 @@ def _other_kind(attributes: Mapping[str, Any]) -> str:
     """Describe a folder that is not a store."""
     kind = attributes.get("encoding-type")
     if kind == "anndata":
-        return "is an AnnData, not a store; scforge convert SOURCE -o STORE makes one of it"
+        return "is an AnnData, not a store; create one with scforge convert SOURCE -o STORE"
     if kind == _ENCODING["encoding-type"]:
         return "is an annbatch collection from another program; convert its data with scforge convert"
     return "is a folder without a store; pass one that scforge convert wrote"
@@ -396,7 +396,7 @@ class _Store:
             n_entries = dataset["X/data"].shape[0]
         problem = boundary_problem(indptr, n_entries)
         if problem is not None or len(indptr) != matrix.shape[0] + 1 or indptr[-1] != n_entries:
-            problem = problem or "its boundaries (indptr) do not fit its cells and entries"
+            problem = problem or "its boundaries (indptr) do not match its cells and entries"
             raise DataError(f"{dataset.basename} of {self.place!r} is corrupted: {problem}; {_AGAIN}.")
         lengths = np.diff(indptr)
         return matrix, lengths.astype(np.min_scalar_type(int(lengths.max(initial=0))))
@@ -493,7 +493,7 @@ class _Store:
             return counts
         problem = index_problem(counts.indices, len(self.genes))
         if self.is_own:
-            problem = problem or "its counts are not those that were written"
+            problem = problem or "its counts differ from those that were written"
         elif problem is None and not row_sums(counts)[row]:
             problem = "it has no counts"  # missing chunks come as zeros
         if problem is not None:
@@ -855,15 +855,15 @@ def _verify(group: Any, info: StoreInfo, name: str) -> None:
                 hashes.append(dataset_hash(matrix["indptr"], matrix["indices"], matrix["data"], obs))
         vocab_hash, measured = read_vocab(group).hash, read_measured(group)
     problems = [
-        f"{DATASET.format(number)} has other content than was written"
+        f"{DATASET.format(number)} has changed since it was written"
         for number, expected in enumerate(info.datasets)
         if hashes[number] != expected["hash"]
     ]
     if vocab_hash != info.vocab_hash:
         problems.append("its vocabulary has changed since it was written")
     if measured.shape != (len(info.sources), info.n_genes):
-        problems.append("the table of the genes that each source has is of another size")
+        problems.append("the table of the genes of each source has the wrong size")
     if not problems and content_hash(vocab_hash, hashes) != info.content_hash:
-        problems.append("its description does not fit its content hash")
+        problems.append("its description does not match its content hash")
     if problems:
         raise DataError(f"the store {name!r} is corrupted: {'; '.join(problems)}; {_AGAIN}.")

@@ -74,13 +74,13 @@ class SplitRule:
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, RULES)
         if self.kind == "targets" and (self.separator is None or self.context_key is not None):
-            raise OptionError("kind='targets' of a split needs separator, and has no context_key.")
+            raise OptionError("kind='targets' of a split needs separator and does not allow context_key.")
         for name in ("validation", "test"):
             amount = getattr(self, name)
             if isinstance(amount, list):
                 object.__setattr__(self, name, tuple(amount))
             elif not isinstance(amount, tuple) and not (0 < amount < 1 or (amount >= 1 and amount == int(amount))):
-                raise OptionError(f"{name}={amount!r} of a split is neither a share, a number nor a list of names.")
+                raise OptionError(f"{name}={amount!r} of a split must be a fraction, a number or a list of names.")
             if self.kind == "stratified" and not (isinstance(amount, float) and amount < 0.5):
                 raise OptionError(f"{name}={amount!r} is not valid for a stratified split; pass a fraction below 0.5.")
 

@@ -87,7 +87,8 @@ def load(
     path = find_file(name, folder)
     if verify and card.sha256 is not None and (found := sha256_of(path)) != card.sha256:
         raise DataError(
-            f"{str(path)!r} is not the file of the card {name!r} (SHA-256 {found}); pass verify=False for your own."
+            f"{str(path)!r} is not the file of the card {name!r} (SHA-256 {found}); pass verify=False to use your own "
+            "file."
         )
     return _checked(read_h5ad(path), card)
 

@@ -136,7 +136,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
     _seen: HeldOutRegistry | None = None
     _landmarks: torch.Tensor | None = None
     """Embeddings of some cells of the training, (S, D), onto which queries are mapped."""
-    trainer = _Absent("the scores of a training are in model.history, and callbacks=[...] see Lightning's Trainer")
+    trainer = _Absent("the scores of a training run are in model.history, and callbacks=[...] see Lightning's Trainer")
     prepare_query_anndata = _Absent("genes are matched by name, call load_query_data(query, reference) right away")
     get_normalized_expression = _Absent("make a scforge.models.ScDiVa, which decodes expression")
     differential_abundance = _Absent("embed with scforge, and compute it with another package")

@@ -368,7 +368,7 @@ class Encoder(CellModel):
             raise OptionError("validation_size was set by finetune and cannot be changed; leave it out.")
         split = self._known_split()
         if split is None:
-            raise DataError("the cells are not exactly those of the fine-tuning; call finetune(adata=...).")
+            raise DataError("the cells are not exactly those used for fine-tuning; call finetune(adata=...).")
         return {"train_rows": split.train, "validation_rows": split.validation}
 
     def _learn_from_others(self, data: CellDataModule) -> None:
@@ -397,7 +397,7 @@ class Encoder(CellModel):
             if not len(split.test):
                 # load_query_data has no test_size.
                 more = "" if self._is_query else ", or test_size=0.1"
-                raise OptionError(f"the fine-tuning has no test cells; pass other cells{more}.")
+                raise OptionError(f"fine-tuning held out no test cells; pass other cells{more}.")
             rows = split.test[~learned[split.test]]
             n_learned, n_all, what = int(learned[split.test].sum()), len(split.test), "test cells of the fine-tuning"
         else:
@@ -406,7 +406,7 @@ class Encoder(CellModel):
             rows = np.flatnonzero(self._seen.tested(marks.numbers) & ~learned if within else ~learned)
             n_learned, n_all, what = int(learned.sum()), len(learned), "cells"
         if not len(rows):
-            raise OptionError(f"the model learned from {n_learned} of these {n_all} {what}; pass others.")
+            raise OptionError(f"the model learned from {n_learned} of these {n_all} {what}; pass other cells.")
         if n_learned:
             warn(f"The model learned from {n_learned} of the {n_all} {what}; they are not scored.")
         warn_of_undecided(unclear[rows])
@@ -639,7 +639,10 @@ class Encoder(CellModel):
         if own is not None and split is not None:
             train = self._predictor(self._open(own), batch_size)
         elif baselines:
-            warn("The cells of the fine-tuning are not available, so there are no baselines; load the model with them.")
+            warn(
+                "The cells used for fine-tuning are not available, so there are no baselines; load the model with "
+                "these cells."
+            )
         # Baselines use all genes over which the scored cells and those of the fine-tuning were opened.
         genes = None if isinstance(source, AnnData | str | os.PathLike) else source.vocab
         train_cells = None if train is None else self._over_all_genes(own, genes)
@@ -843,7 +846,7 @@ class Encoder(CellModel):
         if not isinstance(reference, Encoder):
             raise OptionError(f"reference_model is of type {type(reference).__name__}; pass a model or its folder.")
         if not reference.is_trained_:
-            raise OptionError("reference_model is not trained; train it, or load one that is.")
+            raise OptionError("reference_model is not trained; train it, or load a trained model.")
         tuning, pretraining = reference.spec.tuning, cast("Any", reference._pretraining)
         if tuning is not None and tuning.task not in ("adaptation", "integration"):
             raise OptionError(f"reference_model was fine-tuned for {tuning.task!r}; pass the model before that.")
@@ -856,7 +859,7 @@ class Encoder(CellModel):
         if reference_cells is not None and not stays:
             raise OptionError(f"reference_cells has no effect for {of}; leave it out.")
         if batch_key is not None and not known.get("batches") and reference_cells is None:
-            raise OptionError(f"batch_key={batch_key!r} has no effect for {of} that has no batches; leave it out.")
+            raise OptionError(f"batch_key={batch_key!r} has no effect for {of} without batches; leave it out.")
         source = reference._source(query)
         cells: Any = reference._open(source)
         split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
@@ -881,7 +884,7 @@ class Encoder(CellModel):
             task["n_reference"] = len(known["batches"] or [])
             if reference._landmarks is None:
                 warn(
-                    "The reference contains no embeddings of its cells, so the query is not moved; complete its "
+                    "The reference contains no embeddings of its cells, so the query is not shifted; complete its "
                     "training."
                 )
             else:
@@ -1004,12 +1007,12 @@ class Encoder(CellModel):
             check_share("threshold", threshold)
         is_query = self._is_query
         if query is None and not is_query:
-            raise OptionError("query=None, but the model was not made by load_query_data; pass the cells to label.")
+            raise OptionError("query=None, but the model is not from load_query_data; pass the cells to label.")
         source = self._source(query)
         owner = reference if isinstance(reference, type(self)) else self._base if is_query else self
         labels_key = labels_key or (owner or self)._setup.get("labels_key")
         if labels_key is None:
-            raise OptionError("labels_key=None, but the reference was set up without labels; name a column of its obs.")
+            raise OptionError("labels_key=None, but the reference was set up without labels; pass a column of its obs.")
         opener = self if owner is reference else owner or self
         if reference is None or owner is reference:
             if owner is None or (owner.adata is None and owner._data is None):

@@ -46,7 +46,7 @@ def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | N
     known = getattr(objective, "batches", None) or []
     names = [transform_batch] if pd.api.types.is_scalar(transform_batch) else list(transform_batch)
     if not names:
-        raise OptionError(f"transform_batch={transform_batch!r} names no batch; name one, or None for all.")
+        raise OptionError(f"transform_batch={transform_batch!r} is not a batch; pass the name of one, or None for all.")
     fix = "" if known else "call setup_anndata(adata, batch_key=...) before creating the model"
     for name in names:
         check_known("transform_batch", str(name), known, "the model", fix=fix, error=OptionError)
@@ -193,7 +193,9 @@ class ScDiVa(Encoder):
         """
         if not check_bool("return_dist", return_dist):
             if self.spec.tuning is None and not self._trains_latent:
-                warn(f"{self.spec.objective!r} trained no latent, so its embedding is random.", NotTrainedWarning)
+                warn(
+                    f"{self.spec.objective!r} does not train the latent, so its embedding is random.", NotTrainedWarning
+                )
             return super().get_latent_representation(adata, key_added=key_added, batch_size=batch_size, indices=indices)
         self._check_variational()
         source = self._ready(adata, "its embedding is")
@@ -342,7 +344,7 @@ class ScDiVa(Encoder):
         (60, 2)
         """
         if not getattr(self._pretraining, "reconstruction_weight", 0.0):
-            raise OptionError(f"{self.spec.objective!r} trained no decoder; set its reconstruction_weight.")
+            raise OptionError(f"{self.spec.objective!r} does not train a decoder; set its reconstruction_weight.")
         self._check_follows("predicted expression")
         scale = _scale_of(library_size)
         numbers = gene_numbers(self, self.vocab.genes if gene_list is None else gene_list, source=adata)
@@ -379,7 +381,7 @@ class ScDiVa(Encoder):
         """Raise :class:`~scforge.errors.OptionError` unless the variances of the model were trained."""
         trained = self.spec.model_options["variational"] and hasattr(self._pretraining, "beta") and self._trains_latent
         if not trained:
-            raise OptionError(f"return_dist=True but {self.spec.objective!r} trained no variances; leave it out.")
+            raise OptionError(f"return_dist=True but {self.spec.objective!r} does not train variances; leave it out.")
         self._check_follows("return_dist=True")
 
     def _check_follows(self, what: str) -> None:
@@ -395,7 +397,7 @@ class ScDiVa(Encoder):
         if self._supervised:
             if "labels_key" not in OBJECTIVES.get(objective).option_names():
                 raise OptionError(
-                    f"supervised=True but the objective {objective!r} learns no labels; leave out one of them."
+                    f"supervised=True but the objective {objective!r} does not learn labels; leave out one of them."
                 )
             options = {"labels_key": self._setup.get("labels_key"), **options}
             if options["labels_key"] is None:

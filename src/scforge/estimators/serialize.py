@@ -207,7 +207,7 @@ def load_weights(
         differing = {"missing": missing, "unknown": unknown}
         problem = "; ".join(f"{what} {listing(names, most=3)}" for what, names in differing.items() if names)
     if problem:
-        raise ModelFileError(f"the weights in {source!r} do not fit the architecture in its config: {problem}.")
+        raise ModelFileError(f"the weights in {source!r} do not match the architecture in its config: {problem}.")
 
 
 _CONFIG, _VOCAB, _WEIGHTS, _CARD = "config.json", "vocab.json", "model.safetensors", "README.md"

@@ -348,7 +348,7 @@ class ModelSpec:
             if options.setdefault("max_seq_len", longest) < longest:
                 raise OptionError(
                     f"max_seq_len={options['max_seq_len']} is smaller than the {longest} tokens that {name!r} and "
-                    f"{objective[0]!r} make of a cell; raise it, or lower the tokenizer's max_len (data.max_genes)."
+                    f"{objective[0]!r} create per cell; raise it, or lower the tokenizer's max_len (data.max_genes)."
                 )
         # An architecture that uses them by default needs their number.
         if "n_special" in parameters and parameters["n_special"].default:

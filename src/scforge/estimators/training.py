@@ -122,9 +122,11 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         )
     if how.checkpoint_dir is None and (how.resume == _AUTO or how.overwrite):
         name = "overwrite=True" if how.overwrite else "resume='auto'"
-        raise OptionError(f"{name} needs checkpoint_dir, the folder of the training.")
+        raise OptionError(f"{name} needs checkpoint_dir, the folder of the training run.")
     if how.checkpoint_every_n_steps is not None and how.checkpoint_dir is None:
-        raise OptionError("checkpoint_every_n_steps has no effect without checkpoint_dir, the folder of the training.")
+        raise OptionError(
+            "checkpoint_every_n_steps has no effect without checkpoint_dir, the folder of the training run."
+        )
     folder = None if how.checkpoint_dir is None else RunFolder(how.checkpoint_dir)
     rank = rank_zero_only.rank or 0
     with contextlib.ExitStack() as stack:

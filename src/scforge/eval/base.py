@@ -324,7 +324,9 @@ def options_of(name: str) -> dict[str, bool]:
 def check_scores_embeddings(title: str, subject: str) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless a benchmark scores embeddings."""
     if subject != "embedding":
-        raise OptionError(f"the benchmark {title!r} scores no embedding (but: {subject}); pass it to eval.compare.")
+        raise OptionError(
+            f"the benchmark {title!r} does not score embeddings (but: {subject}); pass it to eval.compare."
+        )
 
 
 def check_has_metrics(benchmark: Benchmark) -> None:
@@ -464,7 +466,7 @@ def to_evaluation(entry: Entry) -> Evaluation:
     if not isinstance(entry, Mapping):
         return Evaluation(entry)
     if len(entry) != 1 or not isinstance(next(iter(entry.values())), Mapping | None):
-        raise OptionError(f"write one benchmark per entry, with its options, instead of {dict(entry)}.")
+        raise OptionError(f"pass one benchmark per entry, with its options, instead of {dict(entry)}.")
     ((benchmark, given),) = entry.items()
     options = dict(given or {})
     theirs = options_of(benchmark) if benchmark in BENCHMARKS.names() else {}
@@ -527,7 +529,7 @@ def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
     if file.exists():
         return str(file)
     near = suggest(name, [*datasets, *list_cards()])
-    raise OptionError(f"dataset={name!r} is not known{near}; put the file at {file}, or name it in eval.datasets.")
+    raise OptionError(f"dataset={name!r} is not known{near}; put the file at {file}, or add it to eval.datasets.")
 
 
 @dataclass(frozen=True)

@@ -288,10 +288,10 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
     if isinstance(names, str | int):
         raise OptionError(f"baselines={names!r} is not a list of baselines; write [{names!r}].")
     if min(adata.shape) < 3:
-        raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; use more of them.")
+        raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; use more.")
     for name in names:
         if isinstance(name, str):
-            fix = "or name a number of principal components"
+            fix = "or pass a number of principal components"
             check_known("baselines", name, BASELINES, "the baselines", fix=fix, error=OptionError)
         else:
             check_count("baselines", name, "principal components")
@@ -304,7 +304,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
             if adata.obs[batch_key].isna().any():
                 raise DataError(f"obs[{batch_key!r}] has missing values; assign a batch to each cell for {name!r}.")
             if name == "harmony" and adata.obs[batch_key].nunique() < 2:
-                raise DataError(f"obs[{batch_key!r}] contains one batch, so there is nothing for 'harmony' to correct.")
+                raise DataError(f"obs[{batch_key!r}] contains only one batch, so 'harmony' has nothing to correct.")
 
 
 def scvi_embedding(

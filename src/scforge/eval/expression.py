@@ -191,7 +191,7 @@ class ExpressionSpace:
         genes = np.flatnonzero(expression.getnnz(axis=0) >= _MIN_CELLS)
         if len(genes) < 2 or expression.shape[0] < 3:
             found = f"{expression.shape[0]} training cells with {len(genes)} genes"
-            raise DataError(f"{found} are too few for baselines on expression; take more cells, or baselines=False.")
+            raise DataError(f"{found} are too few for baselines on expression; use more cells, or baselines=False.")
         if n_top_genes < len(genes):
             work = anndata.AnnData(expression[:, genes], uns={"log1p": {"base": None}})
             sc.pp.highly_variable_genes(work, n_top_genes=n_top_genes)

@@ -261,7 +261,7 @@ def _kernels(made: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
 
     width = float(np.median(euclidean_distances(real, squared=True)[np.triu_indices(len(real), 1)]))
     if width == 0:
-        raise DataError("more than half of the real cells have the same expression; use other cells.")
+        raise DataError("more than half of the real cells have identical expression; use other cells.")
     return tuple(rbf_kernel(*pair, gamma=1 / (2 * width)) for pair in ((made, made), (real, real), (made, real)))
 
 
@@ -370,7 +370,7 @@ def check_copies(same: np.ndarray, what: str) -> None:
     message = f"{int(same.sum())} of {len(same)} {what}"
     if same.any() and same.mean() > _TELLING_SHARE:
         raise DataError(
-            f"{message}: they are copies with other names; the reference of a score must not contain the scored cells."
+            f"{message}: they are copies under other names; the reference must not contain the scored cells."
         )
     if same.any():
         warn(f"{message}; check whether they are copies.")
@@ -451,8 +451,8 @@ def check_features(
         if len(copied) or _same_columns(own, means):
             name = [*copied, known.index[0]][0]
             raise DataError(
-                f"{argument} has for {name!r} the mean of {where} over the held-out cells under {name!r} themselves; "
-                "pass features that do not use these cells."
+                f"{argument} has for {name!r} the mean of {where} over the held-out cells under {name!r} ; pass "
+                "features that do not use these cells."
             )
 
 
@@ -518,7 +518,9 @@ def compare_beside(
         check_known("kinds", name, made, argument, error=OptionError)
     taken = [name for name in made if name in baselines]
     if taken or not made:
-        raise OptionError(f"{argument} names {listing(taken)}; name at least one method, and none as a baseline.")
+        raise OptionError(
+            f"{argument} names {listing(taken)}; pass at least one method, and do not use names of baselines."
+        )
     told: dict[str, Kind] = {**dict.fromkeys(made, "model"), **(kinds or {}), **dict.fromkeys(baselines, "baseline")}
     if ceiling is not None:
         told[ceiling] = "ceiling"
@@ -664,7 +666,9 @@ def evaluate_generation(
     for some in (train, *made.values()):
         names = names[names.isin(some.var_names)]
     if len(names) < _MIN_GENES:
-        raise DataError(f"only {len(names)} genes are in real, train and all generated cells; name them in one way.")
+        raise DataError(
+            f"only {len(names)} genes are in real, train and all generated cells; use the same names in all."
+        )
     notes: list[str] = []
     labels: Any = real.n_obs
     if labels_key is not None:
@@ -690,7 +694,7 @@ def evaluate_generation(
             # What scforge generates is on this scale, however wrong it is.
             if "generated" not in made[name].uns.get(UNS_KEY, {}):
                 raise DataError(f"over the same genes the cells of {name!r} have {difference}; pass counts.")
-            notes.append(f"{name} has {difference}: too much or too little of all genes together.")
+            notes.append(f"{name} has {difference}, so its total expression is too high or too low.")
     baselines = {name: some[:, names].copy() for name, some in baselines.items()}
     benchmark.max_cells = min(max_cells, reference.n_obs, *(some.n_obs for some in cells.values()))
     report = compare_beside(
@@ -709,7 +713,7 @@ def evaluate_generation(
     report.facts["cells of each in mmd and c2st"] = benchmark.max_cells
     report.notes += notes
     report.notes.append(
-        f"Scores are over {len(names)} of {real.n_vars} genes of the real cells, those that all cells have, on log1p "
+        f"Scores are over {len(names)} of {real.n_vars} genes of the real cells (the genes in all data sets), on log1p "
         f"CP{TARGET_SUM:,.0f}."
     )
     return report

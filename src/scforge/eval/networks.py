@@ -349,7 +349,7 @@ def read_network(
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
     if (source is None) != (target is None):
-        raise OptionError(f"source={source!r} and target={target!r} name one column; name both, or none.")
+        raise OptionError(f"source={source!r} and target={target!r} are incomplete; pass both columns, or neither.")
     edges = pd.concat([_edges_of_file(Path(one), source, target) for one in paths], ignore_index=True)
     best = {name: how for name, how in _BEST.items() if name in edges}
     if not best:
@@ -400,8 +400,8 @@ def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str |
             if name in columns:
                 return columns[name]
         raise DataError(
-            f"there is no column {' or '.join(names)} (there are: {listing(table.columns)}); name factors and targets "
-            "with source=..., target=..., by numbers if there is no header"
+            f"there is no column {' or '.join(names)} (there are: {listing(table.columns)}); set source=... and "
+            "target=..., as positions if there is no header"
         )
 
     if source is not None:
@@ -415,7 +415,9 @@ def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str |
         edges = pd.DataFrame({"source": column("target"), "target": column("source")})
         edges = edges[~edges["target"].str.lower().isin(["genesym", "gene symbol", "na", "n/a"])]
         if edges["source"].nunique() > edges["target"].nunique():
-            raise DataError("it has more factors than targets, so the columns may be swapped; name the columns")
+            raise DataError(
+                "it has more factors than targets, so the columns may be swapped; set source=... and target=..."
+            )
         return edges
     if "source_genesymbol" in columns:
         up, down = (
@@ -615,7 +617,7 @@ class GeneNetwork(Benchmark):
         self, genes: Sequence[str] | None = None, tfs: Sequence[str] | None = None, targets: str = "truth"
     ) -> None:
         if targets not in ("truth", "measured") or (targets == "measured" and genes is None):
-            raise OptionError(f"targets={targets!r} is neither 'truth', nor 'measured' with genes that were measured.")
+            raise OptionError(f"targets={targets!r} must be 'truth', or 'measured' together with genes.")
         self.genes = None if genes is None else list(genes)
         self.tfs = None if tfs is None else list(tfs)
         self.targets = targets
@@ -919,10 +921,8 @@ def evaluate_network(
                 f"{name} has a score for {n_scored:,} of {n_pairs:,} pairs; the other pairs are ranked last, tied."
             )
     if {"degree", "in-degree"} & set(simple):
-        report.notes.append(
-            "Baselines of degree know how many true edges a gene has apart from the pair in question, and no cell."
-        )
-    report.notes.append("An edge that is not in the truth counts as wrong, although it may only be unknown.")
+        report.notes.append("Degree baselines use the number of other true edges of a gene, and no cells.")
+    report.notes.append("Edges outside the truth count as wrong, although they may only be unknown.")
     return report
 
 

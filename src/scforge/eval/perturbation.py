@@ -1025,11 +1025,11 @@ def evaluate_perturbations(
             cells = _checked_cells(one, f"predictions[{name!r}]", genes, keys, held_out, real)
             made[name], effects = cells, list(cells.effects)
             own = (cells.groups >= len(cells.effects)).any()
-            notes.append(f"Effects of {name} are seen from {'its own' if own else 'the training'} controls.")
+            notes.append(f"Effects of {name} are relative to {'its own' if own else 'the training'} controls.")
         _check_effects(benchmark, name, made[name], held_out)
         if more := [effect for effect in effects if effect not in held_out.effects]:
             notes.append(
-                f"{name} predicts more than was measured (effects: {len(more)}), which is not scored: "
+                f"{name} predicts more effects than were measured ({len(more)}), which are not scored: "
                 f"{listing(keys.titles(more), most=5)}."
             )
     # What is scored is no reason to know less of the training.
@@ -1039,8 +1039,8 @@ def evaluate_perturbations(
     targets = {target for effect in held_out.effects for target in effect.targets}
     if n_missing := len(targets - {str(gene) for gene in whole.genes}):
         notes.append(
-            f"{len(targets) - n_missing} of {len(targets)} targets are genes of the data; baselines that go by the "
-            "target's gene predict the mean training effect for the others."
+            f"{len(targets) - n_missing} of {len(targets)} targets are genes of the data; baselines that use the gene "
+            "of a target predict the mean training effect for the others."
         )
     report = compare_beside(
         benchmark,
@@ -1065,13 +1065,13 @@ def evaluate_perturbations(
     report.notes += notes
     if real.n_vars != train.n_vars:
         report.notes.append(
-            f"real has {real.n_vars} genes and train {train.n_vars}; counts are scaled by their total over the genes "
-            "of each."
+            f"real has {real.n_vars} genes and train {train.n_vars}; counts are normalized by their total over the "
+            "genes of each data set."
         )
     report.notes.append(
-        "Effects are changes of the mean log1p CP10K against controls of the same context. Baselines saw the training "
-        f"cells alone. {TECHNICAL_DUPLICATE} is one half of the held-out cells as a prediction of the other, brought "
-        "to whole groups. Calibrated figures: 0 is the mean training effect, 1 that second experiment."
+        "Effects are changes of the mean log1p CP10K against controls of the same context. Baselines use only the "
+        "training cells. {TECHNICAL_DUPLICATE} is one half of the held-out cells as a prediction of the other, "
+        "corrected to whole groups. Calibrated metrics: 0 is the mean training effect, 1 the technical duplicate."
     )
     return report
 
@@ -1138,7 +1138,7 @@ def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> 
             )
             genes = genes[genes.isin(some)]
     if len(genes) < max(2, _FEW_GENES * len(real)):
-        raise DataError(f"{listing(columns)} share {len(genes)} of {len(real)} measured genes; name them alike.")
+        raise DataError(f"{listing(columns)} share {len(genes)} of {len(real)} measured genes; use the same names.")
     return genes, notes
 
 
@@ -1158,7 +1158,9 @@ def _checked_cells(
 def _check_scale(one: sparse.csr_matrix, real: sparse.csr_matrix, what: str, *, profiles: bool = False) -> None:
     """Raise if cells have another scale than the measured cells over the common genes."""
     if difference := scale_difference(one, real, profiles=profiles):
-        raise DataError(f"over the common genes {what} have {difference}; scale both to 10,000, or give counts of all.")
+        raise DataError(
+            f"over the common genes {what} have {difference}; scale both to 10,000, or pass counts of all genes."
+        )
 
 
 def _check_effects(
@@ -1170,4 +1172,4 @@ def _check_effects(
     same = (np.abs(predicted - measured).max(axis=1) <= 1e-4 * size) & (size > 0)
     if same.any():
         n_same = f"{int(same.sum())} of {len(same)} effects"
-        raise DataError(f"predictions[{name!r}] has for {n_same} what was measured in the held-out cells.")
+        raise DataError(f"predictions[{name!r}] has for {n_same} exactly what was measured in the held-out cells.")

@@ -143,8 +143,8 @@ def warn_of_few(n_effects: int) -> None:
     """Warn if too few effects are scored to compare methods."""
     if n_effects < FEW_EFFECTS:
         warn(
-            f"Only {n_effects} held-out effects are scored, fewer than {FEW_EFFECTS}: 'rank' and intervals say little; "
-            "hold out more, or pool the tables of several folds."
+            f"Only {n_effects} held-out effects are scored, fewer than {FEW_EFFECTS}: 'rank' and intervals are "
+            "unreliable; hold out more effects, or pool the tables of several folds."
         )
 
 
@@ -648,7 +648,7 @@ def columns_of(names: pd.Index, genes: pd.Index, argument: str) -> np.ndarray:
     if (missing := columns < 0).any():
         first = f"{str(genes[missing][0])!r}{did_you_mean(genes[missing][0], names[:5000])}"
         n_missing = int(missing.sum())
-        raise DataError(f"{argument} lacks {n_missing} of {len(genes)} genes (first: {first}); take the genes of both.")
+        raise DataError(f"{argument} lacks {n_missing} of {len(genes)} genes (first: {first}); use the genes of both.")
     return columns
 
 
@@ -880,7 +880,7 @@ def distances(
     try:
         away: Callable[[np.ndarray, np.ndarray], float] = Distance(cast("Any", metric), obsm_key="coordinates")
     except ValueError as error:
-        raise OptionError(f"metric={metric!r} is no distance of pertpy; see pertpy.tl.Distance.") from error
+        raise OptionError(f"metric={metric!r} is not a distance of pertpy; see pertpy.tl.Distance.") from error
     rows = []
     for effect in read["real"].effects:
         target = places["real"][read["real"].rows(effect)]

@@ -199,7 +199,7 @@ def evaluate_reconstruction(
     known, rows = (_rows(some, what, repeated=False) for some, what in ((train, "train"), (true, "the true orders")))
     seen = {row.tobytes() for row in known if len(row) >= _MIN_GENES}
     same = np.array([row.tobytes() in seen for row in rows])
-    check_copies(same, "true orders are those of training cells, gene by gene")
+    check_copies(same, "true orders are identical to those of training cells")
     report = compare_beside(
         RankReconstruction(),
         "reconstructed",

@@ -133,7 +133,9 @@ class BatchIntegration(Benchmark):
         n_cells, n_pairs = pairs.groupby("label").size(), pairs.drop_duplicates().groupby("label").size()
         if not ((n_pairs > 1) & (n_pairs < n_cells)).any():
             columns = f"label of obs[{self.labels_key!r}] has cells of several batches of obs[{self.batch_key!r}]"
-            raise DataError(f"no {columns}, so that mixing cannot be distinguished from biology; choose other columns.")
+            raise DataError(
+                f"no {columns}, so batch mixing cannot be distinguished from biology; choose other columns."
+            )
         return rows, labels, batches
 
 
@@ -263,7 +265,7 @@ class Scib(Benchmark):
         self.neighbors = check_choice("neighbors", neighbors, NEIGHBORS)
         self.max_cells = max_cells
         if pre_integrated is not None and (batch_key is None or not isinstance(pre_integrated, pd.DataFrame)):
-            raise OptionError("pre_integrated has to be a DataFrame with one row per cell, and requires batch_key.")
+            raise OptionError("pre_integrated must be a DataFrame with one row per cell, and requires batch_key.")
         self.pre_integrated = pre_integrated
         self.metrics = self._computed()
         self.main = self.metrics[0]
@@ -429,9 +431,7 @@ class Scib(Benchmark):
         else:
             rows, _, _ = BatchIntegration(self.labels_key, self.batch_key)._columns(obs)
         if len(rows) <= _WIDEST:
-            raise DataError(
-                f"scib looks at the {_WIDEST} nearest cells of each of {len(rows)} cells; score more cells."
-            )
+            raise DataError(f"scib uses the {_WIDEST} nearest cells of each of {len(rows)} cells; score more cells.")
         if self.max_cells is not None and len(rows) > self.max_cells:
             rows = rows[_drawn(obs[self.labels_key].iloc[rows], self.max_cells, np.random.default_rng(0))]
         if self.pre_integrated is not None:

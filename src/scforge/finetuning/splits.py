@@ -166,7 +166,7 @@ def warn_of_unlearned(prefix: str, names: Sequence[str], n_cells: int) -> None:
         How many held-out cells have one of them.
     """
     if names:
-        warn(f"{prefix}: no training cell has {listing(names)}, which {n_cells} held-out cells have; split otherwise.")
+        warn(f"{prefix}: no training cell has {listing(names)}, which {n_cells} held-out cells have; change the split.")
 
 
 def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Split:
@@ -180,7 +180,7 @@ def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Spl
     values = np.asarray(column, dtype=object)
     missing = np.asarray(column.isna())
     if unknown := sorted({str(value) for value in values[~missing]} - set(PARTS)):
-        raise DataError(f"split_key={key!r} has the values {listing(unknown)}; name the parts {listing(PARTS)} alone.")
+        raise DataError(f"split_key={key!r} has the values {listing(unknown)}; use only {listing(PARTS)}.")
     taking_part = ~missing if usable is None else ~missing & usable
     rows = {part: np.flatnonzero(taking_part & (values == part)) for part in PARTS}
     if not len(rows["train"]):

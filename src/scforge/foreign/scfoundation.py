@@ -83,7 +83,7 @@ class ScFoundation:
         model = content.get(part) if isinstance(content, Mapping) else None
         if not isinstance(model, Mapping) or not isinstance(model.get("config"), Mapping):
             raise ModelFileError(f"{str(path)!r} has no model {part!r} with its config; pass the published {_WEIGHTS}.")
-        prefix = f"the config in {str(path)!r} is of no model that scforge has"
+        prefix = f"the config in {str(path)!r} is of a model that scforge does not support"
         found = parsed(_Config, model["config"], prefix)
         config = parsed(_Options, {**found.options.mae_autobin, **found.dataset_config.rnaseq}, prefix)
         genes = _panel(vocab, path.parent / _PANEL)

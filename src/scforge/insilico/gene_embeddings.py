@@ -84,7 +84,7 @@ def contextual_gene_embeddings(
         output = module(**batch, return_logits=False, output_hidden_states=True)
         states = of_layer(output.hidden_states, layer)
         if states.stride(1) == 0 and states.shape[1] > 1:
-            what = f"{type(module).__name__} with these options has one state for all tokens of a cell"
+            what = f"{type(module).__name__} with these options have one state for all tokens of a cell"
             raise OptionError(f"{what}; choose contextual=False, or e.g. the architecture 'transformer_encoder'.")
         chosen = batch["attention_mask"] & (batch["input_ids"] >= n_special)
         chosen &= states.any(dim=2)  # tokens that had no room have zeros
@@ -113,7 +113,7 @@ def visit(module: nn.Module, cells: Cells, tokenizer: Tokenizer, do: Any, **opti
 def of_layer(parts: Sequence[torch.Tensor] | None, layer: int) -> torch.Tensor:
     """Return the output of one layer. Raises :class:`~scforge.errors.OptionError` if the layer does not exist."""
     if not parts or not -len(parts) <= layer < len(parts):
-        raise OptionError(f"layer={layer} is none of the {len(parts or ())} layers; -1 is the last.")
+        raise OptionError(f"layer={layer} is not one of the {len(parts or ())} layers; -1 is the last.")
     return parts[layer]
 
 

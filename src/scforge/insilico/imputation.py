@@ -31,7 +31,7 @@ def check_predicts(objective: Objective) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless this objective predicts the expression of masked genes."""
     if not (objective.predicts_values or objective.denoises_values):
         raise OptionError(
-            f"a model trained for {type(objective).__name__} predicts no expression of masked genes; make one with "
+            f"a model trained for {type(objective).__name__} does not predict expression of masked genes; use "
             "'masked_value_prediction' and architecture='masked_autoencoder', or 'masked_diffusion' and 'scdiva'."
         )
 
@@ -223,7 +223,7 @@ def _values_of_tokens(module: nn.Module, batch: _Batch) -> torch.Tensor:
         bins = torch.arange(raw.shape[2], dtype=torch.float32, device=raw.device)
         return raw.float().softmax(dim=2) @ bins
     if raw is None or raw.ndim != 2:
-        raise OptionError(f"{type(module).__name__} predicts no value of each token; choose 'masked_autoencoder'.")
+        raise OptionError(f"{type(module).__name__} does not predict values of tokens; choose 'masked_autoencoder'.")
     return raw
 
 

@@ -293,7 +293,7 @@ class PerturbedCells:
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
         """Raise, because perturbed copies cannot be sampled."""
-        raise OptionError("perturbed cells are not sampled; sample the cells that they are made of.")
+        raise OptionError("perturbed cells cannot be sampled; sample the original cells.")
 
     def with_vocab(self, vocab: GeneVocab) -> PerturbedCells:
         """Raise unless `vocab` is that of the cells."""

@@ -99,8 +99,8 @@ def generate_cells(
         max_len = most
     if check_count("max_len", max_len, "tokens", least=1 + n_first) > most:
         raise OptionError(
-            f"max_len={max_len} is more than the {most} tokens that a cell of the model can have, as no gene comes "
-            f"twice and max_seq_len={model.max_seq_len}; lower it."
+            f"max_len={max_len} is more than the {most} tokens that a cell can have, because each gene occurs once "
+            f"and max_seq_len={model.max_seq_len}; lower it."
         )
     begin = _begin(prompt, n_cells, first_id, n_special, model, max_len)
     classes = None if condition is None else number_of_each("condition", condition, n_cells, device)
@@ -391,8 +391,8 @@ class AutoregressiveTransformer(Architecture):
         check_choice("pooling", pooling, sorted(POOLINGS))
         if pooling == _READOUT and causal_encode and not shift_labels:
             raise OptionError(
-                "pooling='cls' with shift_labels=False is the first token, which attends to no other in a causal "
-                "encode; choose causal_encode=False or pooling='mean'."
+                "pooling='cls' with shift_labels=False uses the first token, which attends to no other token in a "
+                "causal encoder; choose causal_encode=False or pooling='mean'."
             )
         self.shift_labels = self.predicts_next = shift_labels
         self.causal_encode = causal_encode

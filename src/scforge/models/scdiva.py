@@ -958,11 +958,11 @@ class ScDiVaModel(Architecture):
         """Return the number of tokens of each cell, int64, (B,)."""
         most, n_given = min(self.num_genes + (first_id is not None), self.max_generated), int(given_b.max())
         if n_given > most:
-            raise OptionError(f"prompt has {n_given} tokens, but the model takes {most} of a cell; pass fewer.")
+            raise OptionError(f"prompt has {n_given} tokens, but the maximum of the model is {most}; pass fewer.")
         if n_tokens is None:
             if self.length_quantiles is None or not bool(self.length_quantiles.any()):
                 raise OptionError(
-                    "n_tokens=None needs a model that has learned lengths of cells; pass n_tokens, or train it."
+                    "n_tokens=None needs a model that was trained on lengths of cells; pass n_tokens, or train it."
                 )
             places = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in draws]) * 100
             low = places.floor().long().clamp(max=99)
@@ -973,7 +973,7 @@ class ScDiVaModel(Architecture):
         if bool((lengths < given_b.clamp(min=1)).any()) or int(lengths.max()) > most:
             raise OptionError(
                 f"n_tokens={int(lengths.min())} to {int(lengths.max())} is not between the {n_given} tokens of prompt "
-                f"and the {most} that the model takes; pass a number between, at least 1."
+                f"and the {most} of the model; pass a number in this range, at least 1."
             )
         return lengths
 

@@ -140,7 +140,9 @@ def attention_heatmap(
     rows = _genes_of(adata, genes, graph, n_genes)
     values = graph[rows][:, rows].toarray().astype(float)
     if not (values > 0).any():
-        raise DataError("there is no attention between these genes in the graph; name others, or leave genes out.")
+        raise DataError(
+            "there is no attention between these genes in the graph; choose other genes, or leave genes out."
+        )
     order = _alike(values)
     values, names = values[np.ix_(order, order)], [str(adata.var_names[rows[row]]) for row in order]
     n_shown = len(names)

@@ -215,7 +215,7 @@ def in_silico_ranking(
     check_count("n_genes", n_genes, "genes")
     if "group" in table and table["group"].nunique() > 1:
         group = table["group"].iloc[0]
-        raise DataError(f"table has several groups; draw one of them, e.g. table[table['group'] == {group!r}].")
+        raise DataError(f"table has several groups; plot one of them, e.g. table[table['group'] == {group!r}].")
     top = table.dropna(subset=[metric]).sort_values(metric, ascending=False, kind="stable").head(n_genes)
     if not len(top):
         raise DataError(f"table has no gene with a value of {metric!r}; perturb more cells, or set n_permutations.")

@@ -103,7 +103,7 @@ def _counts(
         found, left_out = data, 0
     else:
         written = data.uns.get(UNS_KEY, {})
-        fix = "call annotator.evaluate(adata) first, or name the columns of obs, truth=... and predicted=..."
+        fix = "call annotator.evaluate(adata) first, or pass the columns of obs as truth=... and predicted=..."
         check_known("table", table, written, f"adata.uns[{UNS_KEY!r}]", fix=fix)
         found, left_out = written[table], 0
     check_columns("data", found, ("label", "predicted", "n_cells"))

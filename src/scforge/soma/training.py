@@ -383,7 +383,7 @@ def _documents(
     documents, held_out = read_groups([files, validation], **reading)
     if known := {one.data for one in documents} & {one.data for one in held_out}:
         name = next(one.name for one in held_out if one.data in known)
-        raise DataError(f"validation has {len(known)} documents that are in files, too, e.g. {name!r}; leave them out.")
+        raise DataError(f"validation has {len(known)} documents that are also in files, e.g. {name!r}; leave them out.")
     return documents, held_out
 
 

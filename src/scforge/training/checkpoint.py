@@ -521,7 +521,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     else:
         warn(
-            f"The state is of {len(state['cuda'])} GPUs, and there are {torch.cuda.device_count()}; their random "
+            f"The state is of {len(state['cuda'])} GPUs, but there are {torch.cuda.device_count()}; their random "
             "numbers are not restored."
         )
     np.random.set_state(state["numpy"])
@@ -811,7 +811,9 @@ class RunFolder:
             lock.acquire(blocking=False)
         except OSError as error:
             taken = isinstance(error, Timeout)
-            problem = "is in use by another training" if taken else f"cannot be written to ({error.strerror or error})"
+            problem = (
+                "is in use by another training run" if taken else f"cannot be written to ({error.strerror or error})"
+            )
             wait = "wait for it, or " if taken else ""
             raise OptionError(f"checkpoint_dir={str(self.path)!r} {problem}; {wait}choose another folder.") from error
         try:

@@ -299,7 +299,7 @@ class CellDataModule(lightning.LightningDataModule):
             if np.intersect1d(train_rows, validation_rows).size:
                 raise OptionError("train_rows and validation_rows share cells; a split must be disjoint.")
             if not len(train_rows):
-                raise OptionError("train_rows names no cell; name at least one to train on.")
+                raise OptionError("train_rows is empty; pass at least one cell to train on.")
         self.train_rows = train_rows
         self.validation_rows = validation_rows
         for name, value, what, least in (
@@ -325,7 +325,9 @@ class CellDataModule(lightning.LightningDataModule):
         self._balance: Balance | None = None
         if weight_by is not None:
             if balance_by is not None:
-                raise OptionError(f"weight_by={weight_by!r} and balance_by={balance_by!r} both weigh cells; pass one.")
+                raise OptionError(
+                    f"weight_by={weight_by!r} and balance_by={balance_by!r} both weight cells; pass only one."
+                )
             self._balance = CellWeights(
                 named_column(cells, weight_by, argument="weight_by").iloc[self.train_rows].to_numpy(dtype=np.float64)
             )
@@ -355,8 +357,8 @@ class CellDataModule(lightning.LightningDataModule):
         objective.check(tokenizer)
         if self.max_tokens_per_batch is not None and objective.random_batches:
             raise OptionError(
-                f"max_tokens_per_batch={self.max_tokens_per_batch} fills batches with cells of similar length, but the "
-                f"objective {type(objective).__name__} needs random ones; pass batch_size."
+                f"max_tokens_per_batch={self.max_tokens_per_batch} fills batches with cells of similar length, but "
+                f"the objective {type(objective).__name__} needs random batches; pass batch_size."
             )
         if first_epoch is not None:
             self.first_epoch = first_epoch
@@ -391,7 +393,7 @@ class CellDataModule(lightning.LightningDataModule):
         """
         if self._train_loader is None:
             raise TrainingError(
-                "the data module has no position yet, as it has prepared no training batches; train first."
+                "the data module has no position yet, because it has not prepared any training batch; train first."
             )
         state = self._train_loader.state_dict()
         return {**state, "epoch": state["epoch"] + 1, "position": 0} if begins_epoch else state

@@ -520,7 +520,9 @@ def fit(
         max_epochs = default_max_epochs(plan.objective.defaults, n_train) if max_steps < 0 else -1
     for one in (callbacks := [callbacks] if isinstance(callbacks, Callback) else list(callbacks)):
         if not isinstance(one, Callback):
-            raise OptionError(f"callbacks has one of type {type(one).__name__!r}; pass callbacks of lightning.pytorch.")
+            raise OptionError(
+                f"callbacks contains an object of type {type(one).__name__!r}; pass callbacks of lightning.pytorch."
+            )
     given = trainer_options.get("logger")
     for one in (loggers := list(given) if isinstance(given, list | tuple) else [given]):
         if not isinstance(one, bool | Logger | None):

@@ -93,7 +93,7 @@ def tokenizer_of(config: Config) -> dict[str, Any]:
     for name, value in _values_of(config).items():
         if name not in TOKENIZERS.get(strategy).option_names():
             raise ConfigError(
-                f"data.preprocessing asks for values that the tokenizer {strategy!r} does not provide "
+                f"data.preprocessing requires values that the tokenizer {strategy!r} does not provide "
                 f"({name}={value!r}); "
                 "remove it, or choose 'continuous_projection'."
             )
@@ -124,8 +124,8 @@ def objective_of(config: Config) -> dict[str, Any]:
         name = name if "mask_ratio" in OBJECTIVES.get(name).option_names() else _MASKED
     if masking and "mask_ratio" not in OBJECTIVES.get(str(name)).option_names():
         raise ConfigError(
-            f"tokenizer.masking={masking} has no effect, as the objective {name!r} masks nothing; remove it, or set "
-            f"objective.name to {_MASKED!r}."
+            f"tokenizer.masking={masking} has no effect, because the objective {name!r} does not mask; remove it, or "
+            f"set objective.name to {_MASKED!r}."
         )
     for key in sorted(set(masking) & set(options)):
         if masking[key] != options[key]:

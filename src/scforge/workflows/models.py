@@ -61,7 +61,7 @@ def _found(path: str | os.PathLike[str], prefix: str, *, adapters: bool = False)
     if is_shared_name(path):
         found = find_model(path, prefix=prefix)
         if not adapters and kind_of_folder(found.folder) == "adapter":
-            raise MissingFileError(f"{prefix} has adapters only; name their base model.")
+            raise MissingFileError(f"{prefix} contains only adapters; pass their base model.")
         return found
     folder = _folder(path, prefix, "give the folder of a model, e.g. ckpt/final, or hf://org/name of the hub")
     if not (adapters and kind_of_folder(folder) == "adapter"):
@@ -139,8 +139,8 @@ def push_folder(
     card = _card_of_others(path)
     if card is not None and given:
         raise OptionError(
-            f"{prefix} has a README.md that somebody has written or edited, and {given[0]} (--{given[0]}) asks for "
-            "a new one; write it in README.md and leave the flag out, or remove the file."
+            f"{prefix} has a README.md that was written or edited by hand, but {given[0]} (--{given[0]}) requires a "
+            "new one; write it in README.md and leave the flag out, or remove the file."
         )
     if card is not None and not is_adapter:
         read_folder(path)

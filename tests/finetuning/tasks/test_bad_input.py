@@ -63,7 +63,7 @@ def test_options_that_cannot_be_used(name, options, message):
         (
             "annotation",
             [f"AAAC{i}" for i in range(200)],
-            "has another value for each of the 200 training cells",
+            "has a different value for each of the 200 training cells",
         ),
         ("multi_label", ["yes", "no"] * 100, "'column' contains 'yes', which is neither a truth value"),
         ("multi_label", [0, 2] * 100, "'column' contains '2'"),

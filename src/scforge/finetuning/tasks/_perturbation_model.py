@@ -160,7 +160,9 @@ def hold_out(
         raise DataError("no cell is perturbed, all are controls; there is nothing to learn from.")
     number = {names[code]: code for code in present}
     if unknown := [name for name in named or () if name not in number]:
-        raise OptionError(f"{argument}={unknown[0]!r} is of no perturbed cell{suggest(unknown[0], number, 'there is')}")
+        raise OptionError(
+            f"{argument}={unknown[0]!r} is not a label of a perturbed cell{suggest(unknown[0], number, 'there is')}"
+        )
     rng = np.random.default_rng(seed)
     order = [int(code) for code in rng.permutation(present)]
     if named is None:
@@ -170,7 +172,7 @@ def hold_out(
     rest = [code for code in order if code not in test]
     if not rest or (named is None and test_size and not test):
         held_out = listing(names[code] for code in sorted(test) or order)
-        raise OptionError(f"holding out {held_out} leaves no {what} to train on; name fewer, or set test_size=0.")
+        raise OptionError(f"holding out {held_out} leaves no {what} to train on; hold out fewer, or set test_size=0.")
     validation = _draw(rest, validation_size, len(present), known, conditions.targets) if len(rest) > 1 else []
     train = [code for code in rest if code not in validation]
     input_controls, test_controls = _split_controls(conditions, rng)

@@ -186,7 +186,7 @@ class Annotation(SupervisedTask):
             what = f"one label only ({names[0]!r})" if names else "no label"
             raise DataError(f"{self.argument} has {what} among the training cells; annotation needs two classes.")
         if names_each_cell(labeled := values.dropna()):
-            raise DataError(f"{self.argument} has another value for each of the {len(labeled):,} training cells.")
+            raise DataError(f"{self.argument} has a different value for each of the {len(labeled):,} training cells.")
         if single := [str(name) for name, size in labels.value_counts().items() if size == 1]:
             warn(f"{self.argument}: the labels {listing(single)} have one training cell each and no cell to score.")
         if odd := [name for name in names if name in _MISSING_TEXTS]:

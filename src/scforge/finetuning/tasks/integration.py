@@ -290,7 +290,7 @@ class Integration(Task):
             return {}
         found = text_labels(column(self.batch_key), key=self.batch_key, argument="batch_key").categories
         if len(found) < 2:
-            raise DataError(f"batch_key={self.batch_key!r} has one batch only among the training cells.")
+            raise DataError(f"batch_key={self.batch_key!r} has only one batch among the training cells.")
         return {"batches": [str(name) for name in found]}
 
     @property

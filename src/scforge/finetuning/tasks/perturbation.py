@@ -223,7 +223,7 @@ class Perturbation(Task):
         if self.heldout is not None and self.heldout_contexts is not None:
             raise OptionError("heldout and heldout_contexts are both given; hold out perturbations, or contexts.")
         if self.heldout_contexts is not None and self.context_key is None:
-            raise OptionError(f"heldout_contexts={self.heldout_contexts!r} needs context_key; name that column.")
+            raise OptionError(f"heldout_contexts={self.heldout_contexts!r} needs context_key; pass that column.")
         self.delta_loss = check_choice("delta_loss", delta_loss, ["mse", "wmse"])
         self.rank = check_count("rank", rank, "directions")
         self.head = check_head(head)

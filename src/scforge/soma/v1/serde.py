@@ -86,13 +86,15 @@ class Serde[M](abc.ABC):
             raise ModelFileError(f"{where} cannot be read as safetensors: {first_line(error)}.") from error
         wanted = self._tensors()
         if missing := wanted.keys() - found.keys():
-            raise ModelFileError(f"{where} lacks {listing(sorted(missing), most=3)}; is it of other sizes?")
+            raise ModelFileError(f"{where} lacks {listing(sorted(missing), most=3)}; check the sizes of the model.")
         if unknown := found.keys() - wanted.keys():
             raise ModelFileError(f"{where} contains unknown {listing(sorted(unknown))}; check the sizes of the model.")
         for name, values in sorted(found.items()):
             shape, own = tuple(values.shape), tuple(wanted[name].shape)
             if shape != own:
-                raise ModelFileError(f"{where} has {name!r} of shape {shape}, the model {own}; is it of other sizes?")
+                raise ModelFileError(
+                    f"{where} has {name!r} of shape {shape}, the model {own}; check the sizes of the model."
+                )
             # The difference is not a number for what is not finite.
             if "float" not in str(values.dtype) or not (values - values == 0).all():
                 raise ModelFileError(f"{where} has {name!r} as {values.dtype}, not real and finite; copy it again.")

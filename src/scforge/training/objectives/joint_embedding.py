@@ -124,7 +124,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         self.per_batch = check_bool("per_batch", per_batch)
         self._set_batches(batch_key, batches)
         if self.per_batch and self.batch_key is None:
-            raise OptionError("per_batch=True needs batch_key, the column of obs with the batch of each cell; name it.")
+            raise OptionError("per_batch=True needs batch_key, the column of obs with the batch of each cell; pass it.")
         for name, value in {"batch_key": batch_key, "clusters": clusters}.items():
             if value is not None and not self.per_batch:
                 raise OptionError(

@@ -142,7 +142,7 @@ class MaskedDiffusion(TellsBatches):
         refuse_zero_genes("masked_diffusion", tokenizer)
         if tokenizer.append_cls or tokenizer.append_eos:
             raise OptionError(
-                "'masked_diffusion' takes genes only; pass append_cls=False and append_eos=False to the tokenizer."
+                "'masked_diffusion' accepts only genes; pass append_cls=False and append_eos=False to the tokenizer."
             )
         unit = (getattr(tokenizer, "transform", "log1p_cp10k"), getattr(tokenizer, "target_sum", TARGET_SUM))
         if unit != ("log1p_cp10k", TARGET_SUM) or getattr(tokenizer, "n_bins", None) is not None:
@@ -155,7 +155,7 @@ class MaskedDiffusion(TellsBatches):
         """Raise unless the architecture predicts masked genes and masked values of cells with weights."""
         named = set(inspect.signature(architecture.forward).parameters)
         if not {"loss_weights", "masked_values", "target"} <= named:
-            why = "takes no loss_weights, masked_values and target in forward"
+            why = "does not accept loss_weights, masked_values and target in forward"
             raise mismatch("masked_diffusion", architecture, why, "the architecture 'scdiva'")
 
     def model_options(self) -> dict[str, Any]:
