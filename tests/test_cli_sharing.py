@@ -54,7 +54,7 @@ def test_a_card_that_somebody_has_written_is_kept(hub, model: Encoder, told: Cal
     assert hub.files("org/light")["README.md"].decode() == text
     capsys.readouterr()
     message = told("push", "base", "org/light", "--license", "mit")
-    assert "has a README.md that somebody has written or edited, and license (--license) asks for a new one" in message
+    assert "has a README.md that was written or edited by hand, but license (--license) requires a new one" in message
     model.save("base", overwrite=True)
     assert main(shlex.split("push base org/new --license mit --data 'PBMC 3k' more --citation 'Us 2026'")) == 0
     text = hub.files("org/new")["README.md"].decode()
@@ -131,7 +131,7 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("push nothing org/light", "DIR='nothing' does not exist; give the folder that model.save"),
+        ("push nothing org/light", "DIR='nothing' does not exist; pass the folder that model.save"),
         ("push base org/light --base org/x", "base='org/x' (--base) has no effect if DIR='base' is a complete model"),
         (
             "push base org/light --metrics cells.csv",
@@ -142,7 +142,7 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
             "embed cells.h5ad -m org/nothing -o out.h5ad",
             "(--model) (not a local folder): there is no repository",
         ),
-        ("predict cells.h5ad -m nothing -o out.csv", "model='nothing' (--model) does not exist; give the folder"),
+        ("predict cells.h5ad -m nothing -o out.csv", "model='nothing' (--model) does not exist; pass the folder"),
     ],
 )
 def test_mistakes(hub, model: Encoder, told: Callable[..., str], line: str, message: str) -> None:

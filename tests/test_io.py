@@ -115,7 +115,7 @@ def test_overwrite_leaves_files_of_others_that_have_our_names(tmp_path):
     for mine in ({"README.md": "mine"}, {"config.json": '{"name": "mine"}'}, {"model.safetensors/a": "mine"}):
         fill(path, mine)
         with (
-            pytest.raises(OptionError, match=r"holds '.*', not of a model of scforge; choose another name"),
+            pytest.raises(OptionError, match=r"contains '.*', which is not part of a scforge model"),
             atomic_folder(path, overwrite=True) as temporary,
         ):
             fill(temporary, NEW | {"README.md": "new"})

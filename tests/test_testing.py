@@ -247,7 +247,7 @@ def test_names_and_instances_are_taken():
     check_tokenizer("continuous_projection", max_len=9)
     vocab = GeneVocab.from_genes(["a", "b", "c"])
     check_tokenizer(Sorted(vocab, scale=0.5))
-    with pytest.raises(OptionError, match="come with an instance"):
+    with pytest.raises(OptionError, match="have no effect with an instance"):
         check_tokenizer(Sorted(vocab), scale=0.5)
     with pytest.raises(OptionError, match="cannot be checked; pass a registered name, a class or an instance"):
         check_tokenizer(42)

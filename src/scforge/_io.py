@@ -228,7 +228,9 @@ def _put_in_place(path: Path, prefix: str) -> None:
         if name not in own or there[name] != new[name] or not _is_removable(path / name)
     ]
     if others:
-        raise OptionError(f"{prefix} holds {listing(sorted(others))}, not of a model of scforge; choose another name.")
+        raise OptionError(
+            f"{prefix} contains {listing(sorted(others))}, which is not part of a scforge model; choose another name."
+        )
     stale = set()
     if described is not None and not new.keys().isdisjoint(_DESCRIPTIONS):
         stale = ((_OWN - _KEPT) | listed) & there.keys() - new.keys()

@@ -24,7 +24,7 @@ class Registry[T]:
         Name to module path of the entries that ship with scforge. The module is imported when the entry is first
         requested, and registers itself.
     base
-        Public path of the class that entries derive from, e.g. ``"torch.nn.Module"``; None for any object.
+        Public path of the class that entries derive from, e.g. ``"torch.nn.Module"``; None means any object.
     members
         Methods and attributes that entries must define, in addition to the abstract methods of `base`.
     """
@@ -153,7 +153,7 @@ class Registry[T]:
         packages = sorted({_package_of(point) for point in offered})
         if len({point.value for point in offered}) > 1:
             raise OptionError(
-                f"{self.kind} {name!r} is offered by the packages {listing(packages)}; uninstall all of them but one."
+                f"{self.kind} {name!r} is offered by the packages {listing(packages)}; keep only one of them installed."
             )
         try:
             loaded = offered[0].load()

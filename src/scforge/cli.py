@@ -135,9 +135,9 @@ def _evaluate(
     **options: Any,
 ) -> None:
     if (source is None) == (data is None):
-        raise OptionError("name the cells once: as FILE, or with --data FILE.")
+        raise OptionError("pass the cells once: as FILE, or with --data FILE.")
     if against and not baselines:
-        raise OptionError("---against names baselines and --no-baselines excludes them; leave out one of the two.")
+        raise OptionError("---against names baselines but --no-baselines excludes them; leave out one of the two.")
     cells = str(data if source is None else source)
     _check_places(cells)
     from scforge.eval.report import Report
@@ -294,7 +294,7 @@ def _layers(text: str) -> bool | int | str:
         return text.lower() == "true"
     if not text.isdigit():
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of layers; give one, or no value to train only the head"
+            f"{text!r} is not a number of layers; pass one, or no value to train only the head"
         )
     return int(text)
 

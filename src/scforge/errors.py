@@ -92,7 +92,7 @@ class ConfigError(ScforgeError, ValueError):
 
     Cause
     -----
-    The file is not there, or is not YAML; a key is unknown; a value has the wrong type or lies out of its range; two
+    The file is missing, or is not YAML; a key is unknown; a value has the wrong type or lies out of its range; two
     options contradict each other; or one that is needed is missing.
 
     Fix
@@ -117,7 +117,7 @@ class DataError(ScforgeError, ValueError):
     Cause
     -----
     Counts are negative, not finite or already normalized; a column or a layer is missing; names are duplicated; there
-    are too few cells or labels; or a file or a store is damaged.
+    are too few cells or labels; or a file or a store is corrupted.
 
     Fix
     ---

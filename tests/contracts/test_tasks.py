@@ -31,7 +31,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::scforge.errors.ScforgeWarning")
 
 @pytest.fixture(scope="module")
 def cells(many_adata: ad.AnnData) -> ad.AnnData:
-    """160 cells with groups, donors, numbers, and knock-outs of six genes."""
+    """160 cells with groups, donors, numbers, and knockouts of six genes."""
     adata = many_adata[:160].copy()
     adata.obs["perturbation"] = np.where(np.arange(160) % 2 == 0, "control", [f"gene{i % 12}" for i in range(160)])
     return adata

@@ -201,7 +201,7 @@ def test_the_proposal_trains_on_the_census(uri, adata, tmp_path, monkeypatch):
         "model.hidden_dim=16",
     ]
     recipe = Path(__file__).parents[1] / "config" / "proposal.yaml"
-    with pytest.warns(ScforgeWarning, match="'liver', which no cell has"):
+    with pytest.warns(ScforgeWarning, match="'liver', but no cell that matches"):
         model = train_from_config(load_config(recipe, overrides), progress_bar=False)
     assert model.spec.objective == "masked_gene_prediction"
     assert {"cell_type_annotation_macro_f1", "batch_integration_silhouette_label"} <= set(model.history)
@@ -217,7 +217,7 @@ def test_the_proposal_trains_on_the_census(uri, adata, tmp_path, monkeypatch):
         (
             {"filters": {"tissue": "lung", "cell_type": "neuron"}},
             DataError,
-            r"no cell of .*of 600 cells, each filter alone leaves 'tissue' \d+, 'cell_type' 0; loosen them",
+            r"no cell of .*of 600 cells, each filter alone selects 'tissue' \d+, 'cell_type' 0; loosen them",
         ),
         ({"filters": {"tissu": "lung"}}, DataError, "has no column 'tissu'; did you mean 'tissue'"),
         ({"gene_key": "symbol"}, DataError, "gene_key='symbol' is not in var of .*has: .*'feature_name'"),
@@ -228,7 +228,7 @@ def test_mistakes_are_one_sentence(uri, vocab, options, error, message):
     with pytest.raises(error, match=message) as caught:
         open_cells(CensusQuery(uri=uri, **options))
     assert "\n" not in str(caught.value)
-    with pytest.warns(ScforgeWarning, match="'livr', which no cell has"):
+    with pytest.warns(ScforgeWarning, match="'livr', but no cell that matches"):
         open_cells(CensusQuery(uri=uri, filters={"tissue": ["lung", "livr"]}), vocab)
 
 

@@ -162,7 +162,7 @@ def test_check_obs_column(tiny_adata):
         check_obs_column(many, "depth", argument="batch_key")
     twice = tiny_adata.copy()
     twice.obs = twice.obs[["group", "batch", "batch"]]
-    with pytest.raises(DataError, match="batch_key='batch' names several columns of adata.obs; rename all of them but"):
+    with pytest.raises(DataError, match="batch_key='batch' is the name of several columns of adata.obs"):
         check_obs_column(twice, "batch", argument="batch_key")
     tiny_adata.obs["barcode"] = list(tiny_adata.obs_names)
     with pytest.raises(DataError, match="batch_key='barcode' has 60 different values in 60 cells"):

@@ -166,7 +166,7 @@ def test_h5ad_and_zarr(tiny_adata, tmp_path, s3, put, monkeypatch):
     monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
     for fails, message in [
         (ConnectionResetError("Connection reset by peer"), "cannot be reached, tried 5"),
-        (PermissionError("Forbidden"), "may not be read"),
+        (PermissionError("Forbidden"), "is not readable"),
     ]:
         with monkeypatch.context() as patch:
             fetch = Mock(side_effect=s3fs.core.S3File._fetch_range)

@@ -162,7 +162,7 @@ def test_counts_above_16_bits_make_the_store_wider(sources, small_steps, tmp_pat
 def test_columns_of_one_gene_are_summed_beyond_16_bits(tmp_path):
     counts = sparse.csr_matrix([[60_000, 60_000, 1], [1, 2, 3]], dtype=np.uint16)
     adata = ad.AnnData(counts, var=pd.DataFrame(index=["ENSG00000141510.1", "ENSG00000141510.2", "b"]))
-    with pytest.warns(ScforgeWarning, match="adata.var_names names genes that other columns name as well"):
+    with pytest.warns(ScforgeWarning, match="adata.var_names has several columns for one gene"):
         info = convert(adata, tmp_path / "s.zarr", shuffle=False)
     assert info.counts_dtype == "uint32"
     assert read_store(tmp_path / "s.zarr").X.toarray().tolist() == [[120_000, 1], [3, 3]]
@@ -203,12 +203,12 @@ def test_the_source_that_does_not_fit_is_named(sources, tmp_path):
     ("options", "match"),
     [
         ({"memory": "lots"}, "memory='lots' is not a size"),
-        ({"memory": "100MB"}, r"memory=0.10GB is too little here; give at least 1\.\dGB"),
+        ({"memory": "100MB"}, r"memory=0.10GB is too little here; pass at least 1\.\dGB"),
         ({"seed": -1}, "seed=-1"),
         ({"obs": "group"}, "obs='group' is not a list of columns"),
         ({"obs": 3}, "obs=3 is not a list of columns"),
         ({"min_overlap": "x"}, "min_overlap='x' is not a number from 0 to 1"),
-        ({"obs": ["scforge_total"]}, "which scforge adds itself"),
+        ({"obs": ["scforge_total"]}, "that scforge adds"),
         ({"path": "s3://bucket/s.zarr"}, "is a URL"),
         ({"path": "file"}, "is a file"),
         ({"path": "."}, "exists and is not a store"),
@@ -254,7 +254,7 @@ def test_a_store_that_holds_a_source_is_not_replaced(tiny_adata, tmp_path):
     within = (tmp_path / "b.zarr", tmp_path / "b.zarr/s.zarr")
     pairs = [(source, target) for source in (store / "a.h5ad", (store / "a.h5ad").as_uri()) for target in (store, link)]
     for source, target in [*pairs, within]:
-        with pytest.raises(OptionError, match=r"is, contains or lies in the source '.*[ab]\.(h5ad|zarr)'"):
+        with pytest.raises(OptionError, match=r"is, contains or is inside the source '.*[ab]\.(h5ad|zarr)'"):
             convert(source, target, overwrite=True)
     assert (store / "a.h5ad").exists()
 

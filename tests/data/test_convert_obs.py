@@ -104,7 +104,7 @@ def test_a_column_that_cannot_be_stored(tiny_adata, tmp_path, monkeypatch, caplo
     tiny_adata.obs["a/b"] = 1
     with monkeypatch.context() as patch:
         patch.setattr(AdataStream, "chunks", Mock(side_effect=AssertionError("no cell is read")))
-        with pytest.raises(DataError, match="'a/b' has a slash in its name, and no name in a store has one; rename"):
+        with pytest.raises(DataError, match="'a/b' has a slash in its name, which stores do not allow; rename"):
             convert(tiny_adata, tmp_path / "t.zarr", obs=["a/b"])
     with pytest.warns(ScforgeWarning, match="a column of obs is not stored: 'a/b' has a slash"):
         assert convert(tiny_adata, tmp_path / "t.zarr").obs_columns == ["group", "batch"]

@@ -95,14 +95,14 @@ def test_matrices_in_memory(tiny_adata, tiny_vocab, part, place, value, kind):
     matrix = kind(tiny_adata.X).copy()
     getattr(matrix, part)[place] = value
     tiny_adata.layers["counts"] = matrix
-    with pytest.raises(DataError, match=r"adata\.layers\['counts'\] is damaged: .*; write the file again"):
+    with pytest.raises(DataError, match=r"adata\.layers\['counts'\] is corrupted: .*; write the file again"):
         open_cells(tiny_adata, tiny_vocab, layer="counts")
     for use in (
         lambda: CellBlock.from_csr(matrix),
         lambda: sum_columns(matrix, np.arange(80), 80),
         lambda: GeneMap(np.arange(80), 80).apply(matrix),
     ):
-        with pytest.raises(DataError, match="matrix is damaged: "):
+        with pytest.raises(DataError, match="matrix is corrupted: "):
             use()
     # Where the counts are is looked for in sound matrices only.
     tiny_adata.X = tiny_adata.X * 0.5
@@ -124,5 +124,5 @@ def test_a_square_matrix_by_column_is_not_taken_for_one_by_row():
     for kind in (sparse.csr_matrix, sparse.csc_matrix, sparse.csr_array, sparse.coo_matrix):
         assert sum_columns(kind(dense), np.array([1, 0, 1]), 2).toarray().tolist() == [[2, 1], [3, 4], [0, 5]]
         assert GeneMap(np.array([1, 0, 1]), 2).apply(kind(dense)).toarray().tolist() == [[2, 1], [3, 4], [0, 5]]
-    with pytest.raises(DataError, match="matrix has 3 columns but columns names 2; give one for each"):
+    with pytest.raises(DataError, match="matrix has 3 columns but columns has 2; pass one for each"):
         sum_columns(sparse.csr_matrix(dense), np.arange(2), 3)

@@ -116,7 +116,7 @@ def test_real_cells(pbmc, tmp_path):
 
 def test_files_that_cannot_be_used(tiny_adata, tiny_vocab, tmp_path):
     path, counts = tmp_path / "a.h5ad", tiny_adata.X.toarray()
-    with pytest.raises(OptionError, match=r"source=\[\] names no file"):
+    with pytest.raises(OptionError, match=r"source=\[\] is empty"):
         measure_medians([], tiny_vocab)
     with pytest.raises(MissingFileError, match=r"none\.h5ad"):
         measure_entropies(tmp_path / "none.h5ad", tiny_vocab)

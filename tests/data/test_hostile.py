@@ -92,7 +92,7 @@ def test_codecs_that_may_run_code(version, codecs, named, where, tiny_adata, tmp
     _drop_consolidated(root)
     _array(root / where, version, tiny_adata.n_obs, codecs, pickle.dumps(Touch(canary)))
     for call in (open_cells, lambda place: convert(place, tmp_path / "s.zarr", progress=False)):
-        with pytest.raises(DataError, match=rf"'{where}/.*a\.zarr' names the codec '{named}'"):
+        with pytest.raises(DataError, match=rf"'{where}/.*a\.zarr' uses the codec '{named}'"):
             call(root)
     memory = fsspec.filesystem("memory")
     memory.put(str(root), "/hostile.zarr", recursive=True)
@@ -112,7 +112,7 @@ def test_codecs_in_a_store(tiny_adata, tmp_path, canary, capsys):
     key = str(place.relative_to(root))
     content["consolidated_metadata"]["metadata"][key] = json.loads((place / "zarr.json").read_text())
     (root / "zarr.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"names the codec 'numcodecs\.pickle'"):
+    with pytest.raises(DataError, match=r"uses the codec 'numcodecs\.pickle'"):
         open_cells(root).names()
     (root / "dataset_0" / "zarr.json").write_text("[1]")
     assert main(["inspect", str(root), "--verify"]) == 2

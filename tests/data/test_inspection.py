@@ -24,7 +24,7 @@ def test_figures_are_those_of_map_genes(tiny_adata, tiny_vocab, tmp_path, kind):
     keep = np.delete(np.arange(60), [3, 8])
     expected = map_genes(tiny_adata[keep].copy(), vocab)
     assert found.overlap == expected
-    assert found.counts == "X holds raw counts"
+    assert found.counts == "X contains raw counts"
 
 
 def test_the_best_vocabulary(pbmc, tmp_path):
@@ -61,17 +61,17 @@ def test_where_the_counts_are(tiny_adata, tiny_vocab, tmp_path):
     plain = tiny_adata.copy()
     plain.X = counts
     tiny_adata.raw = plain
-    assert written().counts.endswith("raw does hold them, which adata.raw.to_adata() makes an AnnData of")
+    assert written().counts.endswith("raw contains them, see adata.raw.to_adata()")
     tiny_adata.layers["counts"] = counts
     found = written()
-    assert found.counts.endswith("; layers['counts'] does hold them")
+    assert found.counts.endswith("; layers['counts'] contains them")
     assert found.overlap.counts_kept == pytest.approx(kept)
-    assert inspect_h5ad(path, vocab, layer="counts").counts == "layers['counts'] holds raw counts"
+    assert inspect_h5ad(path, vocab, layer="counts").counts == "layers['counts'] contains raw counts"
     assert "layers['scaled'] contains values" in inspect_h5ad(path, vocab, layer="scaled").counts
     tiny_adata.X = counts
-    assert written().counts == "X holds raw counts"
+    assert written().counts == "X contains raw counts"
     found = inspect_h5ad(path, vocab, layer="scaled")
-    assert found.counts.endswith("; X does hold them")
+    assert found.counts.endswith("; X contains them")
     tiny_adata.layers["counts"] = -counts
     assert "negative values" in (written() and inspect_h5ad(path, vocab, layer="counts").counts)
 
@@ -85,7 +85,7 @@ def test_layers_that_cannot_be_read_are_passed_over(tiny_adata, tiny_vocab, tmp_
     with h5py.File(path, "r+") as file:
         file["layers/a"] = np.ones(3)
         file["raw/X/indices"][0] = 10**6
-    assert inspect_h5ad(path, tiny_vocab).counts.endswith("; layers['counts'] does hold them")
+    assert inspect_h5ad(path, tiny_vocab).counts.endswith("; layers['counts'] contains them")
     with h5py.File(path, "r+") as file:
         file["layers/counts/indptr"][5] = 10**7
     assert inspect_h5ad(path, tiny_vocab).counts.endswith("so it is not raw counts")

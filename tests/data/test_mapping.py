@@ -36,7 +36,7 @@ def test_mismatches_are_told_with_what_would_fit(tiny_adata, tiny_vocab):
     vocab = GeneVocab.from_genes(list(tiny_adata.var["ensembl"]))
     human = GeneVocab.named("human_protein_coding")
     panel = GeneVocab.from_genes(list(dict.fromkeys(human.symbols[290:1000])))
-    kinds = "only 0 of the 80 .*names of no known kind such as 'gene0'.*human Ensembl ids such as 'ENSG"
+    kinds = "only 0 of the 80 .*names of an unknown kind such as 'gene0'.*human Ensembl ids such as 'ENSG"
     for call, message in [
         (lambda: open_cells(tiny_adata, vocab), f"{kinds}.*pass gene_key='ensembl'"),
         (
@@ -93,7 +93,7 @@ def test_repeated_names_are_summed_and_told(tiny_adata, tiny_vocab, gene_key):
     if gene_key is None:
         more.var_names = more.var["name"]
     where = "var_names" if gene_key is None else r"var\['name'\]"
-    message = rf"adata\.{where} names genes that .* the counts of 2 columns .first: 'gene3'. are summed"
+    message = rf"adata\.{where} has several columns for one gene.* the counts of 2 columns .first: 'gene3'. are summed"
     with pytest.warns(ScforgeWarning, match=message):
         cells = open_cells(more, tiny_vocab, gene_key=gene_key)
     np.testing.assert_array_equal(cells.counts.toarray(), expected.counts.toarray())
@@ -121,7 +121,7 @@ def test_species_are_told_apart():
     with pytest.raises(GeneMismatchError, match="genes of human need .*'human_protein_coding'"):
         map_names(np.array(human.symbols[:2000]), mouse)
     bare = GeneVocab.from_genes(mouse.genes[:500])  # by the annotation, they are of another species, too
-    with pytest.raises(GeneMismatchError, match="genes of human need a vocabulary of their species, vocab='human_pro"):
+    with pytest.raises(GeneMismatchError, match="human genes need vocab='human_pro"):
         map_names(np.array(human.symbols[:500]), bare)
 
 
@@ -144,7 +144,7 @@ def test_ids_and_symbols_are_matched_by_the_annotation():
 def test_dots_of_r():
     vocab = GeneVocab.from_genes(["CD3D", "HLA-A", "NKX6-1", "MT.CO1", "A-B", "A/B", "H2-K1", "RP11.1"])
     names = np.array(["HLA.A", "CD3D", "NKX6.1", "MT-CO1", "A.B", "H2.K1", "H2-K1", "RP11/1"])
-    with pytest.warns(ScforgeWarning, match=r"4 names were matched that R wrote with dots \('HLA.A' is 'HLA-A', 'NKX6"):
+    with pytest.warns(ScforgeWarning, match=r"4 names with dots from R were matched \('HLA.A' is 'HLA-A', 'NKX6"):
         found = map_names(names, vocab)
     # A.B may be either of two, and the data have the gene H2-K1 itself.
     assert found.columns.tolist() == [1, 0, 2, 3, -1, -1, 6, 7]
@@ -160,7 +160,7 @@ def test_figures(tiny_adata, tiny_vocab):
         report = map_genes(tiny_adata, vocab, gene_key="name", n_top=3)
     sums = np.asarray(tiny_adata.X.sum(axis=0)).ravel()
     assert isinstance(report, OverlapReport)
-    assert (report.where, report.id_kind) == ("adata.var['name']", "names of no known kind")
+    assert (report.where, report.id_kind) == ("adata.var['name']", "names of an unknown kind")
     assert (report.n_genes_data, report.n_genes_vocab) == (80, 62)
     assert (report.n_matched, report.n_columns_matched, report.n_columns_summed) == (60, 61, 1)
     assert report.overlap == 60 / 62
@@ -202,9 +202,9 @@ def test_real_cells_and_names_that_do_not_fit(pbmc, tmp_path):
     with pytest.raises(GeneMismatchError) as caught:
         map_genes(pbmc, "mouse_protein_coding")
     message = str(caught.value)
-    assert "holds human gene symbols such as " in message
+    assert "contains human gene symbols such as " in message
     assert "the vocabulary mouse Ensembl ids such as 'ENSMUSG00000000001'" in message
-    assert "vocab='human_protein_coding' (in a YAML file data.gene_vocab), or 'human_mouse', which" in message
+    assert "vocab='human_protein_coding' (data.gene_vocab in a YAML file), or 'human_mouse', which" in message
     bare = GeneVocab.from_genes(vocab.genes)
     with pytest.warns(ScforgeWarning, match="12,355 human gene symbols were matched .* 13236 of them: pass gene_key"):
         map_genes(pbmc, bare)

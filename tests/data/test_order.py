@@ -264,7 +264,7 @@ PACKED = {"batch_size": None, "max_tokens_per_batch": 10}
         ({"world_size": 4}, "rows has 3 cells, too few for world_size=4"),
         (
             {"world_size": 2, "batch_size": 1},
-            "batch_size=1 cannot give world_size=2 ranks as many batches each; raise it",
+            "batch_size=1 cannot be divided equally among world_size=2 ranks; raise it",
         ),
         ({"max_tokens_per_batch": 9}, "max_tokens_per_batch=9 needs lengths"),
         ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .* of 10 tokens; raise it"),

@@ -27,7 +27,7 @@ def test_labels_that_are_not_taken_apart():
     with pytest.raises(DataError, match=r"separator='\+' cuts '\(\+\)-JQ1' within brackets"):
         parse_perturbations(obs, PerturbationKeys("gene", "vehicle"))
     for separator in ("", " ", 3):
-        with pytest.raises(OptionError, match=f"separator={separator!r} is no text that can join parts"):
+        with pytest.raises(OptionError, match=f"separator={separator!r} cannot separate the parts of a label"):
             PerturbationKeys("gene", "vehicle", separator=separator)
     targets = parse_perturbations(obs, PerturbationKeys("gene", "vehicle", separator=None))
     assert targets == [("(+)-JQ1",), (), ("A+B",)]

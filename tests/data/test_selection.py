@@ -48,7 +48,7 @@ def test_a_gene_that_is_alone_among_the_most_expressed_is_chosen(hormones, batch
     assert len(genes) == 25
     if batch_key is not None:
         hormones.obs[batch_key] = ["one", *["a", "b"] * 199, "a"]
-        with pytest.warns(ScforgeWarning, match="batch_key names 'one' for one cell each"):
+        with pytest.warns(ScforgeWarning, match="batch_key names 'one' with one cell each"):
             assert {"GCG", "INS"} <= set(select_genes(hormones, n_top_genes=25, batch_key=batch_key).genes)
         return
     # scanpy gives a gene that is alone in its bin the normalized dispersion 1.
@@ -102,6 +102,6 @@ def test_min_cells(tiny_adata):
 
 def test_a_batch_of_one_cell_is_named(hormones):
     hormones.obs["donor"] = ["one", *["a", "b"] * 199, "a"]
-    with pytest.warns(ScforgeWarning, match="batch_key names 'one' for one cell each"):
+    with pytest.warns(ScforgeWarning, match="batch_key names 'one' with one cell each"):
         found = select_genes(hormones, n_top_genes=25, batch_key="donor").genes
     assert {"GCG", "INS"} <= set(found)

@@ -27,7 +27,7 @@ def read_all(path: Path) -> tuple:
 PARTS = {
     "dataset_1/X/data/c/0": r"a cell of .*copy\.zarr' cannot be read",
     "dataset_1/X/indices/c/0": r"a cell of .*copy\.zarr' cannot be read",
-    "dataset_1/X/indptr/c/0": "dataset_1 of .* (cannot be read|is damaged)",
+    "dataset_1/X/indptr/c/0": "dataset_1 of .* (cannot be read|is corrupted)",
     "scforge/vocab/c/0": r"copy\.zarr",
     "zarr.json": r"copy\.zarr",
 }
@@ -50,7 +50,7 @@ def damage(file: Path, how: str) -> None:
 def test_damage_is_told(damaged, part, match, how):
     damage(damaged / part, how)
     if how == "missing" and part in ("dataset_1/X/data/c/0", "dataset_1/X/indices/c/0"):
-        match = "is damaged: cell 234: its counts are not those that were written"
+        match = "is corrupted: cell 234: its counts differ from those that were written"
     with pytest.raises(DataError, match=match) as told:
         read_all(damaged)
     assert "copy.zarr" in str(told.value)

@@ -64,7 +64,7 @@ def test_a_damaged_piece_is_told(folder, part):
     group = zarr.open_group("s.zarr", mode="a")
     content = bytes(group["scforge/vocab"][...]).replace(b"gene11", b"gene1x")
     group["scforge/vocab"][...] = np.frombuffer(content, dtype=np.uint8)
-    with pytest.raises(DataError, match="the vocabulary of the store .* is damaged"):
+    with pytest.raises(DataError, match="the vocabulary of the store .* is corrupted"):
         read_vocab(group)
     del group["scforge/measured"]
     with pytest.raises(DataError, match="'scforge/measured' of the store .* cannot be read: .*; copy the store again"):
@@ -75,10 +75,10 @@ def test_a_damaged_piece_is_told(folder, part):
 @pytest.mark.parametrize(
     ("part", "match"),
     [
-        ("dataset_0/obs/group/codes/c", "dataset_0 has other content than was written"),
-        ("dataset_0/X/indptr/c/0", "dataset_0 has other content than was written"),
-        ("scforge/vocab/c/0", "the vocabulary of the store .* is damaged"),
-        ("hash", "its description does not fit its content hash"),
+        ("dataset_0/obs/group/codes/c", "dataset_0 has changed since it was written"),
+        ("dataset_0/X/indptr/c/0", "dataset_0 has changed since it was written"),
+        ("scforge/vocab/c/0", "the vocabulary of the store .* is corrupted"),
+        ("hash", "its description does not match its content hash"),
     ],
 )
 def test_damage_is_named(folder, part, match):
@@ -162,9 +162,9 @@ def test_what_is_no_store(tiny_adata, tmp_path):
     partial_path(tmp_path / "half.zarr").mkdir()
     for name, match in {
         "folder": "'.*folder' is a folder without a store",
-        "file": "'.*file' is a file, but a store is a folder; scforge convert",
+        "file": "'.*file' is a file, but a store is a folder; create one with scforge convert",
         "broken": "'.*broken' cannot be read as a zarr folder",
-        "a.zarr": r"'.*a\.zarr' is an AnnData, not a store; scforge convert SOURCE -o STORE",
+        "a.zarr": r"'.*a\.zarr' is an AnnData, not a store; create one with scforge convert SOURCE -o STORE",
         "c.zarr": "is an annbatch collection from another program",
         "half.zarr": r"'.*half\.zarr' is incomplete: run the same scforge convert again\.",
     }.items():

@@ -52,7 +52,7 @@ def test_lists_and_patterns(tiny_adata, tmp_path, monkeypatch):
     assert [stream.name for stream in open_streams(["b.h5ad", tiny_adata])] == ["b.h5ad", "adata"]
     with pytest.raises(OptionError, match=r"names '.*a\.h5ad' twice"):
         open_streams(["a.h5ad", "*.h5ad"])
-    with pytest.raises(MissingFileError, match=r"no file fits the pattern 'b\*\.h5'"):
+    with pytest.raises(MissingFileError, match=r"no file matches the pattern 'b\*\.h5'"):
         open_streams("b*.h5")
     with pytest.raises(MissingFileError, match=r"'aa\.h5ad' does not exist\.$"):
         open_streams("aa.h5ad")

@@ -143,7 +143,7 @@ def test_what_is_wrong_in_a_file_is_told_with_its_name(tiny_adata, tmp_path):
     with h5py.File(tmp_path / "a.h5ad", "r+") as file:
         del file["obs"]
         ad.io.write_elem(file, "obs", tiny_adata.obs[:50])
-    with pytest.raises(DataError, match="has 60 cells, and its obs 50 rows"):
+    with pytest.raises(DataError, match="has 60 cells, but its obs has 50 rows"):
         open_cells(tmp_path / "a.h5ad")
 
 
@@ -190,7 +190,7 @@ def test_files_that_do_not_fit_are_converted_for_training(tiny_adata, tmp_path, 
         patch.setattr("scforge.data.readers.available_memory", lambda: 3000)
         assert len(trained_from(tmp_path / "a.h5ad")) == 60
     (store,) = (tmp_path / "cache" / "scforge" / "stores").glob("*.zarr")
-    assert f"so they are converted once into {store}; cache names another place." in caplog.text
+    assert f"so they are converted once into {store}; set cache to use another folder." in caplog.text
     monkeypatch.chdir(tmp_path)
     assert isinstance(trained_from("a.h5ad"), StoreCells)
     assert "onverted" not in caplog.text

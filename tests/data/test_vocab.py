@@ -147,7 +147,7 @@ def test_intersection_and_subset(vocab):
     whole = GeneVocab.named("human_mouse")
     assert (whole & GeneVocab.from_genes(["CD3D"])).chosen_from_data
     assert not (whole & GeneVocab.named("human_protein_coding")).chosen_from_data
-    with pytest.raises(DataError, match="other has no gene of this vocabulary: it holds gene symbols such as 'B2'"):
+    with pytest.raises(DataError, match="other has no gene of this vocabulary. It contains gene symbols such as 'B2'"):
         vocab.intersection(GeneVocab.from_genes(["B2"]))
     with pytest.raises(TypeError, match="unsupported operand"):
         vocab & ["A1"]
@@ -156,7 +156,7 @@ def test_intersection_and_subset(vocab):
 @pytest.mark.parametrize(
     ("method", "argument", "message"),
     [
-        ("decode", [4, -1], "ids holds -1, which is not a token id; ids are from 0 to 6"),
+        ("decode", [4, -1], "ids contains -1, which is not a token id; ids are from 0 to 6"),
         ("from_genes", "ABC", "^genes='ABC' is not a list of names; pass a list"),
         ("encode", None, "^names=None is not a list of names; pass a list"),
         ("gene_indices", 3, "^names=3 is not a list of names; pass a list"),

@@ -95,9 +95,9 @@ def test_a_rule_that_says_nothing() -> None:
     rule = SplitRule("groups", "donor", 0.1, 2)
     for change, message in [
         ({"kind": "random"}, "kind='random' is not known .known: 'stratified'"),
-        ({"test": 0}, "test=0 of a split is neither"),
-        ({"validation": 1.5}, "validation=1.5 of a split is neither"),
-        ({"kind": "stratified", "test": 2}, "test=2 of a stratified split is not a share"),
+        ({"test": 0}, "test=0 of a split must be"),
+        ({"validation": 1.5}, "validation=1.5 of a split must be"),
+        ({"kind": "stratified", "test": 2}, "test=2 is not valid for a stratified split"),
     ]:
         with pytest.raises(OptionError, match=message):
             dataclasses.replace(rule, **change)

@@ -141,7 +141,7 @@ def test_pairs_by_how_many_of_their_genes_were_seen(screen: SimulatedScreen, cac
     pairs = seen[seen.index.str.contains("+", regex=False)]
     assert set(pairs) == {0, 1, 2}
     assert (seen.drop(pairs.index) == 0).all()
-    assert len(seen) - len(pairs) == round(0.2 * 30), "single knock-outs of held-out genes"
+    assert len(seen) - len(pairs) == round(0.2 * 30), "single knockouts of held-out genes"
     known = adata.obs.loc[split.train, "perturbation_name"].astype(str)
     genes = {gene for name in known for gene in name.split("+")}
     assert [sum(gene in genes for gene in name.split("+")) for name in seen.index] == seen.tolist()

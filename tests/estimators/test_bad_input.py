@@ -139,7 +139,7 @@ def test_what_is_hardly_counts_of_one_species() -> None:
     names += ["Cd3d", "Lyz2", "Ms4a1", "Nkg7", "ENSMUSG00000032094", "no gene"]
     adata = ad.AnnData(counts, var=pd.DataFrame(index=names))
     Encoder.setup_anndata(adata)
-    with pytest.warns(ScforgeWarning, match="adata.var_names holds 6 human genes and 5 mouse genes, .*'human_mouse'"):
+    with pytest.warns(ScforgeWarning, match="adata.var_names contains 6 human genes and 5 mouse .*'human_mouse'"):
         Encoder(adata, hidden_dim=4)
     wide = ad.AnnData((np.random.default_rng(0).random((60, 200)) < 0.3).astype(np.float32))
     with pytest.warns(ScforgeWarning, match="adata.X contains only 0 and 1"):

@@ -261,7 +261,7 @@ def test_a_custom_tokenizer_without_the_option_max_len(build, tmp_path, request)
 
 def test_what_only_scvi_tools_has_says_what_to_do(model: Encoder) -> None:
     for name, instead in (
-        ("trainer", "Encoder has no trainer; the scores of a training are in model.history"),
+        ("trainer", "Encoder has no trainer; the scores of a training run are in model.history"),
         ("get_normalized_expression", "make a scforge.models.ScDiVa"),
         ("posterior_predictive_sample", "which scvi.criticism needs"),
     ):

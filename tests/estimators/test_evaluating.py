@@ -89,10 +89,10 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
         ({"benchmarks": {"label_prediction": {"max_cells": 50}}}, "max_cells of .* have no effect here"),
         ({"seeds": ()}, r"seeds=\(\) is not a list of seeds"),
         ({"benchmarks": "gene_network"}, "needs true edges; pass network=FILE"),
-        ({"benchmarks": "geometry", "network": "edges.csv"}, "which only the benchmark gene_network needs"),
+        ({"benchmarks": "geometry", "network": "edges.csv"}, "only with the benchmark gene_network"),
         (
             {"benchmarks": {"perturbation_prediction": {"perturbation_key": "group", "control": "a"}}},
-            "scores results that no model computes by itself; call scforge.eval.compare",
+            "scores results that models do not compute themselves; call scforge.eval.compare",
         ),
         ({"benchmarks": "generation"}, "needs held-out cells as adata"),
         ({"benchmarks": "gene_network", "network": edges(), "baselines": False}, "^baselines is for embeddings, "),
@@ -102,7 +102,7 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
         ),
         (
             {"benchmarks": "my_network", "network": edges()},
-            "'my_network' scores results that no model computes by itself",
+            "'my_network' scores results that models do not compute themselves",
         ),
     ],
 )
@@ -131,7 +131,7 @@ def test_what_nobody_asked_for_is_left_out_where_cells_do_not_allow_it(many_adat
     model.train(**TRAINING)
     report = evaluate_models(model, few, **QUICK)
     assert report.benchmarks == ["cell_type_probe", "geometry"]
-    assert any(note.startswith("scib needs 91 cells with a label, and there are 80") for note in report.notes)
+    assert any(note.startswith("scib needs 91 cells with a label, but there are 80") for note in report.notes)
     assert any("so batches are ignored" in note for note in report.notes)
 
 
@@ -149,9 +149,9 @@ def test_files(trained: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert set(pd.read_csv("figures.csv")["method"]) == {"X_scforge", "X_untrained", "PCA"}
     for cells, wrong, message in (
         ("cells.h5ad", {"output": "out"}, r"output='out' contains a report; choose another name, or replace it"),
-        ("cells.h5ad", {"base_model": "b/final"}, "base_model='b/final' has no effect where embeddings are scored"),
-        ("cells.h5ad", {"frob": 1}, "frob=1 has no effect where embeddings are scored"),
-        ("cells", {}, "is not an h5ad file and no data set of scforge.datasets"),
+        ("cells.h5ad", {"base_model": "b/final"}, "base_model='b/final' has no effect if embeddings are scored"),
+        ("cells.h5ad", {"frob": 1}, "frob=1 has no effect if embeddings are scored"),
+        ("cells", {}, "is neither an h5ad file nor a data set of scforge.datasets"),
     ):
         with pytest.raises(OptionError, match=message):
             evaluate_to("a/final", cells, **options, **wrong)
@@ -221,7 +221,7 @@ def test_models_that_are_none(trained: Encoder) -> None:
             network=edges().rename(columns={"source": "tf"}),
             seeds=(0,),
         )
-    with pytest.raises(OptionError, match="reference_model is of type AnnData; give a model"):
+    with pytest.raises(OptionError, match="reference_model is of type AnnData; pass a model"):
         Encoder.load_query_data(trained.adata, trained.adata)
     with pytest.raises(OptionError, match=r"plan_kwargs=\[1\] is not a dictionary"):
         trained.train(1, plan_kwargs=[1])

@@ -99,7 +99,7 @@ def test_a_folder_brings_it_back(annotator: Encoder, base: Encoder, cells: ad.An
 
 
 @pytest.mark.filterwarnings("ignore:the model before fine-tuning is not available")
-@pytest.mark.filterwarnings("ignore:The cells of the fine-tuning are not available")
+@pytest.mark.filterwarnings("ignore:The cells used for fine-tuning are not available")
 def test_cells_are_known_by_their_counts(annotator: Encoder, cells, many_adata: ad.AnnData, saved: Path) -> None:
     """Neither names, nor the order, nor columns, nor the kind of file make cells new that a model learned from."""
     split, loaded = annotator._known_split(), Encoder.load(saved)
@@ -256,7 +256,7 @@ def test_cells_without_label_take_no_part(tune: Callable[..., Encoder], cells: a
         ({"task": {"name": "annotation", "labels_key": "kind"}}, "labels_key is set in task and as an argument"),
         ({"test_size": 0.5, "validation_size": 0.5}, "leave no training cells"),
         ({"split_by": "donor", "split_key": "kind"}, "split_by='donor' has no effect with split_key"),
-        ({"split_key": "kind"}, "split_key='kind' has the values 'common', 'rare'; name the parts"),
+        ({"split_key": "kind"}, "split_key='kind' has the values 'common', 'rare'; use only"),
         ({"labels_key": "grop"}, "labels_key='grop' is not a column .*did you mean 'group'"),
         ({"labels_key": "none"}, "labels_key='none' leaves no training cells; choose another"),
         ({"lora": {"targets": ["qkv_prj"]}}, "'qkv_prj', which is not a linear layer of TransformerEncoder"),

@@ -129,8 +129,8 @@ def test_columns_of_perturbations_are_found(run: Callable[..., FinetuningResult]
 
 MISTAKES = [
     ("finetune.base_model=none", MissingFileError, "base_model='none' .--base-model. does not exist; "),
-    ("finetune.base_model=hub://geneformer", MissingFileError, "is a URL; give the folder of a model"),
-    ("finetune.base_model=.", MissingFileError, "contains no model; give the folder of one"),
+    ("finetune.base_model=hub://geneformer", MissingFileError, "is a URL; pass the folder of a model"),
+    ("finetune.base_model=.", MissingFileError, "contains no model; pass the folder of one"),
     ("finetune.task=anotation", OptionError, "task='anotation' is not known; did you mean 'annotation'"),
     ("finetune.label_smooting=0.1", OptionError, "is unknown to 'annotation'; did you mean 'label_smoothing'"),
     ("finetune.label_smoothing=2", OptionError, "label_smoothing=2 "),

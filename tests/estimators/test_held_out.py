@@ -70,7 +70,7 @@ def test_held_out_cells_whose_labels_an_earlier_stage_learned(annotator: Encoder
     with pytest.warns(ScforgeWarning, match=f"of the {len(test)} test cells of the fine-tuning; they are not scored"):
         assert n_scored(again) == len(left)
     cells = data()[learned_rows(annotator)].copy()
-    with pytest.raises(OptionError, match="test cells of the fine-tuning; pass others"):
+    with pytest.raises(OptionError, match="test cells of the fine-tuning; pass other"):
         annotator.finetune("annotation", cells, labels_key="kind", **QUICK).evaluate()
 
 
@@ -96,5 +96,5 @@ def test_fewer_genes_make_no_new_cells(annotator: Encoder, data: Cut) -> None:
     with pytest.warns(ScforgeWarning, match=f"learned from {len(first)} of the 160 cells; they are not scored"):
         assert n_scored(annotator, fewer) == 160 - len(first)
     fewer.obs_names = [str(i) for i in range(160)]
-    with pytest.warns(ScforgeWarning, match="of the 160 cells may be cells of a fine-tuning"):
+    with pytest.warns(ScforgeWarning, match="of the 160 cells may have been used for fine-tuning"):
         assert len(found(annotator, fewer)) < 5  # those without a count in the genes that are missing

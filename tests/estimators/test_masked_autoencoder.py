@@ -63,7 +63,7 @@ MISFITS = [
     ("transformer_encoder", {"tokenizer": "binned_expression"}, r"='value' or expression_head='bin'\.$"),
     ("transformer_encoder", {"expression_head": "bin"}, "the tokenizer .* provides no bins; choose 'value'"),
     ("autoregressive_transformer", {}, "not work with AutoregressiveTransformer, which predicts the next token"),
-    ("gene_pooling", {"pooling": "mean"}, "not work with GenePoolingModel, which predicts no values of tokens"),
+    ("gene_pooling", {"pooling": "mean"}, "not work with GenePoolingModel, which does not predict values of tokens"),
     (MAE, {"value_loss": "poisson"}, "counts, which .* does not give; pass tokenizer=.*, or value_loss='mse"),
     (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": COUNTS, "objective": HALF}, "0, but zero_targets="),
     (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": ZEROS_TOO}, "include_zero_genes=True produces zeros"),

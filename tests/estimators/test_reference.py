@@ -163,7 +163,7 @@ def test_query_and_reference_are_trained_on_together(reference, distant, has_bat
     joint.save(tmp_path / "joint")
     loaded = Encoder.load(tmp_path / "joint", distant)
     np.testing.assert_array_equal(loaded.get_latent_representation(key_added=None), after)
-    with pytest.raises(DataError, match="the cells are not exactly those of the fine-tuning"):
+    with pytest.raises(DataError, match="the cells are not exactly those used for fine-tuning"):
         loaded.train(max_epochs=1, **QUIET)
     assert (joint.transfer_labels()["label"] == distant.obs["kind"])[distant.obs["kind"] != "t3"].mean() > 0.8
 
@@ -311,7 +311,7 @@ def test_predicted_and_transferred_labels_are_kept_apart(reference, query):
 
 def test_labels_come_from_the_reference_or_cells_that_are_given(reference, query):
     mapped = Encoder.load_query_data(query, reference)
-    with pytest.raises(OptionError, match="'adaptation' has no labels to be scored by"):
+    with pytest.raises(OptionError, match="'adaptation' has no labels to score"):
         mapped.evaluate()
     table = mapped.transfer_labels()
     pd.testing.assert_frame_equal(table, reference.transfer_labels(query))

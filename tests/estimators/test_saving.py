@@ -157,7 +157,7 @@ def test_an_existing_folder_without_a_model(model: Encoder, tmp_path: Path, monk
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "README.md").write_text("mine")
     for path, message in {
-        "project": "dir_path='project' holds 'README.md', not of a model of scforge; ch",
+        "project": "dir_path='project' contains 'README.md', which is not part of a scforge model; ch",
         "notes.txt": "dir_path='.*notes.txt' is a file; choose the name of a folder",
         "notes.txt/below": "dir_path='.*' is a file; choose the name of a folder",
     }.items():

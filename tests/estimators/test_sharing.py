@@ -138,7 +138,7 @@ def test_figures_of_a_report(hub, model: Encoder, metrics: object, data: str, na
             {"metrics": LONG[LONG["kind"] == "model"]},
             "metrics needs exactly one row named 'scforge', .* and rows of baselines",
         ),
-        ({"base": "org/other"}, "base='org/other' has no effect where the model was not fine-tuned"),
+        ({"base": "org/other"}, "base='org/other' has no effect if the model was not fine-tuned"),
         ({"metrics": TABLE[:1]}, "and rows of baselines .'scforge'"),
         ({"metrics": {"f1": 1.0}}, r"not a table of evaluate\(\)"),
         ({"adapter_only": True}, "the model has no adapters|the base model has no public location"),
@@ -196,7 +196,7 @@ def test_whole_fine_tuned_models_name_their_base(hub, model: Encoder, annotator:
 def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotator: Encoder, tmp_path: Path) -> None:
     annotator.save(tmp_path / "before", adapter_only=True)
     model.save(tmp_path / "model")
-    with pytest.raises(OptionError, match="base has no effect where dir_path="):
+    with pytest.raises(OptionError, match="base has no effect if dir_path="):
         Encoder.load(tmp_path / "model", base="org/light")
     with pytest.raises(OptionError, match="does not name the base model of its adapters; pass it as base="):
         Encoder.load(tmp_path / "before")
@@ -206,7 +206,7 @@ def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotat
     again = Encoder.load(tmp_path / "b" / "adapter", model.adata)
     same_predictions(again, annotator, model.adata)
     shutil.rmtree(tmp_path / "b" / "base")
-    with pytest.raises(MissingFileError, match="is a folder that does not exist here; name the model with base="):
+    with pytest.raises(MissingFileError, match="is a folder that does not exist here; pass the model as base="):
         Encoder.load(tmp_path / "b" / "adapter")
     for base in (model, Encoder.load(tmp_path / "b" / "adapter", base=model)._base):
         again = Encoder.load(tmp_path / "before", base=base)
@@ -220,7 +220,7 @@ def test_a_copy_knows_where_it_was_fetched(hub, model, annotator, quick: dict, t
     annotator.save("adapter", adapter_only=True)
     upload("adapter", "org/groups")
     assert pull_folder("org/groups", "groups") == Path("groups")
-    with pytest.raises(MissingFileError, match="is a folder that does not exist here; name the model with base="):
+    with pytest.raises(MissingFileError, match="is a folder that does not exist here; pass the model as base="):
         Encoder.load("org/groups")
     for name in ("org/groups", "groups"):
         assert Encoder.load(name, base="base").spec.tuning is not None

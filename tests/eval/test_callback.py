@@ -141,12 +141,12 @@ def test_a_failure_costs_the_score_only(tiny_adata: ad.AnnData) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ([], OptionError, r"benchmarks=\[\] names no benchmark"),
+        ([], OptionError, r"benchmarks=\[\] is empty"),
         (["cell_type_anotation"], OptionError, "did you mean 'cell_type_annotation'"),
         ([3], OptionError, "benchmark=3 is not known"),
         ([{"label_prediction": {"folds": 3}}], OptionError, "option 'folds' is unknown to 'label_prediction'"),
-        ([{"label_prediction": 3}], OptionError, "write one benchmark per entry, with its options"),
-        ([{"label_prediction": None, "dataset": "x"}], OptionError, "write one benchmark per entry"),
+        ([{"label_prediction": 3}], OptionError, "pass one benchmark per entry, with its options"),
+        ([{"label_prediction": None, "dataset": "x"}], OptionError, "pass one benchmark per entry"),
         ([Evaluation(Draws(), max_cells=5), Draws()], OptionError, "two evaluations have the name 'Draws_held_out'"),
         ([{"label_prediction": {"n_folds": n, "name": "same"}} for n in (3, 4)], OptionError, "have the name 'same'"),
         ([{"label_prediction": {"dataset": "atlas"}}], OptionError, r"put the file at \$SCFORGE_DATA/atlas.h5ad"),

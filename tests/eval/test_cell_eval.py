@@ -95,7 +95,7 @@ def test_mistakes_are_told(perturbed, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cell_eval", None)
     with pytest.raises(MissingFileError, match=r"pip install 'scforge\[eval\]'"):
         cell_eval_scores(made, real, **KEYS)
-    with pytest.raises(OptionError, match="metric='edist' is no distance of pertpy"):
+    with pytest.raises(OptionError, match="metric='edist' is not a distance of pertpy"):
         distances(real, made, metric="edist", **KEYS)
     with pytest.raises(DataError, match="prediction lacks 'g1'"):
         distances(real, made, **KEYS)

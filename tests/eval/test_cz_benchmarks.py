@@ -195,7 +195,7 @@ def test_a_registered_task_gives_the_scores_of_the_package(name: str, cells: ad.
             OptionError,
             "option 'flavr' is unknown to 'clustering'; did you mean 'flavor'",
         ),
-        ("clustering", {**LABELS, "n_iterations": -1}, OptionError, "n_iterations=-1 is refused by 'clustering'"),
+        ("clustering", {**LABELS, "n_iterations": -1}, OptionError, "clustering does not accept n_iterations=-1"),
         ("embedding", {"labels_key": "some"}, DataError, "labels_key='some' is missing for 3 cells"),
         ("embedding", {**LABELS, "keys": "X_scforg"}, DataError, "keys='X_scforg' is not in adata.obsm"),
         ("sequential_organization", LABELS, DataError, "cannot run .* Unable to parse string"),

@@ -188,7 +188,7 @@ def renamed(adata: ad.AnnData) -> ad.AnnData:
         (lambda c: c[:75], lambda c: c[100:], lambda c: c[:200], "100 of 200 test cells are training cells, too"),
         (lambda c: c[:75], lambda c: c[150:], lambda c: renamed(c[150:]), "150 of 150 test cells have the same expr"),
         (lambda c: renamed(c[150:]), None, None, "generated cells of .*generated.* are copies of held-out cells"),
-        (lambda c: logs_of(c[:75], None), None, None, "'generated' holds log1p of counts that were not normalized"),
+        (lambda c: logs_of(c[:75], None), None, None, "'generated' contains log1p of counts that were not normalized"),
         (lambda c: logs_of(c[:75], 1e3), None, None, "'generated' have a median total of 1,000 .* pass counts"),
         (lambda c: c[:75, :200], None, None, "the cells of 'generated' are counts without 100 genes"),
         (lambda c: c[:75], None, lambda c: c[75:150, :200], "train are counts without 100 genes"),
@@ -209,7 +209,7 @@ def test_scforge_cells_may_lack_genes(cells: ad.AnnData) -> None:
         evaluate_generation(made, cells[150:], cells[75:150], intervals=False)
     made.uns["scforge"] = {"generated": {}}
     report = evaluate_generation(made, cells[150:], cells[75:150], intervals=False)
-    assert any("too much or too little of all genes" in note for note in report.notes)
+    assert any("total expression is too high or too low" in note for note in report.notes)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_bad_options(cells: ad.AnnData) -> None:
         Generation("typ").check(cells)
     with pytest.raises(DataError, match="no training cell has the label 'x'"):
         generation_baselines(cells, labels=["x"], labels_key=LABEL)
-    with pytest.raises(OptionError, match="names 'independent genes'; name at least one method"):
+    with pytest.raises(OptionError, match="names 'independent genes'; pass at least one method"):
         evaluate_generation({"independent genes": cells[:75]}, cells[150:], cells[75:150])
     with pytest.raises(OptionError, match="kinds='generate' is not in generated; did you mean 'generated'"):
         evaluate_generation(cells[:75], cells[150:], cells[75:150], kinds={"generate": "model"})

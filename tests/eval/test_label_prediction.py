@@ -103,7 +103,7 @@ def test_mistakes(cells) -> None:
     table = pd.DataFrame(embedding)
     for wrong, message in [
         (table.assign(name="x"), r"columns that are not numbers \('name'\)"),
-        (embedding.astype(object), "holds object instead of numbers"),
+        (embedding.astype(object), "contains object instead of numbers"),
         (embedding[:100], r"has the shape \(100, 3\), but there are 120 cells"),
         (table.convert_dtypes().mask(table > 2), "values that are not finite numbers"),
     ]:

@@ -55,7 +55,7 @@ def test_models_stand_beside_baselines_on_the_same_pairs(tiny_adata: ad.AnnData,
     assert not any("co-expression (pearson) has" in one for one in report.notes)
     text = report.to_markdown()
     assert "auprc_ratio" in text
-    assert "counts as wrong, although it may only be unknown" in text
+    assert "count as wrong, although they may only be unknown" in text
 
 
 def test_pairs_are_restricted(tiny_adata: ad.AnnData, truth: pd.DataFrame, scores: pd.DataFrame) -> None:
@@ -74,7 +74,7 @@ def test_pairs_are_restricted(tiny_adata: ad.AnnData, truth: pd.DataFrame, score
 @pytest.mark.parametrize(
     ("named", "options", "message"),
     [
-        (lambda scores: {}, {}, "scores names nothing; name at least one method"),
+        (lambda scores: {}, {}, "scores names nothing; pass at least one method"),
         (
             lambda scores: {"mine": scores},
             {"kinds": {"other": "model"}},
@@ -83,7 +83,7 @@ def test_pairs_are_restricted(tiny_adata: ad.AnnData, truth: pd.DataFrame, score
         (
             lambda scores: {"degree": scores},
             {},
-            "scores names 'degree'; name at least one method, and none as a baseline",
+            "scores names 'degree'; pass at least one method, and do not use names of baselines",
         ),
         (
             lambda scores: {"mine": scores},
@@ -331,8 +331,8 @@ def test_transcription_factors_are_drawn_and_the_same_for_all_scores(planted) ->
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"targets": "all"}, OptionError, "targets='all' is neither 'truth', nor 'measured' with genes"),
-        ({"targets": "measured"}, OptionError, "nor 'measured' with genes that were measured"),
+        ({"targets": "all"}, OptionError, "targets='all' must be 'truth', or 'measured' together with genes"),
+        ({"targets": "measured"}, OptionError, "must be 'truth', or 'measured' together with genes"),
         (
             {"genes": ["ENSG1"]},
             DataError,

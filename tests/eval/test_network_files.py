@@ -91,7 +91,7 @@ def test_several_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("a\tb\nx\ty\n", {}, r"there is no column source or tf .*\(there are: 'a', 'b'\); name factors"),
+        ("a\tb\nx\ty\n", {}, r"there is no column source or tf .*\(there are: 'a', 'b'\); set source"),
         ("", {}, "cannot be read as a network"),
         ("source,target\nA,\n", {}, "has 1 edges without a source or target; fill or remove"),
         ("source,target,weight\nA,x,much\n", {}, "Unable to parse string"),
@@ -109,7 +109,7 @@ def test_files_that_cannot_be_used(text: str, options: dict, message: str, tmp_p
     ("path", "options", "error", "message"),
     [
         ("none.tsv", {}, MissingFileError, r"none\.tsv' is not a file"),
-        ("x", {"source": "tf"}, OptionError, "name both, or none"),
+        ("x", {"source": "tf"}, OptionError, "pass both columns, or neither"),
     ],
 )
 def test_arguments_that_cannot_be_used(path, options: dict, error: type[Exception], message: str) -> None:

@@ -42,7 +42,7 @@ def test_counts_and_their_logarithms_are_the_same(perturbed) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x: x.multiply(-0.5), "X of adata holds negative values .* neither counts nor log1p"),
+        (lambda x: x.multiply(-0.5), "X of adata contains negative values .* neither counts nor log1p"),
         (lambda x: x.log1p(), "log1p of counts that were not normalized"),
         (lambda x: x * 0.37, "neither counts nor log1p of counts per 10,000"),
         (lambda x: x * np.nan, "missing or infinite"),

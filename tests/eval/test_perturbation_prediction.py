@@ -164,7 +164,7 @@ def test_contexts(perturbed) -> None:
     assert draws["mse"].nunique() > 1  # of contexts, since there is one perturbation only
     deltas, _ = benchmark.deltas(cells, real)
     np.testing.assert_allclose(benchmark.table(deltas, real)["mse"], table["mse"])
-    with pytest.raises(DataError, match="index of 1 levels; give an index of perturbation and context"):
+    with pytest.raises(DataError, match="index of 1 levels; pass an index of perturbation and context"):
         benchmark.table(deltas.droplevel("context"), real)
     with pytest.raises(DataError, match="lacks 1 of 3 measured effects .'g0 in y'"):
         benchmark.table(deltas.drop(("g0", "y")), real)

@@ -80,10 +80,10 @@ def test_predicted_effects_and_features_of_genes(real, train) -> None:
     assert table.loc["linear_scgpt", "mse"] != table.loc["train_mean", "mse"]
     assert table.loc["a", "pearson_delta"] == pytest.approx(table.loc["b", "pearson_delta"])
     assert {row.name: row.kind for row in report.rows}["b"] == "untrained"
-    assert not any("more than was measured" in note for note in report.notes)
+    assert not any("more effects than were measured" in note for note in report.notes)
     more = pd.concat([effects, effects.iloc[:1].set_axis(["g9"])])
     notes = quick(real, more, train=train).notes
-    assert "prediction predicts more than was measured (effects: 1), which is not scored: 'g9'." in notes
+    assert "prediction predicts more effects than were measured (1), which are not scored: 'g9'." in notes
 
 
 @pytest.mark.parametrize("context_key", [None, "type"])
@@ -141,7 +141,7 @@ def test_a_layer_is_read_where_there_is_one(real, train, made) -> None:
         adata.X = adata.X * 0.0
     found = quick(layered[0], made, train=layered[1], layer="counts")
     pd.testing.assert_frame_equal(found.to_table(), plain.to_table())
-    assert "Effects of prediction are seen from the training controls." in plain.notes
+    assert "Effects of prediction are relative to the training controls." in plain.notes
 
 
 def renamed(adata: ad.AnnData) -> ad.AnnData:
@@ -166,7 +166,7 @@ def test_leaks_are_errors(real, train, made, perturbed) -> None:
         (real, made, {"train": renamed(both)}, "30 of 180 test cells have the same expression .* with other names"),
         (real, made, {"train": seen}, r"1 of 3 test effects are training effects, too \(first: 'g0\+g1'\)"),
         (real, peeking, {}, r"120 of 120 predicted cells of predictions\['x'\] are copies of held-out cells"),
-        (real, answer, {}, r"predictions\['x'\] has for 3 of 3 effects what was measured"),
+        (real, answer, {}, r"predictions\['x'\] has for 3 of 3 effects exactly what was measured"),
         (embedded, made, {"gene_features": means}, r"gene_features\['embedding'\] has for 'g0\+g1' the mean of obsm"),
     ]:
         with pytest.raises(DataError, match=message):
@@ -180,7 +180,7 @@ def test_mistakes_are_told(real, train, made) -> None:
     twice = pd.DataFrame(0.1, index=[*HELD_OUT, "g1+g0"], columns=real.var_names)
     for prediction, options, error, message in [
         ({"additive": made}, {}, OptionError, "predictions names 'additive'"),
-        ({}, {}, OptionError, "predictions names nothing; name at least one method"),
+        ({}, {}, OptionError, "predictions names nothing; pass at least one method"),
         (
             {"good": made},
             {"kinds": {"god": "untrained"}},

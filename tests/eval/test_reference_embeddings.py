@@ -150,7 +150,7 @@ def test_labels_are_not_looked_at_and_the_data_are_not_changed(shifted) -> None:
         (
             ["harmoni"],
             {},
-            r"baselines='harmoni' is not in the baselines; did you mean 'harmony'\? \(.*or name a number",
+            r"baselines='harmoni' is not in the baselines; did you mean 'harmony'\? \(.*or pass a number",
         ),
         ("pca", {}, r"baselines='pca' is not a list of baselines; write \['pca'\]"),
         (["harmony"], {}, "names 'harmony', which corrects batches; pass batch_key"),
@@ -168,7 +168,7 @@ def test_bad_data(tiny_adata) -> None:
     with pytest.raises(DataError, match="batch_key='bach' is not a column of obs; did you mean 'batch'"):
         check_baselines(tiny_adata, ["scvi"], batch_key="bach")
     tiny_adata.obs["batch"] = tiny_adata.obs["batch"].astype(str)
-    with pytest.raises(DataError, match=r"obs\['batch'\] contains one batch"):
+    with pytest.raises(DataError, match=r"obs\['batch'\] contains only one batch"):
         check_baselines(tiny_adata[:20], ["harmony"], batch_key="batch")
     check_baselines(tiny_adata[:20], ["scvi"], batch_key="batch")
     tiny_adata.obs.iloc[3, 1] = None

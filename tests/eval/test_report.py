@@ -180,7 +180,7 @@ def test_markdown_and_a_frame() -> None:
         (compared(math.nan), "mine is above PCA in f1: 0.900 against 0.800, without a test."),
         (compared(math.nan, 0.0), "mine is not above PCA"),
         (compared(math.nan, -0.1), "mine is not above PCA in f1: 0.700 against 0.800, without a test."),
-        (compared(math.nan, -0.1, frozenset({"f1"})), "mine is below (less is better) PCA"),
+        (compared(math.nan, -0.1, frozenset({"f1"})), "mine is below (lower is better) PCA"),
     ],
 )
 def test_verdicts(made: Report, words: str) -> None:

@@ -101,7 +101,7 @@ def test_weights_of_the_base_have_their_plain_names(encoder) -> None:
 def test_options(encoder) -> None:
     assert lora_options(encoder, False) is None
     for lora, message in (
-        ("yes", "lora='yes' is neither true, false nor a dict"),
+        ("yes", "lora='yes' must be true, false or a dict"),
         ({"rank": 3}, "'rank' is unknown to"),
         ({"alpha": 0}, r"lora\['alpha'\]=0"),
         ({"targets": []}, r"lora\['targets'\]=\[\] are not linear layers of TransformerEncoder"),

@@ -56,7 +56,7 @@ def test_a_column_says_it() -> None:
     assert [part.tolist() for part in parts(split)] == [[0], [3], [1]]
     with pytest.raises(DataError, match="split_key='part' has no usable cell with the value 'train'"):
         split_from(column, np.array([False, True, True, True, False]), key="part")
-    with pytest.raises(DataError, match="has the values 'val'; name the parts 'train', 'validation', 'test'"):
+    with pytest.raises(DataError, match="has the values 'val'; use only 'train', 'validation', 'test'"):
         split_from(column.cat.rename_categories({"validation": "val"}), None, key="part")
 
 

@@ -244,7 +244,7 @@ def with_bias(bias: torch.Tensor, name: str = "cls.predictions.bias") -> Callabl
             without("query.bias"),
             "do not become 'encoder.layers.0.attention.qkv.bias', .*key.bias.*: .*query.bias",
         ),
-        (without("cls."), "lacks 'cls.predictions.*, which would be random here"),
+        (without("cls."), "lacks 'cls.predictions.*; these weights would stay random"),
         (
             with_bias(torch.ones(16), "bert.encoder.layer.2.output.dense.bias"),
             "a Geneformer of its config does not have: .*layer.2",
@@ -274,7 +274,7 @@ def test_weights_that_do_not_fit(change, message: str, bert_folder: Path) -> Non
         ({"hidden_act": "tanh"}, "hidden_act: Input should be 'relu', 'gelu', 'silu' or 'swish', and it is 'tanh'"),
         ({"is_decoder": True}, "is_decoder: Input should be False, and it is True"),
         ({"hidden_size": "16"}, "hidden_size: Input should be a valid integer, and it is '16'"),
-        ({"vocab_size": 93}, "vocab_size=93 but tokens_medians has 92; pass the one of this"),
+        ({"vocab_size": 93}, "vocab_size=93 but tokens_medians has 92; pass the file of this"),
         ({"hidden_size": 2**20}, r"in the shape \(92, 16\), but its config and .* \(92, 1048576\)"),
         ({"max_position_embeddings": 4096}, "Geneformer V2 has the special tokens"),
     ],
@@ -290,7 +290,7 @@ def test_configurations_that_do_not_fit(changes: dict, message: str, bert_folder
     ("name", "options", "error", "message"),
     [
         ("nowhere", {}, MissingFileError, "the checkpoint '.*nowhere' does not exist"),
-        ("bert/config.json", {}, MissingFileError, "is not a folder; pass the one with config.json"),
+        ("bert/config.json", {}, MissingFileError, "is not a folder; pass the folder with config.json"),
         ("bert", {"version": "V3"}, OptionError, "version='V3' is not known .known: 'V1', 'V2'"),
         ("bert", {"pooling": "middle"}, OptionError, "pooling='middle' is not known"),
         ("bert", {"pooling": "cls"}, OptionError, "pooling='cls' needs a CLS token"),

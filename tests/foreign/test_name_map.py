@@ -50,7 +50,7 @@ def test_layers_of_two_digits_and_left_out() -> None:
     found = {name: weight.tolist() for name, weight in ours.items()}
     assert found == {"layers.0.bias": [0.0], "layers.12.bias": [12.0], "ab": [0.0, 1.0]}
     assert set(NAMES.invert(ours)) == set(theirs) - {"old.step"}
-    with pytest.raises(ModelFileError, match="the weight 'head' has no name in a checkpoint of Tiny"):
+    with pytest.raises(ModelFileError, match="a checkpoint of Tiny has no weight for 'head'"):
         NAMES.invert({"head": torch.ones(1)})
 
 
@@ -69,7 +69,7 @@ FOLDED = NameMap("Tiny", (Rule(("positions", "types"), "p", folded_row(2)),))
 def test_shapes_that_do_not_go_together(names: NameMap, shapes: dict) -> None:
     (rule,) = names.rules
     named = ".*".join(f"'{name}'" for name in shapes)
-    with pytest.raises(ModelFileError, match=rf"x has weights that do not become '{rule.target}', .*{named}"):
+    with pytest.raises(ModelFileError, match=rf"x has weights that cannot be converted to '{rule.target}', .*{named}"):
         names.convert({n: torch.ones(s) for n, s in shapes.items()}, {rule.target: (12, 4)}, where="x")
 
 
@@ -112,7 +112,7 @@ def test_a_family_of_somebody_else(tiny_adata: ad.AnnData, tmp_path: Path) -> No
     ("source", "family", "error", "message"),
     [
         ("nowhere", None, MissingFileError, "the checkpoint 'nowhere' does not exist"),
-        (".", None, OptionError, "is of no known family .'geneformer', 'scdiva', 'scfoundation', 'scgpt'"),
+        (".", None, OptionError, "has an unknown family .'geneformer', 'scdiva', 'scfoundation', 'scgpt'"),
         (".", "genformer", OptionError, "family='genformer' is not known; did you mean 'geneformer'?"),
     ],
 )

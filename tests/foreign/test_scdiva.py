@@ -199,7 +199,7 @@ def with_ones(name: str) -> Callable[[dict], dict]:
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
-        (without("mu_projection.bias"), {}, "lacks 'mu_projection.bias', which would be random"),
+        (without("mu_projection.bias"), {}, "lacks 'mu_projection.bias'; these weights would stay random"),
         (dict, {"num_attention_heads": None}, "num_attention_heads: Field required"),
         (dict, {"latent_dim": "5"}, "latent_dim: Input should be a valid integer, and it is '5'"),
         (dict, {"num_genes": 84}, "says 84 genes but vocab has 85"),

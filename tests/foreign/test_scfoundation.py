@@ -131,7 +131,7 @@ def rnaseq(**options: Any) -> Callable[[dict], dict]:
     ("change", "message"),
     [
         (without("config"), "has no model 'cell' with its config"),
-        (without("state_dict"), "holds 'config', not tensors"),
+        (without("state_dict"), "contains 'config', not tensors"),
         (other(model="performer"), "model: Input should be 'mae_autobin', and it is 'performer'"),
         (rnaseq(seq_len="x"), "seq_len: Input should be a valid integer"),
         (encoder(module_type="performer"), "encoder.module_type: Input should be 'transformer'"),

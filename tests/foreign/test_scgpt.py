@@ -172,7 +172,7 @@ def test_what_is_given_counts_more_than_what_lies_there(write, tokens, tmp_path:
     folder = tmp_path / "scgpt"
     for name in ("vocab", "args"):
         (folder / f"{name}.json").rename(tmp_path / f"{name}.json")
-    with pytest.raises(MissingFileError, match="args='.*args.json' does not exist; give the published args.json"):
+    with pytest.raises(MissingFileError, match="args='.*args.json' does not exist; pass the published args.json"):
         Encoder.from_checkpoint(folder, family="scgpt")
     given = {"vocab": tokens, "args": tmp_path / "args.json"}
     one = Encoder.from_checkpoint(folder / "best_model.pt", family="scgpt", **given)
@@ -197,12 +197,12 @@ def lacking(name: str) -> Callable[[dict], dict]:
             with_weight("transformer_encoder.layers.0.self_attn.Wqkv.bias", 48),
             "a scGPT of its config does not have: .*qkv.bias",
         ),
-        (lacking("decoder.fc.4.bias"), "lacks 'decoder.fc.4.bias', which would be random here"),
+        (lacking("decoder.fc.4.bias"), "lacks 'decoder.fc.4.bias'; these weights would stay random"),
         (
             with_weight("encoder.embedding.weight", 80, 16),
             "vocabulary has 88 tokens of the checkpoint, its table 80",
         ),
-        (lambda weights: {"epoch": 3, **weights}, "holds 'epoch', not tensors"),
+        (lambda weights: {"epoch": 3, **weights}, "contains 'epoch', not tensors"),
         (lambda weights: list(weights), "is not a mapping of weights"),
     ],
 )

@@ -156,9 +156,9 @@ def test_bad_vectors():
     same = vectors()
     same[GIVEN] = 3.0
     for given, message in (
-        (vectors()[:, :6], "gene vectors of shape .40, 6. with 9 rows of NaN do not fit; the shape .40, 7."),
+        (vectors()[:, :6], "gene vectors of shape .40, 6. with 9 rows of NaN do not match; the shape .40, 7."),
         (vectors().index_fill(0, torch.tensor([20]), torch.nan), "with 10 rows of NaN do not fit; .* with 9 rows"),
-        (moved, "that of PAD among them"),
+        (moved, "including PAD"),
         (same, "all gene vectors are the same"),
     ):
         with pytest.raises(OptionError, match=message):

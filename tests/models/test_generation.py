@@ -174,7 +174,7 @@ def test_what_generates_and_with_which_first_token():
             {"prompt": {"input_ids": torch.tensor([9]), "values": torch.tensor([0.5])}},
             "the value 0.5, not a bin",
         ),
-        ({"prompt": {"input_ids": torch.tensor([[9]])}}, r"ids of shape \(1, 1\); give \(P,\), or \(3, P\)"),
+        ({"prompt": {"input_ids": torch.tensor([[9]])}}, r"ids of shape \(1, 1\); pass \(P,\), or \(3, P\)"),
         ({"prompt": torch.tensor([9])}, "prompt is not a mapping with 'input_ids'"),
     ],
 )

@@ -155,7 +155,7 @@ def test_bad_options_are_refused(made, options, message):
 
 def test_bad_input_is_refused(tokens_of, made, profiles):
     model = made()
-    with pytest.raises(OptionError, match=r"shape \(5, 55\) was given; give floats \(B, 56\)"):
+    with pytest.raises(OptionError, match=r"shape \(5, 55\) was given; pass floats \(B, 56\)"):
         model.encode(profiles[:, 1:])
     with pytest.raises(OptionError, match="int64"):
         model.encode(profiles.long())

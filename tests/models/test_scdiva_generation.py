@@ -56,7 +56,7 @@ def test_all_genes_and_a_first_token(options):
     first = model.generate(1, n_tokens=61, n_steps=2, first_id=3).input_ids[0]
     assert sorted(first.tolist()) == list(range(3, 64))
     for n_tokens, first_id in ((61, None), (62, 3)):
-        with pytest.raises(OptionError, match=f"the {n_tokens - 1} that the model takes"):
+        with pytest.raises(OptionError, match=f"the {n_tokens - 1} of the model"):
             model.generate(1, n_tokens=n_tokens, first_id=first_id)
     cells = model.generate(2, {"input_ids": torch.tensor([10])}, n_tokens=6, first_id=3)
     assert cells.input_ids[:, :2].tolist() == [[3, 10], [3, 10]]
@@ -107,7 +107,7 @@ def test_likely_genes_are_drawn():
 
 def test_lengths_are_drawn_from_those_of_training():
     model = made()
-    with pytest.raises(OptionError, match="n_tokens=None needs a model that has learned lengths"):
+    with pytest.raises(OptionError, match="n_tokens=None needs a model that was trained on lengths"):
         model.generate(2)
     model.init_lengths(torch.linspace(5.0, 15.0, 101))
     lengths = model.generate(60, n_steps=2).attention_mask.sum(dim=1)
@@ -129,18 +129,21 @@ def test_lengths_are_drawn_from_those_of_training():
         ({"top_k": 0}, "top_k=0"),
         ({"seed": -1}, "seed=-1"),
         ({"mask_id": 9}, "mask_id=9 is none of the 4"),
-        ({"n_tokens": 41}, "the 40 that the model takes"),
+        ({"n_tokens": 41}, "the 40 of the model"),
         ({"n_tokens": 0}, "n_tokens=0 to 0"),
         ({"n_tokens": 1.5}, "pass a whole number"),
         ({"n_tokens": torch.tensor([1, 2, 3])}, "one for each of the 2 cells"),
         ({"prompt": {"values": torch.ones(2)}}, "not a mapping with 'input_ids'"),
         ({"prompt": {"input_ids": torch.tensor([5, 5])}}, "the gene 5 twice in cell 0"),
         ({"prompt": {"input_ids": torch.tensor([5, 2])}}, "the token 2, which is not a gene"),
-        ({"prompt": {"input_ids": torch.tensor([[5], [6], [7]])}}, r"give \(P,\), or \(2, P\)"),
+        ({"prompt": {"input_ids": torch.tensor([[5], [6], [7]])}}, r"pass \(P,\), or \(2, P\)"),
         ({"prompt": {"input_ids": torch.tensor([5]), "values": torch.ones(2)}}, "values of shape"),
         ({"prompt": {"input_ids": torch.tensor([5]), "values": torch.tensor([-1.0])}}, "the value -1.0"),
         ({"prompt": {"input_ids": torch.arange(5, 15)}, "n_tokens": 9}, "the 10 tokens of prompt"),
-        ({"prompt": {"input_ids": torch.arange(5, 46)}, "n_tokens": None}, "41 tokens, but the model takes 40"),
+        (
+            {"prompt": {"input_ids": torch.arange(5, 46)}, "n_tokens": None},
+            "41 tokens, but the maximum of the model is",
+        ),
         ({"prompt": {"input_ids": torch.arange(5, 45)}, "first_id": 3, "n_tokens": None}, "41 tokens, but the model"),
     ],
 )

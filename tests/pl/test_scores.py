@@ -37,7 +37,7 @@ def dots(ax) -> dict[str, tuple[float, float, str]]:
 
 def test_a_dot_for_each_figure_with_its_interval_and_the_best_on_top(texts) -> None:
     axes = metrics(Report())
-    assert [ax.get_xlabel() for ax in axes] == ["f1", "error\n(less is better)"]
+    assert [ax.get_xlabel() for ax in axes] == ["f1", "error\n(lower is better)"]
     assert texts(axes[0].get_yticklabels()) == ORDER
     for ax, metric in zip(axes, ("f1", "error"), strict=True):
         expected = table()[table()["metric"] == metric].dropna(subset="value").set_index("method")
@@ -59,7 +59,7 @@ def test_tables_with_and_without_kinds_intervals_and_what_is_better(texts) -> No
     (told,) = metrics(Report().to_frame(), "error")
     for ax in (own, told):
         assert texts(ax.get_yticklabels()) == ORDER
-        assert ax.get_xlabel() == "error\n(less is better)"
+        assert ax.get_xlabel() == "error\n(lower is better)"
     (bare,) = metrics(table()[["method", "metric", "value"]], ["f1"])
     assert len(dots(bare)) == len(bare.lines) == 5
     assert bare.get_legend() is None
@@ -72,7 +72,7 @@ def test_choices_that_are_missing() -> None:
         (both, {}, OptionError, "benchmark=None is not in the report .*'probe', 'other'.; name one of them"),
         (both, {"benchmark": "othr"}, OptionError, "benchmark='othr' is not in the report; did you mean 'other'"),
         (table(), {"metrics": "f"}, OptionError, "metrics='f' is not in the report"),
-        (table(), {"ax": plt.subplots()[1]}, OptionError, "ax holds 1 axes for 2 metrics"),
+        (table(), {"ax": plt.subplots()[1]}, OptionError, "ax contains 1 axes for 2 metrics"),
         (table().drop(columns="value"), {}, DataError, "column='value' is not in report"),
         (table()[:0], {}, DataError, "report has no rows"),
         ([1], {}, DataError, "report is of type 'list'; pass a report or a table"),

@@ -161,7 +161,7 @@ def test_weights_that_do_not_fit_are_named(ours, tmp_path):
     for change, message in [
         ({"pwff_hidden_dim": 64}, r"encoder\.layers\.0\.pwff\.linear_inner\.bias.*\(48,\).*\(64,\)"),
         ({"num_layers": 3}, r"lacks 'encoder\.layers\.2\."),
-        ({"num_layers": 1}, r"holds 'encoder\.layers\.1\."),
+        ({"num_layers": 1}, r"contains unknown 'encoder\.layers\.1\."),
     ]:
         with pytest.raises(ModelFileError, match=message):
             Model.load_bytes(data, dataclasses.replace(CONFIG, **change))
@@ -194,14 +194,14 @@ IDS = np.array([[97, 98, 99]])
     ("call", "words"),
     [
         (lambda model: model.encode(np.zeros((1, 3)), IDS), "input has dtype float64"),
-        (lambda model: model.encode(IDS + 165, IDS), "input holds 264"),
+        (lambda model: model.encode(IDS + 165, IDS), "input contains 264"),
         (lambda model: model.encode(IDS[0], IDS), r"input has dtype int64 and shape \(3,\)"),
         (lambda model: both(model, IDS, np.arange(4)[None]), r"positions has shape \(1, 4\)"),
         (
             lambda model: compute_loss(model, REGULARIZER, IDS, IDS.T),
             r"targets has shape \(3, 1\) and token_ids \(1, 3\)",
         ),
-        (lambda model: compute_loss(model, REGULARIZER, IDS, IDS + 201), "targets holds 300"),
+        (lambda model: compute_loss(model, REGULARIZER, IDS, IDS + 201), "targets contains 300"),
     ],
 )
 def test_what_is_no_tokens_and_no_targets(ours, call, words):

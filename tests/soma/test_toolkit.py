@@ -203,7 +203,7 @@ def test_options_of_training_that_cannot_be_are_refused(texts):
     ]:
         with pytest.raises(OptionError, match=words):
             train(texts, "run", **{**TINY, "max_steps": 1, **options})
-    with pytest.raises(DataError, match=r"1 documents that are in files, too, e.g. '3'"):
+    with pytest.raises(DataError, match=r"1 documents that are also in files, e.g. '3'"):
         train(texts, "run", validation=texts[3], max_steps=1, **TINY)
 
 

@@ -210,7 +210,7 @@ def test_names_classes_and_instances_are_taken(monkeypatch):
     check_model(TransformerEncoder(50, 8, 1, 2, pooling="mean"))
     monkeypatch.setitem(MODELS._entries, "small", Small)
     check_model("small", hidden_dim=4)
-    with pytest.raises(OptionError, match="come with an instance"):
+    with pytest.raises(OptionError, match="have no effect with an instance"):
         check_model(Small(60), hidden_dim=4)
     with pytest.raises(OptionError, match="cannot be checked; pass a registered name, a class or an instance"):
         check_model(42)

@@ -104,14 +104,14 @@ def test_a_damaged_matrix(name) -> None:
         matrix = sparse.csr_matrix(COUNTS).asformat(kind, copy=True)
         getattr(matrix, part)[place] = value
         for genes in (None, VOCAB.genes):
-            fails(lambda m=matrix, g=genes: tokenizer(m, g), DataError, "cells is damaged")
+            fails(lambda m=matrix, g=genes: tokenizer(m, g), DataError, "cells is corrupted")
 
 
 TOTALS = [
     (np.ones(5), "totals has the shape (5,) but there are 6 cells"),
     (3.0, "totals has the shape ()"),
-    ([1, 2, 3, 4, 5, np.nan], "totals holds nan, which is not a library size"),
-    ([1, 2, 3, 4, -5, 6], "totals holds -5"),
+    ([1, 2, 3, 4, 5, np.nan], "totals contains nan, which is not a library size"),
+    ([1, 2, 3, 4, -5, 6], "totals contains -5"),
 ]
 
 
@@ -141,12 +141,16 @@ def test_a_map_onto_another_vocabulary(name) -> None:
 def test_names_of_which_none_is_in_the_vocabulary() -> None:
     vocab = GeneVocab.from_genes(["ENSG00000167286", "ENSG00000090382"])
     tokenizer = get_tokenizer("continuous_projection", vocab)
-    start = "gene_ids has none of the 2 genes of the vocabulary: it holds "
+    start = "gene_ids has none of the 2 genes of the vocabulary. It contains "
     convert = "convert them with scforge.data.convert_gene_ids(names, to='ensembl', species='human')."
     for names, kind, hint in [
         (["CD19", "MS4A1"], "human gene symbols such as 'CD19', 'MS4A1'", convert),
         (["ENSMUSG00000032094", "ENSMUSG00000069516"], "mouse Ensembl ids", "map the names to those of the vocab"),
-        (["x1", "x2"], "names of no known kind such as 'x1', 'x2', the vocabulary human Ensembl ids", "map the names"),
+        (
+            ["x1", "x2"],
+            "names of an unknown kind such as 'x1', 'x2', but the vocabulary contains human Ensembl ids",
+            "map the names",
+        ),
         ([0, 1], "numbers (Entrez ids?)", "map the names"),
     ]:
         fails(lambda n=names: tokenizer(COUNTS[:, :2], n), GeneMismatchError, start + kind, hint)

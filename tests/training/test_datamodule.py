@@ -112,7 +112,7 @@ def test_a_budget_of_tokens_is_kept(store, many_adata, setup, where):
     assert np.median(sizes) > 600
     assert len(sizes) == len(loader)
     assert all(batch["input_ids"].numel() <= 1000 for batch in data.val_dataloader())
-    with pytest.raises(OptionError, match="max_tokens_per_batch=20 does not hold a cell of"):
+    with pytest.raises(OptionError, match="max_tokens_per_batch=20 is too small for a cell with"):
         masked(cells, max_tokens_per_batch=20).train_dataloader()
     with pytest.raises(OptionError, match="max_tokens_per_batch=500 .*JointEmbedding needs random ones"):
         setup.data(batch_size=None, max_tokens_per_batch=500)
@@ -127,7 +127,7 @@ COLUMNS = ("balance_by", "split_by", "weight_by", "batch_key", "labels_key")
     [
         ({"train_rows": ROWS}, "must be given together; pass both, or neither"),
         ({"train_rows": ROWS, "validation_rows": np.arange(4, 8)}, "must be disjoint"),
-        ({"train_rows": [], "validation_rows": [1]}, "train_rows names no cell"),
+        ({"train_rows": [], "validation_rows": [1]}, "train_rows is empty"),
         ({"train_rows": np.array([0, 700]), "validation_rows": ROWS}, "train_rows has the row 700, but there"),
         ({"train_rows": ROWS, "validation_rows": np.array([-1])}, "validation_rows has the row -1"),
         (

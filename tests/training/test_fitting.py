@@ -101,7 +101,7 @@ def test_the_best_weights_are_kept(setup):
 
 def test_few_cells_are_told(setup):
     with pytest.warns(
-        ScforgeWarning, match="The model learns from 3 cells, fewer than 50: too few to choose an epoch by"
+        ScforgeWarning, match="The model learns from 3 cells, fewer than 50, which is too few to select an epoch"
     ):
         setup.fit(data=setup.data(n_validation=57), max_epochs=1)
     # Without validation cells the loss of training decides.
@@ -182,7 +182,7 @@ def test_further_devices_after_a_training_on_one(setup, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"callbacks": [object()]}, "callbacks has one of type 'object'; pass callbacks of"),
+        ({"callbacks": [object()]}, "callbacks contains an object of type 'object'; pass callbacks of"),
         (
             {"logger": "wandb"},
             "logger='wandb' is not a Lightning logger; create one with scforge.training.make_loggers",

@@ -201,7 +201,7 @@ def test_the_decoder_is_told_the_batch(cells, tokenizer):
     one = objective.loss(module, batch)[1]["reconstruction"]
     other = objective.loss(module, {**batch, "batch": 1 - batch["batch"]})[1]["reconstruction"]
     assert not torch.isclose(one, other)
-    with pytest.raises(DataError, match="30 of 60 cells are of batches that the model does not know"):
+    with pytest.raises(DataError, match="30 of 60 cells have batches that the model does not know"):
         MaskedDiffusion(batch_key="batch", batches=["x"]).bind(cells, np.arange(60))
 
 
@@ -276,5 +276,5 @@ def test_what_does_not_fit(tiny_vocab, name, options, message):
         MaskedDiffusion().check(get_tokenizer(name, tiny_vocab, **{"append_cls": False, **options}))
     MaskedDiffusion().check(get_tokenizer("rank_value", tiny_vocab, append_cls=False))
     MaskedDiffusion().check_architecture(ScDiVaModel)
-    with pytest.raises(OptionError, match="takes no loss_weights, masked_values and target"):
+    with pytest.raises(OptionError, match="does not accept loss_weights, masked_values and target"):
         MaskedDiffusion().check_architecture(TransformerEncoder)

@@ -178,7 +178,7 @@ def test_what_cannot_predict_values(random_cells):
     for module in (GenePoolingModel(64, 16, 1), TransformerEncoder(64, 16, 1, 2)):
         with pytest.raises(TrainingError, match=message):
             objective.loss(module, batch)
-    with pytest.raises(OptionError, match="GenePoolingModel, which predicts no values"):
+    with pytest.raises(OptionError, match="GenePoolingModel, which does not predict values"):
         objective.check_architecture(GenePoolingModel(64, 16, 1))
 
     class Own(torch.nn.Module):

@@ -255,7 +255,7 @@ def test_cells_of_unknown_batches_are_trained_on(adata):
     adata = adata.copy()
     adata.obs["batch"] = adata.obs["batch"].replace("b1", "b7")
     cells = open_cells(adata, GeneVocab.from_genes(list(adata.var_names)))
-    with pytest.warns(ScforgeWarning, match="180 of 360 cells are of batches that the model does not know"):
+    with pytest.warns(ScforgeWarning, match="180 of 360 cells have batches that the model does not know"):
         objective.bind(cells, np.arange(len(cells)))
     objective.bind_query(cells, np.arange(len(cells)))  # no warning: new batches are what a query is for
     batch = objective.prepare(cells.block(np.arange(len(cells))), tokenizer, epoch=0, seed=0)

@@ -109,7 +109,7 @@ def test_loss_starts_at_the_token_entropy(masked_setup, monkeypatch):
     assert 0 < token_counts(setup.cells, setup.tokenizer).max() <= 7
     assert token_entropy(np.array([0, 3])) == 0.0
     for nothing in ([], [0, 0]):
-        with pytest.raises(OptionError, match="counts has no token above zero"):
+        with pytest.raises(OptionError, match="counts is zero for all tokens"):
             token_entropy(nothing)
 
 
@@ -193,7 +193,7 @@ def test_what_happens_to_a_cell_depends_on_epoch_seed_and_cell_alone(name, cells
         ("variational", {"free_bits": "some"}, "free_bits='some'"),
         ("variational", {"thinning": (0, 1)}, "0 < low <= high <= 1"),
         ("variational", {"labels": ["a"]}, "needs labels_key, the column of obs"),
-        ("variational", {"batch_key": "b", "batches": ["x", "x"]}, "names of classes, each once"),
+        ("variational", {"batch_key": "b", "batches": ["x", "x"]}, "unique class names"),
         ("variational", {"reconstruction_weight": 0.0}, "without labels means that there is no loss"),
         ("next_gene_prediction", {"order": "up"}, "order='up' is not known"),
         ("next_gene_prediction", {"conditions": ["a"]}, "needs condition_key"),

@@ -22,7 +22,7 @@ def test_rows_are_in_the_order_of_the_source(setup):
     np.testing.assert_allclose(result, alone, atol=1e-5)
     rows = np.array([41, 3, 3, 59])
     np.testing.assert_allclose(embed(setup.module, setup.cells, setup.tokenizer, rows=rows), result[rows], atol=1e-5)
-    with pytest.raises(OptionError, match="rows names no cell to embed"):
+    with pytest.raises(OptionError, match="rows is empty; pass"):
         embed(setup.module, setup.cells, setup.tokenizer, rows=[])
 
 

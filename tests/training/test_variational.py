@@ -150,7 +150,7 @@ def test_classes_and_batches(tiny_adata, tiny_vocab, tokenizer):
         ({"labels_key": "grup"}, "labels_key='grup'"),
         (
             {"batch_key": "batch", "batches": ["x"]},
-            "batch_key='batch': 30 of 60 cells are of batches that the model does not know",
+            "batch_key='batch': 30 of 60 cells have batches that the model does not know",
         ),
         ({"labels_key": "group", "labels": ["t"]}, "no training cell has one of the classes"),
     ],

@@ -134,7 +134,7 @@ def _move_data(content: dict[str, Any]) -> None:
 
 def _use_gpus(content: dict[str, Any], n_gpus: Any) -> None:
     if isinstance(n_gpus, bool) or not isinstance(n_gpus, int) or n_gpus < 0:
-        message = f"training.num_gpus={shown(n_gpus)} is not a number of GPUs; give 0 or more."
+        message = f"training.num_gpus={shown(n_gpus)} is not a number of GPUs; pass 0 or more."
         raise AliasError(message, "training.num_gpus")
     accelerator = get_option(content, "training.accelerator")
     if n_gpus == 0:

@@ -27,7 +27,7 @@ def init_config(
     recipe
         See :func:`scforge.config.list_recipes`.
     output
-        File to write; None takes the name of the recipe, in the working directory.
+        File to write. If None, uses the name of the recipe, in the working directory.
     overwrite
         Replace an existing file.
 

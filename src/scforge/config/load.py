@@ -140,8 +140,8 @@ def load_config(
     Parameters
     ----------
     path
-        A YAML file, or a TOML file, whose name ends in ``.toml``; None for a configuration that `flags` and
-        `overrides` make.
+        A YAML file, or a TOML file, whose name ends in ``.toml``; None means a configuration made of `flags` and
+        `overrides` alone.
     overrides
         Options that replace those in the file, as ``"training.batch_size=32"``. Values are read as YAML; a mapping is
         merged into its section. The last override of an option takes precedence.
@@ -243,7 +243,7 @@ def _read(path: Path) -> tuple[Mapping[str, Any], Source]:
     if content is None:
         raise ConfigError(f"config={name} is empty; it needs at least a section data with paths.")
     if not isinstance(content, Mapping):
-        raise ConfigError(f"config={name} holds {shown(content)} instead of sections such as data and training.")
+        raise ConfigError(f"config={name} contains {shown(content)} instead of sections such as data and training.")
     return content, Source(str(path), root)
 
 

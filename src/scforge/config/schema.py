@@ -99,8 +99,8 @@ _CENSUS = "cellxgene_census"
 def _normalize(value: Any) -> Any:
     if value == "scran":
         raise ValueError(
-            "is not supported: its size factors are pooled over cells, and tokenizers see one cell at a time; "
-            "remove the key, which scales to the library size"
+            "is not supported, because its size factors are pooled over cells and tokenizers process single cells; "
+            "remove the key to scale to the library size"
         )
     return value
 
@@ -127,13 +127,13 @@ class PreprocessingConfig(Section):
     Parameters
     ----------
     hvg_selection
-        Number of highly variable genes to keep; 0 keeps all. None takes the default of the architecture.
+        Number of highly variable genes to keep; 0 keeps all. If None, uses the default of the architecture.
     keep_genes
         Genes that are always kept.
     normalize
         ``"library_size"`` scales the counts of a cell to `target_sum`, ``"none"`` does not.
     target_sum
-        Total counts per cell after normalization; None for 10,000.
+        Total counts per cell after normalization; None means 10,000.
     log1p
         Whether to apply log1p.
 
@@ -160,12 +160,12 @@ class PreprocessingConfig(Section):
 class SamplingConfig(Section):
     """Sampling of training cells by class with replacement, instead of each cell once per epoch.
 
-    None takes the default of :class:`scforge.training.CellDataModule`.
+    If None, uses the default of :class:`scforge.training.CellDataModule`.
 
     Parameters
     ----------
     balance_key
-        Column of ``obs`` with the classes. None uses each cell once.
+        Column of ``obs`` with the classes. If None, uses each cell once.
     warmup_epochs
         Epochs over which the strength goes from `start` to `end`.
     start, end
@@ -215,11 +215,11 @@ class DataConfig(Section):
     paths
         One or more h5ad or zarr files, stores, patterns of paths, or URLs of these. One may be given as text.
     organism
-        Organism of the Census. None takes ``"homo_sapiens"``.
+        Organism of the Census. If None, uses ``"homo_sapiens"``.
     filters
         Which cells of the Census: columns of ``obs`` with a value or a list of values, or a SOMA ``value_filter``.
     census_version
-        Release of the Census, e.g. ``"2025-01-30"``. None takes ``"stable"``.
+        Release of the Census, e.g. ``"2025-01-30"``. If None, uses ``"stable"``.
     uri
         SOMA experiment, or a folder with the layout of the Census, to query instead.
     obs_columns
@@ -237,12 +237,12 @@ class DataConfig(Section):
     gene_vocab
         ``"from_data"``, a shipped vocabulary such as ``"human_protein_coding"``, or a vocabulary file.
     max_genes
-        Genes kept per cell, the most expressed. None takes the tokenizer's default. Also accepted as
+        Genes kept per cell, the most expressed. If None, uses the tokenizer's default. Also accepted as
         ``tokenizer.max_genes``.
     layer
-        Layer with raw counts. None reads ``adata.X``, or ``"raw"`` of the Census.
+        Layer with raw counts. If None, reads ``adata.X``, or ``"raw"`` of the Census.
     gene_key
-        Column of ``var`` with the gene names. None reads ``adata.var_names``, or the best match in the Census.
+        Column of ``var`` with the gene names. If None, reads ``adata.var_names``, or the best match in the Census.
     batch_key, labels_key
         Columns of ``obs`` with the batch and the label of each cell.
     preprocessing
@@ -257,7 +257,7 @@ class DataConfig(Section):
     num_threads
         Threads that tokenize ahead; 0 tokenizes in the training thread. Also accepted as ``data.num_workers``.
     pin_memory
-        Put batches into memory that a CUDA device copies from. None does so if there is one.
+        Put batches into pinned memory, from which a CUDA device copies. If None, does so if there is one.
 
     Examples
     --------
@@ -328,7 +328,7 @@ def _batch_size(value: Any) -> Any:
         raise ValueError("is out of range; it must be at least 1")
     if isinstance(value, str) and value.strip().isdecimal() and int(value) >= 1:
         return int(value)
-    raise ValueError("is neither a whole number of cells nor 'auto', which takes as many as fit into memory")
+    raise ValueError("is neither a whole number of cells nor 'auto', which uses as many as fit into memory")
 
 
 def _devices(value: Any) -> Any:
@@ -352,7 +352,7 @@ Devices = Annotated[
 
 
 class OptimizerConfig(Section):
-    """The optimizer; None takes the default of the objective.
+    """The optimizer. If None, uses the default of the objective.
 
     Parameters
     ----------
@@ -376,7 +376,7 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """The learning-rate schedule; None takes the default of the objective.
+    """The learning-rate schedule. If None, uses the default of the objective.
 
     Parameters
     ----------
@@ -396,7 +396,7 @@ class SchedulerConfig(Section):
 
 
 class TrainingConfig(Section):
-    """The training run; None takes the default of the objective, or a value that fits the data.
+    """The training run. If None, uses the default of the objective, or a value that fits the data.
 
     Parameters
     ----------
@@ -427,7 +427,7 @@ class TrainingConfig(Section):
     gradient_checkpointing
         Recompute layers in the backward pass instead of storing their activations: less memory, more time.
     layer_lr_decay
-        Ratio of the learning rates of a layer and the layer above it, e.g. 0.8. None uses one learning rate.
+        Ratio of the learning rates of a layer and the layer above it, e.g. 0.8. If None, uses one learning rate.
     gradual_unfreezing
         Train the top layer first, and add the next lower layer after each interval of this many epochs. None trains all
         layers from the start.
@@ -491,19 +491,19 @@ def _task(value: str) -> str:
 def _freeze(value: Any) -> Any:
     if isinstance(value, bool) or (isinstance(value, int) and value >= 1):
         return value
-    raise ValueError("is neither true, false nor a number of layers")
+    raise ValueError("must be true, false or a number of layers")
 
 
 def _lora(value: Any) -> Any:
     if isinstance(value, bool) or (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
         return value
-    raise ValueError("is neither true, false nor a section with options such as {r: 8}")
+    raise ValueError("must be true, false or a section with options such as {r: 8}")
 
 
 def _evaluate(value: Any) -> Any:
     if isinstance(value, bool) or (isinstance(value, str) and value):
         return EVALUATIONS.get(value, value) if isinstance(value, str) else value
-    raise ValueError("is neither true, false nor the name of an evaluation")
+    raise ValueError("must be true, false or the name of an evaluation")
 
 
 Freeze = Annotated[
@@ -531,7 +531,7 @@ class FinetuneConfig(OpenSection):
     task
         Registered name of the task, e.g. ``"annotation"``.
     labels_key, batch_key
-        Columns of ``obs`` for the task. None takes those of the section ``data``.
+        Columns of ``obs`` for the task. If None, uses those of the section ``data``.
     validation_size, test_size
         Fractions of the cells in the validation set, which selects the best epoch, and in the test set.
     split_by
@@ -606,7 +606,7 @@ def _benchmarks(value: Any) -> Any:
         named = isinstance(benchmark, Mapping) and len(benchmark) == 1 and _is_named(*next(iter(benchmark.items())))
         if not named and not (isinstance(benchmark, str) and benchmark):
             raise ValueError(
-                "contains something that is not a benchmark; give each as its name, or as its name with options below, "
+                "contains something that is not a benchmark; pass each as its name, or as its name with options below, "
                 "e.g. [cell_type_annotation: {dataset: held_out}]"
             )
     return benchmarks
@@ -633,7 +633,7 @@ class OutputConfig(Section):
     log_dir
         Folder of the training log.
     loggers
-        Loggers: ``"csv"``, ``"tensorboard"``, ``"wandb"``, one or a list. None takes ``"csv"`` if `log_dir` is set.
+        Loggers: ``"csv"``, ``"tensorboard"``, ``"wandb"``, one or a list. If None, uses ``"csv"`` if `log_dir` is set.
     project
         Project in Weights & Biases.
     run_name
@@ -754,7 +754,7 @@ class MaskingConfig(Section):
         other = {"mask_token_prob": "random_token_prob", "random_token_prob": "mask_token_prob"}[str(info.field_name)]
         total = value + info.data.get(other, 0.0)
         if total > 1 + 1e-9:
-            raise ValueError(f"and {other}={info.data[other]!r} sum to {total:g}; the two may sum to 1 at most")
+            raise ValueError(f"and {other}={info.data[other]!r} sum to {total:g}; their sum must not exceed 1")
         return value
 
 
@@ -764,7 +764,7 @@ class TokenizerConfig(OpenSection):
     Parameters
     ----------
     strategy
-        Registered name of the tokenizer. None takes the default of the objective.
+        Registered name of the tokenizer. If None, uses the default of the objective.
     masking
         Masking, for the objectives that mask.
     **options
@@ -787,7 +787,7 @@ class ObjectiveConfig(OpenSection):
     Parameters
     ----------
     name
-        Registered name of the objective. None takes the default of the architecture.
+        Registered name of the objective. If None, uses the default of the architecture.
     **options
         Options of the objective, checked by its constructor.
 
@@ -810,13 +810,13 @@ class ModelConfig(OpenSection):
     Parameters
     ----------
     architecture
-        Registered name of the architecture. None takes the light encoder.
+        Registered name of the architecture. If None, uses the light encoder.
     vocab_size
         Number of token ids, special tokens included. None until the vocabulary is known.
     hidden_dim, num_layers, num_heads
         Width, depth and number of attention heads.
     ffn_dim
-        Width inside the feed-forward layers. None leaves it to the architecture.
+        Width inside the feed-forward layers. If None, leaves it to the architecture.
     dropout
         Dropout probability, in [0, 1).
     max_seq_len

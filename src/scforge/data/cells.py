@@ -96,7 +96,7 @@ class CellBlock:
         matrix
             Counts, shape (B, G).
         totals
-            Counts of each cell over all genes of the data, shape (B,); None takes the row sums.
+            Counts of each cell over all genes of the data, shape (B,). If None, uses the row sums.
         measured
             True for the vocabulary genes that the data have, bool, shape (G,).
 
@@ -216,7 +216,7 @@ class Cells(Protocol):
         n
             Most cells.
         rows
-            Positions of the cells to draw from; None draws from all.
+            Positions of the cells to draw from. If None, draws from all.
         seed
             Seed of the draw.
         """
@@ -399,7 +399,7 @@ def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:
 
 
 def named_column(cells: Cells, key: str, *, argument: str | None) -> pd.Series:
-    """Return a column of obs of cells; where there is none, the message names the argument that asked for it."""
+    """Return a column of obs of cells; if it is missing, the message names the argument of the column."""
     try:
         return cells.column(key)
     except DataError as error:

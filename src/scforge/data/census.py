@@ -33,7 +33,7 @@ Filters = Mapping[str, Any] | str | None
 _SPECIES = {"human": "homo_sapiens", "mouse": "mus_musculus"}
 
 _NAMES = ("feature_id", "feature_name", "var_id")
-"""Columns of var that contain names of genes: those of the Census, and that of ``tiledbsoma.io.from_anndata``."""
+"""Columns of ``var`` that contain names of genes: those of the Census, and that of ``tiledbsoma.io.from_anndata``."""
 
 _ROWS = 1024
 """Cells that are read at a time."""
@@ -54,11 +54,11 @@ class CensusQuery:
     organism
         Organism of the Census, e.g. ``"homo_sapiens"``. An experiment that `uri` names directly has only one.
     filters
-        Which cells: columns of obs with a value or a list of values, all of which must fit, e.g.
-        ``{"tissue": ["lung", "heart"], "is_primary_data": True}``; or the text of a SOMA ``value_filter``. None takes
-        all cells. The Census holds many cells twice, so most queries need ``is_primary_data``.
+        Which cells: columns of obs with a value or a list of values, all of which must fit, e.g. ``{"tissue": ["lung",
+        "heart"], "is_primary_data": True}``, or the text of a SOMA ``value_filter``. If None, uses all cells. The
+        Census contains many cells twice, so most queries need ``is_primary_data``.
     obs
-        Columns of obs to have available, e.g. for batches and labels. None takes all.
+        Columns of ``obs`` to have available, e.g. for batches and labels. If None, uses all.
     census_version
         Release of the Census, e.g. ``"2025-01-30"``; ``"stable"`` and ``"latest"`` change with time.
     uri
@@ -66,7 +66,7 @@ class CensusQuery:
     measurement, layer
         Measurement of the experiment, and layer of its X, with raw counts.
     gene_key
-        Column of var with the gene names. None takes ``feature_id`` or ``feature_name``, whichever fits the
+        Column of ``var`` with the gene names. If None, uses ``feature_id`` or ``feature_name``, whichever fits the
         vocabulary best.
     tiledb_config
         Options of TileDB, e.g. ``{"vfs.s3.region": "us-west-2"}``.
@@ -95,7 +95,9 @@ class CensusQuery:
             raise OptionError(f"filters={self.filters!r} is neither a dict of columns and values nor a value_filter.")
         for column, values in self._values.items():
             if not values:
-                raise OptionError(f"filters[{column!r}]=[] allows no value; name at least one, or remove the key.")
+                raise OptionError(
+                    f"filters[{column!r}]=[] allows no value; pass at least one value, or remove the key."
+                )
         listed_columns(self.obs)
 
     @property
@@ -196,13 +198,16 @@ class SomaStream:
                 ]
                 raise DataError(
                     f"no cell of {self.name!r} fits filters={self.query.filters!r}: of {self._obs.count} cells, each "
-                    f"filter alone leaves {', '.join(counted) or 'nothing'}; relax the filters."
+                    f"filter alone selects {', '.join(counted) or 'nothing'}; relax the filters."
                 )
         for column, values in filtered.items():
             # Most are typos.
             found = set(table[column].unique())
             if absent := [value for value in values if value not in found]:
-                warn(f"filters[{column!r}] names {absent[0]!r}, which no cell has that fits the other filters.")
+                warn(
+                    f"filters[{column!r}] names {absent[0]!r}, but no cell that matches the other filters has this "
+                    "value."
+                )
         n_counts = int(table["nnz"].sum()) if "nnz" in table else None
         return np.ascontiguousarray(table["soma_joinid"], dtype=np.int64), n_counts
 
@@ -305,7 +310,7 @@ def _opened(query: CensusQuery) -> tuple[str, str, Any]:
             return uri, "", tiledbsoma.open(uri, context=context)
     client, version = _import_soma("cellxgene_census"), query.census_version
     what = f"the CELLxGENE Census (census_version={version!r})"
-    with _reading(what, "check the connection, or name a copy of your own with uri"):
+    with _reading(what, "check the connection, or pass the address of a copy as uri"):
         try:
             release = client.get_census_version_description(version)["release_build"]
         except ValueError as error:
@@ -360,7 +365,7 @@ def best_names(var: pd.DataFrame, vocab: GeneVocab | None) -> str:
     columns = {name: column for name, column in text_columns(var).items() if name is not None}
     known = [name for name in _NAMES if name in columns] or list(columns)
     if not known:
-        raise DataError("var has no column of text, so genes have no names; name the column with gene_key.")
+        raise DataError("var has no text column with gene names; set gene_key.")
     if vocab is None:
         return known[0]
 

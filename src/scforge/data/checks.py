@@ -26,13 +26,13 @@ _CHECKED: dict[int, tuple[Any, ...]] = {}
 """Fingerprints of the matrices whose counts were checked, by id; a changed matrix is checked again."""
 
 REPAIR = "write the file again, or build the matrix anew"
-"""Advice for a damaged matrix."""
+"""Advice for a corrupted matrix."""
 
 
 def sound_csr(matrix: Any, where: str) -> sparse.csr_matrix:
     """Return `matrix` as CSR, itself if it is one; raise if its parts do not fit together (`where` names it)."""
     if problem := compressed_problem(matrix):
-        raise DataError(f"{where} is damaged: {problem}; {REPAIR}.")
+        raise DataError(f"{where} is corrupted: {problem}; {REPAIR}.")
     if isinstance(matrix, sparse.csr_matrix) and len(matrix.data) == len(matrix.indices) == matrix.indptr[-1]:
         return matrix
     return sparse.csr_matrix(matrix)
@@ -52,7 +52,7 @@ def compressed_problem(matrix: Any) -> str | None:
         return None
     for name in ("data", "indices", "indptr"):
         part = getattr(matrix, name)
-        # What anndata reads from a damaged file may be no array.
+        # What anndata reads from a corrupted file may be no array.
         if not isinstance(part, np.ndarray) or part.ndim != 1 or (name != "data" and part.dtype.kind not in "iu"):
             return f"{name} is not a list of numbers"
     n_major, n_minor = matrix.shape if matrix.format == "csr" else matrix.shape[::-1]
@@ -194,7 +194,7 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
     if not isinstance(key, str | int):
         raise OptionError(f"{argument}={key!r} is of type {type(key).__name__!r}; pass the name of one column of obs.")
     if key in adata.obs and adata.obs[key].ndim > 1:
-        raise DataError(f"{argument}={key!r} names several columns of adata.obs; rename all of them but one.")
+        raise DataError(f"{argument}={key!r} is the name of several columns of adata.obs; rename all but one of them.")
     if key not in adata.obs:
         columns = [column for column in adata.obs.columns if not str(column).startswith("_scvi_")]
         check_known(argument, key, columns, "adata.obs")
@@ -258,7 +258,7 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     adata
         Annotated data.
     layer
-        Key in ``adata.layers``; None reads ``adata.X``.
+        Key in ``adata.layers``. If None, reads ``adata.X``.
 
     Returns
     -------
@@ -267,7 +267,7 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     Raises
     ------
     DataError
-        If the layer does not exist, is damaged, holds negative, missing or fractional values, or has cells without
+        If the layer does not exist, is corrupted, holds negative, missing or fractional values, or has cells without
         counts. The message names a layer that does contain counts, if there is one.
     """
     matrix = _matrix(adata, layer)
@@ -375,7 +375,7 @@ def names_place(gene_key: str | None) -> str:
 def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
     """Return the gene names of `adata` as an array of str, shape (n_vars,), all there.
 
-    Repeated names are no mistake: the counts of their columns are summed when they are mapped.
+    Duplicate names are allowed: their counts are summed during gene mapping.
     """
     return names_of(adata.var, gene_key)
 

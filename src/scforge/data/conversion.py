@@ -90,10 +90,10 @@ def convert(
     path
         Folder of the store, e.g. ``"store.zarr"``, on a local disk.
     vocab
-        A vocabulary, the file of one, or the name of a shipped one (see :func:`scforge.data.list_vocabs`). None takes
-        all genes of all sources, in order of their first appearance.
+        A vocabulary, the file of one, or the name of a shipped one (see :func:`scforge.data.list_vocabs`). If None,
+        uses all genes of all sources, in order of their first appearance.
     obs
-        Columns of ``obs`` to keep; None keeps all that every source has. Columns of text become categories.
+        Columns of ``obs`` to keep. If None, keeps all that every source has. Columns of text become categories.
     shuffle
         Whether to bring the cells into random order. Without it they stay in the order of the sources.
     seed
@@ -102,9 +102,9 @@ def convert(
         Memory that the process may take, e.g. ``"4GB"``, or a number of bytes, of which about 0.9 GB are for Python
         and the libraries. More makes larger datasets.
     layer
-        Layer with raw counts; None reads X.
+        Layer with raw counts. If None, reads X.
     gene_key
-        Column of ``var`` with the gene names; None reads ``var_names``.
+        Column of ``var`` with the gene names. If None, reads ``var_names``.
     modality
         Modality of a MuData.
     min_overlap
@@ -233,7 +233,7 @@ def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
         place = getattr(stream, "address", "").removeprefix("file://")  # cells in memory have none
         source = Path(place).resolve()
         if place and not is_url(place) and (target == source or target in source.parents or source in target.parents):
-            raise OptionError(f"path={str(target)!r} is, contains or lies in the source {place!r}; choose another.")
+            raise OptionError(f"path={str(target)!r} is, contains or is inside the source {place!r}; choose another.")
 
 
 @contextlib.contextmanager
@@ -315,7 +315,7 @@ def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, 
     fixed = _LIBRARIES + _BUFFERS + medians + tables
     if memory - fixed < _MIN:
         least = (fixed + _MIN) / 1e9 + 0.05
-        raise OptionError(f"memory={memory / 1e9:.2f}GB is too little here; give at least {least:.1f}GB.")
+        raise OptionError(f"memory={memory / 1e9:.2f}GB is too little here; pass at least {least:.1f}GB.")
     n_entries = sum(stream.n_entries for stream in streams)
     # In the temporary files, while gathered, and twice while compressed.
     n_bytes = 5 * _entry_bytes(vocab.n_genes) * n_entries
@@ -373,7 +373,7 @@ class _Scattered:
                 self.kept.append(kept)
                 self.sums.append(float(self.totals[before:first].sum()))
         if not sum(self.kept):
-            raise DataError("no cell expresses a gene of the vocabulary; choose another one with vocab.")
+            raise DataError("no cell expresses a gene of the vocabulary; choose another vocabulary.")
 
     def _check_largest(self, counts: sparse.csr_matrix, stream: ChunkReader) -> None:
         most = counts.data.max(initial=0)
@@ -478,7 +478,7 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
     streams
         The sources.
     wanted
-        Names of columns; None keeps all that every source has.
+        Names of columns. If None, keeps all that every source has.
 
     Raises
     ------
@@ -488,7 +488,7 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
         If `wanted` names a column twice, or one that scforge adds.
     """
     if wanted is not None and len(set(wanted) - set(OWN_COLUMNS)) < len(wanted):
-        raise OptionError(f"obs={list(wanted)!r} names a column twice, or one which scforge adds itself; leave it out.")
+        raise OptionError(f"obs={list(wanted)!r} names a column twice, or a column that scforge adds; leave it out.")
     tables, names = [], []
     for stream in streams:
         obs = stream.obs(None if wanted is None else list(wanted))
@@ -576,7 +576,7 @@ def _kind(values: Any) -> str | None:
 def _problem(name: str, kinds: Sequence[str | None], streams: Sequence[ChunkReader]) -> str | None:
     """Return why a column cannot be stored, one sentence, or None."""
     if "/" in name:
-        return f"{name!r} has a slash in its name, and no name in a store has one; rename it or leave it out."
+        return f"{name!r} has a slash in its name, which stores do not allow; rename it or leave it out."
     for kind, stream in zip(kinds, streams, strict=True):
         if kind is None:
             return f"{name!r} of {stream.name!r} contains neither text nor numbers; convert it or leave it out."

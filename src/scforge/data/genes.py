@@ -44,7 +44,7 @@ def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) 
     """
     matrix = sound_csr(matrix, "matrix")
     if matrix.shape[1] != len(columns):
-        raise DataError(f"matrix has {matrix.shape[1]} columns but columns names {len(columns)}; give one for each.")
+        raise DataError(f"matrix has {matrix.shape[1]} columns but columns has {len(columns)}; pass one for each.")
     places = columns[matrix.indices]
     keep = places >= 0
     kept_before = np.concatenate([[0], np.cumsum(keep)])
@@ -65,8 +65,8 @@ def warn_summed(names: np.ndarray, columns: np.ndarray, where: str) -> None:
     again = np.delete(used, first)
     if len(again):
         warn(
-            f"{where} names genes that other columns name as well: the counts of {len(again)} columns "
-            f"(first: {str(names[again[0]])!r}) are summed with those."
+            f"{where} has several columns for one gene: the counts of {len(again)} columns "
+            f"(first: {str(names[again[0]])!r}) are summed."
         )
 
 
@@ -216,8 +216,8 @@ def map_names(
         needed = max(gene_map.n_matched + 1, min_overlap * possible)
         hint = _better_column(var, vocab, gene_key, needed) or _way_out(kind, expected)
         raise GeneMismatchError(
-            f"{where} has only {gene_map.n_matched} of the {vocab.n_genes} genes of the vocabulary: it holds "
-            f"{kind} such as {listing(names[:2])}, the vocabulary {expected} such as "
+            f"{where} has only {gene_map.n_matched} of the {vocab.n_genes} genes of the vocabulary. It contains "
+            f"{kind} such as {listing(names[:2])}, but the vocabulary contains {expected} such as "
             f"{listing(vocab.genes[:2])}; {hint}."
         )
     for note in gene_map.notes:
@@ -271,7 +271,7 @@ def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[n
                 matched.append(f"{name!r} is {gene!r}")
     if not matched:
         return columns, []
-    return columns, [f"{len(matched):,} names were matched that R wrote with dots ({', '.join(matched[:2])})"]
+    return columns, [f"{len(matched):,} names with dots from R were matched ({', '.join(matched[:2])})"]
 
 
 def warn_empty(n_expressed: np.ndarray) -> None:
@@ -322,8 +322,8 @@ def _way_out(kind: str, expected: str) -> str:
     species, wanted = kind.split(" ")[0], expected.split(" ")[0]
     if {species, wanted} == set(SPECIES):
         return (
-            f"genes of {species} need a vocabulary of their species, vocab='{species}_protein_coding' (in a YAML file "
-            "data.gene_vocab), or 'human_mouse', which takes both"
+            f"{species} genes need vocab='{species}_protein_coding' (data.gene_vocab in a YAML file), or "
+            "'human_mouse', which contains both species"
         )
     if conversion := how_to_convert(kind, expected):
         return f"{conversion} and name the new column with gene_key"
@@ -524,10 +524,10 @@ def map_genes(
     vocab
         A vocabulary, the file of one, or the name of a shipped one (see :func:`scforge.data.list_vocabs`).
     layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+        Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     gene_key
-        Column of ``adata.var`` with the gene names; None reads ``adata.var_names``. Ensembl ids that end in ``_PAR_Y``
-        match nothing, see :class:`scforge.data.GeneVocab`.
+        Column of ``adata.var`` with the gene names. If None, reads ``adata.var_names``. Ensembl ids that end in
+        ``_PAR_Y`` match nothing, see :class:`scforge.data.GeneVocab`.
     min_overlap
         Smallest share of the vocabulary's genes to accept; of an annotation, which no data set measures as a whole,
         smallest share of the smaller of the two sets.

@@ -53,9 +53,7 @@ def principal_components(cells: CellSource, n_comps: int = 50) -> tuple[np.ndarr
     values = log1p_cp10k_rows(sparse.csr_matrix(cells.counts), np.maximum(cells.totals, 1.0))
     dims = min(n_comps, min(values.shape) - 1)
     if dims < 1:
-        raise DataError(
-            f"{values.shape[0]} cells of {values.shape[1]} genes are too few for neighbors; use more of them."
-        )
+        raise DataError(f"{values.shape[0]} cells and {values.shape[1]} genes are too few for neighbors; use more.")
     if (np.asarray(values.max(axis=0).todense()) == np.asarray(values.min(axis=0).todense())).all():
         sizes = [(values.shape[0], dims), (values.shape[1], dims), (dims,)]
         return tuple(np.zeros(size, dtype=np.float32) for size in sizes)  # type: ignore[return-value]  # all alike
@@ -238,7 +236,7 @@ def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, tempe
     pairs
         Neighbors of each cell, shape (N, N), as of :func:`mutual_neighbors`.
     temperature
-        Smaller values favor the nearest neighbors; None gives all neighbors the same weight.
+        Smaller values favor the nearest neighbors. If None, gives all neighbors the same weight.
 
     Returns
     -------

@@ -25,8 +25,8 @@ class PerturbationKeys:
     control
         Label of cells without perturbation, pertpy's `reference_key`, e.g. ``"control"``, ``"NT"`` or ``"ctrl"``.
     separator
-        Text between the parts of a combination, pertpy's `sep`. None keeps labels whole, e.g. because names of drugs
-        have a plus sign, as ``"(+)-JQ1"``.
+        Text between the parts of a combination, pertpy's `sep`. If None, keeps labels whole, e.g. because names of
+        drugs have a plus sign, as ``"(+)-JQ1"``.
 
     Examples
     --------
@@ -40,7 +40,7 @@ class PerturbationKeys:
 
     def __post_init__(self) -> None:
         if self.separator is not None and (not isinstance(self.separator, str) or not self.separator.strip()):
-            raise OptionError(f"separator={self.separator!r} is no text that can join parts; give '+', or None.")
+            raise OptionError(f"separator={self.separator!r} cannot separate the parts of a label; pass '+', or None.")
 
 
 def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple[str, ...]]:
@@ -80,7 +80,9 @@ def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple
     check_known("perturbation", keys.perturbation, obs.columns, "obs")
     codes, labels = pd.factorize(obs[keys.perturbation])
     if len(missing := np.flatnonzero(codes < 0)):
-        raise DataError(f"obs[{keys.perturbation!r}] has no label for {len(missing)} of {len(codes)} cells; label all.")
+        raise DataError(
+            f"obs[{keys.perturbation!r}] has no label for {len(missing)} of {len(codes)} cells; label all cells."
+        )
     parts = [_parts(str(label).strip(), keys) for label in labels]
     known = sorted({part for some in parts for part in some})
     check_known("control", keys.control, known, f"obs[{keys.perturbation!r}]")
@@ -98,5 +100,5 @@ def _parts(label: str, keys: PerturbationKeys) -> list[str]:
     cut = any(part.count("(") != part.count(")") for part in parts) and label.count("(") == label.count(")")
     if cut or not all(parts):
         what = "within brackets" if cut else "into parts that are empty"
-        raise DataError(f"separator={keys.separator!r} cuts {label!r} {what}; take another, or None.")
+        raise DataError(f"separator={keys.separator!r} cuts {label!r} {what}; choose another separator, or None.")
     return parts

@@ -86,7 +86,7 @@ LATER = {408, 425, 429, *range(500, 600)}
 
 
 def refusal(error: BaseException) -> tuple[int, str] | None:
-    """Return the status with which a web server refused something, and what that means; None for another error.
+    """Return the status with which a web server refused a request, and its meaning; None for another error.
 
     fsspec says of most of them that there is no such file, with the true one behind it.
     """
@@ -109,7 +109,7 @@ def refusal(error: BaseException) -> tuple[int, str] | None:
 
 @contextlib.contextmanager
 def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
-    """Turn an error of reading `what` (`how`: as what) into one sentence; `fix` is the advice for damaged files."""
+    """Turn an error of reading `what` (`how`: as what) into one sentence; `fix` is the advice for corrupted files."""
     try:
         yield
     except ScforgeError:
@@ -122,7 +122,7 @@ def _reading_error(error: Exception, what: str, how: str, fix: str) -> DataError
     """Return the one sentence on an error of reading."""
     refused, behind = refusal(error), error.__cause__
     if isinstance(error, PermissionError):
-        problem = f"may not be read ({first_line(error)}); check the permissions, or the credentials in storage_options"
+        problem = f"is not readable ({first_line(error)}); check the permissions, or the credentials in storage_options"
     elif refused is not None:
         problem = f"cannot be read: {refused[1]}"
     elif isinstance(error, TimeoutError) or isinstance(behind, TimeoutError):
@@ -342,7 +342,7 @@ def _checked(store: Any, key: str, content: Any) -> Any:
     for codec in _codecs(described):
         if codec.removeprefix("numcodecs.") not in _CODECS:
             raise DataError(
-                f"{key!r} of {str(store)!r} names the codec {codec[:100]!r}, which may run code; write it with anndata."
+                f"{key!r} of {str(store)!r} uses the codec {codec[:100]!r}, which may run code; write it with anndata."
             )
     return content
 
@@ -385,7 +385,7 @@ def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = No
         return None
     half = " available, of which half may be used" if memory is None else " allowed by memory="
     return (
-        f"{n_cells:,} cells with {n_entries:,} counts need about {_size(needed)} of memory, and there are "
+        f"{n_cells:,} cells with {n_entries:,} counts need about {_size(needed)}  of memory, but there are "
         f"{_size(there)}{half}"
     )
 
@@ -530,7 +530,7 @@ class Matrix:
 
     def _damaged(self, problem: str | None) -> None:
         if problem is not None:
-            raise DataError(f"{self.place} is damaged: {problem}; {REPAIR}.")
+            raise DataError(f"{self.place} is corrupted: {problem}; {REPAIR}.")
 
     def _read(self, part: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return a piece of data, indices or indptr, or rows of a dense matrix (`part` is empty)."""
@@ -723,7 +723,7 @@ class StoredAdata:
         with reading(f"the {what} ({name}) of {self.path!r}", fix=_AGAIN):
             table = read_elem(self.file[name])
         if not isinstance(table, pd.DataFrame):
-            raise DataError(f"{name} of {self.path!r} is no {what}; write the file again with anndata.")
+            raise DataError(f"{name} of {self.path!r} is not a {what}; write the file again with anndata.")
         return table
 
     @property
@@ -734,7 +734,7 @@ class StoredAdata:
 
     def has(self, name: str) -> bool:
         """Whether the file has a part of that name, e.g. ``"X"`` or ``"raw/X"``."""
-        # A matrix that is not there may be stored as an empty one.
+        # A matrix that is missing may be stored as an empty one.
         return name in self.file and not (is_array(self.file[name]) and self.file[name].shape in (None, ()))
 
     def matrix(self, layer: str | None = None) -> Matrix:
@@ -776,7 +776,7 @@ def shared_columns(obs: pd.DataFrame, modality: str, names: pd.Index, own: Seque
 
 
 def missing_column(column: str, source: str, columns: Sequence[str]) -> DataError:
-    """Return the error of a column of obs that is not there."""
+    """Return the error of a column of obs that is missing."""
     shown = [name for name in columns if not str(name).startswith("_scvi_")]
     return DataError(f"obs of {source!r} has no column {column!r}{suggest(column, shown, 'it has')}")
 
@@ -922,7 +922,9 @@ class FileStream:
         with self._place.open() as opened:
             table = opened.obs
         if len(table) != self.n_cells:
-            raise DataError(f"{self.name!r} has {self.n_cells} cells, and its obs {len(table)} rows; write it again.")
+            raise DataError(
+                f"{self.name!r} has {self.n_cells} cells, but its obs has {len(table)} rows; write it again."
+            )
         return chosen_columns(table, columns, self.name)
 
     def chunks(self) -> Iterator[tuple[int, sparse.csr_matrix]]:
@@ -988,7 +990,7 @@ def is_zarr(place: str, options: Mapping[str, Any] | None = None) -> bool:
 
 
 def root_attributes(place: str, options: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return the attributes of the root of a zarr folder of version 3; None where there is no such root."""
+    """Return the attributes of the root of a zarr folder of version 3; None if there is no such root."""
     if is_url(place) and Path(without_query(place)).suffix in _FILES:
         return None
     system, path = file_system(place, options)
@@ -1077,7 +1079,7 @@ def open_streams(
     """
     places = list(source) if isinstance(source, list | tuple) else [source]
     if not places:
-        raise OptionError("source=[] names no file; name at least one.")
+        raise OptionError("source=[] is empty; pass at least one file.")
     opened: list[ChunkReader] = []
     for place in places:
         if is_query(place):
@@ -1092,7 +1094,7 @@ def open_streams(
     names = [identity_of(stream) for stream in opened]
     if len(set(names)) < len(names):
         twice = next(stream.name for i, stream in enumerate(opened) if names[i] in names[:i])
-        raise OptionError(f"source names {twice!r} twice; name each file once.")
+        raise OptionError(f"source contains {twice!r} twice; pass each file once.")
     return opened
 
 
@@ -1144,7 +1146,7 @@ def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
     else:
         found = sorted(glob.glob(place, recursive=True))  # noqa: PTH207 -- names stay relative
     if not found:
-        raise MissingFileError(f"no file fits the pattern {place!r}; check the folder and the ending.")
+        raise MissingFileError(f"no file matches the pattern {place!r}; check the folder and the ending.")
     return found
 
 
@@ -1156,7 +1158,7 @@ def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) 
         if not path.is_dir():
             check_file(path)
         elif not any((path / name).exists() for name in _ZARR_METADATA):
-            raise DataError(f"{place!r} is a folder without zarr metadata; name an h5ad file or a zarr folder.")
+            raise DataError(f"{place!r} is a folder without zarr metadata; pass an h5ad file or a zarr folder.")
     if path.suffix in _READERS and not path.is_dir():
         raise DataError(f"{place!r} is not h5ad or zarr; read it with {_READERS[path.suffix]}, and write an h5ad file.")
     return Location(place, modality, options)

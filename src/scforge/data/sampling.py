@@ -518,7 +518,7 @@ class CellOrder:
             raise OptionError("rows is empty; pass at least one position.")
         self.rows = np.ascontiguousarray(rows, dtype=np.int64)
         if shuffle and not self._ascends():
-            raise OptionError("rows is not ascending, or names a cell twice; use numpy.unique(rows) to shuffle it.")
+            raise OptionError("rows is not ascending, or contains a cell twice; use numpy.unique(rows) to shuffle it.")
         self.lengths = None if lengths is None else np.asarray(lengths)
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
@@ -551,7 +551,7 @@ class CellOrder:
         if self.lengths is None:
             raise OptionError(f"max_tokens_per_batch={budget} needs lengths, the number of tokens of each cell.")
         if (longest := int(self.lengths.max())) > budget:
-            raise OptionError(f"max_tokens_per_batch={budget} does not hold a cell of {longest} tokens; raise it.")
+            raise OptionError(f"max_tokens_per_batch={budget} is too small for a cell with {longest} tokens; raise it.")
 
     def _cut(self, window_cells: int | None) -> None:
         """Set how the parts that ranks take are cut, the same in every epoch; see :class:`EpochPlan` for pieces."""
@@ -578,7 +578,7 @@ class CellOrder:
                 1,
             )
         elif n_batches > least:
-            raise OptionError(f"batch_size=1 cannot give world_size={world_size} ranks as many batches each; raise it.")
+            raise OptionError(f"batch_size=1 cannot be divided equally among world_size={world_size} ranks; raise it.")
         self.n_windows = -(-self.n_pieces // self.pieces_per_window)
 
     def _typical_batch(self) -> int:
@@ -645,7 +645,7 @@ class CellOrder:
         for name, value in self._identity.items():
             if (there := state.get(name)) != value:
                 raise OptionError(
-                    f"state is from another order of cells: {name} is {there!r} there, but {value!r} here."
+                    f"state is from another order of cells: its {name} is {there!r}, but here it is {value!r}."
                 )
         if missing := {"epoch", "position"} - state.keys():
             raise OptionError(f"state is not from an order of cells, as it has no {missing.pop()}.")

@@ -146,7 +146,7 @@ def store_of_large(
         return store
     lack = lack_of_memory(streams, memory)
     if lack is not None:
-        logger.warning("%s, so they are converted once into %s; cache names another place.", lack, store)
+        logger.warning("%s, so they are converted once into %s; set cache to use another folder.", lack, store)
     return None if lack is None else store
 
 
@@ -163,7 +163,7 @@ def convert_once(
     from scforge.data.conversion import convert
 
     if is_url(os.fspath(cache)):
-        raise OptionError(f"cache={os.fspath(cache)!r} is a URL; name a folder on a local disk.")
+        raise OptionError(f"cache={os.fspath(cache)!r} is a URL; pass a folder on a local disk.")
     path = Path(cache)
     for stream in streams if obs else ():
         stream.obs(obs)
@@ -230,27 +230,27 @@ def open_cells(
         or of a store; a pattern such as ``"data/*.h5ad"``; a URL of one of these (``s3://``, ``gs://``, ``https://``,
         ...); a query of the CELLxGENE Census; or a list, whose cells come one after the other. Counts have to be raw.
     vocab
-        Vocabulary to map the genes to, by name: itself, its file, or the name of a shipped one. Genes outside of it
-        are left out, but their counts stay in the library size of each cell. None takes the vocabulary of a store,
-        and all genes of any other source.
+        Vocabulary to map the genes to, by name: itself, its file, or the name of a shipped one. Genes outside of it are
+        left out, but their counts stay in the library size of each cell. If None, uses the vocabulary of a store, and
+        all genes of any other source.
     layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+        Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     gene_key
-        Column of ``adata.var`` with the gene names; None reads ``adata.var_names``.
+        Column of ``adata.var`` with the gene names. If None, reads ``adata.var_names``.
     modality
         Modality of a MuData.
     min_overlap
         Smallest fraction of genes to accept in each source, see :func:`scforge.data.map_genes`.
     obs
-        Columns of obs to keep. None keeps all that every source has. Of several sources ``"scforge_source"`` names
-        the source of a cell.
+        Columns of ``obs`` to keep. If None, keeps all that every source has. Of several sources ``"scforge_source"``
+        names the source of a cell.
     memory
         Most memory that cells read from files may take, e.g. ``"16GB"`` or a number of bytes. None: half of what is
         available.
     cache
-        Folder for a store; it has no effect for a source that is a store. It is written when it is not there yet,
-        or the sources have changed, and opened from then on. It contains all genes and columns, so it serves every
-        vocabulary. ``"auto"`` converts files that do not fit into memory, into ``~/.cache/scforge/stores`` (or
+        Folder for a store; it has no effect for a source that is a store. It is written when it is missing yet, or the
+        sources have changed, and opened from then on. It contains all genes and columns, so it serves every vocabulary.
+        ``"auto"`` converts files that do not fit into memory, into ``~/.cache/scforge/stores`` (or
         ``$XDG_CACHE_HOME``), as training from files does.
     storage_options
         Options of the remote file system, e.g. credentials, as of :mod:`fsspec`.
@@ -264,7 +264,7 @@ def open_cells(
     MissingFileError
         If a file does not exist.
     DataError
-        If counts, gene names or columns cannot be used, a file is damaged, or the cells do not fit into memory.
+        If counts, gene names or columns cannot be used, a file is corrupted, or the cells do not fit into memory.
     GeneMismatchError
         If too few genes of `vocab` are in a source, or sources share hardly any gene.
     OptionError
@@ -321,7 +321,7 @@ def open_cells(
 
 
 def _store(source: Any, options: Mapping[str, Any] | None) -> str | None:
-    """Return the path or URL of a store, one that is not finished among them; None for another source."""
+    """Return the path or URL of a store, even of an incomplete one; None for another source."""
     if isinstance(source, list | tuple) and len(source) == 1:
         (source,) = source
     if not isinstance(source, str | os.PathLike):
@@ -371,7 +371,7 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     MissingFileError
         If a file does not exist.
     DataError
-        If a file is not an h5ad, is empty, or has a damaged matrix.
+        If a file is not an h5ad, is empty, or has a corrupted matrix.
     GeneMismatchError
         If files share hardly any gene, e.g. because one has symbols and the other Ensembl ids.
 
@@ -396,12 +396,12 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 
     files = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
     if not files:
-        raise OptionError("paths=[] names no file; name at least one h5ad file.")
+        raise OptionError("paths=[] is empty; pass at least one h5ad file.")
     parts = {str(path): _read_one(path) for path in files}
     if len(files) == 1:
         return parts[str(files[0])]
     if len(parts) < len(files):
-        raise OptionError("paths names the same file twice; name each file once.")
+        raise OptionError("paths contains the same file twice; pass each file once.")
     parts = {
         path: part if part.var_names.is_unique else join_columns(part, f"var_names of {path!r}")
         for path, part in parts.items()
@@ -430,7 +430,7 @@ def _read_one(path: Path) -> AnnData:
         matrices["raw.X"] = adata.raw.X
     for name, matrix in matrices.items():
         if problem := compressed_problem(matrix):
-            raise DataError(f"{name} of {str(path)!r} is damaged: {problem}; {REPAIR}.")
+            raise DataError(f"{name} of {str(path)!r} is corrupted: {problem}; {REPAIR}.")
     return adata
 
 
@@ -449,7 +449,7 @@ class Inspection:
     counts
         One sentence: whether the matrix contains raw counts, or which matrix does.
     n_empty
-        Number of cells without any count; None where there are no counts.
+        Number of cells without any count; None if there are no counts.
     other_names
         Other columns of ``var`` that contain gene names, each with its kind and the number of its names in the
         vocabulary.
@@ -499,7 +499,7 @@ class Inspection:
         if self.chosen:
             name = self.overlap.vocab.split(",")[0]
             fits = self.overlap.n_matched > 0
-            rows["best vocabulary"] = f"{name} (of those that ship)" if fits else "none of those that ship fits"
+            rows["best vocabulary"] = f"{name} (shipped)" if fits else "no shipped vocabulary matches"
         return "\n".join([*(f"{name:<25}{value}" for name, value in rows.items()), str(self.overlap)])
 
 
@@ -518,12 +518,12 @@ def inspect_h5ad(
     path
         The file.
     vocab
-        A vocabulary, the file of one, or the name of a shipped one. None takes the shipped one that fits best.
+        A vocabulary, the file of one, or the name of a shipped one. If None, uses the shipped one that fits best.
     layer
         Layer to look at; None looks at X. If it contains no counts, another matrix that does is named, and the shares
         of counts are those of that one if it is a layer or X.
     gene_key
-        Column of ``var`` with the gene names; None reads ``var_names``.
+        Column of ``var`` with the gene names. If None, reads ``var_names``.
     n_top
         Number of missing genes to name.
 
@@ -593,16 +593,16 @@ def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.
     asked = "X" if layer is None else f"layers/{layer}"
     sums, empty, problem = _summary(matrix)
     if problem is None:
-        return sums, empty, f"{places[asked]} holds raw counts"
+        return sums, empty, f"{places[asked]} contains raw counts"
     text = f"{places.pop(asked)} {problem}, so it is not raw counts"
     for place in filter(opened.has, places):
         # Whether a matrix that was not asked for can be read is of no matter.
         with contextlib.suppress(DataError):
             sums, empty, problem = _summary(Matrix.of(opened.file[place], opened.path))
             if problem is None and place == "raw/X":  # over other genes
-                return None, None, f"{text}; raw does hold them, which adata.raw.to_adata() makes an AnnData of"
+                return None, None, f"{text}; raw contains them, see adata.raw.to_adata()"
             if problem is None:
-                return sums, empty, f"{text}; {places[place]} does hold them"
+                return sums, empty, f"{text}; {places[place]}  contains them"
     return None, None, text
 
 

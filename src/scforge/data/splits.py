@@ -64,14 +64,16 @@ def split_cells(
     if rows is not None:
         rows = np.unique(rows)
         if rows.size and (rows.dtype.kind not in "iu" or not 0 <= rows[0] <= rows[-1] < n_cells):
-            raise OptionError(f"rows={rows!r} contains what is not a position of a cell, from 0 to {n_cells - 1}.")
+            raise OptionError(f"rows={rows!r} contains a value that is not a cell position from 0 to {n_cells - 1}.")
         rows = rows.astype(np.int64)
     codes, names = (None, None) if groups is None else _codes(groups, n_cells, rows)
     if codes is None or names is None or validation_size == 0:
         train, validation = _split_by_cell(n_cells if rows is None else len(rows), validation_size, seed)
     else:
         if len(names) < 2:
-            raise DataError(f"groups has {str(names[0])!r} only; use two or more groups, or split by cell.")
+            raise DataError(
+                f"groups has {str(names[0])!r} as its only group; use two or more groups, or split by cell."
+            )
         held_out = _hold_out(np.bincount(codes), validation_size, seed)
         train, validation = np.flatnonzero(~held_out[codes]), np.flatnonzero(held_out[codes])
     return (train, validation) if rows is None else (rows[train], rows[validation])

@@ -52,8 +52,8 @@ def select_genes(
     n_top_genes
         Keep this many highly variable genes, found as by :func:`scanpy.pp.highly_variable_genes` with
         ``flavor="seurat"`` on log1p CP10K values, within batches if there is a `batch_key`; bins of the most expressed
-        genes are joined until they hold 20, so that a gene that is alone there can be chosen. None keeps all detected
-        genes.
+        genes are joined until they hold 20, so that a gene that is alone there can be chosen. If None, keeps all
+        detected genes.
     min_cells
         Leave out genes detected in fewer cells.
     batch_key
@@ -72,7 +72,7 @@ def select_genes(
     DataError
         If the counts, the gene names or the `batch_key` cannot be used, or no gene is left.
     OptionError
-        If `n_top_genes` is not a positive number, or `keep_genes` names a gene that is not there.
+        If `n_top_genes` is not a positive number, or `keep_genes` names a gene that is missing.
 
     Warns
     -----
@@ -147,7 +147,9 @@ def _chosen(
     n_cells, n_genes = counts.shape
     candidates = np.flatnonzero(np.bincount(counts.indices[counts.data > 0], minlength=n_genes) >= min_cells)
     if not len(candidates):
-        raise DataError(f"no gene is detected in {min_cells} cells, of {n_cells}; use more cells, or name genes.")
+        raise DataError(
+            f"no gene is detected in {min_cells} cells, of {n_cells}; use more cells, or pass a list of genes."
+        )
     if n_top_genes is None:
         return np.union1d(candidates, kept)
     check_count("n_top_genes", n_top_genes, "genes")
@@ -174,7 +176,10 @@ def _by_variability(
     values.data *= np.repeat(TARGET_SUM / np.maximum(totals, 1.0), np.diff(values.indptr))
     groups = [np.arange(len(totals))] if batches is None else [np.flatnonzero(batches == b) for b in np.unique(batches)]
     if alone := [str(batches[rows[0]]) for rows in groups if batches is not None and len(rows) == 1]:
-        warn(f"batch_key names {listing(alone)} for one cell each, which have no part in the choice of variable genes.")
+        warn(
+            f"batch_key names {listing(alone)} with one cell each; these cells are ignored for the choice of variable "
+            "genes."
+        )
     scores = [_normalized_dispersions(values[rows]) for rows in groups if len(rows) > 1] or [np.zeros(len(candidates))]
     n_batches = np.zeros(len(candidates))
     for score in scores:
@@ -244,9 +249,9 @@ def measure_medians(
     vocab
         A vocabulary, the file of one, or the name of a shipped one. Medians that it has are replaced.
     layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+        Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     gene_key
-        Column of ``adata.var`` with the gene names; None reads ``adata.var_names``.
+        Column of ``adata.var`` with the gene names. If None, reads ``adata.var_names``.
 
     Returns
     -------
@@ -282,7 +287,7 @@ def measure_entropies(
     Parameters
     ----------
     source, vocab, layer, gene_key
-        As for :func:`measure_medians`.
+        See :func:`measure_medians`.
 
     Returns
     -------

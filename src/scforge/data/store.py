@@ -60,13 +60,13 @@ CHUNK_SIZE = 256
 """Cells per chunk of a store; also the default for collections without this number."""
 
 TOTAL = "scforge_total"
-"""Column of obs with the counts of each cell over all genes of the data."""
+"""Column of ``obs`` with the counts of each cell over all genes of the data."""
 
 SOURCE = "scforge_source"
-"""Column of obs with the source of a cell."""
+"""Column of ``obs`` with the source of a cell."""
 
 OWN_COLUMNS = (TOTAL, SOURCE)
-"""Columns of obs that scforge adds."""
+"""Columns of ``obs`` that scforge adds."""
 
 DATASET = "dataset_{}"
 """Names of the groups with cells."""
@@ -154,7 +154,7 @@ class StoreInfo:
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
             raise DataError(
-                f"{place} is a damaged store: its description contains no usable {'.'.join(map(str, wrong['loc']))!r} "
+                f"{place} is a corrupted store: its description has no usable {'.'.join(map(str, wrong['loc']))!r} "
                 f"({wrong['msg']}); convert the data again."
             ) from error
 
@@ -204,7 +204,7 @@ def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
     if system.isdir(root):
         return {"encoding-type": "anndata"} if system.exists(f"{root}/.zattrs") else {}
     if system.exists(root):
-        raise DataError(f"{name!r} is a file, but a store is a folder; scforge convert FILE -o STORE makes one of it.")
+        raise DataError(f"{name!r} is a file, but a store is a folder; create one with scforge convert FILE -o STORE.")
     folder, _, last = root.rpartition("/")
     if system.exists(f"{folder}/.{last}.partial"):
         raise DataError(f"{name!r} is incomplete: run the same scforge convert again.")
@@ -215,7 +215,7 @@ def _other_kind(attributes: Mapping[str, Any]) -> str:
     """Describe a folder that is not a store."""
     kind = attributes.get("encoding-type")
     if kind == "anndata":
-        return "is an AnnData, not a store; scforge convert SOURCE -o STORE makes one of it"
+        return "is an AnnData, not a store; create one with scforge convert SOURCE -o STORE"
     if kind == _ENCODING["encoding-type"]:
         return "is an annbatch collection from another program; convert its data with scforge convert"
     return "is a folder without a store; pass one that scforge convert wrote"
@@ -227,7 +227,7 @@ def read_vocab(group: Any) -> GeneVocab:
     try:
         return GeneVocab.from_json(content)
     except ModelFileError as error:
-        raise DataError(f"the vocabulary of the store {str(group.store_path)!r} is damaged; {_AGAIN}.") from error
+        raise DataError(f"the vocabulary of the store {str(group.store_path)!r} is corrupted; {_AGAIN}.") from error
 
 
 def read_measured(group: Any) -> np.ndarray:
@@ -374,7 +374,7 @@ class _Store:
         self._begins = threading.Lock()
 
     def _damaged(self, problem: str) -> DataError:
-        return DataError(f"{self.place!r} is damaged: {problem}; {_AGAIN}.")
+        return DataError(f"{self.place!r} is corrupted: {problem}; {_AGAIN}.")
 
     def _found_datasets(self, group: Any) -> list[Any]:
         with reading(f"{self.place!r}", how="as a store", fix=_AGAIN):
@@ -396,8 +396,8 @@ class _Store:
             n_entries = dataset["X/data"].shape[0]
         problem = boundary_problem(indptr, n_entries)
         if problem is not None or len(indptr) != matrix.shape[0] + 1 or indptr[-1] != n_entries:
-            problem = problem or "its boundaries (indptr) do not fit its cells and entries"
-            raise DataError(f"{dataset.basename} of {self.place!r} is damaged: {problem}; {_AGAIN}.")
+            problem = problem or "its boundaries (indptr) do not match its cells and entries"
+            raise DataError(f"{dataset.basename} of {self.place!r} is corrupted: {problem}; {_AGAIN}.")
         lengths = np.diff(indptr)
         return matrix, lengths.astype(np.min_scalar_type(int(lengths.max(initial=0))))
 
@@ -493,7 +493,7 @@ class _Store:
             return counts
         problem = index_problem(counts.indices, len(self.genes))
         if self.is_own:
-            problem = problem or "its counts are not those that were written"
+            problem = problem or "its counts differ from those that were written"
         elif problem is None and not row_sums(counts)[row]:
             problem = "it has no counts"  # missing chunks come as zeros
         if problem is not None:
@@ -574,9 +574,9 @@ class StoreCells:
         path
             Folder, or a URL that fsspec knows, e.g. ``"s3://bucket/store.zarr"``.
         vocab
-            Vocabulary to map the genes to, by name; None takes that of the store.
+            Vocabulary to map the genes to, by name. If None, uses that of the store.
         obs
-            Columns of obs to have available; None takes all.
+            Columns of ``obs`` to have available. If None, uses all.
         min_overlap
             Smallest fraction of genes of `vocab` to accept.
         storage_options
@@ -587,7 +587,7 @@ class StoreCells:
         MissingFileError
             If there is nothing of that name.
         DataError
-            If it is not a store, is incomplete or damaged, or has no such column.
+            If it is not a store, is incomplete or corrupted, or has no such column.
         GeneMismatchError
             If too few genes of `vocab` are in the store.
 
@@ -681,7 +681,7 @@ class StoreCells:
         Raises
         ------
         DataError
-            If what is read is damaged; the message names the dataset and the cell.
+            If what is read is corrupted; the message names the dataset and the cell.
         """
         totals = self._store.totals
         for rows, draw, counts in self._store.batches(windows):
@@ -798,7 +798,7 @@ def inspect_store(
     MissingFileError
         If there is nothing of that name.
     DataError
-        If it is not a store, one that a conversion has not finished, or, with `verify`, a damaged one.
+        If it is not a store, one that a conversion has not finished, or, with `verify`, a corrupted one.
 
     Examples
     --------
@@ -855,15 +855,15 @@ def _verify(group: Any, info: StoreInfo, name: str) -> None:
                 hashes.append(dataset_hash(matrix["indptr"], matrix["indices"], matrix["data"], obs))
         vocab_hash, measured = read_vocab(group).hash, read_measured(group)
     problems = [
-        f"{DATASET.format(number)} has other content than was written"
+        f"{DATASET.format(number)} has changed since it was written"
         for number, expected in enumerate(info.datasets)
         if hashes[number] != expected["hash"]
     ]
     if vocab_hash != info.vocab_hash:
         problems.append("its vocabulary has changed since it was written")
     if measured.shape != (len(info.sources), info.n_genes):
-        problems.append("the table of the genes that each source has is of another size")
+        problems.append("the table of the genes of each source has the wrong size")
     if not problems and content_hash(vocab_hash, hashes) != info.content_hash:
-        problems.append("its description does not fit its content hash")
+        problems.append("its description does not match its content hash")
     if problems:
-        raise DataError(f"the store {name!r} is damaged: {'; '.join(problems)}; {_AGAIN}.")
+        raise DataError(f"the store {name!r} is corrupted: {'; '.join(problems)}; {_AGAIN}.")

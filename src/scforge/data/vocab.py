@@ -168,14 +168,16 @@ class GeneVocab:
             raise DataError("genes=[] contains no gene; a vocabulary needs at least one.")
         if len(set(self.genes)) < len(self.genes):
             twice = next(gene for gene, count in Counter(self.genes).items() if count > 1)
-            raise DataError(f"genes holds {twice!r} twice; genes of a vocabulary must be unique.")
+            raise DataError(f"genes contains {twice!r} twice; genes of a vocabulary must be unique.")
         tokens = self.special_tokens
         if tokens[:1] != (PAD_TOKEN,) or MASK_TOKEN not in tokens or len(set(tokens)) < len(tokens):
             raise DataError(
-                f"special_tokens={tokens!r} must start with {PAD_TOKEN!r}, have {MASK_TOKEN!r}, none twice."
+                f"special_tokens={tokens!r} must start with {PAD_TOKEN!r}, have {MASK_TOKEN!r}, without duplicates."
             )
         if special := set(self.genes) & {*SPECIAL_TOKENS, *tokens}:
-            raise DataError(f"genes holds {special.pop()!r}, which is the name of a special token; rename that gene.")
+            raise DataError(
+                f"genes contains {special.pop()!r}, which is the name of a special token; rename that gene."
+            )
         for name in ("symbols", "medians", "entropies"):
             column = getattr(self, name)
             if column is not None and len(column) != len(self.genes):
@@ -183,7 +185,9 @@ class GeneVocab:
         if self.medians is not None:
             medians = np.array(self.medians, dtype=np.float64)
             if not (np.isfinite(medians).all() and (medians > 0).all()):
-                raise DataError("medians contains a value that is not a positive number; leave genes without one out.")
+                raise DataError(
+                    "medians contains a value that is not a positive number; leave out genes without a median."
+                )
             medians.setflags(write=False)
             object.__setattr__(self, "medians", medians)
         if self.entropies is not None:
@@ -298,7 +302,7 @@ class GeneVocab:
         # The checksum is over all other fields in the order of the file; those of the first files have none.
         fields.pop("checksum", None)
         if content.checksum is not None and content.checksum != sha256_of_json(fields):
-            raise ModelFileError(f"{name!r} is corrupted: its content does not fit its checksum; copy it again.")
+            raise ModelFileError(f"{name!r} is corrupted: its content does not match its checksum; copy it again.")
         try:
             vocab = cls(
                 genes=tuple(content.genes),
@@ -313,7 +317,7 @@ class GeneVocab:
             reason = str(error).rstrip(".")
             raise ModelFileError(f"{name!r} is not an scforge vocabulary file: {reason}.") from error
         if vocab.hash != content.hash:
-            raise ModelFileError(f"{name!r} is corrupted: its genes do not fit the hash stored in it.")
+            raise ModelFileError(f"{name!r} is corrupted: its genes do not match the stored hash.")
         return vocab
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -375,11 +379,11 @@ class GeneVocab:
         """
         given = np.asarray(indices)
         if given.dtype == bool and len(given) != self.n_genes:
-            raise OptionError(f"indices is a mask of {len(given)} genes, and there are {self.n_genes}.")
+            raise OptionError(f"indices is a mask of {len(given)} genes, but there are {self.n_genes}.")
         chosen = np.flatnonzero(given) if given.dtype == bool else given
         if (wrong := chosen[~np.isin(chosen, np.arange(self.n_genes))]).size:
             raise OptionError(
-                f"indices holds {wrong[0]}, which is not a gene; give indices from 0 to {self.n_genes - 1}."
+                f"indices contains {wrong[0]}, which is not a gene; pass indices from 0 to {self.n_genes - 1}."
             )
         chosen = chosen.astype(np.int64)
         genes = tuple(self.genes[index] for index in chosen)
@@ -423,8 +427,8 @@ class GeneVocab:
             shared |= other.gene_indices(self.symbols) >= 0
         if not shared.any():
             raise DataError(
-                f"other has no gene of this vocabulary: it holds {other.kind} such as {other.genes[0]!r}, this one "
-                f"{self.kind} such as {self.genes[0]!r}; convert the identifiers, e.g. with "
+                f"other has no gene of this vocabulary. It contains {other.kind} such as {other.genes[0]!r}, but this "
+                f"vocabulary contains {self.kind} such as {self.genes[0]!r}; convert the identifiers, e.g. with "
                 "scforge.data.convert_gene_ids."
             )
         chosen = other.chosen_from_data and not self.chosen_from_data
@@ -454,7 +458,7 @@ class GeneVocab:
         tokens = self.tokens
         found = [int(i) for i in ids]
         if wrong := [i for i in found if not 0 <= i < len(tokens)]:
-            raise OptionError(f"ids holds {wrong[0]}, which is not a token id; ids are from 0 to {len(tokens) - 1}.")
+            raise OptionError(f"ids contains {wrong[0]}, which is not a token id; ids are from 0 to {len(tokens) - 1}.")
         return [tokens[i] for i in found]
 
     def token_id(self, token: str) -> int | None:
@@ -643,7 +647,7 @@ def _by_symbol(name: str) -> dict[str, tuple[str, str]]:
     return {symbol.upper(): (gene, symbol) for gene, symbol in rows if n_bearers[symbol.upper()] == 1}
 
 
-OTHER_NAMES = "names of no known kind"
+OTHER_NAMES = "names of an unknown kind"
 """Kind of names that are neither Ensembl ids, nor symbols of man or mouse, nor numbers."""
 
 _SPECIES_OF = {"": "human", "MUS": "mouse"}
@@ -664,7 +668,7 @@ def recognize_ids(names: Sequence[str] | np.ndarray) -> str:
     Returns
     -------
     ``"human Ensembl ids"``, ``"mouse Ensembl ids"``, ``"Ensembl ids of another species"``, ``"human gene symbols"``,
-    ``"mouse gene symbols"``, ``"numbers (Entrez ids?)"`` or ``"names of no known kind"``.
+    ``"mouse gene symbols"``, ``"numbers (Entrez ids?)"`` or ``"names of an unknown kind"``.
 
     Examples
     --------

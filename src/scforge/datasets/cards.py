@@ -37,7 +37,7 @@ class SplitRule:
             and training cells have none of them. Also `combination_share` of the combinations of the other genes. So
             the training cells know 0, 1 or 2 genes of a test pair, the setting of GEARS (Roohani et al. 2024).
     column
-        Column of obs.
+        Column of ``obs``.
     validation, test
         What is held out: a share (below 1), a number, or a list of names.
     context_key
@@ -74,15 +74,15 @@ class SplitRule:
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, RULES)
         if self.kind == "targets" and (self.separator is None or self.context_key is not None):
-            raise OptionError("kind='targets' of a split needs separator, and has no context_key.")
+            raise OptionError("kind='targets' of a split needs separator and does not allow context_key.")
         for name in ("validation", "test"):
             amount = getattr(self, name)
             if isinstance(amount, list):
                 object.__setattr__(self, name, tuple(amount))
             elif not isinstance(amount, tuple) and not (0 < amount < 1 or (amount >= 1 and amount == int(amount))):
-                raise OptionError(f"{name}={amount!r} of a split is neither a share, a number nor a list of names.")
+                raise OptionError(f"{name}={amount!r} of a split must be a fraction, a number or a list of names.")
             if self.kind == "stratified" and not (isinstance(amount, float) and amount < 0.5):
-                raise OptionError(f"{name}={amount!r} of a stratified split is not a share below 0.5.")
+                raise OptionError(f"{name}={amount!r} is not valid for a stratified split; pass a fraction below 0.5.")
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,10 @@ class PertpySource:
     function
         Name of the function in ``pertpy.data``.
     layer
-        Layer with the counts; None for ``X``.
+        Layer with the counts; None means ``X``.
     suffix
-        Regular expression of what follows the gene in a label, e.g. the name of a plasmid; None for nothing.
+        Regular expression of what follows the gene in a label, e.g. the name of a plasmid; None if labels contain only
+        the gene.
     controls
         Labels (without suffix) of untreated cells.
     unassigned
@@ -130,8 +131,8 @@ class DatasetCard:
     genes
         What ``var_names`` are, ``"symbol"`` or ``"ensembl"``.
     labels_key, batch_key, groups_key, perturbation_key, control
-        Columns of obs: cell types, technical batches, what cells of one origin share (donors); perturbations, and what
-        untreated cells are called there.
+        Columns of ``obs``: cell types, technical batches, what cells of one origin share (donors); perturbations, and
+        what untreated cells are called there.
     source, url, license
         Where it is from, and under which terms.
     sha256

@@ -48,8 +48,8 @@ def load(
     name
         One of :func:`~scforge.datasets.list_cards`.
     folder
-        Folder that holds ``<name>.h5ad``; None takes the one in the environment variable ``SCFORGE_DATA``. What is
-        embedded is always taken from the package.
+        Folder that holds ``<name>.h5ad``. If None, uses the folder in the environment variable ``SCFORGE_DATA``.
+        Bundled data are always read from the package.
     verify
         Compare the SHA-256 of the file with that of the card, where it has one. Pass False to read a file that you made
         yourself from the source.
@@ -87,7 +87,8 @@ def load(
     path = find_file(name, folder)
     if verify and card.sha256 is not None and (found := sha256_of(path)) != card.sha256:
         raise DataError(
-            f"{str(path)!r} is not the file of the card {name!r} (SHA-256 {found}); pass verify=False for your own."
+            f"{str(path)!r} is not the file of the card {name!r} (SHA-256 {found}); pass verify=False to use your own "
+            "file."
         )
     return _checked(read_h5ad(path), card)
 

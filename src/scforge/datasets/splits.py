@@ -98,7 +98,8 @@ class Split:
         unknown = [cell for cell in adata.obs_names if cell not in of]
         if unknown:
             raise DataError(
-                f"adata has cells that the split {self.name!r} lacks ({listing(unknown, most=3)}); pass its data."
+                f"adata has cells that the split {self.name!r} does not contain ({listing(unknown, most=3)}); pass "
+                "the data of the split."
             )
         found = [None if of[cell] == LEFT_OUT else of[cell] for cell in adata.obs_names]
         used = [part for part in PARTS if part in found]
@@ -147,8 +148,8 @@ class Split:
         adata
             The data set.
         perturbation_key, control, separator
-            Column of obs with the perturbation, its label of control cells, and the text between the targets of a
-            combination; None for no combinations.
+            Column of ``adata.obs`` with the perturbation, its label of control cells, and the text between the targets
+            of a combination; None if there are no combinations.
         part
             ``"test"`` or ``"validation"``.
 
@@ -223,7 +224,7 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
         if adata is not None:
             if len(split.labels(adata)) < len(split) or not adata.obs_names.is_unique:
                 raise DataError(
-                    f"adata has {adata.n_obs} cells but the split {name!r} has {len(split)}; pass them all."
+                    f"adata has {adata.n_obs} cells but the split {name!r} has {len(split)}; pass all cells."
                 )
             check_rule(split, card, adata)
         return split
@@ -266,7 +267,7 @@ def read_split(path: str | os.PathLike[str], *, name: str | None = None, version
     path
         The file.
     name
-        Name of its data set; None takes the name of the file.
+        Name of its data set. If None, uses the name of the file.
     version
         Its version.
 

@@ -90,7 +90,7 @@ def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
     if found.dtype == bool and not wrong:
         wrong, found = len(found) != n_cells, np.flatnonzero(found)
     if wrong or not len(found) or found.min() < 0 or found.max() >= n_cells:
-        raise OptionError(f"indices are not positions of the {n_cells} cells; give whole numbers from 0, or a mask.")
+        raise OptionError(f"indices are not positions of the {n_cells} cells; pass whole numbers from 0, or a mask.")
     return found.astype(np.int64)
 
 
@@ -136,7 +136,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
     _seen: HeldOutRegistry | None = None
     _landmarks: torch.Tensor | None = None
     """Embeddings of some cells of the training, (S, D), onto which queries are mapped."""
-    trainer = _Absent("the scores of a training are in model.history, and callbacks=[...] see Lightning's Trainer")
+    trainer = _Absent("the scores of a training run are in model.history, and callbacks=[...] see Lightning's Trainer")
     prepare_query_anndata = _Absent("genes are matched by name, call load_query_data(query, reference) right away")
     get_normalized_expression = _Absent("make a scforge.models.ScDiVa, which decodes expression")
     differential_abundance = _Absent("embed with scforge, and compute it with another package")
@@ -184,9 +184,9 @@ class CellModel(BaseModelClass, metaclass=_Front):
         adata
             Annotated data with raw counts. Only ``_scvi_...`` entries are added to it.
         layer
-            Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+            Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
         gene_key
-            Column of ``adata.var`` with the gene names; None reads ``adata.var_names``.
+            Column of ``adata.var`` with the gene names. If None, reads ``adata.var_names``.
         batch_key
             Column of ``adata.obs`` with the batch of a cell. Highly variable genes are chosen within batches.
         labels_key
@@ -247,7 +247,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         Parameters
         ----------
         adata
-            Cells to embed; None for the training cells. Without :meth:`setup_anndata`, counts and gene names are read
+            Cells to embed; None means the training cells. Without :meth:`setup_anndata`, counts and gene names are read
             from the same places as in the training data. Genes are matched by name. Cells from
             :func:`scforge.data.open_cells`, or a path or URL for it, are read on demand, and nothing is written.
         key_added
@@ -522,7 +522,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         weights: dict[str, torch.Tensor] | None = None,
         card: str | None = None,
     ) -> None:
-        """Write a model folder with these weights and this card; None takes the module's, and a generated card."""
+        """Write a model folder; weights and card that are None are those of the module and a generated card."""
         state = self.module.state_dict() if weights is None else weights
         write_folder(
             dir_path,
@@ -591,7 +591,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         Parameters
         ----------
         name
-            Name to load it by; None for the folder of the card.
+            Name to load it by; None means the folder of the card.
         is_adapter
             Whether the folder contains only adapters.
         """
@@ -688,9 +688,9 @@ class CellModel(BaseModelClass, metaclass=_Front):
         modality
             Name of that modality.
         layer
-            Key in its ``layers`` with raw counts; None reads its ``X``.
+            Key in its ``layers`` with raw counts. If None, reads its ``X``.
         gene_key
-            Column of its ``var`` with the gene names; None reads its ``var_names``.
+            Column of its ``var`` with the gene names. If None, reads its ``var_names``.
         batch_key, labels_key
             Columns of its ``obs``, as in :meth:`setup_anndata`. A column that only ``mdata.obs`` has is copied into
             the ``obs`` of the modality; ``"rna:donor"`` and ``"donor"`` mean the same.

@@ -126,7 +126,7 @@ class Origin:
     Attributes
     ----------
     name, revision
-        Repository on the hub or name in the registry, and the commit; None for neither.
+        Repository on the hub or name in the registry, and the commit; None if there is neither.
     folder
         Folder on this machine.
     n_epochs
@@ -147,7 +147,7 @@ class Origin:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any] | None) -> Origin | None:
-        """Read what :meth:`to_json` wrote; None for None."""
+        """Read the output of :meth:`to_json`; None for None."""
         return None if content is None else cls(content.get("name"), content.get("revision"))
 
 
@@ -269,7 +269,7 @@ def model_card(
     facts
         Facts given by users.
     name
-        How others load it; None for the folder that the card is in.
+        How others load it; None means the folder that the card is in.
     is_adapter
         Whether the folder has the adapters alone.
     """

@@ -93,23 +93,23 @@ class Encoder(CellModel):
     adata
         AnnData that :meth:`setup_anndata` was called on.
     architecture
-        Name of a registered architecture (``scforge.models.list_models()``). None takes the light encoder:
+        Name of a registered architecture (``scforge.models.list_models()``). If None, uses the light encoder:
         ``gene_pooling`` over 2,000 highly variable genes with the ``neighbor_denoising`` objective, which on small data
         is better and much faster than a transformer trained from scratch. It also integrates the batches of
         ``setup_anndata(batch_key=...)``.
     tokenizer
-        Name of a registered tokenizer, or a dict with ``name`` and its options. None takes the default of the
+        Name of a registered tokenizer, or a dict with ``name`` and its options. If None, uses the default of the
         architecture (``rank_value`` for a transformer). Its special tokens are added to the vocabulary; its gene
         vectors (``gene_embedding``) become the gene embedding of the module.
     objective
-        Name of a registered objective, or a dict with ``name`` and its options. None takes the default of the
+        Name of a registered objective, or a dict with ``name`` and its options. If None, uses the default of the
         architecture (``masked_gene_prediction`` for a transformer).
     vocab
         Genes of the model: ``"from_data"`` (genes detected in at least 3 cells), the name of a shipped vocabulary
         such as ``"human_protein_coding"``, or a :class:`scforge.data.GeneVocab`.
     n_top_genes
-        Number of highly variable genes to keep of `vocab`; 0 keeps all. None takes the default of the architecture, or
-        keeps all genes of a list (``GeneVocab.from_genes``).
+        Number of highly variable genes to keep of `vocab`; 0 keeps all. If None, uses the default of the architecture,
+        or keeps all genes of a list (``GeneVocab.from_genes``).
     keep_genes
         Names of genes that are always kept, e.g. ``["GCG", "INS"]``; they are counted in `n_top_genes`.
     seed
@@ -219,8 +219,8 @@ class Encoder(CellModel):
         max_epochs
             Maximum number of epochs; None chooses by objective and number of cells.
         batch_size
-            Cells per step and process; ``"auto"`` takes the largest that fits into memory. None takes the objective's
-            default, as for `lr`.
+            Cells per step and process; ``"auto"`` takes the largest that fits into memory. If None, uses the
+            objective's default, as for `lr`.
         lr
             Peak learning rate.
         validation_size
@@ -232,7 +232,7 @@ class Encoder(CellModel):
             As in :class:`lightning.Trainer`.
         precision
             As in :class:`lightning.Trainer`, or ``"auto"``: bfloat16 mixed precision if a short measurement shows that
-            it is faster. None computes in 32 bits.
+            it is faster. If None, computes in 32 bits.
         checkpoint_dir
             Folder for checkpoints to resume from and for the best epochs; all are model folders.
         resume
@@ -368,7 +368,7 @@ class Encoder(CellModel):
             raise OptionError("validation_size was set by finetune and cannot be changed; leave it out.")
         split = self._known_split()
         if split is None:
-            raise DataError("the cells are not exactly those of the fine-tuning; call finetune(adata=...).")
+            raise DataError("the cells are not exactly those used for fine-tuning; call finetune(adata=...).")
         return {"train_rows": split.train, "validation_rows": split.validation}
 
     def _learn_from_others(self, data: CellDataModule) -> None:
@@ -397,7 +397,7 @@ class Encoder(CellModel):
             if not len(split.test):
                 # load_query_data has no test_size.
                 more = "" if self._is_query else ", or test_size=0.1"
-                raise OptionError(f"the fine-tuning has no test cells; pass other cells{more}.")
+                raise OptionError(f"fine-tuning held out no test cells; pass other cells{more}.")
             rows = split.test[~learned[split.test]]
             n_learned, n_all, what = int(learned[split.test].sum()), len(split.test), "test cells of the fine-tuning"
         else:
@@ -406,7 +406,7 @@ class Encoder(CellModel):
             rows = np.flatnonzero(self._seen.tested(marks.numbers) & ~learned if within else ~learned)
             n_learned, n_all, what = int(learned.sum()), len(learned), "cells"
         if not len(rows):
-            raise OptionError(f"the model learned from {n_learned} of these {n_all} {what}; pass others.")
+            raise OptionError(f"the model learned from {n_learned} of these {n_all} {what}; pass other cells.")
         if n_learned:
             warn(f"The model learned from {n_learned} of the {n_all} {what}; they are not scored.")
         warn_of_undecided(unclear[rows])
@@ -446,17 +446,18 @@ class Encoder(CellModel):
         task
             Name of a registered task (``scforge.finetuning.list_tasks()``), or a dict with ``name`` and its options.
         adata
-            Cells to learn from, as for :meth:`get_latent_representation`; None for the training cells.
+            Cells to learn from, as for :meth:`get_latent_representation`; None means the training cells.
         labels_key, batch_key
-            Columns of obs; None for those of ``setup_anndata``.
+            Columns of ``adata.obs``; None means the columns of ``setup_anndata``.
         validation_size, test_size
             Fractions of the cells in the validation set, which selects the best epoch, and in the test set for
             :meth:`evaluate`.
         split_by
-            Column of obs with groups, such as donors, that are held out as a whole; None splits by cell, stratified by
-            class.
+            Column of ``adata.obs`` with groups, such as donors, that are held out as a whole; None splits by cell,
+            stratified by class.
         split_key
-            Column of obs with the values ``"train"``, ``"validation"`` or ``"test"``, instead of a random split.
+            Column of ``adata.obs`` with the values ``"train"``, ``"validation"`` or ``"test"``, instead of a random
+            split.
         freeze
             True trains only the head; a number freezes the embeddings and this many layers.
         lora
@@ -467,7 +468,7 @@ class Encoder(CellModel):
         max_epochs
             Maximum number of epochs; None chooses by task and number of cells.
         seed
-            Random seed of split, head and order; None takes that of the model.
+            Random seed of split, head and order. If None, uses that of the model.
         **options
             Options of the task, and of :meth:`train`, e.g. ``lr``, ``layer_lr_decay``, ``gradual_unfreezing``,
             ``precision``, ``checkpoint_dir``.
@@ -528,7 +529,7 @@ class Encoder(CellModel):
         Parameters
         ----------
         adata
-            Cells, as for :meth:`get_latent_representation`; None for the cells of the fine-tuning.
+            Cells, as for :meth:`get_latent_representation`; None means the cells used for fine-tuning.
         key_added
             Key to write to instead of the default.
         batch_size
@@ -584,12 +585,12 @@ class Encoder(CellModel):
         Parameters
         ----------
         adata
-            Labeled cells; None for the test cells of the fine-tuning (``test_size``). Of the cells of the fine-tuning,
+            Labeled cells; None means the test cells of fine-tuning (``test_size``). Of the cells used for fine-tuning,
             only test cells are scored, even if others are passed.
         baselines
             Compute baselines, which require the cells of the fine-tuning.
         base
-            The model before fine-tuning, for the baseline of its frozen embedding; None takes the one that
+            The model before fine-tuning, for the baseline of its frozen embedding. If None, uses the one that
             :meth:`finetune` was called on, if it is in memory.
         key_added
             Key in ``adata.uns["scforge"]`` for the table; further tables get ``<key_added>_<table>``. None writes
@@ -638,7 +639,10 @@ class Encoder(CellModel):
         if own is not None and split is not None:
             train = self._predictor(self._open(own), batch_size)
         elif baselines:
-            warn("The cells of the fine-tuning are not available, so there are no baselines; load the model with them.")
+            warn(
+                "The cells used for fine-tuning are not available, so there are no baselines; load the model with "
+                "these cells."
+            )
         # Baselines use all genes over which the scored cells and those of the fine-tuning were opened.
         genes = None if isinstance(source, AnnData | str | os.PathLike) else source.vocab
         train_cells = None if train is None else self._over_all_genes(own, genes)
@@ -665,7 +669,7 @@ class Encoder(CellModel):
         return evaluated.metrics
 
     def _own_task(self) -> Task | None:
-        """Return the task that the heads of the architecture predict without fine-tuning; None for no task."""
+        """Return the task that the heads of the architecture predict without fine-tuning, or None."""
         return None
 
     def _task(self, method: str) -> Task:
@@ -801,8 +805,8 @@ class Encoder(CellModel):
         reference_model
             A trained model, possibly fine-tuned for ``"integration"``, or its folder. It is not changed.
         batch_key
-            Column of obs with the batches of the query; None takes that of its setup, or of the reference. Only for
-            references whose decoder is conditioned on batches.
+            Column of ``obs`` with the batches of the query. If None, uses that of its setup, or of the reference. Only
+            for references whose decoder is conditioned on batches.
         reference_cells
             Reference cells to train on together with the query, as for :meth:`get_latent_representation`; at most
             20,000 cells of each are sampled into memory. None trains on the query only.
@@ -811,7 +815,7 @@ class Encoder(CellModel):
         validation_size
             Fraction of the query in the validation set.
         seed
-            Random seed of the split and the adapters; None takes that of the reference.
+            Random seed of the split and the adapters. If None, uses that of the reference.
 
         Returns
         -------
@@ -840,9 +844,9 @@ class Encoder(CellModel):
         """
         reference = cls.load(reference_model) if isinstance(reference_model, str | os.PathLike) else reference_model
         if not isinstance(reference, Encoder):
-            raise OptionError(f"reference_model is of type {type(reference).__name__}; give a model or its folder.")
+            raise OptionError(f"reference_model is of type {type(reference).__name__}; pass a model or its folder.")
         if not reference.is_trained_:
-            raise OptionError("reference_model is not trained; train it, or load one that is.")
+            raise OptionError("reference_model is not trained; train it, or load a trained model.")
         tuning, pretraining = reference.spec.tuning, cast("Any", reference._pretraining)
         if tuning is not None and tuning.task not in ("adaptation", "integration"):
             raise OptionError(f"reference_model was fine-tuned for {tuning.task!r}; pass the model before that.")
@@ -855,7 +859,7 @@ class Encoder(CellModel):
         if reference_cells is not None and not stays:
             raise OptionError(f"reference_cells has no effect for {of}; leave it out.")
         if batch_key is not None and not known.get("batches") and reference_cells is None:
-            raise OptionError(f"batch_key={batch_key!r} has no effect for {of} that has no batches; leave it out.")
+            raise OptionError(f"batch_key={batch_key!r} has no effect for {of} without batches; leave it out.")
         source = reference._source(query)
         cells: Any = reference._open(source)
         split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
@@ -880,7 +884,7 @@ class Encoder(CellModel):
             task["n_reference"] = len(known["batches"] or [])
             if reference._landmarks is None:
                 warn(
-                    "The reference contains no embeddings of its cells, so the query is not moved; complete its "
+                    "The reference contains no embeddings of its cells, so the query is not shifted; complete its "
                     "training."
                 )
             else:
@@ -955,11 +959,11 @@ class Encoder(CellModel):
         Parameters
         ----------
         query
-            Cells to label, as for :meth:`get_latent_representation`; None for those of a model that
-            :meth:`load_query_data` made. Their own labels are ignored.
+            Cells to label, as for :meth:`get_latent_representation`. If None, uses the cells of a model from
+            :meth:`load_query_data`. Their own labels are ignored.
         labels_key
-            Column of obs of the reference with the labels; None for that of ``setup_anndata``. Reference cells without
-            a label do not vote.
+            Column of ``obs`` of the reference with the labels. If None, uses the labels of ``setup_anndata``. Reference
+            cells without a label do not vote.
         n_neighbors
             Number of reference cells that vote.
         key_added
@@ -969,8 +973,8 @@ class Encoder(CellModel):
             Cells with higher uncertainty are labeled ``"unassigned"``. Cells of a class that the reference lacks are
             more uncertain only if they are between its classes.
         reference
-            The labeled cells, or a model with them. None takes the training cells of this model, or of the reference of
-            a query model.
+            The labeled cells, or a model with them. If None, uses the training cells of this model, or of the reference
+            of a query model.
         batch_size
             Cells per batch.
 
@@ -1003,12 +1007,12 @@ class Encoder(CellModel):
             check_share("threshold", threshold)
         is_query = self._is_query
         if query is None and not is_query:
-            raise OptionError("query=None, but the model was not made by load_query_data; pass the cells to label.")
+            raise OptionError("query=None, but the model is not from load_query_data; pass the cells to label.")
         source = self._source(query)
         owner = reference if isinstance(reference, type(self)) else self._base if is_query else self
         labels_key = labels_key or (owner or self)._setup.get("labels_key")
         if labels_key is None:
-            raise OptionError("labels_key=None, but the reference was set up without labels; name a column of its obs.")
+            raise OptionError("labels_key=None, but the reference was set up without labels; pass a column of its obs.")
         opener = self if owner is reference else owner or self
         if reference is None or owner is reference:
             if owner is None or (owner.adata is None and owner._data is None):
@@ -1063,8 +1067,8 @@ class Encoder(CellModel):
         Parameters
         ----------
         adata
-            Cells whose genes are given vectors, and with `contextual` whose tokens these are means of; None for those
-            of the training, if the model has them.
+            Cells with the genes to embed. With `contextual`, vectors are means over the tokens of these cells. If None,
+            uses the training cells, if the model has them.
         contextual
             False returns the input embedding of the gene's token. True returns the mean hidden state of this token over
             the cells that contain it.
@@ -1143,7 +1147,7 @@ class Encoder(CellModel):
         Parameters
         ----------
         adata
-            Cells; None for the training cells.
+            Cells; None means the training cells.
         layer
             Layer; -1 for the last.
         heads
@@ -1227,9 +1231,9 @@ class Encoder(CellModel):
         Parameters
         ----------
         adata
-            Cells; None for the training cells.
+            Cells; None means the training cells.
         genes
-            Genes to predict; None for all genes of the model.
+            Genes to predict; None means all genes of the model.
         seed
             Random seed of the groups in which genes are predicted.
         batch_size
@@ -1300,7 +1304,7 @@ class Encoder(CellModel):
         Parameters
         ----------
         adata
-            Cells; None for the training cells.
+            Cells; None means the training cells.
         n_folds
             Number of folds.
         seed
@@ -1394,26 +1398,26 @@ class Encoder(CellModel):
         Parameters
         ----------
         adata
-            Cells; None for the training cells. As for :meth:`get_latent_representation`.
+            Cells; None means the training cells. See :meth:`get_latent_representation`.
         genes
-            Names of genes that the model knows. None takes those that at least 1 % of the cells express, the 2,000 most
-            widely expressed at most.
+            Names of genes that the model knows. If None, uses those that at least 1 % of the cells express, at most the
+            2,000 most widely expressed.
         mode
             ``"delete"``, ``"overexpress"`` or ``"activate"``.
         groups
-            Column of obs: perturb, and compare, within each group. Cells without a group are left out.
+            Column of ``adata.obs``: perturb, and compare, within each group. Cells without a group are left out.
         goal
             A column of obs and a value, e.g. ``{"cell_type": "B"}``: also measure whether cells move toward the
             mean direction of the cells with that value.
         start
-            The same for the cells to perturb. None takes all, or with a goal all that are not there.
+            The same for the cells to perturb. If None, uses all cells, or with a goal all cells outside the goal.
         combinations
             2 perturbs all pairs of `genes` (a deletion: where both are expressed; an activation: where neither is).
         max_cells
             Cells to perturb, sampled at random, in all or in each group; also those that the goal is the mean of.
         n_permutations
-            Other genes to compare each with; 0 for no p-values. None takes 100, or as many as allow an ``fdr`` of 0.1
-            if these are no more than half of the genes of the model.
+            Other genes to compare each with; 0 for no p-values. If None, uses 100, or as many as allow an ``fdr`` of
+            0.1 if these are no more than half of the genes of the model.
         untrained
             Compute ``shift_z_untrained`` (and ``goal_z_untrained``), the z-scores of the same genes in the same
             architecture with random weights. It takes as long again; False leaves it out.
@@ -1464,7 +1468,9 @@ class Encoder(CellModel):
         perturbation = Perturbation(mode)
         numbers = None if genes is None else interpret.gene_numbers(self, genes, source=source)
         if numbers is None and combinations is not False:
-            raise OptionError("combinations=2 needs genes, as there are too many pairs of all; name some.")
+            raise OptionError(
+                "combinations=2 needs genes, because there are too many pairs of all genes; pass a list of genes."
+            )
         cells = self._open(source)
         embed_cells = partial(
             embed,
@@ -1560,10 +1566,10 @@ class Encoder(CellModel):
         Parameters
         ----------
         n_cells
-            Number of cells; None takes the number of cells of an AnnData as `prompt`.
+            Number of cells. If None, uses the number of cells of an AnnData as `prompt`.
         prompt
             Start of the cells: a list of genes, a mapping of genes to values (log1p CP10K; or the nearest bin, if the
-            model has bins), or cells to complete. None for no prompt.
+            model has bins), or cells to complete. None means no prompt.
         temperature
             Values below 1 make likely genes more likely.
         top_k
@@ -1572,13 +1578,13 @@ class Encoder(CellModel):
             Random seed. A cell depends on the seed and on its number, not on `n_cells` or `batch_size` (but
             for rounding).
         condition
-            Class of all cells, or of each, for an objective with ``condition_key``; None for any class.
+            Class of all cells, or of each, for an objective with ``condition_key``; None means any class.
         max_len
-            Maximum number of tokens per cell, CLS and EOS included; None for as many as the model allows. By unmasking,
-            each cell has exactly this many; None samples the numbers from the training cells, up to ``max_tokens``
-            genes.
+            Maximum number of tokens per cell, CLS and EOS included; None means as many as the model allows. With
+            unmasking, each cell has exactly this many tokens. If None, their numbers are sampled from the training
+            cells, up to ``max_tokens`` genes.
         n_steps
-            Number of unmasking steps; None for 16.
+            Number of unmasking steps; None means 16.
         batch_size
             Cells per batch.
 
@@ -1691,17 +1697,17 @@ class Encoder(CellModel):
             :func:`scforge.hub.resolve`.
         adata
             Data to continue with. Without setup, it is set up like the training data, except for missing columns of
-            obs. None takes the training data, if they were saved with the model; False takes no data, so pass the cells
-            to :meth:`get_latent_representation`.
+            obs. If None, uses the training data if they were saved with the model. If False, no data are loaded; pass
+            the cells to :meth:`get_latent_representation`.
         base
-            The base model of adapters, or its name; they share its weights. None takes the name stored with them.
+            The base model of adapters, or its name; they share its weights. If None, uses the name stored with them.
         device
             Where to put the module.
         accelerator
             Device in the notation of scvi-tools: ``"cpu"``, ``"gpu"``, ``"mps"`` or ``"auto"``; `device` is then the
             index of the GPU, or left out.
         revision, cache_dir, token, local_files_only
-            As for :func:`scforge.hub.resolve`. For adapters they also apply to the base model, except `revision`.
+            See :func:`scforge.hub.resolve`. For adapters they also apply to the base model, except `revision`.
 
         Returns
         -------
@@ -1799,7 +1805,7 @@ class Encoder(CellModel):
             ``"onnx"``; ``"torch"`` for :func:`torch.export.load`; or ``"transformers"``: a folder that
             ``transformers.BertForMaskedLM.from_pretrained`` loads.
         max_len
-            Maximum number of tokens per cell; None takes that of the model. Not for ``"transformers"``.
+            Maximum number of tokens per cell. If None, uses that of the model. Not for ``"transformers"``.
         overwrite
             Replace the model in a folder that exists; files that are not of scforge stay.
 
@@ -1862,8 +1868,8 @@ class Encoder(CellModel):
         adapter_only
             Push only the adapters and the head of a model fine-tuned with ``lora``, and the name of the base model.
         base
-            That name, a repository or ``"scforge://name"``; it is not checked, and used for this push only. None takes
-            the location that the base model was loaded from or pushed to.
+            That name, a repository or ``"scforge://name"``; it is not checked, and used for this push only. If None,
+            uses the location that the base model was loaded from or pushed to.
         **options
             ``private``, ``token``, ``revision``, ``commit_message`` and ``create_pr``, as for
             :func:`scforge.hub.upload`.
@@ -1928,24 +1934,24 @@ class Encoder(CellModel):
 
             ``"geneformer"``: `tokens_medians`, the published dictionaries: the folder of their pickle files, from which
             only text and numbers are unpickled; or two files or dictionaries, gene to token and gene to median, as a
-            tuple; or a table as :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer` takes it; None looks for
-            them in `path`. `version`, ``"V1"`` (2,048 genes) or ``"V2"`` (4,096 tokens with CLS and EOS); None detects
-            it by the number of positions and tokens. `ensembl_map`, former Ensembl ids to current ones, and
+            tuple; or a table as for :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer`. If None, they are
+            read from `path`. `version`, ``"V1"`` (2,048 genes) or ``"V2"`` (4,096 tokens with CLS and EOS); if None, it
+            is detected from the number of positions and tokens. `ensembl_map`, former Ensembl ids to current ones, and
             `gene_names`, symbols to Ensembl ids: a dictionary, its file, or a table. `pooling`: ``"genes"`` (the mean
             over genes, as Geneformer's own code embeds cells with V1), ``"cls"`` (as with V2) or ``"mean"`` (over all
-            tokens). `embedding_layer`: take the embedding from this many layers below the last; None takes 1, as
-            Geneformer's own code. Pass 0 for fine-tuning, so the last layer is used.
+            tokens). `embedding_layer`: how many layers below the last the embedding is taken from. If None, uses 1, as
+            Geneformer's own code does. For fine-tuning pass 0, so that the last layer is used.
 
-            ``"scgpt"``, whose embedding is the state of CLS: `vocab` and `args`, JSON files or dictionaries; None takes
-            those next to the weights, which may use the parameter names of flash attention. `cls_value`, the value
-            of the CLS token; None takes ``pad_value`` of `args`, as scGPT does to embed cells; 0 is what its
-            fine-tuning scripts take. `normalize`: divide each embedding by its length, as scGPT's ``embed_data`` does.
+            ``"scgpt"``, whose embedding is the state of CLS: `vocab` and `args`, JSON files or dictionaries (if None,
+            those next to the weights). The weights may use the parameter names of flash attention. `cls_value`, the
+            value of the CLS token: if None, ``pad_value`` of `args`, which scGPT uses to embed cells. Its fine-tuning
+            scripts use 0. `normalize`: divide each embedding by its length, as scGPT's ``embed_data`` does.
 
-            ``"scfoundation"``, without the decoder, so the model does not predict expression:
-            `vocab`, the panel of genes: the published table with ``gene_name`` and ``index``, or the names in order;
-            None reads the table next to the weights. `part`: ``"cell"``, ``"gene"`` or ``"rde"``. `pooling`:
-            ``"depths"``, the states of the two tokens of depth, and the largest and the mean over genes, as
-            scFoundation embeds cells, or another of ``transformer_encoder``.
+            ``"scfoundation"``, without the decoder, so the model does not predict expression: `vocab`, the panel of
+            genes: the published table with ``gene_name`` and ``index``, or the names in order (if None, the table next
+            to the weights). `part`: ``"cell"``, ``"gene"`` or ``"rde"``. `pooling`: ``"depths"``, the states of the two
+            tokens of depth, and the largest and the mean over genes, as scFoundation embeds cells, or another of
+            ``transformer_encoder``.
 
             ``"scdiva"``: `vocab`, the genes in the order of the columns.
 

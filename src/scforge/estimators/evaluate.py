@@ -79,8 +79,8 @@ def evaluate_models(
         Baselines of embeddings, as in :func:`scforge.eval.evaluate`; True takes highly variable genes, PCA, scVI and,
         with batches, Harmony. Other benchmarks have separate baselines.
     labels_key, batch_key, groups_key
-        Columns of ``adata.obs`` with cell types, batches, and groups (e.g. donors) that folds must not divide. None
-        takes cell types and batches from the setup of the models, if `adata` has these columns.
+        Columns of ``adata.obs`` with cell types, batches, and groups (e.g. donors) that folds must not divide. If None,
+        uses cell types and batches from the setup of the models, if `adata` has these columns.
     seeds
         Seeds of benchmarks.
     intervals
@@ -90,7 +90,7 @@ def evaluate_models(
     network
         True edges for ``gene_network``: a file that :func:`scforge.eval.read_network` reads, or a table.
     gene_key
-        Column of ``adata.var`` with the names of genes that `network` uses; None takes ``adata.var_names``.
+        Column of ``adata.var`` with the names of genes that `network` uses. If None, uses ``adata.var_names``.
     batch_size
         Cells per batch.
     title
@@ -135,11 +135,11 @@ def evaluate_models(
         f"{name}_{i}" if len(some) > 1 else name: one for name, some in trained.items() for i, one in enumerate(some)
     }
     if network is not None and not any(one.subject == "network" for one in others):
-        raise OptionError("network names true edges, which only the benchmark gene_network needs; leave it out.")
+        raise OptionError("network has an effect only with the benchmark gene_network; leave it out.")
     for one in others:  # before any time is spent
         if one.benchmark not in _OPTIONS:
             raise OptionError(
-                f"the benchmark {one.title!r} scores results that no model computes by itself; call "
+                f"the benchmark {one.title!r} scores results that models do not compute themselves; call "
                 "scforge.eval.compare."
             )
         check_options("option", str(one.benchmark), one.options, _OPTIONS[str(one.benchmark)])
@@ -208,11 +208,11 @@ def _evaluate_embeddings(
 ) -> Report:
     """Embed cells with models and score the embeddings with baselines."""
     if baselines is False or (isinstance(baselines, Sequence) and not len(baselines)):
-        raise OptionError("baselines=False leaves no baseline for embeddings; name one, e.g. ['pca'].")
+        raise OptionError("baselines=False leaves no baseline for embeddings; pass one, e.g. ['pca'].")
     keys = _keys(every, adata, given)
     chosen: list[Any] = evaluations or list(BENCHMARKS_OF_EMBEDDINGS)
     if not evaluations and keys["labels_key"] is None:
-        raise OptionError("labels_key=None, but cell types are needed to score embeddings; name their column.")
+        raise OptionError("labels_key=None, but cell types are needed to score embeddings; pass their column.")
     several = {name: len(some) for name, some in trained.items() if len(some) > 1}
     names = [*(f"X_{name}" for name in (*every, *several)), *obsm_keys, *([_UNTRAINED] if untrained else [])]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -234,7 +234,7 @@ def _evaluate_embeddings(
                 adata.obsm[_UNTRAINED] = untrained_embedder(first, batch_size)(first._cells(adata))
                 kinds[_UNTRAINED] = "untrained"
             except OptionError as error:
-                notes.append(f"There is no row of random weights: {error}")
+                notes.append(f"There is no row for random weights: {error}")
             if len(trained) > 1:
                 notes.append(f"{_UNTRAINED} has the architecture of {first_name!r}.")
         if baselines is True:
@@ -283,11 +283,11 @@ def _fit_to(
     batch = keys["batch_key"]
     if given is None and batch is not None and (obs[batch].nunique() < 2 or obs[batch].isna().any()):
         keys["batch_key"] = None
-        notes.append(f"obs[{batch!r}], the column of batches, has one batch or missing values, so batches are ignored.")
+        notes.append(f"obs[{batch!r}], the batch column, has only one batch or missing values, so batches are ignored.")
     n_labeled = int(obs[keys["labels_key"]].notna().sum())
     if n_labeled < _MIN_FOR_SCIB:
         chosen.remove("scib")
-        notes.append(f"scib needs {_MIN_FOR_SCIB} cells with a label, and there are {n_labeled}; it is left out.")
+        notes.append(f"scib needs {_MIN_FOR_SCIB} cells with a label, but there are {n_labeled}; it is left out.")
     return notes
 
 
@@ -320,7 +320,7 @@ def knows_labels(model: CellModel) -> bool:
 
 
 def _pretraining_labels(model: CellModel) -> str | None:
-    """Return the column of obs whose labels a model learned in its pretraining; None for none."""
+    """Return the column of obs whose labels a model learned in its pretraining; None if there is no such column."""
     key: str | None = getattr(model._pretraining, "labels_key", None)
     return key
 
@@ -356,18 +356,17 @@ def _facts(
 
 def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Sequence[str]) -> list[str]:
     """Return which cells and labels each row was trained on, for the report."""
-    sentences = ["All baselines have seen the expression of all cells, and no label."]
+    sentences = ["All baselines are fitted on the expression of all cells, without labels."]
     supervised = [name for name, model in models.items() if model._learned is not None]
     if supervised:
         sentences.append(
-            f"{listing(supervised)} learned from labels of other cells, which baselines did not: no fair contest, and "
-            "no test."
+            f"{listing(supervised)} learned from labels of other cells, unlike the baselines, so there is no test."
         )
     for name, model in models.items():
         if (labels_key := _pretraining_labels(model)) is not None:
             sentences.append(
-                f"{name!r} learned from obs[{labels_key!r}] in its pretraining, maybe of these cells: no fair contest, "
-                "and no test."
+                f"{name!r} learned from obs[{labels_key!r}] in its pretraining, possibly of these cells, so there is "
+                "no test."
             )
         condition = getattr(model._pretraining, "condition_key", None)
         if condition is not None:
@@ -439,7 +438,7 @@ def _generated(
     computed = {name: model.generate(adata.n_obs, seed=seed, batch_size=batch_size) for name, model in models.items()}
     cells = {id(model.adata): model.adata for model in models.values()}
     if len(cells) > 1:
-        raise OptionError(f"the models {listing(models)} have different training cells; evaluate one at a time.")
+        raise OptionError(f"the models {listing(models)} have different training cells; evaluate them one at a time.")
     (trained,) = cells.values()
     layer = (next(iter(models.values()))._setup_of(adata) or {}).get("layer")
     return evaluate_generation(computed, adata, trained, layer=layer, **options, **dict(evaluation.options))

@@ -201,7 +201,9 @@ def _write_onnx(model: CellModel, program: Any, names: tuple[str, ...], file: Pa
             exported.save(str(file), external_data=False)
     except (RuntimeError, TypeError, ValueError) as error:
         name = model.spec.architecture
-        raise OptionError(f"architecture={name!r} has no ONNX form ({first_line(error)}); take 'torch'.") from error
+        raise OptionError(
+            f"architecture={name!r} cannot be exported to ONNX ({first_line(error)}); choose 'torch'."
+        ) from error
 
 
 def _parity(

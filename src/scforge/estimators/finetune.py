@@ -49,7 +49,7 @@ def warn_of_undecided(unclear: np.ndarray) -> None:
     """Warn about cells that may be training cells of the fine-tuning."""
     if unclear.any():
         n_unclear = f"{int(unclear.sum())} of the {len(unclear)} cells"
-        warn(f"{n_unclear} may be cells of a fine-tuning: they have other genes, and no names to compare.")
+        warn(f"{n_unclear} may have been used for fine-tuning: they have other genes and no names to compare.")
 
 
 _LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
@@ -169,7 +169,7 @@ def make_split(task: Task, cells: Cells, *, split_by: str | None, split_key: str
         raise DataError(f"{named or 'the task'} leaves no training cells; choose another column or other cells.")
     if split_key is not None:
         if split_by is not None:
-            raise OptionError(f"split_by={split_by!r} has no effect with split_key={split_key!r}; give one of them.")
+            raise OptionError(f"split_by={split_by!r} has no effect with split_key={split_key!r}; pass one of them.")
         return split_from(named_column(cells, split_key, argument="split_key"), usable, key=split_key)
     own = task.split(column, split_by=split_by, **how)
     if own is not None:
@@ -203,7 +203,7 @@ def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
     batches = text_labels(cells.column(key), key=key, argument="batch_key").categories
     if shared := [str(name) for name in batches if name in known]:
         told = "Batches of the query in obs[%r] with the name of a reference batch are treated as that batch: %s."
-        logger.info(f"{told} Rename those that are others.", key, listing(shared))
+        logger.info(f"{told}  Rename batches that are different.", key, listing(shared))
     return {"batch_key": key, "batches": [*known, *(str(name) for name in batches if name not in known)]}
 
 
@@ -252,7 +252,7 @@ def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, s
         parts.append(found)
     if shared := sorted(set(parts[0]) & {*known, *parts[1]}):
         warn(
-            f"Batches {listing(shared)} of query and reference have the same name; rename those that are different "
+            f"Batches {listing(shared)} of query and reference have the same name; rename them if they are different "
             "batches."
         )
     counts = sum(cells.totals.sum() for cells in (query, reference))
@@ -283,7 +283,9 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
     """Save the adapters and the head of a model fine-tuned with ``lora``."""
     tuning = model.spec.tuning
     if tuning is None or tuning.lora is None:
-        raise OptionError("the model has no adapters to save; fine-tune with lora=True, or save all of it with save().")
+        raise OptionError(
+            "the model has no adapters to save; fine-tune with lora=True, or save the whole model with save()."
+        )
     state = {
         name: value.detach().cpu().contiguous()
         for name, value in model.module.state_dict().items()
@@ -315,7 +317,9 @@ def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None)
     check_sum(folder / _WEIGHTS, content["sha256"])
     encoder = merged(base._backbone)
     if content["vocab"] != base.vocab.hash or digest_of(encoder) != content["tuning"]["base"].get("sha256"):
-        raise ModelFileError(f"{str(folder)!r} was trained on another base model (weights or genes); load that one.")
+        raise ModelFileError(
+            f"{str(folder)!r} was trained on another base model (weights or genes); load that base model."
+        )
     tuning = FineTuneSpec.from_json(content["tuning"])
     adata = base.adata if adata is None else cls._set_up_as(adata, base._setup)
     if adata is not None and cls._setup_of(adata) is None:

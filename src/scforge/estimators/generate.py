@@ -56,7 +56,7 @@ def generate_with(
     if unmasks:
         room = min(vocab.n_genes + tokenizer.append_cls, getattr(module, "max_generated", None) or math.inf)
         if max_len is not None and check_count("max_len", max_len, "tokens") > room:
-            raise OptionError(f"max_len={max_len} but the model takes at most {room} tokens; lower it.")
+            raise OptionError(f"max_len={max_len} but the maximum of the model is {room} tokens; lower it.")
         options |= {"n_tokens": options.pop("max_len"), "mask_id": vocab.mask_id}
         options |= {} if n_steps is None else {"n_steps": n_steps}
     else:
@@ -113,7 +113,7 @@ def check_generates(model: CellModel) -> None:
     spec, module = model.spec, model._backbone
     if not isinstance(module, GeneratingModule) or not model._pretraining.generates:
         raise OptionError(
-            f"a model of {spec.architecture!r} and {spec.objective!r} generates no cells; choose "
+            f"a model of {spec.architecture!r} and {spec.objective!r} cannot generate cells; choose "
             "'autoregressive_transformer', or 'scdiva' with 'masked_diffusion'."
         )
     check_filled(module)
@@ -144,7 +144,7 @@ def _prompt_of_genes(
     tokenizer, objective = model.tokenizer, model._pretraining
     # A set has no order that stays, and of a Series either names or values could be meant.
     if not isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) or isinstance(genes, str):
-        raise OptionError(f"prompt={type(genes).__name__} is not a list of genes, no dict of values, and no AnnData.")
+        raise OptionError(f"prompt={type(genes).__name__} is neither a list of genes, a dict of values nor an AnnData.")
     index = gene_numbers(model, list(genes), argument="prompt")
     ids = torch.from_numpy(index.astype(np.int64) + tokenizer.vocab.n_special).expand(n_cells, -1)
     values = torch.full(ids.shape, torch.nan)

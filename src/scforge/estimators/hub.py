@@ -90,13 +90,13 @@ def load_found(
     prefix
         How the user named it, the beginning of a message.
     adata, base, device
-        As for :meth:`scforge.models.Encoder.load`.
+        See :meth:`scforge.models.Encoder.load`.
     access
         Options of :func:`scforge.hub.resolve` for the base model of adapters.
     """
     if kind_of_folder(found.folder) != "adapter":
         if base is not None:
-            raise OptionError(f"base has no effect where {prefix} is a complete model; leave it out.")
+            raise OptionError(f"base has no effect if {prefix} is a complete model; leave it out.")
         model = cls._load_folder(found.folder, adata, device)
         if found.repo_id is not None:
             model._origin = Origin(found.repo_id, found.commit, n_epochs=model.n_epochs_)
@@ -124,13 +124,13 @@ def _load_base(
         stored = Origin.from_json(read_description(ADAPTER, found.folder / "adapter.json").get("base"))
         if stored is None or stored.name is None:
             raise OptionError(f"{prefix} does not name the base model of its adapters; pass it as base=.")
-        where = f"{prefix} has adapters for {stored.name!r}, and this name of theirs"
+        where = f"{prefix} has adapters for {stored.name!r} and this name for them"
         base, revision = place_of(stored.name) or found.folder / stored.name, stored.revision
         if isinstance(base, Path) and not base.is_dir():
-            raise MissingFileError(f"{where} is a folder that does not exist here; name the model with base=.")
+            raise MissingFileError(f"{where} is a folder that does not exist here; pass the model as base=.")
     below = find_model(base, prefix=where, revision=revision, **access)
     if kind_of_folder(below.folder) != "model":
-        raise ModelFileError(f"{where} contains no model; name another one with base=.")
+        raise ModelFileError(f"{where} contains no model; pass another one as base=.")
     return load_found(cls, below, where, False, device=device)
 
 
@@ -153,7 +153,7 @@ def _named(base: str, model: Any) -> Origin:
     if place_of(base) is None:
         raise OptionError(f"base={base!r} is not a public name; pass 'org/name' or 'scforge://name'.")
     if model.spec.tuning is None:
-        raise OptionError(f"base={base!r} has no effect where the model was not fine-tuned; leave it out.")
+        raise OptionError(f"base={base!r} has no effect if the model was not fine-tuned; leave it out.")
     known = None if model._base is None else model._base._current_origin()
     revision = known.revision if known is not None and known.name == base else None
     return Origin(base, revision, is_given=True)

@@ -45,12 +45,14 @@ def gene_numbers(
     """Return the index of each gene in the model, int32; `source` may have further genes, for messages."""
     names = [genes] if isinstance(genes, str) else list(genes)
     if not names or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"{argument}={names!r} is not a list of gene names; name at least one.")
+        raise OptionError(f"{argument}={names!r} is not a list of gene names; pass at least one.")
     numbers = GeneMap.of(names, model.vocab).columns
     if unknown := [name for name, number in zip(names, numbers, strict=True) if number < 0]:
         raise _unknown_genes(model, unknown, model.adata if source is None else source, argument)
     if twice := [names[i] for i in range(len(names)) if numbers[i] in numbers[:i]]:
-        raise OptionError(f"{argument} names {twice[0]!r} twice, maybe as another name of the same gene; name it once.")
+        raise OptionError(
+            f"{argument} names {twice[0]!r} twice, possibly under another name of the same gene; pass it once."
+        )
     return numbers
 
 
@@ -78,7 +80,7 @@ def widely_expressed(vocab: GeneVocab, cells: CellSource) -> np.ndarray:
         raise DataError(f"no gene of the model is expressed in {least} of {len(cells)} cells; name genes.")
     chosen = np.sort(found[np.argsort(-n_cells[found], kind="stable")[:_MAX_GENES]])
     if len(chosen) < len(found):
-        warn(f"genes=None takes the {len(chosen)} most widely expressed of {len(found)} expressed genes; name others.")
+        warn(f"genes=None takes the {len(chosen)} most widely expressed of {len(found)} expressed genes; pass others.")
     return chosen.astype(np.int32)
 
 
@@ -215,7 +217,7 @@ def lowest_fdr(results: pd.DataFrame, sides: int) -> float:
     if lowest > _HIGH_FDR:
         enough = math.ceil(sides * len(n_controls) / _HIGH_FDR)
         warn(
-            f"The fdr of a gene that stands out alone is at least {lowest:.2g}, above {_HIGH_FDR:g}; test fewer genes, "
+            f"The fdr of a single significant gene is at least {lowest:.2g}, above {_HIGH_FDR:g}; test fewer genes, "
             f"or compare with n_permutations={enough} others if the model has that many."
         )
     return lowest

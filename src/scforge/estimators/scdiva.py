@@ -40,13 +40,13 @@ def labels_task(objective: Objective) -> Annotation | None:
 
 
 def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | None) -> list[int] | None:
-    """Return the codes of named batches; None for no name."""
+    """Return the codes of named batches; None if there is no name."""
     if transform_batch is None:
         return None
     known = getattr(objective, "batches", None) or []
     names = [transform_batch] if pd.api.types.is_scalar(transform_batch) else list(transform_batch)
     if not names:
-        raise OptionError(f"transform_batch={transform_batch!r} names no batch; name one, or None for all.")
+        raise OptionError(f"transform_batch={transform_batch!r} is not a batch; pass the name of one, or None for all.")
     fix = "" if known else "call setup_anndata(adata, batch_key=...) before creating the model"
     for name in names:
         check_known("transform_batch", str(name), known, "the model", fix=fix, error=OptionError)
@@ -91,7 +91,7 @@ class ScDiVa(Encoder):
     architecture
         ``"scdiva"``.
     tokenizer
-        As for :class:`~scforge.models.Encoder`; None orders genes by value and entropy (``"entropy_ranked"``).
+        See :class:`~scforge.models.Encoder`. If None, genes are ordered by value and entropy (``"entropy_ranked"``).
     objective
         ``"variational"`` (None): reconstruction, and classification if `supervised`. ``"masked_diffusion"``: masked
         genes and values are predicted, so the model can :meth:`generate` and :meth:`impute`. Or a dict with ``name``
@@ -159,7 +159,7 @@ class ScDiVa(Encoder):
         Parameters
         ----------
         adata, key_added, batch_size, indices
-            As for :meth:`Encoder.get_latent_representation`.
+            See :meth:`Encoder.get_latent_representation`.
         return_dist
             Also return the variances, and write `uncertainty_key`.
         uncertainty_key
@@ -193,7 +193,9 @@ class ScDiVa(Encoder):
         """
         if not check_bool("return_dist", return_dist):
             if self.spec.tuning is None and not self._trains_latent:
-                warn(f"{self.spec.objective!r} trained no latent, so its embedding is random.", NotTrainedWarning)
+                warn(
+                    f"{self.spec.objective!r} does not train the latent, so its embedding is random.", NotTrainedWarning
+                )
             return super().get_latent_representation(adata, key_added=key_added, batch_size=batch_size, indices=indices)
         self._check_variational()
         source = self._ready(adata, "its embedding is")
@@ -238,9 +240,9 @@ class ScDiVa(Encoder):
         task
             ``"annotation"``: the labels that the model learned from (`supervised`), written as the task annotation
             writes them. ``"batch_integration"``: expression without batch effects, from
-            :meth:`get_normalized_expression`. None takes annotation, or the task of a fine-tuned model.
+            :meth:`get_normalized_expression`. If None, uses annotation, or the task of a fine-tuned model.
         key_added, batch_size
-            As for :meth:`Encoder.predict`.
+            See :meth:`Encoder.predict`.
         **options
             Of annotation e.g. ``threshold`` and ``majority_voting``; of batch_integration ``transform_batch``,
             ``gene_list`` and ``library_size``.
@@ -310,7 +312,7 @@ class ScDiVa(Encoder):
         transform_batch
             The batch to decode all cells into, or several to average over. None averages over all batches of the model.
         gene_list
-            Genes to return; None for all genes of the model.
+            Genes to return; None means all genes of the model.
         library_size
             ``"log1p"``: log1p of counts per 10,000. A number: counts per that number (without logarithm).
         key_added
@@ -342,7 +344,7 @@ class ScDiVa(Encoder):
         (60, 2)
         """
         if not getattr(self._pretraining, "reconstruction_weight", 0.0):
-            raise OptionError(f"{self.spec.objective!r} trained no decoder; set its reconstruction_weight.")
+            raise OptionError(f"{self.spec.objective!r} does not train a decoder; set its reconstruction_weight.")
         self._check_follows("predicted expression")
         scale = _scale_of(library_size)
         numbers = gene_numbers(self, self.vocab.genes if gene_list is None else gene_list, source=adata)
@@ -379,7 +381,7 @@ class ScDiVa(Encoder):
         """Raise :class:`~scforge.errors.OptionError` unless the variances of the model were trained."""
         trained = self.spec.model_options["variational"] and hasattr(self._pretraining, "beta") and self._trains_latent
         if not trained:
-            raise OptionError(f"return_dist=True but {self.spec.objective!r} trained no variances; leave it out.")
+            raise OptionError(f"return_dist=True but {self.spec.objective!r} does not train variances; leave it out.")
         self._check_follows("return_dist=True")
 
     def _check_follows(self, what: str) -> None:
@@ -395,7 +397,7 @@ class ScDiVa(Encoder):
         if self._supervised:
             if "labels_key" not in OBJECTIVES.get(objective).option_names():
                 raise OptionError(
-                    f"supervised=True but the objective {objective!r} learns no labels; leave out one of them."
+                    f"supervised=True but the objective {objective!r} does not learn labels; leave out one of them."
                 )
             options = {"labels_key": self._setup.get("labels_key"), **options}
             if options["labels_key"] is None:

@@ -207,7 +207,7 @@ def load_weights(
         differing = {"missing": missing, "unknown": unknown}
         problem = "; ".join(f"{what} {listing(names, most=3)}" for what, names in differing.items() if names)
     if problem:
-        raise ModelFileError(f"the weights in {source!r} do not fit the architecture in its config: {problem}.")
+        raise ModelFileError(f"the weights in {source!r} do not match the architecture in its config: {problem}.")
 
 
 _CONFIG, _VOCAB, _WEIGHTS, _CARD = "config.json", "vocab.json", "model.safetensors", "README.md"
@@ -241,7 +241,7 @@ def write_folder(
     overwrite
         Replace the model in a folder that exists.
     seen
-        The cells of a fine-tuning.
+        The cells used for fine-tuning.
     adata
         Training data to write as well.
     extra

@@ -53,7 +53,7 @@ class ArchitectureDefaults:
     architecture, tokenizer, objective
         Names in the registries.
     n_top_genes
-        Highly variable genes of the vocabulary; None for all detected genes.
+        Highly variable genes of the vocabulary; None means all detected genes.
     options
         Options of the architecture.
     tokenizer_options
@@ -143,7 +143,7 @@ class FineTuneSpec:
     n_latent
         Width of the embeddings of the base model.
     lora
-        All options of the adapters; None for no adapters.
+        All options of the adapters; None means no adapters.
     freeze
         True for the whole encoder, or the number of its first layers; False for nothing.
     split
@@ -348,7 +348,7 @@ class ModelSpec:
             if options.setdefault("max_seq_len", longest) < longest:
                 raise OptionError(
                     f"max_seq_len={options['max_seq_len']} is smaller than the {longest} tokens that {name!r} and "
-                    f"{objective[0]!r} make of a cell; raise it, or lower the tokenizer's max_len (data.max_genes)."
+                    f"{objective[0]!r} create per cell; raise it, or lower the tokenizer's max_len (data.max_genes)."
                 )
         # An architecture that uses them by default needs their number.
         if "n_special" in parameters and parameters["n_special"].default:
@@ -499,7 +499,7 @@ def vocab_of_adata(
     elif min((found := n_of_species(names)).values()) > _MIXED * len(names):
         counted = " and ".join(f"{n:,} {species} genes" for species, n in found.items())
         warn(
-            f"{names_place(key)} holds {counted}, which are treated as different genes; join them by "
+            f"{names_place(key)} contains {counted}, which are treated as different genes; join them by "
             "vocab='human_mouse'."
         )
     made = within

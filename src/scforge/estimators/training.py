@@ -94,7 +94,7 @@ def train_options(
     if "enable_progress_bar" in further:  # as scvi-tools and its autotune call it
         given = {**given, "progress_bar": further.pop("enable_progress_bar")}
     if not isinstance(plan_kwargs, Mapping | None):
-        raise OptionError(f"plan_kwargs={plan_kwargs!r} is not a dictionary of options; give {{name: value}}.")
+        raise OptionError(f"plan_kwargs={plan_kwargs!r} is not a dictionary of options; pass {{name: value}}.")
     for name, value in (plan_kwargs or {}).items():
         if name in further or given.get(name) not in (None, getattr(TrainOptions, name, None)):
             raise OptionError(f"{name} is set in plan_kwargs and as an argument; set it once.")
@@ -122,9 +122,11 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         )
     if how.checkpoint_dir is None and (how.resume == _AUTO or how.overwrite):
         name = "overwrite=True" if how.overwrite else "resume='auto'"
-        raise OptionError(f"{name} needs checkpoint_dir, the folder of the training.")
+        raise OptionError(f"{name} needs checkpoint_dir, the folder of the training run.")
     if how.checkpoint_every_n_steps is not None and how.checkpoint_dir is None:
-        raise OptionError("checkpoint_every_n_steps has no effect without checkpoint_dir, the folder of the training.")
+        raise OptionError(
+            "checkpoint_every_n_steps has no effect without checkpoint_dir, the folder of the training run."
+        )
     folder = None if how.checkpoint_dir is None else RunFolder(how.checkpoint_dir)
     rank = rank_zero_only.rank or 0
     with contextlib.ExitStack() as stack:

@@ -25,7 +25,7 @@ from scforge.datasets.loading import DATA_FOLDER, find_file
 from scforge.errors import DataError, MissingFileError, OptionError, listing, suggest
 
 KEYS = ("labels_key", "batch_key", "groups_key")
-"""Options that name a column of obs; who runs a benchmark fills them in from the data where they are left out."""
+"""Options that name a column of obs. If they are left out, the caller of a benchmark fills them in from the data."""
 
 _MIN_GROUPS = 4
 """Groups whose halves are several groups, and differ."""
@@ -37,7 +37,7 @@ class Benchmark(ABC):
     Attributes
     ----------
     subject
-        What is scored, ``made``, and against what, ``reference``:
+        Types of the arguments ``made`` (the scored result) and ``reference``:
 
         ``"embedding"``
             Coordinates of cells, shape (N, D); their ``obs``, N rows.
@@ -48,17 +48,17 @@ class Benchmark(ABC):
         ``"expression"``
             Generated cells and measured cells, each an :class:`~anndata.AnnData` with counts.
         ``"ranking"``
-            Orders of genes that were reconstructed, and the true ones, int, shape (N, S) with -1 behind the last.
+            Orders of genes that were reconstructed, and the true orders, int, shape (N, S), padded with -1.
     metrics
         Names of the metrics that :meth:`run` returns.
     lower_is_better
-        Those of them in which less is better.
+        Metrics for which lower is better.
     main
-        The one that a sentence about the outcome speaks of; the first, if a class names none.
+        Metric used in the verdict; the first metric by default.
     n_draws
-        Draws of :meth:`resampled` that are worth their time.
+        Default number of draws of :meth:`resampled`.
     ranks
-        Whether a higher score is better. Without, methods are not compared: the scores warn of something.
+        Whether the scores rank methods. If false, methods are not compared, because the scores only warn of problems.
 
     Examples
     --------
@@ -85,21 +85,21 @@ class Benchmark(ABC):
 
     @abstractmethod
     def run(self, made: Any, reference: Any) -> dict[str, float]:
-        """Return one score for each metric; NaN where one is not defined.
+        """Return one score for each metric; NaN if it is not defined.
 
         Parameters
         ----------
         made
-            What a method made, as :attr:`subject` says.
+            Result of a method, of the type that :attr:`subject` describes.
         reference
-            What it is scored against.
+            Reference to score against.
         """
 
     def check(self, reference: Any) -> None:
         """Raise if the reference cannot be scored against; called before expensive steps such as training.
 
-        Here, for embeddings: where ``labels_key``, ``batch_key`` or ``groups_key``, if the benchmark has them, is not a
-        column. A benchmark that needs more than that overrides it.
+        The default, for embeddings, checks that ``labels_key``, ``batch_key`` and ``groups_key`` are columns, if the
+        benchmark has these options. Benchmarks with further requirements override it.
 
         Parameters
         ----------
@@ -123,7 +123,7 @@ class Benchmark(ABC):
         Parameters
         ----------
         reference
-            What :meth:`run` sees.
+            Arguments of :meth:`run`.
 
         Returns
         -------
@@ -132,15 +132,15 @@ class Benchmark(ABC):
         return {}
 
     def resampled(self, made: Any, reference: Any, *, n: int, seed: int) -> pd.DataFrame | None:
-        """Return the scores on resampled data, for intervals and paired tests; None where there are none.
+        """Return the scores on resampled data, for intervals and paired tests; None if there are none.
 
-        The rows that are sampled depend on `reference` and `seed` alone, so that methods can be compared draw by draw.
-        Here, for embeddings: on random halves of the cells, sampled without replacement, which spread as much around
-        the figure of all cells as that does around the truth (Shao and Wu 1989, the delete-half jackknife). Halves keep
-        the share of each label of ``labels_key``; with ``groups_key`` they are halves of the groups, and there are none
-        with fewer than four groups. Draws of b of n groups are brought from the spread of halves to that of a bootstrap
-        of the groups, as :meth:`n_units` asks for: times sqrt(b / (n - b)) for their number, the delete-d jackknife,
-        and sqrt((n - 1) / n), which intervals take back.
+        The sampled rows depend only on `reference` and `seed`, so that methods can be compared draw by draw. The
+        default, for embeddings, samples random halves of the cells without replacement. Scores of halves vary around
+        the score of all cells as much as the latter varies around the true value (delete-half jackknife, Shao and Wu
+        1989). Halves keep the share of each label of ``labels_key``. With ``groups_key``, they are halves of the
+        groups; with fewer than four groups there are no draws. Draws of b of n groups are rescaled to the standard
+        deviation of a bootstrap of the groups, as :meth:`n_units` requires: by sqrt(b / (n - b)), the delete-d
+        jackknife, and by sqrt((n - 1) / n), which intervals reverse.
 
         Parameters
         ----------
@@ -176,7 +176,7 @@ class Benchmark(ABC):
         return table.mean() + (table - table.mean()) * scale
 
     def _on_parts(self, made: np.ndarray, obs: pd.DataFrame, parts: Iterable[np.ndarray]) -> pd.DataFrame:
-        """Return the scores on these rows of an embedding, a row for each part."""
+        """Return the scores on parts of an embedding, one row for each part."""
         figures = []
         for rows in parts:
             try:
@@ -187,11 +187,11 @@ class Benchmark(ABC):
         return pd.DataFrame(figures, columns=list(self.metrics))
 
     def n_units(self, reference: Any) -> int | None:
-        """Return the number of independent units that :meth:`resampled` samples from; None for cells.
+        """Return the number of independent units that :meth:`resampled` samples from; None means cells.
 
-        Few of them, e.g. eight donors, tell less than the number of draws suggests: intervals are wider by that, and
-        tests have fewer degrees of freedom. Where a number is returned, the draws have to spread as a bootstrap of the
-        units does, which is by sqrt((n - 1) / n) too little; this is made up for.
+        Few units, e.g. eight donors, are less informative than the number of draws suggests, so intervals are wider and
+        tests have fewer degrees of freedom. If a number is returned, draws must vary as in a bootstrap of the units.
+        Their standard deviation is too small by sqrt((n - 1) / n), which is corrected later.
         """
         key = getattr(self, "groups_key", None)
         return None if key is None or self.subject != "embedding" else int(reference[key].nunique())
@@ -202,8 +202,9 @@ def half_samples(
 ) -> Iterator[np.ndarray]:
     """Yield rows of random halves of the cells, ascending, int64, `n` times; of whole groups with `groups_key`.
 
-    Halves of cells keep the share of each label of `labels_key`; missing ones count as one label. Of an odd number of
-    groups the smaller half is sampled, and nothing of fewer than four, as no half tells how groups differ.
+    Halves of cells keep the share of each label of `labels_key`; missing labels count as one label. Of an odd number of
+    groups, the smaller half is sampled. With fewer than four groups nothing is sampled, because halves do not show how
+    groups differ.
     """
     rng = np.random.default_rng(seed)
     for _ in range(n):
@@ -222,12 +223,12 @@ def half_samples(
 
 
 def as_array(made: Any, name: str = "the embedding") -> np.ndarray:
-    """Return an embedding as an array: a dense one of a sparse matrix, and the numbers of a table.
+    """Return an embedding as a dense array. Sparse matrices and tables are converted.
 
     Raises
     ------
     DataError
-        If it does not hold numbers.
+        If it does not contain numbers.
     """
     if sparse.issparse(made):
         made = made.toarray()
@@ -238,7 +239,7 @@ def as_array(made: Any, name: str = "the embedding") -> np.ndarray:
         made = made.to_numpy(dtype=np.float32 if kept else np.float64, na_value=np.nan)
     array = np.asarray(made)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"{name} holds {array.dtype} instead of numbers; pass an array of numbers.")
+        raise DataError(f"{name} contains {array.dtype} instead of numbers; pass an array of numbers.")
     return array
 
 
@@ -305,25 +306,27 @@ def get_benchmark(name: str, **options: Any) -> Benchmark:
 
 
 def _check_given(name: str, options: Mapping[str, Any], besides: Sequence[str] = ()) -> None:
-    """Raise where options of a benchmark are unknown, or one is missing that does not come from the data."""
+    """Raise if an option of a benchmark is unknown, or a required option is missing that the data do not provide."""
     known = options_of(name)
     check_options("benchmark option", name, options, list(known))
     for option, needed in known.items():
         if needed and option not in options and option not in besides:
             what = f"{option}, a column of obs" if option in KEYS else f"the option {option}"
-            raise OptionError(f"the benchmark {name!r} needs {what}; give it.")
+            raise OptionError(f"the benchmark {name!r} needs {what}; pass this argument.")
 
 
 def options_of(name: str) -> dict[str, bool]:
-    """Return the options of a benchmark, and of each whether it has to be given."""
+    """Return the options of a benchmark, and whether each is required."""
     parameters = inspect.signature(BENCHMARKS.get(name)).parameters
     return {option: parameter.default is parameter.empty for option, parameter in parameters.items()}
 
 
 def check_scores_embeddings(title: str, subject: str) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless it is embeddings that a benchmark scores."""
+    """Raise :class:`~scforge.errors.OptionError` unless a benchmark scores embeddings."""
     if subject != "embedding":
-        raise OptionError(f"the benchmark {title!r} scores no embedding (but: {subject}); pass it to eval.compare.")
+        raise OptionError(
+            f"the benchmark {title!r} does not score embeddings (but: {subject}); pass it to eval.compare."
+        )
 
 
 def check_has_metrics(benchmark: Benchmark) -> None:
@@ -347,22 +350,22 @@ class Evaluation:
     Parameters
     ----------
     benchmark
-        A registered name, or a benchmark that was made.
+        A registered name, or a benchmark.
     name
-        What its scores are called by, ``<name>_<metric>``; None takes the name of the benchmark, with that of the data
-        set behind it if another evaluation has the same.
+        Prefix of its scores, ``<name>_<metric>``. If None, uses the name of the benchmark, followed by the name of the
+        data set if another evaluation has the same name.
     dataset
         ``"held_out"`` for the cells that the data module keeps for validation; the path or URL of an h5ad file, an
-        AnnData-zarr folder or a store; an AnnData; or a name that `datasets` of the callback knows, that has a card
-        (:func:`scforge.datasets.list_cards`), or that the folder in the environment variable ``SCFORGE_DATA`` contains
-        as ``NAME.h5ad``.
+        AnnData-zarr folder or a store; an AnnData; or a name. Names are looked up in `datasets` of the callback, in the
+        cards (:func:`scforge.datasets.list_cards`), and as ``NAME.h5ad`` in the folder of the environment variable
+        ``SCFORGE_DATA``.
     options
-        Options of the benchmark, where it is given by name. ``labels_key`` and ``batch_key``, if left out, are those of
-        the card for a data set that is found by its card, and those of the data module otherwise.
+        Options of the benchmark, if it is passed by name. If ``labels_key`` and ``batch_key`` are left out, they come
+        from the card of the data set, if it has one, and otherwise from the data module.
     max_cells
         Score at most this many cells, sampled once; None scores all.
     card_columns
-        Columns that a card names, taken where neither `options` nor the data module name one.
+        Columns named by a card, used if neither `options` nor the data module name one.
 
     Examples
     --------
@@ -399,7 +402,7 @@ class Evaluation:
 
     @property
     def place(self) -> str:
-        """What tells its data set from others."""
+        """Identifier of its data set."""
         if isinstance(self.dataset, str | os.PathLike):
             return repr(os.fspath(self.dataset))
         return f"the {type(self.dataset).__name__} at {id(self.dataset):#x}"
@@ -430,28 +433,28 @@ class Evaluation:
         Raises
         ------
         OptionError
-            If it needs a key that nobody names.
+            If it needs a key that is not given anywhere.
         """
         if isinstance(self.benchmark, Benchmark):
             return self.benchmark
         return get_benchmark(self.benchmark, **{**self._from_data(keys), **self.options})
 
     def _from_data(self, keys: Mapping[str, str | None]) -> dict[str, str]:
-        """Return the columns that the data name, of those that the benchmark takes."""
+        """Return the columns named by the data that the benchmark uses."""
         known = options_of(cast("str", self.benchmark))
         found = {**self.card_columns, **{name: key for name, key in keys.items() if key is not None}}
         return {name: key for name, key in found.items() if name in known}
 
 
 type Entry = str | Benchmark | Evaluation | Mapping[str, Mapping[str, Any] | None]
-"""What a list of benchmarks may hold."""
+"""Allowed entries of a list of benchmarks."""
 
 
 def to_evaluation(entry: Entry) -> Evaluation:
     """Create an evaluation of an entry of a list: a name, a benchmark, or ``{name: {option: value, "dataset": ...}}``.
 
-    In addition to the options of the benchmark, a mapping takes ``dataset``, ``name`` and ``max_cells`` of
-    :class:`Evaluation`; an option of that name that the benchmark has goes to the benchmark.
+    In addition to the options of the benchmark, a mapping may have ``dataset``, ``name`` and ``max_cells`` of
+    :class:`Evaluation`. If the benchmark has an option of one of these names, the benchmark receives it.
 
     Raises
     ------
@@ -463,7 +466,7 @@ def to_evaluation(entry: Entry) -> Evaluation:
     if not isinstance(entry, Mapping):
         return Evaluation(entry)
     if len(entry) != 1 or not isinstance(next(iter(entry.values())), Mapping | None):
-        raise OptionError(f"write one benchmark per entry, with its options, instead of {dict(entry)}.")
+        raise OptionError(f"pass one benchmark per entry, with its options, instead of {dict(entry)}.")
     ((benchmark, given),) = entry.items()
     options = dict(given or {})
     theirs = options_of(benchmark) if benchmark in BENCHMARKS.names() else {}
@@ -496,7 +499,7 @@ def resolve(evaluations: Sequence[Evaluation], datasets: Mapping[str, Any]) -> l
 
 
 def _columns(evaluation: Evaluation, datasets: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of the card of a data set: options where the card finds it, else what nobody else names."""
+    """Return the columns of the card of a data set: as options if it was found by its card, else as defaults."""
     name, benchmark = evaluation.dataset, evaluation.benchmark
     if not isinstance(name, str) or not isinstance(benchmark, str) or name not in list_cards():
         return {}
@@ -526,7 +529,7 @@ def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
     if file.exists():
         return str(file)
     near = suggest(name, [*datasets, *list_cards()])
-    raise OptionError(f"dataset={name!r} is not known{near}; put the file at {file}, or name it in eval.datasets.")
+    raise OptionError(f"dataset={name!r} is not known{near}; put the file at {file}, or add it to eval.datasets.")
 
 
 @dataclass(frozen=True)
@@ -538,9 +541,9 @@ class ScoredCells:
     cells
         Where they come from.
     rows
-        Which of them, int64, shape (N,).
+        Rows of the chosen cells, int64, shape (N,).
     obs
-        Annotation of those, N rows.
+        Annotation of the chosen cells, N rows.
     """
 
     cells: Cells
@@ -549,7 +552,7 @@ class ScoredCells:
 
     @classmethod
     def choose(cls, cells: Cells, rows: np.ndarray | None, max_cells: int | None) -> ScoredCells:
-        """Take at most `max_cells` of `rows` of `cells` (of all if None), always the same."""
+        """Sample at most `max_cells` of `rows` of `cells` (of all rows if None), with a fixed seed."""
         rows = np.arange(len(cells)) if rows is None else rows
         if max_cells is not None and len(rows) > max_cells:
             # Whole chunks are quick to read, and as good as single cells where the order is random.

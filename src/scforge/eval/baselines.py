@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 _MIN_CELLS = 3
-"""Cells that a gene has to be in."""
+"""Minimum number of cells that express a gene."""
 
 
 def pca_embedding(
@@ -50,8 +50,8 @@ def pca_embedding(
 ) -> np.ndarray:
     """Return principal components of the log-normalized highly variable genes, as scanpy computes them.
 
-    Library-size normalization to 10,000, log1p, highly variable genes (``flavor="seurat"``), scaling if asked for
-    (clipped at 10), PCA.
+    Library-size normalization to 10,000, log1p, highly variable genes (``flavor="seurat"``), optional scaling (clipped
+    at 10), PCA.
 
     Parameters
     ----------
@@ -62,10 +62,10 @@ def pca_embedding(
     n_top_genes
         Number of genes.
     layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+        Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     batch_key
-        Column of obs with the batches, within which genes are chosen (:func:`variable_genes`); the components are not
-        corrected for them.
+        Column of ``adata.obs`` with the batches, within which genes are chosen (:func:`variable_genes`); the components
+        are not corrected for them.
     scale
         Scale each gene to unit variance first.
     seed
@@ -78,9 +78,9 @@ def pca_embedding(
     Raises
     ------
     DataError
-        If there are no raw counts, or `batch_key` is no column.
+        If there are no raw counts, or `batch_key` is not a column.
     OptionError
-        If there cannot be so many components, e.g. because so few genes are in three cells.
+        If there are too few cells or genes for this many components. Genes in fewer than three cells do not count.
 
     Examples
     --------
@@ -103,7 +103,7 @@ def pca_embedding(
 
 
 def check_n_comps(n_comps: int, adata: AnnData) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless there can be so many principal components."""
+    """Raise :class:`~scforge.errors.OptionError` if there are too few cells or genes for this many components."""
     if not 0 < n_comps < min(adata.n_obs, adata.n_vars):
         raise OptionError(f"n_comps={n_comps} is not between 1 and the smaller side of {adata.shape}.")
 
@@ -114,9 +114,9 @@ def variable_genes(
     """Return the highly variable genes of cells, log-normalized, CSR float32, and their counts in ``layers["counts"]``.
 
     Genes in fewer than three cells are left out; library-size normalization to 10,000, log1p, highly variable genes
-    (``flavor="seurat"``). With several batches genes are ranked in each, and taken by the number of batches in which
-    they are variable, so that what differs between batches alone is not chosen; cells without a batch form a separate
-    one.
+    (``flavor="seurat"``). With several batches, genes are ranked in each batch and chosen by the number of batches in
+    which they are variable. This avoids genes that only differ between batches. Cells without a batch form a separate
+    batch.
     """
     import anndata
     import scanpy as sc
@@ -150,9 +150,9 @@ _SHARE, _BATCH_SIZE, _MAX_EPOCHS = 0.9, 128, 400
 _PATIENCE = 15
 """Epochs without a better held-out ELBO after which scVI stops; its own default is 45."""
 _SECONDS_BETWEEN = 15
-"""Seconds between two lines that report the progress of scVI."""
+"""Seconds between two progress messages of scVI."""
 _WARM_UP = 50
-"""Epochs of the KL warm-up of scVI; its default of 400 would exceed the training."""
+"""Epochs of the KL warm-up of scVI. Its default of 400 is longer than the training."""
 
 
 def embedding_baselines(
@@ -167,55 +167,54 @@ def embedding_baselines(
     scvi_max_epochs: int | None = None,
     progress_bar: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Embed cells by methods that learn nothing from other cells; all see the same highly variable genes.
+    """Embed cells with simple methods fitted on these cells, all on the same highly variable genes.
 
     Parameters
     ----------
     adata
-        Annotated data with raw counts; not changed. All its cells are fitted, and no label is looked at.
+        Annotated data with raw counts; not changed. All its cells are fitted; labels are not used.
     names
         Some of:
 
         ``"hvg"``
             The log-normalized highly variable genes themselves, dense.
         ``"pca"``, ``"pca_scaled"``
-            Principal components of those, without and with scaling to unit variance (:func:`pca_embedding`).
+            Principal components of these genes, without and with scaling to unit variance (:func:`pca_embedding`).
         ``"harmony"``
             The components of ``"pca"`` after Harmony; needs `batch_key`.
         ``"scvi"``
             The latent space of scVI (:func:`scvi_embedding`), corrected for `batch_key` if there is one.
         ``"random"``
-            Standard normal numbers: what chance gives.
+            Standard normal numbers: the level of chance.
 
-        A whole number is for so many principal components, as two baselines: without scaling and with.
+        An integer stands for this number of principal components and adds two baselines: without and with scaling.
     batch_key
-        Column of obs with the batches. Highly variable genes are those of many batches then, for all methods alike;
-        Harmony and scVI correct for it.
+        Column of ``adata.obs`` with the batches. If given, genes are chosen across batches for all methods, and Harmony
+        and scVI correct for the batch.
     layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+        Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     n_comps
-        Number of principal components, and of dimensions of ``"random"``; one less than there are cells, or genes to
-        choose from, where that is fewer.
+        Number of principal components, and of dimensions of ``"random"``; at most one less than the number of cells and
+        of genes.
     n_top_genes
         Number of highly variable genes; all, if there are fewer.
     seed
         Seed of all of them.
     scvi_max_epochs
-        Maximum number of epochs of scVI; None for its own number, 400 for up to 20,000 cells and then 8 million cells
-        seen.
+        Maximum number of epochs of scVI; None means scVI's own number: 400 for up to 20,000 cells, and 8 million cells
+        in total for more.
     progress_bar
         Show a line for each baseline, with its time.
 
     Returns
     -------
-    Name to embedding, float32, shape (N, D), in the order of `names`. Those of a number D are called
-    ``"PCA, D components"`` and ``"PCA of scaled genes, D components"``.
+    Name to embedding, float32, shape (N, D), in the order of `names`. Baselines of a number D are called ``"PCA, D
+    components"`` and ``"PCA of scaled genes, D components"``.
 
     Raises
     ------
     OptionError
-        If a name is unknown or named twice, Harmony is asked for without `batch_key`, or there cannot be so many
-        components.
+        If a name is unknown or named twice, Harmony is requested without `batch_key`, or there are too many components.
     DataError
         If there are no raw counts, or `batch_key` is no column or contains one batch or missing values.
 
@@ -279,20 +278,20 @@ def embedding_baselines(
 
 
 def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: str | None = None) -> None:
-    """Raise where :func:`embedding_baselines` would for these names, before any time is spent.
+    """Raise the errors of :func:`embedding_baselines` for these names before any computation.
 
     Raises
     ------
     OptionError, DataError
-        As there, save that counts are not looked at.
+        As there, but counts are not checked.
     """
     if isinstance(names, str | int):
         raise OptionError(f"baselines={names!r} is not a list of baselines; write [{names!r}].")
     if min(adata.shape) < 3:
-        raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; use more of them.")
+        raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; use more.")
     for name in names:
         if isinstance(name, str):
-            fix = "or name a number of principal components"
+            fix = "or pass a number of principal components"
             check_known("baselines", name, BASELINES, "the baselines", fix=fix, error=OptionError)
         else:
             check_count("baselines", name, "principal components")
@@ -305,7 +304,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
             if adata.obs[batch_key].isna().any():
                 raise DataError(f"obs[{batch_key!r}] has missing values; assign a batch to each cell for {name!r}.")
             if name == "harmony" and adata.obs[batch_key].nunique() < 2:
-                raise DataError(f"obs[{batch_key!r}] contains one batch, so there is nothing for 'harmony' to correct.")
+                raise DataError(f"obs[{batch_key!r}] contains only one batch, so 'harmony' has nothing to correct.")
 
 
 def scvi_embedding(
@@ -320,10 +319,10 @@ def scvi_embedding(
 ) -> np.ndarray:
     """Return the latent means of scVI, trained on these cells, float32, shape (N, 10).
 
-    All is as scvi-tools has it by default, save for when training ends. A tenth of the cells is held out, and training
-    stops after 15 epochs without a better ELBO of these. The weight of the KL term rises over the first 50 epochs, a
-    quarter of all epochs at most, instead of 400, and nothing stops before that is done. The weights are those of the
-    epoch with the best ELBO since; scvi-tools would keep the last ones.
+    All settings are the defaults of scvi-tools, except for the end of training. A tenth of the cells is held out, and
+    training stops after 15 epochs without a better ELBO on these cells. The weight of the KL term rises over the first
+    50 epochs (at most a quarter of all epochs) instead of 400, and training does not stop before. The weights of the
+    epoch with the best ELBO after this warm-up are kept; scvi-tools keeps the last ones.
     """
     import scvi
     import torch
@@ -365,9 +364,9 @@ def scvi_embedding(
 
 
 def _best_epoch(warm_up: int, *, progress_bar: bool) -> Any:
-    """Return a callback of Lightning whose ``weights`` are those of the best held-out ELBO after this many epochs.
+    """Return a Lightning callback that keeps the ``weights`` of the best held-out ELBO after this many epochs.
 
-    With `progress_bar` it shows where it is; scvi-tools' own remarks are hidden.
+    With `progress_bar` it reports progress; messages of scvi-tools are hidden.
 
     scvi-tools has one that writes each better model to disk.
     """
@@ -415,7 +414,7 @@ def quiet(*names: str) -> Iterator[None]:
 
 
 _MAX_FITTED = 50_000
-"""Training cells that baselines are fitted on at most."""
+"""Maximum number of training cells of the baselines."""
 _N_NEIGHBORS = 15
 _RIDGE = np.logspace(-2, 4, 13)
 """Penalties that ridge regression chooses among, by leave-one-out cross-validation on the training cells."""
@@ -434,7 +433,7 @@ class BaselineInputs:
     genes
         The scaled variable genes, CSR: (M, H) and (N, H).
     embeddings
-        Further representations, by the name of the baseline that learns from them: (M, D) and (N, D).
+        Further representations of the training cells (M, D) and scored cells (N, D), by name of the baseline.
     """
 
     rows: np.ndarray
@@ -452,9 +451,9 @@ class BaselineInputs:
         *,
         seed: int = 0,
     ) -> BaselineInputs:
-        """Choose genes and find components on the training cells, and see all cells through them.
+        """Fit genes and components on the training cells, and transform all cells.
 
-        At most 50,000 training cells are taken, sampled at random, with a warning if there are more.
+        If there are more than 50,000 training cells, 50,000 are sampled at random, with a warning.
         """
         chosen = choose_rows(len(train_cells), _MAX_FITTED, rows=train_rows, seed=seed)
         if len(chosen) < len(train_rows):
@@ -472,10 +471,10 @@ class BaselineInputs:
 def classification_baselines(inputs: BaselineInputs, classes: np.ndarray, n_classes: int) -> dict[str, np.ndarray]:
     """Return the probability of each class for each scored cell, float64, shape (N, C), by the name of the baseline.
 
-    ``logistic_regression_pca`` and ``knn_pca`` (15 neighbors) see 50 principal components;
+    ``logistic_regression_pca`` and ``knn_pca`` (15 neighbors) use 50 principal components;
     ``logistic_regression_genes`` is CellTypist's model (Dominguez Conde et al. 2022: one logistic regression for each
-    class, L2, C = 1, on scaled log1p CP10K) over the variable genes; ``majority_class`` knows the shares of the
-    classes. Each further embedding gets a logistic regression of its standardized dimensions.
+    class, L2, C = 1, on scaled log1p CP10K) over the variable genes. ``majority_class`` predicts the class frequencies.
+    For each further embedding there is a logistic regression on its standardized dimensions.
     """
     from sklearn.multiclass import OneVsRestClassifier
     from sklearn.neighbors import KNeighborsClassifier
@@ -503,8 +502,9 @@ def classification_baselines(inputs: BaselineInputs, classes: np.ndarray, n_clas
 def regression_baselines(inputs: BaselineInputs, target: np.ndarray) -> dict[str, np.ndarray]:
     """Return a prediction for each scored cell, float64, shape (N,), by the name of the baseline.
 
-    ``ridge_pca`` and ``knn_pca`` see 50 principal components, ``mean`` the mean of the training cells. Each further
-    embedding gets a ridge regression of its standardized dimensions. Penalties are chosen on the training cells.
+    ``ridge_pca`` and ``knn_pca`` use 50 principal components; ``mean`` is the mean of the training cells. For each
+    further embedding there is a ridge regression on its standardized dimensions. Penalties are chosen on the training
+    cells.
     """
     from sklearn.neighbors import KNeighborsRegressor
 
@@ -524,8 +524,8 @@ def regression_baselines(inputs: BaselineInputs, target: np.ndarray) -> dict[str
 def multi_label_baselines(inputs: BaselineInputs, targets: np.ndarray) -> dict[str, np.ndarray]:
     """Return the probability of each label for each scored cell, float64, shape (N, C), by the name of the baseline.
 
-    One logistic regression a label on 50 principal components (``logistic_regression_pca``) and on each further
-    embedding; ``label_frequency`` knows the share of the training cells that have a label.
+    One logistic regression per label on 50 principal components (``logistic_regression_pca``) and on each further
+    embedding. ``label_frequency`` predicts the share of training cells with the label.
     """
 
     def probabilities(features: tuple[np.ndarray, np.ndarray]) -> np.ndarray:

@@ -26,9 +26,9 @@ from scforge.training.predict import embed
 class BenchmarkCallback(Callback):
     """Scores the embedding of held-out cells, or of other data sets, every few epochs.
 
-    The scores are in the history and in the loggers, with the losses, as ``<benchmark>_<metric>``. They are
-    computed after validation, and change nothing in the training: random generators are put back. Of several processes
-    one scores and the others wait.
+    The scores are in the history and in the loggers, with the losses, as ``<benchmark>_<metric>``. They are computed
+    after validation, and do not affect training, because the states of random generators are restored. With several
+    processes, one computes the scores and the others wait.
 
     Parameters
     ----------
@@ -36,11 +36,11 @@ class BenchmarkCallback(Callback):
         What to run: registered names, benchmarks, ``{name: {option: value}}`` where options may be ``dataset``,
         ``name`` and ``max_cells`` as well, or :class:`Evaluation`.
     every_n_epochs
-        Run in each n-th epoch, and in the last.
+        Run every n epochs, and in the last epoch.
     datasets
         Name of a data set to its path, for evaluations that name one.
     labels_key, batch_key
-        Columns of obs for benchmarks that name none; None uses those of the data module.
+        Columns of ``obs`` for benchmarks without these options. If None, uses those of the data module.
 
     Raises
     ------
@@ -79,7 +79,7 @@ class BenchmarkCallback(Callback):
         self._failed: set[str] = set()
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Open the data sets, make the benchmarks and check that they fit, before any time is spent on training."""
+        """Open the data sets, create the benchmarks and check the options before training."""
         data = getattr(trainer, "datamodule", None)
         if not isinstance(data, CellDataModule):
             raise OptionError("BenchmarkCallback needs a trainer that was given a CellDataModule as its datamodule.")
@@ -108,7 +108,7 @@ class BenchmarkCallback(Callback):
             self._runs = []
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Hand the scores to the plan, which logs them."""
+        """Pass the scores to the training plan, which logs them."""
         if trainer.sanity_checking or not self._due(trainer):
             return
         figures: dict[str, float] = {}
@@ -149,5 +149,5 @@ class BenchmarkCallback(Callback):
 
 
 def _embeds(trainer: lightning.Trainer) -> bool:
-    """Return whether this process embeds: one does, but a module in pieces needs all of them."""
+    """Return whether this process embeds cells: the first, or all if the module is sharded."""
     return trainer.is_global_zero or isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)

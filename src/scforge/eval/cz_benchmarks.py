@@ -42,10 +42,10 @@ KEYS = {
 _COLUMNS = ("labels_key", "batch_key", "organism_key", "groups_key", "perturbation_key", "control")
 
 _MAX_P, _MIN_CHANGE = 1e-4, 1.0
-"""Genes that count as changed, as SingleCellPerturbationDataset of cz-benchmarks has it."""
+"""Thresholds for changed genes of SingleCellPerturbationDataset of cz-benchmarks."""
 
 _SEED = 42
-"""That of cz-benchmarks."""
+"""Default of cz-benchmarks."""
 
 _TOP_GENES, _COMPONENTS = 3_000, 50
 """Genes and components of its baseline."""
@@ -65,7 +65,7 @@ def _input(
     from pydantic import ValidationError
 
     if missing := [argument for argument in KEYS[name] if keys[argument] is None]:
-        raise OptionError(f"the task {name!r} needs {missing[0]}; give it.")
+        raise OptionError(f"the task {name!r} needs {missing[0]}; pass this argument.")
     with _told(name, seed):
         made = _made(name, adata, keys, layer=layer, seed=seed)
     # The package would ignore options that it does not know.
@@ -76,7 +76,7 @@ def _input(
     except ValidationError as error:
         problem = error.errors()[0]
         told = first_line(ValueError(problem["msg"]))
-        raise OptionError(f"{problem['loc'][0]}={problem['input']!r} is refused by {name!r}: {told}.") from None
+        raise OptionError(f"{name} does not accept {problem['loc'][0]}={problem['input']!r}: {told}.") from None
 
 
 def _made(name: str, adata: AnnData, keys: Mapping[str, str | None], *, layer: str | None, seed: int) -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _column(adata: AnnData, argument: str, key: str) -> pd.Series:
 
 
 def by_organism(organisms: pd.Series) -> dict[str, np.ndarray]:
-    """Return the rows of each organism, in the order in which they are met."""
+    """Return the rows of each organism, in order of first appearance."""
     names = organisms.astype(str).to_numpy()
     return {name: np.flatnonzero(names == name) for name in dict.fromkeys(names)}
 
@@ -140,8 +140,8 @@ def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[st
 def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer: str | None, seed: int) -> AnnData:
     """Return cells with the fields of the task: changed genes per perturbation, and a control for each cell.
 
-    Genes are those of a Wilcoxon test against the controls, by the limits of cz-benchmarks; all of them are targets.
-    Controls are sampled at random, without replacement where there are enough.
+    Genes are chosen by a Wilcoxon test against the controls, with the thresholds of cz-benchmarks; all of them are
+    targets. Controls are sampled at random, without replacement if there are enough.
     """
     import scanpy as sc
 
@@ -187,7 +187,7 @@ def run_cz_task(
     seed: int = _SEED,
     **options: Any,
 ) -> pd.DataFrame:
-    """Run one task of cz-benchmarks on embeddings, and on the baseline that the package has for it.
+    """Run one task of cz-benchmarks on embeddings, and on its baseline in the package.
 
     ===================================  ===================================================================
     task                                 what it needs
@@ -201,8 +201,8 @@ def run_cz_task(
     perturbation_expression_prediction   `perturbation_key`, `control`; `keys` name ``adata.layers``
     ===================================  ===================================================================
 
-    Baselines are those of the package: principal components, or raw expression for label_prediction. Where it has none
-    they are ours: components of the cells of all organisms, whose genes are the same columns here; and for
+    Baselines are those of the package: principal components, or raw expression for label_prediction. For tasks without
+    a baseline, scforge adds one: principal components of the cells of all organisms, which share the columns; and for
     perturbations the mean of the cells of the other perturbations.
 
     Parameters
@@ -210,15 +210,15 @@ def run_cz_task(
     name
         Task, one of the first column above.
     adata
-        Annotated data with raw counts, which the baselines are made of.
+        Annotated data with raw counts, the input of the baselines.
     keys
         Key or keys of embeddings in ``adata.obsm``, shape (N, D); as a mapping, with ``"model"``, ``"baseline"`` or
         ``"untrained"`` for each. For perturbations keys of ``adata.layers`` with the predicted log1p CP10K of each
         cell, shape (N, G), that of control cells included.
     layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+        Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     baseline
-        Run the baseline, too.
+        Also run the baseline.
     seed
         Seed of the task.
     **options
@@ -227,8 +227,8 @@ def run_cz_task(
 
     Returns
     -------
-    One row a score, with the columns ``task``, ``method``, ``kind``, ``metric``, ``value``, ``params`` (a dict, e.g.
-    the classifier), ``n_dims`` and ``seconds`` (of the task). More is better in all of them.
+    One row per score, with the columns ``task``, ``method``, ``kind``, ``metric``, ``value``, ``params`` (a dict, e.g.
+    the classifier), ``n_dims`` and ``seconds`` (of the task). Higher is better for all metrics.
 
     Raises
     ------
@@ -335,7 +335,7 @@ class CzTask(Benchmark):
     Parameters
     ----------
     labels_key
-        Column of obs with the cell types; with numbers, e.g. time points, for ``"cz_sequential_organization"``.
+        Column of ``obs`` with the cell types; with numbers, e.g. time points, for ``"cz_sequential_organization"``.
     options
         Options of the task, e.g. ``{"n_folds": 3}``.
     seed
@@ -410,9 +410,9 @@ class CzBatchIntegration(CzTask):
     Parameters
     ----------
     labels_key
-        Column of obs with the cell types.
+        Column of ``obs`` with the cell types.
     batch_key
-        Column of obs with the batches.
+        Column of ``obs`` with the batches.
     options
         Options of the task.
     seed
@@ -430,7 +430,7 @@ class CzBatchIntegration(CzTask):
 
 
 def _cells(obs: pd.DataFrame) -> AnnData:
-    """Return cells that have annotation only, with new names, since those of `obs` may be there twice."""
+    """Return cells that have annotation only, with new names, because names in `obs` may be duplicates."""
     return anndata.AnnData(obs=obs.set_axis([str(row) for row in range(len(obs))]))
 
 
@@ -442,7 +442,7 @@ def _scores(frame: pd.DataFrame) -> dict[str, float]:
 
 
 def _figure(metric: str, params: Mapping[str, Any]) -> str:
-    """Return the column of a report for a score; an empty text for that of one classifier of several."""
+    """Return the column of a report for a score; an empty string for the score of one of several classifiers."""
     if not str(params.get("classifier", "MEAN")).startswith("MEAN"):
         return ""
     if "train_species" not in params or params["train_species"] == params["test_species"]:
@@ -491,7 +491,7 @@ def _mean_of_others(cells: AnnData) -> np.ndarray:
 
 @contextmanager
 def _told(name: str, seed: int) -> Iterator[None]:
-    """Quieten the package, seed numpy's global generator for it, and say in a sentence what it finds wrong."""
+    """Silence the package, seed NumPy's global generator for it, and turn its errors into one sentence."""
     from sklearn.exceptions import ConvergenceWarning
 
     state = np.random.get_state()

@@ -24,13 +24,13 @@ _ROOM = 1.01
 """Rounding that a total of 10,000 may show."""
 
 _ROOM_OF_MADE = 10.0
-"""What is predicted on the log scale need not have a total of 10,000; who compares it with real cells sees more."""
+"""Predictions on the log scale need not have a total of 10,000; comparisons with real cells check more."""
 
 _MAX_RATIO = 1.2
-"""Totals of cells over the same genes differ by less if they were scaled alike."""
+"""Limit for the difference of totals over the same genes between cells with the same normalization."""
 
 _SAME_TOTAL = 1e-3
-"""How little totals of cells differ that were scaled to the same one; over a part of the genes they differ."""
+"""Maximum variation of totals of cells normalized to the same total; over a part of the genes they vary more."""
 
 
 def log_normalized(
@@ -39,8 +39,8 @@ def log_normalized(
     """Return log1p CP10K values of counts or of log1p CP10K values: CSR without stored zeros, shape (N, G).
 
     Whole numbers are counts. Other values are log1p CP10K if ``expm1`` of them has a total of 10,000 in each cell, or
-    less where the data hold part of the genes only. With `made` they are predicted: totals may vary about 10,000, by
-    ten times at most in the median. `argument` is what the cells are called in messages.
+    less if the data contain only some genes. With `made` the cells are predicted: their median total may differ from
+    10,000 by a factor of at most ten. `argument` is the name of the cells in messages.
     """
     where = f"X of {argument}" if layer is None else f"layers[{layer!r}] of {argument}"
     if layer is not None:
@@ -64,7 +64,8 @@ def log_normalized(
     counts = bool((values == np.floor(values)).all()) and values.min(initial=0) >= 0
     if not counts and (problem := _scale_problem(values, rows, matrix.shape[0], made=made)):
         raise DataError(
-            f"{where} holds {problem}; pass counts, log1p CP10K, or for predictions effects as a DataFrame."
+            f"{where} contains {problem}; pass counts or log1p CP10K values. For predictions you can also pass "
+            "effects as a DataFrame."
         )
     if counts:
         total = np.bincount(rows, values, minlength=matrix.shape[0])
@@ -99,9 +100,9 @@ def _scale_problem(values: np.ndarray, rows: np.ndarray, n_cells: int, *, made: 
 
 
 def scale_difference(one: sparse.csr_matrix, other: sparse.csr_matrix, *, profiles: bool = False) -> str | None:
-    """Return in words how log1p CP10K of cells, and of others over the same genes, differ in their totals, or None.
+    """Return a description of how the totals of two sets of log1p CP10K cells differ, or None.
 
-    With `profiles` the cells may be means: on the log scale they have smaller totals, but the same sum of logarithms.
+    With `profiles`, cells may be means on the log scale, which have smaller totals but the same sum of logarithms.
     """
     if not one.shape[0] or not other.shape[0]:
         return None
@@ -113,7 +114,7 @@ def scale_difference(one: sparse.csr_matrix, other: sparse.csr_matrix, *, profil
 
 
 def principal_components(cells: sparse.csr_matrix, n_comps: int, seed: int) -> PCA:
-    """Fit the principal components of a sparse matrix; fewer where there are not so many."""
+    """Fit the principal components of a sparse matrix; fewer if the data have fewer."""
     from sklearn.decomposition import PCA
 
     return PCA(min(n_comps, min(cells.shape) - 1), svd_solver="arpack", random_state=seed).fit(cells)
@@ -129,13 +130,13 @@ _MAX = 10.0
 """Standard deviations above the mean at which scaled values are cut, as scanpy's and CellTypist's tutorials do."""
 
 _PIECE = 1 << 14
-"""Cells that are read at once: bounds what is held twice."""
+"""Cells that are read at once, to limit memory."""
 
 
 def log_expression(cells: Cells, rows: np.ndarray | None = None) -> sparse.csr_matrix:
     """Return log1p CP10K of cells over the genes of their vocabulary, CSR, float32, shape (N, G).
 
-    Library sizes are those over all genes of the data, also over those outside the vocabulary.
+    Library sizes are computed over all genes of the data, including genes outside the vocabulary.
     """
     assert cells.vocab is not None
     rows = np.arange(len(cells)) if rows is None else np.asarray(rows, dtype=np.int64)
@@ -150,7 +151,7 @@ def log_expression(cells: Cells, rows: np.ndarray | None = None) -> sparse.csr_m
 
 
 class ExpressionSpace:
-    """Variable genes, their scaling and their principal components, all fitted on training cells alone.
+    """Variable genes, their scaling and their principal components, all fitted on training cells only.
 
     Genes are chosen as :func:`scanpy.pp.highly_variable_genes` does (``flavor="seurat"``).
 
@@ -161,7 +162,7 @@ class ExpressionSpace:
     n_top_genes
         Number of genes, among those that three cells express.
     n_comps
-        Number of components; fewer where there are not so many.
+        Number of components; fewer if the data have fewer.
     seed
         Seed of the solver.
 
@@ -190,7 +191,7 @@ class ExpressionSpace:
         genes = np.flatnonzero(expression.getnnz(axis=0) >= _MIN_CELLS)
         if len(genes) < 2 or expression.shape[0] < 3:
             found = f"{expression.shape[0]} training cells with {len(genes)} genes"
-            raise DataError(f"{found} are too few for baselines on expression; take more cells, or baselines=False.")
+            raise DataError(f"{found} are too few for baselines on expression; use more cells, or baselines=False.")
         if n_top_genes < len(genes):
             work = anndata.AnnData(expression[:, genes], uns={"log1p": {"base": None}})
             sc.pp.highly_variable_genes(work, n_top_genes=n_top_genes)
@@ -203,8 +204,8 @@ class ExpressionSpace:
     def scaled(self, expression: sparse.csr_matrix) -> sparse.csr_matrix:
         """Return the variable genes in units of their standard deviation, CSR float32, shape (N, H).
 
-        Values more than ten standard deviations above the mean are cut. The mean is not taken off, which would fill
-        the matrix; components and models with an intercept do so themselves.
+        Values more than ten standard deviations above the mean are clipped. The mean is not subtracted, because this
+        would make the matrix dense; PCA and models with an intercept do it themselves.
         """
         chosen = expression[:, self.genes]
         columns = chosen.indices
@@ -246,13 +247,13 @@ class Effects:
     Attributes
     ----------
     deltas
-        Mean log1p CP10K of the perturbed cells less that of their controls, float64, shape (Q, G).
+        Mean log1p CP10K of the perturbed cells minus that of their controls, float64, shape (Q, G).
     scores
-        Welch's t of each gene, float64, shape (Q, G); 0 where neither side varies.
+        Welch's t of each gene, float64, shape (Q, G); 0 if neither group varies.
     n_cells, n_controls
-        Cells behind each of the two means, int64, shape (Q,).
+        Number of cells of each of the two means, int64, shape (Q,).
     freedom
-        Degrees of freedom of each t after Welch and Satterthwaite, float64, shape (Q, G); 0 where neither side varies.
+        Degrees of freedom of each t after Welch and Satterthwaite, float64, shape (Q, G); 0 if neither group varies.
     """
 
     deltas: np.ndarray
@@ -263,10 +264,10 @@ class Effects:
 
     @property
     def p_values(self) -> np.ndarray:
-        """Two-sided p values of Welch's t-test, float64, shape (Q, G); 1 where it is not defined.
+        """Two-sided p values of Welch's t-test, float64, shape (Q, G); 1 if the test is not defined.
 
-        It is not defined for a gene that does not vary, and where a side has one cell only, the spread of which is not
-        known.
+        The test is not defined for genes that do not vary, and for groups of one cell, which have no standard
+        deviation.
         """
         from scipy import stats
 
@@ -284,7 +285,7 @@ def moments(cells: Cells, rows: np.ndarray, codes: np.ndarray, n_groups: int) ->
 
 
 def moments_of(expression: sparse.csr_matrix, codes: np.ndarray, n_groups: int) -> Moments:
-    """Return mean and variance of groups of the rows of a matrix of shape (N, G); a code of -1 takes no part."""
+    """Return mean and variance of groups of the rows of a matrix of shape (N, G); rows with code -1 are ignored."""
     chosen = codes >= 0
     return _moments([(expression[chosen], codes[chosen])], n_groups)
 
@@ -304,7 +305,7 @@ def effects_of(groups: Moments, perturbed: np.ndarray, controls: np.ndarray) -> 
 
 
 def _moments(blocks: Iterable[tuple[sparse.csr_matrix, np.ndarray]], n_groups: int) -> Moments:
-    """Return the moments of cells that come in blocks, each with the groups of its cells."""
+    """Return the moments of cells that are read in blocks, each with the groups of its cells."""
     n, total, squares = np.zeros(n_groups, dtype=np.int64), np.float64(0), np.float64(0)
     for expression, codes in blocks:
         members = sparse.csr_matrix((np.ones(len(codes)), (codes, np.arange(len(codes)))), shape=(n_groups, len(codes)))

@@ -56,37 +56,37 @@ class _Parts(NamedTuple):
 class Generation(Benchmark):
     """Compares generated cells with real ones that the generator did not see.
 
-    Everything is on log1p CP10K: counts are brought to it, and other values are taken as being on it.
+    All scores are computed on log1p CP10K: counts are normalized; other values must be log1p CP10K.
 
     ``gene_mean_r``, ``gene_variance_r``, ``gene_dropout_r``
         Pearson correlation over genes, between generated and real cells, of the mean, of the variance, and of the share
-        of cells without the gene, for the genes that a real cell has. NaN where a side does not vary.
+        of cells without the gene, over genes expressed in at least one real cell. NaN if either does not vary.
     ``mmd``
-        Squared maximum mean discrepancy, unbiased, thus sometimes below zero [1]_, of a Gaussian kernel as wide as the
-        median distance of real cells, on their principal components. Less is better. The components fit these very
-        cells, so that even other real ones are not quite at zero: look at a ceiling.
+        Squared maximum mean discrepancy, unbiased, thus sometimes below zero [1]_, of a Gaussian kernel with the median
+        distance of real cells as bandwidth, on their principal components. Lower is better. The components are fitted
+        on these cells, so even other real cells do not score exactly zero. Compare with the upper bound.
     ``c2st``
-        Classifier two-sample test [2]_: the area under the ROC curve of extremely randomized trees that tell real
-        from generated cells they did not see, by components of both together, by the distance from them, and by the
-        number of genes. 0.5 is best; below 0.5 it is turned around, since trees that are systematically wrong have met
-        copies.
+        Classifier two-sample test [2]_: the area under the ROC curve of extremely randomized trees that distinguish
+        held-out real and generated cells by joint principal components, the distance from them, and the number of
+        genes. 0.5 is best; values below 0.5 are mirrored (1 - x), because a classifier that is systematically wrong
+        indicates copies.
     ``label_gene_mean_r``, ``label_mmd``
         With `labels_key`: both within each label, averaged. Labels with fewer than 20 real cells are left out, with a
-        warning; where fewer than 20 generated cells have one of the others, both are NaN, with a warning, so that all
-        methods are averaged over the same labels.
+        warning. If one of the other labels has fewer than 20 generated cells, both scores are NaN, with a warning, so
+        that all methods are averaged over the same labels.
 
     Parameters
     ----------
     labels_key
-        Column of obs of both, e.g. cell types that were requested.
+        Column of ``obs`` of both, e.g. cell types that were requested.
     n_comps
-        Components of the real cells; fewer where there are not so many.
+        Components of the real cells; fewer if the data have fewer.
     max_cells
-        Cells of each side that ``mmd`` and ``c2st`` look at, sampled at random; the same number of both, fewer where a
-        side has fewer. A classifier that sees fewer cells tells them less well, so methods can be compared only if
-        the number is the same for all of them, as :func:`~scforge.eval.generation.evaluate_generation` makes it.
+        Number of real and of generated cells for ``mmd`` and ``c2st``, sampled at random; fewer if either has fewer. A
+        classifier with fewer training cells is less accurate, so compare methods only at the same number of cells, as
+        :func:`~scforge.eval.generation.evaluate_generation` does.
     seed
-        Random seed, of the components and of the trees.
+        Random seed of the components and the trees.
 
     References
     ----------
@@ -120,7 +120,7 @@ class Generation(Benchmark):
             self.metrics = (*type(self).metrics, "label_gene_mean_r", "label_mmd")
 
     def check(self, reference: AnnData) -> None:
-        """Raise :class:`~scforge.errors.DataError` where real cells cannot be compared with."""
+        """Raise :class:`~scforge.errors.DataError` if the real cells cannot be used as a reference."""
         self._cells(reference, "real")
 
     def run(self, made: AnnData, reference: AnnData) -> dict[str, float]:
@@ -131,21 +131,21 @@ class Generation(Benchmark):
         made
             Generated cells: counts or log1p CP10K in ``X``.
         reference
-            Real cells, the same way, with the same genes in any order.
+            Real cells in the same format, with the same genes in any order.
 
         Raises
         ------
         DataError
-            If genes differ, there are fewer than 20 cells, or ``X`` holds something else.
+            If genes differ, there are fewer than 20 cells, or ``X`` contains other values.
         """
         parts = self._parts(made, reference)
         weights = tuple(np.ones((1, matrix.shape[0])) for matrix in (parts.made, parts.real))
         return {name: float(values[0]) for name, values in self._figures(parts, *weights).items()}
 
     def resampled(self, made: AnnData, reference: AnnData, *, n: int, seed: int) -> pd.DataFrame:
-        """Return the scores on random halves of the cells; those of the real cells are the same for all methods.
+        """Return the scores on random halves of the cells; the halves of the real cells are the same for all methods.
 
-        The trees and the components stay those of all cells.
+        Trees and components are not refitted; they are those of all cells.
         """
         parts = self._parts(made, reference)
         # Generated cells use a separate random generator, because their number may differ between methods.
@@ -154,7 +154,7 @@ class Generation(Benchmark):
         return pd.DataFrame(self._figures(parts, of_made, of_real))[list(self.metrics)]
 
     def _cells(self, adata: AnnData, what: str) -> sparse.csr_matrix:
-        """Return log1p CP10K of cells that are enough."""
+        """Return log1p CP10K of cells, after a check of their number."""
         if self.labels_key is not None:
             check_column("labels_key", self.labels_key, adata.obs)
         if adata.n_obs < MIN_CELLS:
@@ -162,7 +162,7 @@ class Generation(Benchmark):
         return log_normalized(adata, argument=f"the {what} cells", made=what == "generated")
 
     def _parts(self, made: AnnData, reference: AnnData) -> _Parts:
-        """Compute quantities that do not depend on the draw, once for all scores."""
+        """Compute the quantities that do not depend on the draw once for all scores."""
         key = ((self.seed, self.n_comps, self.max_cells), mark_of(made), mark_of(reference))
         if self._last is not None and self._last[0] == key and None not in key:
             return self._last[1]
@@ -183,7 +183,7 @@ class Generation(Benchmark):
         return parts
 
     def _groups(self, made: AnnData, reference: AnnData) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return which made and which real cells have each label."""
+        """Return the masks of generated and of real cells for each label."""
         if self.labels_key is None:
             return []
         of_made, of_real = (some.obs[self.labels_key].astype(str) for some in (made, reference))
@@ -231,7 +231,8 @@ def mmd_squared(kernels: tuple[np.ndarray, ...], made: np.ndarray, real: np.ndar
         Kernel between m generated cells, between n real cells, and between generated and real cells, shapes (m, m), (n,
         n) and (m, n).
     made, real
-        Which cells are in the subsets, 0 or 1, shapes (R, m) and (R, n). NaN where a subset has fewer than two.
+        Members of the subsets, 0 or 1, shapes (R, m) and (R, n). The result is NaN if a subset has fewer than two
+        cells.
 
     Examples
     --------
@@ -255,17 +256,17 @@ def _halves(n_cells: int, n: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _kernels(made: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return Gaussian kernels, as wide as the median distance of real cells."""
+    """Return Gaussian kernels with the median distance of real cells as bandwidth."""
     from sklearn.metrics.pairwise import euclidean_distances, rbf_kernel
 
     width = float(np.median(euclidean_distances(real, squared=True)[np.triu_indices(len(real), 1)]))
     if width == 0:
-        raise DataError("more than half of the real cells have the same expression; use other cells.")
+        raise DataError("more than half of the real cells have identical expression; use other cells.")
     return tuple(rbf_kernel(*pair, gamma=1 / (2 * width)) for pair in ((made, made), (real, real), (made, real)))
 
 
 def _told_apart(made: sparse.csr_matrix, real: sparse.csr_matrix, n_comps: int, seed: int) -> np.ndarray:
-    """Return the probability of being real that trees give to cells they did not see, made ones first; (2 N,)."""
+    """Return the probability that held-out cells are real according to trees, generated cells first, shape (2 N,)."""
     from sklearn.ensemble import ExtraTreesClassifier
     from sklearn.model_selection import StratifiedKFold, cross_val_predict
 
@@ -283,7 +284,7 @@ def _told_apart(made: sparse.csr_matrix, real: sparse.csr_matrix, n_comps: int, 
 
 
 def _areas(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the area under the ROC curve for each set of weights of the cells, turned above 0.5, shape (R,)."""
+    """Return the area under the ROC curve for each set of cell weights, mirrored above 0.5, shape (R,)."""
     from sklearn.metrics import roc_auc_score
 
     real = np.arange(len(scores)) >= len(scores) // 2
@@ -292,7 +293,7 @@ def _areas(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def _moments(cells: sparse.csr_matrix, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean, variance and share without the gene of each draw, shape (R, G) each."""
+    """Return mean, variance and dropout of each gene in each draw, shape (R, G) each."""
     cells = cells.astype(np.float64)
     n = np.maximum(weights.sum(axis=1, keepdims=True), 1.0)
     mean, squares, with_gene = (
@@ -303,17 +304,17 @@ def _moments(cells: sparse.csr_matrix, weights: np.ndarray) -> tuple[np.ndarray,
 
 
 def _correlations(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return Pearson correlations of rows, float64, shape (R,); NaN where one does not vary."""
+    """Return Pearson correlations of rows, float64, shape (R,); NaN if one of them does not vary."""
     one, other = (rows - rows.mean(axis=1, keepdims=True) for rows in (one, other))
     lengths = np.sqrt((one**2).sum(axis=1) * (other**2).sum(axis=1))
     return np.where(lengths > 0, (one * other).sum(axis=1) / np.where(lengths > 0, lengths, 1.0), np.nan)
 
 
 _MIN_GENES_OF_A_CELL = 10
-"""A cell with fewer expressed genes may well look like another one."""
+"""Cells with fewer expressed genes may equal another cell by chance."""
 
 _TELLING_SHARE = 0.01
-"""Fraction of the cells that may be the same by chance."""
+"""Fraction of the cells that may be equal by chance."""
 
 _DECIMALS = 3
 _SAME = 1e-4
@@ -322,7 +323,7 @@ _BLOCK = 512
 
 
 def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | AnnData, *, what: str = "cells") -> None:
-    """Raise where something is both in the training and in the test data.
+    """Raise if training and test data overlap.
 
     Parameters
     ----------
@@ -330,7 +331,7 @@ def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | A
         Identifiers, e.g. names of cells, donors or perturbations; or AnnData, whose ``obs_names`` are compared and,
         over the genes that both have, the expression of their cells in ``X``.
     what
-        What the identifiers are of, for the message.
+        Kind of the identifiers, for the message.
 
     Raises
     ------
@@ -340,7 +341,7 @@ def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | A
     Warns
     -----
     ScforgeWarning
-        If fewer have. Cells with fewer than 10 expressed genes are not looked at.
+        If at most 1 % have. Cells with fewer than 10 expressed genes are not checked.
 
     Examples
     --------
@@ -365,21 +366,21 @@ SAME_CELL = "have the same expression of all genes as a training cell"
 
 
 def check_copies(same: np.ndarray, what: str) -> None:
-    """Raise where more than 1 % of cells are copies; warn where some are, which may be by chance."""
+    """Raise if more than 1 % of the cells are copies; warn about fewer copies, which may occur by chance."""
     message = f"{int(same.sum())} of {len(same)} {what}"
     if same.any() and same.mean() > _TELLING_SHARE:
         raise DataError(
-            f"{message}: they are copies with other names; the reference of a score must not contain the scored cells."
+            f"{message}: they are copies under other names; the reference must not contain the scored cells."
         )
     if same.any():
         warn(f"{message}; check whether they are copies.")
 
 
 def copied_rows(matrix: sparse.csr_matrix, known: sparse.csr_matrix) -> np.ndarray:
-    """Return which rows are rows of another matrix, bool, shape (N,); rows of fewer than 10 genes are ignored.
+    """Return which rows also occur in another matrix, bool, shape (N,); rows of fewer than 10 genes are ignored.
 
-    Values are the same if they round to the same three decimals: logs that scanpy made are those of the same counts
-    made here but for rounding.
+    Values are equal if they round to the same three decimals, because log values of scanpy and scforge differ by
+    rounding.
     """
     (found, looked_at), (others, telling) = _row_hashes(matrix), _row_hashes(known)
     return np.isin(found, others[telling]) & looked_at
@@ -402,14 +403,13 @@ def _row_hashes(matrix: sparse.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
 def check_features(
     features: pd.DataFrame, real: AnnData, keys: PerturbationKeys, argument: str = "gene_features"
 ) -> None:
-    """Raise where the features of a held-out perturbation were made from its own cells.
+    """Raise if the features of a held-out perturbation were computed from its own cells.
 
-    The mean embedding of the cells under a perturbation is not known before the experiment. A regression that is fed
-    with it, instead of something known of the gene, reads the answer. It is detected where a row is the mean, or the
-    mean less that of the controls, of ``X``, of a layer (of counts also of their log1p CP10K) or of an entry of
-    ``obsm`` over the cells of that perturbation, up to a factor; or, for at least five perturbations, if a column is
-    any column of such means up to a factor and an offset. Columns of fewer than five values, e.g. indicators, are too
-    easily met by chance.
+    The mean embedding of the perturbed cells is not known before the experiment, so a regression on it uses the answer.
+    Leakage is detected if a row is, up to a factor, the mean over the cells of that perturbation, or this mean minus
+    that of the controls. Means of ``X``, of each layer (of counts also their log1p CP10K) and of each entry of ``obsm``
+    are checked. For at least five perturbations, it is also detected if a column equals a column of such means up to a
+    factor and an offset. Columns with fewer than five distinct values, e.g. indicators, match too easily by chance.
 
     Parameters
     ----------
@@ -420,7 +420,7 @@ def check_features(
     keys
         Its columns.
     argument
-        What `features` is called in the message.
+        Name of `features` in the message.
 
     Examples
     --------
@@ -433,7 +433,7 @@ def check_features(
     >>> check_features(real.to_df().groupby(names).mean(), real, keys)
     Traceback (most recent call last):
         ...
-    scforge.errors.DataError: gene_features has for 'A' the mean of X over the held-out cells under 'A' themselves...
+    scforge.errors.DataError: gene_features has for 'A' the mean of X over the held-out cells under 'A'...
     """
     of_cells = parse_perturbations(real.obs, keys)
     labels = pd.Series([(keys.separator or "+").join(targets) for targets in of_cells])
@@ -451,8 +451,8 @@ def check_features(
         if len(copied) or _same_columns(own, means):
             name = [*copied, known.index[0]][0]
             raise DataError(
-                f"{argument} has for {name!r} the mean of {where} over the held-out cells under {name!r} themselves; "
-                "pass features that do not use these cells."
+                f"{argument} has for {name!r} the mean of {where} over the held-out cells under {name!r} ; pass "
+                "features that do not use these cells."
             )
 
 
@@ -473,7 +473,7 @@ def _mean(matrix: np.ndarray | sparse.csr_matrix, rows: np.ndarray) -> np.ndarra
 
 
 def _same_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return which rows are the same up to a factor; without one where a direction is soon met by chance."""
+    """Return which rows are equal up to a factor; exactly equal if directions match too easily by chance."""
     if one.shape[1] < 3:
         return np.isclose(one, other, rtol=_SAME, atol=0).all(axis=1) & one.any(axis=1)
     lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
@@ -481,7 +481,7 @@ def _same_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _same_columns(ours: np.ndarray, means: np.ndarray) -> bool:
-    """Return whether a column is one of the others, scaled and shifted, e.g. standardized."""
+    """Return whether a column equals one of the others up to scale and offset, e.g. standardized."""
     if len(ours) < _MIN_ROWS or not np.isfinite(ours).all():
         return False
     one, other = (_unit_columns(values) for values in (ours, means))
@@ -490,7 +490,7 @@ def _same_columns(ours: np.ndarray, means: np.ndarray) -> bool:
 
 
 def _unit_columns(values: np.ndarray) -> np.ndarray:
-    """Return centered columns of length 1, of those that take enough values to be distinguished from others."""
+    """Return centered columns of length 1, for columns with enough distinct values."""
     values = values[:, np.isfinite(values).all(axis=0)]
     size = np.abs(values).max(axis=0, initial=0.0)
     steps = np.diff(np.sort(values, axis=0), axis=0) > 1e-6 * size
@@ -510,15 +510,17 @@ def compare_beside(
     ceiling: str | None = None,
     **options: Any,
 ) -> Report:
-    """Compare methods, models unless `kinds` says otherwise, with baselines, one of which may be a ceiling.
+    """Compare methods (models unless `kinds` states otherwise) with baselines, one of which may be an upper bound.
 
-    `argument` is what the methods are called in messages; other options are those of :func:`scforge.eval.compare`.
+    `argument` is the name of the methods in messages; other options are those of :func:`scforge.eval.compare`.
     """
     for name in kinds or {}:
         check_known("kinds", name, made, argument, error=OptionError)
     taken = [name for name in made if name in baselines]
     if taken or not made:
-        raise OptionError(f"{argument} names {listing(taken)}; name at least one method, and none as a baseline.")
+        raise OptionError(
+            f"{argument} names {listing(taken)}; pass at least one method, and do not use names of baselines."
+        )
     told: dict[str, Kind] = {**dict.fromkeys(made, "model"), **(kinds or {}), **dict.fromkeys(baselines, "baseline")}
     if ceiling is not None:
         told[ceiling] = "ceiling"
@@ -529,7 +531,7 @@ CEILING = "training cells"
 _MIN_GENES = 10
 
 _MISSING = 0.01
-"""Fraction of the counts that genes may hold which are not there, so that the total is still about right."""
+"""Maximum fraction of the counts in missing genes for which totals are still accurate enough."""
 
 
 def generation_baselines(
@@ -540,17 +542,16 @@ def generation_baselines(
     layer: str | None = None,
     seed: int = 0,
 ) -> dict[str, AnnData]:
-    """Make cells from training cells without a model.
+    """Generate cells from training cells without a model.
 
     ``"training cells"``
-        Training cells themselves, as far as there are enough each once: a ceiling, not a baseline, since it is real
-        data of another split. Where they are better than real cells can be distinguished from each other, nothing is
-        left to gain; a model that repeats its training cells reaches it, too.
+        The training cells themselves, each once if there are enough. This is an upper bound, not a baseline, because
+        they are real data of another split. A model that copies its training cells also reaches it.
     ``"independent genes"``
         Each gene takes its log1p CP10K from a different training cell: every gene is right, no two are correlated.
     ``"mean and Poisson"``
-        Counts drawn about the mean share of each gene, times the library size of a training cell: every cell is of the
-        same kind.
+        Poisson counts with the mean share of each gene times the library size of a training cell: all cells have the
+        same profile.
 
     Generates `labels` cells, or one cell per entry of `labels` from the training cells with this value of
     ``obs[labels_key]``: log1p CP10K in ``X`` (CSR, float32) and the labels in ``obs[labels_key]``.
@@ -605,25 +606,25 @@ def evaluate_generation(
 ) -> Report:
     """Score generated cells against real cells, with cells derived from the training cells as baselines.
 
-    Library sizes are those over all genes of each data set; then only genes count that all of them have. So counts have
-    to be over all genes. ``mmd`` and ``c2st`` look at the same number of cells of each method and of the real ones, the
-    fewest that one of them has.
+    Library sizes are computed over all genes of each data set, so counts must contain all genes. Scores then use the
+    shared genes. ``mmd`` and ``c2st`` use the same number of cells of each method and of the real cells, the minimum
+    over all of them.
 
     Parameters
     ----------
     generated
-        Cells of one method, or of several by name; counts or log1p CP10K in ``X``, as of
+        Generated cells of one method, or of several by name, with counts or log1p CP10K in ``X``, e.g. from
         :meth:`scforge.models.Encoder.generate`.
     real
-        Real cells that no method has seen, raw counts.
+        Real cells that were not used for training, raw counts.
     train
-        Real cells that the methods have learned from, raw counts.
+        Real cells used for training, raw counts.
     labels_key
-        Column of obs of all of them, for scores of each label.
+        Column of ``obs`` in all three data sets, for scores within labels.
     layer
-        Key in ``layers`` of `real` and `train` with raw counts; None reads ``X``.
+        Key in ``layers`` of `real` and `train` with raw counts. If None, reads ``X``.
     kinds
-        Name to what it is, e.g. ``"untrained"``; a model, if not told.
+        Kind of each method by name, e.g. ``"untrained"``. The default is ``"model"``.
     n_comps, max_cells
         As in :class:`Generation`.
     seeds
@@ -640,10 +641,10 @@ def evaluate_generation(
     Raises
     ------
     DataError
-        If real cells are training cells, under other names, too; generated cells are copies of the real ones; counts
-        are over part of the genes; or data are on another scale.
+        If real cells are also training cells (under any name), generated cells are copies of real cells, counts cover
+        only some genes, or data have another scale.
     OptionError
-        If an option makes no sense, or a kind names no method.
+        If an option is invalid, or `kinds` names an unknown method.
 
     Examples
     --------
@@ -665,7 +666,9 @@ def evaluate_generation(
     for some in (train, *made.values()):
         names = names[names.isin(some.var_names)]
     if len(names) < _MIN_GENES:
-        raise DataError(f"only {len(names)} genes are in real, train and all generated cells; name them in one way.")
+        raise DataError(
+            f"only {len(names)} genes are in real, train and all generated cells; use the same names in all."
+        )
     notes: list[str] = []
     labels: Any = real.n_obs
     if labels_key is not None:
@@ -691,7 +694,7 @@ def evaluate_generation(
             # What scforge generates is on this scale, however wrong it is.
             if "generated" not in made[name].uns.get(UNS_KEY, {}):
                 raise DataError(f"over the same genes the cells of {name!r} have {difference}; pass counts.")
-            notes.append(f"{name} has {difference}: too much or too little of all genes together.")
+            notes.append(f"{name} has {difference}, so its total expression is too high or too low.")
     baselines = {name: some[:, names].copy() for name, some in baselines.items()}
     benchmark.max_cells = min(max_cells, reference.n_obs, *(some.n_obs for some in cells.values()))
     report = compare_beside(
@@ -710,7 +713,7 @@ def evaluate_generation(
     report.facts["cells of each in mmd and c2st"] = benchmark.max_cells
     report.notes += notes
     report.notes.append(
-        f"Scores are over {len(names)} of {real.n_vars} genes of the real cells, those that all cells have, on log1p "
+        f"Scores are over {len(names)} of {real.n_vars} genes of the real cells (the genes in all data sets), on log1p "
         f"CP{TARGET_SUM:,.0f}."
     )
     return report
@@ -731,7 +734,7 @@ def holds_counts(adata: AnnData, layer: str | None = None) -> bool:
 def check_complete(
     adata: AnnData, what: str, whole: AnnData, *, layer: str | None = None, layer_of_whole: str | None = None
 ) -> None:
-    """Raise where counts are over part of the genes of others, so that their totals are not library sizes."""
+    """Raise if counts cover only some genes of other data, so that their totals are not library sizes."""
     lacking = ~whole.var_names.isin(adata.var_names)
     if not lacking.any() or not holds_counts(adata, layer):
         return
@@ -743,7 +746,7 @@ def check_complete(
 
 
 def _independent(logs: sparse.csc_matrix, n_cells: int, rng: np.random.Generator) -> sparse.csr_matrix:
-    """Sample each gene of each cell from any cell: the number of cells with it, which cells, and its values."""
+    """Sample each gene of each generated cell from a random cell, independently of the other genes."""
     n_train, n_genes = logs.shape
     sizes = np.diff(logs.indptr)
     drawn = rng.binomial(n_cells, sizes / n_train)

@@ -127,7 +127,7 @@ def _resampled_runs(of_runs: list[pd.DataFrame], draws: pd.DataFrame, *, seed: i
 
 
 def _versions(benchmark: Benchmark, seeds: Sequence[int]) -> list[Benchmark]:
-    """Return the benchmark with each seed; itself, where it has none."""
+    """Return the benchmark with each seed, or the benchmark itself if it has no seed."""
     if not hasattr(benchmark, "seed"):
         return [benchmark]
     versions: list[Any] = [copy.copy(benchmark) for _ in seeds]
@@ -187,13 +187,13 @@ def evaluate(
         :class:`scforge.eval.LabelPrediction`; one or a list.
     obsm_keys
         Key or keys in ``adata.obsm``; as a mapping, with ``"model"``, ``"baseline"`` or ``"untrained"`` for each.
-        Whatever made it: ``X_scVI`` or another model's embedding is a row of the same table.
+        Embeddings of any model can be compared, e.g. ``X_scVI``.
     layer
-        Key in ``adata.layers`` with raw counts, for the baselines; None reads ``adata.X``.
+        Key in ``adata.layers`` with raw counts, for the baselines. If None, reads ``adata.X``.
     baselines
-        What to compare with, at least one: names of :func:`~scforge.eval.embedding_baselines`, and numbers of principal
-        components. Components are taken with genes scaled to unit variance and without, because either may be the
-        stronger one.
+        Baselines, at least one: names of :func:`~scforge.eval.embedding_baselines`, and numbers of principal
+        components. Components are computed with and without scaling of genes to unit variance, because either may be
+        the stronger baseline.
     labels_key, batch_key, groups_key
         Columns of ``adata.obs`` for benchmarks that are given by name without them.
     seeds
@@ -201,10 +201,10 @@ def evaluate(
     intervals
         Add 95 % intervals and tests against the best baseline, from resampled cells.
     replicates
-        Name of a row to keys among `obsm_keys` that are the same method with several seeds: one row instead of theirs.
-        Its interval includes the variation over seeds.
+        Name of a row to the keys in `obsm_keys` of one method with several seeds. They are merged into one row, and its
+        interval includes the variation over seeds.
     rows
-        Cells that are scored, positions in `adata`; baselines are made of all. None scores all.
+        Positions in `adata` of the cells to score; baselines use all cells. If None, scores all cells.
     seconds
         Wall time of an embedding, by key.
     title
@@ -221,9 +221,9 @@ def evaluate(
     Raises
     ------
     DataError
-        If an embedding is not there, or a benchmark cannot score these cells.
+        If an embedding is missing, or a benchmark cannot score these cells.
     OptionError
-        If an option, or a combination of them, makes no sense.
+        If an option or a combination of options is invalid.
 
     Examples
     --------
@@ -238,7 +238,7 @@ def evaluate(
     check_seeds(seeds)
     baselines = [baselines] if isinstance(baselines, int | str) else list(baselines)
     if not len(baselines):
-        raise OptionError("baselines=[] leaves no baseline; name at least one, or a number of components.")
+        raise OptionError("baselines=[] is empty; pass at least one name or number of components.")
     obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
     kinds: dict[str, Kind] = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else dict.fromkeys(obsm_keys, "model")
     _check_kinds(kinds)
@@ -303,7 +303,7 @@ def compare(
     benchmark
         The benchmark.
     made
-        Name of a method to what it made, as :attr:`Benchmark.subject` says.
+        Name of a method to its result, of the type that :attr:`Benchmark.subject` describes.
     reference
         What it is scored against.
     kinds
@@ -322,7 +322,7 @@ def compare(
     Raises
     ------
     DataError
-        If the benchmark cannot score this.
+        If the benchmark cannot score the results.
     OptionError
         If a method has no kind, or there is a model but no baseline.
 
@@ -360,11 +360,11 @@ def compare(
 
 
 def entries_of(benchmarks: Entry | Sequence[Entry]) -> list[Entry]:
-    """Return one benchmark, or several, as a list, or raise :class:`~scforge.errors.OptionError` if there is none."""
+    """Return one or several benchmarks as a list. Raises :class:`~scforge.errors.OptionError` if there are none."""
     several = isinstance(benchmarks, Sequence) and not isinstance(benchmarks, str)
     entries: list[Any] = list(cast("Sequence[Entry]", benchmarks)) if several else [benchmarks]
     if not entries:
-        raise OptionError("benchmarks=[] names no benchmark; name at least one.")
+        raise OptionError("benchmarks=[] is empty; pass at least one.")
     return entries
 
 
@@ -402,7 +402,7 @@ def _check_kinds(kinds: Mapping[str, Any]) -> None:
 
 
 def _of_rows(one: Any, rows: np.ndarray | None) -> Any:
-    """Return those rows of an embedding, or of each of several."""
+    """Return rows of one or several embeddings."""
     if rows is None:
         return one
     return Replicates(run[rows] for run in one) if isinstance(one, Replicates) else one[rows]
@@ -415,7 +415,7 @@ def _versions_of_packages() -> str:
 def _join_replicates(
     embeddings: dict[str, Any], kinds: dict[str, Kind], replicates: Mapping[str, Sequence[str]]
 ) -> None:
-    """Put one row instead of those that are the same method; `kinds` as well."""
+    """Merge the rows of the same method into one, also in `kinds`."""
     for name, keys in replicates.items():
         missing = [key for key in keys if key not in embeddings]
         if missing or not keys:

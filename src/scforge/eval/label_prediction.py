@@ -15,7 +15,7 @@ from scforge.errors import DataError, listing, warn
 from scforge.eval.base import Benchmark, as_array, check_column, register_benchmark
 
 _MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "", "unknown")
-"""Labels that may stand for none."""
+"""Labels that may mean that the label is missing."""
 _MAX_DUPLICATES = 0.01
 """Fraction of cells that may have the coordinates of a cell of another fold before a warning."""
 _MAX_CACHED = 64
@@ -25,7 +25,7 @@ _MAX_CACHED = 64
 def check_embedding(embedding: np.ndarray, n_cells: int, name: str = "the embedding") -> np.ndarray:
     """Return an embedding of this many cells as floats, shape (N, D), or raise :class:`~scforge.errors.DataError`.
 
-    A sparse matrix, or a table of numbers, is one, too.
+    Sparse matrices and tables of numbers are accepted.
     """
     embedding = as_array(embedding, name)
     if embedding.ndim != 2 or embedding.shape[0] != n_cells or embedding.shape[1] == 0:
@@ -43,7 +43,7 @@ def labeled(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> np.
     Raises
     ------
     DataError
-        If the column is missing, contains fewer than two labels, or different values that are the same text.
+        If the column is missing, contains fewer than two labels, or different values with the same text.
     """
     check_column(argument, key, obs)
     known = obs[key].notna().to_numpy()
@@ -74,25 +74,25 @@ def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key"
 
 @register_benchmark("cell_type_probe")
 class CellTypeProbe(Benchmark):
-    """Logistic regression and k nearest neighbors, cross-validated over whole donors, with rare types apart.
+    """Logistic regression and k nearest neighbors, cross-validated by donor, with separate scores for rare types.
 
-    Each cell is predicted once, by classifiers that saw no cell of its fold. Folds hold out whole groups where there is
-    a ``groups_key``, one group a fold if there are no more groups than folds, and are otherwise stratified; they are
-    the same for every embedding. The logistic regression, with scikit-learn's defaults, sees standardized dimensions,
-    and the scaling is fitted on the training folds.
+    Each cell is predicted once, by classifiers trained on the other folds. With a ``groups_key``, folds hold out whole
+    groups: one group per fold if there are no more groups than folds. Otherwise folds are stratified. They are the same
+    for every embedding. The logistic regression uses scikit-learn's defaults on dimensions that are standardized on the
+    training folds.
 
-    Cells without a label or group take no part, and neither do those of a label that cannot be tested: it has fewer
-    cells than there are folds, or cells in one group or fold only. A warning names these.
+    Cells without a label or group are left out. Labels that cannot be tested are left out with a warning: labels with
+    fewer cells than folds, or with cells in only one group or fold.
 
-    Of each classifier: ``macro_f1``, the mean F1 of the labels; ``accuracy``, over cells; and ``rare_recall``, the mean
-    recall of the rare labels, NaN if there are none.
+    The scores of each classifier are ``macro_f1``, the mean F1 over labels; ``accuracy`` over cells; and
+    ``rare_recall``, the mean recall of the rare labels, NaN if there are none.
 
     Parameters
     ----------
     labels_key
-        Column of obs with the cell types.
+        Column of ``obs`` with the cell types.
     groups_key
-        Column of obs with the groups that are held out whole, e.g. donors; None holds out cells.
+        Column of ``obs`` with groups that are held out as a whole, e.g. donors. If None, holds out cells.
     n_folds
         Number of folds.
     n_neighbors
@@ -100,7 +100,7 @@ class CellTypeProbe(Benchmark):
     rare_share
         A label with less than this fraction of the cells is rare.
     seed
-        Seed of the stratified folds; those of groups are always the same.
+        Seed of the stratified folds. Folds of groups do not depend on it.
 
     Examples
     --------
@@ -117,7 +117,7 @@ class CellTypeProbe(Benchmark):
         for classifier in ("linear", "knn")
         for score in ("macro_f1", "accuracy", "rare_recall")
     }
-    """Metric to its classifier and what is computed of its predictions."""
+    """Metric to its classifier and the score of its predictions."""
     metrics = tuple(_scores)
     n_draws: ClassVar[int] = 1_000
 
@@ -142,7 +142,7 @@ class CellTypeProbe(Benchmark):
         self._warned_of: tuple[str, ...] = ()
 
     def check(self, obs: pd.DataFrame) -> None:
-        """Raise :class:`~scforge.errors.DataError` where :meth:`run` would."""
+        """Raise :class:`~scforge.errors.DataError` if :meth:`run` would."""
         self._plan(obs)
         warn_of_missing(obs, self.labels_key)
         if self.groups_key is not None:
@@ -168,22 +168,22 @@ class CellTypeProbe(Benchmark):
         Raises
         ------
         DataError
-            If a column is missing, two cells have one name where groups are held out, or fewer than two labels can be
-            tested.
+            If a column is missing, cell names are not unique although groups are held out, or fewer than two labels can
+            be tested.
 
         Warns
         -----
         ScforgeWarning
-            If labels are left out, once for each set of them; or if more than 1 % of the cells have exactly the
+            If labels are left out (once for each set of labels), or if more than 1 % of the cells have exactly the
             coordinates of a cell in another fold, which may be the same cell under another name.
         """
         plan = self._plan(obs)
         return self._figures(plan, self._predict(embedding, plan, len(obs)), np.ones(len(plan.rows)))
 
     def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame:
-        """Return the scores on bootstrap samples of the cells, or of whole groups, after the predictions were made.
+        """Return the scores of the predictions on bootstrap samples of the cells, or of whole groups.
 
-        A label that a sample lacks does not count in its means.
+        Labels that are missing in a sample do not count in its means.
         """
         plan = self._plan(obs)
         predicted = self._predict(embedding, plan, len(obs))
@@ -235,7 +235,7 @@ class CellTypeProbe(Benchmark):
         return folds
 
     def _warn_of_left_out(self, left_out: tuple[str, ...], n_labels: int) -> None:
-        """Raise if too few labels are left, and warn of those that are left out."""
+        """Raise if too few labels are left, and warn about labels that are left out."""
         what = f"labels of obs[{self.labels_key!r}]"
         if n_labels < 2:
             out = ", ".join(left_out)
@@ -291,7 +291,7 @@ class _Plan:
 
 
 def _untested(labels: np.ndarray, groups: np.ndarray | None, n_folds: int) -> dict[str, str]:
-    """Return the labels that no folds can test, and how to call them."""
+    """Return the labels that folds cannot test, and a description of them."""
     left_out = {}
     for name, size in zip(*np.unique(labels, return_counts=True), strict=True):
         if size < n_folds:
@@ -330,7 +330,7 @@ def _warn_of_duplicates(cells: np.ndarray, folds: np.ndarray) -> None:
 
 @register_benchmark("label_prediction")
 class LabelPrediction(CellTypeProbe):
-    """Macro-F1 alone of k nearest neighbors and of logistic regression, otherwise as :class:`CellTypeProbe`.
+    """Macro-F1 of k nearest neighbors and of logistic regression, otherwise like :class:`CellTypeProbe`.
 
     Examples
     --------
@@ -347,7 +347,7 @@ class LabelPrediction(CellTypeProbe):
 
 @register_benchmark("cell_type_annotation")
 class CellTypeAnnotation(CellTypeProbe):
-    """Macro-F1 and accuracy of k nearest neighbors, quick enough for training; otherwise as :class:`CellTypeProbe`.
+    """Macro-F1 and accuracy of k nearest neighbors, fast enough for training; otherwise like :class:`CellTypeProbe`.
 
     Examples
     --------
@@ -363,20 +363,20 @@ class CellTypeAnnotation(CellTypeProbe):
 
 
 _CONSTANT = 1e-6
-"""A dimension that varies by less than this share of the size of the embedding does not vary."""
+"""Limit of constant dimensions: standard deviation divided by the root mean square of all values."""
 _MIN_RANK, _MAX_COSINE, _MAX_CONSTANT = 2.0, 0.99, 0.9
 
 
 @register_benchmark("geometry")
 class Geometry(Benchmark):
-    """Effective rank, mean cosine and share of the first component: scores in which a collapse shows.
+    """Effective rank, mean cosine and share of the first component, which detect a collapsed embedding.
 
     They need no labels and do not measure the quality of an embedding: noise has a higher effective rank than any
-    embedding of cells. So no intervals are computed, and nothing is tested.
+    embedding of cells. Therefore there are no intervals and no tests.
 
     ``effective_rank``
-        exp of the entropy of the singular values divided by their sum [1]_, of the embedding as it is, not centered, as
-        in RankMe [2]_; from 1, where all cells lie on one line through the origin, to D. 0 if all values are zero.
+        exp of the entropy of the singular values divided by their sum [1]_, of the embedding without centering, as in
+        RankMe [2]_. It ranges from 1, if all cells lie on one line through the origin, to D. 0 if all values are zero.
     ``mean_cosine``
         Mean cosine of all pairs of different cells: (S - N) / (N (N - 1)), where S is the squared length of the sum
         of the unit vectors of the cells. 1 if all point the same way. Cells at the origin are left out.
@@ -418,7 +418,7 @@ class Geometry(Benchmark):
         Raises
         ------
         DataError
-            If there are fewer than two cells, or the embedding is not finite or not one of these cells.
+            If there are fewer than two cells, or the embedding is not finite or has another number of cells.
         """
         self.check(obs)
         cells = check_embedding(embedding, len(obs)).astype(np.float64)
@@ -441,13 +441,14 @@ class Geometry(Benchmark):
 def is_collapsed(scores: Mapping[str, float]) -> bool:
     """Return whether the scores of :class:`Geometry` show a collapsed embedding.
 
-    So it is where the effective rank is below 2, the mean cosine above 0.99, or more than 0.9 of the dimensions are
-    constant: all cells lie at about one point, in one direction, or on one line. The limits are ours.
+    An embedding is collapsed if its effective rank is below 2, its mean cosine above 0.99, or more than 0.9 of its
+    dimensions constant: all cells are close to one point, one direction or one line. These limits are a choice of
+    scforge.
 
     Parameters
     ----------
     scores
-        What :meth:`Geometry.run` returned.
+        Result of :meth:`Geometry.run`.
 
     Returns
     -------
@@ -468,7 +469,7 @@ def is_collapsed(scores: Mapping[str, float]) -> bool:
 
 
 def _spectrum(cells: np.ndarray) -> np.ndarray:
-    """Return the squared singular values of a matrix, float64, by the smaller of its two Gram matrices."""
+    """Return the squared singular values of a matrix, float64, computed from the smaller of its two Gram matrices."""
     gram = cells.T @ cells if cells.shape[0] >= cells.shape[1] else cells @ cells.T
     return np.clip(np.linalg.eigvalsh(gram), 0, None)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 _MAX_PAIRS = 100_000_000
-"""Edges of a table at most: ten bytes each, and some more while it is made."""
+"""Maximum number of edges of a table, at about ten bytes each."""
 
 _MEASURES = ("cosine", "correlation", "dot")
 
@@ -44,24 +44,24 @@ def edges_from_embeddings(
 ) -> pd.DataFrame:
     """Score pairs of genes by the similarity of their vectors.
 
-    The weights are the same in both directions, so that only the choice of sources makes a direction.
+    The weights are symmetric, so only the choice of sources gives a direction.
 
     Parameters
     ----------
     embeddings
-        A vector for each gene, shape (G, D), the index their names: what ``model.get_gene_embeddings()`` returns, or
-        mean moves of cells under the perturbation of each gene (:func:`scforge.insilico.screening.mean_moves`; with
-        `center`). Genes with NaN, which have no vector, are left out.
+        One vector per gene, shape (G, D), with gene names as index: the result of ``model.get_gene_embeddings()``, or
+        mean shifts of cells when each gene is perturbed (:func:`scforge.insilico.screening.mean_moves`; use `center`).
+        Genes with NaN are left out.
     tfs
-        Sources; those without a vector are left out. None takes all genes.
+        Sources; those without a vector are left out. If None, uses all genes.
     targets
-        Targets; those without a vector are left out. None takes all genes.
+        Targets; those without a vector are left out. If None, uses all genes.
     measure
         ``"cosine"``, ``"correlation"`` over the dimensions, or ``"dot"``, the inner product.
     center
-        Take the mean over all genes off first: what is common to all vectors carries no information on a pair of genes.
+        Subtract the mean over all genes first, because the common part of all vectors carries no information on pairs.
     absolute
-        Score by the size alone, so that opposite vectors are as near as equal ones.
+        Use absolute values, so that opposite vectors are as similar as equal ones.
 
     Returns
     -------
@@ -102,9 +102,9 @@ def edges_from_embeddings(
 def edges_from_matrix(
     matrix: Any, names: Any, targets: Any = None, *, tfs: Sequence[str] | None = None
 ) -> pd.DataFrame:
-    """Read a matrix of weights, whose rows regulate its columns, shape (S, T), as edges.
+    """Read a matrix of weights, with regulators in rows and targets in columns, shape (S, T), as edges.
 
-    Of a sparse one only stored values other than 0 are edges; of an array all but NaN.
+    In a sparse matrix, stored nonzero values are edges; in an array, all values except NaN.
     """
     rows = _unique(names)
     columns = rows if targets is None else _unique(targets)
@@ -128,8 +128,9 @@ def edges_from_attention(
 ) -> pd.DataFrame:
     """Read the graph that ``model.get_attention()`` wrote.
 
-    Row i, column j of it is what gene i reads of gene j. A target reads its regulator, so by default the columns are
-    the sources. ``get_attention`` keeps the 20 genes that each looks at most; raise its `top_k` to score more pairs.
+    Row i, column j is the attention of gene i to gene j. Targets attend to their regulators, so by default the columns
+    are the sources. ``get_attention`` keeps the 20 genes with the highest attention of each gene; raise its `top_k` to
+    score more pairs.
 
     Parameters
     ----------
@@ -138,15 +139,15 @@ def edges_from_attention(
     key
         Key in ``adata.varp``.
     tfs
-        Sources to keep; None keeps all.
+        Sources to keep. If None, keeps all.
     source
         ``"columns"`` or ``"rows"``: which of them regulate.
     gene_key
-        Column of ``adata.var`` with the names of the genes; None takes ``adata.var_names``.
+        Column of ``adata.var`` with the names of the genes. If None, uses ``adata.var_names``.
 
     Returns
     -------
-    ``source``, ``target`` and ``weight`` (float32), one row for each pair that the graph holds.
+    ``source``, ``target`` and ``weight`` (float32), one row for each pair in the graph.
 
     Raises
     ------
@@ -175,15 +176,15 @@ def edges_from_perturbations(effects: pd.DataFrame | AnnData, *, tfs: Sequence[s
     effects
         One of
 
-        - what the perturbation task predicts (``predictor.predict(...)``), with ``layers["delta"]``: a perturbed gene
-          regulates the genes of the largest absolute change, the largest over contexts. Combinations are left out.
-        - the same as a table, the index the perturbed genes and the columns the genes that change.
+        - the prediction of the perturbation task (``predictor.predict(...)``), with ``layers["delta"]``. The weight is
+          the absolute change of a gene, the largest over contexts. Combinations are left out.
+        - the same as a table, with perturbed genes in rows and changed genes in columns.
         - the table of ``model.perturb_in_silico(genes, combinations=2)``. It measures how far cells move, not which
-          genes do, so what two genes do together counts: with a_i + a_j the best additive fit to the shifts of pairs
-          (least squares), the weight is the absolute rest, the same in both directions; NaN shifts are left out. With
-          groups it is the largest over them.
+          genes change, so weights are interactions: an additive model a_i + a_j is fitted to the shifts of pairs by
+          least squares, and the weight is the absolute residual, the same in both directions. NaN shifts are left out.
+          With groups, the weight is the maximum over groups.
     tfs
-        Sources to keep; None keeps all.
+        Sources to keep. If None, keeps all.
 
     Returns
     -------
@@ -192,7 +193,7 @@ def edges_from_perturbations(effects: pd.DataFrame | AnnData, *, tfs: Sequence[s
     Raises
     ------
     DataError
-        If the table has one gene a row, or there are no effects.
+        If the table has one gene per row, or there are no effects.
 
     Examples
     --------
@@ -215,9 +216,9 @@ def edges_of(
     rows: np.ndarray | None = None,
     columns: np.ndarray | None = None,
 ) -> pd.DataFrame:
-    """Return a table of edges without NaN and without those of a gene to itself.
+    """Return a table of edges without NaN and self-loops.
 
-    `weights` have the shape (S, T), or (E,) with the places of `rows` and `columns` among the names.
+    `weights` have the shape (S, T), or (E,) with positions `rows` and `columns` in the names.
     """
     if rows is None or columns is None:
         rows, columns = (axis.ravel() for axis in np.indices(weights.shape, dtype=np.int32))
@@ -255,7 +256,7 @@ def _unique(names: Any) -> pd.Index:
 
 
 def _deltas(predicted: AnnData) -> pd.DataFrame:
-    """Return the effects of perturbations of single genes that a task predicted."""
+    """Return the predicted effects of single-gene perturbations."""
     names = predicted.obs.get("perturbation", pd.Series("", index=predicted.obs_names)).astype(str).to_numpy()
     single = np.isin(names, predicted.var_names)
     if "delta" not in predicted.layers or not single.any():
@@ -267,7 +268,7 @@ def _deltas(predicted: AnnData) -> pd.DataFrame:
 
 
 def _of_pairs(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
-    """Return how far the shifts of pairs are from a sum of what each gene does."""
+    """Return the residuals of the shifts of pairs from an additive model."""
     if "gene_2" not in table:
         raise DataError("effects has no pairs of genes; call model.perturb_in_silico(genes, combinations=2).")
     names = pd.Index(pd.unique(pd.concat([table["gene"], table["gene_2"]]))).astype(str)
@@ -303,8 +304,8 @@ def read_network(
     Parameters
     ----------
     path
-        Text, tab- or comma-separated and maybe compressed, or Parquet. Or a list of such files, whose edges are put
-        together; ChIP-Atlas has one for each factor. What a file is, its columns tell:
+        A tab- or comma-separated text file, which may be compressed, or a Parquet file. Edges of a list of files are
+        combined (ChIP-Atlas has one file per factor). The format is detected from the columns:
 
         TRRUST
             ``trrust_rawdata.*.tsv``, without a header: factor, target, mode, PubMed ids; or with one.
@@ -315,22 +316,22 @@ def read_network(
         OmniPath
             CollecTRI or DoRothEA from there: ``source_genesymbol``, ``target_genesymbol``, ``is_stimulation`` ...
         ENCODE
-            ``gene_attribute_edges.txt.gz`` of Harmonizome. Genes are in ``source`` there, and the factors that bind
-            near them in ``target``; both change places.
+            ``gene_attribute_edges.txt.gz`` of Harmonizome. It has genes in ``source`` and the factors that bind near
+            them in ``target``; scforge swaps them.
         ChIP-Atlas
             Its target genes: one row per gene, ``FACTOR|Average`` and a column for each experiment. Targets whose
             average binding score (of MACS2, -10 log10 q) is 0 are left out.
         other tables
             with a column of sources and one of targets, and maybe ``weight``.
     source, target
-        Columns of transcription factors and of targets, for tables whose names are none of the usual ones; numbers from
-        0 for a file without a header.
+        Columns of transcription factors and of targets, for tables with other column names. For files without a header,
+        positions starting at 0.
 
     Returns
     -------
-    ``source`` and ``target``, one row an edge, in the order of the file; and where the file tells, ``sign`` (1
-    activation, -1 repression, NaN unknown, or said both ways), ``weight`` (the largest, where an edge occurs more
-    than once) and ``confidence`` (the best).
+    ``source`` and ``target``, one row per edge, in the order of the file. If the file has them, also ``sign`` (1
+    activation, -1 repression, NaN unknown or contradictory), ``weight`` (the largest of duplicate edges) and
+    ``confidence`` (the best of duplicate edges).
 
     Raises
     ------
@@ -348,7 +349,7 @@ def read_network(
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
     if (source is None) != (target is None):
-        raise OptionError(f"source={source!r} and target={target!r} name one column; name both, or none.")
+        raise OptionError(f"source={source!r} and target={target!r} are incomplete; pass both columns, or neither.")
     edges = pd.concat([_edges_of_file(Path(one), source, target) for one in paths], ignore_index=True)
     best = {name: how for name, how in _BEST.items() if name in edges}
     if not best:
@@ -360,7 +361,7 @@ def read_network(
 
 
 def _edges_of_file(path: Path, source: str | int | None, target: str | int | None) -> pd.DataFrame:
-    """Return the edges of a file as it has them."""
+    """Return the edges of a file without changes."""
     if not path.is_file():
         raise MissingFileError(f"path={str(path)!r} is not a file; pass the path of the network.")
     try:
@@ -375,7 +376,7 @@ def _edges_of_file(path: Path, source: str | int | None, target: str | int | Non
 
 
 def _table(path: Path, headless: bool) -> pd.DataFrame:
-    """Return the table of a file as text (of Parquet, as it is); columns are numbers where the file names none."""
+    """Return the table of a file as text (of Parquet, as it is); columns are numbers if the file has no header."""
     if path.suffix == ".parquet":
         return pd.read_parquet(path)
     options: dict[str, Any] = {"header": None, "dtype": str, "keep_default_na": False, "encoding": "utf-8-sig"}
@@ -399,8 +400,8 @@ def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str |
             if name in columns:
                 return columns[name]
         raise DataError(
-            f"there is no column {' or '.join(names)} (there are: {listing(table.columns)}); name factors and targets "
-            "with source=..., target=..., by numbers if there is no header"
+            f"there is no column {' or '.join(names)} (there are: {listing(table.columns)}); set source=... and "
+            "target=..., as positions if there is no header"
         )
 
     if source is not None:
@@ -414,7 +415,9 @@ def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str |
         edges = pd.DataFrame({"source": column("target"), "target": column("source")})
         edges = edges[~edges["target"].str.lower().isin(["genesym", "gene symbol", "na", "n/a"])]
         if edges["source"].nunique() > edges["target"].nunique():
-            raise DataError("it has more factors than targets, so the columns may be swapped; name the columns")
+            raise DataError(
+                "it has more factors than targets, so the columns may be swapped; set source=... and target=..."
+            )
         return edges
     if "source_genesymbol" in columns:
         up, down = (
@@ -449,9 +452,9 @@ class Universe:
     edges
         True edges, bool, shape (T, G).
     pairs
-        Pairs that take part: all but those of a gene with itself, bool, shape (T, G).
+        Pairs that are scored: all except self-loops, bool, shape (T, G).
     n_left_out
-        True edges that were given and take no part.
+        Number of given true edges that are not scored.
     """
 
     tfs: pd.Index
@@ -490,13 +493,13 @@ class RankedPairs:
     tfs
         Number of the transcription factor of each pair, shape (P,).
     true
-        Places of the true edges, ascending, shape (E,).
+        Ranks of the true edges, ascending, shape (E,).
     starts, ends
-        First pair of the ties of each true edge, and the first pair behind them, shape (E,).
+        First pair of the ties of each true edge, and the first pair after them, shape (E,).
     n_scored
-        Pairs that had a weight; those without follow and tie with each other.
+        Number of pairs with a weight. Pairs without a weight come last and tie with each other.
     within
-        AUROC among the pairs of each transcription factor, shape (T,); NaN where all are true.
+        AUROC among the pairs of each transcription factor, shape (T,); NaN if all pairs are true.
     bounds
         Where ties begin, and the number of pairs.
     """
@@ -523,7 +526,7 @@ class RankedPairs:
     def figures(self, weights: np.ndarray) -> dict[str, float]:
         """Return the metrics with transcription factors weighted by `weights` (T,).
 
-        They are those of scikit-learn with `sample_weight`, which would sort all pairs again in each of 100 draws.
+        They equal scikit-learn's with `sample_weight`, without sorting all pairs again in each of 100 draws.
         """
         taken = np.concatenate([[0.0], np.cumsum(weights[self.tfs])])
         drawn = weights[self.tfs[self.true]]
@@ -557,44 +560,43 @@ class RankedPairs:
 
 @register_benchmark("gene_network")
 class GeneNetwork(Benchmark):
-    """Known edges found among all pairs of a transcription factor and a gene.
+    """Recovery of known edges among all pairs of a transcription factor and a gene.
 
-    The pairs are those of all transcription factors that regulate something in the truth, with all genes that something
-    regulates there (or all measured ones), without pairs of a gene with itself. What is not in the truth counts as
-    wrong, although many true edges are unknown: scores compare methods, and are no error rates. Edges with more than
-    one row in the truth count once; signs take no part.
+    The pairs combine all transcription factors with a target in the truth and all genes with a regulator in the truth
+    (or all measured genes), without self-loops. Edges outside the truth count as wrong, although many true edges are
+    unknown: scores compare methods and are not error rates. Duplicate edges of the truth count once; signs are ignored.
 
-    **Pairs without a score** get the lowest of all, and tie with each other. So a method that names few edges is not
-    scored on these alone.
+    ***Pairs without a score** get the lowest score and tie with each other. So a method with few edges is not scored on
+    these edges only.
 
     Parameters
     ----------
     genes
-        Genes that were measured. Others take no part, neither as targets nor as transcription factors, since no method
-        could score them; None restricts nothing.
+        Measured genes. Other genes are not scored as targets or transcription factors, because no method could score
+        them. If None, all genes are used.
     tfs
-        Transcription factors to restrict the pairs to; None takes all of the truth.
+        Transcription factors to restrict the pairs to. If None, uses all of the truth.
     targets
-        ``"truth"``: genes with an edge in the truth. ``"measured"``: all of `genes`; then what is well studied, and
-        highly expressed, is found without knowing any edge.
+        ``"truth"``: genes with an edge in the truth. ``"measured"``: all of `genes`. In this case, well-studied and
+        highly expressed genes are easy to find without knowledge of edges.
 
     Notes
     -----
     ``auprc_ratio``
-        ``auprc`` over the share of true edges, which is what random scores have.
+        ``auprc`` divided by the share of true edges, which is the ``auprc`` of random scores.
     ``auprc``
-        Average precision: ``sum_n (R_n - R_(n-1)) P_n`` over the distinct weights, as in scikit-learn. No trapezoids,
-        which would credit ties, and pairs without a score, with more than they know (Davis and Goadrich 2006).
+        Average precision: ``sum_n (R_n - R_(n-1)) P_n`` over the distinct weights, as in scikit-learn. The trapezoidal
+        rule is not used, because it overrates ties and pairs without a score (Davis and Goadrich 2006).
     ``auroc``
-        Share of pairs of a true and another edge that are in the right order; ties count half.
+        Probability that a true edge is ranked above another edge; ties count half.
     ``early_precision``, ``early_precision_ratio``
         Precision among the k pairs of highest weight, k the number of true edges; all pairs that tie with the last of
-        them are taken (Pratapa et al., Nat Methods 2020, BEELINE). Where fewer than k have a score, BEELINE takes these
-        alone; here the missing ones are taken at random from the pairs without a score, in expectation. The ratio is
-        that to random.
+        them are included (Pratapa et al., Nat Methods 2020, BEELINE). If fewer than k pairs have a score, BEELINE uses
+        only these; here the rest is sampled at random from the pairs without a score, in expectation. The ratio is
+        relative to random scores.
     ``auroc_within_tf``
-        Mean over transcription factors of the AUROC among their own pairs. That some have more known targets than
-        others does not help here.
+        Mean over transcription factors of the AUROC among their own pairs. It does not reward knowing which factors
+        have more known targets.
 
     :meth:`resampled` is a bootstrap of transcription factors: the edges of one are not independent observations.
 
@@ -615,7 +617,7 @@ class GeneNetwork(Benchmark):
         self, genes: Sequence[str] | None = None, tfs: Sequence[str] | None = None, targets: str = "truth"
     ) -> None:
         if targets not in ("truth", "measured") or (targets == "measured" and genes is None):
-            raise OptionError(f"targets={targets!r} is neither 'truth', nor 'measured' with genes that were measured.")
+            raise OptionError(f"targets={targets!r} must be 'truth', or 'measured' together with genes.")
         self.genes = None if genes is None else list(genes)
         self.tfs = None if tfs is None else list(tfs)
         self.targets = targets
@@ -658,13 +660,13 @@ class GeneNetwork(Benchmark):
         return Universe(tfs, genes, edges, pairs, len(given) - len(kept))
 
     def run(self, made: pd.DataFrame, reference: pd.DataFrame) -> dict[str, float]:
-        """Return the scores; NaN where all pairs, for ``auroc_within_tf`` those of each factor, are true edges.
+        """Return the scores; NaN if all pairs (for ``auroc_within_tf``, all pairs of each factor) are true edges.
 
         Parameters
         ----------
         made
-            Scores of edges, with the columns ``source``, ``target`` and ``weight``: more is more likely. Edges outside
-            the pairs that are scored do no harm. Categorical columns are the quickest.
+            Scores of edges, with the columns ``source``, ``target`` and ``weight`` (higher is more likely). Edges
+            outside the scored pairs are ignored. Categorical columns are fastest.
         reference
             True edges, with the columns ``source`` and ``target``.
         """
@@ -672,7 +674,7 @@ class GeneNetwork(Benchmark):
         return RankedPairs(made, universe).figures(np.ones(len(universe.tfs)))
 
     def resampled(self, made: pd.DataFrame, reference: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame:
-        """Return the scores on bootstrapped transcription factors; NaN where those drawn regulate all genes."""
+        """Return the scores on bootstrapped transcription factors; NaN if the sampled factors regulate all genes."""
         universe = self.universe(reference)
         ranked = RankedPairs(made, universe)
         draws = bootstrap_weights(len(universe.tfs), n, seed=seed).astype(np.float64)
@@ -684,7 +686,7 @@ class GeneNetwork(Benchmark):
 
 
 def check_edges(what: str, edges: pd.DataFrame, *more: str) -> None:
-    """Raise unless a table has the columns ``source``, ``target`` and `more`, and no name is missing."""
+    """Raise unless a table has the columns ``source``, ``target`` and `more`, without missing names."""
     for column in ("source", "target", *more):
         if column not in edges or (column not in more and edges[column].isna().any()):
             raise DataError(f"{what} have no column {column!r}, or lack names in it (there is: {listing(edges)}).")
@@ -700,9 +702,9 @@ def _places(names: pd.Series, index: pd.Index) -> np.ndarray:
 
 NETWORK_BASELINES = ("pearson", "spearman", "mean_expression", "degree", "in_degree", "random")
 _N_FOLDS = 5
-"""Folds in which edges are counted without the scored ones."""
+"""Number of folds in which degrees are counted without the scored edges."""
 _N_RANDOM = 3
-"""Random scores, each a separate method."""
+"""Number of random scores, each a separate method."""
 
 
 def network_baselines(
@@ -715,21 +717,21 @@ def network_baselines(
     max_cells: int = 10_000,
     seed: int = 0,
 ) -> dict[str, pd.DataFrame]:
-    """Score all pairs of a universe of measured genes in the ways that a model has to beat.
+    """Score all pairs of a universe of measured genes by simple baselines.
 
     ``"pearson"``, ``"spearman"``
         Absolute correlation of log1p CP10K over the cells, since transcription factors also repress.
     ``"mean_expression"``
-        Product of the means of log1p CP10K of both genes: what is highly expressed is well known.
+        Product of the mean log1p CP10K of both genes, because highly expressed genes are well studied.
     ``"degree"``
-        How many edges either gene has in the truth apart from the one in question (cross-fitted). It sees true edges,
-        which a model does not, and no cell: it shows how far popularity alone gets.
+        Number of other true edges of both genes (cross-fitted). It uses true edges, which a model does not, and no
+        cells. It shows the score of popularity alone.
     ``"in_degree"``
-        The same of the target alone, which is the fair one to compare the order within a transcription factor with.
+        The same for the target only. It is the fair baseline for the order within a transcription factor.
     ``"random"``
         Chance.
 
-    `max_cells` cells, sampled at random, are correlated at most. Returns the name of each baseline and its edges.
+    Correlations use at most `max_cells` cells, sampled at random. Returns the name of each baseline and its edges.
     """
     for name in names:
         check_known("baselines", name, NETWORK_BASELINES, "the baselines of networks", error=OptionError)
@@ -753,7 +755,7 @@ def network_baselines(
 
 
 def _correlations(values: sparse.csc_matrix, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return the correlations of columns of a sparse matrix over its rows; 0 for one without variance."""
+    """Return the correlations of columns of a sparse matrix over its rows; 0 for columns without variance."""
     mean = np.asarray(values.mean(axis=0)).ravel()
     square = np.asarray(values.multiply(values).mean(axis=0)).ravel()
     scale = np.sqrt(np.maximum(square - mean**2, 0.0))
@@ -764,16 +766,16 @@ def _correlations(values: sparse.csc_matrix, rows: np.ndarray, columns: np.ndarr
 
 
 def degree_weights(universe: Universe, *, out: bool = True, seed: int = 0) -> np.ndarray:
-    """Score pairs of genes by the share of true edges of either, without the scored pair itself, shape (T, G).
+    """Score pairs of genes by the shares of true edges of both, without the scored pair itself, shape (T, G).
 
     The weight of an edge is the out-degree of its source (with `out`) times the in-degree of its target, as shares.
-    They are cross-fitted: transcription factors and genes are dealt into folds, and for a pair of fold a and fold b the
-    out-degree is counted over the genes outside b, the in-degree over the transcription factors outside a. To take one
-    edge off each count would not do: among the pairs of a gene, true ones would then have the lower counts, by which
-    they could be predicted. Folds keep some of that. Among the pairs of one transcription factor, the out-degree brings
-    random edges somewhat below chance (AUROC 0.47 where 60 have 20 of 200 genes each). And where most genes of the
-    truth have one edge, to know that they have no other tells the true one, the wrong way round: scores below chance
-    say that the truth is too small for degrees. Shares are shrunk toward that of all pairs by one pseudo-observation.
+    They are cross-fitted: transcription factors and genes are split into folds. For a pair of fold a and fold b, the
+    out-degree is counted over the genes outside b and the in-degree over the transcription factors outside a.
+    Subtracting the scored edge from each count is not sufficient: true pairs of a gene would have lower counts, which
+    reveals them. Folds reduce this effect but do not remove it. Among the pairs of one transcription factor, the
+    out-degree scores somewhat below chance on random edges (AUROC 0.47 if 60 factors have 20 of 200 genes each). If
+    most genes of the truth have one edge, degrees also score below chance: the truth is then too small for degrees.
+    Shares are shrunk toward that of all pairs by one pseudo-observation.
     """
     rng = np.random.default_rng(seed)
     edges, pairs = universe.edges, universe.pairs
@@ -792,7 +794,7 @@ def degree_weights(universe: Universe, *, out: bool = True, seed: int = 0) -> np
 def _expression(
     adata: AnnData, genes: pd.Index, layer: str | None, gene_key: str | None, max_cells: int, seed: int
 ) -> sparse.csc_matrix:
-    """Return log1p CP10K of some cells over `genes`, shape (N, G), float64; genes of the same name are added up."""
+    """Return log1p CP10K of some cells over `genes`, shape (N, G), float64; genes with the same name are summed."""
     counts = counts_of(adata, layer).astype(np.float64)
     if counts.shape[0] > max_cells:
         rows = np.random.default_rng(seed).choice(counts.shape[0], max_cells, replace=False)
@@ -805,7 +807,7 @@ def _expression(
 
 
 def _ranks(expression: sparse.csc_matrix) -> sparse.csc_matrix:
-    """Return the ranks of cells for each gene, less that of cells without it, which leaves them sparse."""
+    """Return the ranks of cells for each gene minus the rank of cells without it, so that the result is sparse."""
     from scipy.stats import rankdata
 
     ranks = expression.copy()
@@ -840,33 +842,33 @@ def evaluate_network(
     Parameters
     ----------
     scores
-        Name of a method to its edges, with the columns ``source``, ``target`` and ``weight``: from
-        :func:`scforge.eval.edges_from_embeddings` and its like.
+        Name of a method to its edges, with the columns ``source``, ``target`` and ``weight``: e.g. from
+        :func:`scforge.eval.edges_from_embeddings`.
     truth
         True edges, with the columns ``source`` and ``target``: from :func:`scforge.eval.networks.read_network`.
     adata
         Annotated data with raw counts: defines the measured genes and the input of the baselines.
     layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+        Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     gene_key
-        Column of ``adata.var`` with names as in the truth; None takes ``adata.var_names``.
+        Column of ``adata.var`` with names as in the truth. If None, uses ``adata.var_names``.
     genes
-        Genes to restrict the pairs to, among those that were measured: e.g. those that a model knows, if the question
-        is what it knows of them. Pairs without a score count as its last ones otherwise. None takes all.
+        Measured genes to restrict the pairs to, e.g. the genes of a model. Otherwise pairs with other genes have no
+        score and rank last. If None, uses all.
     tfs
-        Transcription factors to restrict the pairs to; None takes all of the truth that are among the genes.
+        Transcription factors to restrict the pairs to. If None, uses all of the truth that are among the genes.
     targets
         ``"truth"``: genes with an edge in the truth. ``"measured"``: all genes.
     kinds
-        Name of a method to ``"model"``, ``"baseline"``, ``"untrained"`` or ``"ceiling"``; those that are not named are
-        models.
+        Name of a method to ``"model"``, ``"baseline"``, ``"untrained"`` or ``"ceiling"``. The default is ``"model"``.
     baselines
         ``"pearson"`` and ``"spearman"`` correlation over cells, ``"mean_expression"``, ``"degree"`` and ``"in_degree"``
-        (how many other true edges the genes have), and ``"random"``; at least one unless `scores` has one.
+        (number of other true edges of the genes), and ``"random"``. At least one is required unless `scores` has a
+        baseline.
     max_cells
-        Cells to correlate at most.
+        Maximum number of cells for correlations.
     seed
-        Seed of what baselines draw.
+        Seed of the baselines.
     intervals
         Add 95 % intervals from a bootstrap of transcription factors, and tests against the best baseline.
     title
@@ -874,13 +876,13 @@ def evaluate_network(
 
     Returns
     -------
-    The report: metrics of :class:`scforge.eval.GeneNetwork`; its facts describe the pairs, its notes the methods that
-    left pairs without a score.
+    The report with the metrics of :class:`scforge.eval.GeneNetwork`. Its facts describe the pairs; its notes list the
+    methods with pairs without a score.
 
     Raises
     ------
     OptionError
-        If a kind names no method, or there is no baseline.
+        If `kinds` names an unknown method, or there is no baseline.
     DataError
         If scores or true edges cannot be used, or there are no raw counts.
 
@@ -919,10 +921,8 @@ def evaluate_network(
                 f"{name} has a score for {n_scored:,} of {n_pairs:,} pairs; the other pairs are ranked last, tied."
             )
     if {"degree", "in-degree"} & set(simple):
-        report.notes.append(
-            "Baselines of degree know how many true edges a gene has apart from the pair in question, and no cell."
-        )
-    report.notes.append("An edge that is not in the truth counts as wrong, although it may only be unknown.")
+        report.notes.append("Degree baselines use the number of other true edges of a gene, and no cells.")
+    report.notes.append("Edges outside the truth count as wrong, although they may only be unknown.")
     return report
 
 
@@ -936,14 +936,13 @@ def network_curves(scores: Mapping[str, pd.DataFrame], truth: pd.DataFrame, *, n
     truth
         True edges.
     n_points
-        Points of a curve at most, evenly spaced along the ranks of true edges.
+        Maximum number of points of a curve, evenly spaced along the ranks of true edges.
 
     Returns
     -------
     ``method``, ``recall``, ``precision`` and ``auprc``, by rising recall. ``auprc`` is the average precision of the
-    whole network, as :class:`GeneNetwork` has it, the same on all its rows. Points are where the weight changes, so
-    that pairs that tie are one step. The last point, at recall 1, is where all pairs are taken: its precision is that
-    of random scores.
+    whole network, as in :class:`GeneNetwork`, repeated in all its rows. Points are at changes of the weight, so tied
+    pairs are one step. The last point, at recall 1, includes all pairs, so its precision is that of random scores.
 
     Examples
     --------

@@ -54,29 +54,29 @@ if TYPE_CHECKING:
 PENALTY = 0.1
 N_COMPONENTS = 10
 BANDS = (N_COMPONENTS, 20, 50)
-"""Ends of the bands of components of a source; each band has a scale, so that few or many components can count."""
+"""Ends of the bands of components of a source. Each band has a scale, so few or many components can be used."""
 
 TECHNICAL_DUPLICATE = "technical_duplicate"
-"""Name of a second experiment as a method: the score that the noise of few cells allows."""
+"""Name of the technical duplicate, the best score that the noise of few cells allows."""
 
 
 @dataclass(frozen=True)
 class KnownEffects:
-    """Effects that were measured on training cells.
+    """Effects measured on training cells.
 
     Attributes
     ----------
     targets
-        Names of what was perturbed, of each effect, N tuples.
+        Targets of each effect, N tuples.
     contexts
-        Context of each effect, e.g. the cell type, N names; all the same where there is one only.
+        Context of each effect, e.g. the cell type, N names; identical if there is only one context.
     deltas
         Change of the mean log1p CP10K against the controls of the context, float, shape (N, G).
     controls
-        Mean log1p CP10K of the controls of each context, also of contexts without effects, shape (G,) each. In those
-        without effects, which may come from other data, NaN for genes that were not measured.
+        Mean log1p CP10K of the controls of each context, also of contexts without effects, shape (G,) each. Contexts
+        without effects may come from other data and have NaN for genes that were not measured.
     n_cells
-        Cells behind each effect, shape (N,); None takes all to be alike.
+        Number of cells of each effect, shape (N,). If None, all effects have the same weight.
     """
 
     targets: tuple[tuple[str, ...], ...]
@@ -86,7 +86,7 @@ class KnownEffects:
     n_cells: np.ndarray | None = None
 
     def within(self, context: str) -> np.ndarray:
-        """Return the effects in a context, of all contexts if it has none, int64."""
+        """Return the effects in a context, or in all contexts if it has none, int64."""
         own = [i for i, name in enumerate(self.contexts) if name == context]
         return np.array(own or range(len(self.contexts)), dtype=np.int64)
 
@@ -95,32 +95,32 @@ class KnownEffects:
         return np.array([i for i, some in enumerate(self.targets) if some == targets], dtype=np.int64)
 
     def of(self, targets: tuple[str, ...], context: str, default: np.ndarray) -> np.ndarray:
-        """Return the mean effect of a perturbation in a context, elsewhere if it is not known there, shape (G,)."""
+        """Return the mean effect of a perturbation in a context, or else in all other contexts, shape (G,)."""
         same = self.same(targets)
         here = [i for i in same if self.contexts[i] == context]
         return self.deltas[here or same].mean(axis=0) if len(same) else default
 
     def mean(self, context: str) -> np.ndarray:
-        """Return the mean effect in a context (of all, if it has none), shape (G,)."""
+        """Return the mean effect in a context (in all contexts, if it has none), shape (G,)."""
         return self.deltas[self.within(context)].mean(axis=0)
 
 
 @dataclass(frozen=True)
 class WantedEffects:
-    """What is to be predicted.
+    """Effects to predict.
 
     Attributes
     ----------
     targets, contexts
         As in :class:`KnownEffects`, Q of each.
     genes
-        Number of the gene (column of the effects) that a target is, where it is one.
+        Column of the effects for each target that is a gene.
     gene_features
-        Vector of a target that a model has, shape (D,) each.
+        Vectors of targets from a model, shape (D,) each.
     context_features
-        Vector of a context that a model has, shape (D,) each.
+        Vectors of contexts from a model, shape (D,) each.
     tables
-        More vectors of targets by the name of their source, for ``kernels``.
+        Further vectors of targets by name of the source, for ``kernels``.
     """
 
     targets: tuple[tuple[str, ...], ...]
@@ -132,11 +132,11 @@ class WantedEffects:
 
 
 def baseline_effects(known: KnownEffects, wanted: WantedEffects, *, fitted: bool = True) -> dict[str, np.ndarray]:
-    """Return what each baseline predicts; without `fitted`, of the first two alone.
+    """Return the predictions of all baselines; without `fitted`, only of the first two.
 
     Returns
     -------
-    Deltas, float64, shape (Q, G), NaN where only `controls` of a context that lack the gene could tell, of
+    Deltas, float64, shape (Q, G). NaN if they depend on `controls` of a context without the gene. The baselines are
 
     ``no_change``
         Nothing happens.
@@ -147,19 +147,19 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects, *, fitted: bool
     ``control_mean``
         The mean of the controls of all contexts minus that of the context.
     ``perturbation_mean``
-        The mean effect of the same perturbation in other contexts. Only where a wanted one has some.
+        The mean effect of the same perturbation in other contexts. Only if a requested perturbation has one.
     ``additive``
-        The sum of the effects of the parts of a combination; a part without a single effect counts as the mean of
-        the single ones. Only where a combination is wanted.
+        The sum of the effects of the parts of a combination; parts without a single effect get the mean single effect.
+        Only if a combination is requested.
     ``linear_pca``, ``linear_embedding``
-        :func:`linear_effects` with gene vectors from the training effects, and from the model. For a perturbation
-        that was seen in other contexts: vectors of the contexts.
+        :func:`linear_effects` with gene vectors from the training effects, and from the model. For perturbations seen
+        in other contexts, vectors of the contexts are used.
     ``kernels``
-        :func:`kernel_effects` with all of these features, and with `tables`. Each source counts as far as it predicts
-        training effects that are left out; where none does, this is the mean.
+        :func:`kernel_effects` with all of these features and `tables`. Sources are weighted by how well they predict
+        held-out training effects. If none does, the prediction is the mean.
     ``nearest``
-        The effect of the training perturbation with the most similar genes in :func:`gene_scores` (cosine); for a
-        perturbation that was seen in other contexts, its effect in the context with the nearest controls.
+        The effect of the training perturbation with the most similar genes in :func:`gene_scores` (cosine); for
+        perturbations seen in other contexts, the effect in the context with the most similar controls.
 
     Examples
     --------
@@ -196,7 +196,7 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects, *, fitted: bool
 def gene_scores(known: KnownEffects) -> np.ndarray:
     """Return scores of genes in the PCA of the expression under all training perturbations, float64, shape (G, D).
 
-    Genes are the observations, the mean expression of each group of cells is a variable, as in the linear model of
+    Genes are observations and the mean expression of each group of cells is a variable, as in the linear model of
     Ahlmann-Eltze et al. 2025.
     """
     expression = np.array([known.controls[name] for name in known.contexts]) + known.deltas
@@ -211,7 +211,7 @@ def _scores(values: np.ndarray, n_comps: int = N_COMPONENTS) -> np.ndarray:
 
 
 def bands_of(n_comps: int) -> list[slice]:
-    """Return the bands of that many components."""
+    """Return the bands of this number of components."""
     return [slice(start, end) for start, end in zip((0, *BANDS), BANDS, strict=False) if start < n_comps]
 
 
@@ -223,8 +223,8 @@ def linear_effects(deltas: np.ndarray, genes: np.ndarray, seen: np.ndarray, want
 
         W = (A'A + 0.1 I)^-1 A' Y B' (B B' + 0.1 I)^-1,    prediction = A W B_wanted + b
 
-    Rows of `seen` and `wanted` are NaN where a perturbation has no features: in the training it counts for b alone, and
-    what is wanted is predicted to be b. Float64, shape (Q, G).
+    Rows of `seen` and `wanted` are NaN for perturbations without features: in training they only contribute to b, and
+    their prediction is b. Float64, shape (Q, G).
     """
     center = deltas.mean(axis=0)
     fitted = np.isfinite(seen).all(axis=1)
@@ -247,14 +247,14 @@ def _additive(known: KnownEffects, targets: tuple[str, ...], context: str) -> np
 
 
 def _sums(targets: tuple[tuple[str, ...], ...], features: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the sum of the features of the targets of each perturbation; NaN where one has none, shape (., D)."""
+    """Return the sum of the features of the targets of each perturbation; NaN if a target has none, shape (., D)."""
     n_dims = len(next(iter(features.values()))) if features else 1
     nothing = np.full(n_dims, np.nan)
     return np.array([np.sum([features.get(target, nothing) for target in some], axis=0) for some in targets])
 
 
 def _context_scores(known: KnownEffects) -> dict[str, np.ndarray]:
-    """Return components of the controls of contexts, which the wanted effects may be in, too."""
+    """Return components of the controls of contexts, including those of the requested effects."""
     names = sorted(known.controls)
     means = np.array([known.controls[name] for name in names])
     means = means[:, np.isfinite(means).all(axis=0)]
@@ -284,12 +284,12 @@ def linear_baseline(
 
 
 BASE = 100.0
-"""Prior variance of the part that all effects share: hardly any shrinkage, so that the rest shrinks to the mean."""
+"""Prior variance of the shared part of all effects. It is large, so that predictions shrink to the mean."""
 
 _PENALTIES = (1000.0, 100.0, 10.0, 1.0, 0.1, 0.01)
 _SCALES = (0.0, 0.1, 1.0, 10.0)
 _MAX_COMPARED = 512
-"""Maximum number of effects among which scales and penalty are chosen; with more, some blocks are sampled."""
+"""Maximum number of effects among which scales and penalty are chosen; with more effects, blocks are sampled."""
 
 _SWEEPS = 2
 
@@ -297,23 +297,23 @@ _SWEEPS = 2
 def choose_scales(
     fixed: np.ndarray, kernels: Sequence[np.ndarray], noise: np.ndarray, scores: np.ndarray, blocks: np.ndarray
 ) -> tuple[list[float], float]:
-    """Return the scale of each kernel and the penalty with the least error on blocks that are left out.
+    """Return the scale of each kernel and the penalty with the smallest error on held-out blocks.
 
-    Two kernels are tried together, more of them one after the other in two sweeps. Scales of 0 come first and win ties,
-    so a source that is not informative has the scale 0.
+    Up to two kernels are optimized jointly, more of them one after the other in two sweeps. Scales of 0 are tried first
+    and win ties, so sources without information get the scale 0.
 
     Parameters
     ----------
     fixed
-        Sum of the kernels of a known scale, shape (N, N).
+        Sum of the kernels with a fixed scale, shape (N, N).
     kernels
-        Those that a scale is chosen for, shape (N, N) each.
+        Kernels whose scale is chosen, shape (N, N) each.
     noise
         Variance of each effect, in units of the penalty, shape (N,).
     scores
         The effects, shape (N, R).
     blocks
-        Effects that are left out together, integers, shape (N,).
+        Block of each effect; the effects of a block are held out together, integers, shape (N,).
     """
     if len(np.unique(blocks)) < 2:
         # With a single effect, scales cannot be compared.
@@ -348,7 +348,7 @@ def _candidates(best: list[float], used: list[int]) -> Iterator[tuple[list[float
 
 
 def _left_out(inverse: np.ndarray, noise: np.ndarray, scores: np.ndarray, blocks: np.ndarray) -> float:
-    """Return the squared error, divided by noise, of blocks that are predicted from the others, without refitting.
+    """Return the squared error, divided by noise, of held-out blocks, without refitting.
 
     For kernel ridge regression with ``A = (K + noise)^-1`` the residuals of a left-out block S are
     ``A[S, S]^-1 (A Y)[S]``.
@@ -376,8 +376,8 @@ def kernel_effects(
 
     The covariance of two effects is ``100 n n' + m m' + sum over bands of a f f'``. Here n is the number of targets, m
     the indicators of the targets, and f a band of the features of a source (the components 1 to 10, 11 to 20 and 21 to
-    50), scaled to a mean square length of 1. The scales a and the penalty minimize the error of blocks that are left
-    out. Without a source that helps, the prediction is the mean effect, shrunken by the number of cells; for a
+    50), scaled to a mean square length of 1. The scales a and the penalty minimize the error on held-out blocks. If no
+    source is informative, the prediction is the mean effect, shrunk according to the number of cells; for a
     combination, it is the sum of its parts.
 
     Parameters
@@ -387,14 +387,14 @@ def kernel_effects(
     noise
         Relative variance of each, e.g. the mean number of cells divided by its own, shape (N,).
     counts
-        Number of targets of the training effects, shape (N,), and of the wanted ones, shape (Q,).
+        Number of targets of the training effects, shape (N,), and of the requested effects, shape (Q,).
     members
         1 for the targets of each effect, among T targets, shapes (N, T) and (Q, T).
     sources
-        Features of the training effects and of the wanted ones by name, shapes (N, D) and (Q, D), leading components
-        first; NaN for perturbations without features.
+        Features of the training effects and of the requested effects by name, shapes (N, D) and (Q, D), leading
+        components first; NaN for perturbations without features.
     blocks
-        Effects that are left out together, integers, shape (N,).
+        Block of each effect; the effects of a block are held out together, integers, shape (N,).
 
     Returns
     -------
@@ -449,7 +449,7 @@ def fit_kernels(
 
 
 def _by_kernels(known: KnownEffects, wanted: WantedEffects, of_genes: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Predict effects by all kernels: of contexts for a perturbation that was seen in others, else of genes."""
+    """Predict effects by all kernels: kernels of contexts for perturbations seen in other contexts, else of genes."""
     found = np.empty((len(wanted.targets), known.deltas.shape[1]))
     groups: dict[tuple[bool, tuple[int, ...]], list[int]] = {}
     for place, (targets, context) in enumerate(zip(wanted.targets, wanted.contexts, strict=True)):
@@ -483,7 +483,7 @@ def _by_kernels(known: KnownEffects, wanted: WantedEffects, of_genes: Mapping[st
 def _nearest(
     known: KnownEffects, features: Mapping[str, np.ndarray], targets: tuple[str, ...], context: str
 ) -> np.ndarray:
-    """Return the effect of the training perturbation with the most similar genes, or in the most similar context."""
+    """Return the effect of the nearest training perturbation, or of the same one in the most similar context."""
     if len(same := known.same(targets)):
         # Over the genes that both measured.
         away = [np.nansum((known.controls[known.contexts[i]] - known.controls[context]) ** 2) for i in same]
@@ -503,9 +503,9 @@ _MAX_FITTED = 20_000
 
 
 class CellSpace:
-    """Principal components of the genes of the largest variance, in which an effect on the mean is a shift.
+    """Principal components of the most variable genes, in which an effect on the mean is a shift.
 
-    They are found on 2,000 genes, of at most 20,000 cells drawn at random.
+    They are fitted on 2,000 genes of at most 20,000 cells sampled at random.
     """
 
     def __init__(self, expression: sparse.csr_matrix, *, n_comps: int, seed: int) -> None:
@@ -522,12 +522,12 @@ class CellSpace:
         return self.pca.transform(expression[:, self.genes].astype(np.float64))
 
     def shift(self, deltas: np.ndarray) -> np.ndarray:
-        """Return what effects on the mean are there, shape (Q, D)."""
+        """Return effects on the mean as shifts of the components, shape (Q, D)."""
         return deltas[:, self.genes] @ self.pca.components_.T
 
 
 class Reference:
-    """Measured effects with what figures need; see :class:`PerturbationPrediction`.
+    """Measured effects with the input of the metrics; see :class:`PerturbationPrediction`.
 
     Attributes
     ----------
@@ -536,19 +536,19 @@ class Reference:
     contexts
         Context of each effect.
     changed, own_genes
-        Genes that change, and perturbed genes, bool, shape (Q, G).
+        Masks of changed genes and of perturbed genes, bool, shape (Q, G).
     base, center
         The mean training effect in the context of each effect as a prediction, and as an array of shape (Q, G); None
         without training cells.
     controls
-        Mean of the controls of each context that predictions start from, shape (G,).
+        Mean of the controls of each context, the reference of predictions, shape (G,).
     space, coordinates, of_controls
-        Components, and where the measured cells and the controls that predictions start from are there.
+        Principal components, and the coordinates of measured cells and of the controls of predictions.
 
     Raises
     ------
     DataError
-        If a context has no controls, or the training lacks a gene.
+        If a context has no controls, or training cells lack a gene.
     """
 
     def __init__(
@@ -602,14 +602,14 @@ class Reference:
         }
 
     def figures(self, deltas: np.ndarray, made: PerturbedCells | None) -> pd.DataFrame:
-        """Score predicted effects, and the cells, if there are some."""
+        """Score predicted effects and, if there are any, predicted cells."""
         effects = self.effects
         asked = (effects.deltas, effects.scores, self.changed, self.center, self.contexts, self.trained)
         table = score_deltas(deltas, *asked)
         return table.assign(**self.discriminated(deltas, effects.deltas), energy_distance=self.energy(deltas, made))
 
     def energy(self, deltas: np.ndarray, made: PerturbedCells | None) -> np.ndarray:
-        """Return the energy distance of each effect; of shifted controls where no cells are predicted, shape (Q,)."""
+        """Return the energy distance of each effect; of shifted controls if no cells are predicted, shape (Q,)."""
         shifts = self.space.shift(deltas)
         found = np.empty(len(deltas))
         for number, effect in enumerate(self.cells.effects):
@@ -643,7 +643,7 @@ class Reference:
 
 
 def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
-    """Measure the effects in training cells, to predict some in `contexts`."""
+    """Measure the effects in training cells, as a basis to predict effects in `contexts`."""
     groups = train.moments()
     effects = train.measured(groups, argument="train")
     plain = {
@@ -652,7 +652,9 @@ def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
         if groups.n[len(train.effects) + i]
     }
     if without := sorted(contexts - {*plain}):
-        raise DataError(f"train has no control cell in the contexts {listing(without)}; give it a part of those there.")
+        raise DataError(
+            f"train has no control cell in the contexts {listing(without)}; move some of its control cells to train."
+        )
     return KnownEffects(
         tuple(effect.targets for effect in train.effects),
         tuple(effect.context for effect in train.effects),
@@ -679,45 +681,45 @@ def _mark_of(made: AnnData | PerturbedCells | pd.DataFrame | str) -> Any:
 
 @register_benchmark("perturbation_prediction")
 class PerturbationPrediction(Benchmark):
-    """How well effects of perturbations are predicted that the training did not see.
+    """Accuracy of predicted effects of perturbations that were not used for training.
 
-    What is predicted is either cells, as an AnnData with the columns below, or the effects themselves: a DataFrame with
-    one row per perturbation (with a context: an index of perturbation and context), one column per gene, and the change
-    of the mean log1p CP10K. Effects of predicted cells are relative to the predicted controls of the context; without
-    them, to those of the training data, and without training data to the measured ones.
+    Predictions are either cells, as an AnnData with the columns below, or effects: a DataFrame of changes of the mean
+    log1p CP10K with one row per perturbation (with a context: an index of perturbation and context) and one column per
+    gene. Effects of predicted cells are relative to the predicted controls of the context; without them, to those of
+    the training data, and without training data to the measured ones.
 
-    The figures are means over effects of
+    The metrics are means over effects of
 
-    - those of :func:`~scforge.eval.perturbation_metrics.score_deltas`, with genes that change by Welch's t-test at a
-      false discovery rate of 5 %,
+    - the metrics of :func:`~scforge.eval.perturbation_metrics.score_deltas`; changed genes are those of Welch's t-test
+      at a false discovery rate of 5 %,
     - ``discrimination_l1``, ``_l2`` and ``_cosine`` (:func:`~scforge.eval.perturbation_metrics.discrimination_scores`,
-      over all effects of the context that are scored, without the perturbed genes),
-    - ``energy_distance`` between predicted and measured cells on principal components of the training cells (unbiased;
-      a predicted effect without cells is added to controls; left out where a group has one cell),
-    - ``calibrated_pearson_delta`` and ``calibrated_wmse``: calibrated figures, 0 for the mean effect of the
-      training and 1 for a second experiment, over the effects that have enough cells for one. NaN without a training
-      (:meth:`trained_on`), or where a second experiment would do no better than that mean.
+      over all scored effects of the context, without the perturbed genes),
+    - ``energy_distance`` between predicted and measured cells on principal components of the training cells (unbiased).
+      Predicted effects without cells are added to controls. Groups of one cell are left out,
+    - ``calibrated_pearson_delta`` and ``calibrated_wmse``: calibrated metrics: 0 for the mean training effect and 1 for
+      the technical duplicate, over the effects with enough cells for a duplicate. NaN without training cells
+      (:meth:`trained_on`), or if the technical duplicate is not better than the mean.
 
     Parameters
     ----------
     perturbation_key
-        Column of obs with the perturbation.
+        Column of ``obs`` with the perturbation.
     control
-        Its label of controls.
+        Label of control cells.
     context_key
-        Column of obs with the context, e.g. the cell type; effects are seen from controls of the same one.
+        Column of ``obs`` with the context, e.g. the cell type; effects are relative to controls of the same context.
     separator
-        What joins the targets of a combination; None takes labels as they are.
+        Text between the targets of a combination. If None, uses labels unchanged.
     layer
-        Key in layers with counts or log1p CP10K; None reads X.
+        Key in layers with counts or log1p CP10K. If None, reads X.
     n_top_genes
         Score only this number of genes: those with the highest mean in the controls. None scores all.
     n_comps
-        Principal components of the energy distance; fewer where there are not so many.
+        Principal components of the energy distance; fewer if the data have fewer.
     max_cells
-        Most cells of a group in the energy distance.
+        Maximum number of cells of a group in the energy distance.
     seed
-        Of the cells that these are, and of halves.
+        Random seed for the choice of these cells and of halves.
 
     Warns
     -----
@@ -778,7 +780,7 @@ class PerturbationPrediction(Benchmark):
         self._tables: list[tuple[Any, pd.DataFrame]] = []
 
     def trained_on(self, train: AnnData) -> PerturbationPrediction:
-        """Tell the benchmark the training cells: for components, for the mean effect, and for controls.
+        """Set the training cells, which define components, the mean effect and controls.
 
         Returns the benchmark itself.
         """
@@ -786,11 +788,11 @@ class PerturbationPrediction(Benchmark):
         return self
 
     def check(self, reference: AnnData) -> None:
-        """Raise :class:`~scforge.errors.DataError` where no effect can be measured."""
+        """Raise :class:`~scforge.errors.DataError` if no effect can be measured."""
         self._reference(reference)
 
     def run(self, made: AnnData | pd.DataFrame | str, reference: AnnData) -> dict[str, float]:
-        """Return the mean of each figure over effects; NaN as :meth:`table` says.
+        """Return the mean of each metric over effects; see :meth:`table` for NaN.
 
         Raises
         ------
@@ -803,9 +805,9 @@ class PerturbationPrediction(Benchmark):
     def resampled(
         self, made: AnnData | pd.DataFrame | str, reference: AnnData, *, n: int, seed: int
     ) -> pd.DataFrame | None:
-        """Return the figures over perturbations drawn with replacement; of contexts, where there is one perturbation.
+        """Return the metrics over bootstrapped perturbations, or contexts if there is only one perturbation.
 
-        None where there is one effect only.
+        None if there is only one effect.
         """
         groups = self._perturbations(reference)
         if len(groups) < 2:
@@ -813,22 +815,22 @@ class PerturbationPrediction(Benchmark):
         return self._means(made, reference, bootstrap_weights(len(groups), n, seed=seed, groups=groups))
 
     def n_units(self, reference: AnnData) -> int:
-        """Return the number of perturbations; of contexts, where there is one perturbation."""
+        """Return the number of perturbations, or of contexts if there is only one perturbation."""
         return int(self._perturbations(reference).max()) + 1
 
     def _perturbations(self, reference: AnnData) -> np.ndarray:
-        """Return the number of the perturbation of each effect, of the effect where there is one perturbation."""
+        """Return the index of the perturbation of each effect, or of the effect if there is only one perturbation."""
         effects = self._reference(reference).cells.effects
         groups = pd.factorize(pd.Series([effect.targets for effect in effects]))[0]
         return groups if groups.max() else np.arange(len(effects))
 
     def table(self, made: AnnData | pd.DataFrame | str, reference: AnnData) -> pd.DataFrame:
-        """Return the figures of each effect.
+        """Return the metrics of each effect.
 
         Returns
         -------
-        One row an effect: ``perturbation``, ``context``, ``n_cells``, ``n_controls`` and the metrics without the
-        calibrated ones, which are of means. NaN: where a figure is not defined, and for a technical duplicate of an
+        One row per effect: ``perturbation``, ``context``, ``n_cells``, ``n_controls`` and the metrics except calibrated
+        ones, which are computed from means. NaN if a metric is not defined, and for the technical duplicate of an
         effect with fewer than two cells.
         """
         known = self._reference(reference)
@@ -883,7 +885,7 @@ class PerturbationPrediction(Benchmark):
         return self._kept[2]
 
     def _predicted(self, made: Any, known: Reference) -> tuple[np.ndarray, PerturbedCells | None]:
-        """Return predicted effects in the order of the measured ones, shape (Q, G), and the cells, if there are."""
+        """Return predicted effects in the order of the measured ones, shape (Q, G), and the cells, if there are any."""
         cells = None
         if isinstance(made, pd.DataFrame):
             number = {effect: row for row, effect in enumerate(self.keys.effects_of(made))}
@@ -909,7 +911,7 @@ class PerturbationPrediction(Benchmark):
 
 
 def _weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return means over rows that are numbers, shape (R, metrics); NaN where none is drawn."""
+    """Return means over rows without NaN, shape (R, metrics); NaN if none is sampled."""
     known = np.isfinite(values)
     total = weights @ known
     sums = weights @ np.where(known, values, 0.0)
@@ -936,32 +938,32 @@ def evaluate_perturbations(
     intervals: bool = True,
     title: str = "Effects of perturbations, predicted",
 ) -> Report:
-    """Compare predicted effects with every baseline on the same held-out cells, and with a second experiment.
+    """Compare predicted effects with all baselines and a technical duplicate on the same held-out cells.
 
     Baselines (:func:`~scforge.eval.perturbation.baseline_effects`) use `train` only. The function first checks for
-    leaks: cells and effects that are also in `train`, predictions that are copies of held-out cells, and features that
-    were computed from them.
+    leakage: cells and effects that are also in `train`, predictions that copy held-out cells, and features that were
+    computed from held-out cells.
 
     Parameters
     ----------
     real
-        Held-out cells: of perturbations (in a context) that `train` does not have, and controls that are not in
-        `train`. Counts, or log1p of counts per 10,000.
+        Held-out cells: perturbations (in a context) that are not in `train`, and controls that are not in `train`.
+        Counts, or log1p of counts per 10,000.
     predictions
-        Predicted cells, with the columns `perturbation_key` and `context_key`, or predicted effects, as
-        :class:`PerturbationPrediction` takes them, or what ``model.predict()`` of the task ``"perturbation"`` returns;
-        several methods by name.
+        Predicted cells, with the columns `perturbation_key` and `context_key`, or predicted effects as for
+        :class:`PerturbationPrediction`, or the result of ``model.predict()`` of the task ``"perturbation"``; several
+        methods by name.
     train
         Training cells with their controls, from which baselines are computed.
     perturbation_key, control, context_key, separator, layer, n_top_genes
-        As for :class:`PerturbationPrediction`.
+        See :class:`PerturbationPrediction`.
     gene_features
-        Vectors of the targets that a model knows, e.g. its gene embeddings, one row a target, for the linear baseline
+        Vectors of targets from a model, e.g. its gene embeddings, one row per target, for the linear baseline
         ``linear_embedding``; several by name for ``linear_<name>``.
     kinds
-        Method to ``"model"`` or ``"untrained"``; models, unless told otherwise.
+        Method to ``"model"`` or ``"untrained"``. The default is ``"model"``.
     seeds, intervals, title
-        As for :func:`compare`.
+        See :func:`compare`.
 
     Returns
     -------
@@ -970,14 +972,14 @@ def evaluate_perturbations(
     Raises
     ------
     DataError
-        If the data cannot be read, an effect is not predicted, or there is a leak.
+        If the data cannot be read, an effect is not predicted, or there is leakage.
     OptionError
         If a method has the name of a baseline.
 
     Warns
     -----
     ScforgeWarning
-        If single test cells look like training cells.
+        If a few test cells equal training cells.
 
     Examples
     --------
@@ -1023,11 +1025,11 @@ def evaluate_perturbations(
             cells = _checked_cells(one, f"predictions[{name!r}]", genes, keys, held_out, real)
             made[name], effects = cells, list(cells.effects)
             own = (cells.groups >= len(cells.effects)).any()
-            notes.append(f"Effects of {name} are seen from {'its own' if own else 'the training'} controls.")
+            notes.append(f"Effects of {name} are relative to {'its own' if own else 'the training'} controls.")
         _check_effects(benchmark, name, made[name], held_out)
         if more := [effect for effect in effects if effect not in held_out.effects]:
             notes.append(
-                f"{name} predicts more than was measured (effects: {len(more)}), which is not scored: "
+                f"{name} predicts more effects than were measured ({len(more)}), which are not scored: "
                 f"{listing(keys.titles(more), most=5)}."
             )
     # What is scored is no reason to know less of the training.
@@ -1037,8 +1039,8 @@ def evaluate_perturbations(
     targets = {target for effect in held_out.effects for target in effect.targets}
     if n_missing := len(targets - {str(gene) for gene in whole.genes}):
         notes.append(
-            f"{len(targets) - n_missing} of {len(targets)} targets are genes of the data; baselines that go by the "
-            "target's gene predict the mean training effect for the others."
+            f"{len(targets) - n_missing} of {len(targets)} targets are genes of the data; baselines that use the gene "
+            "of a target predict the mean training effect for the others."
         )
     report = compare_beside(
         benchmark,
@@ -1063,13 +1065,13 @@ def evaluate_perturbations(
     report.notes += notes
     if real.n_vars != train.n_vars:
         report.notes.append(
-            f"real has {real.n_vars} genes and train {train.n_vars}; counts are scaled by their total over the genes "
-            "of each."
+            f"real has {real.n_vars} genes and train {train.n_vars}; counts are normalized by their total over the "
+            "genes of each data set."
         )
     report.notes.append(
-        "Effects are changes of the mean log1p CP10K against controls of the same context. Baselines saw the training "
-        f"cells alone. {TECHNICAL_DUPLICATE} is one half of the held-out cells as a prediction of the other, brought "
-        "to whole groups. Calibrated figures: 0 is the mean training effect, 1 that second experiment."
+        "Effects are changes of the mean log1p CP10K against controls of the same context. Baselines use only the "
+        "training cells. {TECHNICAL_DUPLICATE} is one half of the held-out cells as a prediction of the other, "
+        "corrected to whole groups. Calibrated metrics: 0 is the mean training effect, 1 the technical duplicate."
     )
     return report
 
@@ -1077,9 +1079,9 @@ def evaluate_perturbations(
 def perturbation_baselines(
     train: PerturbedCells, effects: Sequence[Effect], keys: EffectKeys, features: Mapping[str, pd.DataFrame]
 ) -> dict[str, pd.DataFrame]:
-    """Return what each baseline predicts, with a linear model for each of the `features` of targets.
+    """Return the predictions of all baselines, with a linear model for each of the `features` of targets.
 
-    The form is that which :class:`PerturbationPrediction` takes.
+    The format is that of :class:`PerturbationPrediction`.
     """
     known = known_effects(train, {effect.context for effect in effects})
     targets = tuple(effect.targets for effect in effects)
@@ -1099,7 +1101,7 @@ def _components(features: pd.DataFrame, n_comps: int) -> dict[str, np.ndarray]:
     """Return the leading components of features."""
     values = features.to_numpy(dtype=np.float64)
     if not np.isfinite(values).all() or not features.index.is_unique:
-        raise DataError("gene_features has values that are not numbers, or a target twice; give one row per target.")
+        raise DataError("gene_features has values that are not numbers, or a target twice; pass one row per target.")
     return dict(zip(features.index.astype(str), _scores(values, n_comps), strict=True))
 
 
@@ -1112,7 +1114,7 @@ def _reduced(features: pd.DataFrame) -> dict[str, np.ndarray]:
 
 
 def _effects_of_task(one: AnnData | pd.DataFrame, keys: EffectKeys) -> AnnData | pd.DataFrame:
-    """Return the effects, if this is what the task of perturbations predicts; else the same."""
+    """Return the effects if the input is a prediction of the perturbation task; else the input."""
     if isinstance(one, pd.DataFrame) or "predicted" not in one.uns.get(UNS_KEY, {}) or "delta" not in one.layers:
         return one
     labels = [one.obs["perturbation"].astype(str)]
@@ -1123,7 +1125,7 @@ def _effects_of_task(one: AnnData | pd.DataFrame, keys: EffectKeys) -> AnnData |
 
 
 def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> tuple[pd.Index, list[str]]:
-    """Return the genes that all have, in the order of the measured cells, and sentences on what is missing."""
+    """Return the shared genes in the order of the measured cells, and sentences on missing genes."""
     columns = {"train": train} | {
         name: one.columns if isinstance(one, pd.DataFrame) else one.var_names for name, one in named.items()
     }
@@ -1136,14 +1138,14 @@ def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> 
             )
             genes = genes[genes.isin(some)]
     if len(genes) < max(2, _FEW_GENES * len(real)):
-        raise DataError(f"{listing(columns)} share {len(genes)} of {len(real)} measured genes; name them alike.")
+        raise DataError(f"{listing(columns)} share {len(genes)} of {len(real)} measured genes; use the same names.")
     return genes, notes
 
 
 def _checked_cells(
     one: AnnData, what: str, genes: pd.Index, keys: EffectKeys, held_out: PerturbedCells, real: AnnData
 ) -> PerturbedCells:
-    """Return predicted cells over the scored genes, after a look whether they are of the same scale and no copies."""
+    """Return predicted cells over the scored genes, after checks of their scale and for copies."""
     layer = keys.layer if keys.layer in one.layers else None
     check_complete(one, what, real, layer=layer, layer_of_whole=keys.layer)
     cells = PerturbedCells.read(one, keys, argument=what, made=True).over(genes, argument=what)
@@ -1154,18 +1156,20 @@ def _checked_cells(
 
 
 def _check_scale(one: sparse.csr_matrix, real: sparse.csr_matrix, what: str, *, profiles: bool = False) -> None:
-    """Raise where cells over the common genes are of another scale than the measured ones."""
+    """Raise if cells have another scale than the measured cells over the common genes."""
     if difference := scale_difference(one, real, profiles=profiles):
-        raise DataError(f"over the common genes {what} have {difference}; scale both to 10,000, or give counts of all.")
+        raise DataError(
+            f"over the common genes {what} have {difference}; scale both to 10,000, or pass counts of all genes."
+        )
 
 
 def _check_effects(
     benchmark: PerturbationPrediction, name: str, one: PerturbedCells | pd.DataFrame, real: PerturbedCells
 ) -> None:
-    """Raise where predicted effects are the measured ones."""
+    """Raise if predicted effects equal the measured effects."""
     predicted, measured = (table.to_numpy() for table in benchmark.deltas(one, real))
     size = np.abs(measured).max(axis=1)
     same = (np.abs(predicted - measured).max(axis=1) <= 1e-4 * size) & (size > 0)
     if same.any():
         n_same = f"{int(same.sum())} of {len(same)} effects"
-        raise DataError(f"predictions[{name!r}] has for {n_same} what was measured in the held-out cells.")
+        raise DataError(f"predictions[{name!r}] has for {n_same} exactly what was measured in the held-out cells.")

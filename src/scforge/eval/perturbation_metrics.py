@@ -1,6 +1,6 @@
 """Metrics of predicted effects of perturbations, and how cells with their perturbations are read.
 
-They equal those of cell-eval and pertpy to 1e-6, which need cells and not effects and are called at the end.
+They equal those of cell-eval and pertpy to 1e-6. Functions that call these packages, which need cells, are below.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ def discrimination_scores(
     left_out: np.ndarray | None = None,
     contexts: Sequence[object] | None = None,
 ) -> np.ndarray:
-    """Return the perturbation discrimination score of the Virtual Cell Challenge, as cell-eval has it.
+    """Return the perturbation discrimination score of the Virtual Cell Challenge, as in cell-eval.
 
-    With r the number of measured effects that are nearer to the prediction than its own one, it is ``1 - r / Q``: 1 is
-    perfect, ``1 / Q`` the least, and ``(1 + 1 / Q) / 2`` chance. Ties count half, where cell-eval takes any order.
+    If r is the number of measured effects that are nearer to the prediction than its true effect, the score is ``1 - r
+    / Q``: 1 is perfect, ``1 / Q`` the minimum, and ``(1 + 1 / Q) / 2`` chance. Ties count half; in cell-eval their
+    order is arbitrary.
 
     Parameters
     ----------
@@ -54,11 +55,11 @@ def discrimination_scores(
     metric
         ``"l1"``, ``"l2"`` or ``"cosine"``.
     left_out
-        Genes that are not looked at for a prediction, bool, shape (Q, G); cell-eval leaves the perturbed gene out,
-        which a model knows to change (:func:`own_genes`).
+        Genes to ignore for each prediction, bool, shape (Q, G). cell-eval ignores the perturbed gene, because its
+        change is trivial to predict (:func:`own_genes`).
     contexts
         Context of each effect, Q of them: each is compared with those of the same context, and Q above is their number.
-        Without it, all are of one context.
+        If None, all have the same context.
 
     Returns
     -------
@@ -80,7 +81,7 @@ def discrimination_scores(
 
 
 def _within(contexts: Sequence[object] | None, n_effects: int) -> list[np.ndarray]:
-    """Return the rows of the effects of each context, int64; of all, where there are no contexts."""
+    """Return the rows of the effects of each context, int64; of all effects if there are no contexts."""
     if contexts is None:
         return [np.arange(n_effects)]
     codes = pd.factorize(np.asarray(contexts, dtype=object), use_na_sentinel=False)[0]
@@ -88,14 +89,14 @@ def _within(contexts: Sequence[object] | None, n_effects: int) -> list[np.ndarra
 
 
 def _nearer(distances: np.ndarray, *, atol: float) -> np.ndarray:
-    """Return how many columns are nearer than the diagonal in each row; those that tie count half."""
+    """Return how many columns are nearer than the diagonal in each row; ties count half."""
     mine = np.diagonal(distances)[:, None]
     near = np.isclose(distances, mine, rtol=1e-12, atol=atol)
     return ((distances < mine) & ~near).sum(axis=1) + 0.5 * (near.sum(axis=1) - 1)
 
 
 def _distances(predicted: np.ndarray, measured: np.ndarray, metric: str, left_out: np.ndarray) -> np.ndarray:
-    """Return the distance of each prediction to each measured effect without the genes left out, shape (Q, Q)."""
+    """Return the distance of each prediction to each measured effect without the ignored genes, shape (Q, Q)."""
     from scipy.spatial.distance import cdist
 
     measured, found = measured.copy(), np.empty((len(predicted), len(measured)))
@@ -130,36 +131,36 @@ METRICS = {
     "rank": False,
     "rank_in_screen": False,
 }
-"""The metrics, and whether more of one is better."""
+"""The metrics, and whether higher is better."""
 
 TOP_GENES = 20
 
 FEW_EFFECTS = 10
-"""With fewer held-out effects, `rank` has too few values, and an interval is that of a handful of numbers."""
+"""With fewer held-out effects, `rank` has too few values, and intervals are unreliable."""
 
 
 def warn_of_few(n_effects: int) -> None:
-    """Warn where too few effects are scored to compare methods."""
+    """Warn if too few effects are scored to compare methods."""
     if n_effects < FEW_EFFECTS:
         warn(
-            f"Only {n_effects} held-out effects are scored, fewer than {FEW_EFFECTS}: 'rank' and intervals say little; "
-            "hold out more, or pool the tables of several folds."
+            f"Only {n_effects} held-out effects are scored, fewer than {FEW_EFFECTS}: 'rank' and intervals are "
+            "unreliable; hold out more effects, or pool the tables of several folds."
         )
 
 
 _NOISE = 2.0
-"""How much larger the noise of a measured effect is under weights that grow with it."""
+"""Factor by which weights that grow with the noise of a measured effect increase this noise."""
 
 
 def de_weights(scores: np.ndarray) -> np.ndarray:
-    """Return weights of genes that grow with their differential expression, mean 1 a perturbation.
+    """Return weights of genes that grow with their differential expression, with mean 1 for each perturbation.
 
-    After the weighted error of Mejia et al. (arXiv:2506.22641): with s the absolute value of the score of a gene, the
-    weight is ``((s - min s) / (max s - min s))^2``, divided by its mean over genes.
+    As in the weighted error of Mejia et al. (arXiv:2506.22641): if s is the absolute score of a gene, its weight is
+    ``((s - min s) / (max s - min s))^2``, divided by its mean over genes.
 
     Returns
     -------
-    Float64, shape (Q, G); ones where all scores of a perturbation are the same.
+    Float64, shape (Q, G); 1 if all scores of a perturbation are equal.
 
     Examples
     --------
@@ -174,7 +175,7 @@ def de_weights(scores: np.ndarray) -> np.ndarray:
 
 
 def de_genes(p_values: np.ndarray) -> np.ndarray:
-    """Return which genes change, at a rate of false discoveries of 5 % (Benjamini and Hochberg 1995), bool, (Q, G).
+    """Return which genes change, at a false discovery rate of 5 % (Benjamini and Hochberg 1995), bool, (Q, G).
 
     Examples
     --------
@@ -204,46 +205,46 @@ def score_deltas(
     scores
         Score of the differential expression of the measured effects, e.g. Welch's t, shape (Q, G).
     changed
-        Genes that change, as :func:`de_genes` finds them, bool, shape (Q, G); without, there is no
+        Genes that change, as :func:`de_genes` finds them, bool, shape (Q, G). If None, there is no
         ``direction_accuracy``.
     center
-        The mean effect that ``weighted_r2_delta`` is seen from, shape (Q, G), or (G,) for all; without, it is the mean
-        of the measured ones.
+        Mean effect that ``weighted_r2_delta`` subtracts, shape (Q, G), or (G,) for all. If None, it is the mean of the
+        measured effects.
     contexts
-        Context of each effect, Q of them, within which ``rank`` compares; without, there is one only.
+        Context of each effect, Q of them, within which ``rank`` compares. If None, all have the same context.
     trained
-        Measured effects of the training, shape (N, G), and their contexts, N of them, for ``rank_in_screen``.
+        Measured training effects, shape (N, G), and their N contexts, for ``rank_in_screen``.
 
     Returns
     -------
     One row for each perturbation, with the columns
 
     ``pearson_delta``, ``pearson_delta_top20``, ``cosine``
-        Correlation over all genes, over the 20 genes with the largest absolute score, and cosine similarity. A
-        prediction that is the same for all genes has 0.
+        Correlation over all genes, over the 20 genes with the largest absolute score, and cosine similarity. They are 0
+        for a prediction that is the same for all genes.
     ``mse``, ``mae``, ``wmse``
         Mean squared error, mean absolute error, and mean squared error weighted by :func:`de_weights`.
     ``weighted_r2_delta``
-        Share of the variance over genes that is explained, after the weighted R2 of deltas of Mejia et al.: with w the
-        weights above, d the measured effect less `center`, p the predicted one less `center` and m the weighted mean of
-        d, ``1 - sum w (d - p)^2 / sum w (d - m)^2``. 1 is perfect, and a prediction of the center itself has 0 or less:
-        what all perturbations have in common earns nothing. NaN where d is the same for all genes, e.g. for a single
-        effect without a `center`.
+        Explained share of the variance over genes, as the weighted R2 of deltas of Mejia et al. Let w be the weights
+        above, d the measured effect minus `center`, p the predicted effect minus `center` and m the weighted mean of d.
+        The metric is ``1 - sum w (d - p)^2 / sum w (d - m)^2``. 1 is perfect; predicting the center itself scores 0 or
+        less. NaN if d is the same for all genes, e.g. for a single effect without a `center`.
     ``direction_accuracy``
-        Share of the genes that change for which the sign of the change is predicted; no change is a wrong sign. NaN
-        where no gene changes.
+        Share of the genes that change for which the sign of the change is predicted; no change is a wrong sign. NaN if
+        no gene changes.
     ``de_overlap``
-        Share of the K genes that change which are among the K largest predicted changes; genes of equal size share
-        their places. No change has K / G, which is chance. NaN where no gene changes.
+        Share of the K genes that change which are among the K largest predicted changes; ties share their ranks.
+        Predicting no change scores K / G, which is chance. NaN if no gene changes.
     ``rank``
         Share of the measured effects of the same context that are more similar to the prediction (cosine; ties count
-        half) than the own one: 0 is perfect, 0.5 chance, which is what one prediction for all of a context has on
-        average. After the rank metrics of PerturBench (Wu et al., arXiv:2408.10609). NaN without another effect in the
-        context. Effects of other contexts are no candidates, since who knows the context alone would be right more
-        often than by chance, nor are those of the training: their own mean would be nearer to them than to any other.
+        half) than its true effect: 0 is perfect, and 0.5 is chance, the mean for one prediction for all effects of a
+        context. After the rank metrics of PerturBench (Wu et al., arXiv:2408.10609). NaN without another effect in the
+        context. Effects of other contexts are not candidates, because knowing only the context would then be better
+        than chance. Training effects are not candidates either, because the mean training effect is nearer to them than
+        to other effects.
     ``rank_in_screen``
-        The same among the effects of the training in the same context as well, so that a fold with few held-out effects
-        has a rank, too. Compare it with that of the mean, not with 0.5. NaN without `trained`.
+        The same, with the training effects of the same context as further candidates, so that folds with few held-out
+        effects also have a rank. Compare it with the score of the mean, not with 0.5. NaN without `trained`.
 
     Raises
     ------
@@ -259,7 +260,7 @@ def score_deltas(
     from sklearn.metrics.pairwise import cosine_distances
 
     if not np.isfinite(predicted).all():
-        raise DataError("predicted holds values that are not numbers; effects cannot be scored.")
+        raise DataError("predicted contains values that are not numbers; effects cannot be scored.")
     top = np.argsort(-np.abs(scores), axis=1, kind="stable")[:, :TOP_GENES]
     weights, error, nothing = de_weights(scores), predicted - measured, np.full(len(predicted), np.nan)
     rest = measured - (measured.mean(axis=0) if center is None else center)
@@ -327,7 +328,7 @@ def _centered(values: np.ndarray) -> np.ndarray:
 
 
 _N_SPLITS = 5
-"""Splits into halves, of which the mean is taken."""
+"""Number of splits into halves; scores are means over them."""
 
 
 def technical_duplicate(
@@ -343,13 +344,13 @@ def technical_duplicate(
 ) -> pd.DataFrame:
     """Score a second experiment as a prediction of the first: the best score that the noise of few cells allows.
 
-    The cells of each group, controls included, are split into two halves at random; the effect in the one half is
-    scored as a prediction of that in the other. Weights of genes come from the measured half alone, so that they are
+    The cells of each group, controls included, are split into two halves at random; the effect in one half is scored as
+    a prediction of the effect in the other. Weights of genes come only from the measured half, so that they are
     independent of the prediction. A half has half of the cells, so the scores are corrected to whole groups.
     Correlations and cosines r become ``2 r / (1 + r)`` (Spearman and Brown), squared errors are divided by 2, and
     absolute errors by sqrt(2). The unexplained share ``u = 1 - weighted_r2_delta`` becomes ``3 u / (6 - 2 u)``. The
-    reason: v is the noise of the predicted half, and the weights, which grow with the measured noise, raise that to
-    k v. So ``u = (1 + k) v / (k v + T)`` for effects of size T, and v is halved in whole groups. k is 1 for strong
+    reason: v is the noise of the predicted half, and the weights, which grow with the measured noise, raise that to k
+    v. So ``u = (1 + k) v / (k v + T)`` for effects of size T, and v is halved in whole groups. k is 1 for strong
     effects and about 3, the kurtosis of noise, without effects; the function uses 2. Ranks, `direction_accuracy` and
     `de_overlap` are not corrected, so the first are a little too high and the others a little too low.
 
@@ -366,12 +367,12 @@ def technical_duplicate(
     seed
         Seed of the splits.
     more
-        More metrics of the effect, which are not converted, in either half, shape (Q, G), and the half (0 or 1) of
-        each cell.
+        Function that returns further metrics, which are not corrected, from the effects in both halves, shape (Q, G),
+        and the half (0 or 1) of each cell.
 
     Returns
     -------
-    As :func:`score_deltas`; NaN where a perturbation, or its controls, has fewer than two cells.
+    As :func:`score_deltas`; NaN if a perturbation or its controls have fewer than two cells.
 
     Examples
     --------
@@ -422,7 +423,7 @@ def of_whole(table: pd.DataFrame) -> pd.DataFrame:
 def calibrated(table: pd.DataFrame, base: str, ceiling: str) -> pd.DataFrame:
     """Return ``(m - base) / (ceiling - base)`` of each metric: 0 is as good as `base`, 1 as `ceiling`.
 
-    NaN for metrics in which the ceiling is not better than the base: there is nothing that a method could show.
+    NaN for metrics in which the ceiling is not better than the base.
 
     Examples
     --------
@@ -438,7 +439,7 @@ def calibrated(table: pd.DataFrame, base: str, ceiling: str) -> pd.DataFrame:
 
 
 def comparable(effects: pd.DataFrame, ceiling: str) -> pd.DataFrame:
-    """Return the scores of those effects that the ceiling has, so that means are over the same ones.
+    """Return the scores of the effects that the ceiling has, so that means are over the same effects.
 
     `effects` has the scores of each effect by each method, and the columns ``method``, ``perturbation`` and
     ``context``.
@@ -456,7 +457,7 @@ def comparable(effects: pd.DataFrame, ceiling: str) -> pd.DataFrame:
 
 
 ALL = "all"
-"""Name of the context where there is one only."""
+"""Name of the context if there is only one."""
 
 
 class Effect(NamedTuple):
@@ -475,9 +476,9 @@ class EffectKeys:
     perturbation_key, control, separator
         As in ``scforge.data.perturbation.PerturbationKeys``.
     context_key
-        Column of obs with the context, e.g. the cell type; None: there is one only.
+        Column of ``obs`` with the context, e.g. the cell type. If None, all cells have the same context.
     layer
-        Key in layers with the counts or log-normalized values; None reads X.
+        Key in layers with the counts or log-normalized values. If None, reads X.
     """
 
     perturbation_key: str
@@ -496,22 +497,22 @@ class EffectKeys:
         return (self.separator or "+").join(targets)
 
     def effects_of(self, table: pd.DataFrame) -> list[Effect]:
-        """Return the effects that the rows of a table are, each of which has to be there once."""
+        """Return the effects of the rows of a table; each must occur once."""
         n_levels = 1 if self.context_key is None else 2
         if table.index.nlevels != n_levels:
             wanted = "one row per perturbation" if n_levels == 1 else "an index of perturbation and context"
-            raise DataError(f"predictions has an index of {table.index.nlevels} levels; give {wanted}.")
+            raise DataError(f"predictions has an index of {table.index.nlevels} levels; pass {wanted}.")
         labels = [label if n_levels == 2 else (label, ALL) for label in table.index]
         names = pd.DataFrame({self.perturbation_key: [*(str(name) for name, _ in labels), self.control]})
         targets = parse_perturbations(names, self.parts)
         found = [Effect(some, str(context)) for some, (_, context) in zip(targets, labels, strict=False)]
         twice = self.titles([effect for effect, n in Counter(found).items() if n > 1])
         if twice := [*twice, *table.columns[table.columns.duplicated()]]:
-            raise DataError(f"predictions has {listing(twice)} more than once; give each effect and each gene once.")
+            raise DataError(f"predictions has {listing(twice)} more than once; pass each effect and each gene once.")
         return found
 
     def titles(self, effects: Sequence[Effect]) -> list[str]:
-        """Return what effects are called."""
+        """Return the names of effects."""
         context = "" if self.context_key is None else " in {}"
         return [self.name_of(effect.targets) + context.format(effect.context) for effect in effects]
 
@@ -525,7 +526,7 @@ class EffectKeys:
 
 @dataclass(frozen=True)
 class PerturbedCells:
-    """Cells with what was done to them.
+    """Cells with their perturbations.
 
     Attributes
     ----------
@@ -536,11 +537,11 @@ class PerturbedCells:
     names
         Names of the cells, N of them.
     effects
-        What was done to the perturbed ones, sorted, Q of them.
+        Effects of the perturbed cells, sorted, Q of them.
     contexts
         Names of the contexts, sorted, C of them.
     groups
-        Number of the effect of each cell; Q plus the number of the context for controls, int64, shape (N,).
+        Index of the effect of each cell; Q plus the index of the context for controls, int64, shape (N,).
     """
 
     expression: sparse.csr_matrix
@@ -554,24 +555,25 @@ class PerturbedCells:
     def read(
         cls, adata: AnnData | PerturbedCells, keys: EffectKeys, *, argument: str, made: bool = False
     ) -> PerturbedCells:
-        """Read them.
+        """Read cells with their perturbations.
 
         Parameters
         ----------
         adata
-            Counts, or log1p of counts per 10,000; what was read already is returned as it is.
+            Counts, or log1p of counts per 10,000; cells that were already read are returned unchanged.
         keys
             Its columns.
         argument
-            What it is called in messages.
+            Name of the cells in messages.
         made
-            Whether the cells are predicted ones, which need no controls and no exact total, and are read from X where
-            they lack the layer.
+            Whether the cells are predicted. These need no controls and no exact total, and are read from X if the layer
+            is missing.
 
         Raises
         ------
         DataError
-            If a column is missing or incomplete, gene names are not unique, or the values are of another kind.
+            If a column is missing or incomplete, gene names are not unique, or the values are neither counts nor log1p
+            CP10K.
         """
         if isinstance(adata, PerturbedCells):
             return adata
@@ -605,7 +607,7 @@ class PerturbedCells:
         return np.array([len(self.effects) + self.contexts.index(e.context) for e in self.effects], dtype=np.int64)
 
     def rows(self, effect: Effect) -> np.ndarray:
-        """Return the cells of an effect, or with no targets the controls of a context, int64."""
+        """Return the cells of an effect, or without targets the controls of a context, int64."""
         known = [*self.effects, *(Effect((), place) for place in self.contexts)]
         return np.flatnonzero(self.groups == known.index(effect)) if effect in known else np.empty(0, dtype=np.int64)
 
@@ -630,7 +632,7 @@ class PerturbedCells:
         Raises
         ------
         DataError
-            If there is none, or a context has no controls.
+            If there is no effect, or a context has no controls.
         """
         if not self.effects:
             raise DataError(f"{argument} has no perturbed cells, only controls; there is no effect to measure.")
@@ -641,21 +643,21 @@ class PerturbedCells:
 
 
 def columns_of(names: pd.Index, genes: pd.Index, argument: str) -> np.ndarray:
-    """Return where genes are among names, int64, or raise if one is missing."""
+    """Return the positions of genes among names, int64, or raise if a gene is missing."""
     columns = names.get_indexer(genes)
     if (missing := columns < 0).any():
         first = f"{str(genes[missing][0])!r}{did_you_mean(genes[missing][0], names[:5000])}"
         n_missing = int(missing.sum())
-        raise DataError(f"{argument} lacks {n_missing} of {len(genes)} genes (first: {first}); take the genes of both.")
+        raise DataError(f"{argument} lacks {n_missing} of {len(genes)} genes (first: {first}); use the genes of both.")
     return columns
 
 
 def energy_distance(one: np.ndarray, other: np.ndarray) -> float:
     """Return the energy distance between two groups of cells, without bias.
 
-    Twice the mean Euclidean distance between cells of both, less the mean distance between two cells of either. Of
-    equal distributions it is 0 on average, and below 0 by chance. pertpy's ``edistance`` counts the distance of a cell
-    to itself, too, by which few cells seem to be nearer.
+    Twice the mean Euclidean distance between cells of both groups, minus the mean distances between two cells of each
+    group. It is 0 on average for equal distributions and may be negative by chance. pertpy's ``edistance`` includes the
+    distance of each cell to itself, which makes the distances within small groups too small.
 
     Parameters
     ----------
@@ -664,7 +666,7 @@ def energy_distance(one: np.ndarray, other: np.ndarray) -> float:
 
     Returns
     -------
-    NaN where a group has one cell.
+    NaN if a group has one cell.
 
     Examples
     --------
@@ -694,24 +696,24 @@ def cell_eval_scores(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Score predicted cells with cell-eval.
 
-    Both are handed over as log1p CP10K (cell-eval itself would scale counts to the median of their totals). Needs
-    ``pip install 'scforge[eval]'``.
+    Both are passed as log1p CP10K (cell-eval would scale counts to the median of their totals). Needs ``pip install
+    'scforge[eval]'``.
 
     Parameters
     ----------
     predicted
-        Predicted cells of all perturbations that were measured; its controls are those that effects are seen from.
-        Without controls, those of `real` are taken.
+        Predicted cells of all measured perturbations. Effects are relative to their controls, or to those of `real` if
+        they have none.
     real
         Measured cells with controls, over the same genes in any order.
     perturbation_key, control, context_key, separator, layer
-        As for :class:`PerturbationPrediction`. Contexts are scored one by one, because cell-eval knows none.
+        See :class:`PerturbationPrediction`. Contexts are scored one by one, because cell-eval has no contexts.
     profile
         ``"full"``, ``"minimal"``, ``"vcc"`` (the Virtual Cell Challenge), ``"de"``, ``"anndata"`` or ``"pds"``.
     skip_metrics
-        Names of metrics of cell-eval that are left out.
+        Names of metrics of cell-eval to leave out.
     n_threads
-        Threads of its tests of differential expression.
+        Number of threads for tests of differential expression.
 
     Returns
     -------
@@ -723,12 +725,12 @@ def cell_eval_scores(
     MissingFileError
         If cell-eval is not installed.
     DataError
-        If a perturbation, control or gene is missing in `predicted`, or a figure cannot be computed.
+        If a perturbation, control or gene is missing in `predicted`, or a metric cannot be computed.
 
     See Also
     --------
     PerturbationPrediction : ours: ``pearson_delta``, ``mse`` (cell-eval's ``mse_delta``), ``mae`` (``mae_delta``) and
-        ``discrimination_*`` are the same figures, unless controls are of several contexts.
+        ``discrimination_*`` are the same metrics, unless controls have several contexts.
 
     Examples
     --------
@@ -790,7 +792,7 @@ def cell_eval_scores(
 def _for_cell_eval(
     cells: PerturbedCells, effects: Sequence[Effect], keys: EffectKeys, measured: PerturbedCells
 ) -> AnnData:
-    """Return the cells of effects of one context, and their controls (of the measured ones if it has none)."""
+    """Return the cells of one context and their controls (those of the measured cells if there are none)."""
     plain = Effect((), effects[0].context)
     source = cells if len(cells.rows(plain)) else measured
     rows = {keys.name_of(effect.targets): cells.rows(effect) for effect in effects} | {keys.control: source.rows(plain)}
@@ -814,7 +816,7 @@ def distances(
     obsm_key: str | None = None,
     layer: str | None = None,
 ) -> pd.DataFrame:
-    """Return how far predicted cells are from the measured ones of the same perturbation, by pertpy.
+    """Return the distances between predicted and measured cells of each perturbation, computed by pertpy.
 
     Parameters
     ----------
@@ -823,19 +825,19 @@ def distances(
     predictions
         Predicted cells; several by name.
     perturbation_key, control, context_key, separator
-        Columns of obs, as for :func:`evaluate_perturbations`.
+        Columns of ``obs``, see :func:`evaluate_perturbations`.
     metric
         Name of a distance of :class:`pertpy.tl.Distance`, e.g. ``"edistance"``, ``"mmd"`` or ``"wasserstein"``.
     obsm_key
-        Coordinates in obsm, e.g. an embedding of all cells by the same model; None takes log1p CP10K over the genes
-        that all have, which is slow for distances between cells.
+        Coordinates in obsm, e.g. an embedding of all cells by the same model. If None, uses log1p CP10K over the genes
+        shared by all, which is slow for distances between cells.
     layer
-        Key in layers with counts or log1p CP10K; None reads X.
+        Key in layers with counts or log1p CP10K. If None, reads X.
 
     Returns
     -------
     One row for each method and effect: ``method``, ``perturbation``, ``context`` and ``distance``. The method
-    ``"control"``, what controls are away, is the baseline: a prediction that is not nearer has learnt nothing.
+    ``"control"``, the distance of the controls, is the baseline: a prediction that is not nearer has learned nothing.
 
     Raises
     ------
@@ -878,7 +880,7 @@ def distances(
     try:
         away: Callable[[np.ndarray, np.ndarray], float] = Distance(cast("Any", metric), obsm_key="coordinates")
     except ValueError as error:
-        raise OptionError(f"metric={metric!r} is no distance of pertpy; see pertpy.tl.Distance.") from error
+        raise OptionError(f"metric={metric!r} is not a distance of pertpy; see pertpy.tl.Distance.") from error
     rows = []
     for effect in read["real"].effects:
         target = places["real"][read["real"].rows(effect)]
@@ -887,6 +889,8 @@ def distances(
             cells = places[name][read[name].rows(group)]
             if not len(cells):
                 label = keys.name_of(group.targets) or control
-                raise DataError(f"{name} lacks {label!r} (context {effect.context!r}); give cells of it.")
+                raise DataError(
+                    f"{name} lacks {label!r} (context {effect.context!r}); pass cells with this perturbation."
+                )
             rows.append((method, keys.name_of(effect.targets), effect.context, float(away(cells, target))))
     return pd.DataFrame(rows, columns=["method", "perturbation", "context", "distance"])

@@ -1,6 +1,6 @@
-"""How well the order of the genes of each cell is given back.
+"""Benchmark of reconstructed orders of the genes of each cell.
 
-Shapes: N cells, S places, G genes, R draws.
+Shapes: N cells, S positions, G genes, R draws.
 """
 
 from __future__ import annotations
@@ -24,33 +24,34 @@ if TYPE_CHECKING:
 
 
 _LONGEST = 4
-"""Length of the longest runs of genes that BLEU counts."""
+"""Maximum length of n-grams of genes in BLEU."""
 
 _PAD = -1
 
 _MIN_GENES = 10
-"""Shorter orders may well be those of another cell."""
+"""Shorter orders may equal those of another cell by chance."""
 
 
 @register_benchmark("rank_reconstruction")
 class RankReconstruction(Benchmark):
-    """Compares gene orders that a model reconstructs with the true orders, highest gene first.
+    """Compares reconstructed gene orders with the true orders, highest gene first.
 
-    These are the scores by which papers on models of ranked genes judge a reconstruction.
+    These scores are common in papers on rank-based models.
 
     ``l_dist``
-        Levenshtein distance [1]_: the fewest genes to put in, take out or replace, divided by the length of the longer
-        order; 0 is the same, 1 has nothing in its place. Mean over cells, less is better. ``l_dist_edits`` is the mean
-        of the distances themselves.
+        Levenshtein distance [1]_: the minimum number of insertions, deletions and replacements, divided by the length
+        of the longer order. 0 is the same order; 1 has no gene in its place. Mean over cells, lower is better.
+        ``l_dist_edits`` is the mean of the distances themselves.
     ``bleu``
-        BLEU of all cells [2]_: geometric mean of the shares of runs of one to four genes that are in the true order of
-        their cell, times the penalty of what is shorter than the truth; 1 is the same. Cells count by their length.
+        BLEU of all cells [2]_: geometric mean of the shares of n-grams of one to four genes that occur in the true
+        order of their cell, times the penalty for shorter orders; 1 is the same order. Cells are weighted by their
+        length.
     ``spearman``
-        Spearman correlation of the places of the genes of the true order; those that were not given back share the last
-        place, those that do not belong are passed over. Mean over cells; 0 for a cell of which no gene, or all at one
-        place, came back. Cells with one gene take no part.
+        Spearman correlation of the positions of the genes of the true order. Genes that are missing in the
+        reconstruction share the last position; additional genes are ignored. Mean over cells; 0 for a cell without any
+        reconstructed gene, or with all of them at one position. Cells with one gene are left out.
 
-    Each is NaN where no cell takes part.
+    Each is NaN if all cells are left out.
 
     References
     ----------
@@ -71,7 +72,7 @@ class RankReconstruction(Benchmark):
     n_draws = 1_000
 
     def check(self, reference: np.ndarray) -> None:
-        """Raise :class:`~scforge.errors.DataError` where orders have gaps, repeated genes or no cell with a gene."""
+        """Raise :class:`~scforge.errors.DataError` if orders have gaps or repeated genes, or all cells are empty."""
         _rows(reference, "the true orders", repeated=False)
 
     def run(self, made: np.ndarray, reference: np.ndarray) -> dict[str, float]:
@@ -80,15 +81,15 @@ class RankReconstruction(Benchmark):
         Parameters
         ----------
         made
-            Reconstructed orders: numbers of genes from 0, int, shape (N, S); -1 behind the last. A gene may be
-            repeated; its first place counts for ``spearman``.
+            Reconstructed orders: indices of genes, starting at 0, int, shape (N, S), padded with -1. A gene may be
+            repeated. Only its first position counts for ``spearman``.
         reference
-            The true orders, the same way, of the same cells; as many places as they need.
+            The true orders of the same cells, in the same format. The number of positions may differ.
 
         Raises
         ------
         DataError
-            If they do not fit each other, or are not orders.
+            If the two do not match, or are not valid orders.
         """
         table = self._by_cell(made, reference)
         return {name: float(values[0]) for name, values in _figures(table, np.ones((1, len(table)))).items()}
@@ -108,19 +109,20 @@ class RankReconstruction(Benchmark):
 
 
 def ranking_baselines(train: np.ndarray, reference: np.ndarray, *, seed: int = 0) -> dict[str, np.ndarray]:
-    """Put genes in order without looking at the cell, or at its set of genes only.
+    """Return orders that ignore the cell, or use only its set of genes.
 
     ``"mean order"``
-        The genes with the highest mean rank in the training cells, as many as the cell has: the same for all cells.
+        The genes with the highest mean rank in the training cells, as many as the cell has. The order is the same for
+        all cells.
     ``"mean order of the cell's genes"``
-        The genes of the cell by their mean rank in the training cells. It receives the genes of the cell.
+        The genes of the cell, ordered by their mean rank in the training cells.
     ``"random order of the cell's genes"``
-        Chance. It also receives the genes of the cell.
+        The genes of the cell in random order: the level of chance.
 
-    The rank of a gene is 1 at the first place and falls to 0 behind the last; it is 0 in cells that have it not.
+    The rank of a gene decreases from 1 at the first position to 0 after the last. It is 0 in cells without the gene.
 
-    `train` are orders of training cells, int, shape (M, S), -1 behind the last; `reference` the true orders of the
-    cells to be scored, (N, S). Returns a name and orders, int64, shape (N, S), for each.
+    `train` are orders of training cells, int, shape (M, S), padded with -1; `reference` contains the true orders of the
+    scored cells, (N, S). Returns the name of each baseline and its orders, int64, shape (N, S).
     """
     rng = np.random.default_rng(seed)
     learned, true = (_rows(some, what, repeated=False) for some, what in ((train, "train"), (reference, "reference")))
@@ -154,15 +156,15 @@ def evaluate_reconstruction(
     Parameters
     ----------
     reconstructed
-        Orders of one method, or of several by name, int, shape (N, S), -1 behind the last.
+        Orders of one method, or of several by name, int, shape (N, S), padded with -1.
     true
         The true orders of the same cells, e.g. ``input_ids`` of a tokenizer that ranks genes, without special tokens.
     train
-        Orders of training cells, which are other ones, with the same numbers of genes.
+        Orders of training cells, which must be other cells, with the same gene indices.
     kinds
         Name to what it is, e.g. ``"untrained"``; a model, if not told.
     seed
-        Seed of the random order, and of draws of cells.
+        Seed of the random order and of bootstrap draws.
     intervals
         Add 95 % intervals, and tests against the best baseline.
     title
@@ -175,14 +177,14 @@ def evaluate_reconstruction(
     Raises
     ------
     DataError
-        If orders do not fit each other, or more than 1 % of the true ones are those of training cells.
+        If orders do not match, or more than 1 % of the true orders are orders of training cells.
     OptionError
-        If a method is called like a baseline, or a kind names no method.
+        If a method has the name of a baseline, or a kind names no method.
 
     Warns
     -----
     ScforgeWarning
-        If fewer of the true orders are those of training cells. Orders of fewer than ten genes are not looked at.
+        If at most 1 % of the true orders are orders of training cells. Orders of fewer than ten genes are not checked.
 
     Examples
     --------
@@ -197,7 +199,7 @@ def evaluate_reconstruction(
     known, rows = (_rows(some, what, repeated=False) for some, what in ((train, "train"), (true, "the true orders")))
     seen = {row.tobytes() for row in known if len(row) >= _MIN_GENES}
     same = np.array([row.tobytes() in seen for row in rows])
-    check_copies(same, "true orders are those of training cells, gene by gene")
+    check_copies(same, "true orders are identical to those of training cells")
     report = compare_beside(
         RankReconstruction(),
         "reconstructed",
@@ -269,13 +271,13 @@ def _figures(table: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _matches(made: list[int], true: list[int], length: int) -> tuple[int, int]:
-    """Return how many runs of this many genes are in the true order, at most as often as there, and their number."""
+    """Return the clipped number of n-grams of genes that are in the true order, and the number of all n-grams."""
     of_made, of_true = (Counter(zip(*(row[i:] for i in range(length)), strict=False)) for row in (made, true))
     return (of_made & of_true).total(), of_made.total()
 
 
 def _spearman(made: np.ndarray, true: np.ndarray) -> float:
-    """Return the correlation of the places of the true genes; NaN for a single gene, 0 where all have one place."""
+    """Return the correlation of the positions of the true genes; NaN for a single gene, 0 if all have one position."""
     if len(true) < 2:
         return float("nan")
     # The first place of each gene counts.

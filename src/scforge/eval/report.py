@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 
 
 _ENOUGH = 100
-"""Draws from which on percentiles tell more than a t distribution does."""
+"""Minimum number of draws for percentile intervals instead of a t distribution."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How one method does against another.
+    """Comparison of one method with another.
 
     Attributes
     ----------
     baseline
         The other method.
     difference
-        Its figure taken from that of the method.
+        Score of the method minus score of the other method.
     low, high
         95 % interval of the difference; NaN without draws.
     p_value
-        Of no difference, two-sided; NaN without draws.
+        Two-sided p-value of no difference; NaN without draws.
     error
-        Standard error of the difference; NaN where only the interval is known.
+        Standard error of the difference; NaN if only the interval is known.
     degrees
         Degrees of freedom of the test.
     """
@@ -58,7 +58,7 @@ class Comparison:
     degrees: float = math.inf
 
     def interval(self, alpha: float = 0.05) -> tuple[float, float]:
-        """Return the interval that excludes 0 exactly where the p-value is below `alpha`."""
+        """Return the interval that excludes 0 exactly if the p-value is below `alpha`."""
         from scipy.stats import t
 
         error = (self.high - self.low) / 2 / t.isf(0.025, math.inf) if math.isnan(self.error) else self.error
@@ -69,14 +69,14 @@ class Comparison:
 def interval(value: float, draws: np.ndarray, *, n_units: int | None = None) -> tuple[float, float]:
     """Return the 95 % confidence interval of a score from its variation over resampled data.
 
-    The draws are taken as deviations from their own mean, since scores on resampled data may all lie somewhat too low.
-    With 100 draws or more, and as many units, the interval runs between percentiles of the deviations (the percentile
-    bootstrap, Efron and Tibshirani 1993), with fewer it is that of Student's t. Bootstraps of few units vary too
-    little, which is made up for (Hesterberg 2015).
+    Draws are centered at their own mean, because scores on resampled data may all be somewhat too low. With at least
+    100 draws and 100 units, the interval consists of percentiles of the deviations (percentile bootstrap, Efron and
+    Tibshirani 1993); with fewer, of Student's t. Bootstraps of few units vary too little, which is corrected
+    (Hesterberg 2015).
 
     Returns
     -------
-    Lower and upper end; NaN where fewer than two draws, or fewer than half of them, are numbers.
+    Lower and upper end; NaN if fewer than two draws, or fewer than half of them, are numbers.
 
     Examples
     --------
@@ -108,9 +108,9 @@ def compare_paired(
 ) -> Comparison:
     """Compare two methods on the same draws of the data.
 
-    The test is Student's t of the difference over its standard deviation between draws, which estimates the error of
-    the difference on all data, for the bootstrap as for halves sampled without replacement. The interval is that of the
-    same test, so that it excludes 0 where p is below 0.05.
+    The test is Student's t-test of the difference, divided by its standard deviation between draws. The latter
+    estimates the standard error of the difference on all data, both for the bootstrap and for halves sampled without
+    replacement. The interval is that of the same test, so it excludes 0 if p is below 0.05.
 
     Examples
     --------
@@ -141,13 +141,13 @@ def _degrees(draws: np.ndarray, n_units: int | None) -> int:
 
 
 def _spread(draws: np.ndarray, n_units: int | None) -> float:
-    """Return the standard deviation of draws, made up for few units: that of a bootstrap is of n, not n - 1."""
+    """Return the standard deviation of draws, corrected for few units (a bootstrap divides by n, not n - 1)."""
     factor = 1.0 if n_units is None else np.sqrt(n_units / (n_units - 1))
     return float(draws.std(ddof=1) * factor)
 
 
 def holm(p_values: Sequence[float]) -> np.ndarray:
-    """Return p-values corrected for their number (Holm 1979), float64; NaN is no test and stays.
+    """Return p-values corrected for their number (Holm 1979), float64; NaN means no test and is kept.
 
     Examples
     --------
@@ -185,7 +185,7 @@ KINDS: tuple[Kind, ...] = ("model", "supervised", "untrained", "baseline", "ceil
 
 _ALPHA = 0.05
 _WIDTH = 100
-"""Characters of a line in a terminal."""
+"""Number of characters of a line in a terminal."""
 
 
 @dataclass(frozen=True)
@@ -197,17 +197,17 @@ class Row:
     name
         What the method is.
     kind
-        ``"model"``; ``"supervised"``, a model that learned from labels of other cells, so that there is no fair contest
-        with baselines that did not; ``"baseline"``; ``"untrained"``, the same network with random weights; or
-        ``"ceiling"``, as good as the data allow, e.g. a second experiment.
+        ``"model"``; ``"supervised"``, a model trained on labels of other cells, which makes comparisons with baselines
+        unfair; ``"baseline"``; ``"untrained"``, the same network with random weights; or ``"ceiling"``, the best score
+        that the data allow, e.g. of a technical duplicate.
     scores
         Metric to figure.
     n_dims
-        Dimensions of an embedding; None for what has none.
+        Dimensions of an embedding; None for other results.
     seconds
-        Wall time of making it, where it was measured.
+        Wall time to compute it, if measured.
     benchmark
-        What was scored; a report on one thing may leave it empty.
+        Name of the benchmark; may be empty if there is only one.
     intervals
         Metric to its 95 % interval.
     spreads
@@ -229,18 +229,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """Facts on the scores of a benchmark for readers.
+    """Description of the scores of a benchmark.
 
     Attributes
     ----------
     metrics
         Their names, in order.
     main
-        The one that counts most.
+        The main metric.
     lower_is_better
-        Those in which less is better.
+        Metrics for which lower is better.
     ranks
-        Whether they rank methods.
+        Whether the scores rank methods.
     """
 
     metrics: tuple[str, ...]
@@ -254,7 +254,7 @@ class Measured:
         return cls(tuple(benchmark.metrics), benchmark.main, frozenset(benchmark.lower_is_better), benchmark.ranks)
 
     def sign(self, metric: str) -> float:
-        """Return 1 where more is better, else -1."""
+        """Return 1 if higher is better, else -1."""
         return -1.0 if metric in self.lower_is_better else 1.0
 
 
@@ -267,13 +267,14 @@ class Report:
     title
         Heading.
     facts
-        Name to value: data set, folds, losses, whatever belongs to the scores.
+        Name to value, e.g. data set, folds or losses.
     notes
         Sentences below the table.
     rows
         The scores.
     measured
-        Benchmark to what its scores are. For one that is not here, more is better and the first score counts most.
+        Benchmark to the description of its scores. For benchmarks that are not listed, higher is better and the first
+        score is the main one.
 
     Examples
     --------
@@ -301,7 +302,7 @@ class Report:
         Raises
         ------
         OptionError
-            If there are rows of a benchmark of this name already.
+            If there already are rows of a benchmark with this name.
         """
         if benchmark in self.benchmarks:
             raise OptionError(f"there are two reports on {benchmark!r}; rename one of them.")
@@ -332,7 +333,7 @@ class Report:
         Raises
         ------
         OptionError
-            If a benchmark has a row of a model, but none of a baseline.
+            If a benchmark has a model but no baseline.
         """
         if (problem := self._problem()) is not None:
             raise OptionError(problem)
@@ -346,14 +347,14 @@ class Report:
         return None
 
     def to_frame(self) -> pd.DataFrame:
-        """Return one line a score.
+        """Return a table with one row per score.
 
         Returns
         -------
         The columns ``benchmark``, ``method``, ``kind``, ``metric``, ``value``, ``low`` and ``high`` (95 % interval),
-        ``sd_seeds`` (over training runs where there are several, else over seeds of the benchmark),
-        ``lower_is_better``, and for models ``best_baseline``, ``difference``, ``difference_low``, ``difference_high``
-        and ``p_value`` (not corrected) of the comparison with it; NaN and empty texts where there is nothing.
+        ``sd_seeds`` (over training runs if there are several, else over seeds of the benchmark), ``lower_is_better``,
+        and for models ``best_baseline``, ``difference``, ``difference_low``, ``difference_high`` and ``p_value`` (not
+        corrected) of the comparison with it; NaN and empty text if there is no value.
 
         Raises
         ------
@@ -387,7 +388,7 @@ class Report:
         return pd.DataFrame(lines)
 
     def to_table(self, benchmark: str | None = None) -> pd.DataFrame:
-        """Return one row per method, and one column a score of a benchmark; of the first, if None is named."""
+        """Return one row per method and one column per score of a benchmark (by default, the first)."""
         self.check()
         rows = self.of(self.benchmarks[0] if benchmark is None else benchmark)
         return pd.DataFrame({row.name: row.scores for row in rows}).T
@@ -412,12 +413,12 @@ class Report:
         )
 
     def verdicts(self) -> list[str]:
-        """Return a sentence for each model and benchmark, on whether it is better than the best baseline.
+        """Return a sentence for each model and benchmark that states whether it is better than the best baseline.
 
-        A difference counts where its p-value, corrected for the number of sentences (Holm 1979), is below 0.05. The
-        best of several baselines is better by chance, too: so "worse" is corrected for their number as well
-        (Bonferroni), while "better" than the best is stricter than it need be. The interval in the sentence has the
-        same correction, so that it excludes 0 where the p-value is below 0.05.
+        A difference is significant if its p-value, corrected for the number of sentences (Holm 1979), is below 0.05.
+        The best of several baselines may be best by chance. So "worse" is also corrected for their number (Bonferroni),
+        while "better" than the best is conservative. The interval in the sentence has the same correction, so it
+        excludes 0 if the p-value is below 0.05.
         """
         told = [
             (row, benchmark, row.comparisons[self.about(benchmark).main])
@@ -455,7 +456,7 @@ class Report:
         return to_markdown(self)
 
     def to_html(self) -> str:
-        """Return the report as one page of HTML, with plots in it."""
+        """Return the report as one HTML page with embedded plots."""
         self.check()
         title = html.escape(self.title)
         return (
@@ -466,7 +467,7 @@ class Report:
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write ``report.md``, ``report.html``, ``report.json`` and ``report.csv`` into `folder`.
 
-        A new folder appears with all of them; in one that is there each file is the old one or the whole new one.
+        A new folder appears with all files. In an existing folder, each file is replaced as a whole.
         """
         self.check()
         texts = {
@@ -493,7 +494,7 @@ def _sentence(row: Row, about: Measured, compared: Comparison, p_value: float) -
     if math.isnan(p_value):
         word = "above" if gain > 0 else "not above"
         if about.main in about.lower_is_better:
-            word = "below (less is better)" if gain > 0 else "not below (less is better)"
+            word = "below (lower is better)" if gain > 0 else "not below (lower is better)"
         return f"{row.name} is {word} {compared.baseline} in {figures}, without a test."
     word = "tied with"
     if p_value < _ALPHA:
@@ -572,7 +573,7 @@ def to_text(report: Report) -> str:
 
 
 def to_html(report: Report, *, pictures: bool = True) -> str:
-    """Return a report as HTML that needs no other file; facts and notes are folded where there are no pictures."""
+    """Return a report as HTML that needs no other file; facts and notes are collapsed if there are no figures."""
     verdicts = "".join(f"<li>{html.escape(one)}</li>" for one in report.verdicts())
     facts = "".join(f"<li>{html.escape(f'{name}: {value}')}</li>" for name, value in report.facts.items())
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)
@@ -598,7 +599,7 @@ def to_html(report: Report, *, pictures: bool = True) -> str:
 
 
 class _Column(NamedTuple):
-    """A column of a report: its title, and its texts, each with whether it is the best of the column."""
+    """A column of a report: its title, and its texts with a flag for the best of the column."""
 
     title: str
     cells: list[tuple[str, bool]]
@@ -630,7 +631,7 @@ def _columns(report: Report, benchmark: str) -> list[_Column]:
 
 
 def _best(rows: list[Row], metric: str, about: Measured) -> float:
-    """Return the best score of a metric; a ceiling does not compete."""
+    """Return the best score of a metric; ceilings are ignored."""
     values = [row.scores.get(metric, math.nan) for row in rows if row.kind != "ceiling"]
     return max((value for value in values if not math.isnan(value)), key=lambda v: about.sign(metric) * v, default=0.0)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _NARROW = 15
-"""Neighbors of the graph whose connectivity is looked at, as scib-metrics' own benchmark has it."""
+"""Neighbors of the graph for graph connectivity, as in the benchmark of scib-metrics."""
 
 _MIN_CELLS = 16
 
@@ -55,19 +55,19 @@ _BIO_WEIGHT = 0.6
 
 @register_benchmark("batch_integration")
 class BatchIntegration(Benchmark):
-    """scIB's scores of biology that was kept and of batches that were mixed, as scib-metrics computes them.
+    """scIB's scores of biological conservation and batch correction, as computed by scib-metrics.
 
-    They are those of [1]_, under the names that scib-metrics gives them: all lie about in [0, 1], and higher is better.
-    The neighbors are exact. Cells without a label or batch take no part.
+    They are the scores of [1]_ under the names of scib-metrics. All lie approximately in [0, 1], and higher is better.
+    The neighbors are exact. Cells without a label or batch are left out.
 
     Parameters
     ----------
     labels_key
-        Column of obs with the cell types.
+        Column of ``obs`` with the cell types.
     batch_key
-        Column of obs with the batches.
+        Column of ``obs`` with the batches.
     n_neighbors
-        Neighbors, each cell itself among them, for the LISI scores; fewer where there are fewer cells.
+        Number of neighbors for the LISI scores, including the cell itself; fewer if there are fewer cells.
 
     References
     ----------
@@ -133,7 +133,9 @@ class BatchIntegration(Benchmark):
         n_cells, n_pairs = pairs.groupby("label").size(), pairs.drop_duplicates().groupby("label").size()
         if not ((n_pairs > 1) & (n_pairs < n_cells)).any():
             columns = f"label of obs[{self.labels_key!r}] has cells of several batches of obs[{self.batch_key!r}]"
-            raise DataError(f"no {columns}, so that mixing cannot be distinguished from biology; choose other columns.")
+            raise DataError(
+                f"no {columns}, so batch mixing cannot be distinguished from biology; choose other columns."
+            )
         return rows, labels, batches
 
 
@@ -147,7 +149,7 @@ def _scib_metrics() -> ModuleType:
 
 
 def _neighbors(cells: np.ndarray, n_neighbors: int) -> NeighborsResults:
-    """Find the nearest cells of each, itself among them."""
+    """Find the nearest cells of each cell, including itself."""
     from scib_metrics.nearest_neighbors import NeighborsResults
     from sklearn.neighbors import NearestNeighbors
 
@@ -160,9 +162,9 @@ def integration_scores(
 ) -> dict[str, float]:
     """Return ``bio``, ``batch`` and ``total``, and the metrics that they average.
 
-    ``bio`` is the mean of scIB's scores of biology, ``batch`` that of its scores of mixing (BRAS, iLISI, graph
-    connectivity), ``total`` 0.6 bio + 0.4 batch [1]_. Scores are not scaled to the range of the methods compared, so
-    that they do not depend on which these are.
+    ``bio`` is the mean of scIB's scores of biological conservation, ``batch`` the mean of its scores of batch
+    correction (BRAS, iLISI, graph connectivity), and ``total`` is 0.6 bio + 0.4 batch [1]_. Scores are not scaled to
+    the range of the compared methods, so they do not depend on the other methods.
 
     References
     ----------
@@ -185,9 +187,9 @@ def integration_scores(
 
 
 _WIDEST = 90
-"""Neighbors of a cell, itself among them, that scib-metrics' benchmark asks for."""
+"""Number of neighbors of a cell, including itself, in the benchmark of scib-metrics."""
 _DRAWN = 1_000
-"""Most cells of a resampled figure: their cost grows with the square."""
+"""Maximum number of cells of a resampled score, whose cost grows quadratically."""
 NEIGHBORS = ("exact", "pynndescent")
 
 
@@ -195,32 +197,32 @@ NEIGHBORS = ("exact", "pynndescent")
 class Scib(Benchmark):
     """All scores of :class:`scib_metrics.benchmark.Benchmarker` for an embedding, and their means.
 
-    ``bio`` is the mean of the scores of biology that was kept, ``batch`` that of batches that were mixed, and
-    ``total`` 0.6 bio + 0.4 batch, as in [1]_. All lie in [0, 1], and higher is better. The numbers are scib-metrics'
-    own, not scaled to the range of the methods compared, so that they do not depend on which these are.
+    ``bio`` is the mean of the scores of biological conservation, ``batch`` the mean of the scores of batch correction,
+    and ``total`` is 0.6 bio + 0.4 batch, as in [1]_. All lie in [0, 1], and higher is better. The values are those of
+    scib-metrics, not scaled to the range of the compared methods, so they do not depend on the other methods.
 
-    Without ``batch_key`` only the scores of biology are there, without ``isolated_labels``, which needs batches;
-    ``pcr_comparison`` is there only where ``pre_integrated`` is given. The means are over those that are there. Cells
-    without a label or batch take no part.
+    Without ``batch_key`` there are only the scores of biological conservation, without ``isolated_labels``, which needs
+    batches. ``pcr_comparison`` needs ``pre_integrated``. Means are over the available scores. Cells without a label or
+    batch are left out.
 
     Parameters
     ----------
     labels_key
-        Column of obs with the cell types.
+        Column of ``obs`` with the cell types.
     batch_key
-        Column of obs with the batches; None leaves out what needs it.
+        Column of ``obs`` with the batches. If None, leaves out scores that need batches.
     leiden
         Compute NMI and ARI of Leiden clusters, at the best of ten resolutions.
     kbet
-        Compute kBET, which takes as long as all others together; scib-metrics' benchmark does so by default, and its
-        mean of mixing, and the total, count it.
+        Compute kBET, which takes as long as all other scores together. The benchmark of scib-metrics computes it by
+        default and includes it in its means.
     neighbors
-        ``"exact"``, or ``"pynndescent"``, the approximation that scib-metrics takes by default. With that, the numbers
-        are to the last digit those of a ``Benchmarker`` with its defaults; with exact neighbors, those of one that is
-        prepared with exact neighbors.
+        ``"exact"``, or ``"pynndescent"``, the approximation that scib-metrics takes by default. With the approximation,
+        scores equal those of a ``Benchmarker`` with its defaults exactly; with exact neighbors, those of one prepared
+        with exact neighbors.
     max_cells
-        Score this many cells at most, each label by its share, the same for all embeddings; None scores all. Time and
-        memory grow with the square of their number.
+        Score at most this many cells, sampled in proportion to the labels, the same for all embeddings. If None, scores
+        all cells. Time and memory grow with the square of their number.
     pre_integrated
         Coordinates of the cells before integration, e.g. principal components, with the names of the cells as index,
         shape (at least N, any D); for ``pcr_comparison``, the share of their variance due to batches that an embedding
@@ -263,7 +265,7 @@ class Scib(Benchmark):
         self.neighbors = check_choice("neighbors", neighbors, NEIGHBORS)
         self.max_cells = max_cells
         if pre_integrated is not None and (batch_key is None or not isinstance(pre_integrated, pd.DataFrame)):
-            raise OptionError("pre_integrated has to be a DataFrame with one row per cell, and requires batch_key.")
+            raise OptionError("pre_integrated must be a DataFrame with one row per cell, and requires batch_key.")
         self.pre_integrated = pre_integrated
         self.metrics = self._computed()
         self.main = self.metrics[0]
@@ -275,7 +277,7 @@ class Scib(Benchmark):
         return (*means, *(name for name in (*_BIO, *_BATCH) if wanted[_group_of(name)]))
 
     def before_integration(self, components: pd.DataFrame) -> Scib:
-        """Return this benchmark with coordinates before integration, unless it has some or looks at no batches."""
+        """Return this benchmark with coordinates before integration, unless it already has them or ignores batches."""
         if self.batch_key is None or self.pre_integrated is not None:
             return self
         other = copy.copy(self)
@@ -300,7 +302,7 @@ class Scib(Benchmark):
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
         """Return one score for each of :attr:`metrics`.
 
-        ``kbet`` is NaN if no label has ten cells of several batches; then it takes no part in the means.
+        ``kbet`` is NaN if no label has ten cells of several batches; it is then left out of the means.
 
         Raises
         ------
@@ -312,11 +314,11 @@ class Scib(Benchmark):
         return {name: float(figures[name]) for name in self.metrics}
 
     def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame | None:
-        """Return the scores on random parts of the cells, brought to the spread that they have on all cells.
+        """Return the scores on random subsets of the cells, rescaled to the spread expected for all cells.
 
-        A part is half of the cells, 1,000 at most, with the share of each label. A score of b of N cells spreads
-        around that of all by sqrt((N - b) / b) times as much as that of all does around the truth [2]_, so its distance
-        from the mean of the draws is divided by that.
+        A subset is half of the cells, at most 1,000, with the share of each label. Scores of b of N cells vary around
+        the score of all cells by sqrt((N - b) / b) times as much as that varies around the true value [2]_, so
+        deviations from the mean of the draws are divided by this factor.
 
         Parameters
         ----------
@@ -329,7 +331,7 @@ class Scib(Benchmark):
 
         Returns
         -------
-        `n` rows, one column per metric, NaN where a part cannot be scored; None if half of the cells are too few.
+        `n` rows, one column per metric, NaN if a subset cannot be scored; None if half of the cells are too few.
         """
         rows = self._rows(obs)
         size = min(len(rows) // 2, _DRAWN)
@@ -342,7 +344,7 @@ class Scib(Benchmark):
         return table.mean() + (table - table.mean()) * np.sqrt(n_drawn / (len(rows) - n_drawn))
 
     def table(self, embeddings: Mapping[str, np.ndarray], obs: pd.DataFrame) -> pd.DataFrame:
-        """Return the scores of several embeddings of the same cells, a row each.
+        """Return the scores of several embeddings of the same cells, one row per embedding.
 
         Parameters
         ----------
@@ -429,9 +431,7 @@ class Scib(Benchmark):
         else:
             rows, _, _ = BatchIntegration(self.labels_key, self.batch_key)._columns(obs)
         if len(rows) <= _WIDEST:
-            raise DataError(
-                f"scib looks at the {_WIDEST} nearest cells of each of {len(rows)} cells; score more cells."
-            )
+            raise DataError(f"scib uses the {_WIDEST} nearest cells of each of {len(rows)} cells; score more cells.")
         if self.max_cells is not None and len(rows) > self.max_cells:
             rows = rows[_drawn(obs[self.labels_key].iloc[rows], self.max_cells, np.random.default_rng(0))]
         if self.pre_integrated is not None:
@@ -447,9 +447,9 @@ class Scib(Benchmark):
 
 
 def _drawn(labels: pd.Series, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw about this many cells, each label by its share, rounded up; positions, ascending.
+    """Sample about this many cells in proportion to the labels, rounded up; returns ascending positions.
 
-    The number of each label is always the same: JAX compiles anew for each size.
+    The number of cells per label is fixed, because JAX recompiles for each size.
     """
     codes = pd.factorize(labels)[0]
     wanted = np.ceil(np.bincount(codes) * size / len(codes)).astype(np.int64)

@@ -30,12 +30,12 @@ def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str
         The architecture, without adapters.
     lora
         ``r`` (rank, 8), ``alpha`` (16; outputs are scaled by alpha / r), ``dropout`` (0), ``targets`` (names of linear
-        layers, or ends of names; None takes those of all transformer layers, or all linear layers of an architecture
-        without any), ``use_dora`` (also learn the norms of weights, Liu et al. 2024).
+        layers, or ends of names; if None, those of all transformer layers, or all linear layers of an architecture
+        without transformer layers), ``use_dora`` (also learn the norms of weights, Liu et al. 2024).
 
     Returns
     -------
-    All options, ``targets`` as full names; None for no adapters.
+    All options, ``targets`` as full names; None means no adapters.
 
     Raises
     ------
@@ -45,7 +45,7 @@ def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str
     if lora is False or lora is None:
         return None
     if lora is not True and not isinstance(lora, Mapping):
-        raise OptionError(f"lora={lora!r} is neither true, false nor a dict of options, e.g. {{'r': 8}}.")
+        raise OptionError(f"lora={lora!r} must be true, false or a dict of options, e.g. {{'r': 8}}.")
     given = {} if lora is True else dict(lora)
     check_options("option of lora", "lora", given, list(_DEFAULTS))
     options = _DEFAULTS | given
@@ -141,24 +141,24 @@ def adapters_disabled(encoder: nn.Module) -> Iterator[None]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight of this name is of an adapter."""
+    """Whether the weight with this name belongs to an adapter."""
     return any(mark in f".{name}." for mark in _MARKS)
 
 
 def base_state(encoder: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights of an architecture by their plain names, those of adapters left out."""
+    """Return the weights of an architecture by their plain names, without those of adapters."""
     state = encoder.state_dict()
     return {name.replace(".base_layer.", "."): value for name, value in state.items() if not is_adapter(name)}
 
 
 def load_base(encoder: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Load plain weights into an architecture that may hold adapters."""
+    """Load plain weights into an architecture that may contain adapters."""
     own = {name: name.replace(".base_layer.", ".") for name in encoder.state_dict() if not is_adapter(name)}
     encoder.load_state_dict({name: weights[plain] for name, plain in own.items()}, strict=False)
 
 
 def digest_of(encoder: nn.Module) -> str:
-    """Return a checksum of the weights of an architecture, those of adapters left out."""
+    """Return a checksum of the weights of an architecture, without those of adapters."""
     total = hashlib.sha256()
     for name, value in sorted(base_state(encoder).items()):
         total.update(name.encode())

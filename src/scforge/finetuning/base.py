@@ -95,11 +95,12 @@ class EvaluationContext:
     predictor, rows
         The model over the scored cells, and which of these are scored, int64.
     train, train_rows
-        The same model over the cells of the fine-tuning, and those it learned from; None if they are not available.
+        The same model over the cells used for fine-tuning, and the training cells; None if they are not available.
     base, base_train
-        The model before fine-tuning over the scored cells, and over those of the fine-tuning; None if not available.
+        The model before fine-tuning over the scored cells, and over the cells used for fine-tuning; None if not
+        available.
     cells, train_cells
-        Scored cells and cells of the fine-tuning over all genes of the latter, for baselines.
+        Scored cells and cells used for fine-tuning, over all genes of the latter, for baselines.
     baselines
         Whether to compute baselines.
     seed
@@ -192,8 +193,8 @@ class Task(Objective):
     makes_cells
         Whether :meth:`predict` returns an AnnData instead of a table with one row per cell.
     learns_labels
-        Whether training looks at the labels of cells, so that these must not be scored later. False where columns of
-        labels are for :meth:`evaluate` alone.
+        Whether training uses the labels of cells, which must then not be scored later. False if labels are only used in
+        :meth:`evaluate`.
     pretraining
         The objective that the base model was trained with, which may order the tokens of a cell.
     vocab
@@ -238,13 +239,13 @@ class Task(Objective):
         return None
 
     def strata(self, column: Column) -> pd.Series | None:
-        """Return classes that keep their shares when cells are split, length N; None for none."""
+        """Return the classes by which a split is stratified, length N; None for no stratification."""
         return None
 
     def split(
         self, column: Column, *, validation_size: float, test_size: float, split_by: str | None, seed: int
     ) -> Split | None:
-        """Split cells in a way of the task's own; None leaves it to :func:`scforge.finetuning.splits.split_for`."""
+        """Return a split specific to the task, or None to use :func:`scforge.finetuning.splits.split_for`."""
         return None
 
     def check_split(self, column: Column, split: Split) -> None:
@@ -296,7 +297,7 @@ class Task(Objective):
 
     @abstractmethod
     def predict(self, predictor: Predictor, adata: AnnData | None, *, key_added: str | None, **options: Any) -> Any:
-        """Predict the cells of `predictor`, write the outcome into `adata` if it is given, and return it.
+        """Predict the cells of `predictor`, write the result into `adata` if it is given, and return it.
 
         Parameters
         ----------
@@ -307,7 +308,7 @@ class Task(Objective):
         key_added
             Key to write instead of the default.
         **options
-            Options of the task's own.
+            Options of the task.
         """
 
     def check_evaluate(self) -> None:
@@ -353,7 +354,7 @@ def get_task(name: str, **options: Any) -> Task:
     Raises
     ------
     OptionError
-        If the name, or an option, is unknown, or one is missing.
+        If the name or an option is unknown, or a required option is missing.
 
     Examples
     --------

@@ -59,7 +59,7 @@ class FineTunedModule(nn.Module):
         self.frozen = False
 
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> torch.Tensor:
-        """Return cell embeddings, shape (B, D); those of a query in the space of its reference."""
+        """Return cell embeddings, shape (B, D); embeddings of a query are in the space of its reference."""
         whole = {"input_ids": input_ids, "attention_mask": attention_mask, **batch}
         if not isinstance(self.head, QueryMapping):
             return self.encoder.encode(**whole)
@@ -73,7 +73,7 @@ class FineTunedModule(nn.Module):
         return ModelOutput(logits=self.head(embeddings, whole), embeddings=embeddings)
 
     def train(self, mode: bool = True) -> FineTunedModule:
-        """Switch dropout and the like on or off, but for an encoder that is frozen."""
+        """Switch between training and evaluation mode; a frozen encoder stays in evaluation mode."""
         super().train(mode)
         if self.frozen:
             self.encoder.eval()
@@ -82,8 +82,7 @@ class FineTunedModule(nn.Module):
 
 _SMALLEST = 1e-6
 _FACTOR_PRIOR, _MOST_OF_CLUSTER, _LARGEST_FACTOR = 30.0, 20.0, 5.0
-"""Expression, summed over cells, that pulls the factor of a gene toward 1; the most weight of a cluster; the largest
-factor. Chosen on kang_ifnb."""
+"""Pseudo-expression for shrinkage; maximum weight of a cluster; maximum factor. Chosen on kang_ifnb."""
 
 
 def check_head(head: Any) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def check_head(head: Any) -> dict[str, Any]:
     if head is None:
         return {}
     if not isinstance(head, Mapping):
-        raise OptionError(f"head={head!r} is not a dict of options; give e.g. {{'hidden_dim': 128, 'dropout': 0.1}}.")
+        raise OptionError(f"head={head!r} is not a dict of options; pass e.g. {{'hidden_dim': 128, 'dropout': 0.1}}.")
     check_options("option of head", "head", head, ["hidden_dim", "dropout"])
     check_count("head['hidden_dim']", head.get("hidden_dim", 0), "dimensions", least=0)
     check_share("head['dropout']", head.get("dropout", 0))
@@ -109,8 +108,8 @@ class Unchanged(nn.Module):
 class QueryMapping(Unchanged):
     """Maps cells of a query onto their reference, without training.
 
-    Before the encoder the expression of each gene is multiplied by a factor; behind it the embedding of a cell is moved
-    as the clusters around it are (:func:`scforge.data.neighbors.query_shifts`).
+    Before the encoder the expression of each gene is multiplied by a factor; after it, the embedding of a cell is
+    shifted like the clusters around it (:func:`scforge.data.neighbors.query_shifts`).
 
     Parameters
     ----------
@@ -167,12 +166,12 @@ class QueryMapping(Unchanged):
         return embeddings + (SHARPNESS * self.cosines(embeddings)).softmax(dim=1) @ self.shifts
 
     def cosines(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return how alike the directions of cells and of clusters are, shape (B, K)."""
+        """Return the cosine similarity of cells and clusters, shape (B, K)."""
         return F.normalize(embeddings - self.center, dim=1) @ self.clusters.T
 
 
 class Standardize(nn.Module):
-    """Subtracts a mean and divides by a scale that are set once, so that a head does not care for units.
+    """Subtracts a mean and divides by a scale that are set once, so that a head does not depend on units.
 
     Parameters
     ----------
@@ -254,15 +253,16 @@ class CalibratedHead(PredictionHead):
 
 
 def fit_temperature(logits: np.ndarray, classes: np.ndarray) -> float:
-    """Return the temperature that makes the classes of held-out cells likeliest (Guo et al. 2017, section 4.2).
+    """Return the maximum-likelihood temperature on held-out cells (Guo et al. 2017, section 4.2).
 
-    Where all held-out cells are predicted right, the likeliest temperature is zero, and all confidence one. So the
-    targets are those of Platt (1999): a cell has its class with the probability (N + 1) / (N + 2).
+    If all held-out cells are predicted correctly, the maximum-likelihood temperature is zero, which makes all
+    confidences one. So the targets are those of Platt (1999): a cell has its class with the probability (N + 1) / (N +
+    2).
 
     Parameters
     ----------
     logits
-        Of cells that were not trained on, shape (N, C).
+        Logits of cells that were not used for training, shape (N, C).
     classes
         Their classes, shape (N,).
 
@@ -315,9 +315,9 @@ def probe(module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer, task
     cells
         Training cells that have a target.
     tokenizer, task
-        As for :func:`scforge.training.predict.embed`.
+        See :func:`scforge.training.predict.embed`.
     fit
-        Fits the linear model on what the last layer sees: the standardized embeddings, or the hidden layer.
+        Fits the linear model on the input of the last layer: the standardized embeddings, or the hidden layer.
     """
     head: PredictionHead = module.head
     embeddings = embed(module, cells, tokenizer, objective=task)
@@ -349,7 +349,7 @@ def fit_logistic(
     n_classes
         Number of classes C.
     class_weights
-        Weight of each class, shape (C,); None for 1.
+        Weight of each class, shape (C,); None means 1.
     """
     from sklearn.linear_model import LogisticRegression
 
@@ -370,7 +370,7 @@ def fit_logistic(
 
 
 def fit_separate_logistic(features: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return weights (C, F) and biases (C,) of one logistic regression a label; `targets` is bool, shape (N, C)."""
+    """Return weights (C, F) and biases (C,) of one logistic regression per label; `targets` is bool, shape (N, C)."""
     from sklearn.linear_model import LogisticRegression
 
     weights, biases = np.zeros((targets.shape[1], features.shape[1])), np.zeros(targets.shape[1])

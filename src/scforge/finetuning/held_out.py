@@ -1,4 +1,4 @@
-"""Which cells a model has learned labels of: fingerprints of counts, and splits."""
+"""Fingerprints and splits that identify the cells from which a model learned labels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ALL_GENES, _UNKNOWN_GENES = 0, -1
 def fingerprints(cells: Cells) -> np.ndarray:
     """Return a number for each cell that depends on its counts over the genes of the model alone, int64, shape (N,).
 
-    Each gene with its count is mixed as in SplitMix64 (Steele et al. 2014), and the mixed numbers are added up.
+    Each gene with its count is mixed as in SplitMix64 (Steele et al. 2014), and the results are summed.
     """
     found = np.zeros(len(cells), dtype=np.uint64)
     with np.errstate(over="ignore"):
@@ -48,11 +48,12 @@ class CellFingerprints:
     Attributes
     ----------
     numbers
-        Fingerprints, int64, shape (N,); see :func:`fingerprints`. They tell only where the same genes were measured.
+        Fingerprints, int64, shape (N,); see :func:`fingerprints`. They are only comparable if the same genes were
+        measured.
     names
-        Hashes of the names of the cells, int64, shape (N,); 0 for a cell without name, or one that is just numbered.
+        Hashes of the names of the cells, int64, shape (N,); 0 for cells without a name, or with only a number as name.
     panels
-        Hashes of which genes of the model were measured, int64, shape (N,); 0 for all, -1 where it is not known.
+        Hashes of which genes of the model were measured, int64, shape (N,); 0 for all, -1 if unknown.
     """
 
     numbers: np.ndarray
@@ -86,7 +87,7 @@ class CellFingerprints:
     def among(self, others: CellFingerprints) -> np.ndarray:
         """Return which of these cells are among others, bool, shape (N,): the same counts, or the same name.
 
-        Names tell only where other genes were measured, as then the same cell has other counts.
+        Names are only used if other genes were measured, because the counts of the same cell then differ.
         """
         found = np.isin(self.numbers, others.numbers)
         for panel in np.unique(self.panels):
@@ -138,14 +139,14 @@ _DIGEST = "sha256"
 
 @dataclass(frozen=True)
 class HeldOutRegistry:
-    """The cells of a fine-tuning, with their part of the split.
+    """The cells used for fine-tuning, with their part of the split.
 
     Attributes
     ----------
     rows
-        Rows of the parts in the cells of the fine-tuning.
+        Rows of the parts in the cells used for fine-tuning.
     marks
-        What all these cells are known by, N of them.
+        Fingerprints of all these cells, N of them.
     learned
         Fingerprints of further cells whose labels were learned: by earlier fine-tuning, or from another
         data module; M of them.
@@ -157,7 +158,7 @@ class HeldOutRegistry:
 
     @property
     def numbers(self) -> np.ndarray:
-        """Fingerprints of the cells of the fine-tuning, int64, shape (N,)."""
+        """Fingerprints of the cells used for fine-tuning, int64, shape (N,)."""
         return self.marks.numbers
 
     @property
@@ -170,9 +171,9 @@ class HeldOutRegistry:
         return replace(self, learned=self.learned.union(marks))
 
     def split_of(self, numbers: np.ndarray) -> Split | None:
-        """Return the split of cells with these fingerprints, if they are those of the fine-tuning, in any order.
+        """Return the split of cells with these fingerprints, if they are the cells used for fine-tuning, in any order.
 
-        Further cells take no part. None if a cell that was trained on is missing.
+        Further cells are left out. None if a training cell is missing.
         """
         if np.array_equal(numbers, self.numbers):
             return self.rows
@@ -213,7 +214,7 @@ class HeldOutRegistry:
         Raises
         ------
         ModelFileError
-            If the file is not the one that was saved.
+            If the file was changed after it was saved.
         """
         from safetensors import SafetensorError, safe_open
 

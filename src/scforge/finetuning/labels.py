@@ -26,7 +26,7 @@ def write_probabilities(adata: AnnData, key: str, table: pd.DataFrame) -> None:
 
 
 UNASSIGNED = "unassigned"
-"""What cells are called whose confidence is below a threshold."""
+"""Label of cells with a confidence below the threshold."""
 
 UNLABELED, UNKNOWN = -1, -2
 """Codes of cells without label, and of cells whose label a model does not know."""
@@ -47,13 +47,13 @@ def text_labels(values: pd.Series, *, key: str, argument: str = "labels_key") ->
     Raises
     ------
     DataError
-        If the column holds numbers that are not whole.
+        If the column contains numbers that are not whole.
     """
     codes, found = pd.factorize(values)
     fractional = [value for value in found if _is_number(value) and not float(value).is_integer()]
     if fractional and all(_is_number(value) for value in found):
         what = f"numbers that are not whole (first: {float(fractional[0]):g})"
-        raise DataError(f"{argument}={key!r} holds {what}; use the task 'regression', or bin them with pandas.cut.")
+        raise DataError(f"{argument}={key!r} contains {what}; use the task 'regression', or bin them with pandas.cut.")
     texts = np.array([text_of(value) for value in found], dtype=object).astype(str)
     names, places = np.unique(texts, return_inverse=True)
     # The code of a missing value is -1, which finds the -1 at the end.
@@ -61,7 +61,7 @@ def text_labels(values: pd.Series, *, key: str, argument: str = "labels_key") ->
 
 
 def codes_of(values: pd.Series, classes: Sequence[str], *, key: str, argument: str = "labels_key") -> np.ndarray:
-    """Return the number of the class of each cell, int64, shape (N,); -1: no label, -2: a label not in `classes`."""
+    """Return the class index of each cell, int64, shape (N,). -1 is no label; -2 is a label not in `classes`."""
     labels = text_labels(values, key=key, argument=argument)
     number = {name: i for i, name in enumerate(classes)}
     lookup = np.array([*(number.get(name, UNKNOWN) for name in labels.categories), UNLABELED], dtype=np.int64)

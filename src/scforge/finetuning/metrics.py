@@ -18,7 +18,7 @@ def confusion_of(truth: np.ndarray, predicted: np.ndarray, n_classes: int) -> np
 
 
 def class_table(confusion: np.ndarray) -> dict[str, np.ndarray]:
-    """Return ``precision``, ``recall``, ``f1`` and ``support`` of each class, shape (C,); 0 where there is no cell."""
+    """Return ``precision``, ``recall``, ``f1`` and ``support`` of each class, shape (C,); 0 if there is no cell."""
     right, support, predicted = np.diag(confusion), confusion.sum(axis=1), confusion.sum(axis=0)
     return {
         "precision": _ratio(right, predicted),
@@ -32,7 +32,7 @@ def confusion_figures(confusion: np.ndarray) -> dict[str, float]:
     """Return accuracy, balanced accuracy, and macro and weighted F1 of a confusion matrix of counts or shares.
 
     As scikit-learn computes them: balanced accuracy is the mean recall of the classes that occur, macro F1 the mean F1
-    of the classes that occur or are predicted. NaN where there is no cell.
+    of the classes that occur or are predicted. NaN if there is no cell.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Training, validation and test cells of a fine-tuning.
+"""Training, validation and test cells of fine-tuning.
 
 Shapes: N cells.
 """
@@ -77,7 +77,7 @@ def split_for(
     seed
         Seed of the choice.
     usable
-        Cells that take part, bool, shape (N,); None for all.
+        Cells that take part, bool, shape (N,); None means all.
     strata
         Class of each cell, length N. Of a class with few cells, training comes first: one with one cell is in training,
         one with two in training and test.
@@ -130,7 +130,7 @@ def _held_out(n: int, test_size: float, validation_size: float) -> tuple[int, in
 
 
 def with_each_in_training(split: Split, has: np.ndarray) -> Split:
-    """Return a split in which training has a cell of each label: where there is none, one that was held out.
+    """Return a split in which training has a cell of each label: a label without training cells gets one held-out cell.
 
     Validation and test keep one cell at least, so that of very many rare labels some may stay without.
 
@@ -161,12 +161,12 @@ def warn_of_unlearned(prefix: str, names: Sequence[str], n_cells: int) -> None:
     prefix
         The argument and its value.
     names
-        The labels; none if there is nothing to tell.
+        The labels; may be empty.
     n_cells
         How many held-out cells have one of them.
     """
     if names:
-        warn(f"{prefix}: no training cell has {listing(names)}, which {n_cells} held-out cells have; split otherwise.")
+        warn(f"{prefix}: no training cell has {listing(names)}, which {n_cells} held-out cells have; change the split.")
 
 
 def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Split:
@@ -180,7 +180,7 @@ def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Spl
     values = np.asarray(column, dtype=object)
     missing = np.asarray(column.isna())
     if unknown := sorted({str(value) for value in values[~missing]} - set(PARTS)):
-        raise DataError(f"split_key={key!r} has the values {listing(unknown)}; name the parts {listing(PARTS)} alone.")
+        raise DataError(f"split_key={key!r} has the values {listing(unknown)}; use only {listing(PARTS)}.")
     taking_part = ~missing if usable is None else ~missing & usable
     rows = {part: np.flatnonzero(taking_part & (values == part)) for part in PARTS}
     if not len(rows["train"]):

@@ -107,7 +107,7 @@ class SupervisedTask(Task):
         return {"target": torch.from_numpy(self._targets[rows])}
 
     def weights_of(self, option: Any, balanced: np.ndarray) -> torch.Tensor | None:
-        """Return the weight of each class that an option asks for, float32, shape (C,); None for no weights."""
+        """Return the weight of each class according to an option, float32, shape (C,); None for no weights."""
         if option is None:
             return None
         if option == BALANCED:

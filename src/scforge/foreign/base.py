@@ -222,11 +222,11 @@ class NameMap:
                 except (LookupError, RuntimeError, TypeError, ValueError) as error:
                     shapes = {name: tuple(tensors[name].shape) for name in names if name in tensors}
                     raise ModelFileError(
-                        f"{where} has weights that do not become {target!r}, {shapes}: {first_line(error)}."
+                        f"{where} has weights that cannot be converted to {target!r}, {shapes}: {first_line(error)}."
                     ) from error
                 used.update(names)
         if missing := [self._name_of(name) for name in expected if name not in ours]:
-            raise ModelFileError(f"{where} lacks {listing(missing, most=3)}, which would be random here.")
+            raise ModelFileError(f"{where} lacks {listing(missing, most=3)}; these weights would stay random.")
         surplus = [self._name_of(name) for name in ours if name not in expected]
         if unknown := [*(name for name in tensors if name not in used), *surplus]:
             raise ModelFileError(
@@ -252,7 +252,7 @@ class NameMap:
         for name, tensor in ours.items():
             rule, found = self._rule_of(name)
             if rule is None:
-                raise ModelFileError(f"the weight {name!r} has no name in a checkpoint of {self.family}.")
+                raise ModelFileError(f"a checkpoint of {self.family} has no weight for {name!r}.")
             parts = rule.transform.split(tensor)
             theirs |= {source.format(**found): part for source, part in zip(rule.sources, parts, strict=True)}
         return theirs
@@ -320,7 +320,7 @@ def in_order(tokens: Mapping[str, int]) -> tuple[str, ...]:
     """Return the names of a vocabulary in the order of their numbers."""
     names = sorted((name for name, number in tokens.items() if isinstance(number, Integral)), key=tokens.__getitem__)
     if not names or [tokens[name] for name in names] != list(range(len(tokens))):
-        raise DataError("vocab has indices that are not 0, 1, 2, ... without gaps; pass the published one.")
+        raise DataError("vocab has indices that are not 0, 1, 2, ... without gaps; pass the published file.")
     return tuple(names)
 
 
@@ -344,14 +344,14 @@ def read_dictionary(path: Path) -> dict[str, Any]:
             content = dict(_PlainUnpickler(file).load())
     except FileNotFoundError as error:
         raise MissingFileError(f"the file {str(path)!r} does not exist.") from error
-    except Exception as error:  # damaged files raise anything
+    except Exception as error:  # corrupted files raise anything
         raise ModelFileError(
             f"{str(path)!r} is not a pickle file of names with values: {first_line(error)}."
         ) from error
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in content.items()}
     kinds = (str, int, float, type(None))
     if not all(isinstance(name, str) and isinstance(value, kinds) for name, value in plain.items()):
-        raise ModelFileError(f"{str(path)!r} is not a dictionary of names and values; pass the published one.")
+        raise ModelFileError(f"{str(path)!r} is not a dictionary of names and values; pass the published file.")
     return plain
 
 
@@ -369,7 +369,7 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return one of the few things that numbers need, or refuse."""
         if (module, name) not in self._KNOWN:
-            raise pickle.UnpicklingError(f"it wants to run {module}.{name}, so it is not opened; save it as JSON")
+            raise pickle.UnpicklingError(f"opening it would run {module}.{name}; save it as JSON")
         return self._KNOWN[module, name]
 
 
@@ -409,13 +409,13 @@ def read_torch(path: Path) -> Any:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelFileError(
-            f"{str(path)!r} contains more than tensors, which could run code, and is not opened; save the weights "
-            "alone."
+            f"{str(path)!r} contains more than tensors, which could run code, so it is not opened; save only the "
+            "weights."
         ) from error
-    except Exception as error:  # damaged files raise anything
-        raise ModelFileError(f"{str(path)!r} is damaged, or no file of torch: {first_line(error)}.") from error
+    except Exception as error:  # corrupted files raise anything
+        raise ModelFileError(f"{str(path)!r} is corrupted or is not a torch file: {first_line(error)}.") from error
     if damaged is not None:
-        raise ModelFileError(f"{str(path)!r} is damaged: {damaged[:80]!r} has a wrong checksum; copy it again.")
+        raise ModelFileError(f"{str(path)!r} is corrupted: {damaged[:80]!r} has a wrong checksum; copy it again.")
     return content
 
 
@@ -428,7 +428,7 @@ def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
     if not isinstance(content, Mapping) or not content:
         raise ModelFileError(f"{where!r} is not a mapping of weights; pass the file of a state_dict.")
     if odd := [name for name, value in content.items() if not isinstance(value, torch.Tensor)]:
-        raise ModelFileError(f"{where!r} holds {listing(odd, most=3)}, not tensors; pass the file of a state_dict.")
+        raise ModelFileError(f"{where!r} contains {listing(odd, most=3)}, not tensors; pass the file of a state_dict.")
     # What torch's wrapper for several devices puts before all names.
     wrapped = all(name.startswith("module.") for name in content)
     return {name.removeprefix("module.") if wrapped else name: value for name, value in content.items()}
@@ -441,7 +441,7 @@ class Foreign:
     Attributes
     ----------
     family, version
-        Name in the registry, and the version of the family where there are several.
+        Name in the registry, and the version of the family if there are several.
     architecture, tokenizer, objective
         Name (``"name"``) and options of each; those of the architecture give the modules whose weights `names` fills.
     vocab
@@ -543,7 +543,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     source
         Its folder or file.
     family
-        One of :func:`list_families`; None takes the one that recognizes it.
+        One of :func:`list_families`. If None, uses the one that recognizes it.
     **options
         Further arguments of the family, e.g. ``tokens_medians`` for Geneformer.
 
@@ -568,7 +568,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     >>> read_checkpoint("empty.bin")
     Traceback (most recent call last):
         ...
-    scforge.errors.OptionError: the checkpoint 'empty.bin' is of no known family ...
+    scforge.errors.OptionError: the checkpoint 'empty.bin' has an unknown family ...
     """
     path = Path(source)
     if not path.exists():
@@ -576,7 +576,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     if family is None:
         found = [name for name in FAMILIES.names() if FAMILIES.get(name)().recognizes(path)]
         if len(found) != 1:
-            what = f"could be of {listing(found)}" if found else "is of no known family"
+            what = f"could be of {listing(found)}" if found else "has an unknown family"
             raise OptionError(f"the checkpoint {str(path)!r} {what} ({listing(FAMILIES.names())}); pass family=.")
         (family,) = found
     cls = FAMILIES.get(family)

@@ -128,9 +128,11 @@ class Geneformer:
     ) -> Foreign:
         """Read a folder; see :meth:`scforge.models.Encoder.from_checkpoint` for the arguments."""
         if not source.is_dir():
-            raise MissingFileError(f"the checkpoint {str(source)!r} is not a folder; pass the one with config.json.")
+            raise MissingFileError(f"the checkpoint {str(source)!r} is not a folder; pass the folder with config.json.")
         where = source / "config.json"
-        config = parsed(_Config, read_json(where), f"{str(where)!r} is not a configuration of a BERT that scforge has")
+        config = parsed(
+            _Config, read_json(where), f"{str(where)!r} is not a configuration of a BERT that scforge supports"
+        )
         if version is None:
             is_v2 = config.max_position_embeddings > MODEL_INPUT["V1"] or config.vocab_size == _TOKENS_V2
             version = "V2" if is_v2 else "V1"
@@ -139,10 +141,10 @@ class Geneformer:
         if len(vocab) != config.vocab_size:
             raise ModelFileError(
                 f"{str(where)!r} says vocab_size={config.vocab_size} but tokens_medians has {len(vocab)}; pass the "
-                "one of this checkpoint."
+                "file of this checkpoint."
             )
         tensors = _prefixed(read_weights(first_file(source, _WEIGHTS, "weights")))
-        # A masked language model without its head is a damaged file.
+        # A masked language model without its head is a corrupted file.
         head = any(name.startswith("cls.") for name in tensors) or _MASKED_LM in (config.architectures or [_MASKED_LM])
         tied, longest, activation = config.tie_word_embeddings, config.max_position_embeddings, config.hidden_act
         activation = "silu" if activation == "swish" else activation
@@ -241,8 +243,8 @@ def _dictionaries_in(folder: Path, version: str) -> dict[str, Path]:
         if len(found) == len(_FILES):
             return found
     raise MissingFileError(
-        f"the folder {str(folder)!r} has no {_FILES['tokens']} and {_FILES['medians']}, or several; "
-        "name two files with tokens_medians."
+        f"the folder {str(folder)!r} has no {_FILES['tokens']} and {_FILES['medians']}, or several; pass two files as "
+        "tokens_medians."
     )
 
 
@@ -267,11 +269,11 @@ def _gene_names(names: Any, genes: set[str]) -> dict[str, str]:
         import pandas as pd
 
         if not Path(names).is_file():
-            raise MissingFileError(f"gene_names={str(names)!r} does not exist; name a parquet, JSON or pickle file.")
+            raise MissingFileError(f"gene_names={str(names)!r} does not exist; pass a parquet, JSON or pickle file.")
         names = pd.read_parquet(names)
     if not isinstance(names, Mapping):
         if missing := [name for name in ("symbol", "gene_id") if name not in names]:
-            raise DataError(f"gene_names lacks the column {missing[0]!r}; give symbols with their Ensembl ids.")
+            raise DataError(f"gene_names lacks the column {missing[0]!r}; pass symbols with their Ensembl ids.")
         names = dict(zip(names["symbol"].astype(str), names["gene_id"].astype(str), strict=True))
     return {name: gene for name, gene in names.items() if gene in genes and name not in genes}
 

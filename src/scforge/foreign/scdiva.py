@@ -143,12 +143,12 @@ class ScDiVa:
         genes = _genes(vocab)
         if config.n_genes is not None and config.n_genes != len(genes):
             raise ModelFileError(
-                f"{_CONFIG} says {config.n_genes} genes but vocab has {len(genes)}; pass the one of this checkpoint."
+                f"{_CONFIG} says {config.n_genes} genes but vocab has {len(genes)}; pass the file of this checkpoint."
             )
         # Without an annotation head there are none, whatever the configuration says by default.
         has_types = any(name.startswith(tuple(f"{head}." for head in _HEADS["annotation_head"])) for name in tensors)
         if has_types and config.n_types is None:
-            raise ModelFileError(f"{_CONFIG} lacks 'num_cell_types', though there is an annotation head; add it.")
+            raise ModelFileError(f"{_CONFIG} lacks 'num_cell_types', although there is an annotation head; add it.")
         made = GeneVocab(genes=genes, release="ScDiVa")
         architecture = {
             "name": "scdiva",

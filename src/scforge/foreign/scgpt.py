@@ -55,10 +55,10 @@ def scgpt_names(order: tuple[int, ...]) -> NameMap:
     )
     left_out = (
         LeftOut("decoder.zero_logit.*", "probabilities of zeros, which no objective here predicts"),
-        LeftOut("cls_decoder.*", "classes of a fine-tuning; finetune('annotation') trains a new head"),
+        LeftOut("cls_decoder.*", "classes of a fine-tuned model; finetune('annotation') trains a new head"),
         LeftOut("mvc_decoder.*", "expression from the cell embedding, which no objective here predicts"),
         LeftOut("flag_encoder.*", "marks of given genes in its generative training; embedding cells takes none"),
-        LeftOut("grad_reverse_discriminator.*", "the adversary of a fine-tuning, no part of the model"),
+        LeftOut("grad_reverse_discriminator.*", "the adversary used in fine-tuning, not part of the model"),
     )
     return NameMap("scGPT", rules, left_out)
 
@@ -176,5 +176,5 @@ def _content(argument: str, given: Any, beside: Path) -> Mapping[str, Any]:
         return given
     path = beside if given is None else Path(given)
     if not path.is_file():
-        raise MissingFileError(f"{argument}={str(path)!r} does not exist; give the published {beside.name}.")
+        raise MissingFileError(f"{argument}={str(path)!r} does not exist; pass the published {beside.name}.")
     return read_options(path)

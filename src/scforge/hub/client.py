@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def hub_api(token: str | bool | None) -> HfApi:
-    """Return a client for a token; None takes ``HF_TOKEN`` or that of ``hf auth login``, False takes none."""
+    """Return a client for a token; None means ``HF_TOKEN`` or that of ``hf auth login``, False no token."""
     from huggingface_hub import HfApi
 
     return HfApi(token=token, library_name="scforge", library_version=__version__)

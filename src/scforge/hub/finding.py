@@ -29,7 +29,7 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
 }
 CARD = "README.md"
 SHARED_FILES = (*_NEEDED["model"], *_NEEDED["adapter"], CARD, "split.safetensors")
-"""All files that are uploaded or downloaded; ``split.safetensors`` identifies the cells of a fine-tuning."""
+"""All files that are uploaded or downloaded; ``split.safetensors`` identifies the cells used for fine-tuning."""
 ORIGIN_FILE = "origin.json"
 """What a folder on this machine was copied from; never sent."""
 
@@ -140,7 +140,7 @@ def known_models() -> dict[str, str]:
     Raises
     ------
     MissingFileError, ModelFileError
-        If a file is not there, or is not a registry.
+        If a file is missing, or is not a registry.
 
     Examples
     --------
@@ -197,9 +197,9 @@ class FoundModel:
     folder
         Where the files are.
     repo_id, commit
-        Repository and commit on the hub; None for a folder of this machine that is not a copy of one.
+        Repository and commit on the hub; None for a local folder that is not a copy of a repository.
     name
-        Name in the registry that ships with the package, with its version; None for anything else.
+        Name in the registry that ships with the package, with its version; None for other sources.
     """
 
     folder: Path
@@ -251,11 +251,11 @@ def resolve(
         has the same name); or a name of the registry, ``"scforge://name"`` or ``"scforge://name@version"`` (see
         :func:`known_models`).
     revision
-        Branch, tag or commit of the repository; None for its main branch.
+        Branch, tag or commit of the repository; None means its main branch.
     cache_dir
-        Cache of the hub; None for its usual one (``HF_HUB_CACHE``).
+        Cache of the hub; None means its usual one (``HF_HUB_CACHE``).
     token
-        Token for private and gated repositories; None takes ``HF_TOKEN`` or that of ``hf auth login``.
+        Token for private and gated repositories. If None, uses ``HF_TOKEN`` or the token of ``hf auth login``.
     local_files_only
         Do not query the hub; use the cache only. ``HF_HUB_OFFLINE=1`` does the same.
 

@@ -49,12 +49,12 @@ def upload(
         the repository. Other files are kept, as is a ``README.md`` that a user wrote or edited there, unless that of
         `folder` was edited as well.
     private
-        Whether only you and your organization can see it; None uses the hub's settings. It cannot change a
+        Whether only you and your organization can see it. If None, uses the hub's settings. It cannot change a
         repository that exists.
     token
-        A token with write access; None takes ``HF_TOKEN`` or that of ``hf auth login``.
+        A token with write access. If None, uses ``HF_TOKEN`` or the token of ``hf auth login``.
     revision
-        Branch to write to, which is created if necessary; None for the main branch.
+        Branch to write to, which is created if necessary; None means the main branch.
     commit_message
         First line of the commit.
     create_pr
@@ -67,7 +67,7 @@ def upload(
     Raises
     ------
     MissingFileError, ModelFileError
-        If `folder` is not there, or contains no model.
+        If `folder` is missing, or contains no model.
     OptionError
         If an argument cannot be used, or the repository has a model of another package.
     HubError

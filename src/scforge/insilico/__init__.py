@@ -1,4 +1,4 @@
-"""What a trained model says of genes: perturbed cells, gene embeddings, attention, imputed expression.
+"""Analyses of genes with a trained model: in silico perturbation, gene embeddings, attention, imputation.
 
 ``Encoder`` has methods for all of it.
 """

@@ -1,6 +1,6 @@
 """Attention between genes, as a sparse graph.
 
-Shapes: B cells, S tokens, N heads, G genes of the vocabulary, U genes that are looked at.
+Shapes: B cells, S tokens, N heads, G genes of the vocabulary, U selected genes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 
 _NUMBERS = 2**26
-"""Attention weights of a layer of a batch, at most (256 MB), unless one cell has more."""
+"""Maximum number of attention weights of a layer and batch (256 MB), unless one cell has more."""
 
 
 def attention_between_genes(
@@ -34,15 +34,15 @@ def attention_between_genes(
     max_genes: int = 5000,
     batch_size: int = 32,
 ) -> sparse.csr_matrix:
-    """Return how much the token of each gene (row) looks at that of each other gene (column), a mean over cells.
+    """Return the attention of each gene (row) to each other gene (column), averaged over cells.
 
-    The mean is over the cells in which both genes are tokens that the layer attends over (an architecture may have room
-    for the first ones only). Attention of a gene to itself, and to special tokens, is left out, and the rest is
-    not scaled to sum to 1.
+    The mean is over the cells in which the layer attends to the tokens of both genes (an architecture may only keep the
+    first tokens). Attention of a gene to itself and to special tokens is left out, and the rest is not scaled to sum to
+    1.
 
-    Float32, shape (G, G), at most `top_k` entries a row, of genes that are tokens together in `min_cells` cells at
-    least. Sums over all pairs are kept, eight bytes for each, so that only the `max_genes` most widely expressed genes
-    are looked at. `heads` is ``"mean"`` or ``"max"``, or the number of one.
+    Float32, shape (G, G), with at most `top_k` entries per row, for pairs of genes that are tokens together in at least
+    `min_cells` cells. Sums over all pairs need eight bytes per pair, so only the `max_genes` most widely expressed
+    genes are used. `heads` is ``"mean"``, ``"max"`` or the index of a head.
 
     Examples
     --------
@@ -79,7 +79,7 @@ def attention_between_genes(
 
 
 def _n_heads(module: nn.Module) -> int:
-    """Return the heads of all layers together."""
+    """Return the heads of all layers in one dimension."""
     return max(1, sum(part.num_heads for part in module.modules() if isinstance(getattr(part, "num_heads", None), int)))
 
 
@@ -98,13 +98,13 @@ def _over_heads(weights_bnss: torch.Tensor, heads: str | int) -> torch.Tensor:
     if heads == "max":
         return weights_bnss.amax(dim=1)
     if isinstance(heads, bool) or not isinstance(heads, int) or not -n_heads <= heads < n_heads:
-        raise OptionError(f"heads={heads!r} is neither 'mean' nor 'max' nor the number of one of {n_heads} heads.")
+        raise OptionError(f"heads={heads!r} must be 'mean', 'max' or the index of one of {n_heads} heads.")
     return weights_bnss[:, heads]
 
 
 @numba.njit(cache=True, nogil=True)
 def _add(weights, at, sums, numbers):
-    """Add the weights between tokens whose gene has a place, -1 for none."""
+    """Add the weights between tokens with a selected gene; -1 marks other genes."""
     for cell in range(len(at)):
         for query in range(at.shape[1]):
             row = at[cell, query]

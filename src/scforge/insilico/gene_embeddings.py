@@ -1,4 +1,4 @@
-"""Gene embeddings of a model: those that it starts from, and those in the context of cells.
+"""Gene embeddings of a model: input embeddings, and contextual ones averaged over cells.
 
 Shapes: B cells, S tokens, H hidden, G genes of the vocabulary, V tokens of the vocabulary.
 """
@@ -26,7 +26,7 @@ from scforge.training.predict import run_over
 
 @torch.inference_mode()
 def input_gene_embeddings(module: nn.Module, tokenizer: Tokenizer) -> np.ndarray:
-    """Return what a model embeds the token of each gene by, before positions and values, float32, shape (G, H).
+    """Return the input embedding of each gene, before positions and values are added, float32, shape (G, H).
 
     Examples
     --------
@@ -59,9 +59,9 @@ def contextual_gene_embeddings(
     batch_size: int = 256,
     layer: int = -1,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean state of the token of each gene over the cells in which it is one (and has room).
+    """Return the mean state of the token of each gene over the cells that contain this token.
 
-    Means, float32, shape (G, H), NaN for genes that are no token of any cell, and the number of cells, int64, shape
+    Means, float32, shape (G, H), NaN for genes that are not a token in any cell, and the number of cells, int64, shape
     (G,).
 
     Examples
@@ -84,7 +84,7 @@ def contextual_gene_embeddings(
         output = module(**batch, return_logits=False, output_hidden_states=True)
         states = of_layer(output.hidden_states, layer)
         if states.stride(1) == 0 and states.shape[1] > 1:
-            what = f"{type(module).__name__} with these options has one state for all tokens of a cell"
+            what = f"{type(module).__name__} with these options have one state for all tokens of a cell"
             raise OptionError(f"{what}; choose contextual=False, or e.g. the architecture 'transformer_encoder'.")
         chosen = batch["attention_mask"] & (batch["input_ids"] >= n_special)
         chosen &= states.any(dim=2)  # tokens that had no room have zeros
@@ -111,9 +111,9 @@ def visit(module: nn.Module, cells: Cells, tokenizer: Tokenizer, do: Any, **opti
 
 
 def of_layer(parts: Sequence[torch.Tensor] | None, layer: int) -> torch.Tensor:
-    """Return what a model gives of one layer, or raise :class:`~scforge.errors.OptionError` if there is no such one."""
+    """Return the output of one layer. Raises :class:`~scforge.errors.OptionError` if the layer does not exist."""
     if not parts or not -len(parts) <= layer < len(parts):
-        raise OptionError(f"layer={layer} is none of the {len(parts or ())} layers; -1 is the last.")
+        raise OptionError(f"layer={layer} is not one of the {len(parts or ())} layers; -1 is the last.")
     return parts[layer]
 
 
@@ -133,7 +133,7 @@ def _offers(architecture: type[nn.Module], option: str) -> bool:
 
 
 def _token_embedding(module: nn.Module, n_tokens: int) -> nn.Module | None:
-    """Return the module that embeds tokens: that of a known component, else the first of the size of the vocabulary."""
+    """Return the module that embeds tokens: a known component, else the first with the size of the vocabulary."""
     parts = list(module.modules())
     found: list[nn.Module] = [part.gene_embedding for part in parts if isinstance(part, GeneExpressionEmbedding)]
     found += [part for part in parts if isinstance(part, GeneVectorBag)]

@@ -28,16 +28,16 @@ _Batch = dict[str, torch.Tensor]
 
 
 def check_predicts(objective: Objective) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless a model trained so predicts the expression of masked genes."""
+    """Raise :class:`~scforge.errors.OptionError` unless this objective predicts the expression of masked genes."""
     if not (objective.predicts_values or objective.denoises_values):
         raise OptionError(
-            f"a model trained for {type(objective).__name__} predicts no expression of masked genes; make one with "
+            f"a model trained for {type(objective).__name__} does not predict expression of masked genes; use "
             "'masked_value_prediction' and architecture='masked_autoencoder', or 'masked_diffusion' and 'scdiva'."
         )
 
 
 def knows_zeros(objective: Objective, tokenizer: Tokenizer) -> bool:
-    """Return whether a model trained so has seen genes without counts among those that it predicts."""
+    """Return whether a model with this objective is also trained to predict genes without counts."""
     return bool(getattr(objective, "zero_targets", 0.0)) or tokenizer.lists_all_genes
 
 
@@ -51,15 +51,15 @@ def predict_uncounted(
     batch_size: int = 256,
     seed: int = 0,
 ) -> np.ndarray:
-    """Predict the expression of genes where they have no counts, from all genes of the cell that have.
+    """Predict the expression of genes without counts from all genes of the cell with counts.
 
     The requested genes are masked tokens, as in training. They are predicted in parts, with about as many masked genes
     for each visible gene as in training; the seed determines the parts.
 
     Returns
     -------
-    Float32, shape (number of cells, R), in the unit of the tokenizer's values: those of counted genes as they are,
-    those of others predicted, at least 0.
+    Float32, shape (number of cells, R), in the unit of the tokenizer's values: unchanged for genes with counts,
+    predicted (at least 0) for others.
 
     Examples
     --------
@@ -223,7 +223,7 @@ def _values_of_tokens(module: nn.Module, batch: _Batch) -> torch.Tensor:
         bins = torch.arange(raw.shape[2], dtype=torch.float32, device=raw.device)
         return raw.float().softmax(dim=2) @ bins
     if raw is None or raw.ndim != 2:
-        raise OptionError(f"{type(module).__name__} predicts no value of each token; choose 'masked_autoencoder'.")
+        raise OptionError(f"{type(module).__name__} does not predict values of tokens; choose 'masked_autoencoder'.")
     return raw
 
 

@@ -20,7 +20,7 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.entropy_ranked import EntropyRankedTokenizer, serialization_weights
 
 _SHARES = 4
-"""Combinations for which controls are drawn at most; further combinations share them."""
+"""Maximum number of combinations with separate controls; further combinations share them."""
 
 _TRIES = 20
 
@@ -73,7 +73,7 @@ def draw_controls(
 
 
 def nearest(place: np.ndarray, places: np.ndarray, n: int) -> np.ndarray:
-    """Return the positions of the `n` places that are closest to one, shape (at most n,)."""
+    """Return the indices of the `n` points closest to a point, shape (at most n,)."""
     return np.argsort(np.square(places - place).sum(axis=1), kind="stable")[:n]
 
 
@@ -101,19 +101,18 @@ def compare(value: float, controls: np.ndarray, *, two_sided: bool) -> tuple[flo
 MODES = ("delete", "overexpress", "activate")
 
 _ROUNDING = 1e-6
-"""Share by which a product must be higher to be so in float32, too."""
+"""Relative margin that ensures that a larger product is also larger in float32."""
 
 
 @dataclass(frozen=True)
 class Perturbation:
     """The change of the counts of perturbed genes.
 
-    ``"delete"`` sets them to 0. ``"overexpress"`` raises them above those of all other genes of the cell; where a
-    tokenizer ranks by count over median, above the highest of these, so that the gene ranks first; where it ranks by
-    log1p CP10K times weight (``"entropy_ranked"``), until the gene ranks first, but not above as many counts as the
-    rest of the cell has: a gene of a weight near 0 would need any number. ``"activate"`` gives a gene without counts
-    as many as is usual where it is expressed: the median share of the counts of a cell times the counts of this cell,
-    rounded, at least 1.
+    ``"delete"`` sets them to 0. ``"overexpress"`` raises them above those of all other genes of the cell. If a
+    tokenizer ranks by count over median, they are raised until the gene ranks first. If it ranks by log1p CP10K times
+    weight (``"entropy_ranked"``), likewise, but at most to the counts of the rest of the cell, because genes with a
+    weight near 0 would need arbitrarily many. ``"activate"`` gives a gene without counts the usual number of expressing
+    cells: the median share of the counts of a cell times the counts of this cell, rounded, at least 1.
 
     The library size of a cell changes by the same number of counts, as if the data had been changed. So the CP10K
     values of its other genes change slightly.
@@ -127,7 +126,7 @@ class Perturbation:
     weights
         Factors of log1p CP10K by which genes are ranked, float32, shape (G,); for ``"overexpress"``.
     shares
-        Median share of the counts of a cell that expresses a gene, float64, shape (G,), NaN where none does; for
+        Median share of the counts of a cell that expresses a gene, float64, shape (G,), NaN if no cell does; for
         ``"activate"``.
 
     Examples
@@ -163,7 +162,8 @@ class Perturbation:
     def applies(self, expressed_nk: np.ndarray) -> np.ndarray:
         """Return which cells are perturbed, bool, shape (N,), from the genes that they express, bool, shape (N, K).
 
-        Genes are deleted where all of them are expressed, activated where none of them is, and overexpressed anywhere.
+        Genes are deleted in cells that express all of them, activated in cells that express none of them, and
+        overexpressed in all cells.
         """
         if self.mode == "delete":
             return expressed_nk.all(axis=1)
@@ -213,7 +213,7 @@ class Perturbation:
         least_bk: np.ndarray,
         others_z: np.ndarray,
     ) -> np.ndarray:
-        """Return the least counts, at least `least_bk`, by which each gene has the highest product of value and weight.
+        """Return the smallest counts, at least `least_bk`, for which each gene has the highest value times weight.
 
         `others_z` are the counts of the other genes, 0 for perturbed ones. More counts raise the value of a gene and
         lower those of the others, so the least number is found by halving. (Several genes together lower the others
@@ -238,7 +238,7 @@ class Perturbation:
 
 
 class PerturbedCells:
-    """Perturbed copies of cells, made as they are read: a :class:`scforge.data.Cells` that takes no memory.
+    """Perturbed copies of cells, created when they are read: a :class:`scforge.data.Cells` that needs no memory.
 
     Parameters
     ----------
@@ -247,9 +247,9 @@ class PerturbedCells:
     perturbation
         The perturbation.
     rows
-        Which cell each copy is of, int64, shape (N,).
+        Original cell of each copy, int64, shape (N,).
     genes
-        Which genes are perturbed in it, int32, shape (N, K).
+        Genes perturbed in each copy, int32, shape (N, K).
 
     Examples
     --------
@@ -292,13 +292,15 @@ class PerturbedCells:
                 yield self.block(rows, draw=window.draw)
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-        """Raise: copies are made of a sample of cells, not drawn from."""
-        raise OptionError("perturbed cells are not sampled; sample the cells that they are made of.")
+        """Raise, because perturbed copies cannot be sampled."""
+        raise OptionError("perturbed cells cannot be sampled; sample the original cells.")
 
     def with_vocab(self, vocab: GeneVocab) -> PerturbedCells:
         """Raise unless `vocab` is that of the cells."""
         if self.vocab is None or vocab.genes != self.vocab.genes:
-            raise OptionError("perturbed cells are over the genes of their source; map the source to the vocabulary.")
+            raise OptionError(
+                "perturbed cells are keep the genes of their source; map the source to the vocabulary first."
+            )
         return self
 
 
@@ -338,7 +340,7 @@ def with_counts(block: CellBlock, genes_bk: np.ndarray, counts_bk: np.ndarray) -
 
 
 def usual_shares(cells: CellSource) -> np.ndarray:
-    """Return the median share of the counts of a cell that each gene has where it is expressed, NaN where nowhere.
+    """Return the median share of the counts of a cell of each gene in the cells that express it, NaN if there are none.
 
     Float64, shape (G,).
     """
@@ -374,10 +376,10 @@ _COPIES = 16_384
 """Perturbed cells whose embeddings are held at a time."""
 
 _CONTROL_CELLS = 100
-"""Most cells that a control is perturbed in. A mean over fewer cells scatters more, which makes p-values larger."""
+"""Maximum number of cells in which a control is perturbed. With fewer cells, p-values increase."""
 
 _MIN_CELLS = 3
-"""Cells that a gene has to be perturbed in to be compared."""
+"""Minimum number of cells in which a gene must be perturbed to be compared."""
 
 _KINDS, _CELLS_PER_KIND, _DEPTHS = 8, 100, 3
 
@@ -399,27 +401,26 @@ def screen(
 ) -> pd.DataFrame:
     """Perturb genes in cells, and compare how far the cells move with matched control genes.
 
-    A gene is the unit of the comparison: it is perturbed in many cells, but these move alike, and every perturbation
-    moves them somewhat. So the question is whether they move further than with other genes. Controls are matched on
-    the share of cells that express them and on their dose, the root mean square of log1p CP10K there (a cosine falls
-    with the square of a change). Each is perturbed in the same way, in up to 100 of the cells that it applies to. Its
-    mean shift and dose are standardized to the strata (type and depth) of the cells in which the tested gene was
-    perturbed. The remaining difference in expression is removed by a linear regression of the log shift (of the
-    goal shift itself) over the controls. The p-value is the share of controls that do at least as much. Cells are no
-    replicates of it. Tested genes are controls of each other as well: the genes most like a highly expressed one may
-    all be tested.
+    Genes, not cells, are the unit of the comparison: all cells move in a similar way, and every perturbation moves them
+    somewhat. The test is whether cells move further than with other genes. Controls are matched on the share of cells
+    that express them and on their dose, the root mean square of log1p CP10K in these cells (the cosine decreases with
+    the square of a change). Each is perturbed in the same way, in up to 100 of the cells that it applies to. Its mean
+    shift and dose are standardized to the strata (type and depth) of the cells in which the tested gene was perturbed.
+    The remaining difference in expression is removed by a linear regression of the log shift (of the goal shift itself)
+    over the controls. The p-value is the share of controls with at least this shift. Tested genes are also controls of
+    each other, because the genes most similar to a highly expressed gene may all be tested.
 
-    `combinations` are genes that are perturbed together, as their number in the vocabulary, shape (C, K); `goal` is the
-    :func:`centroid` of cells that others might move to; `strata` are numbers of what cells are compared within, int64,
-    shape (N,), as :func:`strata_of` makes them. None compares all cells. `embedding` is that of the cells, if it
-    is known already.
+    `combinations` are genes that are perturbed together, as indices in the vocabulary, shape (C, K). `goal` is the
+    :func:`centroid` of the cells to move toward. `strata` are the strata within which cells are compared, int64, shape
+    (N,), from :func:`strata_of`; None means one stratum. `embedding` is the embedding of the cells, if it is already
+    known.
 
     Returns
     -------
-    One row a combination, in their order: ``n_cells``, ``n_controls``, ``shift``, ``shift_sd``, ``shift_z``,
-    ``p_value``; with a goal ``goal_shift``, ``goal_shift_sd``, ``goal_z``, ``goal_p_value``. NaN where nothing was
-    perturbed; z-scores and p-values also where that was in fewer than 3 cells. :func:`with_rates` adds false discovery
-    rates over all tests.
+    One row per combination, in the same order: ``n_cells``, ``n_controls``, ``shift``, ``shift_sd``, ``shift_z``,
+    ``p_value``; with a goal ``goal_shift``, ``goal_shift_sd``, ``goal_z``, ``goal_p_value``. NaN if nothing was
+    perturbed; z-scores and p-values are also NaN for fewer than 3 perturbed cells. :func:`with_rates` adds false
+    discovery rates over all tests.
 
     Examples
     --------
@@ -516,14 +517,15 @@ def mean_moves(
     perturbation: Perturbation,
     combinations: np.ndarray,
 ) -> np.ndarray:
-    """Return the mean move of the direction of cells that each combination makes, float64, shape (C, D).
+    """Return the mean shift of the direction of cells by each combination, float64, shape (C, D).
 
-    Genes with similar effects have moves of a high cosine. Subtract the mean over genes before comparing them: the
-    shift that all perturbations share does not describe a gene.
+    Genes with similar effects have shifts with a high cosine similarity. Subtract the mean over genes before comparing
+    them: the shift that all perturbations share does not describe a gene.
 
     Returns
     -------
-    Mean over cells of the embedding after less that before, both of length 1; NaN where nothing was perturbed.
+    Mean over cells of the embedding after minus before the perturbation, both of length 1; NaN if nothing was
+    perturbed.
 
     Examples
     --------
@@ -567,12 +569,12 @@ def units(embedding: np.ndarray) -> np.ndarray:
 
 
 def centroid(embedding: np.ndarray) -> np.ndarray:
-    """Return the mean direction of cells, length 1, shape (D,): each cell counts the same, however long its vector."""
+    """Return the mean direction of cells, length 1, shape (D,); vectors are normalized, so all cells count the same."""
     return units(units(embedding).mean(axis=0, keepdims=True))[0]
 
 
 def places_of(cells: CellSource) -> tuple[np.ndarray, float]:
-    """Return by what genes are matched, float64, shape (G, 2), and what the second was divided by.
+    """Return the values on which genes are matched, float64, shape (G, 2), and the divisor of the second.
 
     They are the logarithms of the share of cells that express a gene, and of the root mean square of its log1p CP10K in
     these, both in units of their standard deviations over the expressed genes. Genes that no cell expresses have the
@@ -627,7 +629,7 @@ class _Measured:
         return _Measured(np.concatenate([self.counts, other.counts]), *parts)
 
     def moments(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and standard deviation over the cells of each combination, NaN where there are too few."""
+        """Return mean and standard deviation over the cells of each combination, NaN if there are too few."""
         n_cells = self.counts.sum(axis=1)
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = self.sums[name].sum(axis=1) / n_cells
@@ -635,9 +637,9 @@ class _Measured:
             return mean, np.where(n_cells < 2, np.nan, np.sqrt(left / (n_cells - 1)))
 
     def standardized(self, name: str, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return the mean of each of the combinations `rows` if its cells were in strata as `weights` says.
+        """Return the mean of each of the combinations `rows`, standardized to the stratum weights `weights`.
 
-        Strata in which a combination has no cell do not count; NaN where it has none in any that does.
+        Strata in which a combination has no cell do not count; NaN if no stratum is left.
         """
         counts = self.counts[rows]
         there = np.where(counts > 0, weights, 0.0)

@@ -23,7 +23,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     Raises
     ------
     ModelFileError
-        If it is not a safetensors file, or damaged.
+        If it is not a safetensors file, or corrupted.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -31,7 +31,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        what = f"is corrupted, or no safetensors file ({first_line(error)})"
+        what = f"is corrupted or is not a safetensors file ({first_line(error)})"
         raise ModelFileError(f"{str(path)!r} {what}; copy it again, or see scforge convert-checkpoint.") from error
 
 

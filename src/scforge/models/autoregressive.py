@@ -76,11 +76,11 @@ def generate_cells(
     condition
         Class of each cell, int64, shape (B,), or one for all; 0 or None for none.
     max_len
-        Maximum number of tokens per cell, all included; None for as many as `model` and the genes allow.
+        Maximum number of tokens per cell, including special tokens; None means as many as `model` and the genes allow.
     eos_id
         Token that ends a cell; None lets all cells grow to `max_len`. It is not drawn as long as a cell has no gene.
     first_id
-        Token that cells begin with; None for a model of cells that begin with a gene, which needs a prompt.
+        First token of each cell. If None, cells begin with a gene, so generation needs a prompt.
     n_special
         Ids below this one are those of special tokens.
     first_cell
@@ -99,8 +99,8 @@ def generate_cells(
         max_len = most
     if check_count("max_len", max_len, "tokens", least=1 + n_first) > most:
         raise OptionError(
-            f"max_len={max_len} is more than the {most} tokens that a cell of the model can have, as no gene comes "
-            f"twice and max_seq_len={model.max_seq_len}; lower it."
+            f"max_len={max_len} is more than the {most} tokens that a cell can have, because each gene occurs once "
+            f"and max_seq_len={model.max_seq_len}; lower it."
         )
     begin = _begin(prompt, n_cells, first_id, n_special, model, max_len)
     classes = None if condition is None else number_of_each("condition", condition, n_cells, device)
@@ -391,8 +391,8 @@ class AutoregressiveTransformer(Architecture):
         check_choice("pooling", pooling, sorted(POOLINGS))
         if pooling == _READOUT and causal_encode and not shift_labels:
             raise OptionError(
-                "pooling='cls' with shift_labels=False is the first token, which attends to no other in a causal "
-                "encode; choose causal_encode=False or pooling='mean'."
+                "pooling='cls' with shift_labels=False uses the first token, which attends to no other token in a "
+                "causal encoder; choose causal_encode=False or pooling='mean'."
             )
         self.shift_labels = self.predicts_next = shift_labels
         self.causal_encode = causal_encode
@@ -474,7 +474,7 @@ class AutoregressiveTransformer(Architecture):
         values
             Expression values, shape (B, S).
         labels
-            Token ids to predict, aligned with `input_ids`, shape (B, S); -100 where there is nothing to predict.
+            Token ids to predict, aligned with `input_ids`, shape (B, S); -100 at positions without a target.
         bin_ids, bin_labels
             Bins to predict, aligned with `input_ids`, shape (B, S), at the tokens that have a label; of the two
             `bin_labels` counts, where -100 is nothing to predict.

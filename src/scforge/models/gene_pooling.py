@@ -124,8 +124,8 @@ class GenePoolingModel(Architecture):
     adds: at a hidden position it knows the position and nothing of the other tokens.
 
     ``pooling="weighted_sum"``, the fast form: a sum of gene embeddings weighted by expression, then LayerNorm, GELU and
-    a linear layer, `num_layers` times and once more to `latent_dim`. It costs a sparse sum a cell and is what
-    ``Encoder`` uses on small data. Masked genes are predicted from the cell as a whole.
+    a linear layer, `num_layers` times and once more to `latent_dim`. It costs one sparse sum per cell. ``Encoder`` uses
+    it on small data. Masked genes are predicted from the cell as a whole.
 
     Parameters
     ----------
@@ -154,14 +154,15 @@ class GenePoolingModel(Architecture):
         Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
         :class:`scforge.models.components.GeneVectorEmbedding`. ``Encoder`` sets it for tokenizers with gene vectors.
     n_batches
-        Give ``"weighted_sum"`` a variance of the latent and a decoder of expression that is conditioned on one of this
-        many batches, 0 for none to tell; None leaves variance and decoder out. Objectives that decode set it.
+        Give ``"weighted_sum"`` a variance of the latent and an expression decoder that is conditioned on this many
+        batches. 0 means that the decoder is not conditioned on batches. If None, there is neither variance nor decoder.
+        Objectives with a decoder set it.
     decoder_dim
         Width of the decoder.
     n_special
         Tokens of the vocabulary that are not genes, which are not decoded.
     projector_dim
-        Width of an MLP projection head (:meth:`project`); None for none. Objectives set it.
+        Width of an MLP projection head (:meth:`project`); None means no head. Objectives set it.
 
     Examples
     --------

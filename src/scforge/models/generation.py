@@ -53,7 +53,7 @@ def read_prompt(
     again = mask & ~first_of_its_kind(ids.masked_fill(~mask, -1))
     if bool(again.any()):
         row, column = again.nonzero()[0].tolist()
-        raise OptionError(f"prompt has the gene {int(ids[row, column])} twice in cell {row}; give each once.")
+        raise OptionError(f"prompt has the gene {int(ids[row, column])} twice in cell {row}; pass each once.")
     return Prompt(ids, values, mask, first)
 
 
@@ -69,7 +69,7 @@ def _tensors_of(prompt: Mapping[str, torch.Tensor], n_cells: int) -> tuple[torch
         if tensor.shape != ids.shape:
             raise OptionError(f"prompt has {name} of shape {tuple(tensor.shape)} for ids of {tuple(ids.shape)}.")
     if ids.ndim not in (1, 2) or (ids.ndim == 2 and len(ids) != n_cells):
-        raise OptionError(f"prompt has ids of shape {tuple(ids.shape)}; give (P,), or ({n_cells}, P) for n_cells.")
+        raise OptionError(f"prompt has ids of shape {tuple(ids.shape)}; pass (P,), or ({n_cells}, P) for n_cells.")
     shape = (n_cells, ids.shape[-1])
     return ids.expand(shape), values.expand(shape), mask.expand(shape)
 

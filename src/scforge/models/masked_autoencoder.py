@@ -83,8 +83,7 @@ def lay_out(tokens_bs: torch.Tensor, hidden_bs: torch.Tensor | None = None) -> L
     Parameters
     ----------
     tokens_bs, hidden_bs
-        True for tokens, and for those of them that are hidden, bool, shape (B, S). Without the latter, tokens stay
-        where they are.
+        Masks of all tokens and of masked tokens, bool, shape (B, S). Without `hidden_bs`, the order does not change.
     """
     positions_bs = token_positions(tokens_bs)
     if hidden_bs is None or not tokens_bs.numel():
@@ -109,7 +108,7 @@ class MaskedAutoencoder(Architecture):
     pooled from that one pass. The decoder gets, for each visible token its encoder state, for each hidden one a learned
     mask token, and for both which gene it is; it predicts the value of the hidden ones.
 
-    The decoder knows tokens by their gene, not by their place. Positions, where there are any, enter the encoder alone.
+    The decoder knows tokens by their gene, not by their place. If there are positions, only the encoder receives them.
     In a ranking the position of a masked token reveals its value, so move masked tokens to the end, as the objective
     ``masked_value_prediction`` does, or leave positions out, which is the default.
 
@@ -120,7 +119,7 @@ class MaskedAutoencoder(Architecture):
     encoder_dim, encoder_layers, encoder_heads
         Width H, blocks and attention heads of the encoder.
     decoder_dim, decoder_layers, decoder_heads
-        The same of the decoder; None takes half of `encoder_dim`, and `encoder_heads`.
+        Width and heads of the decoder. If None, uses half of `encoder_dim`, and `encoder_heads`.
     ffn_dim
         Width of the encoder's feed-forward layers; ``4 * encoder_dim`` if None. In the decoder ``4 * decoder_dim``.
     dropout
@@ -425,7 +424,7 @@ class MaskedAutoencoder(Architecture):
     def _loss(
         self, raw_m: torch.Tensor, target_m: torch.Tensor, genes_m: torch.Tensor, offset_m: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the mean loss of masked values; 0 where there is none."""
+        """Return the mean loss of masked values; 0 if there is none."""
         if offset_m is None:
             return (raw_m - target_m).square().sum() / max(1, len(target_m))
         if target_m.device.type == "cpu" and not torch.compiler.is_compiling():

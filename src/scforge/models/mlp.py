@@ -39,7 +39,7 @@ class MLPEncoder(GenePoolingModel):
     layer_norm_eps
         Epsilon of the layer norms.
     gene_vectors, n_batches, decoder_dim, n_special, projector_dim
-        As for :class:`GenePoolingModel`.
+        See :class:`GenePoolingModel`.
 
     Examples
     --------

@@ -105,7 +105,7 @@ class CellModule(Protocol):
         values
             Expression value of each token, float32, shape (B, S).
         labels
-            Token ids to predict, int64, shape (B, S); -100 where there is nothing to predict.
+            Token ids to predict, int64, shape (B, S); -100 at positions without a target.
         **kwargs
             Other keys of a batch; those that the architecture does not use are ignored.
 

@@ -87,7 +87,7 @@ def own_names(architecture: Any, options: dict[str, Any]) -> dict[str, Any]:
         if shared in options and own in options:
             name = architecture.__name__
             raise OptionError(
-                f"{shared}={options[shared]!r} and {own}={options[own]!r} are the same option of {name}; keep one."
+                f"{shared}={options[shared]!r} and {own}={options[own]!r} are the same option of {name}; keep only one."
             )
     return {renamed.get(option, option): value for option, value in options.items()}
 

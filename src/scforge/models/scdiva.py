@@ -67,7 +67,7 @@ class Seen:
     tokens
         True for tokens, bool.
     values
-        Expression values, float; 0 where there is none to be seen.
+        Expression values, float; 0 if the value is masked.
     has_gene
         True for genes whose identity is seen.
     has_value
@@ -468,7 +468,7 @@ class ScDiVaModel(Architecture):
         task
             ``"annotation"``: logits of cell types, (B, T); ``"batch_integration"``: expression, (B, G).
         batch
-            Batch in which expression is wanted; None for the mean of all.
+            Batch for which expression is predicted; None means the mean of all.
         """
         check_choice("task", task, _TASKS)
         with evaluating(self):
@@ -573,7 +573,7 @@ class ScDiVaModel(Architecture):
         """Run the transformer on profiles; return the read-out, (B, H)."""
         if x_bg.ndim != 2 or x_bg.shape[1] != self.num_genes or not x_bg.is_floating_point():
             raise OptionError(
-                f"a profile of {x_bg.dtype} and shape {tuple(x_bg.shape)} was given; give floats (B, {self.num_genes}) "
+                f"a profile of {x_bg.dtype} and shape {tuple(x_bg.shape)} was given; pass floats (B, {self.num_genes}) "
                 "for the genes of the model, or tokens with their attention_mask."
             )
         # (On other devices the check would wait for them.)
@@ -617,7 +617,7 @@ class ScDiVaModel(Architecture):
         weights = torch.as_tensor(weights)
         if tuple(weights.shape) != (self.num_genes,):
             raise OptionError(
-                f"weights has the shape {tuple(weights.shape)}; give one number per gene, {self.num_genes}."
+                f"weights has the shape {tuple(weights.shape)}; pass one number per gene, {self.num_genes}."
             )
         if self.gene_weights is not None:
             self.gene_weights.copy_(weights)
@@ -890,8 +890,8 @@ class ScDiVaModel(Architecture):
             Known part of the cells: ``input_ids``, (P,) for all cells or (B, P), and if given ``values`` (NaN where
             they are to be predicted; without them all are) and ``attention_mask``, of the same shape.
         n_tokens
-            Tokens of a cell, prompt and `first_id` included, or of each, int64, (B,); None draws from the lengths that
-            the model was trained on.
+            Number of tokens per cell, including prompt and `first_id`, or one number for each cell, int64, (B,). If
+            None, draws from the lengths that the model was trained on.
         n_steps
             Steps of the unmasking; a few more where draws collide.
         temperature
@@ -936,7 +936,9 @@ class ScDiVaModel(Architecture):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return ids, values (NaN for values to sample) and mask of the prompts, (B, P)."""
         if not 0 < mask_id < self.n_special:
-            raise OptionError(f"mask_id={mask_id} is none of the {self.n_special} special tokens; give that of MASK.")
+            raise OptionError(
+                f"mask_id={mask_id} is not one of the {self.n_special} special tokens; pass the id of MASK."
+            )
         ids, values, mask, first = read_prompt(prompt, n_cells, first_id, self.n_special, self.vocab_size)
         known = mask & ~first
         wrong = known & (values.isinf() | (values < 0))
@@ -956,11 +958,11 @@ class ScDiVaModel(Architecture):
         """Return the number of tokens of each cell, int64, (B,)."""
         most, n_given = min(self.num_genes + (first_id is not None), self.max_generated), int(given_b.max())
         if n_given > most:
-            raise OptionError(f"prompt has {n_given} tokens, but the model takes {most} of a cell; pass fewer.")
+            raise OptionError(f"prompt has {n_given} tokens, but the maximum of the model is {most}; pass fewer.")
         if n_tokens is None:
             if self.length_quantiles is None or not bool(self.length_quantiles.any()):
                 raise OptionError(
-                    "n_tokens=None needs a model that has learned lengths of cells; pass n_tokens, or train it."
+                    "n_tokens=None needs a model that was trained on lengths of cells; pass n_tokens, or train it."
                 )
             places = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in draws]) * 100
             low = places.floor().long().clamp(max=99)
@@ -971,7 +973,7 @@ class ScDiVaModel(Architecture):
         if bool((lengths < given_b.clamp(min=1)).any()) or int(lengths.max()) > most:
             raise OptionError(
                 f"n_tokens={int(lengths.min())} to {int(lengths.max())} is not between the {n_given} tokens of prompt "
-                f"and the {most} that the model takes; give a number between, at least 1."
+                f"and the {most} of the model; pass a number in this range, at least 1."
             )
         return lengths
 

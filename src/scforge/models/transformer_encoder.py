@@ -86,8 +86,8 @@ class TransformerEncoder(Architecture):
     n_special
         Tokens with ids below this are special ones.
     special_value, mask_value
-        Value of special tokens, and of hidden ones, instead of those of the batch (scGPT: -2 and -1); None leaves
-        them.
+        Values of special tokens and of masked tokens, which replace those of the batch (scGPT: -2 and -1). If None,
+        leaves them unchanged.
     final_norm
         Whether a norm follows the last layer; None adds one to pre-norm layers.
     embedding_layer
@@ -145,14 +145,16 @@ class TransformerEncoder(Architecture):
         if expression_head is not None:
             check_choice("expression_head", expression_head, ["value", "deep", "bin"])
         if (expression_head == "bin") != (n_bins is not None):
-            raise OptionError(f"n_bins={n_bins!r} does not work with expression_head={expression_head!r}; give both.")
+            raise OptionError(f"n_bins={n_bins!r} does not work with expression_head={expression_head!r}; pass both.")
         if tie_head and (gene_vectors is not None or not gene_head):
             raise OptionError(
                 "tie_head=True needs a learned gene embedding and a head that shares it, so neither gene_vectors nor "
                 "gene_head=False; leave one of them out."
             )
         if embedding_layer >= num_layers:
-            raise OptionError(f"embedding_layer={embedding_layer} but there are {num_layers} layers; give less.")
+            raise OptionError(
+                f"embedding_layer={embedding_layer} but there are {num_layers} layers; pass a smaller number."
+            )
         if not n_special and (pooling in ("depths", "genes") or special_value is not None):
             raise OptionError(
                 f"pooling={pooling!r} and special_value={special_value!r} need n_special, the number of special tokens."
@@ -231,14 +233,14 @@ class TransformerEncoder(Architecture):
         values
             Expression values, shape (B, S).
         labels
-            Token ids to predict, shape (B, S); -100 where there is nothing to predict.
+            Token ids to predict, shape (B, S); -100 at positions without a target.
         attention_bias
             Number to add to the attention scores of each token as a key, shape (B, S).
         masked_positions, value_labels
             Positions whose value is to predict (bool) and the values, shape (B, S); for ``expression_head="value"`` and
             ``"deep"``.
         bin_labels
-            Bins to predict, shape (B, S), -100 where there is nothing to predict; for ``expression_head="bin"``.
+            Bins to predict, shape (B, S), -100 at positions without a target; for ``expression_head="bin"``.
         return_logits
             If false, heads run only where there is something to predict, and ``logits`` and ``expression`` are None.
         output_hidden_states, output_attentions

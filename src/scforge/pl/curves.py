@@ -35,7 +35,7 @@ def training_curves(
     title
         Title of the axes.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------
@@ -44,7 +44,7 @@ def training_curves(
     Raises
     ------
     OptionError
-        If `history` is neither, or has no such figure.
+        If `history` has another type, or does not contain the metric.
 
     Examples
     --------
@@ -60,7 +60,7 @@ def training_curves(
     history = getattr(history, "history_", history)
     names = {"train": f"train_{metric}", "validation": f"validation_{metric}"}
     if not any(name in history for name in names.values()):
-        raise OptionError(f"history has no 'train_{metric}'; train the model first, or name another metric.")
+        raise OptionError(f"history has no 'train_{metric}'; train the model first, or choose another metric.")
     ax = new_axes(ax, 4, 3)
     n_epochs = max(len(history[name]) for name in names.values() if name in history)
     for (label, name), color in zip(names.items(), ("tab:blue", "tab:orange"), strict=True):

@@ -35,15 +35,14 @@ def precision_recall(
         The columns ``method``, ``recall``, ``precision`` and ``auprc``, the area in the legend, as of
         :func:`scforge.eval.networks.network_curves`.
     kinds
-        Kind of each method, ``"model"`` or ``"baseline"``; baselines are gray. None takes the column ``kind`` of
+        Kind of each method, ``"model"`` or ``"baseline"``; baselines are gray. If None, uses the column ``kind`` of
         `curves`, or plots all in color.
     chance
-        Precision of random scores, a dotted line; None takes that of the points at recall 1, where all pairs are
-        taken.
+        Precision of random scores, a dotted line. If None, uses the precision at recall 1, where all pairs are taken.
     title
         Title of the axes.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------
@@ -52,7 +51,7 @@ def precision_recall(
     Raises
     ------
     DataError
-        If a column is not there.
+        If a column is missing.
 
     Examples
     --------
@@ -106,13 +105,13 @@ def attention_heatmap(
         Annotated data with ``varp[key]``, as ``model.get_attention`` writes it: row i, column j is the attention of
         gene i to gene j.
     genes
-        Genes to plot, among ``adata.var_names``; None takes the `n_genes` with the highest attention.
+        Genes to plot, among ``adata.var_names``. If None, uses the `n_genes` with the highest attention.
     key
         Key in ``adata.varp``.
     n_genes
         How many, if `genes` is None.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------
@@ -121,7 +120,7 @@ def attention_heatmap(
     Raises
     ------
     DataError
-        If the key or a gene is not there, or there is no attention among the genes.
+        If the key or a gene is missing, or there is no attention among the genes.
 
     Examples
     --------
@@ -141,7 +140,9 @@ def attention_heatmap(
     rows = _genes_of(adata, genes, graph, n_genes)
     values = graph[rows][:, rows].toarray().astype(float)
     if not (values > 0).any():
-        raise DataError("there is no attention between these genes in the graph; name others, or leave genes out.")
+        raise DataError(
+            "there is no attention between these genes in the graph; choose other genes, or leave genes out."
+        )
     order = _alike(values)
     values, names = values[np.ix_(order, order)], [str(adata.var_names[rows[row]]) for row in order]
     n_shown = len(names)

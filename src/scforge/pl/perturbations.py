@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _LOWER_IS_BETTER = ("rank", "mse", "mae", "wmse", "energy_distance")
 _KINDS = {"scforge": "model", "prediction": "model", "technical_duplicate": "ceiling"}
-"""What methods are, where a table does not say."""
+"""Default kinds of methods for tables without this column."""
 
 
 def perturbation_scatter(
@@ -29,7 +29,7 @@ def perturbation_scatter(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw the predicted over the measured effect of a perturbation on each gene.
+    """Plot the predicted against the measured effect of a perturbation on each gene.
 
     Parameters
     ----------
@@ -43,7 +43,7 @@ def perturbation_scatter(
     title
         Title of the axes, e.g. the perturbation.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------
@@ -52,7 +52,7 @@ def perturbation_scatter(
     Raises
     ------
     DataError
-        If a column is not there, or fewer than two genes have both effects.
+        If a column is missing, or fewer than two genes have both effects.
 
     Examples
     --------
@@ -118,10 +118,10 @@ def perturbation_ranks(table: pd.DataFrame, *, metric: str = "rank", ax: Axes | 
         One row per perturbation and method: the columns ``method`` and `metric`, as in
         ``adata.uns["scforge"]["metrics_per_perturbation"]``; ``kind``, if present, is the kind of each method.
     metric
-        Column to draw. ``rank``: the share of measured effects that are more similar to the prediction than the own; a
-        dashed line is chance.
+        Column to draw. For ``rank``, the share of measured effects that are more similar to the prediction than the
+        true effect, a dashed line marks chance.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------
@@ -130,7 +130,7 @@ def perturbation_ranks(table: pd.DataFrame, *, metric: str = "rank", ax: Axes | 
     Raises
     ------
     DataError
-        If a column is not there.
+        If a column is missing.
 
     Examples
     --------
@@ -173,22 +173,22 @@ def perturbation_ranks(table: pd.DataFrame, *, metric: str = "rank", ax: Axes | 
 def in_silico_ranking(
     table: pd.DataFrame, *, metric: str = "shift_z", n_genes: int = 20, title: str | None = None, ax: Axes | None = None
 ) -> Axes:
-    """Draw the genes that move the embedding most, the first on top, and how far they move an untrained network.
+    """Plot the genes that move the embedding most, the first on top, with the shifts of an untrained network.
 
     Parameters
     ----------
     table
-        What :meth:`scforge.models.Encoder.perturb_in_silico` returns; of several groups, the rows of one. Genes
+        Result of :meth:`scforge.models.Encoder.perturb_in_silico`. With several groups, the rows of one group. Genes
         without `metric` are left out.
     metric
         Column to rank by, ``"shift_z"`` or ``"goal_z"``. Where the table has ``<metric>_untrained``, it is the second
         marker.
     n_genes
-        Most genes, or pairs of genes, to draw.
+        Maximum number of genes, or pairs of genes, to plot.
     title
         Title of the axes.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------
@@ -197,9 +197,9 @@ def in_silico_ranking(
     Raises
     ------
     DataError
-        If a column is not there, no gene has a value, or the table has several groups.
+        If a column is missing, no gene has a value, or the table has several groups.
     OptionError
-        If there is no such `metric`.
+        If the metric is unknown.
 
     Examples
     --------
@@ -215,7 +215,7 @@ def in_silico_ranking(
     check_count("n_genes", n_genes, "genes")
     if "group" in table and table["group"].nunique() > 1:
         group = table["group"].iloc[0]
-        raise DataError(f"table has several groups; draw one of them, e.g. table[table['group'] == {group!r}].")
+        raise DataError(f"table has several groups; plot one of them, e.g. table[table['group'] == {group!r}].")
     top = table.dropna(subset=[metric]).sort_values(metric, ascending=False, kind="stable").head(n_genes)
     if not len(top):
         raise DataError(f"table has no gene with a value of {metric!r}; perturb more cells, or set n_permutations.")

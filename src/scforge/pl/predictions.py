@@ -43,7 +43,7 @@ def confusion_matrix(
     table
         Key in ``adata.uns["scforge"]``.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------
@@ -52,7 +52,7 @@ def confusion_matrix(
     Raises
     ------
     DataError
-        If a column or the table is not there, or no cell has both classes.
+        If a column or the table is missing, or no cell has both classes.
 
     Examples
     --------
@@ -90,7 +90,7 @@ def _left_out(n_cells: int) -> str:
 def _counts(
     data: AnnData | pd.DataFrame, truth: str | None, predicted: str | None, table: str
 ) -> tuple[pd.DataFrame, int]:
-    """Return cells by true (row) and predicted (column) class, and how many have not both."""
+    """Return the confusion matrix, and the number of cells without true or predicted class."""
     if truth is not None:
         columns = _columns(data, truth, f"scforge_{truth}" if predicted is None else predicted)
         columns.columns = ["label", "predicted"]
@@ -103,7 +103,7 @@ def _counts(
         found, left_out = data, 0
     else:
         written = data.uns.get(UNS_KEY, {})
-        fix = "call annotator.evaluate(adata) first, or name the columns of obs, truth=... and predicted=..."
+        fix = "call annotator.evaluate(adata) first, or pass the columns of obs as truth=... and predicted=..."
         check_known("table", table, written, f"adata.uns[{UNS_KEY!r}]", fix=fix)
         found, left_out = written[table], 0
     check_columns("data", found, ("label", "predicted", "n_cells"))
@@ -141,13 +141,13 @@ def calibration(
     data
         Annotated data, or a table with a row per cell.
     truth, predicted, confidence
-        Columns of obs with the true class, the predicted one (``scforge_<truth>`` if None), and the probability of that
-        (``<predicted>_confidence`` if None, as ``annotator.predict`` writes it). Cells that lack one of them, and
+        Columns of ``obs`` with the true class, the predicted class (``scforge_<truth>`` if None), and its probability
+        (``<predicted>_confidence`` if None, as ``annotator.predict`` writes it). Cells without one of them, and
         unassigned cells, are left out; their number is shown.
     n_bins
         Bins of equal width.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------
@@ -156,7 +156,7 @@ def calibration(
     Raises
     ------
     DataError
-        If a column is not there, no cell has all three, or a confidence is not between 0 and 1.
+        If a column is missing, no cell has all three, or a confidence is not between 0 and 1.
 
     Examples
     --------

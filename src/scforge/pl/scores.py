@@ -41,15 +41,16 @@ def metrics(
     metrics
         Metrics to plot; None plots all. The first determines the order of the methods.
     benchmark
-        Which, if there are several.
+        Benchmark to plot, if there are several.
     lower_is_better
-        Metrics for which lower is better; None takes them from the report, or from that column of its table.
+        Metrics for which lower is better. If None, reads them from the report, or from the column ``lower_is_better``
+        of its table.
     ax
-        Axes to draw on, one a metric; new ones if None.
+        Axes to draw on, one per metric; if None, creates new axes.
 
     Returns
     -------
-    The axes, one a metric.
+    The axes, one per metric.
 
     Raises
     ------
@@ -87,10 +88,10 @@ def metrics(
     else:
         axes = list(ax) if isinstance(ax, Sequence | np.ndarray) else [ax]
     if len(axes) != len(chosen):
-        raise OptionError(f"ax holds {len(axes)} axes for {len(chosen)} metrics; pass one a metric.")
+        raise OptionError(f"ax contains {len(axes)} axes for {len(chosen)} metrics; pass one per metric.")
     for name, one in zip(chosen, axes, strict=True):
         _panel(one, frame[frame["metric"] == name].set_index("method"), order, kinds)
-        one.set_xlabel(name.replace("_", " ") + ("\n(less is better)" if name in lower_is_better else ""))
+        one.set_xlabel(name.replace("_", " ") + ("\n(lower is better)" if name in lower_is_better else ""))
     for one in axes[:1] if ax is None else axes:
         name_rows(one, order, kinds)
     shown = [kind for kind in KINDS if kind in kinds.values()]
@@ -101,7 +102,7 @@ def metrics(
 
 
 def _of_benchmark(report: Any, benchmark: str | None) -> pd.DataFrame:
-    """Return the figures of a benchmark; of the only one, if none is named."""
+    """Return the scores of a benchmark; by default, of the only one."""
     frame = check_columns("report", report, ("method", "metric", "value"))
     if "benchmark" not in frame:
         return frame
@@ -144,9 +145,9 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
         ``value``), or a table with one row per method and one column per metric. ``bio``, ``batch`` and ``total`` are
         totals; the methods are sorted by the last of them that is there, or by their mean.
     benchmark
-        Which, if there are several.
+        Benchmark to plot, if there are several.
     ax
-        Axes to draw on; new ones if None.
+        Axes to draw on. If None, creates new axes.
 
     Returns
     -------

@@ -28,15 +28,15 @@ def embeddings(
     Parameters
     ----------
     adata
-        Annotated data. ``obsm["<key>_umap"]`` is computed with scanpy for each embedding, and stays there.
+        Annotated data. ``obsm["<key>_umap"]`` is computed with scanpy for each embedding and kept.
     obsm_keys
         Key or keys in ``adata.obsm``; as a mapping, with the title of each.
     color
         Column of ``adata.obs`` with categories; a list plots one row of UMAPs per column.
     n_neighbors, seed
-        Of the neighbor graph and of UMAP.
+        Random seed of the neighbor graph and of UMAP.
     axes
-        Axes to plot on, one for each column and embedding, row by row; new ones if None.
+        Axes to plot on, one for each column and embedding, row by row. If None, creates new axes.
 
     Returns
     -------

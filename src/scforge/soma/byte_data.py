@@ -1,4 +1,4 @@
-"""Batches of bytes: chunks of documents, tokenized as they are needed.
+"""Batches of bytes: chunks of documents, tokenized on demand.
 
 Shapes: B chunks, S tokens.
 """
@@ -20,9 +20,9 @@ from scforge.soma.v1.configs import V1_EOS_TOKEN_ID, V1_PAD_TOKEN_ID
 
 
 class Chunks:
-    """The chunks of documents, those that :func:`scforge.soma.v1.tokenizer.tokenize` makes of each.
+    """The chunks of documents, as :func:`scforge.soma.v1.tokenizer.tokenize` returns them.
 
-    One byte a byte is kept; tokens are made of it a batch at a time.
+    Only the bytes are kept in memory; tokens are created one batch at a time.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ class Chunks:
         per_document = -(-sizes // seq_len)
         ends = np.cumsum(sizes)
         self.documents = np.repeat(np.arange(len(sizes)), per_document)
-        """Number of the document of each chunk."""
+        """Index of the document of each chunk."""
         first = np.cumsum(per_document) - per_document
         within = np.arange(per_document.sum()) - np.repeat(first, per_document)
         self._starts = np.repeat(ends - sizes, per_document) + within * seq_len
@@ -80,16 +80,16 @@ class Chunks:
 
 
 def hold_out(documents: Sequence[Document], share: float, *, seed: int) -> tuple[list[Document], list[Document]]:
-    """Split documents into those to learn from and those held out, which have about `share` of the bytes.
+    """Split documents into training and held-out documents; the latter have about `share` of the bytes.
 
-    Whole documents are held out, in a random order, without those that would lead further beyond the share than they
-    bring it nearer. Where they make less than half of the share, the end of the largest other one is held out too.
-    Equal documents stay together, so that nothing held out is learnt by heart.
+    Whole documents are held out in random order, except documents that would exceed the share by more than they
+    approach it. If they are less than half of the share, the end of the largest other document is held out too.
+    Identical documents stay together, so that held-out documents are not memorized.
 
     Raises
     ------
     OptionError
-        If `share` is not a number from 0 to below 1, or nothing is left to learn from.
+        If `share` is not a number from 0 to below 1, or no training documents are left.
 
     Examples
     --------
@@ -127,18 +127,18 @@ def hold_out(documents: Sequence[Document], share: float, *, seed: int) -> tuple
 
 
 class ByteBatches:
-    """The batches of an epoch; which they are depends on seed and epoch alone.
+    """The batches of an epoch, which depend only on seed and epoch.
 
     Parameters
     ----------
     data
         The data module.
     chunks
-        What the batches are of.
+        The chunks to sample batches from.
     shuffle
         Whether they are sampled at random.
     start
-        How many batches of the epoch are left out, as they were taken before.
+        Number of batches of the epoch to skip, because they were already used.
     """
 
     def __init__(self, data: ByteData, chunks: Chunks, *, shuffle: bool, start: int = 0) -> None:
@@ -194,12 +194,12 @@ class ByteData(lightning.LightningDataModule):
         self._start = 0
 
     def train_dataloader(self) -> ByteBatches:
-        """Batches to learn from, in another order each epoch."""
+        """Training batches, in a different order in each epoch."""
         start, self._start = self._start, 0
         return ByteBatches(self, self.train_chunks, shuffle=True, start=start)
 
     def val_dataloader(self) -> ByteBatches | list[Any]:
-        """Batches that are held out."""
+        """Held-out batches."""
         return ByteBatches(self, self.held_out_chunks, shuffle=False) if len(self.held_out_chunks) else []
 
     def position(self, *, begins_epoch: bool) -> dict[str, int]:

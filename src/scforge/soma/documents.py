@@ -58,7 +58,7 @@ def read_documents(
     field
         Field of FASTA headers with the names, see :func:`read_fasta`.
     gene_column, text_column
-        Columns of tables with the names and the texts; None for ``"gene"`` and ``"text"``.
+        Columns of tables with the names and the texts; None means ``"gene"`` and ``"text"``.
 
     Returns
     -------
@@ -67,11 +67,11 @@ def read_documents(
     Raises
     ------
     OptionError
-        If an option cannot be used, or is of use to none of the files.
+        If an option is invalid, or has no effect on any of the files.
     MissingFileError
         If a file does not exist.
     DataError
-        If a file is empty, is not what `kind` says, or lacks a column.
+        If a file is empty, does not match `kind`, or lacks a column.
 
     Examples
     --------
@@ -110,7 +110,7 @@ def _paths(files: Files) -> list[Path]:
     except TypeError as error:
         raise OptionError(f"files={files!r} is neither the name of a file nor a list of names.") from error
     if not paths:
-        raise OptionError("files names no file; pass at least one.")
+        raise OptionError("files is empty; pass at least one.")
     return paths
 
 
@@ -211,7 +211,7 @@ def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> lis
         The file.
     field
         Name records by a field of their header, e.g. ``"gene_symbol"`` for ``gene_symbol:TP53`` (Ensembl) or ``"GN"``
-        for ``GN=TP53`` (UniProt); None takes the first word of the header. The value is a word; that of a UniProt
+        for ``GN=TP53`` (UniProt). If None, uses the first word of the header. The value is a word; that of a UniProt
         field, which has a name of two capitals, continues until the next such field.
 
     Returns
@@ -238,7 +238,7 @@ def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> lis
     data = _content(Path(path)).removeprefix(_BYTE_ORDER_MARK).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     before, *parts = re.split(rb"^>", data, flags=re.MULTILINE)
     if not parts or before.strip():
-        raise DataError(f"{where} does not begin with a FASTA record, which begins with a line such as '>name'.")
+        raise DataError(f"{where} does not begin with a FASTA record, which starts with a line such as '>name'.")
     records = []
     for number, part in enumerate(parts, 1):
         header, _, rest = part.partition(b"\n")
@@ -259,5 +259,5 @@ def _name(header: str, field: str | None, where: str) -> str:
     if found is not None and re.fullmatch("[A-Z]{2}", field):
         found = re.search(rf"(?:^|\s){field}=(\S.*?)(?=\s+[A-Z]{{2}}=|$)", header) or found
     if found is None:
-        raise DataError(f"{where} ({header[:60]!r}) has no field {field!r}; name one that all headers have.")
+        raise DataError(f"{where} ({header[:60]!r}) has no field {field!r}; choose a field that all headers have.")
     return found[1]

@@ -50,11 +50,11 @@ def embed(
     files
         What to embed, see :func:`read_documents`.
     model
-        Folder of the model, or of its training; or what :func:`scforge.soma.train` returned.
+        Folder of the model or of its training run, or the result of :func:`scforge.soma.train`.
     output
         Where to write the table: ``.parquet`` or ``.npz``, which the tokenizer ``gene_embedding`` reads, or ``.csv``.
     duplicates
-        ``"error"`` if a name stands more than once, or ``"mean"`` of the vectors, e.g. of the isoforms of a gene.
+        ``"error"`` to reject duplicate names, or ``"mean"`` to average their vectors, e.g. of the isoforms of a gene.
     batch_size
         Sequences at once.
     device
@@ -77,9 +77,9 @@ def embed(
     MissingFileError
         If a file or the model does not exist.
     ModelFileError
-        If the model is damaged.
+        If the model is corrupted.
     DataError
-        If a file is empty or cannot be read, or a name stands more than once.
+        If a file is empty or cannot be read, or a name occurs more than once.
 
     Examples
     --------

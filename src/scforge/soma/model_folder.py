@@ -27,7 +27,7 @@ _FORMAT = 1
 
 
 def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str, Any]) -> None:
-    """Write a model into a folder that is being made; `facts` about its training are JSON-safe."""
+    """Write a model into a new folder; `facts` about its training are JSON-safe."""
     model.save(folder / WEIGHTS)
     content = {
         "format": _FORMAT,
@@ -52,7 +52,7 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
     MissingFileError
         If there is none.
     ModelFileError
-        If a file is damaged, or weights and configuration do not fit.
+        If a file is corrupted, or weights and configuration do not fit.
     """
     if not isinstance(folder, str | os.PathLike):
         raise OptionError(f"{argument} is of type {type(folder).__name__}; pass the folder of a training run.")

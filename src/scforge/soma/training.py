@@ -47,10 +47,10 @@ from scforge.training.plan import NotFiniteError, TrainingPlan
 logger = logging.getLogger("scforge")
 
 _SECONDS = 60.0
-"""Between two lines of the log."""
+"""Seconds between two lines of the log."""
 
 _BITS_OF_FIRST = 8.0
-"""What the first byte of a chunk costs, which nothing predicts."""
+"""Bits of the first byte of a chunk, which is not predicted."""
 
 
 class _Remembered(nn.Module):
@@ -70,8 +70,8 @@ class _Remembered(nn.Module):
 class NextByte:
     """The loss of soma, and bits per byte.
 
-    Bits per byte are what a file would take if the model compressed it: the bits of all predicted tokens, the end of
-    each document included, and 8 for the first byte of each chunk, over the number of bytes.
+    Bits per byte are the size of a file compressed with the model: the bits of all predicted tokens, the end of each
+    document included, and 8 for the first byte of each chunk, over the number of bytes.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class NextByte:
         self.seq_len = seq_len
 
     def check_architecture(self, architecture: Any) -> None:
-        """Take any module of bytes."""
+        """Accept any byte-level module."""
 
     def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
         """Return the number of sequences of a batch."""
@@ -163,13 +163,13 @@ class TrainedModel:
     Attributes
     ----------
     model
-        The model, of its best epoch, on the CPU.
+        The model of the best epoch, on the CPU.
     path
         Its folder.
     bits_per_byte
-        Of the held-out bytes; of those trained on if none were held out.
+        Bits per byte of the held-out bytes, or of the training bytes if none were held out.
     history
-        Name of a metric to one value an epoch.
+        Name of a metric to one value per epoch.
 
     Examples
     --------
@@ -235,46 +235,47 @@ def train(
     validation
         Files to hold out; None holds out a share of the documents.
     validation_size
-        That share, of the bytes; None for 0.1, 0 holds out nothing.
+        Share of the bytes to hold out for validation. None means 0.1; 0 holds out nothing.
     embedding_dim, num_layers, num_heads, dropout_rate
-        Sizes, see :class:`scforge.soma.v1.configs.ModelConfig`; small ones, for a laptop.
+        Sizes, see :class:`scforge.soma.v1.configs.ModelConfig`. The defaults are small enough for a laptop.
     pwff_hidden_dim
-        None for four times `embedding_dim`.
+        If None, uses four times `embedding_dim`.
     seq_len
-        Bytes that a prediction looks back on.
+        Length of the sequences in bytes, the context of a prediction.
     sig_reg
-        Weight of the regularizer; 0.02 as published. It draws the norm of each state to a constant, which the last
-        norm does already, and takes a third of the time of a small model.
+        Weight of the regularizer; 0.02 as published. It pulls the norm of each state to a constant, which the final
+        LayerNorm already does, and takes a third of the training time of a small model.
     max_epochs, max_steps
-        When to stop; of None and -1, by the number of bytes. Ten epochs without improvement end it as well.
+        When to stop; None and -1 mean a number that depends on the number of bytes. Training also stops after ten
+        epochs without improvement.
     batch_size
-        Sequences a step; None for 16.
+        Sequences per step; None means 16.
     optimizer
         ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"`` for the weights of all linear layers.
     lr
-        Peak learning rate; None for 0.002 (``"muon"``: 0.01).
+        Peak learning rate; None means 0.002 (``"muon"``: 0.01).
     gradient_checkpointing
-        Compute layers again for their gradients: less memory, slower.
+        Recompute layers in the backward pass, which needs less memory but is slower.
     device
         ``"auto"`` (a GPU if there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
     precision
-        Of Lightning, e.g. ``"bf16-mixed"``; None for float32.
+        Precision of Lightning, e.g. ``"bf16-mixed"``; None means float32.
     checkpoint_every_n_steps
-        Save a state so often as well.
+        Also save a state every n steps.
     resume
         ``"auto"`` continues with the latest state in the folder, if any; or the folder of a state.
     overwrite
-        Replace the training in the folder.
+        Replace the training run in the folder.
     seed
-        Of weights, order and split.
+        Random seed of weights, order and split.
     progress_bar
-        Show a bar, or a line an epoch in a log file.
+        Show a progress bar, or one line per epoch in a log file.
     **reading
         Options of :func:`read_documents`: ``kind``, ``field``, ``gene_column``, ``text_column``.
 
     Returns
     -------
-    The model, where it is, and its metrics.
+    The model, its folder and its metrics.
 
     Raises
     ------
@@ -283,7 +284,7 @@ def train(
     MissingFileError
         If a file does not exist.
     DataError
-        If a file is empty or cannot be read, or held-out bytes are among those to learn from.
+        If a file is empty or cannot be read, or held-out documents are also training documents.
     TrainingError
         If the loss is not a number, memory runs out, or a state cannot be saved.
 
@@ -382,12 +383,12 @@ def _documents(
     documents, held_out = read_groups([files, validation], **reading)
     if known := {one.data for one in documents} & {one.data for one in held_out}:
         name = next(one.name for one in held_out if one.data in known)
-        raise DataError(f"validation has {len(known)} documents that are in files, too, e.g. {name!r}; leave them out.")
+        raise DataError(f"validation has {len(known)} documents that are also in files, e.g. {name!r}; leave them out.")
     return documents, held_out
 
 
 def _sum(documents: Sequence[Document]) -> str:
-    """Return a checksum of bytes and of where documents end."""
+    """Return a checksum of the bytes and document boundaries."""
     total = hashlib.sha256()
     for one in documents:
         total.update(len(one.data).to_bytes(8, "big"))
@@ -401,7 +402,7 @@ def _found(folder: RunFolder, resume: str | os.PathLike[str] | None) -> tuple[Pa
     if resume != _AUTO:
         path = Path(resume)
         check_state(path, folder)
-        read_model(path)  # raises if it is damaged
+        read_model(path)  # raises if it is corrupted
         return path, read_state(path)
     latest = folder.latest(read_model)
     return None if latest is None else latest[:2]
@@ -434,7 +435,7 @@ def _writer(
 
 
 def _fit(plan: TrainingPlan, data: Any, **options: Any) -> FitResult:
-    """Train; errors speak of bytes, not of cells."""
+    """Train; error messages refer to bytes instead of cells."""
     data.tokenizer = data  # used by the hint about memory below
     try:
         return fit(plan, data, **options)

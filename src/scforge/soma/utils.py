@@ -14,12 +14,12 @@ def remap(d: dict[str, Any], rename_map: Mapping[str, str], keys_to_delete: Iter
     Parameters
     ----------
     d
-        What is changed.
+        The dictionary to change.
     rename_map
-        Old to new names, applied one after the other. Names that `d` lacks are passed over; a value that stands at the
-        new name already is replaced.
+        Old to new names, applied one after the other. Names that are not in `d` are ignored. An existing value under
+        the new name is replaced.
     keys_to_delete
-        Names to remove first; those that `d` lacks are passed over.
+        Names to remove first. Names that are not in `d` are ignored.
 
     Examples
     --------
@@ -41,11 +41,11 @@ def flatten_dict(nested_dict: Mapping[str, Any], parent_key: str = "", sep: str 
     Parameters
     ----------
     nested_dict
-        Dictionaries in dictionaries; an empty one is a value.
+        Nested dictionaries; an empty dictionary is a value.
     parent_key
-        Path that all keys begin with.
+        Prefix of all keys.
     sep
-        Stands between the parts of a path.
+        Separator between the parts of a path.
 
     Returns
     -------
@@ -74,16 +74,16 @@ def unflatten_dict(flat_dict: Mapping[str, Any], sep: str = ".") -> dict[str, An
     flat_dict
         Path to value.
     sep
-        Stands between the parts of a path.
+        Separator between the parts of a path.
 
     Returns
     -------
-    Dictionaries in dictionaries.
+    Nested dictionaries.
 
     Raises
     ------
     DataError
-        If a path is a value and leads on to others, too; a ``ValueError``.
+        If a path is both a value and the parent of other paths; a ``ValueError``.
 
     Examples
     --------

@@ -35,7 +35,7 @@ def class_of[T](argument: str, given: Any, options: dict[str, Any], base: type[T
     """Return the class to check; None for an instance, which takes no options."""
     if isinstance(given, base):
         if options:
-            raise OptionError(f"options={options!r} come with an instance; give them to its constructor.")
+            raise OptionError(f"options={options!r} have no effect with an instance; pass them to its constructor.")
         return None
     cls = registry.get(given) if isinstance(given, str) else given
     if not (isinstance(cls, type) and issubclass(cls, base)):

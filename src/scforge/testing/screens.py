@@ -59,8 +59,8 @@ def simulate_screen(
 ) -> SimulatedScreen:
     """Simulate a screen of the shape of Norman et al. (2019) and Replogle et al. (2022).
 
-    Each knock-out shifts the log means of the response genes of one program by its strength, and those of 5 other
-    genes; 40 % of the knock-outs do nothing. A pair shifts them by the sum of both. Counts are negative binomial.
+    Each knockout shifts the log means of the response genes of one program by its strength, and those of 5 other genes;
+    40 % of the knockouts do nothing. A pair shifts them by the sum of both. Counts are negative binomial.
 
     Parameters
     ----------

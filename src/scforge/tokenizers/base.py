@@ -40,10 +40,10 @@ class TokenBatch(TypedDict):
         Number to add to the attention scores of each token as a key, float32, shape (B, S); 0 where nothing is added.
         Made by strategies that offer it.
     ``labels``
-        Token ids to predict, int64, shape (B, S); -100 where there is nothing to predict. Made by masking alone.
+        Token ids to predict, int64, shape (B, S); -100 at positions without a target. Made by masking alone.
     ``bin_labels``
-        Bins to predict, int64, shape (B, S); -100 where there is nothing to predict. Made by masking alone, where there
-        are `bin_ids`.
+        Bins to predict, int64, shape (B, S); -100 at positions without a target. Made by masking alone, where there are
+        `bin_ids`.
     ``value_labels``
         Values that masking hid, float32, shape (B, S); 0 elsewhere. Made by masking alone.
     ``masked_positions``
@@ -210,7 +210,7 @@ def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
     if array.shape != (n_cells,):
         raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; pass one number per cell.")
     if len(bad := array[~(np.isfinite(array) & (array >= 0))]):
-        raise DataError(f"totals holds {bad[0]:g}, which is not a library size; give zero or a positive number.")
+        raise DataError(f"totals contains {bad[0]:g}, which is not a library size; pass zero or a positive number.")
     return array
 
 
@@ -240,7 +240,7 @@ def no_known_gene(argument: str, names: Sequence[str] | None, vocab: GeneVocab) 
     kind, expected = recognize_ids(names), recognize_ids(vocab.genes)
     hint = how_to_convert(kind, expected) or "map the names to those of the vocabulary first"
     return GeneMismatchError(
-        f"{start}: it holds {kind} such as {listing(names[:2])}, the vocabulary {expected} such as "
+        f"{start}. It contains {kind} such as {listing(names[:2])}, but the vocabulary contains {expected} such as "
         f"{listing(vocab.genes[:2])}; {hint}."
     )
 
@@ -266,7 +266,7 @@ class Tokenizer(ABC):
         The genes, with their statistics.
     max_len
         Maximum number of tokens per cell, special tokens included; the most expressed genes are kept (by the order of
-        the strategy). None takes the strategy's default.
+        the strategy). If None, uses the strategy's default.
     append_cls
         Put a CLS token before the genes of each cell.
     append_eos

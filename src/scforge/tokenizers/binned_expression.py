@@ -213,11 +213,11 @@ class BinnedExpressionTokenizer(Tokenizer):
     vocab
         The genes.
     max_len
-        Maximum number of tokens per cell, special tokens included. None takes 2,048.
+        Maximum number of tokens per cell, special tokens included. If None, uses 2,048.
     append_cls, append_eos
         Put a CLS token before the genes, and an EOS token after them.
     n_bins
-        Number of bins, bin 0 included. None takes 51, or the number that `edges` define.
+        Number of bins, bin 0 included. If None, uses 51, or the number that `edges` define.
     side
         Treatment of counts that span several quantiles: ``"both"`` spreads them over these bins at random (scGPT's
         default), ``"one"`` takes the highest of the bins, ``"tahoe"`` the lowest (Tahoe-x1); see

@@ -35,7 +35,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
     vocab
         The genes.
     max_len
-        Maximum number of tokens per cell, special tokens included; the genes with the highest counts are kept. None
+        Maximum number of tokens per cell, special tokens included; the genes with the highest counts are kept. If None,
         keeps all.
     append_cls, append_eos
         Put a CLS token before the genes, and an EOS token after them.
@@ -45,7 +45,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
     target_sum
         Total counts per cell after scaling, instead of the 10,000 of CP10K.
     clip
-        Largest value; None for no limit.
+        Largest value; None means no limit.
     order
         ``"vocabulary"``, ``"expression"`` (from high to low) or ``"random"`` (sampled anew each epoch).
     library_size
@@ -143,7 +143,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         vocab
             The panel.
         target_depth, include_zero_genes, seed
-            As of the class.
+            See the class.
 
         Returns
         -------
@@ -168,7 +168,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         Parameters
         ----------
         vocab, max_len, order, seed, **options
-            As of the class.
+            See the class.
 
         Returns
         -------

@@ -70,7 +70,7 @@ class EntropyRankedTokenizer(Tokenizer):
     vocab
         The genes, with their `entropies`.
     max_len
-        Maximum number of tokens per cell, special tokens included; the top of the ranking is kept. None keeps all
+        Maximum number of tokens per cell, special tokens included; the top of the ranking is kept. If None, keeps all
         expressed genes.
     append_cls, append_eos
         Put a CLS token before the genes, and an EOS token after them.

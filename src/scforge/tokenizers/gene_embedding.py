@@ -53,7 +53,7 @@ def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
         names, vectors = _read(table)
     except Exception as error:  # each reader raises different errors
         raise DataError(
-            f"{where} cannot be read as names of genes and a vector of one size for each: {first_line(error)}."
+            f"{where} cannot be read as gene names with vectors of one length: {first_line(error)}."
         ) from error
     if vectors.dtype.kind not in "biuf" or vectors.ndim != 2 or not vectors.size or len(names) != len(vectors):
         raise DataError(
@@ -66,7 +66,7 @@ def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
     if bad.any():
         raise DataError(
             f"{where} has missing or infinite numbers in the vectors of {int(bad.sum())} genes "
-            f"(first: {names[int(bad.argmax())]!r}); leave genes without a vector out."
+            f"(first: {names[int(bad.argmax())]!r}); leave out genes without a vector."
         )
     return names, vectors
 
@@ -104,8 +104,8 @@ def _of_frame(frame: pd.DataFrame) -> tuple[list[str], np.ndarray]:
     indexed = not pd.api.types.is_numeric_dtype(frame.index.dtype)
     if len(texts) + indexed != 1 or len(nested) + bool(numbers.shape[1]) > 1:
         raise ValueError(
-            "it needs names of genes once, as its index or its one column of text, and columns of numbers or one of "
-            f"vectors, but has the columns {listing(map(str, frame.columns))}"
+            "it needs gene names, as index or as its only text column, and numeric columns or one column of vectors, "
+            "but has the columns {listing(map(str, frame.columns))}"
         )
     names = frame.index.to_series() if indexed else frame[texts[0]]
     if names.isna().any():
@@ -258,7 +258,7 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         Parameters
         ----------
         vocab, max_len, order, seed, table, **options
-            As of the class.
+            See the class.
 
         Returns
         -------

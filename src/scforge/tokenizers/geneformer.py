@@ -150,7 +150,7 @@ def _table(source: pd.DataFrame | str | os.PathLike[str], argument: str, columns
                 f"{_IN_MEMORY[argument]}."
             )
         if not path.is_file():
-            raise MissingFileError(f"{where} does not exist; name a parquet or CSV file.")
+            raise MissingFileError(f"{where} does not exist; pass a parquet or CSV file.")
         try:
             source = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path)
         except (OSError, ValueError) as error:

@@ -308,7 +308,7 @@ class RankValueTokenizer(Tokenizer):
     vocab
         The genes, with their `medians` if `use_medians`.
     max_len
-        Maximum number of tokens per cell, special tokens included; the top of the ranking is kept. None takes 2,048.
+        Maximum number of tokens per cell, special tokens included; the top of the ranking is kept. If None, uses 2,048.
     append_cls, append_eos
         Put a CLS token before the genes, and an EOS token after them.
     use_medians

@@ -288,8 +288,8 @@ class SaveOptions:
     every_n_steps
         Also save after this many optimizer steps, in addition to the end of each epoch.
     best
-        Creates the callback that keeps the best epochs, from the name of the metric that selects them, and
-        ``"min"`` or ``"max"``; None keeps none.
+        Creates the callback that keeps the best epochs, from the name of the metric that selects them and ``"min"`` or
+        ``"max"``. If None, no best epoch is kept.
     settings
         Settings that must not change until training resumes, JSON-safe.
     resume
@@ -452,8 +452,7 @@ class SaveState(Checkpoint):
                 continue
             if callback.state_key in keyed:
                 raise OptionError(
-                    f"callbacks has two of {callback.state_key!r} with a state to save; give each a different "
-                    "state_key."
+                    f"callbacks has two of {callback.state_key!r} with a state to save; set a different state_key."
                 )
             keyed[callback.state_key] = callback
         return keyed
@@ -522,7 +521,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     else:
         warn(
-            f"The state is of {len(state['cuda'])} GPUs, and there are {torch.cuda.device_count()}; their random "
+            f"The state is of {len(state['cuda'])} GPUs, but there are {torch.cuda.device_count()}; their random "
             "numbers are not restored."
         )
     np.random.set_state(state["numpy"])
@@ -644,7 +643,7 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
     MissingFileError
         If there is no checkpoint.
     ModelFileError
-        If the checkpoint is damaged.
+        If the checkpoint is corrupted.
     """
     check_state(Path(folder))
     place = Path(folder) / _PART
@@ -725,7 +724,7 @@ class RunFolder:
         Parameters
         ----------
         read
-            Called with the folder of a checkpoint; returns its model, or raises if it is damaged.
+            Called with the folder of a checkpoint; returns its model, or raises if it is corrupted.
 
         Returns
         -------
@@ -734,7 +733,7 @@ class RunFolder:
         Raises
         ------
         ModelFileError
-            If all checkpoints are damaged.
+            If all checkpoints are corrupted.
         """
         states = self.states()
         for path in reversed(states):
@@ -812,7 +811,9 @@ class RunFolder:
             lock.acquire(blocking=False)
         except OSError as error:
             taken = isinstance(error, Timeout)
-            problem = "is in use by another training" if taken else f"cannot be written to ({error.strerror or error})"
+            problem = (
+                "is in use by another training run" if taken else f"cannot be written to ({error.strerror or error})"
+            )
             wait = "wait for it, or " if taken else ""
             raise OptionError(f"checkpoint_dir={str(self.path)!r} {problem}; {wait}choose another folder.") from error
         try:

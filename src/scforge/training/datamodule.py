@@ -180,7 +180,7 @@ def _warn_of_shared_batches(cells: Cells, batch_key: str) -> None:
     pairs = pd.DataFrame({"batch": cells.column(batch_key), "source": source}).dropna().drop_duplicates()
     if shared := sorted(pairs.loc[pairs["batch"].duplicated(), "batch"].unique()):
         warn(
-            f"batch_key={batch_key!r}: batches of one name in several sources count as one: {listing(shared)}; give "
+            f"batch_key={batch_key!r}: batches of one name in several sources count as one: {listing(shared)}; pass "
             "different batches different names, e.g. of study and donor."
         )
 
@@ -202,29 +202,32 @@ class CellDataModule(lightning.LightningDataModule):
     validation_size
         Fraction of cells that are held out, sampled with `seed`.
     split_by
-        Column of obs with groups, e.g. donors or data sets, that are held out as a whole; None splits by cell.
+        Column of ``obs`` with groups, e.g. donors or data sets, that are held out as a whole; None splits by cell.
     batch_size
-        Cells per batch; None takes the objective's default, or with `max_tokens_per_batch` as many as fit.
+        Cells per batch. If None, uses the objective's default, or with `max_tokens_per_batch` as many as fit.
     max_tokens_per_batch
         A batch contains as many cells of similar length as fit into this many tokens, padding included.
     balance_by
-        Column of obs with classes: training cells are sampled with replacement, so that each class comes equally often.
+        Column of ``obs`` with classes: training cells are sampled with replacement, so that each class comes equally
+        often.
     balance_start, balance_end, balance_epochs
         Strength of the balancing: 0 samples classes by their frequency, 1 equally often. It changes from
         `balance_start` to `balance_end` over `balance_epochs` epochs.
     weight_by
-        Column of obs with weights: training cells are sampled with replacement, in proportion to them.
+        Column of ``obs`` with weights: training cells are sampled with replacement, in proportion to them.
     seed
         Seed of the split, the order, the masks and the views.
     num_threads
         Threads that tokenize, in addition to one that reads; 0 prepares batches in the training thread; None chooses
         the number.
     pin_memory
-        Put batches into memory that a CUDA device copies from while it computes; None does so if there is one.
+        Put batches into pinned memory, from which a CUDA device copies while it computes. If None, does so if there is
+        one.
     window_cells
-        Cells that are read and shuffled together; None takes 4,096 for a store in random order, and 16,384 otherwise.
+        Cells that are read and shuffled together. If None, uses 4,096 for a store in random order, and 16,384
+        otherwise.
     batch_key, labels_key
-        Columns of obs with the batch and the label of each cell; highly variable genes are chosen within batches.
+        Columns of ``obs`` with the batch and the label of each cell; highly variable genes are chosen within batches.
     first_epoch
         Number of epochs trained before, so a second training run sees new masks and views.
 
@@ -296,7 +299,7 @@ class CellDataModule(lightning.LightningDataModule):
             if np.intersect1d(train_rows, validation_rows).size:
                 raise OptionError("train_rows and validation_rows share cells; a split must be disjoint.")
             if not len(train_rows):
-                raise OptionError("train_rows names no cell; name at least one to train on.")
+                raise OptionError("train_rows is empty; pass at least one cell to train on.")
         self.train_rows = train_rows
         self.validation_rows = validation_rows
         for name, value, what, least in (
@@ -322,7 +325,9 @@ class CellDataModule(lightning.LightningDataModule):
         self._balance: Balance | None = None
         if weight_by is not None:
             if balance_by is not None:
-                raise OptionError(f"weight_by={weight_by!r} and balance_by={balance_by!r} both weigh cells; give one.")
+                raise OptionError(
+                    f"weight_by={weight_by!r} and balance_by={balance_by!r} both weight cells; pass only one."
+                )
             self._balance = CellWeights(
                 named_column(cells, weight_by, argument="weight_by").iloc[self.train_rows].to_numpy(dtype=np.float64)
             )
@@ -352,8 +357,8 @@ class CellDataModule(lightning.LightningDataModule):
         objective.check(tokenizer)
         if self.max_tokens_per_batch is not None and objective.random_batches:
             raise OptionError(
-                f"max_tokens_per_batch={self.max_tokens_per_batch} fills batches with cells of similar length, but the "
-                f"objective {type(objective).__name__} needs random ones; pass batch_size."
+                f"max_tokens_per_batch={self.max_tokens_per_batch} fills batches with cells of similar length, but "
+                f"the objective {type(objective).__name__} needs random batches; pass batch_size."
             )
         if first_epoch is not None:
             self.first_epoch = first_epoch
@@ -388,7 +393,7 @@ class CellDataModule(lightning.LightningDataModule):
         """
         if self._train_loader is None:
             raise TrainingError(
-                "the data module has no position yet, as it has prepared no training batches; train first."
+                "the data module has no position yet, because it has not prepared any training batch; train first."
             )
         state = self._train_loader.state_dict()
         return {**state, "epoch": state["epoch"] + 1, "position": 0} if begins_epoch else state

@@ -169,7 +169,7 @@ def compiled(module: nn.Module, wanted: bool) -> Iterator[None]:
     on_cpu = next(module.parameters()).device.type == "cpu"
     if on_cpu and shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
         raise OptionError(
-            "compile=True needs a C++ compiler such as g++, and none is installed; install one, or leave it out."
+            "compile=True needs a C++ compiler such as g++, but none is installed; install one, or leave it out."
         )
     blocks = [part for part in module.modules() if isinstance(part, TransformerBlock)]
     for block in blocks or [module]:
@@ -201,7 +201,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gradient_checkpointing(module: nn.Module, wanted: bool | None) -> Iterator[None]:
-    """Recompute the activations of each layer in the backward pass, or keep them; None uses the model's setting.
+    """Recompute the activations of each layer in the backward pass, or keep them; None means the model's setting.
 
     Raises
     ------

@@ -463,7 +463,7 @@ def fit(
     gradual_unfreezing
         Epochs between two layers, see :class:`scforge.training.plan.GradualUnfreezing`; None trains all.
     ema_decay
-        Validate and keep an exponential moving average of the weights; None keeps the weights themselves.
+        Validate and keep an exponential moving average of the weights. If None, keeps the weights themselves.
     strategy
         ``"auto"``, ``"ddp"`` or ``"fsdp"``.
     progress_bar
@@ -471,7 +471,7 @@ def fit(
     log_every_n_steps
         Optimizer steps between two rows of the loggers.
     saving
-        Folder of checkpoints, and the checkpoint to resume from; None for neither.
+        Folder of checkpoints, and the checkpoint to resume from, or None.
     callbacks
         Further Lightning callbacks.
     **trainer_options
@@ -513,13 +513,16 @@ def fit(
     check_count("log_every_n_steps", log_every_n_steps, "steps")
     if (n_train := len(data.train_rows)) < _FEW_CELLS:
         warn(
-            f"The model learns from {n_train} cells, fewer than {_FEW_CELLS}: too few to choose an epoch by; use more."
+            f"The model learns from {n_train} cells, fewer than {_FEW_CELLS}, which is too few to select an epoch; "
+            "pass more cells."
         )
     if max_epochs is None:
         max_epochs = default_max_epochs(plan.objective.defaults, n_train) if max_steps < 0 else -1
     for one in (callbacks := [callbacks] if isinstance(callbacks, Callback) else list(callbacks)):
         if not isinstance(one, Callback):
-            raise OptionError(f"callbacks has one of type {type(one).__name__!r}; pass callbacks of lightning.pytorch.")
+            raise OptionError(
+                f"callbacks contains an object of type {type(one).__name__!r}; pass callbacks of lightning.pytorch."
+            )
     given = trainer_options.get("logger")
     for one in (loggers := list(given) if isinstance(given, list | tuple) else [given]):
         if not isinstance(one, bool | Logger | None):

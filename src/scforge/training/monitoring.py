@@ -154,7 +154,7 @@ def make_loggers(
     project, run_name
         Names of the project and the run in Weights & Biases; TensorBoard also uses `run_name`.
     wandb_mode
-        ``"online"``, ``"offline"`` (to send later with ``wandb sync``) or ``"disabled"``; None leaves it to wandb.
+        ``"online"``, ``"offline"`` (to send later with ``wandb sync``) or ``"disabled"``. If None, leaves it to wandb.
 
     Returns
     -------
@@ -176,7 +176,7 @@ def make_loggers(
     for name in names:
         check_choice("loggers", name, LOGGERS)
         if name != "csv" and importlib.util.find_spec(name) is None:
-            raise OptionError(f"loggers names {name!r}, which is not installed; pip install 'scforge[{name}]'.")
+            raise OptionError(f"loggers contains {name!r}, which is not installed; pip install 'scforge[{name}]'.")
     check_folder("log_dir", log_dir)
     if "csv" in names:
         loggers.append(TableLogger(log_dir))

@@ -25,7 +25,8 @@ class TrainOptions:
         Cells to train on instead of those that the model was created with; it also sets how minibatches are made
         (`batch_size`, `max_tokens_per_batch`, `validation_size`, `num_threads`).
     batch_size
-        Cells per step and process; ``"auto"`` takes the most that fit into memory. None takes the objective's default.
+        Cells per step and process; ``"auto"`` takes the most that fit into memory. If None, uses the objective's
+        default.
     max_tokens_per_batch
         A batch contains as many cells of similar length as fit into this many tokens, padding included.
     validation_size
@@ -35,10 +36,10 @@ class TrainOptions:
     optimizer
         ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"`` for the matrices of the hidden layers (AdamW for the rest).
     lr, weight_decay, schedule
-        None takes the objective's defaults. `schedule` is one of ``"cosine_warmup"``, ``"cosine"``,
+        If None, uses the objective's defaults. `schedule` is one of ``"cosine_warmup"``, ``"cosine"``,
         ``"linear_warmup"``, ``"linear"``, ``"one_cycle"``, ``"constant"``.
     warmup_steps
-        Steps until the peak of the learning rate; None takes a share of all steps.
+        Steps until the peak of the learning rate. If None, uses a share of all steps.
     layer_lr_decay
         Learning rate of a layer over that of the layer above it, e.g. 0.8; None trains all alike.
     gradual_unfreezing
@@ -50,8 +51,8 @@ class TrainOptions:
     strategy
         ``"ddp"`` (a whole model in each process), ``"fsdp"`` (a share of it), or ``"auto"`` (DDP for several).
     precision
-        As in :class:`lightning.Trainer`, or ``"auto"``: 16-bit brain floats where a short measurement shows that they
-        are faster. None computes in 32 bits. Query models need 32-bit weights: no ``"bf16-true"``.
+        As in :class:`lightning.Trainer`, or ``"auto"``: bfloat16 mixed precision if a short measurement shows that it
+        is faster. If None, computes in 32 bits. Query models need 32-bit weights: no ``"bf16-true"``.
     gradient_clip_val
         Largest norm of the gradient; 0 does not clip.
     accumulate_grad_batches
@@ -66,7 +67,7 @@ class TrainOptions:
     progress_bar
         Show a bar (in a log file: a line an epoch).
     logger
-        Lightning loggers, e.g. of :func:`scforge.training.make_loggers`; None for none.
+        Lightning loggers, e.g. of :func:`scforge.training.make_loggers`; None means no loggers.
     log_every_n_steps
         Steps between two rows of the loggers.
     checkpoint_dir

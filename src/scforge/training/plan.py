@@ -118,7 +118,7 @@ def learning_rate_factors(module: nn.Module, decay: float | None) -> dict[int, f
         return {}
     check_share("layer_lr_decay", decay)
     if not decay:
-        raise OptionError("layer_lr_decay=0 would train the top layer alone; freeze the encoder for that.")
+        raise OptionError("layer_lr_decay=0 would train only the top layer; freeze the encoder instead.")
     groups = layer_groups(module)
     top = len(groups) - 1
     return {id(p): decay ** (top - number) for number, group in enumerate(groups) for p in group}
@@ -173,11 +173,11 @@ class TrainingPlan(lightning.LightningModule):
     objective
         What to minimize.
     optimizer, lr, weight_decay
-        See :func:`scforge.training.optimizers.make_optimizer`; None takes the objective's own defaults.
+        See :func:`scforge.training.optimizers.make_optimizer`. If None, uses the objective's own defaults.
     schedule, warmup_steps
         See :func:`scforge.training.optimizers.make_schedule`.
     layer_lr_decay
-        See :func:`scforge.training.plan.learning_rate_factors`; None gives all layers the same learning rate.
+        See :func:`scforge.training.plan.learning_rate_factors`. If None, gives all layers the same learning rate.
 
     Attributes
     ----------

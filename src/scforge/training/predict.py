@@ -43,8 +43,8 @@ def embed(
     tokenizer
         The tokenizer that the module was trained with.
     objective
-        The objective that the module was trained with, which may order the tokens of a cell. None leaves them as the
-        tokenizer does.
+        The objective that the module was trained with, which may order the tokens of a cell. If None, leaves them as
+        the tokenizer does.
     batch_size
         Cells per batch.
     rows
@@ -98,13 +98,13 @@ def run_over(
     compute
         Takes a batch of tokens on the device of `module`, and returns one row per cell, shape (B, D).
     module, cells, tokenizer, objective, batch_size, rows
-        As for :func:`embed`.
+        See :func:`embed`.
     """
     wanted, places = np.arange(len(cells)), None
     if rows is not None:
         wanted, places = np.unique(np.asarray(rows, dtype=np.int64), return_inverse=True)
     if not len(wanted):
-        raise OptionError("rows names no cell to embed; name at least one.")
+        raise OptionError("rows is empty; pass at least one cell to embed.")
     device = next(module.parameters()).device
     lengths = tokenizer.lengths(cells.n_expressed[wanted].astype(np.int32, copy=False))
     order = CellOrder(wanted, batch_size, chunk_size=cells.chunk_size, lengths=lengths, shuffle=False)

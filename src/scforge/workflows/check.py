@@ -93,7 +93,7 @@ def tokenizer_of(config: Config) -> dict[str, Any]:
     for name, value in _values_of(config).items():
         if name not in TOKENIZERS.get(strategy).option_names():
             raise ConfigError(
-                f"data.preprocessing asks for values that the tokenizer {strategy!r} does not provide "
+                f"data.preprocessing requires values that the tokenizer {strategy!r} does not provide "
                 f"({name}={value!r}); "
                 "remove it, or choose 'continuous_projection'."
             )
@@ -124,8 +124,8 @@ def objective_of(config: Config) -> dict[str, Any]:
         name = name if "mask_ratio" in OBJECTIVES.get(name).option_names() else _MASKED
     if masking and "mask_ratio" not in OBJECTIVES.get(str(name)).option_names():
         raise ConfigError(
-            f"tokenizer.masking={masking} has no effect, as the objective {name!r} masks nothing; remove it, or set "
-            f"objective.name to {_MASKED!r}."
+            f"tokenizer.masking={masking} has no effect, because the objective {name!r} does not mask; remove it, or "
+            f"set objective.name to {_MASKED!r}."
         )
     for key in sorted(set(masking) & set(options)):
         if masking[key] != options[key]:
@@ -213,10 +213,10 @@ NOT_OF_TUNING = {
         ("tokenizer", "objective", "model", "data.gene_vocab", "data.max_genes", "data.preprocessing"),
         "is determined by the base model in fine-tuning; remove it",
     ),
-    "data.pin_memory": "has no effect in a fine-tuning; leave it out",
-    "data.sampling": "has no effect in a fine-tuning; weight classes with finetune.class_weights",
-    "data.split": "has no effect in a fine-tuning; name the column in finetune.split_by",
-    "training.validation_size": "has no effect in a fine-tuning; set finetune.validation_size",
+    "data.pin_memory": "has no effect in fine-tuning; leave it out",
+    "data.sampling": "has no effect in fine-tuning; weight classes with finetune.class_weights",
+    "data.split": "has no effect in fine-tuning; name the column in finetune.split_by",
+    "training.validation_size": "has no effect in fine-tuning; set finetune.validation_size",
 }
 """Sections and options without effect in fine-tuning, mapped to advice."""
 
@@ -267,7 +267,7 @@ def check_finetuning(config: Config) -> None:
 
 
 def columns_of(config: Config) -> dict[str, str]:
-    """Return the options of a fine-tuning that name a column of obs, those of the section ``data`` included.
+    """Return the options of fine-tuning that name a column of obs, including those of the section ``data``.
 
     Keys that the task does not have, are left out.
     """

@@ -102,7 +102,7 @@ def source_identity(source: Any, cells: Cells, *, layer: str | None, gene_key: s
             digest.update(np.ascontiguousarray(part))
         return {"counts": digest.hexdigest(), "obs": None if cells.obs is None else table_digest(cells.obs)}
     raise OptionError(
-        f"source is of type {type(source).__name__!r}, which has no fingerprint; give a path, a store or an AnnData."
+        f"source is of type {type(source).__name__!r}, which has no fingerprint; pass a path, a store or an AnnData."
     )
 
 
@@ -392,8 +392,8 @@ def embed_to(
     block_size
         Cells per block, and per chunk of the output. A killed process loses less than one block.
     rank, world_size
-        Index of this process, from 0, and number of processes. None takes them from ``torchrun`` or ``srun``, else 0 of
-        1.
+        Index of this process, starting at 0, and number of processes. If None, reads them from ``torchrun`` or
+        ``srun``, else uses 0 of 1.
     overwrite
         Replace an embedding of other cells or by another model, finished or not. A single process also recomputes an
         identical one.
@@ -413,7 +413,7 @@ def embed_to(
         If an argument cannot be used, something else is at `output`, or an unfinished output is from other cells or
         another model.
     MissingFileError, ModelFileError
-        If the model or the source is not there, or is damaged.
+        If the model or the source is missing, or is corrupted.
     GeneMismatchError
         If `source` has too few genes of the model.
 

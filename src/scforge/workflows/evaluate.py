@@ -59,7 +59,7 @@ def evaluate_to(
         Folder of a model; for embeddings also several, each a row.
     source
         Labeled cells: an h5ad file, for tasks also a store, or the name of a data set
-        (:func:`scforge.datasets.list_cards`). Of the cells of a fine-tuning, only test cells are scored.
+        (:func:`scforge.datasets.list_cards`). Of the cells used for fine-tuning, only test cells are scored.
     output
         Output: a ``.csv`` file for the scores, for embeddings also a folder for the report. None writes nothing.
     benchmarks
@@ -101,7 +101,7 @@ def evaluate_to(
     """
     folders = [model] if isinstance(model, str | os.PathLike) else list(model)
     if not folders:
-        raise OptionError("model=[] names no model; name the folder of one.")
+        raise OptionError("model=[] is empty; pass the folder of a model.")
     models = dict(zip(_names(folders), (_load(folder) for folder in folders), strict=True))
     tuned = [folder for folder, one in zip(folders, models.values(), strict=True) if one.spec.tuning is not None]
     by_task = benchmarks is None and bool(tuned)
@@ -115,12 +115,14 @@ def evaluate_to(
         options["baselines"] = list(baselines)
     for name, value in options.items():
         if name not in known:
-            raise OptionError(f"{name}={value!r} has no effect where {what} scored (known: {listing(known)}).")
+            raise OptionError(f"{name}={value!r} has no effect if {what} scored (known: {listing(known)}).")
     trained_on = options.pop("trained_on", None)
     if trained_on is not None:
         learned = in_memory(trained_on)
         if learned is None:
-            raise OptionError(f"trained_on={str(trained_on)!r} (--trained-on) is not an h5ad file; give one.")
+            raise OptionError(
+                f"trained_on={str(trained_on)!r} (--trained-on) is not an h5ad file; pass the path of one."
+            )
         models = {name: _load(folder, learned) for name, folder in zip(models, folders, strict=True)}
     for one in models.values():
         one._move_to(chosen_device(device))
@@ -146,8 +148,8 @@ def _evaluate_task(
     path = None if output is None else output_file(output, [_TABLE], overwrite=overwrite, inputs=inputs)
     if trained_on is not None and tuned._known_split() is None:
         raise OptionError(
-            f"trained_on={str(trained_on)!r} (--trained-on) are not exactly the cells of the fine-tuning; pass those, "
-            "or leave it out."
+            f"trained_on={str(trained_on)!r} (--trained-on) are not exactly the cells used for fine-tuning; pass "
+            "those, or leave it out."
         )
     base = None
     if base_model is not None:
@@ -204,8 +206,8 @@ def _cells_of(source: Folder) -> tuple[AnnData, dict[str, str | None]]:
     adata = in_memory(source)
     if adata is None:
         raise OptionError(
-            f"source={name!r} is not an h5ad file and no data set of scforge.datasets; embeddings are scored on one of "
-            f"these (data sets: {listing(list_cards())})."
+            f"source={name!r} is neither an h5ad file nor a data set of scforge.datasets; pass one of these (data "
+            f"sets: {listing(list_cards())})."
         )
     return adata, {}
 
@@ -215,7 +217,7 @@ def _load(model: Folder, adata: AnnData | None = None) -> Encoder:
 
 
 def _names(models: Sequence[Folder]) -> list[str]:
-    """Return a name for each model, from that of its folder or repository; ``"scforge"`` where there is one only."""
+    """Return a name for each model, from that of its folder or repository; ``"scforge"`` if there is only one."""
     if len(models) == 1:
         return ["scforge"]
     places = [Path(model) if is_shared_name(model) else Path(model).resolve() for model in models]

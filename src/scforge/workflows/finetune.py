@@ -47,7 +47,7 @@ _OF_TUNING = ("validation_size", "test_size", "split_by", "split_key", "freeze",
 
 @dataclass(frozen=True)
 class FinetuningResult:
-    """Result of a fine-tuning.
+    """Result of fine-tuning.
 
     Attributes
     ----------
@@ -139,7 +139,7 @@ def finetune_from_config(
 
 
 def finetuning_report(result: FinetuningResult, config: Config) -> list[str]:
-    """Return what a fine-tuning has come to, and where it is: a line each, and the scores of the test cells.
+    """Return the results of fine-tuning and the folder of the model, one line each, and the scores of the test cells.
 
     Parameters
     ----------

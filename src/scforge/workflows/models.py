@@ -61,7 +61,7 @@ def _found(path: str | os.PathLike[str], prefix: str, *, adapters: bool = False)
     if is_shared_name(path):
         found = find_model(path, prefix=prefix)
         if not adapters and kind_of_folder(found.folder) == "adapter":
-            raise MissingFileError(f"{prefix} has adapters only; name their base model.")
+            raise MissingFileError(f"{prefix} contains only adapters; pass their base model.")
         return found
     folder = _folder(path, prefix, "give the folder of a model, e.g. ckpt/final, or hf://org/name of the hub")
     if not (adapters and kind_of_folder(folder) == "adapter"):
@@ -82,7 +82,7 @@ def _check_holds_model(folder: Path, prefix: str) -> None:
     if not (folder / "config.json").exists():
         if models := RunFolder(folder).models():
             raise MissingFileError(f"{prefix} is the folder of a training run; did you mean {str(models[-1])!r}?")
-        raise MissingFileError(f"{prefix} contains no model; give the folder of one, e.g. ckpt/final.")
+        raise MissingFileError(f"{prefix} contains no model; pass the folder of one, e.g. ckpt/final.")
 
 
 def push_folder(
@@ -103,7 +103,7 @@ def push_folder(
     Parameters
     ----------
     folder, repo_id
-        As for :func:`scforge.hub.upload`.
+        See :func:`scforge.hub.upload`.
     license, data, citation
         For the card; see :meth:`scforge.models.Encoder.push_to_hub`.
     metrics
@@ -139,8 +139,8 @@ def push_folder(
     card = _card_of_others(path)
     if card is not None and given:
         raise OptionError(
-            f"{prefix} has a README.md that somebody has written or edited, and {given[0]} (--{given[0]}) asks for "
-            "a new one; write it in README.md and leave the flag out, or remove the file."
+            f"{prefix} has a README.md that was written or edited by hand, but {given[0]} (--{given[0]}) requires a "
+            "new one; write it in README.md and leave the flag out, or remove the file."
         )
     if card is not None and not is_adapter:
         read_folder(path)
@@ -171,7 +171,7 @@ def pull_folder(
     Parameters
     ----------
     name
-        As for :func:`scforge.hub.resolve`.
+        See :func:`scforge.hub.resolve`.
     output
         Folder to create. Its ``origin.json`` stores the repository and the commit.
     overwrite

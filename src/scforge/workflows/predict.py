@@ -111,7 +111,7 @@ def output_file(output: Any, endings: list[str], *, overwrite: bool, inputs: lis
     """Return the path of a file to write, or raise :class:`~scforge.errors.OptionError` if it cannot be written."""
     path, prefix = Path(output), f"output={str(output)!r}"
     if path.suffix not in endings:
-        raise OptionError(f"{prefix} does not end in {' or '.join(endings)}; give such a name.")
+        raise OptionError(f"{prefix} does not end in {' or '.join(endings)}; choose such a name.")
     if any(path.resolve() == Path(one).resolve() for one in inputs):
         raise OptionError(f"{prefix} is the input file; choose another name.")
     if path.is_dir() or (path.exists() and not overwrite):

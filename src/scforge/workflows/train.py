@@ -58,7 +58,7 @@ def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Se
     data
         The section.
     vocab
-        Genes of a model that is there already; None takes those that the section names.
+        Genes of an existing model. If None, uses the genes named in the section.
     columns
         Further columns of obs to keep, in addition to those that the section names.
     """

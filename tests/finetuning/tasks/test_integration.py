@@ -103,7 +103,7 @@ def test_cells_without_batch_take_no_part(base, tmp_path):
     loaded = Encoder.load(tmp_path / "model", adata)
     loaded.train(max_epochs=1, **QUIET)
     assert np.isfinite(loaded.predict(adata)).all()
-    for batch, message in (("b0", "batch_key='batch' has one batch only"), (None, None)):
+    for batch, message in (("b0", "batch_key='batch' has only one batch"), (None, None)):
         adata.obs["batch"] = batch
         with pytest.raises(DataError, match=message):
             base.finetune("integration", adata, batch_key="batch", **QUIET)

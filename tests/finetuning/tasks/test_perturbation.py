@@ -172,12 +172,12 @@ def test_what_the_model_cannot_know_is_not_drawn() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"heldout": ["gene7"]}, OptionError, "heldout='gene7' is of no perturbed cell; did you mean"),
+        ({"heldout": ["gene7"]}, OptionError, "heldout='gene7' is not a label of a perturbed cell; did you mean"),
         ({"heldout": ["ctrl"]}, OptionError, "heldout names 'ctrl', which is the control"),
         ({"heldout": SINGLES + COMBINATIONS}, OptionError, "leaves no perturbation to train on"),
         ({"heldout_contexts": ["z"], "context_key": "type"}, OptionError, "heldout_contexts='z'"),
         ({"split_by": "donor"}, OptionError, "split_by='donor' holds out neither perturbations nor contexts"),
-        ({"heldout": ["gene0"], "context_key": "type", "split_by": "type"}, OptionError, "split_by='type'; give one"),
+        ({"heldout": ["gene0"], "context_key": "type", "split_by": "type"}, OptionError, "split_by='type'; pass one"),
     ],
 )
 def test_a_split_that_makes_no_sense_is_refused(adata: ad.AnnData, options: dict, error: type, message: str) -> None:

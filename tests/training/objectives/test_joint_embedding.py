@@ -102,7 +102,7 @@ def test_batches_are_pulled_together(adata, tiny_vocab, tokenizer):
 
 def test_training_refuses_unknown_batches(cells):
     for changed, message in (
-        ({"batches": ["x"]}, "batch_key='protocol': 40 of 60 cells are of batches that"),
+        ({"batches": ["x"]}, "batch_key='protocol': 40 of 60 cells have batches that"),
         ({"batch_key": "protocl"}, "batch_key='protocl'"),
         ({"clusters": 61}, "clusters=61 are more than the 60 cells to find them in"),
     ):

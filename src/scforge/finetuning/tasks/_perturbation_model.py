@@ -30,7 +30,7 @@ CONTROL, UNLABELED = -1, -2
 """Codes of control cells, and of cells without a label."""
 
 ALL = "all"
-"""Name of the context where there is one only."""
+"""Name of the context if there is only one."""
 
 _TEST_CONTROLS = 1 / 3
 
@@ -126,7 +126,7 @@ def hold_out(
 ) -> Split:
     """Hold out whole perturbations, or whole contexts.
 
-    A third of the controls of each context is tested against; all are of the training if nothing is tested.
+    A third of the controls of each context are test controls. If nothing is tested, all are training controls.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ def hold_out(
     by_context
         Hold out contexts, rather than perturbations.
     named
-        Names of the perturbations or contexts of the test set; None draws a share of `test_size`.
+        Names of the perturbations or contexts of the test set. If None, draws a share of `test_size`.
     known
         Returns whether a target has a vector without being in the training set, e.g. because it is a gene of the model.
         Others are drawn only while a perturbation with the same target is left. None: all targets have a vector.
@@ -160,7 +160,9 @@ def hold_out(
         raise DataError("no cell is perturbed, all are controls; there is nothing to learn from.")
     number = {names[code]: code for code in present}
     if unknown := [name for name in named or () if name not in number]:
-        raise OptionError(f"{argument}={unknown[0]!r} is of no perturbed cell{suggest(unknown[0], number, 'there is')}")
+        raise OptionError(
+            f"{argument}={unknown[0]!r} is not a label of a perturbed cell{suggest(unknown[0], number, 'there is')}"
+        )
     rng = np.random.default_rng(seed)
     order = [int(code) for code in rng.permutation(present)]
     if named is None:
@@ -170,7 +172,7 @@ def hold_out(
     rest = [code for code in order if code not in test]
     if not rest or (named is None and test_size and not test):
         held_out = listing(names[code] for code in sorted(test) or order)
-        raise OptionError(f"holding out {held_out} leaves no {what} to train on; name fewer, or set test_size=0.")
+        raise OptionError(f"holding out {held_out} leaves no {what} to train on; hold out fewer, or set test_size=0.")
     validation = _draw(rest, validation_size, len(present), known, conditions.targets) if len(rest) > 1 else []
     train = [code for code in rest if code not in validation]
     input_controls, test_controls = _split_controls(conditions, rng)
@@ -252,7 +254,7 @@ class BoundEffects:
     controls
         Mean log1p CP10K of the training controls of each context, float64, shape (C, G); 0 without controls.
     center, axes
-        Principal components of `controls`, float64, shapes (G,) and (K, G); rows of zeros where there are fewer.
+        Principal components of `controls`, float64, shapes (G,) and (K, G); rows of zeros if there are fewer.
     pool
         Training controls, in memory.
     inputs
@@ -508,7 +510,7 @@ def gene_features(vectors: torch.Tensor, n_special: int, n_features: int) -> tor
 
     Returns
     -------
-    Float32, shape (V, F); zero columns where there are fewer components.
+    Float32, shape (V, F); zero columns if there are fewer components.
     """
     genes = vectors[n_special:].float()
     genes = genes - genes.mean(dim=0)
@@ -587,7 +589,7 @@ def fit_linear(observed: Observed, rank: int) -> dict[str, np.ndarray]:
     observed
         The training effects.
     rank
-        Rank R of the basis; rows of zeros where there are fewer effects.
+        Rank R of the basis; rows of zeros if there are fewer effects.
     """
     deltas, members = observed.deltas.astype(np.float64), observed.members
     _, values, axes = np.linalg.svd(deltas, full_matrices=False)

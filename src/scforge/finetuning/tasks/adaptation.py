@@ -159,4 +159,4 @@ class Adaptation(Task):
         OptionError
             Always.
         """
-        raise OptionError("the task 'adaptation' has no labels to be scored by; use scforge.eval.evaluate.")
+        raise OptionError("the task 'adaptation' has no labels to score; use scforge.eval.evaluate.")

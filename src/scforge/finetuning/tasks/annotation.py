@@ -110,12 +110,12 @@ _MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "")
 class Annotation(SupervisedTask):
     """Cross entropy of the class of each cell.
 
-    Labels are compared and written as text. Cells without label (NaN) take no part in training.
+    Labels are compared and written as text. Cells without label (NaN) are not used for training.
 
     Parameters
     ----------
     labels_key
-        Column of obs with the labels: text, categories, whole numbers or truth values.
+        Column of ``obs`` with the labels: text, categories, whole numbers or truth values.
     classes
         The classes of the training cells, in the order of the outputs; None sorts them.
     class_weights
@@ -171,8 +171,8 @@ class Annotation(SupervisedTask):
         Raises
         ------
         DataError
-            If there is one label only or one for each cell, there are numbers that are not whole, or `classes` are not
-            those of the cells.
+            If there is only one label or one per cell, labels are numbers that are not whole, or `classes` do not match
+            the cells.
 
         Warns
         -----
@@ -186,9 +186,9 @@ class Annotation(SupervisedTask):
             what = f"one label only ({names[0]!r})" if names else "no label"
             raise DataError(f"{self.argument} has {what} among the training cells; annotation needs two classes.")
         if names_each_cell(labeled := values.dropna()):
-            raise DataError(f"{self.argument} has another value for each of the {len(labeled):,} training cells.")
+            raise DataError(f"{self.argument} has a different value for each of the {len(labeled):,} training cells.")
         if single := [str(name) for name, size in labels.value_counts().items() if size == 1]:
-            warn(f"{self.argument}: the labels {listing(single)} have one training cell each, and none to score.")
+            warn(f"{self.argument}: the labels {listing(single)} have one training cell each and no cell to score.")
         if odd := [name for name in names if name in _MISSING_TEXTS]:
             warn(
                 f"{self.argument} has the label {listing(odd)}, which is used as a class; mark missing labels by "
@@ -209,7 +209,7 @@ class Annotation(SupervisedTask):
         warn_of_unlearned(self.argument, list(labels.categories[lacking]), n_cells)
 
     def read(self, column: Column) -> np.ndarray:
-        """Return the number of the class of each cell, int64, shape (N,); -1: no label, -2: an unknown one."""
+        """Return the class index of each cell, int64, shape (N,). -1 is no label; -2 is an unknown label."""
         return codes_of(column(self.labels_key), self.known_classes, key=self.labels_key)
 
     def has_target(self, targets: np.ndarray) -> np.ndarray:
@@ -217,7 +217,7 @@ class Annotation(SupervisedTask):
         return targets >= 0
 
     def make_head(self, n_latent: int, module: nn.Module) -> CalibratedHead:
-        """Create the head, one output a class."""
+        """Create the head, with one output per class."""
         return CalibratedHead(n_latent, len(self.known_classes), **self.head)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
@@ -234,7 +234,7 @@ class Annotation(SupervisedTask):
         return fit_logistic(features, targets, len(self.known_classes), weights)
 
     def targets(self, rows: np.ndarray) -> Batch:
-        """Return the number of the class of each cell, -1 where the model does not know it."""
+        """Return the class index of each cell; -1 if the model does not know the class."""
         return {"target": torch.from_numpy(np.maximum(self._targets[rows], UNLABELED))}
 
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
@@ -286,27 +286,28 @@ class Annotation(SupervisedTask):
 
         Writes ``obs["scforge_<labels_key>"]`` (categories), ``obs["scforge_<labels_key>_confidence"]`` (float32,
         calibrated probability of the class) and ``obs["scforge_<labels_key>_entropy"]`` (float32, entropy of the
-        probabilities divided by the logarithm of the number of classes: 0 is certain, 1 is no idea). The latter two are
-        also written as ``obs["scforge_confidence"]`` and ``obs["scforge_entropy"]``, which the next annotator replaces.
+        probabilities divided by the logarithm of the number of classes: 0 is certain, 1 is uninformative). The latter
+        two are also written as ``obs["scforge_confidence"]`` and ``obs["scforge_entropy"]``, which the next annotator
+        overwrites.
 
         Parameters
         ----------
         predictor, adata
-            The model over the cells, and where to write; None: nowhere.
+            The model over the cells, and the AnnData to write to, or None.
         key_added
-            Name of the column, instead of ``"scforge_<labels_key>"``; the others are then called
+            Name of the column, instead of ``"scforge_<labels_key>"``. The other columns are then named
             ``"<key_added>_confidence"`` and ``"<key_added>_entropy"``.
         soft
             Return the probabilities, and write them into ``obsm["scforge_<labels_key>_probabilities"]`` (float32; the
             classes of its columns are in ``uns["scforge"]["scforge_<labels_key>_classes"]``).
         threshold
-            Cells of lower confidence are called ``"unassigned"``. Confidence is calibrated on cells that were held out:
-            of the cells with the confidence 0.8 about a fifth is wrong.
+            Cells with lower confidence are labeled ``"unassigned"``. Confidence is calibrated on held-out cells: about
+            a fifth of the cells with a confidence of 0.8 is wrong.
         majority_voting
             True gives the cells of each small Leiden cluster of the embedding the label that most of them have, as
             CellTypist does, in ``obs["scforge_<labels_key>_voted"]``. The name of a column of obs takes its clusters.
         min_share
-            Clusters in which no label has this share are called ``"Heterogeneous"`` in the vote.
+            Clusters in which no label reaches this share are labeled ``"Heterogeneous"`` in the vote.
 
         Returns
         -------

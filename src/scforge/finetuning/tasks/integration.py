@@ -37,14 +37,14 @@ from scforge.training.objectives._views import downsample_counts
 from scforge.training.objectives.base import TrainingDefaults
 
 _NOTHING = -30.0
-"""Logit of a token that no cell has: its share is nothing in 32 bits."""
+"""Logit of a token that no cell has: its share is 0 in float32."""
 
 
 class IntegrationHead(nn.Module):
     """A decoder of expression that is conditioned on the batch of a cell, so that the embedding need not encode it.
 
     The share of gene g in the counts of a cell of batch e is ``softmax(W GELU(LayerNorm(A z + b_e)))_g``, and its
-    counts are negative binomial around share times library size, with one dispersion a gene (as in scVI, Lopez et al.
+    counts are negative binomial around share times library size, with one dispersion per gene (as in scVI, Lopez et al.
     2018, Nature Methods 15, 1053).
 
     Parameters
@@ -114,7 +114,7 @@ class IntegrationHead(nn.Module):
         embeddings
             Shape (B, D).
         codes
-            Batch of each cell, int64, shape (B,); -1 for one that is not known, which takes the mean of all batches.
+            Batch of each cell, int64, shape (B,). -1 is an unknown batch and uses the mean of all batches.
         """
         vectors = self.batch_vectors()
         # The code -1 finds the mean at the end.
@@ -128,7 +128,7 @@ class IntegrationHead(nn.Module):
 
 
 _MIN_CELLS = 8
-"""Cells of a batch in a step under which its distribution is not looked at."""
+"""Minimum number of cells of a batch in a step to regularize its distribution."""
 
 _LOG_DISPERSIONS = (-7.0, 9.0)
 
@@ -165,7 +165,7 @@ def align(sigreg: SIGReg, z_bd: torch.Tensor, codes: torch.Tensor, n_batches: in
 def negative_binomial(
     logits: torch.Tensor, counts: torch.Tensor, log_dispersion: torch.Tensor, measured: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the mean negative log-likelihood of a count, up to what does not depend on the model, scalar.
+    """Return the mean negative log-likelihood of a count, up to a constant, scalar.
 
     With m = share times library size and r the dispersion: ``(y + r) log(r + m) - r log r - y log m + lgamma(r) -
     lgamma(y + r)`` (Lopez et al. 2018).
@@ -179,7 +179,7 @@ def negative_binomial(
     log_dispersion
         Logarithm of r, shape (G,).
     measured
-        Genes that the data have, bool, shape (G,); the others have no share, and do not count. None: all.
+        Genes that the data have, bool, shape (G,); other genes have no share and do not count. None means all.
     """
     logits = logits.float()
     if measured is not None:
@@ -227,17 +227,17 @@ class Integration(Task):
     Parameters
     ----------
     batch_key
-        Column of obs with the batches. Cells without batch take no part.
+        Column of ``obs`` with the batches. Cells without batch take no part.
     labels_key
-        Column of obs with the cell types, for :meth:`evaluate` alone.
+        Column of ``obs`` with the cell types, for :meth:`evaluate` alone.
     batches
         The batches of the training cells, in the order of the decoder; None sorts them.
     n_reference
         Number of first batches that a reference model knew; see
         :meth:`scforge.models.Encoder.load_query_data`, which sets it.
     alignment
-        Weight of SIGReg, 0 for none. More of it (0.02) mixes batches that are far apart, and spreads cell types, which
-        then are harder to distinguish, especially if batches differ in their cell types.
+        Weight of SIGReg, 0 for none. A higher weight (0.02) mixes batches that are far apart, but makes cell types
+        harder to distinguish, especially if batches differ in their cell types.
     hidden_dim
         Width of the decoder.
     """
@@ -290,7 +290,7 @@ class Integration(Task):
             return {}
         found = text_labels(column(self.batch_key), key=self.batch_key, argument="batch_key").categories
         if len(found) < 2:
-            raise DataError(f"batch_key={self.batch_key!r} has one batch only among the training cells.")
+            raise DataError(f"batch_key={self.batch_key!r} has only one batch among the training cells.")
         return {"batches": [str(name) for name in found]}
 
     @property
@@ -351,7 +351,7 @@ class Integration(Task):
         Parameters
         ----------
         predictor, adata
-            The model over the cells, and where to write; None: nowhere.
+            The model over the cells, and the AnnData to write to, or None.
         key_added
             Key in obsm, instead of ``"X_scforge_integrated"``.
 

@@ -30,7 +30,7 @@ def _truth(values: pd.Series, key: str) -> np.ndarray:
     present = values.dropna()
     odd = [value for value in present.unique() if isinstance(value, str) or value not in (0, 1)]
     if odd:
-        raise DataError(f"labels_keys: {key!r} holds {str(odd[0])!r}, which is neither a truth value nor 0 or 1.")
+        raise DataError(f"labels_keys: {key!r} contains {str(odd[0])!r}, which is neither a truth value nor 0 or 1.")
     result = np.zeros(len(values), dtype=bool)
     result[np.asarray(values.notna())] = np.asarray(present, dtype=object).astype(bool)
     return result
@@ -43,14 +43,14 @@ class MultiLabel(SupervisedTask):
     Parameters
     ----------
     labels_keys
-        Columns of obs, one per label, with booleans or 0 and 1. Cells with a missing value are not used.
+        Columns of ``obs``, one per label, with booleans or 0 and 1. Cells with a missing value are not used.
     labels_key
         Instead of these, one column with the labels of a cell as text. Cells with NaN are not used; an empty text means
         no label.
     separator
         Separator of the labels in `labels_key`.
     classes
-        The labels, in the order of the outputs; None takes `labels_keys`, or those of the training cells, sorted.
+        The labels, in the order of the outputs. If None, uses `labels_keys`, or those of the training cells, sorted.
     pos_weight
         Weight of cells with a label relative to cells without it: None for 1, ``"balanced"`` for equal total weights
         (cells without / cells with the label), or a dict by label.
@@ -107,7 +107,9 @@ class MultiLabel(SupervisedTask):
 
     def _split(self, text: Any) -> list[str]:
         if not isinstance(text, str):
-            raise DataError(f"{self.argument} holds {str(text)!r}, not text such as 'a{self.separator}b'; convert it.")
+            raise DataError(
+                f"{self.argument} contains {str(text)!r}, not text such as 'a{self.separator}b'; convert it."
+            )
         return [label.strip() for label in text.split(self.separator) if label.strip()]
 
     def _lookup(self, column: Column, classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
@@ -154,7 +156,7 @@ class MultiLabel(SupervisedTask):
         Raises
         ------
         DataError
-            If a label is one of all training cells, or of none.
+            If all training cells have a label, or none has it.
 
         Warns
         -----
@@ -176,7 +178,7 @@ class MultiLabel(SupervisedTask):
         return {"classes": classes} if self.classes is None else {}
 
     def read(self, column: Column) -> np.ndarray:
-        """Return 0 or 1 for each label of each cell, NaN where there is no value, float32, shape (N, C)."""
+        """Return 0 or 1 for each label of each cell, NaN if there is no value, float32, shape (N, C)."""
         targets, _ = self._lookup(column, self.known_classes)
         return np.where(self.usable(column)[:, None], targets, np.nan).astype(np.float32)
 
@@ -185,7 +187,7 @@ class MultiLabel(SupervisedTask):
         return ~np.isnan(targets).any(axis=1)
 
     def make_head(self, n_latent: int, module: nn.Module) -> PredictionHead:
-        """Create the head, one output a label."""
+        """Create the head, with one output per label."""
         return PredictionHead(n_latent, len(self.known_classes), **self.head)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
@@ -199,7 +201,7 @@ class MultiLabel(SupervisedTask):
         return fit_separate_logistic(features, targets > 0)
 
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """Return the mean loss over cells and labels, and right, missed and wrong predictions of each label."""
+        """Return the mean loss over cells and labels, and the TP, FN and FP of each label."""
         logits, target = outputs.float(), batch["target"]
         labeled = ~torch.isnan(target)
         weight = None if self._weight is None else self._weight.to(logits.device)
@@ -234,23 +236,23 @@ class MultiLabel(SupervisedTask):
 
         Writes the probabilities into ``obsm["scforge_<labels_key>_probabilities"]`` (``scforge_labels_probabilities``
         with `labels_keys`; the labels of its columns are in ``uns["scforge"]["scforge_<labels_key>_classes"]``), and
-        the labels into ``obs``: the joined text ``scforge_<labels_key>``, or one column of truth values a label,
+        the labels into ``obs``: the joined text ``scforge_<labels_key>``, or one boolean column per label,
         ``scforge_<label>``.
 
         Parameters
         ----------
         predictor, adata
-            The model over the cells, and where to write; None: nowhere.
+            The model over the cells, and the AnnData to write to, or None.
         key_added
             Instead of ``"scforge_<labels_key>"``; for the label columns it is the prefix before ``_<label>``.
         soft
             Return the probabilities.
         threshold
-            Probability from which on a cell has a label.
+            Minimum probability at which a cell gets a label.
 
         Returns
         -------
-        One column a label: truth values, or probabilities (float32).
+        One column per label: booleans, or probabilities (float32).
         """
         check_bool("soft", soft)
         check_share("threshold", threshold)
@@ -275,7 +277,7 @@ class MultiLabel(SupervisedTask):
         return multi_label_baselines(inputs, targets > 0)
 
     def count_unscored(self, targets: np.ndarray, column: Column) -> dict[str, int]:
-        """Return how many cells have labels that the model does not know, which are passed over, and how many none."""
+        """Return how many cells have unknown labels, which are ignored, and how many have no labels."""
         _, unknown = self._lookup(column, self.known_classes)
         return {"n_unknown_label": int(unknown.sum()), **super().count_unscored(targets, column)}
 

@@ -60,7 +60,7 @@ from scforge.training.predict import embed
 logger = logging.getLogger("scforge")
 
 MAX_INPUTS = 2048
-"""Controls of a context that a prediction is the mean over."""
+"""Maximum number of controls of a context for a prediction, which is the mean over them."""
 
 _PROBED_CELLS = 256
 """Controls of a context from which embeddings are standardized."""
@@ -70,7 +70,7 @@ _N_CELLS = 200
 
 
 def rows_by_context(conditions: Conditions, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the rows of each context that has some."""
+    """Return the rows of each context that has rows."""
     found = {name: rows[conditions.context[rows] == code] for code, name in enumerate(conditions.contexts)}
     return {name: some for name, some in found.items() if len(some)}
 
@@ -150,7 +150,7 @@ def _context_features(context: EvaluationContext, inputs: Mapping[str, np.ndarra
 
 @register_task("perturbation")
 class Perturbation(Task):
-    """The change of mean expression under perturbations that were never seen, and under combinations.
+    """Predicts the change of mean expression under unseen perturbations and combinations.
 
     The target is the change of the mean log1p CP10K compared with the controls of the context. The prediction is a
     linear model of effects plus a network (:class:`PerturbationHead`). The linear model is a ridge regression on
@@ -169,18 +169,18 @@ class Perturbation(Task):
     Parameters
     ----------
     perturbation_key
-        Column of obs with what a cell was perturbed with, see ``scforge.data.perturbation.parse_perturbations``.
+        Column of ``obs`` with what a cell was perturbed with, see ``scforge.data.perturbation.parse_perturbations``.
     control
-        The label of control cells there, e.g. ``"control"`` or ``"non-targeting"``.
+        The label of control cells, e.g. ``"control"`` or ``"non-targeting"``.
     separator
-        What joins the parts of a combination; None if labels are never taken apart.
+        Text between the parts of a combination. If None, labels are not split.
     context_key
-        Column of obs with e.g. the cell type or the batch, within which cells are compared with controls; None
-        compares with all.
+        Column of ``obs`` with e.g. the cell type or the batch, within which cells are compared with controls. If None,
+        cells are compared with all controls.
     heldout
-        Perturbations to test on; None draws them, as many as `test_size` says.
+        Perturbations to test on. If None, draws a share of `test_size`.
     heldout_contexts
-        Contexts to test on, instead of perturbations; None draws them where ``split_by=context_key``.
+        Contexts to test on, instead of perturbations. If None, draws them if ``split_by=context_key``.
     delta_loss
         ``"mse"``, or ``"wmse"``: squared errors weighted by the differential expression of the gene under the
         perturbation, see :func:`scforge.eval.perturbation_metrics.de_weights`.
@@ -189,9 +189,8 @@ class Perturbation(Task):
     head
         Options of the network, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
     gene_tables
-        Files with more vectors of genes by the name of their source, e.g. ``{"string": "string.parquet"}``, as the
-        tokenizer ``gene_embedding`` reads them. Each source counts as far as it predicts training effects that are left
-        out.
+        Files with more vectors of genes by the name of their source, e.g. ``{"string": "string.parquet"}``, as for the
+        tokenizer ``gene_embedding``. Sources are weighted by how well they predict held-out training effects.
     perturbations
         Perturbations of the training set, each with its contexts; found in the training cells.
     """
@@ -224,7 +223,7 @@ class Perturbation(Task):
         if self.heldout is not None and self.heldout_contexts is not None:
             raise OptionError("heldout and heldout_contexts are both given; hold out perturbations, or contexts.")
         if self.heldout_contexts is not None and self.context_key is None:
-            raise OptionError(f"heldout_contexts={self.heldout_contexts!r} needs context_key; name that column.")
+            raise OptionError(f"heldout_contexts={self.heldout_contexts!r} needs context_key; pass that column.")
         self.delta_loss = check_choice("delta_loss", delta_loss, ["mse", "wmse"])
         self.rank = check_count("rank", rank, "directions")
         self.head = check_head(head)
@@ -253,7 +252,7 @@ class Perturbation(Task):
             self.context_key is not None and split_by == self.context_key
         )
         if by_context and self.heldout is not None:
-            raise OptionError(f"heldout={self.heldout!r} names perturbations, but split_by={split_by!r}; give one.")
+            raise OptionError(f"heldout={self.heldout!r} names perturbations, but split_by={split_by!r}; pass one.")
         named = self.heldout_contexts
         if not by_context and self.heldout is not None:
             named = [self.name_of(targets) for targets in self._targets_of("heldout", self.heldout)]
@@ -274,7 +273,7 @@ class Perturbation(Task):
         return tuple(sorted({part for part in found if part and part != self.control}))
 
     def _targets_of(self, argument: str, names: Sequence[str]) -> list[tuple[str, ...]]:
-        """Return the targets of perturbations that a user names."""
+        """Return the targets of the given perturbations."""
         targets = [self.parts(name) for name in names]
         if () in targets:
             raise OptionError(f"{argument} names {names[targets.index(())]!r}, which is the control; leave it out.")
@@ -336,7 +335,7 @@ class Perturbation(Task):
     # --- the module
 
     def make_head(self, n_latent: int, module: nn.Module) -> PerturbationHead:
-        """Make the head, see :class:`PerturbationHead`."""
+        """Create the head, see :class:`PerturbationHead`."""
         n_tokens, width = gene_vectors(module).shape
         options = {"hidden_dim": 64, "dropout": 0.1} | self.head
         n_features = sum(self._sources(width))
@@ -525,7 +524,10 @@ class Perturbation(Task):
             if not self.is_seen(*pair) and (contexts is None or pair.context in contexts)
         ]
         if not pairs:
-            raise OptionError("perturbations=None, but the model was trained on all that the cells have; name some.")
+            raise OptionError(
+                "perturbations=None, but the model was trained on every perturbation in these cells; pass the ones "
+                "to predict."
+            )
         if without := sorted({pair.context for pair in pairs} - {*controls}):
             raise DataError(f"the contexts {listing(without)} have no control cell to predict from; add controls.")
         return pairs
@@ -550,13 +552,14 @@ class Perturbation(Task):
         adata, key_added
             Unused: nothing is written.
         perturbations
-            Names, combinations joined by `separator`; None takes those of the cells that the model was not trained on.
+            Names, combinations joined by `separator`. If None, uses those of the cells that the model was not trained
+            on.
         contexts
-            Names of contexts; None takes those in which the perturbations are among the cells, or if `perturbations`
-            are given, all that have controls.
+            Names of contexts. If None, uses the contexts in which the cells have the perturbations. If `perturbations`
+            are given, uses all contexts with controls.
         n_cells
-            Maximum number of controls per context from which effects are predicted; None takes up to 2,048, or 200 with
-            `single_cells`.
+            Maximum number of controls per context from which effects are predicted. If None, uses up to 2,048, or 200
+            with `single_cells`.
         single_cells
             Return one row per predicted cell. Each is a control cell whose expression is changed such that the mean of
             the cells is the predicted mean. Along each basis vector of the effects, the variance changes as it does for
@@ -658,15 +661,15 @@ class Perturbation(Task):
     def evaluate(self, context: EvaluationContext) -> Evaluated:
         """Score effects of perturbations that the model was not trained on, on means of their cells.
 
-        The controls among the scored cells are what effects are measured against; the other controls of the same data
-        are the inputs of the model. Where a context has no others, half of its controls are inputs.
+        Effects are measured against the controls among the scored cells. The other controls of the same data are the
+        inputs of the model. If a context has no others, half of its controls are inputs.
 
         Returns
         -------
         The mean of each metric of :func:`~scforge.eval.perturbation_metrics.score_deltas` over perturbations, for the
         model, each of :func:`~scforge.eval.perturbation.baseline_effects`, and ``technical_duplicate``; the tables
         ``per_perturbation``, and ``calibrated`` (0: the mean of the training effects, 1: the duplicate; over the
-        effects that have enough cells for a duplicate). Without baselines, only ``no_change`` is there, and
+        effects that have enough cells for a duplicate). Without baselines, the table only has ``no_change``, and
         ``train_mean`` if the training cells are available.
 
         Raises

@@ -30,12 +30,12 @@ _LOSSES: dict[str, Callable[..., torch.Tensor]] = {"huber": F.huber_loss, "mse":
 class Regression(SupervisedTask):
     """Distance of the prediction from a number of each cell.
 
-    Cells without the number (NaN) take no part in training.
+    Cells without the number (NaN) are not used for training.
 
     Parameters
     ----------
     labels_key
-        Column of obs with the numbers.
+        Column of ``obs`` with the numbers.
     loss_function
         ``"huber"`` (quadratic up to one standard deviation of the training cells, linear beyond, so that outliers
         weigh less) or ``"mse"``.
@@ -127,7 +127,7 @@ class Regression(SupervisedTask):
         return fit_ridge(features, self._standardized(targets))
 
     def targets(self, rows: np.ndarray) -> Batch:
-        """Return the standardized number of each cell, NaN where there is none."""
+        """Return the standardized value of each cell, NaN if it is missing."""
         return {"target": torch.from_numpy(self._standardized(self._targets[rows]).astype(np.float32))}
 
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
@@ -169,9 +169,9 @@ class Regression(SupervisedTask):
         Parameters
         ----------
         predictor, adata
-            The model over the cells, and where to write; None: nowhere.
+            The model over the cells, and the AnnData to write to, or None.
         key_added
-            Column of obs to write, float32, instead of ``"scforge_<labels_key>"``.
+            Column of ``adata.obs`` to write, float32, instead of ``"scforge_<labels_key>"``.
 
         Returns
         -------

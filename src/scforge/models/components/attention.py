@@ -64,7 +64,7 @@ def generate_causal_mask(seq_len: int, device: torch.device | None = None) -> to
     seq_len
         Number of tokens S.
     device
-        Where the mask is made; None takes the default device.
+        Where the mask is made. If None, uses the default device.
 
     Returns
     -------
@@ -343,9 +343,9 @@ class SelfAttention(nn.Module):
 
 
 def put_back_weights(weights_bnkk: torch.Tensor, put_back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Bring attention weights of K chosen tokens to where these were among S: from (B, N, K, K) to (B, N, S, S).
+    """Scatter attention weights of K selected tokens to their positions among S: (B, N, K, K) to (B, N, S, S).
 
-    `put_back` does so for states: from (B, K, X) to (B, S, X), zeros at the rest.
+    `put_back` does this for states: (B, K, X) to (B, S, X), with zeros elsewhere.
     """
     heads, width = weights_bnkk.shape[1:3]
     rows_bsnk = put_back(weights_bnkk.transpose(1, 2).flatten(2)).unflatten(2, (heads, width))

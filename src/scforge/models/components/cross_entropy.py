@@ -40,7 +40,7 @@ def token_loss(
     hidden_bsh
         States, shape (B, S, H).
     labels_bs
-        Token ids to predict, -100 where there is nothing to predict, int64, shape (B, S); None for no loss.
+        Token ids to predict, -100 at positions without a target, int64, shape (B, S); None means no loss.
     return_logits
         Whether the logits of all positions are wanted.
     weight_vh
@@ -62,7 +62,7 @@ def token_loss(
 
 
 def mean_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy at labeled positions; 0 where there is none, e.g. in a batch of empty cells.
+    """Return the mean cross entropy at labeled positions; 0 if there is none, e.g. in a batch of empty cells.
 
     Parameters
     ----------

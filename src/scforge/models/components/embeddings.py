@@ -193,8 +193,8 @@ class GeneExpressionEmbedding(nn.Module):
             raise OptionError(f"value_encoder={value_encoder!r} needs use_expression_values=True; set it, or neither.")
         if (value_encoder == "soft_bins") != (n_value_bins is not None):
             raise OptionError(
-                f"n_value_bins={n_value_bins!r} does not work with value_encoder={value_encoder!r}; give a number with "
-                "'soft_bins', and with no other."
+                f"n_value_bins={n_value_bins!r} does not work with value_encoder={value_encoder!r}; set it only with "
+                "'soft_bins'."
             )
         self.max_seq_len = max_seq_len
         self.gene_embedding = token_embedding(vocab_size, hidden_dim, gene_vectors)

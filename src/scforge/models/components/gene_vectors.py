@@ -131,8 +131,8 @@ class GeneVectorEmbedding(nn.Module):
         expected = (self.vocab_size, self.vectors.embedding_dim)
         if tuple(vectors.shape) != expected or int(without.sum()) != self.n_learned or not without[PAD_ID]:
             raise OptionError(
-                f"gene vectors of shape {tuple(vectors.shape)} with {int(without.sum())} rows of NaN do not fit; "
-                f"the shape {expected} with {self.n_learned} rows of NaN, that of PAD among them, is needed."
+                f"gene vectors of shape {tuple(vectors.shape)} with {int(without.sum())} rows of NaN do not match; "
+                f"the shape {expected} with {self.n_learned} rows of NaN, including PAD, is needed."
             )
         known = vectors[~without].float()
         center = known.mean(dim=0)

@@ -121,7 +121,7 @@ def log_counts(name: str, counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> t
 
 
 def mean_expressed(counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the counts above 0 of the tokens of each cell, float32, shape (B, 1); 1 where there is none.
+    """Return the mean of the counts above 0 of the tokens of each cell, float32, shape (B, 1); 1 if there are none.
 
     Parameters
     ----------
@@ -214,7 +214,7 @@ def cell_loss(
     state_bh
         What sums up each cell, shape (B, H).
     labels_bs
-        Token ids, -100 where there is none, int64, shape (B, S).
+        Token ids, -100 at positions without a target, int64, shape (B, S).
     tokens_bs
         False where labels do not count, bool, shape (B, S).
     """

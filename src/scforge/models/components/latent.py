@@ -73,7 +73,7 @@ class BatchIntegrationHead(nn.Module):
 
 
 def batch_vectors(module: nn.Module) -> nn.Parameter | None:
-    """Return the vectors of the batches that the decoder of an architecture knows, (E, H); None for none."""
+    """Return the vectors of the batches that the decoder of an architecture knows, (E, H); None means no loggers."""
     heads = [part for part in module.modules() if isinstance(part, BatchIntegrationHead)]
     return heads[0].batch_embedding.weight if heads and heads[0].batch_embedding is not None else None
 

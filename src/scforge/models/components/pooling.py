@@ -16,7 +16,7 @@ def cls_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = 
     hidden_states
         Shape (B, S, H).
     attention_mask
-        Shape (B, S), nonzero for tokens; None takes every position as a token.
+        Shape (B, S), nonzero for tokens. If None, every position is a token.
 
     Returns
     -------
@@ -49,7 +49,7 @@ def mean_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None =
     hidden_states
         Shape (B, S, H).
     attention_mask
-        Shape (B, S), nonzero for tokens; None takes every position as a token.
+        Shape (B, S), nonzero for tokens. If None, every position is a token.
 
     Returns
     -------
@@ -76,7 +76,7 @@ def last_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None =
     hidden_states
         Shape (B, S, H).
     attention_mask
-        Shape (B, S), nonzero for tokens; None takes every position as a token.
+        Shape (B, S), nonzero for tokens. If None, every position is a token.
 
     Returns
     -------
@@ -100,7 +100,7 @@ def depth_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor, genes:
     """Return the cell embedding of scFoundation (Hao et al. 2024), shape (B, 4 H).
 
     The state of the last token (the depth available), that of the one before it (the depth wanted), and over genes the
-    largest and the mean of each number; zeros where there is nothing to pool.
+    largest and the mean of each number; zeros if there is nothing to pool.
 
     Parameters
     ----------

@@ -107,12 +107,11 @@ def pack_cells(
     tokens_bs
         True for tokens, bool, in any pattern, shape (B, S); None if all are.
     unpad
-        None takes padding out where it is more than a twentieth of the positions; True wherever there is any; False
-        never.
+        If None, removes padding if it is more than a twentieth of the positions. True removes all padding, False none.
     exact
         Leave no padding at all, for kernels that know where cells end.
     most
-        Most positions of a group (though at least a cell); None for no limit.
+        Maximum number of positions of a group, which has at least one cell; None means no limit.
     """
     batch, seq = shape
     lengths = [seq] * batch if tokens_bs is None else tokens_bs.sum(dim=1).tolist()

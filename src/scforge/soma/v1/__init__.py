@@ -5,4 +5,4 @@ from __future__ import annotations
 __all__ = ["ARCHITECTURE_VERSION"]
 
 ARCHITECTURE_VERSION = 1
-"""Has to be the ``model_architecture_version`` of the network that weights are for."""
+"""Must equal the ``model_architecture_version`` of the network of the weights."""

@@ -15,7 +15,7 @@ V1_NUM_HEADS: Final = 8
 V1_NUM_LAYERS: Final = 24
 V1_MAX_SEQ_LEN: Final = 1024
 V1_VOCAB_SIZE: Final = 264
-"""The 256 bytes and 8 special tokens, of which two have a use."""
+"""The 256 bytes and 8 special tokens, two of which are used."""
 V1_PWFF_HIDDEN_DIM: Final = 8192
 V1_MAX_WAVELENGTH: Final = 10_000.0
 V1_SCALE_FACTOR: Final = 1.0
@@ -29,9 +29,9 @@ V1_BATCH_SIZE: Final = 16
 
 
 def _check_scale_factor(argument: str, value: Any) -> None:
-    """Raise unless positions can be divided by `value`, a number of at least 1."""
+    """Raise unless `value` is a valid scale factor of positions, a number of at least 1."""
     if check_positive(argument, value) < 1:
-        raise OptionError(f"{argument}={value} is below 1; give 1, or more for positions that stand closer.")
+        raise OptionError(f"{argument}={value} is below 1; pass 1, or more for closer positions.")
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
@@ -76,7 +76,7 @@ class ModelConfig(_Checked):
     Parameters
     ----------
     dropout_rate
-        Share of attention weights, of hidden units and of what a block adds that is dropped in training.
+        Dropout rate of attention weights, hidden units and residual branches.
     embedding_dim
         Width of a token.
     pwff_hidden_dim
@@ -88,9 +88,9 @@ class ModelConfig(_Checked):
     vocab_size
         Number of tokens.
     max_wavelength
-        Longest wave of the rotary positions.
+        Maximum wavelength of the rotary positions.
     scale_factor
-        Positions are divided by it; at least 1.
+        Divisor of the positions; at least 1.
 
     Examples
     --------
@@ -120,7 +120,7 @@ class EncoderConfig(_Checked):
     Parameters
     ----------
     dropout_rate
-        Share that is dropped in training.
+        Dropout rate in training.
     embedding_dim
         Width of a token.
     pwff_hidden_dim
@@ -130,7 +130,7 @@ class EncoderConfig(_Checked):
     num_heads
         Heads of attention.
     max_wavelength, scale_factor
-        Of the rotary positions.
+        Parameters of the rotary positions.
 
     Examples
     --------
@@ -154,7 +154,7 @@ class LayerConfig(_Checked):
     Parameters
     ----------
     dropout_rate
-        Share that is dropped in training.
+        Dropout rate in training.
     embedding_dim
         Width of a token.
     pwff_hidden_dim
@@ -162,7 +162,7 @@ class LayerConfig(_Checked):
     num_heads
         Heads of attention.
     max_wavelength, scale_factor
-        Of the rotary positions.
+        Parameters of the rotary positions.
 
     Examples
     --------
@@ -185,7 +185,7 @@ class PositionWiseFeedForwardConfig(_Checked):
     Parameters
     ----------
     dropout_rate
-        Share that is dropped in training.
+        Dropout rate in training.
     embedding_dim
         Width of a token.
     pwff_hidden_dim
@@ -253,13 +253,15 @@ def check_tokens(argument: str, values: Any, vocab_size: int) -> None:
     """Raise if a token is outside the vocabulary."""
     if values.shape[0] and values.shape[1] and not 0 <= int(values.min()) <= int(values.max()) < vocab_size:
         wrong = values.min() if values.min() < 0 else values.max()
-        raise DataError(f"{argument} holds {int(wrong)}; pass tokens from 0 to {vocab_size - 1}, the vocabulary.")
+        raise DataError(f"{argument} contains {int(wrong)}; pass tokens from 0 to {vocab_size - 1}, the vocabulary.")
 
 
 def check_one_a_token(argument: str, values: Any, of: str, tokens: Any, *, or_one_row: bool = False) -> None:
     """Raise unless `values` has the shape of `tokens`, which the argument `of` names; or one row of it."""
     if tuple(values.shape) not in {tuple(tokens.shape), *([(1, tokens.shape[1])] if or_one_row else [])}:
-        raise DataError(f"{argument} has shape {tuple(values.shape)} and {of} {tuple(tokens.shape)}; pass one a token.")
+        raise DataError(
+            f"{argument} has shape {tuple(values.shape)} and {of} {tuple(tokens.shape)}; pass one per token."
+        )
 
 
 def check_states(x: Any, noise: Any = None) -> None:

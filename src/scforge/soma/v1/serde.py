@@ -1,7 +1,7 @@
 """Weights as safetensors, in the layout shared by the torch and flax halves of soma.
 
-A matrix has the shape (inputs, outputs); scale and bias of a layer norm are ``gamma`` and ``beta``; keys are sorted. A
-file is the same, byte for byte, for both packages.
+A matrix has the shape (inputs, outputs); scale and bias of a layer norm are ``gamma`` and ``beta``; keys are sorted.
+Both packages write identical files.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ class Serde[M](abc.ABC):
         """Return the weights of the module by their names in a file, in the shapes that they have there."""
 
     def _for_file(self) -> dict[str, Any]:
-        """Return the same, as safetensors writes it."""
+        """Return the weights in the format of safetensors."""
         return self._tensors()
 
     @abc.abstractmethod
     def _set(self, tensors: Mapping[str, Any]) -> None:
-        """Set the weights of the module to those of a file, which fit."""
+        """Set the weights of the module to those of a file, after checks."""
 
     def serialize(self) -> bytes:
         """Return the weights as the bytes of a safetensors file."""
         return self._format.save(self._for_file())
 
     def serialize_to_file(self, filename: str | os.PathLike[str]) -> None:
-        """Write the weights to a file, which is there as a whole or not at all."""
+        """Write the weights to a file; an interrupted write leaves no file."""
         with atomic_path(filename) as temporary:
             self._format.save_file(self._for_file(), temporary)
 
@@ -61,7 +61,7 @@ class Serde[M](abc.ABC):
         ------
         ModelFileError
             If `data` is not safetensors, or a tensor is missing, unknown, of another shape, or not of finite real
-            numbers; nothing is changed then.
+            numbers. The module then does not change.
         """
         return self._read("data", lambda: self._format.load(bytes(data)))
 
@@ -86,15 +86,15 @@ class Serde[M](abc.ABC):
             raise ModelFileError(f"{where} cannot be read as safetensors: {first_line(error)}.") from error
         wanted = self._tensors()
         if missing := wanted.keys() - found.keys():
-            raise ModelFileError(f"{where} lacks {listing(sorted(missing), most=3)}; is it of other sizes?")
+            raise ModelFileError(f"{where} lacks {listing(sorted(missing), most=3)}; check the sizes of the model.")
         if unknown := found.keys() - wanted.keys():
-            raise ModelFileError(
-                f"{where} holds {listing(sorted(unknown))}, which is unknown; check the sizes of the model."
-            )
+            raise ModelFileError(f"{where} contains unknown {listing(sorted(unknown))}; check the sizes of the model.")
         for name, values in sorted(found.items()):
             shape, own = tuple(values.shape), tuple(wanted[name].shape)
             if shape != own:
-                raise ModelFileError(f"{where} has {name!r} of shape {shape}, the model {own}; is it of other sizes?")
+                raise ModelFileError(
+                    f"{where} has {name!r} of shape {shape}, the model {own}; check the sizes of the model."
+                )
             # The difference is not a number for what is not finite.
             if "float" not in str(values.dtype) or not (values - values == 0).all():
                 raise ModelFileError(f"{where} has {name!r} as {values.dtype}, not real and finite; copy it again.")
@@ -117,10 +117,10 @@ class Serializable:
 
     @classmethod
     def load(cls, filename: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Self:
-        """Return ``cls(*args, **kwargs)`` with the weights of a file; errors as of :class:`Serde`."""
+        """Return ``cls(*args, **kwargs)`` with the weights of a file; see :class:`Serde` for errors."""
         return cls._serde(cls(*args, **kwargs)).deserialize_from_file(filename)
 
     @classmethod
     def load_bytes(cls, data: bytes, *args: Any, **kwargs: Any) -> Self:
-        """Return ``cls(*args, **kwargs)`` with weights of :meth:`save_bytes`; errors as of :class:`Serde`."""
+        """Return ``cls(*args, **kwargs)`` with weights of :meth:`save_bytes`; see :class:`Serde` for errors."""
         return cls._serde(cls(*args, **kwargs)).deserialize(data)

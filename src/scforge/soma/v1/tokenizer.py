@@ -17,8 +17,8 @@ from scforge.soma.v1.configs import V1_EOS_TOKEN_ID, V1_MAX_SEQ_LEN, V1_PAD_TOKE
 class TokenizedSequence(NamedTuple):
     """One chunk of bytes as lists of `max_seq_len` numbers.
 
-    ``token_ids``: tokens. ``targets``: the next token at each place, PAD at the last. ``pos_ids``: offset of each byte
-    in all of the data; EOS and PAD stand at the offset after the last byte.
+    ``token_ids``: tokens. ``targets``: the next token at each position, PAD at the last. ``pos_ids``: offset of each
+    byte in all of the data; EOS and PAD have the offset after the last byte.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def tokenize(data: bytes | bytearray, max_seq_len: int = V1_MAX_SEQ_LEN) -> list
 
     Returns
     -------
-    One :class:`TokenizedSequence` for each `max_seq_len` bytes; EOS follows the last byte where its chunk has room.
+    One :class:`TokenizedSequence` for each `max_seq_len` bytes; EOS follows the last byte if its chunk has room.
 
     Raises
     ------

@@ -27,7 +27,7 @@ def check_classes(argument: str, classes: Any, key_argument: str, key: str | Non
     if classes is None:
         return None
     if isinstance(classes, str) or not classes or len(set(classes)) < len(classes):
-        raise OptionError(f"{argument}={classes!r} is not a list of the names of classes, each once.")
+        raise OptionError(f"{argument}={classes!r} is not a list of unique class names.")
     if key is None:
         raise OptionError(f"{argument}={list(classes)!r} needs {key_argument}, the column of obs with the classes.")
     return list(classes)
@@ -94,7 +94,7 @@ def of_block(key: str | None, numbers: np.ndarray | None, block: CellBlock) -> t
     return torch.from_numpy(numbers[block.rows])
 
 
-IN_THE_MEAN = "they are decoded in the mean of all."
+IN_THE_MEAN = "they are decoded with the mean of all batches."
 """Treatment of cells of unknown batches."""
 
 
@@ -147,7 +147,7 @@ class TellsBatches(Objective):
         if self._batches is None or not (n_unknown := int((self._batches < 0).sum())):
             return ""
         of = f"batch_key={key!r}: {n_unknown} of {len(cells)} cells"
-        return f"{of} are of batches that the model does not know (known: {listing(names or [])})"
+        return f"{of} have batches that the model does not know (known: {listing(names or [])})"
 
     def own_batches(self, cells: Cells) -> np.ndarray:
         """Return a code for the batch of each cell, known to the model or not, int64, shape (N,); -1 without batches.

@@ -37,7 +37,7 @@ class TrainingDefaults:
     max_epochs
         Epochs on 2,500 cells; with other numbers of cells, training has about as many steps.
     most_epochs
-        Maximum number of epochs on few cells; None for ten times `max_epochs`.
+        Maximum number of epochs on few cells; None means ten times `max_epochs`.
 
     Examples
     --------

@@ -67,15 +67,15 @@ class JointEmbedding(TellsBatches, SeesViews):
         Compute SIGReg for each batch separately. Batches with fewer than 2 cells in a step are ignored. With several
         processes, each then uses its own cells.
     clusters
-        Number of clusters whose proportions are balanced between batches, for `per_batch`, at least 2; None for no
+        Number of clusters whose proportions are balanced between batches, for `per_batch`, at least 2; None means no
         clusters.
     max_cells
         Number of training cells to cluster, sampled once, and of held-out cells that are assigned; other cells have
         weight 1.
     batch_key
-        Column of obs with the batch of each cell, for `per_batch`. The architecture does not receive it.
+        Column of ``obs`` with the batch of each cell, for `per_batch`. The architecture does not receive it.
     batches
-        The batches; None takes those of the cells that the model is created with.
+        The batches. If None, uses those of the cells that the model is created with.
     projector
         Width of an MLP projection head to whose output both terms apply, so the embedding itself need not be isotropic.
         For architectures that have one (``gene_pooling``, ``mlp``). None applies both terms to the embedding.
@@ -124,7 +124,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         self.per_batch = check_bool("per_batch", per_batch)
         self._set_batches(batch_key, batches)
         if self.per_batch and self.batch_key is None:
-            raise OptionError("per_batch=True needs batch_key, the column of obs with the batch of each cell; name it.")
+            raise OptionError("per_batch=True needs batch_key, the column of obs with the batch of each cell; pass it.")
         for name, value in {"batch_key": batch_key, "clusters": clusters}.items():
             if value is not None and not self.per_batch:
                 raise OptionError(

@@ -75,9 +75,9 @@ class MaskedDiffusion(TellsBatches):
         their weight.)
     thinning
         Range of the fraction of counts that the model sees of each cell, sampled log-uniformly in each epoch; the
-        targets are those of the whole cell. None keeps all counts.
+        targets are those of the whole cell. If None, keeps all counts.
     max_genes
-        Maximum number of genes per cell, the first in the order of the tokenizer. None takes as many as the
+        Maximum number of genes per cell, the first in the order of the tokenizer. If None, uses as many as the
         architecture attends to.
     value_weight
         Weight of the values.
@@ -88,8 +88,8 @@ class MaskedDiffusion(TellsBatches):
     token_prior
         Start the prediction of genes at the token frequencies of the training cells.
     batch_key, batches
-        Column of obs with the batch of each cell, on which the decoder of the latent is conditioned, and the batches in
-        the order of their numbers; see :class:`~scforge.training.Variational`. Has no effect with
+        Column of ``obs`` with the batch of each cell, on which the decoder of the latent is conditioned, and the
+        batches in the order of their numbers; see :class:`~scforge.training.Variational`. Has no effect with
         ``reconstruction_weight=0``.
 
     Examples
@@ -142,7 +142,7 @@ class MaskedDiffusion(TellsBatches):
         refuse_zero_genes("masked_diffusion", tokenizer)
         if tokenizer.append_cls or tokenizer.append_eos:
             raise OptionError(
-                "'masked_diffusion' takes genes only; pass append_cls=False and append_eos=False to the tokenizer."
+                "'masked_diffusion' accepts only genes; pass append_cls=False and append_eos=False to the tokenizer."
             )
         unit = (getattr(tokenizer, "transform", "log1p_cp10k"), getattr(tokenizer, "target_sum", TARGET_SUM))
         if unit != ("log1p_cp10k", TARGET_SUM) or getattr(tokenizer, "n_bins", None) is not None:
@@ -155,7 +155,7 @@ class MaskedDiffusion(TellsBatches):
         """Raise unless the architecture predicts masked genes and masked values of cells with weights."""
         named = set(inspect.signature(architecture.forward).parameters)
         if not {"loss_weights", "masked_values", "target"} <= named:
-            why = "takes no loss_weights, masked_values and target in forward"
+            why = "does not accept loss_weights, masked_values and target in forward"
             raise mismatch("masked_diffusion", architecture, why, "the architecture 'scdiva'")
 
     def model_options(self) -> dict[str, Any]:

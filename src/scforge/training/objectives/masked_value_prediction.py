@@ -84,7 +84,7 @@ class MaskedValuePrediction(Objective):
         if getattr(architecture, "predicts_next", False):
             why = "predicts the next token rather than masked values"
         elif not _TARGETS & set(inspect.signature(architecture.forward).parameters):
-            why = "predicts no values of tokens"
+            why = "does not predict values of tokens"
         else:
             return
         raise mismatch("masked_value_prediction", architecture, why, "the architecture 'masked_autoencoder'")

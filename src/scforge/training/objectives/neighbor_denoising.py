@@ -70,9 +70,9 @@ class NeighborDenoising(TellsBatches, SeesViews):
     Parameters
     ----------
     batch_key
-        Column of obs with the batch of each cell; `Encoder` takes that of ``setup_anndata``.
+        Column of ``obs`` with the batch of each cell; `Encoder` takes that of ``setup_anndata``.
     batches
-        Names of the batches, in the order of their codes; None takes them from the cells that the model is created
+        Names of the batches, in the order of their codes. If None, uses them from the cells that the model is created
         with.
     across, within
         Number of mutual neighbors of a cell in each other batch, and in the same batch; at most a tenth of a batch.
@@ -271,7 +271,7 @@ class _Pool:
     train_rows
         Rows of the training cells, ascending.
     batches
-        Batch of every cell; None for a single batch.
+        Batch of every cell; None means a single batch.
     options
         The objective, which sets `across`, `within`, `space` and `temperature`.
     """

@@ -58,11 +58,11 @@ class NextGenePrediction(Objective):
         with ``"rank"``. A gene and its bin are predicted independently. Ranks reveal much about values and random
         orders nothing, so use ``"rank"`` to generate cells.
     condition_key
-        Column of obs with classes on which the model is conditioned, such as the cell type, so it can generate cells of
-        a class. None for no classes.
+        Column of ``obs`` with classes on which the model is conditioned, such as the cell type, so it can generate
+        cells of a class. None means no classes.
     conditions
-        The classes, in the order of their numbers; None takes those of the cells that the model is created with. Cells
-        of other classes count as unknown.
+        The classes, in the order of their numbers. If None, uses those of the cells that the model is created with.
+        Cells of other classes count as unknown.
     condition_dropout
         Fraction of cells whose class is dropped in training, so the model also handles cells of unknown class.
     token_prior
@@ -204,7 +204,7 @@ def bin_means(cells: CellSource, tokenizer: Tokenizer, n_bins: int | None = None
     tokenizer
         A tokenizer that bins expression.
     n_bins
-        Number of bins; None takes the tokenizer's.
+        Number of bins. If None, uses the tokenizer's.
     """
     n_bins = int(getattr(tokenizer, "n_bins", 0)) if n_bins is None else n_bins
     sums, counts = np.zeros(n_bins), np.zeros(n_bins)

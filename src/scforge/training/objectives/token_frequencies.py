@@ -48,7 +48,7 @@ def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
 def token_entropy(counts: np.ndarray) -> float:
     """Return the entropy of token frequencies, the loss of a model that knows only these frequencies.
 
-    With shares p of the tokens it is -sum(p log p).
+    If p are the token frequencies, this is -sum(p log p).
 
     Parameters
     ----------
@@ -73,6 +73,8 @@ def token_entropy(counts: np.ndarray) -> float:
     """
     counts = np.asarray(counts)
     if not counts.sum() > 0:
-        raise OptionError("counts has no token above zero; pass how often each token occurs, as of token_counts.")
+        raise OptionError(
+            "counts is zero for all tokens; pass the number of occurrences of each token, e.g. from token_counts."
+        )
     share = counts[counts > 0] / counts.sum()
     return float(-(share * np.log(share)).sum())

@@ -65,15 +65,15 @@ class Variational(TellsBatches):
     reconstruction_weight, classification_weight
         Weights of the two tasks.
     labels_key
-        Column of obs with the class of each cell, e.g. its type; None for no classification. Cells without a class are
-        used for the reconstruction only.
+        Column of ``obs`` with the class of each cell, e.g. its type; None means no classification. Cells without a
+        class are used for the reconstruction only.
     labels
-        The classes, in the order of their numbers; None takes those of the cells that the model is created with. Cells
-        of other classes count as cells without a class.
+        The classes, in the order of their numbers. If None, uses those of the cells that the model is created with.
+        Cells of other classes count as cells without a class.
     batch_key
-        Column of obs with the batch of each cell, on which the decoder is conditioned.
+        Column of ``obs`` with the batch of each cell, on which the decoder is conditioned.
     batches
-        The batches, in the order of their numbers; None takes those of the cells that the model is created with.
+        The batches, in the order of their numbers. If None, uses those of the cells that the model is created with.
     thinning
         Range of the fraction of counts that the model sees of each cell, sampled log-uniformly in each epoch; it has to
         predict the whole cell. None shows all counts.
@@ -247,7 +247,7 @@ def check_thinning(thinning: Sequence[float] | None) -> list[float] | None:
     Raises
     ------
     OptionError
-        If it is not such a range.
+        If the value is not a valid range.
     """
     if thinning is None:
         return None

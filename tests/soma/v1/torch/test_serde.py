@@ -44,7 +44,7 @@ def test_kinds_and_dtypes(tiny):
     ("change", "message"),
     [
         ({"embedding_dim": 32}, r"'embedding.weight' of shape \(264, 16\), the model \(264, 32\)"),
-        ({"num_layers": 1}, "holds 'encoder.layers.1"),
+        ({"num_layers": 1}, "contains unknown 'encoder.layers.1"),
     ],
 )
 def test_a_file_of_other_sizes(tiny, change, message, tmp_path):

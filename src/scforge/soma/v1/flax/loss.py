@@ -25,7 +25,7 @@ def compute_loss(model: Model, sig_reg: SIGReg, token_ids: Array, targets: Array
     sig_reg
         The regularizer, which draws its directions.
     token_ids, targets
-        Whole numbers, shape (B, S).
+        Integers, shape (B, S).
 
     Returns
     -------

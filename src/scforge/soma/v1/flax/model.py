@@ -33,8 +33,8 @@ class Model(Serializable, nnx.Module):
     config
         Its sizes.
     rngs
-        Where initial weights (``params``) and dropout (``dropout``) come from; None takes ``nnx.Rngs(0)``, for models
-        whose weights come from a file.
+        Where initial weights (``params``) and dropout (``dropout``) come from. If None, uses ``nnx.Rngs(0)``, for
+        models whose weights come from a file.
 
     Raises
     ------

@@ -1,6 +1,6 @@
 """The regularizer of soma in flax: per token, over the slices.
 
-It pushes the length of each vector, and cannot see whether all vectors are one; the statistic over samples is
+It regularizes the length of each vector, and cannot detect that all vectors are equal. The statistic over samples is
 :class:`scforge.models.components.SIGReg`.
 """
 
@@ -29,7 +29,7 @@ class SIGReg(nnx.Module):
     config
         Points, slices and weight.
     rngs
-        Where directions come from (the stream ``noise``); None takes ``nnx.Rngs(0)``.
+        Where directions come from (the stream ``noise``). If None, uses ``nnx.Rngs(0)``.
 
     Examples
     --------

@@ -25,7 +25,7 @@ def apply_rope(
 ) -> Array:
     """Turn the two halves of each vector against each other by angles that grow with the position (Su et al. 2021).
 
-    Angles are computed in float32: half precision does not know the whole numbers above 256.
+    Angles are computed in float32, because half precision cannot represent all integers above 256.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def apply_rope(
     max_wavelength
         Base of the frequencies: dimension i turns by ``position / max_wavelength ** (2 i / K) / scale_factor``.
     scale_factor
-        What positions are divided by, at least 1.
+        Divisor of the positions, at least 1.
 
     Returns
     -------
@@ -76,13 +76,13 @@ class MultiHeadAttention(nnx.Module):
     num_features
         H, a multiple of twice `num_heads`.
     dropout_rate
-        Share of attention weights that training leaves out.
+        Dropout rate of attention weights.
     use_bias
         Whether the projections have biases.
     max_wavelength, scale_factor
         See :func:`apply_rope`.
     rngs
-        Where initial weights and dropout come from; None takes ``nnx.Rngs(0)``.
+        Where initial weights and dropout come from. If None, uses ``nnx.Rngs(0)``.
 
     Raises
     ------
@@ -135,7 +135,7 @@ class MultiHeadAttention(nnx.Module):
         return self.output(attended.reshape(inputs.shape))
 
     def _with_dropout(self, query: Array, key: Array, value: Array) -> Array:
-        """Attend step by step, as the fused function drops no weights."""
+        """Compute attention step by step, because the fused function has no dropout."""
         n_tokens = query.shape[1]
         scores = jnp.einsum("bsnk,btnk->bnst", query, key).astype(jnp.float32) / math.sqrt(self.head_dim)
         before = jnp.tril(jnp.ones((n_tokens, n_tokens), dtype=bool))

@@ -17,7 +17,7 @@ class Encoder(nnx.Module):
     config
         Its sizes.
     rngs
-        Where initial weights and dropout come from; None takes ``nnx.Rngs(0)``.
+        Where initial weights and dropout come from. If None, uses ``nnx.Rngs(0)``.
     """
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs | None = None) -> None:

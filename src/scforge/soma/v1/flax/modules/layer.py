@@ -25,7 +25,7 @@ class Layer(nnx.Module):
     config
         Its sizes.
     rngs
-        Where initial weights and dropout come from; None takes ``nnx.Rngs(0)``.
+        Where initial weights and dropout come from. If None, uses ``nnx.Rngs(0)``.
     """
 
     def __init__(self, config: LayerConfig, rngs: nnx.Rngs | None = None) -> None:

@@ -9,14 +9,14 @@ from scforge.soma.v1.configs import PositionWiseFeedForwardConfig
 
 
 class PositionWiseFeedForward(nnx.Module):
-    """Linear, GELU (the exact one, by erf), dropout, linear; each token alone.
+    """Linear, GELU (exact, with erf), dropout, linear; applied to each token separately.
 
     Parameters
     ----------
     config
         Its sizes.
     rngs
-        Where initial weights and dropout come from; None takes ``nnx.Rngs(0)``.
+        Where initial weights and dropout come from. If None, uses ``nnx.Rngs(0)``.
     """
 
     def __init__(self, config: PositionWiseFeedForwardConfig, rngs: nnx.Rngs | None = None) -> None:

@@ -146,9 +146,9 @@ class MultiHeadAttention(nn.Module):
         rotation
             Of :func:`rotation_of`, instead of `positions`, for layers that share it.
         mask
-            False where attention is forbidden on top of the causal mask, bool, of a shape that broadcasts to
-            (B, N, S, S), e.g. (B, 1, S, S); it allows no token to see later ones. What comes out at a token that may
-            see no token, not even itself, has no meaning. None for the causal mask alone.
+            False where attention is forbidden on top of the causal mask, bool, of a shape that broadcasts to (B, N, S,
+            S), e.g. (B, 1, S, S); it allows no token to see later ones. The output at a token that attends to no token,
+            not even itself, has no meaning. None means the causal mask alone.
 
         Returns
         -------
