@@ -2,8 +2,8 @@
 
 Every method is fitted without labels on the same 80 % of the cells, drawn for each run, with the seed of the run. The
 scores are scib-metrics' on up to 3,000 of these cells: `total` is 0.6 `bio` + 0.4 `batch`, and `total_without_leiden`
-leaves out NMI and ARI of Leiden clusters. Methods are those of ``transfer.py``, but scVI stops early. Hyper-parameters may
-be chosen on ``kang_ifnb`` and ``sc_mixology`` only; the other data sets are and stay tests. The results go into
+leaves out NMI and ARI of Leiden clusters. Methods are those of ``transfer.py``, but scVI stops early. Hyper-parameters
+may be chosen on ``kang_ifnb`` and ``sc_mixology`` only; the other data sets are and stay tests. The results go into
 ``benchmarks/results/integration.csv``, from which ``--docs`` makes tables::
 
     python benchmarks/integration.py --data FOLDER --runs 3
