@@ -117,7 +117,8 @@ def overview(results: pd.DataFrame, metric: str) -> str:
         if "scforge" not in set(part["method"]):
             continue
         wide = part.pivot(index="run", columns="method", values="value")
-        best = wide.drop(columns="scforge").loc[:, wide.drop(columns="scforge").count() > 1].mean().idxmax()
+        others = wide.drop(columns="scforge")
+        best = others.loc[:, others.count() == others.count().max()].mean().idxmax()
         paired = wide[["scforge", best]].dropna()
         ours, other = paired.mean()
         gain = difference(paired["scforge"] - paired[best])

@@ -160,7 +160,9 @@ def test_a_vocabulary_keeps_entropies(vocab, tmp_path):
     assert GeneVocab.from_file(tmp_path / "old.json").entropies is None
     for entropies in ([0.2, 1 / 3, 1.0], "high"):
         (tmp_path / "other.json").write_text(json.dumps(new | {"entropies": entropies}))
-        with pytest.raises(ModelFileError, match="do not fit the hash|entropies: Input should be a valid list"):
+        with pytest.raises(
+            ModelFileError, match="do not match the stored hash|entropies: Input should be a valid list"
+        ):
             GeneVocab.from_file(tmp_path / "other.json")
     for bad in ([0.1, 0.2], [0.1, 0.2, 1.1], [0.1, -0.2, 1.0], [0.1, np.nan, 1.0]):
         with pytest.raises(DataError, match="entropies (has 2 entries|contains a value)"):

@@ -93,7 +93,9 @@ def test_repeated_names_are_summed_and_told(tiny_adata, tiny_vocab, gene_key):
     if gene_key is None:
         more.var_names = more.var["name"]
     where = "var_names" if gene_key is None else r"var\['name'\]"
-    message = rf"adata\.{where} has several columns for one gene.* the counts of 2 columns .first: 'gene3'. are summed"
+    message = (
+        rf"adata\.{where}: several columns are the same gene.* the counts of 2 columns .first: 'gene3'. are summed"
+    )
     with pytest.warns(ScforgeWarning, match=message):
         cells = open_cells(more, tiny_vocab, gene_key=gene_key)
     np.testing.assert_array_equal(cells.counts.toarray(), expected.counts.toarray())
@@ -114,11 +116,11 @@ def test_choice_among_summed_columns_is_that_of_the_sums(tiny_adata, tiny_vocab,
 
 def test_species_are_told_apart():
     human, mouse = GeneVocab.named("human_protein_coding"), GeneVocab.named("mouse_protein_coding")
-    with pytest.raises(GeneMismatchError, match="mouse Ensembl ids such as .*human_mouse.*takes both"):
+    with pytest.raises(GeneMismatchError, match="mouse Ensembl ids such as .*human_mouse.*contains both"):
         map_names(np.array(mouse.genes[:500]), human)
     with pytest.raises(GeneMismatchError, match="mouse gene symbols such as .*'mouse_protein_coding'"):
         map_names(np.array(mouse.symbols[:2000]), human)
-    with pytest.raises(GeneMismatchError, match="genes of human need .*'human_protein_coding'"):
+    with pytest.raises(GeneMismatchError, match="human genes need .*'human_protein_coding'"):
         map_names(np.array(human.symbols[:2000]), mouse)
     bare = GeneVocab.from_genes(mouse.genes[:500])  # by the annotation, they are of another species, too
     with pytest.raises(GeneMismatchError, match="human genes need vocab='human_pro"):
@@ -203,7 +205,7 @@ def test_real_cells_and_names_that_do_not_fit(pbmc, tmp_path):
         map_genes(pbmc, "mouse_protein_coding")
     message = str(caught.value)
     assert "contains human gene symbols such as " in message
-    assert "the vocabulary mouse Ensembl ids such as 'ENSMUSG00000000001'" in message
+    assert "the vocabulary contains mouse Ensembl ids such as 'ENSMUSG00000000001'" in message
     assert "vocab='human_protein_coding' (data.gene_vocab in a YAML file), or 'human_mouse', which" in message
     bare = GeneVocab.from_genes(vocab.genes)
     with pytest.warns(ScforgeWarning, match="12,355 human gene symbols were matched .* 13236 of them: pass gene_key"):

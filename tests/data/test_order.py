@@ -224,12 +224,12 @@ STATE_OPTIONS = {"rows": np.arange(0, 200, 2), "batch_size": 10, "lengths": LENG
     ("changed", "message"),
     [
         ({"rows": np.arange(100)}, "rows_hash"),
-        ({"rows": np.arange(99), "lengths": LENGTHS[:99]}, "n_cells is 100 there, but 99 here"),
+        ({"rows": np.arange(99), "lengths": LENGTHS[:99]}, "n_cells is 100, but here it is 99"),
         ({"lengths": LENGTHS[100:200]}, "lengths_hash"),
-        ({"seed": 1}, "seed is 0 there, but 1 here"),
-        ({"max_tokens_per_batch": 1000}, "max_tokens_per_batch is None there, but 1000 here"),
-        ({"world_size": 2}, "world_size is 1 there, but 2 here"),
-        ({"shuffle": False}, "shuffle is True there, but False here"),
+        ({"seed": 1}, "seed is 0, but here it is 1"),
+        ({"max_tokens_per_batch": 1000}, "max_tokens_per_batch is None, but here it is 1000"),
+        ({"world_size": 2}, "world_size is 1, but here it is 2"),
+        ({"shuffle": False}, "shuffle is True, but here it is False"),
     ],
 )
 def test_a_state_of_another_order(changed, message):
@@ -241,7 +241,7 @@ def test_a_state_of_another_order(changed, message):
 def test_states_that_cannot_be_loaded():
     order = CellOrder(**STATE_OPTIONS)
     state = order.state_dict()
-    with pytest.raises(OptionError, match="seed is None there, but 0 here"):
+    with pytest.raises(OptionError, match="seed is None, but here it is 0"):
         order.load_state_dict({key: value for key, value in state.items() if key != "seed"})
     with pytest.raises(OptionError, match="no position"):
         order.load_state_dict({key: value for key, value in state.items() if key != "position"})
@@ -267,7 +267,7 @@ PACKED = {"batch_size": None, "max_tokens_per_batch": 10}
             "batch_size=1 cannot be divided equally among world_size=2 ranks; raise it",
         ),
         ({"max_tokens_per_batch": 9}, "max_tokens_per_batch=9 needs lengths"),
-        ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .* of 10 tokens; raise it"),
+        ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .* with 10 tokens; raise it"),
         ({**PACKED, "lengths": [9, 9, 9], "world_size": 2}, "=10 leaves one batch for each of 2 cells; raise it"),
     ],
 )

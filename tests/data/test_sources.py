@@ -56,7 +56,7 @@ def test_what_cannot_be_read(tiny_adata, tmp_path):
     for source, error, message in [
         (tmp_path / "no.h5ad", MissingFileError, r"no\.h5ad' does not exist"),
         (tmp_path, DataError, "is not a file"),
-        ([], OptionError, "names no file"),
+        ([], OptionError, "is empty; pass at least one"),
     ]:
         with pytest.raises(error, match=message):
             read_h5ad(source)
@@ -90,13 +90,16 @@ def test_repeated_genes_are_summed_before_files_are_joined(tiny_adata, tmp_path)
     tiny_adata.raw = tiny_adata.copy()
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
     repeated.write_h5ad(tmp_path / "b.h5ad")
-    with pytest.warns(ScforgeWarning, match=r"var_names of '.*b\.h5ad' names .* counts of 1 columns .first: 'gene0'"):
+    with pytest.warns(
+        ScforgeWarning,
+        match=r"var_names of '.*b\.h5ad': several columns are the same gene; the counts of 1 columns .first: 'gene0'",
+    ):
         joined = read_h5ad([tmp_path / "a.h5ad", tmp_path / "b.h5ad"])
     assert joined.shape == (62, 80)
     assert joined.to_df().iloc[60:, :2].to_numpy().tolist() == [[5, 2], [5, 3]]
     assert joined.X.sum() == tiny_adata.X.sum() + 15
     assert joined.obs["kind"].tolist()[60:] == ["p", "q"]
-    with pytest.warns(ScforgeWarning, match="the names names"):
+    with pytest.warns(ScforgeWarning, match="the names: several columns are the same gene"):
         made = join_columns(repeated, "the names")
     assert made.layers["more"].toarray().tolist() == [[10, 4], [10, 6]]
     assert made.var["length"].tolist() == [10, 20]

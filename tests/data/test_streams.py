@@ -50,7 +50,7 @@ def test_lists_and_patterns(tiny_adata, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert [stream.name for stream in open_streams("*.h5ad")] == ["a.h5ad", "b.h5ad"]
     assert [stream.name for stream in open_streams(["b.h5ad", tiny_adata])] == ["b.h5ad", "adata"]
-    with pytest.raises(OptionError, match=r"names '.*a\.h5ad' twice"):
+    with pytest.raises(OptionError, match=r"contains '.*a\.h5ad' twice"):
         open_streams(["a.h5ad", "*.h5ad"])
     with pytest.raises(MissingFileError, match=r"no file matches the pattern 'b\*\.h5'"):
         open_streams("b*.h5")

@@ -110,7 +110,7 @@ def test_several_sources(tiny_adata, tmp_path):
     memory = open_cells([first, second])
     np.testing.assert_array_equal(memory.counts.toarray(), expected)
     assert memory.column("scforge_source").tolist() == ["adata"] * 20 + ["adata-1"] * 40
-    with pytest.raises(OptionError, match="names 'adata' twice"):
+    with pytest.raises(OptionError, match="contains 'adata' twice"):
         open_cells([first, first])
     assert open_cells([first, place], obs=["group"]).obs.columns.tolist() == ["group"]
     with pytest.raises(DataError, match=r"obs of '.*b\.zarr' has no column 'only here'"):
@@ -168,7 +168,7 @@ def test_damaged_pieces_are_told(tiny_adata, tmp_path):
 
 def test_more_than_fits_into_memory(tiny_adata, tmp_path, monkeypatch):
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
-    message = r"60 cells with [\d,]+ counts need about 0\.\d MB .* and there are 0\.0 MB .*scforge convert.*cache="
+    message = r"60 cells with [\d,]+ counts need about 0\.\d MB .* but there are 0\.0 MB .*scforge convert.*cache="
     with pytest.raises(DataError, match=message):
         open_cells(tmp_path / "a.h5ad", memory=1000)
     monkeypatch.setattr("scforge.data.readers.available_memory", lambda: 3000)
@@ -255,7 +255,7 @@ def test_what_is_no_source(tiny_adata, tmp_path, monkeypatch):
         ("cell.h5ad", MissingFileError, r"'cell\.h5ad' does not exist; did you mean 'cells\.h5ad'"),
         ("cells.csv", DataError, r"is not h5ad .* scanpy\.read_csv, and write an h5ad"),
         ("folder", DataError, "a folder without zarr metadata"),
-        ([], OptionError, "names no file"),
+        ([], OptionError, "is empty; pass at least one"),
         (["cells.h5ad", f"{tmp_path}/cells.h5ad"], OptionError, "twice"),
     ]:
         with pytest.raises(error, match=message):

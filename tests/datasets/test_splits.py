@@ -136,7 +136,9 @@ def test_rows_of_a_part(tiny_adata: ad.AnnData, pbmc: ad.AnnData) -> None:
     assert sorted(np.concatenate(list(rows.values()))) == list(range(300))
     assert set(some.obs_names[rows["test"]]) <= set(split.test)
     assert rows["test"].dtype == np.int64
-    with pytest.raises(DataError, match=r"cells that the split 'pbmc3k' lacks \('cell0', .*; pass its data"):
+    with pytest.raises(
+        DataError, match=r"cells that the split 'pbmc3k' does not contain \('cell0', .*; pass the data of the split"
+    ):
         split.rows(tiny_adata, "test")
     with pytest.raises(DataError, match="adata has 300 cells but the split 'pbmc3k' has 2700"):
         get_split("pbmc3k", some)

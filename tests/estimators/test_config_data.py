@@ -119,7 +119,7 @@ MISTAKES = [
     ("data.sampling.balance_key=knd", "did you mean 'kind'?"),
     ("data.sampling.start=0.5", "balance_key"),
     ("data.modality=rna", "modality='rna' was chosen when the store"),
-    ("data.max_tokens_per_batch=100", "NeighborDenoising needs random ones"),
+    ("data.max_tokens_per_batch=100", "NeighborDenoising needs random batches"),
     ("data.paths='*.nothing'", "*.nothing"),
     ("data.paths=s.zarr", "s.zarr' is incomplete"),
     (

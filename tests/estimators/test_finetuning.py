@@ -108,7 +108,7 @@ def test_cells_are_known_by_their_counts(annotator: Encoder, cells, many_adata: 
     cells.write_h5ad(saved.parent / "cells.h5ad")
     for model, data in ((annotator, renamed), (annotator, saved.parent / "cells.h5ad"), (loaded, cells.copy())):
         assert model.evaluate(data, baselines=False).loc["scforge", "n_scored"] == len(split.test)
-    with pytest.raises(OptionError, match="learned from 20 of these 20 cells; pass others"):
+    with pytest.raises(OptionError, match="learned from 20 of these 20 cells; pass other cells"):
         annotator.evaluate(cells[split.train[:20]].copy())
     some = np.concatenate([split.train[:20], split.validation[:3], split.test])
     with pytest.warns(ScforgeWarning, match="learned from 23 of the"):

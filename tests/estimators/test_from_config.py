@@ -222,7 +222,7 @@ def test_a_custom_architecture_by_its_name(run, custom_architecture: str) -> Non
 
 UNDONE = "data.preprocessing.log1p=false"
 MISTAKES = [
-    (SMALL, ["tokenizer.masking.mask_ratio=0.2", "objective.name=joint_embedding"], "'joint_embedding' masks nothing"),
+    (SMALL, ["tokenizer.masking.mask_ratio=0.2", "objective.name=joint_embedding"], "'joint_embedding' does not mask"),
     (
         SMALL,
         ["tokenizer.transform=counts", UNDONE],

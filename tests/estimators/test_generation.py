@@ -123,7 +123,7 @@ def test_prompts(model: Encoder):
         ("plain", {"top_k": 0}, "top_k=0"),
         ("plain", {"condition": "a"}, "the model has no classes"),
         ("plain", {"prompt": ["gene60", "nogene"]}, "prompt names 'nogene', not among the model's 40 genes"),
-        ("plain", {"prompt": ["gene60", "gene60"]}, "prompt names 'gene60' twice, maybe"),
+        ("plain", {"prompt": ["gene60", "gene60"]}, "prompt names 'gene60' twice, possibly"),
         ("plain", {"prompt": {"gene60": -1.0}}, "is not a positive number"),
         ("plain", {"prompt": SERIES}, r"^prompt=Series is neither a list of genes, a dict .*AnnData.$"),
         ("plain", {"prompt": ad.AnnData(np.ones((3, 4)))}, "an AnnData as prompt sets the number"),
@@ -136,7 +136,7 @@ def test_prompts(model: Encoder):
         ("no cls", {}, "prompt has no values, but the model has no CLS token"),
         ("no cls", {"prompt": ["gene60"]}, "has no values, but the model has no CLS token"),
         ("no end", {}, "max_len=None but cells of this model have no end token"),
-        ("views", {}, "and 'joint_embedding' generates no cells"),
+        ("views", {}, "and 'joint_embedding' cannot generate cells"),
     ],
 )
 def test_bad_arguments(made: Callable[[str], Encoder], kind: str, options: dict, message: str):
@@ -160,7 +160,7 @@ def test_models_without_cls_or_end(made: Callable[[str], Encoder]):
 
 
 def test_what_cannot_generate(build: Callable[..., Encoder]):
-    with pytest.raises(OptionError, match="'gene_pooling' and 'neighbor_denoising' generates no cells"):
+    with pytest.raises(OptionError, match="'gene_pooling' and 'neighbor_denoising' cannot generate cells"):
         build().generate(3)
     with pytest.warns(NotTrainedWarning, match="its generated cells are random"):
         build(NAME, **SMALL).generate(1)

@@ -12,7 +12,7 @@ from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, Opti
 from scforge.estimators import Encoder
 from scforge.estimators.interpret import cells_in_state, enough_controls
 
-pytestmark = pytest.mark.filterwarnings("ignore:Genes are compared with", "ignore:The fdr of a gene that stands out")
+pytestmark = pytest.mark.filterwarnings("ignore:Genes are compared with", "ignore:The fdr of a single significant gene")
 
 RANK = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 16, "vocab": "from_data"}
 AUTOENCODER = {"encoder_dim": 16, "encoder_layers": 1, "encoder_heads": 2, "decoder_layers": 1}

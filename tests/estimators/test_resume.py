@@ -277,7 +277,7 @@ def test_two_trainings_in_one_folder(cells, tmp_path):
         def on_train_start(self, *args) -> None:
             train(make(cells), tmp_path)
 
-    with pytest.raises(OptionError, match="is in use by another training run run"):
+    with pytest.raises(OptionError, match="is in use by another training run"):
         make(cells).train(1, **PLAIN, checkpoint_dir=tmp_path, callbacks=[Starts()])
 
 

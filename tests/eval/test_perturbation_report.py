@@ -163,7 +163,7 @@ def test_leaks_are_errors(real, train, made, perturbed) -> None:
     peeking = renamed(real[real.obs["target"] != "control"])
     for measured, prediction, options, message in [
         (real, made, {"train": both}, "30 of 180 test cells are training cells, too"),
-        (real, made, {"train": renamed(both)}, "30 of 180 test cells have the same expression .* with other names"),
+        (real, made, {"train": renamed(both)}, "30 of 180 test cells have the same expression .* under other names"),
         (real, made, {"train": seen}, r"1 of 3 test effects are training effects, too \(first: 'g0\+g1'\)"),
         (real, peeking, {}, r"120 of 120 predicted cells of predictions\['x'\] are copies of held-out cells"),
         (real, answer, {}, r"predictions\['x'\] has for 3 of 3 effects exactly what was measured"),

@@ -57,7 +57,7 @@ def test_mistakes(embedded: ad.AnnData) -> None:
     embedded.X = embedded.X * 0.5
     with pytest.raises(DataError, match=r"adata\.X contains values that are not whole numbers"):
         evaluate(embedded, LabelPrediction("group"), ["X_good"])
-    with pytest.raises(OptionError, match="leaves no baseline"):
+    with pytest.raises(OptionError, match="is empty; pass at least one"):
         evaluate(embedded, LabelPrediction("group"), ["X_good"], baselines=())
 
 

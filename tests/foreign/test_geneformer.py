@@ -242,7 +242,7 @@ def with_bias(bias: torch.Tensor, name: str = "cls.predictions.bias") -> Callabl
     [
         (
             without("query.bias"),
-            "do not become 'encoder.layers.0.attention.qkv.bias', .*key.bias.*: .*query.bias",
+            "cannot be converted to 'encoder.layers.0.attention.qkv.bias', .*key.bias.*: .*query.bias",
         ),
         (without("cls."), "lacks 'cls.predictions.*; these weights would stay random"),
         (
@@ -295,7 +295,7 @@ def test_configurations_that_do_not_fit(changes: dict, message: str, bert_folder
         ("bert", {"pooling": "middle"}, OptionError, "pooling='middle' is not known"),
         ("bert", {"pooling": "cls"}, OptionError, "pooling='cls' needs a CLS token"),
         ("bert", {"embedding_layer": 2}, OptionError, "embedding_layer=2 but there are 2 layers"),
-        ("bert", {"tokens_medians": "."}, MissingFileError, "has no token_dictionary.* with tokens_medians"),
+        ("bert", {"tokens_medians": "."}, MissingFileError, "has no token_dictionary.* as tokens_medians"),
         ("bert", {"gene_names": "names.parquet"}, MissingFileError, "gene_names='names.parquet' does not exist"),
         ("empty", {}, MissingFileError, "has no weights: none of 'model.safetensors', .*'pytorch_model.bin'"),
     ],

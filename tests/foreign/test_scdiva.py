@@ -203,7 +203,11 @@ def with_ones(name: str) -> Callable[[dict], dict]:
         (dict, {"num_attention_heads": None}, "num_attention_heads: Field required"),
         (dict, {"latent_dim": "5"}, "latent_dim: Input should be a valid integer, and it is '5'"),
         (dict, {"num_genes": 84}, "says 84 genes but vocab has 85"),
-        (renamed((".gate_proj", ".linear")), {}, "weights that a ScDiVa of its config does not have|do not become"),
+        (
+            renamed((".gate_proj", ".linear")),
+            {},
+            "weights that a ScDiVa of its config does not have|cannot be converted to",
+        ),
         (
             with_ones("encoder.layers.0.norm1.bias"),
             {},

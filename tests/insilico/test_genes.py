@@ -97,11 +97,11 @@ def test_refused(tiny_adata: ad.AnnData, tiny_vocab: GeneVocab):
     transformer, linear = make("transformer_encoder", tiny_vocab), torch.nn.Linear(2, 2)
     for call, module, options, message in [
         (contextual_gene_embeddings, bag, {}, "one state for all tokens of a cell"),
-        (contextual_gene_embeddings, pooling, {"layer": 4}, "layer=4 is none of the .* layers"),
+        (contextual_gene_embeddings, pooling, {"layer": 4}, "layer=4 is not one of the .* layers"),
         (contextual_gene_embeddings, linear, {}, "Linear returns no states of tokens.*'transformer_encoder'"),
         (attention_between_genes, pooling, {}, "GenePoolingModel has no attention.*'masked_autoencoder'"),
-        (attention_between_genes, transformer, {"layer": 2}, "layer=2 is none of the 2 layers"),
-        (attention_between_genes, transformer, {"heads": "first"}, "heads='first' is neither"),
+        (attention_between_genes, transformer, {"layer": 2}, "layer=2 is not one of the 2 layers"),
+        (attention_between_genes, transformer, {"heads": "first"}, "heads='first' must be 'mean'"),
     ]:
         with pytest.raises(OptionError, match=message):
             call(module, cells, tokenizer, **options)

@@ -157,7 +157,7 @@ def test_bad_vectors():
     same[GIVEN] = 3.0
     for given, message in (
         (vectors()[:, :6], "gene vectors of shape .40, 6. with 9 rows of NaN do not match; the shape .40, 7."),
-        (vectors().index_fill(0, torch.tensor([20]), torch.nan), "with 10 rows of NaN do not fit; .* with 9 rows"),
+        (vectors().index_fill(0, torch.tensor([20]), torch.nan), "with 10 rows of NaN do not match; .* with 9 rows"),
         (moved, "including PAD"),
         (same, "all gene vectors are the same"),
     ):

@@ -128,7 +128,7 @@ def test_lengths_are_drawn_from_those_of_training():
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"top_k": 0}, "top_k=0"),
         ({"seed": -1}, "seed=-1"),
-        ({"mask_id": 9}, "mask_id=9 is none of the 4"),
+        ({"mask_id": 9}, "mask_id=9 is not one of the 4"),
         ({"n_tokens": 41}, "the 40 of the model"),
         ({"n_tokens": 0}, "n_tokens=0 to 0"),
         ({"n_tokens": 1.5}, "pass a whole number"),
@@ -144,7 +144,10 @@ def test_lengths_are_drawn_from_those_of_training():
             {"prompt": {"input_ids": torch.arange(5, 46)}, "n_tokens": None},
             "41 tokens, but the maximum of the model is",
         ),
-        ({"prompt": {"input_ids": torch.arange(5, 45)}, "first_id": 3, "n_tokens": None}, "41 tokens, but the model"),
+        (
+            {"prompt": {"input_ids": torch.arange(5, 45)}, "first_id": 3, "n_tokens": None},
+            "41 tokens, but the maximum of the model",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(options, message):

@@ -114,7 +114,7 @@ def test_a_budget_of_tokens_is_kept(store, many_adata, setup, where):
     assert all(batch["input_ids"].numel() <= 1000 for batch in data.val_dataloader())
     with pytest.raises(OptionError, match="max_tokens_per_batch=20 is too small for a cell with"):
         masked(cells, max_tokens_per_batch=20).train_dataloader()
-    with pytest.raises(OptionError, match="max_tokens_per_batch=500 .*JointEmbedding needs random ones"):
+    with pytest.raises(OptionError, match="max_tokens_per_batch=500 .*JointEmbedding needs random batches"):
         setup.data(batch_size=None, max_tokens_per_batch=500)
 
 
@@ -139,7 +139,7 @@ COLUMNS = ("balance_by", "split_by", "weight_by", "batch_key", "labels_key")
         ({"validation_size": 1.5}, r"validation_size=1\.5"),
         *(({name: "knd"}, rf"{name}='knd' is not a column .*mean 'kind'\?") for name in COLUMNS),
         ({"balance_by": "kind", "balance_end": 2.0}, "2"),
-        ({"weight_by": "weight", "balance_by": "weight"}, "weight_by=.* and balance_by=.* both weigh cells"),
+        ({"weight_by": "weight", "balance_by": "weight"}, "weight_by=.* and balance_by=.* both weight cells"),
     ],
 )
 def test_options_that_cannot_be(store, options, match):
@@ -152,7 +152,7 @@ def test_batches_of_one_name_in_several_sources_are_reported(many_adata):
     first, second = many_adata[:40].copy(), many_adata[40:80].copy()
     first.obs["donor"], second.obs["donor"] = ["1", "2"] * 20, ["1"] * 30 + ["3"] * 10
     both = open_cells([first, second])
-    with pytest.warns(ScforgeWarning, match=r"batch_key='donor': batches of one name in several sources .*: '1'; give"):
+    with pytest.warns(ScforgeWarning, match=r"batch_key='donor': batches of one name in several sources .*: '1'; pass"):
         CellDataModule(both, batch_key="donor")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

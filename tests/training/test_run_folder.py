@@ -116,7 +116,7 @@ def test_what_a_killed_process_left_is_removed(folder):
     (folder.path / "epoch=01").mkdir()
     with folder.locked():
         names = sorted(path.name for path in folder.path.iterdir() if path.name != ".lock")
-        with pytest.raises(OptionError, match="is in use by another training run run"), folder.locked():
+        with pytest.raises(OptionError, match="is in use by another training run"), folder.locked():
             pass
     assert names == ["epoch=01", "step=00000001", "step=00000002", "step=00000010"]
     with folder.locked():

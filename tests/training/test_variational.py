@@ -170,7 +170,7 @@ def test_queries_without_classes_and_of_other_batches(tiny_adata, tiny_vocab, to
     cells, rows = open_cells(tiny_adata, tiny_vocab), np.arange(60)
     objective = Variational(labels_key="group", labels=["a", "b"], batch_key="batch", batches=["x", "y"])
     with (
-        pytest.warns(ScforgeWarning, match="batch_key='batch': 40 of 60 cells .* decoded in the mean of all"),
+        pytest.warns(ScforgeWarning, match="batch_key='batch': 40 of 60 cells .* decoded with the mean of all"),
         pytest.warns(
             ScforgeWarning, match="labels_key='group': no training cell .* are used for the reconstruction only"
         ),

@@ -385,7 +385,7 @@ def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = No
         return None
     half = " available, of which half may be used" if memory is None else " allowed by memory="
     return (
-        f"{n_cells:,} cells with {n_entries:,} counts need about {_size(needed)}  of memory, but there are "
+        f"{n_cells:,} cells with {n_entries:,} counts need about {_size(needed)} of memory, but there are "
         f"{_size(there)}{half}"
     )
 

@@ -602,7 +602,7 @@ def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.
             if problem is None and place == "raw/X":  # over other genes
                 return None, None, f"{text}; raw contains them, see adata.raw.to_adata()"
             if problem is None:
-                return sums, empty, f"{text}; {places[place]}  contains them"
+                return sums, empty, f"{text}; {places[place]} contains them"
     return None, None, text
 
 

@@ -105,7 +105,7 @@ def _of_frame(frame: pd.DataFrame) -> tuple[list[str], np.ndarray]:
     if len(texts) + indexed != 1 or len(nested) + bool(numbers.shape[1]) > 1:
         raise ValueError(
             "it needs gene names, as index or as its only text column, and numeric columns or one column of vectors, "
-            "but has the columns {listing(map(str, frame.columns))}"
+            f"but has the columns {listing(map(str, frame.columns))}"
         )
     names = frame.index.to_series() if indexed else frame[texts[0]]
     if names.isna().any():

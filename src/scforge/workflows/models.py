@@ -63,7 +63,7 @@ def _found(path: str | os.PathLike[str], prefix: str, *, adapters: bool = False)
         if not adapters and kind_of_folder(found.folder) == "adapter":
             raise MissingFileError(f"{prefix} contains only adapters; pass their base model.")
         return found
-    folder = _folder(path, prefix, "give the folder of a model, e.g. ckpt/final, or hf://org/name of the hub")
+    folder = _folder(path, prefix, "pass the folder of a model, e.g. ckpt/final, or hf://org/name of the hub")
     if not (adapters and kind_of_folder(folder) == "adapter"):
         _check_holds_model(folder, prefix)
     return FoundModel(folder)
@@ -127,7 +127,7 @@ def push_folder(
     from scforge.estimators.encoder import Encoder
 
     prefix = f"DIR={str(folder)!r}"
-    path = _folder(folder, prefix, "give the folder that model.save() wrote")
+    path = _folder(folder, prefix, "pass the folder that model.save() wrote")
     is_adapter = kind_of_folder(path) == "adapter"
     if not is_adapter:
         _check_holds_model(path, prefix)
