@@ -52,15 +52,16 @@ def keep(lines: Iterable[Mapping[str, object]], path: Path, keys: list[str]) -> 
 def means(results: pd.DataFrame, metric: str, column: str, names: Iterable[str], methods: Iterable[str]) -> str:
     """Return means over runs as Markdown, one row per method and one column per value of `column`; the best is bold.
 
-    The best is the highest, or the lowest time. The number of runs follows the head of a column, and the mean of a
-    method with fewer.
+    The best is the highest mean over all runs, or the lowest time. The number of runs follows the head of a column,
+    and the mean of a method with fewer.
     """
     results = results[results["metric"] == metric]
     by_method = {"index": "method", "columns": column, "values": "value"}
     wide = results.pivot_table(**by_method).reindex([name for name in methods if name in set(results["method"])])
     wide = wide[[name for name in names if name in wide]]
     runs, counts = results.groupby(column)["run"].nunique(), results.pivot_table(**by_method, aggfunc="count")
-    best_of = wide.min() if metric == "cpu_seconds" else wide.max()
+    full = wide.where(counts.reindex_like(wide) == runs.reindex(wide.columns))
+    best_of = full.min() if metric == "cpu_seconds" else full.max()
     lines = [f"| | {' | '.join(f'{name} ({runs[name]})' for name in wide)} |", f"|{'---|' * (wide.shape[1] + 1)}"]
     for method, row in wide.iterrows():
         cells = ["" if np.isnan(value) else f"{value:.3f}" for value in row]
