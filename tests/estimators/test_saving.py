@@ -179,7 +179,7 @@ def test_a_save_that_fails_leaves_the_old_model(model: Encoder, folder: Path, mo
 def test_a_format_from_the_future(folder: Path) -> None:
     text = (folder / "config.json").read_text()
     (folder / "config.json").write_text(text.replace('"format": 2', '"format": 9'))
-    with pytest.raises(ModelFileError, match=r"has format 9; update scforge .*, which reads 2"):
+    with pytest.raises(ModelFileError, match=r"has format 9, but scforge .* only reads format 2; update"):
         Encoder.load(folder)
 
 

@@ -105,7 +105,9 @@ def read_description(kind: str, path: Path) -> dict[str, Any]:
     content = read_json(path)
     version = content.get("format") if isinstance(content, dict) else None
     if isinstance(version, int) and version > FORMAT:
-        raise ModelFileError(f"{str(path)!r} has format {version}; update scforge {__version__}, which reads {FORMAT}.")
+        raise ModelFileError(
+            f"{str(path)!r} has format {version}, but scforge {__version__} only reads format {FORMAT}; update scforge."
+        )
     found: dict[str, Any] = _decoded(content)
     parsed(_Model if kind == MODEL else _Adapter, found, f"{str(path)!r} is not the description of an scforge {kind}")
     if content.pop(_CHECKSUM, None) != sha256_of_json(content, sort_keys=True):

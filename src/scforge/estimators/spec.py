@@ -399,7 +399,7 @@ class ModelSpec:
         tokenizer = spec.build_tokenizer()
         vectors = tokenizer.gene_vectors()
         if vectors is None and spec.model_options.get("gene_vectors") is not None:
-            raise OptionError("the model started from gene vectors, which a saved model has in its trained form only.")
+            raise OptionError("only the trained gene vectors of this model are saved, not the initial ones.")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return spec.build_module(vectors).eval(), tokenizer

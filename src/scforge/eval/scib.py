@@ -431,7 +431,9 @@ class Scib(Benchmark):
         else:
             rows, _, _ = BatchIntegration(self.labels_key, self.batch_key)._columns(obs)
         if len(rows) <= _WIDEST:
-            raise DataError(f"scib uses the {_WIDEST} nearest cells of each of {len(rows)} cells; score more cells.")
+            raise DataError(
+                f"scib needs {_WIDEST} neighbors per cell, but there are only {len(rows)} cells; score more cells."
+            )
         if self.max_cells is not None and len(rows) > self.max_cells:
             rows = rows[_drawn(obs[self.labels_key].iloc[rows], self.max_cells, np.random.default_rng(0))]
         if self.pre_integrated is not None:
