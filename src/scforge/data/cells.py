@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def content_keys(block: CellBlock, *, seed: int, stream: int = 0) -> np.ndarray:
     """Return one random 64-bit key for each cell that depends on its counts and on the draw, uint64, shape (B,).
 
-    Where a cell stands does not matter: a cell of a subset, or of a reordered data set, keeps its random numbers.
+    The position of a cell does not matter: in a subset or a reordered data set, it keeps its random numbers.
     """
     keys = np.empty(len(block), dtype=np.uint64)
     _digest(block.indptr, block.genes, block.counts.view(np.uint32), keys)
@@ -34,7 +34,7 @@ def content_keys(block: CellBlock, *, seed: int, stream: int = 0) -> np.ndarray:
 
 @numba.njit(cache=True, nogil=True)
 def _digest(indptr, genes, bits, keys):
-    """Hash the genes and counts of each cell by a sum of products, which needs no pass after the other."""
+    """Hash the genes and counts of each cell by a sum of products, which only needs one pass."""
     golden, other = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
     for cell in range(len(indptr) - 1):
         digest = np.uint64(0)
@@ -53,17 +53,18 @@ class CellBlock:
     indptr
         Row boundaries, int64, shape (B + 1,).
     genes
-        Index among the genes of the vocabulary of each entry, ascending within a cell, int32, shape (Z,).
+        Vocabulary gene index of each entry, ascending within a cell, int32, shape (Z,).
     counts
         Count of each entry, float32, above zero, shape (Z,).
     totals
-        Counts of each cell over all genes of the data, also those outside the vocabulary, float64, shape (B,).
+        Total counts of each cell over all genes of the data, including genes outside the vocabulary, float64, shape
+        (B,).
     rows
-        Position of each cell in its source, int64, shape (B,). Randomness is keyed by it.
+        Position of each cell in its source, int64, shape (B,). Part of the key of random numbers.
     draw
-        Number of the draw, e.g. the epoch. Randomness is keyed by it, too.
+        Number of the draw, e.g. the epoch. Part of the key of random numbers.
     measured
-        True for the vocabulary genes that the data have, bool, shape (G,); None where that is not known.
+        True for the vocabulary genes that the data have, bool, shape (G,); None if unknown.
 
     Examples
     --------
@@ -89,25 +90,25 @@ class CellBlock:
     def from_csr(
         cls, matrix: sparse.csr_matrix, totals: np.ndarray | None = None, *, measured: np.ndarray | None = None
     ) -> CellBlock:
-        """Create a block of a CSR matrix of counts of shape (B, G); `totals` are its row sums if not given.
+        """Create a block from a CSR matrix of counts.
 
         Parameters
         ----------
         matrix
             Counts, shape (B, G).
         totals
-            Counts of each cell over all genes of the data, shape (B,). If None, uses the row sums.
+            Total counts of each cell over all genes of the data, shape (B,). If None, uses the row sums.
         measured
             True for the vocabulary genes that the data have, bool, shape (G,).
 
         Returns
         -------
-        The block, whose cells are numbered from 0.
+        The block, with cells numbered from 0.
 
         Raises
         ------
         DataError
-            If the parts of the matrix do not fit together, or `totals` is of other cells.
+            If the parts of the matrix do not fit together, or `totals` do not fit the cells.
         """
         matrix = sound_csr(matrix, "matrix")
         if not matrix.has_canonical_format or (matrix.data == 0).any():
@@ -126,20 +127,20 @@ class CellBlock:
 
 
 class Cells(Protocol):
-    """What batches are sampled from: cells in memory, in a store, or in a remote collection.
+    """Cells to sample batches from: in memory, in a store, or in a remote collection.
 
     Attributes
     ----------
     vocab
-        The genes that the counts are over; None where cells were made from bare counts.
+        The vocabulary of the counts; None if the cells were created from counts without gene names.
     overlap
-        Share of the vocabulary's genes that the data have.
+        Fraction of the vocabulary genes that the data have.
     counts_kept
-        Fraction of all counts that lie in vocabulary genes.
+        Fraction of all counts in vocabulary genes.
     measured
-        True for the vocabulary genes that the data have, bool, shape (G,); None where that is not known.
+        True for the vocabulary genes that the data have, bool, shape (G,); None if unknown.
     chunk_size
-        Cells that stand together and are best read together; 1 in memory.
+        Number of consecutive cells that are best read together; 1 in memory.
 
     Examples
     --------
@@ -173,7 +174,7 @@ class Cells(Protocol):
 
     @property
     def n_expressed(self) -> np.ndarray:
-        """Number of expressed vocabulary genes of each cell (or a little more), integer, shape (N,)."""
+        """Number of expressed vocabulary genes of each cell (or slightly more), integer, shape (N,)."""
         ...
 
     def column(self, key: str) -> pd.Series:
@@ -187,14 +188,14 @@ class Cells(Protocol):
         ...
 
     def block(self, rows: np.ndarray, *, draw: int = 0) -> CellBlock:
-        """Return the cells at `rows`, in that order; a row may come several times.
+        """Return the cells at `rows`, in that order; a row may occur several times.
 
         Parameters
         ----------
         rows
             Positions of the cells, integers, shape (B,).
         draw
-            Number of the draw, e.g. the epoch, that random choices are keyed by.
+            Number of the draw, e.g. the epoch, as part of the key of random numbers.
         """
         ...
 
@@ -204,7 +205,7 @@ class Cells(Protocol):
         Parameters
         ----------
         windows
-            What to read, e.g. of :meth:`scforge.data.CellOrder.windows`.
+            Windows to read, e.g. from :meth:`scforge.data.CellOrder.windows`.
         """
         ...
 
@@ -214,11 +215,11 @@ class Cells(Protocol):
         Parameters
         ----------
         n
-            Most cells.
+            Maximum number of cells.
         rows
-            Positions of the cells to draw from. If None, draws from all.
+            Positions of the cells to sample from. If None, samples from all cells.
         seed
-            Seed of the draw.
+            Random seed.
         """
         ...
 
@@ -242,15 +243,15 @@ class CellSource:
     counts
         Counts over vocabulary genes, canonical CSR of any number type, shape (N, G).
     totals
-        Counts of each cell over all genes of the data, float64, shape (N,).
+        Total counts of each cell over all genes of the data, float64, shape (N,).
     overlap
-        Share of the vocabulary's genes that the data have.
+        Fraction of the vocabulary genes that the data have.
     counts_kept
-        Fraction of all counts that lie in vocabulary genes.
+        Fraction of all counts in vocabulary genes.
     measured
-        True for the vocabulary genes that the data have, bool, shape (G,); None where that is not known.
+        True for the vocabulary genes that the data have, bool, shape (G,); None if unknown.
     vocab
-        The vocabulary; None where the cells were made from bare counts.
+        The vocabulary; None if the cells were created from counts without gene names.
     obs
         Metadata of each cell, N rows; None without metadata.
 
@@ -298,9 +299,9 @@ class CellSource:
         Raises
         ------
         OptionError
-            If the cells do not know their own vocabulary.
+            If the cells have no vocabulary.
         GeneMismatchError
-            If less than `min_overlap` of the genes of `vocab` are among those of the cells.
+            If less than `min_overlap` of the genes of `vocab` are in the data.
         """
         if self.vocab is None:
             raise OptionError("the cells have no vocabulary; open them with scforge.data.open_cells(source, vocab).")
@@ -371,10 +372,10 @@ def choose_chunks(
     groups: np.ndarray | None = None,
     seed: int = 0,
 ) -> np.ndarray:
-    """Return at most `n` of `rows` (of all cells if None), ascending, int64; of more, those of random chunks.
+    """Return at most `n` of `rows` (of all cells if None), ascending, int64; if there are more, from random chunks.
 
-    With `groups`, one of each of `rows`, chunks are taken from each group in turn (a chunk counts to that of its first
-    row), so that a small group is not left out.
+    With `groups`, the group of each of `rows`, chunks are taken from each group in turn (a chunk belongs to the group
+    of its first row), so that a small group is not left out.
     """
     rows = np.arange(n_cells, dtype=np.int64) if rows is None else np.asarray(rows, dtype=np.int64)
     if len(rows) <= n:
@@ -409,7 +410,7 @@ def named_column(cells: Cells, key: str, *, argument: str | None) -> pd.Series:
 
 
 def _center(bins: np.ndarray) -> np.ndarray:
-    """Return the value of a bin whose largest relative error is the smallest."""
+    """Return the value of a bin with the smallest maximum relative error."""
     low = _LOWEST * _RATIO ** bins.astype(np.float64)
     return 2 * low * _RATIO / (1 + _RATIO)
 
@@ -426,10 +427,10 @@ _N_BINS = int(np.ceil(np.log(TARGET_SUM / _LOWEST) / np.log(_RATIO))) + 1
 
 
 class StreamingMedians:
-    """Median of the nonzero CP10K values of each gene, from blocks of cells that come one after the other.
+    """Median of the nonzero CP10K values of each gene, computed from a stream of blocks of cells.
 
-    A histogram for each gene with bins of equal ratio: its size does not grow with the number of cells (4.2 kB a gene),
-    the order of the blocks does not matter, and the relative error is below 1 %.
+    It uses a histogram for each gene, with bins of equal ratio. Its size does not grow with the number of cells (4.2 kB
+    per gene), the order of the blocks does not matter, and the relative error is below 1 %.
 
     Parameters
     ----------
@@ -456,7 +457,7 @@ class StreamingMedians:
         Parameters
         ----------
         block
-            The cells; every cell once.
+            The cells; pass every cell once.
 
         Raises
         ------
@@ -473,7 +474,7 @@ class StreamingMedians:
 
 
 def _middle(histogram: np.ndarray) -> np.ndarray:
-    """Return the median of each row of a histogram, shape (g, n_bins); 1 where it is empty."""
+    """Return the median of each row of a histogram, shape (g, n_bins); 1 for empty rows."""
     below = np.cumsum(histogram, axis=1, dtype=np.int64)
     n = below[:, -1]
     # Of an even number of values the median is the mean of the two in the middle, as NumPy has it.

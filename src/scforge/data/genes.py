@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) -> sparse.csr_matrix:
-    """Return `matrix` with other columns: sorted, those that become one summed, those at -1 left out.
+    """Return `matrix` with columns moved to new positions; columns with the same position are summed, -1 drops them.
 
-    `columns` has the new place of each column, shape (n_vars,). The result has shape (n_cells, n_columns), no explicit
-    zeros, and the dtype of `matrix`; small integers that are summed become int64.
+    `columns` has the new position of each column, shape (n_vars,). The result is sorted, has shape
+    (n_cells, n_columns), no explicit zeros, and the dtype of `matrix`; small integers that are summed become int64.
     """
     matrix = sound_csr(matrix, "matrix")
     if matrix.shape[1] != len(columns):
@@ -59,7 +59,7 @@ def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) 
 
 
 def warn_summed(names: np.ndarray, columns: np.ndarray, where: str) -> None:
-    """Warn if columns of these names and places (-1: none) are summed: how many, and which name is first."""
+    """Warn if columns with these names and positions (-1: none) are summed, with their number and the first name."""
     used = np.flatnonzero(columns >= 0)
     _, first = np.unique(columns[used], return_index=True)
     again = np.delete(used, first)
@@ -73,7 +73,7 @@ def warn_summed(names: np.ndarray, columns: np.ndarray, where: str) -> None:
 def join_columns(adata: AnnData, where: str) -> AnnData:
     """Return `adata` with each of its ``var_names`` once; X and layers are summed, with a warning.
 
-    Of ``var`` the first row of each name is kept; ``varm`` and ``varp``, which cannot be summed, are left out.
+    The first row of ``var`` of each name is kept. ``varm`` and ``varp``, which cannot be summed, are left out.
     """
     import anndata
     import pandas as pd
@@ -113,17 +113,17 @@ WARN_OUTSIDE = 0.2
 
 @dataclass(frozen=True)
 class GeneMap:
-    """Which column of a data set is which gene of a vocabulary.
+    """Map from the columns of a data set to the genes of a vocabulary.
 
     Attributes
     ----------
     columns
-        For each column of the data its index among the genes of the vocabulary, -1 where it has none. Int32, shape
+        Vocabulary gene index of each column of the data, -1 for columns outside the vocabulary. Int32, shape
         (n_vars,).
     n_genes
         Number of genes of the vocabulary.
     notes
-        What was done to find genes by other names than those that the vocabulary knows.
+        Notes on how genes were matched by names that the vocabulary does not have.
 
     Examples
     --------
@@ -144,9 +144,9 @@ class GeneMap:
     def of(cls, names: Iterable[str], vocab: GeneVocab) -> GeneMap:
         """Look up the name of each column.
 
-        Where hardly any name is known, because one side has Ensembl ids and the other symbols of the same species, ids
-        and symbols are matched by the annotation that ships. Names that differ from a gene of the vocabulary only in
-        characters that R replaces by a dot (``HLA.A``, ``NKX6.1``) are taken for it.
+        If hardly any name is known, because one side has Ensembl ids and the other symbols of the same species, ids and
+        symbols are matched with the shipped annotation. Names that differ from a gene of the vocabulary only in
+        characters that R replaces by a dot (``HLA.A``, ``NKX6.1``) are matched with it.
         """
         names = [str(name) for name in listed_names("names", names)]
         columns = vocab.gene_indices(names)
@@ -164,7 +164,7 @@ class GeneMap:
 
     @property
     def n_summed(self) -> int:
-        """Number of columns whose counts are summed with those of an earlier column, because they mean one gene."""
+        """Number of columns with counts that are added to an earlier column of the same gene."""
         used = self.columns[self.columns >= 0]
         return len(used) - len(np.unique(used))
 
@@ -185,11 +185,11 @@ class GeneMap:
 
     @property
     def overlap(self) -> float:
-        """Share of the vocabulary's genes that the data have."""
+        """Fraction of the vocabulary genes that the data have."""
         return self.n_matched / self.n_genes
 
     def apply(self, counts: sparse.csr_matrix) -> sparse.csr_matrix:
-        """Return `counts` with vocabulary columns, as :func:`sum_columns` does, shape (n_cells, n_genes)."""
+        """Return `counts` over vocabulary genes, see :func:`sum_columns`, shape (n_cells, n_genes)."""
         return sum_columns(counts, self.columns, self.n_genes)
 
 
@@ -201,10 +201,11 @@ def map_names(
     var: pd.DataFrame | None = None,
     gene_key: str | None = None,
 ) -> GeneMap:
-    """Map gene names onto a vocabulary; raise if too few genes of it are there, and warn if less than half are.
+    """Map gene names onto a vocabulary; raise if too few of its genes are found, and warn if less than half are.
 
-    `min_overlap` is the smallest share of the vocabulary's genes to accept; of an annotation, of which no data set
-    measures all, of the smaller of the two sets. The message names the column of `var` that fits better.
+    `min_overlap` is the minimum fraction of the vocabulary genes. For an annotation, which no data set measures
+    completely, it is the minimum fraction of the smaller of the two gene sets. The message names the column of `var`
+    that fits better.
     """
     check_share("min_overlap", min_overlap)
     gene_map = GeneMap.of(names, vocab)
@@ -233,7 +234,7 @@ def map_names(
 
 
 def _by_annotation(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[np.ndarray, list[str]]:
-    """Match Ensembl ids with symbols, or symbols with Ensembl ids, where a table knows both."""
+    """Match Ensembl ids with symbols, or symbols with Ensembl ids, if a table has both."""
     kind, expected = recognize_ids(names), recognize_ids(vocab.genes)
     if how_to_convert(kind, expected) is None:
         return columns, []
@@ -250,7 +251,7 @@ def _by_annotation(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> t
 
 
 def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[np.ndarray, list[str]]:
-    """Match names in which R has replaced characters by dots, on either side, where that leaves no doubt."""
+    """Match names in which R has replaced characters by dots, on either side, if the match is unambiguous."""
     lost = [row for row, name in enumerate(names) if columns[row] < 0 and _R_REPLACES.search(name)]
     if not lost:
         return columns, []
@@ -275,14 +276,14 @@ def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[n
 
 
 def warn_empty(n_expressed: np.ndarray) -> None:
-    """Warn if cells express no gene of the vocabulary, given the number of each."""
+    """Warn if cells express no genes of the vocabulary, given the number of expressed genes of each cell."""
     if n_empty := int((n_expressed == 0).sum()):
         total = len(n_expressed)
         warn(f"{n_empty} of {total} cells express no gene of the vocabulary; their embedding is not informative.")
 
 
 def warn_counts_outside(kept: float, vocab: GeneVocab, *, source: str = "") -> None:
-    """Warn if many counts lie outside of an annotation; of chosen genes that is expected."""
+    """Warn if many counts are outside an annotation; for chosen genes this is expected."""
     if kept < 1 - WARN_OUTSIDE and not vocab.chosen_from_data:
         warn(
             f"{source}{1 - kept:.0%} of the counts lie in genes outside of the vocabulary ({vocab.release}); "
@@ -318,7 +319,7 @@ def text_columns(var: pd.DataFrame) -> dict[str | None, np.ndarray]:
 
 
 def _way_out(kind: str, expected: str) -> str:
-    """Return advice if the names are of another kind than those of the vocabulary."""
+    """Return advice if the kind of the names differs from that of the vocabulary."""
     species, wanted = kind.split(" ")[0], expected.split(" ")[0]
     if {species, wanted} == set(SPECIES):
         return (
@@ -348,9 +349,10 @@ def stream_genes(stream: ChunkReader, gene_key: str | None = None) -> np.ndarray
 
 
 def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene names") -> None:
-    """Raise unless sources, of which the names are given, share genes with the first, as those do that name them alike.
+    """Raise unless sources, given by their gene names, share enough genes with the first source.
 
-    That is a tenth of their genes, or of those of the first source if they are fewer; `what` the names are called.
+    They must share a tenth of their genes, or of the genes of the first source if it has fewer. `what` names the gene
+    names in messages.
     """
     (first, known), *others = names
     for source, found in others:
@@ -365,7 +367,7 @@ def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene n
 
 
 def union_vocab(streams: Sequence[ChunkReader], gene_key: str | None = None) -> GeneVocab:
-    """Return a vocabulary of all genes of all sources, in the order in which they come."""
+    """Return a vocabulary of all genes of all sources, in order of first appearance."""
     names = [stream_genes(stream, gene_key) for stream in streams]
     check_shared([(stream.name, found) for stream, found in zip(streams, names, strict=True)])
     return GeneVocab(tuple(dict.fromkeys(strip_version(name) for found in names for name in found)))
@@ -378,9 +380,9 @@ def map_streams(
     gene_key: str | None = None,
     min_overlap: float = MIN_OVERLAP,
 ) -> tuple[GeneVocab, list[GeneMap]]:
-    """Map the genes of each source onto one vocabulary, None that of all their genes, as :func:`map_names` does.
+    """Map the genes of each source onto one vocabulary (None: all their genes), see :func:`map_names`.
 
-    Errors and warnings have the name of the source.
+    Errors and warnings contain the name of the source.
     """
     check_share("min_overlap", min_overlap)
     found = union_vocab(streams, gene_key) if vocab is None else vocab
@@ -399,7 +401,7 @@ def map_streams(
 
 @contextlib.contextmanager
 def _named(stream: ChunkReader) -> Iterator[None]:
-    """Put the name of a file before what is said of its genes, which says ``adata`` whatever the source."""
+    """Add the name of a file to messages about its genes, which otherwise only mention ``adata``."""
     prefix = "" if stream.name == "adata" else f"{stream.name!r}: "
     warned: list[warnings.WarningMessage] = []
     try:
@@ -414,16 +416,16 @@ def _named(stream: ChunkReader) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """How well the genes of a data set fit a vocabulary; ``print(report)`` shows it as a table.
+    """Overlap of the genes of a data set with a vocabulary; ``print(report)`` shows it as a table.
 
     Attributes
     ----------
     where
-        What contains the gene names: ``"adata.var_names"`` or a column of ``adata.var``.
+        Location of the gene names: ``"adata.var_names"`` or a column of ``adata.var``.
     id_kind
-        What the names are, e.g. ``"human Ensembl ids"`` or ``"mouse gene symbols"``.
+        Kind of the names, e.g. ``"human Ensembl ids"`` or ``"mouse gene symbols"``.
     vocab, vocab_hash, vocab_kind
-        Release and hash of the vocabulary, and what its names are.
+        Release and hash of the vocabulary, and the kind of its names.
     n_genes_data, n_genes_vocab
         Number of columns of the data and of genes of the vocabulary.
     n_columns_matched
@@ -431,13 +433,13 @@ class OverlapReport:
     n_matched
         Number of genes of the vocabulary that the data have.
     n_columns_summed
-        Number of columns that mean a gene of an earlier column; their counts are summed.
+        Number of columns with the gene of an earlier column; their counts are summed.
     counts_kept
-        Fraction of all counts that lie in genes of the vocabulary; NaN where the data contain no counts.
+        Fraction of all counts in genes of the vocabulary; NaN if the data contain no counts.
     top_missing
-        Names outside of the vocabulary with the most counts, each with its fraction of all counts.
+        Names outside the vocabulary with the most counts, each with its fraction of all counts.
     gene_map
-        Which column is which gene.
+        Map from columns to genes.
 
     Examples
     --------
@@ -470,7 +472,7 @@ class OverlapReport:
         return self.n_matched / self.n_genes_vocab
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the scores, one number or text each; a list of such dicts makes a data frame.
+        """Return the numbers and texts of the report; a list of these dicts can be turned into a data frame.
 
         Examples
         --------
@@ -515,24 +517,24 @@ def map_genes(
     min_overlap: float = MIN_OVERLAP,
     n_top: int = 10,
 ) -> OverlapReport:
-    """Report how well the genes of `adata` fit a vocabulary.
+    """Report the overlap of the genes of `adata` with a vocabulary.
 
     Parameters
     ----------
     adata
         Annotated data with raw counts; not changed.
     vocab
-        A vocabulary, the file of one, or the name of a shipped one (see :func:`scforge.data.list_vocabs`).
+        A vocabulary, its file, or the name of a shipped vocabulary (see :func:`scforge.data.list_vocabs`).
     layer
         Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     gene_key
         Column of ``adata.var`` with the gene names. If None, reads ``adata.var_names``. Ensembl ids that end in
         ``_PAR_Y`` match nothing, see :class:`scforge.data.GeneVocab`.
     min_overlap
-        Smallest share of the vocabulary's genes to accept; of an annotation, which no data set measures as a whole,
-        smallest share of the smaller of the two sets.
+        Minimum fraction of the vocabulary genes in the data. For an annotation, which no data set measures completely,
+        minimum fraction of the smaller of the two gene sets.
     n_top
-        Number of missing genes to name.
+        Number of missing genes to list.
 
     Returns
     -------
@@ -543,16 +545,16 @@ def map_genes(
     DataError
         If the counts or the gene names cannot be used.
     GeneMismatchError
-        If too few genes match. The message describes the names, what was expected, and which column of
-        ``adata.var`` or which vocabulary fits.
+        If too few genes match. The message describes the names, the expected names, and which column of ``adata.var``
+        or which vocabulary fits.
     OptionError
-        If there is no such vocabulary, or `min_overlap` is not a share.
+        If the vocabulary is unknown, or `min_overlap` is not a fraction.
 
     Warns
     -----
     ScforgeWarning
-        If columns are summed because they mean one gene, if less than half of the genes are there, or if more than a
-        fifth of the counts lie outside of a vocabulary that was not chosen from data.
+        If columns of the same gene are summed, if less than half of the genes are found, or if more than a fifth of the
+        counts are outside a vocabulary that was not chosen from data.
 
     Examples
     --------

@@ -60,9 +60,9 @@ class Window:
     rows
         Positions of the cells in their source, batch after batch, int64, shape (W,).
     ends
-        Where each batch ends in `rows`, ascending, the last is W, int64, shape (b,).
+        End of each batch in `rows`, ascending, the last is W, int64, shape (b,).
     draw
-        Number of the draw, i.e. the epoch. Randomness of cells is keyed by it.
+        Number of the draw, i.e. the epoch. Part of the key of random numbers of cells.
     """
 
     rows: np.ndarray
@@ -77,7 +77,7 @@ class Window:
             start = end
 
     def after(self, n_batches: int) -> Window:
-        """Return this window without its first `n_batches` batches; there are more."""
+        """Return this window without its first `n_batches` batches; the window must have more."""
         if n_batches == 0:
             return self
         start = int(self.ends[n_batches - 1])
@@ -85,7 +85,7 @@ class Window:
 
 
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the whole numbers of the ranges from `starts` on, of `sizes` numbers each, one range after the other.
+    """Return the integers of ranges that begin at `starts` and have `sizes` numbers, one range after the other.
 
     Examples
     --------
@@ -118,7 +118,7 @@ def cut_by_tokens(lengths: np.ndarray, max_tokens: int, max_cells: int | None = 
 
     Returns
     -------
-    Where each batch ends, int64, shape (b,).
+    End of each batch, int64, shape (b,).
 
     Examples
     --------
@@ -136,7 +136,7 @@ def cut_by_tokens(lengths: np.ndarray, max_tokens: int, max_cells: int | None = 
 
 
 def split_largest(ends: np.ndarray, n_batches: int) -> np.ndarray:
-    """Split the batches that have most cells until there are `n_batches`; there must be as many cells.
+    """Split the batches with the most cells until there are `n_batches`; there must be at least as many cells.
 
     Examples
     --------
@@ -192,17 +192,17 @@ class CellWeights:
 class ClassBalance:
     """Sample cells of rare classes more often: a cell has the weight (1 / size of its class)^strength.
 
-    With strength 0 classes come by their frequency in the data, with strength 1 all classes come equally often. The
-    strength may grow from epoch to epoch, so that a model first sees the natural frequencies and later rare classes.
+    With strength 0, classes have their frequency in the data. With strength 1, all classes are equally frequent. The
+    strength may increase over epochs, so that a model first sees the natural frequencies and later more rare classes.
 
     Parameters
     ----------
     codes
-        Class of each cell of the order, i.e. the codes of a categorical; cells without label, -1, form a separate
-        class.
-         Shape (n,).
+        Class of each cell of the order, i.e. the codes of a categorical, shape (n,). Cells without label, -1, form a
+        separate class.
     warmup_epochs
-        Epochs in which the strength runs linearly from `start` to `end`; 0: it is `end` from the first epoch on.
+        Number of epochs in which the strength changes linearly from `start` to `end`. With 0, it is `end` from the
+        first epoch on.
     start, end
         Strength in epoch 0 and from epoch `warmup_epochs` on, from 0 to 1.
     """
@@ -248,7 +248,7 @@ def _uniform(draws: np.ndarray, seed: int, epoch: int) -> np.ndarray:
 def _inverse(
     cumulated: np.ndarray, lows: np.ndarray | float, highs: np.ndarray | float, shares: np.ndarray
 ) -> np.ndarray:
-    """Return where the cumulated weights pass `lows` + `shares` * (`highs` - `lows`), in any order."""
+    """Return the positions at which cumulative weights pass `lows` + `shares` * (`highs` - `lows`), in any order."""
     # Rounding up to the end would give the cell behind it, or one of weight zero.
     targets = np.minimum(lows + shares * (highs - lows), np.nextafter(highs, 0.0))
     # Nearly sorted places are found four times as fast, and 16 bits are sorted fast; the window is shuffled anyway.
@@ -292,10 +292,10 @@ def _index_type(n: int) -> type[np.unsignedinteger]:
 
 
 class _ChunkSequence:
-    """The cells of chunks in random order, or draws of them: from each chunk as many as draws from all would give.
+    """The cells of chunks in random order, or draws of them, distributed over chunks as draws from all cells would be.
 
-    First the number of draws of each chunk is sampled (a multinomial), then that many cells of the chunk, so that cells
-    that stand together are read together and the memory does not grow with the number of cells.
+    The number of draws of each chunk is sampled first (a multinomial), then this number of cells of the chunk.
+    Neighboring cells are therefore read together, and memory does not grow with the number of cells.
     """
 
     def __init__(self, order: CellOrder, generator: np.random.Generator, epoch: int) -> None:
@@ -339,7 +339,7 @@ class _ChunkSequence:
         return ranges(self._bounds[chunks] + skipped, sizes)
 
     def _drawn(self, balance: Balance, chunks: np.ndarray, skipped: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Return the cells of `sizes` draws of some chunks, after leaving out the `skipped` first of each."""
+        """Return the cells of `sizes` draws of some chunks, without the first `skipped` draws of each chunk."""
         n_cells = np.diff(self._bounds)[chunks]
         cells = ranges(self._bounds[chunks], n_cells)
         ends = np.cumsum(n_cells)
@@ -354,7 +354,7 @@ class _ChunkSequence:
 
 
 class EpochPlan:
-    """The windows of one epoch, which are cut into pieces: batches, or whole windows to be packed by tokens."""
+    """The windows of one epoch, cut into pieces: batches, or whole windows to pack by tokens."""
 
     def __init__(self, order: CellOrder, epoch: int) -> None:
         self._order = order
@@ -376,7 +376,7 @@ class EpochPlan:
             first += n_batches
 
     def _ends(self, number: int, rank: int) -> np.ndarray:
-        """Return where the pieces of a rank's window end in the sequence, after where the first one starts."""
+        """Return the start of the first piece of a rank's window in the sequence, then the end of each piece."""
         order = self._order
         start, stop = _share_of(len(order.rows), rank, order.world_size)
         first = number * order.pieces_per_window
@@ -385,7 +385,7 @@ class EpochPlan:
         return start + np.minimum(pieces * order.piece_cells, stop - start - (order.n_pieces - pieces))
 
     def _n_batches_of(self, number: int) -> int:
-        """Return the batches of a window: where they are packed by tokens, those of the rank that needs most."""
+        """Return the number of batches of a window; if packed by tokens, that of the rank that needs most."""
         order = self._order
         if order.max_tokens_per_batch is None:
             return min(order.pieces_per_window, order.n_pieces - number * order.pieces_per_window)
@@ -430,7 +430,7 @@ class EpochPlan:
 
 
 def _share_of(n_cells: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return where the part of a rank starts and stops in the sequence; parts differ by at most one cell."""
+    """Return start and stop of the part of a rank in the sequence; parts differ by at most one cell."""
     least, extra = divmod(n_cells, world_size)
     start = rank * least + min(rank, extra)
     return start, start + least + (rank < extra)
@@ -450,9 +450,10 @@ _MIN_WINDOWS = 4
 class CellOrder:
     """The batches of every epoch on one rank.
 
-    In each epoch the chunks that contain any of the cells are put into a random order, and each rank takes a contiguous
-    part of this sequence: parts are disjoint, together complete, and differ by at most one cell. The rank's part is
-    cut into windows, and cells are shuffled within a window. Every rank has the same number of batches, none empty.
+    In each epoch, the chunks that contain any of the cells are put into random order, and each rank takes a contiguous
+    part of this sequence. Parts are disjoint, contain all cells together, and differ by at most one cell. The part of a
+    rank is cut into windows, and cells are shuffled within a window. All ranks have the same number of batches, and no
+    batch is empty.
 
     Parameters
     ----------
@@ -462,28 +463,28 @@ class CellOrder:
         Cells per batch; the last batches may be smaller. With `max_tokens_per_batch`, the maximum number of cells per
         batch, or None.
     chunk_size
-        Rows ``[k * chunk_size, (k + 1) * chunk_size)`` of the source stand, and are shuffled, together; 1 in memory.
+        Rows ``[k * chunk_size, (k + 1) * chunk_size)`` of the source are stored and shuffled together; 1 in memory.
     window_cells
-        Cells that are read and shuffled together, rounded to whole batches. None: 4,096 cells if `chunk_size` is
-        above 1, else 32 batches; with `lengths` at most a fourth of an epoch.
+        Number of cells that are read and shuffled together, rounded to whole batches. If None, uses 4,096 cells if
+        `chunk_size` is above 1, else 32 batches; with `lengths` at most a fourth of an epoch.
     lengths
-        Number of tokens of each of `rows`, any integers, shape (n,). If given, cells of similar length share a batch,
-        so that little is padded, and a batch is no random draw of cells. Without `shuffle` cells are sorted by length
-        within a window, or, if `chunk_size` is 1, over the rank's whole part.
+        Number of tokens of each of `rows`, any integers, shape (n,). If given, cells of similar length share a batch.
+        This reduces padding, but a batch is then not a random sample of cells. Without `shuffle`, cells are sorted by
+        length within a window, or, if `chunk_size` is 1, over the whole part of the rank.
     max_tokens_per_batch
-        A batch contains as many cells as fit into this many tokens with padding, i.e. cells times the length of the
-        longest. Needs `lengths`.
+        Maximum number of tokens per batch with padding, i.e. number of cells times the length of the longest cell. A
+        batch contains as many cells as fit. Requires `lengths`.
     shuffle
-        Draw a new order each epoch.
+        Use a new random order in each epoch.
     seed
-        Seed of the order. Order, seed and epoch determine every batch.
+        Random seed of the order. Order, seed and epoch determine every batch.
     first_epoch
-        Number that the first epoch has, e.g. the epochs of earlier training runs. None: every epoch is epoch 0, so that
-        validation always sees the same masks.
+        Number of the first epoch, e.g. the number of epochs of earlier training runs. If None, every epoch is epoch 0,
+        so that validation always sees the same masks.
     rank, world_size
-        This process, and the number of processes that share the cells out.
+        Index of this process, and the number of processes that share the cells.
     balance
-        Weights of the cells: an epoch then has n draws with replacement instead of each cell once.
+        Weights of the cells. If given, an epoch has n draws with replacement instead of each cell once.
 
     Raises
     ------
@@ -554,7 +555,7 @@ class CellOrder:
             raise OptionError(f"max_tokens_per_batch={budget} is too small for a cell with {longest} tokens; raise it.")
 
     def _cut(self, window_cells: int | None) -> None:
-        """Set how the parts that ranks take are cut, the same in every epoch; see :class:`EpochPlan` for pieces."""
+        """Set how the parts of the ranks are cut, the same in every epoch; see :class:`EpochPlan` for pieces."""
         n, world_size = len(self.rows), self.world_size
         least, most = n // world_size, -(-n // world_size)
         if least == 0:
@@ -582,7 +583,7 @@ class CellOrder:
         self.n_windows = -(-self.n_pieces // self.pieces_per_window)
 
     def _typical_batch(self) -> int:
-        """Return the cells of a batch, roughly where batches are packed by tokens."""
+        """Return the number of cells of a batch; an estimate if batches are packed by tokens."""
         if self.max_tokens_per_batch is None:
             assert self.batch_size is not None
             return self.batch_size
@@ -591,7 +592,7 @@ class CellOrder:
         return fit if self.batch_size is None else min(fit, self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next; the position is kept if it is the epoch that was loaded.
+        """Set the epoch of the next order; the position is kept if it is the epoch that was loaded.
 
         Parameters
         ----------
@@ -602,13 +603,13 @@ class CellOrder:
         self.position = self._loaded[1] if self._loaded is not None and self._loaded[0] == self.epoch else 0
 
     def __len__(self) -> int:
-        """Return the number of batches of the epoch that is set, the same on every rank."""
+        """Return the number of batches of the current epoch, the same on every rank."""
         return self._plan().n_batches()
 
     def windows(self) -> Iterator[Window]:
-        """Return the windows of this rank in the epoch that is set.
+        """Return the windows of this rank in the current epoch.
 
-        The first pass after :meth:`load_state_dict` begins with the batch that the state names, later ones at 0.
+        The first pass after :meth:`load_state_dict` begins at the batch of the state, later passes begin at 0.
         """
         start = self.position if self._loaded is not None and self._loaded[0] == self.epoch else 0
         self._loaded = None
@@ -616,17 +617,17 @@ class CellOrder:
         return self._plan().windows(start)
 
     def advance(self, n_batches: int = 1) -> None:
-        """Count batches as handed out; call it after each batch.
+        """Count batches that were returned; call it after each batch.
 
         Parameters
         ----------
         n_batches
-            How many.
+            Number of batches.
         """
         self.position += n_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume after the batches handed out; JSON-safe, equal on all ranks."""
+        """Return the state to resume after the batches returned so far; JSON-safe, equal on all ranks."""
         return {"epoch": self.epoch, "position": self.position, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -635,12 +636,12 @@ class CellOrder:
         Parameters
         ----------
         state
-            Of :meth:`state_dict`.
+            Output of :meth:`state_dict`.
 
         Raises
         ------
         OptionError
-            If the state is of another order: of other cells, another seed, batch size or number of ranks.
+            If the state belongs to another order, with other cells, seed, batch size or number of ranks.
         """
         for name, value in self._identity.items():
             if (there := state.get(name)) != value:

@@ -80,7 +80,7 @@ logger = logging.getLogger("scforge")
 def _in_memory(
     streams: Sequence[ChunkReader], maps: Sequence[GeneMap], vocab: GeneVocab, columns: Sequence[str] | None
 ) -> CellSource:
-    """Read sources into memory, one after the other; of files only pieces are there over all genes."""
+    """Read sources into memory, one after the other; only pieces of files are held over all genes."""
     table = joined_obs(streams, columns)
     if len(streams) == 1 and isinstance(streams[0], AdataStream):  # as a whole, which is faster
         counts, totals = maps[0].apply(streams[0].counts), row_sums(streams[0].counts)
@@ -106,10 +106,10 @@ def _in_memory(
 
 
 def joined_obs(streams: Sequence[ChunkReader], columns: Sequence[str] | None) -> pd.DataFrame:
-    """Return the tables of cells of all sources as one; of one source as it is.
+    """Return the joined tables of cells of all sources; a single table is returned unchanged.
 
-    Of several sources the categories of a column are united, ``"scforge_source"`` names the source of a cell (if it
-    is among `columns`, or those are None), and cell names that repeat get the number of their source.
+    With several sources, the categories of each column are united, ``"scforge_source"`` names the source of a cell (if
+    it is in `columns`, or `columns` is None), and repeated cell names get the number of their source.
     """
     from scforge.data.conversion import check_columns, join_obs
     from scforge.data.store import SOURCE
@@ -132,9 +132,9 @@ _OF_STORE = {"name", "overlap", "counts_kept"}
 def store_of_large(
     streams: Sequence[ChunkReader], memory: int | str | None = None, **options: str | None
 ) -> Path | None:
-    """Return where the cache has, or gets, the store of files that do not fit into memory; None if they fit.
+    """Return the cache path of the store for files that do not fit into memory; None if they fit.
 
-    What was converted once is read from its store, however much memory there is then, so that cells keep their order.
+    Files that were converted once are always read from the store, regardless of memory, so that cells keep their order.
     """
     places = [identity_of(stream) for stream in streams]
     if not all(isinstance(place, str) for place in places):  # what is in memory already
@@ -159,7 +159,7 @@ def convert_once(
     storage_options: Mapping[str, Any] | None,
     **options: str | None,
 ) -> Path:
-    """Return the path of a store of these sources, after writing it if there is none, or they have changed."""
+    """Return the path of a store of these sources; write it if there is none, or the sources have changed."""
     from scforge.data.conversion import convert
 
     if is_url(os.fspath(cache)):
@@ -218,21 +218,21 @@ def open_cells(
     cache: str | os.PathLike[str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Cells:
-    """Open cells over the genes of a vocabulary, wherever they are.
+    """Open cells over the genes of a vocabulary, from memory, files, stores or URLs.
 
-    A store that :func:`scforge.data.convert` wrote stays on disk, however large. Any other source is read into
-    memory, piece by piece and already mapped; or, with `cache`, converted into a store once.
+    A store written by :func:`scforge.data.convert` stays on disk. Any other source is read into memory, piece by piece,
+    with genes mapped while reading. With `cache`, it is instead converted into a store once.
 
     Parameters
     ----------
     source
         An AnnData, in memory or backed; a MuData, or an h5mu file; the path of an h5ad file, of an AnnData-zarr folder
         or of a store; a pattern such as ``"data/*.h5ad"``; a URL of one of these (``s3://``, ``gs://``, ``https://``,
-        ...); a query of the CELLxGENE Census; or a list, whose cells come one after the other. Counts have to be raw.
+        ...); a query of the CELLxGENE Census; or a list of sources, which are concatenated. Counts have to be raw.
     vocab
-        Vocabulary to map the genes to, by name: itself, its file, or the name of a shipped one. Genes outside of it are
-        left out, but their counts stay in the library size of each cell. If None, uses the vocabulary of a store, and
-        all genes of any other source.
+        Vocabulary to map the genes to by name: a vocabulary, its file, or the name of a shipped vocabulary. Genes
+        outside the vocabulary are left out, but their counts stay in the library size of each cell. If None, uses the
+        vocabulary of a store, and all genes of any other source.
     layer
         Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     gene_key
@@ -242,22 +242,22 @@ def open_cells(
     min_overlap
         Smallest fraction of genes to accept in each source, see :func:`scforge.data.map_genes`.
     obs
-        Columns of ``obs`` to keep. If None, keeps all that every source has. Of several sources ``"scforge_source"``
-        names the source of a cell.
+        Columns of ``obs`` to keep. If None, keeps all columns that every source has. With several sources,
+        ``"scforge_source"`` names the source of each cell.
     memory
-        Most memory that cells read from files may take, e.g. ``"16GB"`` or a number of bytes. None: half of what is
-        available.
+        Maximum memory for cells that are read from files, e.g. ``"16GB"`` or a number of bytes. If None, uses half of
+        the available memory.
     cache
-        Folder for a store; it has no effect for a source that is a store. It is written when it is missing yet, or the
-        sources have changed, and opened from then on. It contains all genes and columns, so it serves every vocabulary.
-        ``"auto"`` converts files that do not fit into memory, into ``~/.cache/scforge/stores`` (or
-        ``$XDG_CACHE_HOME``), as training from files does.
+        Folder for a store; it has no effect if the source is a store. The store is written if it is missing or the
+        sources have changed, and is reused afterwards. It contains all genes and columns, so it works for every
+        vocabulary. ``"auto"`` only converts files that do not fit into memory, into ``~/.cache/scforge/stores`` (or
+        ``$XDG_CACHE_HOME``), as in training from files.
     storage_options
-        Options of the remote file system, e.g. credentials, as of :mod:`fsspec`.
+        Options of the remote file system, e.g. credentials, see :mod:`fsspec`.
 
     Returns
     -------
-    The cells in the order of the source (of a store, in its own), e.g. a ``scforge.data.cells.CellSource``.
+    The cells in the order of the source (or of the store), e.g. a ``scforge.data.cells.CellSource``.
 
     Raises
     ------
@@ -266,15 +266,16 @@ def open_cells(
     DataError
         If counts, gene names or columns cannot be used, a file is corrupted, or the cells do not fit into memory.
     GeneMismatchError
-        If too few genes of `vocab` are in a source, or sources share hardly any gene.
+        If too few genes of `vocab` are in a source, or sources share hardly any genes.
     OptionError
-        If an argument does not suit the source.
+        If an argument does not fit the source.
 
     Warns
     -----
     ScforgeWarning
-        If genes of `vocab` are missing by the half, if columns mean one gene and are summed, if cells express no gene
-        of `vocab`, or if more than a fifth of the counts lie outside of it although it is a whole annotation.
+        If less than half of the genes of `vocab` are in the data, if columns of the same gene are summed, if cells
+        express no gene of `vocab`, or if more than a fifth of the counts are outside a `vocab` that is a whole
+        annotation.
 
     Examples
     --------
@@ -321,7 +322,7 @@ def open_cells(
 
 
 def _store(source: Any, options: Mapping[str, Any] | None) -> str | None:
-    """Return the path or URL of a store, even of an incomplete one; None for another source."""
+    """Return the path or URL of a store, even if it is incomplete; None for other sources."""
     if isinstance(source, list | tuple) and len(source) == 1:
         (source,) = source
     if not isinstance(source, str | os.PathLike):
@@ -352,10 +353,10 @@ def _check_unused(place: str, **options: Any) -> None:
 def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> AnnData:
     """Read one or several h5ad files into one AnnData in memory.
 
-    Several files are concatenated over the union of their genes (by ``var_names``); a gene that a file lacks counts
-    as not expressed there, and columns of one name in a file are summed first. ``obs["source_file"]`` names the source
-    of a cell (``obs["scforge_source"]`` if a file has a column ``"source_file"`` already), and cell names are
-    made unique.
+    Several files are concatenated over the union of their genes (by ``var_names``). A gene that is not in a file is
+    treated as not expressed in its cells, and columns with the same name in a file are summed first.
+    ``obs["source_file"]`` names the source of each cell (``obs["scforge_source"]`` if a file already has a column
+    ``"source_file"``), and cell names are made unique.
 
     Parameters
     ----------
@@ -371,9 +372,9 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     MissingFileError
         If a file does not exist.
     DataError
-        If a file is not an h5ad, is empty, or has a corrupted matrix.
+        If a file is not an h5ad file, is empty, or has a corrupted matrix.
     GeneMismatchError
-        If files share hardly any gene, e.g. because one has symbols and the other Ensembl ids.
+        If files share hardly any genes, e.g. because one has symbols and the other Ensembl ids.
 
     Warns
     -----
@@ -447,18 +448,18 @@ class Inspection:
     stored
         Storage format of the matrix: ``"csr"``, ``"csc"`` or ``"dense"``.
     counts
-        One sentence: whether the matrix contains raw counts, or which matrix does.
+        Sentence that states whether the matrix contains raw counts, or which matrix does.
     n_empty
-        Number of cells without any count; None if there are no counts.
+        Number of cells without counts; None if there are no counts.
     other_names
         Other columns of ``var`` that contain gene names, each with its kind and the number of its names in the
         vocabulary.
     overlap
-        How well the genes fit the vocabulary.
+        Report on the overlap of the genes with the vocabulary.
     chosen
-        Whether the vocabulary was looked for among the shipped ones.
+        Whether the vocabulary was chosen from the shipped vocabularies.
     mismatch
-        One sentence on why the data cannot be used with the given vocabulary; None if they can.
+        Sentence that explains why the data cannot be used with the given vocabulary; None if they can.
 
     Examples
     --------
@@ -482,7 +483,7 @@ class Inspection:
     mismatch: str | None = None
 
     def check(self) -> None:
-        """Raise :class:`~scforge.errors.GeneMismatchError` if too few genes fit the vocabulary that was named."""
+        """Raise :class:`~scforge.errors.GeneMismatchError` if too few genes fit the given vocabulary."""
         if self.mismatch is not None:
             raise GeneMismatchError(self.mismatch)
 
@@ -511,34 +512,35 @@ def inspect_h5ad(
     gene_key: str | None = None,
     n_top: int = 10,
 ) -> Inspection:
-    """Look at an h5ad file without reading it into memory.
+    """Inspect an h5ad file without reading it into memory.
 
     Parameters
     ----------
     path
         The file.
     vocab
-        A vocabulary, the file of one, or the name of a shipped one. If None, uses the shipped one that fits best.
+        A vocabulary, its file, or the name of a shipped vocabulary. If None, uses the shipped vocabulary that fits
+        best.
     layer
-        Layer to look at; None looks at X. If it contains no counts, another matrix that does is named, and the shares
-        of counts are those of that one if it is a layer or X.
+        Layer to inspect. If None, inspects X. If it contains no counts, the result names another matrix that does. If
+        this is a layer or X, its counts are used for fractions of counts.
     gene_key
         Column of ``var`` with the gene names. If None, reads ``var_names``.
     n_top
-        Number of missing genes to name.
+        Number of missing genes to list.
 
     Returns
     -------
-    What was found; ``print`` shows it.
+    The result of the inspection; ``print`` shows it.
 
     Raises
     ------
     MissingFileError
-        If there is no such file.
+        If the file does not exist.
     DataError
-        If it is not an h5ad file, or has no such layer or column.
+        If the file is not an h5ad file, or does not have the layer or column.
     OptionError
-        If there is no such vocabulary.
+        If the vocabulary is unknown.
 
     Examples
     --------
@@ -607,7 +609,7 @@ def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.
 
 
 def _summary(matrix: Matrix) -> tuple[np.ndarray, int, str | None]:
-    """Return the sums of the columns and the number of empty rows, and what is not a count; stop where that is seen."""
+    """Return the column sums, the number of empty rows, and the first value that is not a count, if any."""
     sums, n_empty = np.zeros(matrix.shape[1]), 0
     for _, chunk in matrix.row_chunks():
         if problem := value_problem(chunk.data):

@@ -32,15 +32,15 @@ def split_cells(
     n_cells
         Number of cells.
     validation_size
-        Fraction of the cells that are held out, from 0 to below 1.
+        Fraction of cells in the validation set, from 0 to below 1.
     seed
-        Seed of the choice.
+        Random seed.
     groups
-        Group of each cell, e.g. its donor or data set, as a column of obs or as codes, shape (n_cells,). Whole groups
-        are then held out: of many random choices that whose fraction of cells is nearest to `validation_size`, with at
-        least one group on each side.
+        Group of each cell, e.g. its donor or data set, as a column of obs or as codes, shape (n_cells,). If given,
+        whole groups are held out. Of many random choices, the one with the fraction of cells nearest to
+        `validation_size` is used, with at least one group in each part.
     rows
-        Rows that are split; the others are on neither side. None: all cells.
+        Rows to split; other rows are in neither part. If None, splits all cells.
 
     Returns
     -------
@@ -49,9 +49,9 @@ def split_cells(
     Raises
     ------
     OptionError
-        If `validation_size` is not in [0, 1), or leaves no cell for training, or `rows` are not cells.
+        If `validation_size` is not in [0, 1), or leaves no cells for training, or `rows` are not cells.
     DataError
-        If a cell has no group, or there is one group only.
+        If a cell has no group, or there is only one group.
 
     Examples
     --------
@@ -108,7 +108,7 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
 
 
 def _hold_out(sizes: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Choose groups whose cells are nearly a share of all: the best start of many random orders, bool."""
+    """Choose groups with nearly a given fraction of all cells, the best choice of many random orders, bool."""
     rng, target = np.random.default_rng(seed), sizes.sum() * share
     held_out = np.zeros(len(sizes), dtype=bool)
     best = np.inf

@@ -43,9 +43,9 @@ class GeneTable:
     Attributes
     ----------
     symbols
-        The symbol of each Ensembl id; the id itself where a gene has no other name, as CELLxGENE does.
+        The symbol of each Ensembl id; the id itself if a gene has no other name, as in CELLxGENE.
     ids
-        The ids that bear each symbol, in ascending order.
+        The ids with each symbol, in ascending order.
     """
 
     symbols: Mapping[str, str]
@@ -53,7 +53,7 @@ class GeneTable:
 
 
 def read_table(name: str) -> list[list[str]]:
-    """Return the rows of the table ``tables/<name>.csv.gz``, its header left out."""
+    """Return the rows of the table ``tables/<name>.csv.gz`` without its header."""
     table = resources.files("scforge.data").joinpath("tables", f"{name}.csv.gz")
     with table.open("rb") as raw, gzip.open(raw, "rt", encoding="utf-8", newline="") as handle:
         return list(csv.reader(handle))[1:]
@@ -87,7 +87,7 @@ def strip_version(name: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Return an Ensembl id in capitals and without its version; any other name as it is."""
+    """Return an Ensembl id in capitals and without its version; any other name unchanged."""
     return strip_version(name).upper() if _ENSEMBL.match(name) else name
 
 
@@ -96,7 +96,7 @@ _FORMAT = 2
 
 
 class _VocabFile(BaseModel):
-    """The content of a file of a vocabulary."""
+    """The content of a vocabulary file."""
 
     model_config = ConfigDict(strict=True)
 
@@ -127,26 +127,26 @@ class GeneVocab:
     genes
         Gene names (Ensembl ids without version, or symbols), each once.
     symbols
-        A second name for each gene, accepted when names are looked up. A symbol that several genes share counts for
-        the first, which in ``"human_protein_coding"`` is the oldest entry, where
-        :func:`scforge.data.convert_gene_ids` calls it ambiguous and converts nothing.
+        A second name for each gene, accepted when names are looked up. A symbol that several genes share means the
+        first of them, in ``"human_protein_coding"`` the oldest entry. :func:`scforge.data.convert_gene_ids` instead
+        reports such a symbol as ambiguous and does not convert it.
     medians
         Median of the nonzero CP10K values of each gene, float64, shape (G,). Used by the rank tokenizer.
     entropies
-        How evenly each gene is spread over cells, from 0 (one cell has all of it) to 1, float64, shape (G,); see
-        ``scforge.data.statistics.measure_entropies``. Used by the tokenizer ``"entropy_ranked"``.
+        Normalized entropy of each gene over cells, from 0 (one cell has all counts) to 1 (evenly spread), float64,
+        shape (G,); see ``scforge.data.statistics.measure_entropies``. Used by the tokenizer ``"entropy_ranked"``.
     release
-        Where the genes come from, e.g. ``"from_data"`` or ``"CELLxGENE schema 7.1.2"``.
+        Origin of the genes, e.g. ``"from_data"`` or ``"CELLxGENE schema 7.1.2"``.
     special_tokens
-        Special tokens in the order of their ids: PAD first, and MASK; others as they are needed.
+        Special tokens in the order of their ids: PAD first, and MASK; others if needed.
     aliases
-        Further names, each with the gene that it stands for: former ids, orthologs. Several names may stand for one
-        gene; the counts of their columns are summed.
+        Additional names, each with its gene, e.g. former ids or orthologs. Several names may refer to the same gene;
+        the counts of their columns are summed.
 
     Notes
     -----
-    Ensembl ids are looked up without their version. Ids that end in ``_PAR_Y`` (copies on Y of genes that X has too)
-    match nothing in the vocabularies that ship: their counts are not those of the gene on X.
+    Ensembl ids are looked up without their version. Ids that end in ``_PAR_Y`` (copies on Y of genes on X) match
+    nothing in the shipped vocabularies, because their counts are not those of the gene on X.
 
     Examples
     --------
@@ -218,14 +218,14 @@ class GeneVocab:
         genes
             Gene names, each once.
         release
-            Where they come from.
+            Origin of the genes.
 
         Raises
         ------
         OptionError
-            If `genes` is one text.
+            If `genes` is a string.
         DataError
-            If a name is missing or there twice, or no gene is there.
+            If a name is missing or duplicated, or there are no genes.
         """
         names = listed_names("genes", genes)
         if missing := n_missing(names):
@@ -251,15 +251,15 @@ class GeneVocab:
 
         Notes
         -----
-        ``"human_mouse"`` leaves out families with one gene in the one species and several in the other;
-        ``"human_mouse_sum"`` makes one token of each and sums the counts of its genes, also those of human paralogs,
-        e.g. CCL4 and CCL4L2. The orthologs lack some genes that both species have, e.g. GAPDH, which
-        ``"human_mouse_symbols"`` adds.
+        ``"human_mouse"`` leaves out families with one gene in one species and several genes in the other.
+        ``"human_mouse_sum"`` has one token for each of these families, and sums the counts of its genes, also those of
+        human paralogs, e.g. CCL4 and CCL4L2. Some genes of both species are missing from the orthologs, e.g. GAPDH;
+        ``"human_mouse_symbols"`` adds them.
 
         Raises
         ------
         OptionError
-            If there is no such vocabulary.
+            If the name is unknown.
 
         Examples
         --------
@@ -276,12 +276,12 @@ class GeneVocab:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> GeneVocab:
-        """Read a vocabulary that :meth:`save` wrote.
+        """Read a vocabulary written by :meth:`save`.
 
         Raises
         ------
         MissingFileError
-            If there is no such file.
+            If the file does not exist.
         ModelFileError
             If the file is not a vocabulary, or its content does not fit the hash or the checksum in it.
         """
@@ -291,7 +291,7 @@ class GeneVocab:
 
     @classmethod
     def from_json(cls, text: str | bytes, name: str = "the text") -> GeneVocab:
-        """Return the vocabulary that :meth:`to_json` made a text of; `name` is that of its file, for messages."""
+        """Return the vocabulary from the output of :meth:`to_json`; `name` is the file name for error messages."""
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -326,12 +326,12 @@ class GeneVocab:
         Parameters
         ----------
         path
-            File to write, with a hash of its content, which :meth:`from_file` checks.
+            File to write. It contains a hash of its content, which :meth:`from_file` checks.
         """
         atomic_write_text(path, self.to_json())
 
     def to_json(self) -> str:
-        """Return the vocabulary as the text of its file."""
+        """Return the vocabulary as JSON text, the content of its file."""
         content: dict[str, Any] = {
             "format": _FORMAT,
             "release": self.release,
@@ -354,7 +354,7 @@ class GeneVocab:
         return replace(self, entropies=entropies)
 
     def with_special_tokens(self, *tokens: str) -> GeneVocab:
-        """Return the vocabulary with additional special tokens after its own; genes move to higher ids.
+        """Return the vocabulary with additional special tokens after the existing ones; genes get higher ids.
 
         Examples
         --------
@@ -364,7 +364,7 @@ class GeneVocab:
         return replace(self, special_tokens=tuple(dict.fromkeys([*self.special_tokens, *tokens])))
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> GeneVocab:
-        """Return a vocabulary of the genes at `indices`, with all that is known of them.
+        """Return a vocabulary of the genes at `indices`, with their symbols and statistics.
 
         Parameters
         ----------
@@ -374,8 +374,8 @@ class GeneVocab:
         Raises
         ------
         OptionError
-            If an index is not among the genes (-1 is what :meth:`gene_indices` gives unknown ones), or a mask has
-            another length.
+            If an index is out of range (:meth:`gene_indices` returns -1 for unknown names), or a mask has another
+            length.
         """
         given = np.asarray(indices)
         if given.dtype == bool and len(given) != self.n_genes:
@@ -398,10 +398,10 @@ class GeneVocab:
         )
 
     def intersection(self, other: GeneVocab) -> GeneVocab:
-        """Return a vocabulary of the genes that `other` has too, also written ``vocab & other``.
+        """Return a vocabulary of the genes that are also in `other`; ``vocab & other`` is the same.
 
-        Genes are in the order of this vocabulary, with all that it knows of them. One of Ensembl ids and one of symbols
-        are compared by the symbols of the former, if it has them.
+        Genes are in the order of this vocabulary, with its symbols and statistics. A vocabulary of Ensembl ids and a
+        vocabulary of symbols are compared by the symbols of the former, if it has them.
 
         Parameters
         ----------
@@ -411,7 +411,7 @@ class GeneVocab:
         Raises
         ------
         DataError
-            If they share no gene.
+            If the vocabularies share no genes.
 
         Examples
         --------
@@ -438,12 +438,12 @@ class GeneVocab:
         return self.intersection(other) if isinstance(other, GeneVocab) else NotImplemented
 
     def encode(self, names: Iterable[str]) -> np.ndarray:
-        """Return the token id of each of `names`, int32; the id of UNK, or -1 without UNK, for unknown ones."""
+        """Return the token id of each of `names`, int32; unknown names get the id of UNK, or -1 without UNK."""
         unknown = -1 if self.unk_id is None else self.unk_id
         return np.array([self._find(str(name), unknown) for name in listed_names("names", names)], dtype=np.int32)
 
     def gene_indices(self, names: Iterable[str]) -> np.ndarray:
-        """Return the index among the genes of each of `names`, int32; -1 where a name is unknown."""
+        """Return the gene index of each of `names`, int32; -1 for unknown names."""
         found = (self._find(str(name), -1) for name in listed_names("names", names))
         return np.array([max(index - self.n_special, -1) for index in found], dtype=np.int32)
 
@@ -453,7 +453,7 @@ class GeneVocab:
         Raises
         ------
         OptionError
-            If there is no such id.
+            If an id does not exist.
         """
         tokens = self.tokens
         found = [int(i) for i in ids]
@@ -462,7 +462,7 @@ class GeneVocab:
         return [tokens[i] for i in found]
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of the special token `token`, e.g. ``"<cls>"``, or None if the vocabulary lacks it."""
+        """Return the id of the special token `token`, e.g. ``"<cls>"``, or None if it is not in the vocabulary."""
         return self.special_tokens.index(token) if token in self.special_tokens else None
 
     @property
@@ -512,8 +512,7 @@ class GeneVocab:
     def chosen_from_data(self) -> bool:
         """Whether the genes were chosen from data, or named one by one, instead of taken from an annotation.
 
-        Of an annotation no data set measures every gene, and of chosen genes one does not expect them to hold most
-        of the counts.
+        No data set measures every gene of an annotation, and chosen genes are not expected to have most of the counts.
         """
         return self.release.split(", ")[-1] == FROM_DATA
 
@@ -546,7 +545,7 @@ class GeneVocab:
 
     @property
     def n_genes(self) -> int:
-        """Number of genes, special tokens not counted."""
+        """Number of genes, without special tokens."""
         return len(self.genes)
 
     def __len__(self) -> int:
@@ -597,7 +596,7 @@ def list_vocabs() -> list[str]:
 
 
 def open_vocab(vocab: str | os.PathLike[str] | GeneVocab) -> GeneVocab:
-    """Return a vocabulary given as itself, as a file, or by the name of a shipped one."""
+    """Return a vocabulary from a vocabulary, its file, or the name of a shipped vocabulary."""
     if isinstance(vocab, GeneVocab):
         return vocab
     if not isinstance(vocab, str | os.PathLike):
@@ -641,7 +640,7 @@ def _with_shared_symbols() -> GeneVocab:
 
 
 def _by_symbol(name: str) -> dict[str, tuple[str, str]]:
-    """Return id and symbol of the genes of a table by symbol in upper case, those of one gene only."""
+    """Return id and symbol of the genes of a table by symbol in upper case, without symbols of several genes."""
     rows = read_table(name)
     n_bearers = Counter(symbol.upper() for _, symbol in rows)
     return {symbol.upper(): (gene, symbol) for gene, symbol in rows if n_bearers[symbol.upper()] == 1}
@@ -663,7 +662,7 @@ Names of an old annotation still have some 0.6; those of the other species have 
 
 
 def recognize_ids(names: Sequence[str] | np.ndarray) -> str:
-    """Return what most of `names` are.
+    """Return the kind of most of `names`.
 
     Returns
     -------
@@ -693,7 +692,7 @@ def recognize_ids(names: Sequence[str] | np.ndarray) -> str:
 
 
 def n_of_species(names: Sequence[str] | np.ndarray) -> dict[str, int]:
-    """Return how many of `names` are ids or symbols of one species only.
+    """Return how many of `names` are ids or symbols of only one species.
 
     Examples
     --------
@@ -713,16 +712,16 @@ def n_of_species(names: Sequence[str] | np.ndarray) -> dict[str, int]:
 
 @dataclass(frozen=True, eq=False)
 class ConvertedGenes:
-    """Gene names of another kind; a column of a data frame can be set to it as it is.
+    """Converted gene names, which can be assigned to a column of a data frame.
 
     Attributes
     ----------
     names
-        The converted names, object, shape (n,): str, or NaN where a name could not be converted.
+        The converted names, object, shape (n,): str, or NaN if a name could not be converted.
     unknown
-        Names that the annotation does not have, in the order given, each once.
+        Names that are not in the annotation, in the given order, each once.
     ambiguous
-        Symbols that several genes bear, each with their ids.
+        Symbols that several genes share, each with the ids of these genes.
 
     Examples
     --------
@@ -783,19 +782,19 @@ def convert_gene_ids(
 
     Returns
     -------
-    The names in the order given, with a report. Nothing is guessed: a name that the annotation lacks, or that several
-    genes bear, is not converted. (A look-up in a :class:`scforge.data.GeneVocab` takes the first of several genes
-    instead, because counts have to go somewhere: 28 symbols of human protein-coding genes belong to two genes each.)
+    The names in the given order, with a report. A name that is not in the annotation, or that several genes share, is
+    not converted. (A look-up in a :class:`scforge.data.GeneVocab` uses the first of several genes instead, to keep
+    their counts: 28 symbols of human protein-coding genes belong to two genes each.)
 
     Raises
     ------
     OptionError
-        If `to` or `species` is not known.
+        If `to` or `species` is unknown.
 
     Warns
     -----
     ScforgeWarning
-        If names could not be converted: how many, and the first of them.
+        If names could not be converted; the message contains their number and the first of them.
 
     Examples
     --------
@@ -815,7 +814,7 @@ def convert_gene_ids(
 
 
 def converted_genes(names: Iterable[str], to: str, species: str, *, keep_unknown: bool = False) -> ConvertedGenes:
-    """Convert names as :func:`convert_gene_ids` does, without a warning."""
+    """Convert names like :func:`convert_gene_ids`, without a warning."""
     table = gene_table(species)
     converted: list[object] = []
     unknown: dict[str, None] = {}
@@ -839,7 +838,7 @@ def converted_genes(names: Iterable[str], to: str, species: str, *, keep_unknown
 
 
 def listed_names(argument: str, names: Iterable[str]) -> list[str]:
-    """Return names as a list, or raise if they are one text or no list at all."""
+    """Return names as a list, or raise if they are a string or not a list."""
     # A text is a list of its letters to Python.
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise OptionError(f"{argument}={names!r} is not a list of names; pass a list, e.g. ['CD3D', 'LYZ'].")

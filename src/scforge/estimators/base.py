@@ -188,9 +188,9 @@ class CellModel(BaseModelClass, metaclass=_Front):
         gene_key
             Column of ``adata.var`` with the gene names. If None, reads ``adata.var_names``.
         batch_key
-            Column of ``adata.obs`` with the batch of a cell. Highly variable genes are chosen within batches.
+            Column of ``adata.obs`` with the batch of each cell. Highly variable genes are chosen within batches.
         labels_key
-            Column of ``adata.obs`` with the label of a cell; cells may have none. Pretraining does not use it.
+            Column of ``adata.obs`` with the label of each cell; values may be missing. Pretraining does not use it.
         **kwargs
             ``source_registry`` and the transfer options of :class:`scvi.data.AnnDataManager`.
 
@@ -247,21 +247,21 @@ class CellModel(BaseModelClass, metaclass=_Front):
         Parameters
         ----------
         adata
-            Cells to embed; None means the training cells. Without :meth:`setup_anndata`, counts and gene names are read
-            from the same places as in the training data. Genes are matched by name. Cells from
+            Cells to embed. If None, uses the training cells. Without :meth:`setup_anndata`, counts and gene names are
+            read from the same places as in the training data. Genes are matched by name. Cells from
             :func:`scforge.data.open_cells`, or a path or URL for it, are read on demand, and nothing is written.
         key_added
-            Key in ``adata.obsm``, and in ``adata.uns["scforge"]`` for the settings of the embedding. ``"auto"`` is
-            ``"X_scforge"``, or ``"X_scforge_query"`` of a query model (:meth:`Encoder.load_query_data`) whose training
-            changed the encoder. None writes nothing.
+            Key in ``adata.obsm`` for the embedding, and in ``adata.uns["scforge"]`` for its settings. ``"auto"`` is
+            ``"X_scforge"``, or ``"X_scforge_query"`` for a query model (:meth:`Encoder.load_query_data`) if training
+            changed its encoder. None writes nothing.
         batch_size
             Cells per batch.
         indices
-            Positions of the cells to embed, or a boolean mask; nothing is written then. None embeds all cells.
+            Positions of the cells to embed, or a boolean mask. If given, nothing is written. None embeds all cells.
 
         Returns
         -------
-        Embedding in the order of ``adata.obs_names`` (of a store, in its order), float32, shape (n_obs, n_latent).
+        Embedding in the order of ``adata.obs_names`` (or of the store), float32, shape (n_obs, n_latent).
 
         Raises
         ------
@@ -494,7 +494,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         }
 
     def _keep_landmarks(self, cells: Cells, rows: np.ndarray, batch_size: int) -> None:
-        """Embed a sample of the training cells, onto which queries are mapped, if the objective maps queries."""
+        """If the objective maps queries, embed a sample of the training cells to map them onto."""
         tuning = self._spec.tuning
         changed = tuning is None or (tuning.task == "adaptation" and tuning.freeze is not True)
         if changed and self._pretraining.maps_queries:
@@ -522,7 +522,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         weights: dict[str, torch.Tensor] | None = None,
         card: str | None = None,
     ) -> None:
-        """Write a model folder; weights and card that are None are those of the module and a generated card."""
+        """Write a model folder; None writes the weights of the module and a generated card."""
         state = self.module.state_dict() if weights is None else weights
         write_folder(
             dir_path,
@@ -542,7 +542,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return origin if origin is not None and origin.n_epochs == self.n_epochs_ else None
 
     def _origin_at(self, folder: str | os.PathLike[str]) -> Origin:
-        """Record a further folder that contains the model."""
+        """Record another folder that contains the model."""
         return replace(self._current_origin() or Origin(), folder=Path(folder).resolve(), n_epochs=self.n_epochs_)
 
     def _card_facts(self) -> CardFacts:
@@ -561,7 +561,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def _base_origin(self, folder: Path) -> dict[str, Any] | None:
         """Return the location of the base model for adapters in `folder`; None if it has none.
 
-        A folder is named by the way there, so that both can be moved together, if the model has no name on a hub.
+        If the model has no name on a hub, the location is a relative path, so both folders can be moved together.
         """
         named, base = self._card_facts().base, None if self._base is None else self._base._current_origin()
         if named is not None:
@@ -591,7 +591,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         Parameters
         ----------
         name
-            Name to load it by; None means the folder of the card.
+            Name to load the model by; None means the folder of the card.
         is_adapter
             Whether the folder contains only adapters.
         """
@@ -686,14 +686,14 @@ class CellModel(BaseModelClass, metaclass=_Front):
         mdata
             Multimodal data with raw gene counts in one modality.
         modality
-            Name of that modality.
+            Name of the modality with the counts.
         layer
-            Key in its ``layers`` with raw counts. If None, reads its ``X``.
+            Key in ``layers`` of the modality with raw counts. If None, reads ``X``.
         gene_key
-            Column of its ``var`` with the gene names. If None, reads its ``var_names``.
+            Column of ``var`` of the modality with the gene names. If None, reads ``var_names``.
         batch_key, labels_key
-            Columns of its ``obs``, as in :meth:`setup_anndata`. A column that only ``mdata.obs`` has is copied into
-            the ``obs`` of the modality; ``"rna:donor"`` and ``"donor"`` mean the same.
+            Columns of ``obs`` of the modality, see :meth:`setup_anndata`. A column that only ``mdata.obs`` has is
+            copied into the ``obs`` of the modality. ``"rna:donor"`` and ``"donor"`` mean the same.
         **kwargs
             As in :meth:`setup_anndata`.
 
@@ -739,7 +739,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def _adata_of(cls, data: Any, modality: str | None = None) -> Any:
         """Return the modality of a MuData that the model uses; anything else unchanged.
 
-        `modality` is that of the training data; it is used unless only another modality is set up.
+        `modality` is the modality of the training data. It is used unless only another modality is set up.
         """
         if not isinstance(data, MuData):
             return data

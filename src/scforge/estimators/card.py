@@ -35,11 +35,11 @@ class Score:
     Attributes
     ----------
     benchmark, metric
-        What was measured.
+        Names of the benchmark and the metric.
     value
         The score of the model.
     beside
-        Name of a baseline to its score.
+        Scores of the baselines by name.
     data
         Data set of the score; None if the table does not name it.
     """
@@ -62,10 +62,10 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
     Parameters
     ----------
     metrics
-        A report, its :meth:`Report.to_frame`, or a table as :meth:`Encoder.evaluate` returns it: one row per method, of
+        A report, its :meth:`Report.to_frame`, or a table from :meth:`Encoder.evaluate` with one row per method, of
         which ``"scforge"`` is the model.
     prefix
-        Beginning of an error message, which names the argument.
+        Beginning of error messages, which names the argument.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
 
 
 def _wide(lines: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per method, of which the only model is called ``"scforge"``."""
+    """Return a table with one row per method, in which the only model is named ``"scforge"``."""
     table = lines.pivot_table(index="method", columns="metric", values="value", aggfunc="first", sort=False)
     models = list(lines.loc[lines["kind"].isin(["model", "supervised"]), "method"].unique())
     return table.rename(index={models[0]: _MODEL}) if len(models) == 1 else table
@@ -126,7 +126,7 @@ class Origin:
     Attributes
     ----------
     name, revision
-        Repository on the hub or name in the registry, and the commit; None if there is neither.
+        Repository on the hub or name in the registry, and the commit; None if the model has neither.
     folder
         Folder on this machine.
     n_epochs
@@ -166,13 +166,13 @@ class CardFacts:
     table
         Scores with baselines, as Markdown.
     scores
-        The same in machine-readable form.
+        The same scores in machine-readable form.
     n_epochs
         Number of epochs of the model when the scores were given; after further training they no longer apply.
     base
         The model before fine-tuning.
     checkpoint
-        The published checkpoint that the initial weights are from.
+        The published checkpoint that the initial weights were loaded from.
     """
 
     license: str | None = None
@@ -201,7 +201,7 @@ class CardFacts:
     ) -> CardFacts:
         """Return a copy that is updated with the given facts.
 
-        `n_epochs` is how long the model that `metrics` are of has been trained.
+        `n_epochs` is the number of epochs of the model that was scored in `metrics`.
         """
         told = {"license": license, "citation": citation, "data": (data,) if isinstance(data, str) else data}
         changes: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
@@ -222,7 +222,7 @@ class CardFacts:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any] | None, *, source: str) -> CardFacts:
-        """Read what :meth:`to_json` wrote."""
+        """Read the output of :meth:`to_json`."""
         if content is None:
             return cls()
         try:
@@ -269,9 +269,9 @@ def model_card(
     facts
         Facts given by users.
     name
-        How others load it; None means the folder that the card is in.
+        Name that others load the model by; None means the folder of the card.
     is_adapter
-        Whether the folder has the adapters alone.
+        Whether the folder contains only adapters.
     """
     from huggingface_hub import ModelCard
 
@@ -345,7 +345,7 @@ def _card_data(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_adapte
 
 
 def shown(options: Mapping[str, Any], form: str = "{!r}") -> str:
-    """Return options as ``name=value``; of a long list its length."""
+    """Return options as ``name=value``, with the length of a long list instead of its values."""
 
     def short(value: Any) -> str:
         return f"[{len(value)} items]" if isinstance(value, list) and len(value) > 8 else form.format(value)

@@ -108,12 +108,12 @@ class Encoder(CellModel):
         Genes of the model: ``"from_data"`` (genes detected in at least 3 cells), the name of a shipped vocabulary
         such as ``"human_protein_coding"``, or a :class:`scforge.data.GeneVocab`.
     n_top_genes
-        Number of highly variable genes to keep of `vocab`; 0 keeps all. If None, uses the default of the architecture,
-        or keeps all genes of a list (``GeneVocab.from_genes``).
+        Number of highly variable genes to keep from `vocab`; 0 keeps all. If None, uses the default of the
+        architecture, or keeps all genes if `vocab` was made from a list (``GeneVocab.from_genes``).
     keep_genes
-        Names of genes that are always kept, e.g. ``["GCG", "INS"]``; they are counted in `n_top_genes`.
+        Names of genes that are always kept, e.g. ``["GCG", "INS"]``. They count toward `n_top_genes`.
     seed
-        Random seed of weights, splits, orders, masks and views.
+        Random seed for the initial weights, splits, cell orders, masks and views.
     registry
         Registry of a saved model, instead of `adata`; used by :meth:`load`.
     datamodule
@@ -138,8 +138,8 @@ class Encoder(CellModel):
 
     Notes
     -----
-    The data are read by gene name each time, so that new data may have other genes in another order. What the model
-    was built with (vocabulary, tokenizer, highly variable genes, medians, entropies) is never computed again.
+    Genes are always matched by name, so new data may have other genes in another order. Vocabulary, tokenizer, highly
+    variable genes, medians and entropies are computed once, when the model is created.
     """
 
     def __init__(
@@ -211,21 +211,21 @@ class Encoder(CellModel):
     ) -> None:
         """Train the model; a second call continues training.
 
-        Afterwards the module has the weights of the epoch of this call with the lowest validation loss. Ctrl-C stops
-        after the current step and keeps the best weights so far; a second one also interrupts the caller.
+        Afterwards the module has the weights from the epoch of this call with the lowest validation loss. Ctrl-C stops
+        training after the current step and keeps the best weights so far. A second Ctrl-C also interrupts the caller.
 
         Parameters
         ----------
         max_epochs
             Maximum number of epochs; None chooses by objective and number of cells.
         batch_size
-            Cells per step and process; ``"auto"`` takes the largest that fits into memory. If None, uses the
-            objective's default, as for `lr`.
+            Cells per step and process; ``"auto"`` uses the largest batch that fits into memory. If None, uses the
+            objective's default.
         lr
-            Peak learning rate.
+            Peak learning rate. If None, uses the objective's default.
         validation_size
-            Fraction of cells held out, sampled with the model's seed, so the same cells in every call; None holds out
-            0.1.
+            Fraction of cells in the validation set. The cells are sampled with the model's seed, so every call holds
+            out the same cells. None holds out 0.1.
         early_stopping
             Stop when the validation loss has not improved for ten epochs (``early_stopping_patience``).
         accelerator, devices
@@ -236,26 +236,26 @@ class Encoder(CellModel):
         checkpoint_dir
             Folder for checkpoints to resume from and for the best epochs; all are model folders.
         resume
-            ``"auto"`` resumes from the last checkpoint in `checkpoint_dir`, if there is one; or the folder of a
-            checkpoint. The model has to be created as before; the result is identical to that of an uninterrupted run.
+            ``"auto"`` resumes from the last checkpoint in `checkpoint_dir`, if any; a path resumes from the checkpoint
+            in that folder. Create the model as before; the result is then identical to that of an uninterrupted run.
         overwrite
             Replace the outputs of another training run in `checkpoint_dir`.
         datamodule
             Cells to train on instead of those that the model was created with.
         callbacks
-            Further Lightning callbacks, e.g. :class:`scforge.eval.BenchmarkCallback`.
+            Additional Lightning callbacks, e.g. :class:`scforge.eval.BenchmarkCallback`.
         progress_bar
             Show a progress bar (in a log file, one line per epoch).
         plan_kwargs
             Dictionary of options, as in scvi-tools; equivalent to passing them as arguments.
         **options
             The other options of :class:`scforge.training.TrainOptions`, e.g. `optimizer`, `schedule`, `ema_decay`,
-            `strategy`, `compile`, `logger`; and those of :class:`lightning.Trainer`.
+            `strategy`, `compile`, `logger`, and the options of :class:`lightning.Trainer`.
 
         Raises
         ------
         OptionError
-            If an argument cannot be used, or a checkpoint is of another training run.
+            If an argument cannot be used, or a checkpoint belongs to another training run.
         TrainingError
             If the loss is NaN, a checkpoint cannot be saved, or memory runs out. In the first two cases the model has
             the best weights so far.
@@ -361,7 +361,7 @@ class Encoder(CellModel):
         return learned if len(learned) else None
 
     def _rows_of_split(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the cells to train and to validate on, of a model with a task."""
+        """Return the training and validation cells of a model with a task."""
         if self.spec.tuning is None:
             return {}
         if options.get("validation_size") is not None:
@@ -372,7 +372,7 @@ class Encoder(CellModel):
         return {"train_rows": split.train, "validation_rows": split.validation}
 
     def _learn_from_others(self, data: CellDataModule) -> None:
-        """Record the cells of a data module that a fine-tuned model is trained on; raise for test cells."""
+        """Record the cells of a data module that a fine-tuned model is trained on; raise if they include test cells."""
         if self._seen is None:
             return
         marks = CellFingerprints.of(self._open(data.cells))
@@ -384,7 +384,7 @@ class Encoder(CellModel):
             self._seen = self._seen.with_learned(marks.take(learned))
 
     def _rows_to_score(self, cells: Cells, *, within: bool) -> tuple[np.ndarray, Split | None]:
-        """Return the rows of cells that the model did not learn from, and the split if they are its own."""
+        """Return the rows of cells that the model did not learn from, and the split if it belongs to these cells."""
         if self._seen is None:
             return np.arange(len(cells)), None
         marks = CellFingerprints.of(cells)
@@ -446,9 +446,9 @@ class Encoder(CellModel):
         task
             Name of a registered task (``scforge.finetuning.list_tasks()``), or a dict with ``name`` and its options.
         adata
-            Cells to learn from, as for :meth:`get_latent_representation`; None means the training cells.
+            Cells to learn from, see :meth:`get_latent_representation`. If None, uses the training cells.
         labels_key, batch_key
-            Columns of ``adata.obs``; None means the columns of ``setup_anndata``.
+            Columns of ``adata.obs``. If None, uses the columns of ``setup_anndata``.
         validation_size, test_size
             Fractions of the cells in the validation set, which selects the best epoch, and in the test set for
             :meth:`evaluate`.
@@ -461,16 +461,16 @@ class Encoder(CellModel):
         freeze
             True trains only the head; a number freezes the embeddings and this many layers.
         lora
-            True, or a dict of ``r``, ``alpha``, ``dropout``, ``targets`` and ``use_dora``: train low-rank adapters
-            instead of the weights, see ``peft.LoraConfig``.
+            Train low-rank adapters instead of the weights. True, or a dict with any of ``r``, ``alpha``, ``dropout``,
+            ``targets`` and ``use_dora``, see ``peft.LoraConfig``.
         head
             Options of the head, ``hidden_dim`` and ``dropout``.
         max_epochs
             Maximum number of epochs; None chooses by task and number of cells.
         seed
-            Random seed of split, head and order. If None, uses that of the model.
+            Random seed for the split, the head and the order of cells. If None, uses the seed of the model.
         **options
-            Options of the task, and of :meth:`train`, e.g. ``lr``, ``layer_lr_decay``, ``gradual_unfreezing``,
+            Options of the task and of :meth:`train`, e.g. ``lr``, ``layer_lr_decay``, ``gradual_unfreezing``,
             ``precision``, ``checkpoint_dir``.
 
         Returns
@@ -529,7 +529,7 @@ class Encoder(CellModel):
         Parameters
         ----------
         adata
-            Cells, as for :meth:`get_latent_representation`; None means the cells used for fine-tuning.
+            Cells, see :meth:`get_latent_representation`. If None, uses the cells used for fine-tuning.
         key_added
             Key to write to instead of the default.
         batch_size
@@ -580,21 +580,21 @@ class Encoder(CellModel):
     ) -> pd.DataFrame:
         """Score the predictions of a fine-tuned model against baselines trained on the same cells.
 
-        :func:`scforge.workflows.evaluate_models` scores embeddings, of any model.
+        :func:`scforge.workflows.evaluate_models` scores the embeddings of any model.
 
         Parameters
         ----------
         adata
-            Labeled cells; None means the test cells of fine-tuning (``test_size``). Of the cells used for fine-tuning,
-            only test cells are scored, even if others are passed.
+            Labeled cells. If None, uses the test cells of the fine-tuning (``test_size``). Training and validation
+            cells of the fine-tuning are never scored, even if they are passed.
         baselines
             Compute baselines, which require the cells of the fine-tuning.
         base
-            The model before fine-tuning, for the baseline of its frozen embedding. If None, uses the one that
+            The model before fine-tuning, used for the baseline on its frozen embedding. If None, uses the model that
             :meth:`finetune` was called on, if it is in memory.
         key_added
-            Key in ``adata.uns["scforge"]`` for the table; further tables get ``<key_added>_<table>``. None writes
-            nothing.
+            Key in ``adata.uns["scforge"]`` for the table; additional tables are stored as ``<key_added>_<table>``. None
+            writes nothing.
         batch_size
             Cells per batch.
         seed
@@ -686,7 +686,7 @@ class Encoder(CellModel):
         return Predictor(self.module, self.tokenizer, self.objective, cells, batch_size)
 
     def _over_all_genes(self, source: Any, vocab: GeneVocab | None) -> Cells:
-        """Open cells over these genes for baselines (None: all of an AnnData, else those of the model)."""
+        """Open cells over these genes for baselines (None: all genes of an AnnData, else the genes of the model)."""
         if vocab is not None:
             return self._open(source, vocab=vocab, min_overlap=0.0)
         return self._open(source, vocab=None) if isinstance(source, AnnData) else self._open(source)
@@ -708,7 +708,7 @@ class Encoder(CellModel):
             warn(f"the confidence of the model could not be calibrated: {first_line(error)}")
 
     def merge_adapter(self) -> None:
-        """Merge the adapters into the weights; predictions do not change, and are as fast as without adapters.
+        """Merge the adapters into the weights, so predictions stay the same and are as fast as without adapters.
 
         Examples
         --------
@@ -777,45 +777,46 @@ class Encoder(CellModel):
     ) -> Encoder:
         """Return a model for query cells with the weights of a reference model.
 
-        No training is needed. With a reference of ``neighbor_denoising``, the default, the encoder of the reference
-        embeds the query, and each cluster of the query is moved by the differences to its mutual nearest neighbors in
-        the reference (:func:`scforge.data.neighbors.query_shifts`). If the tokenizer computes log1p CP10K, the
-        expression of each gene is first multiplied by a factor between 1/5 and 5. The factor is the ratio between the
-        expression that the reference decoder predicts for these cells and the measured one (median over clusters). It
-        corrects differences in gene detection between studies or protocols. All batches of the query share factors and
-        shifts, and the embedding is comparable with that of the reference model. Embed cells of the reference with the
-        reference model, because a query model moves all cells it embeds. ``train()`` only learns vectors of the query's
-        new batches in the decoder, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130).
+        If the reference was trained with ``neighbor_denoising``, the default, no training is needed. The encoder of the
+        reference embeds the query, and each cluster of the query is shifted by the differences to its mutual nearest
+        neighbors in the reference (:func:`scforge.data.neighbors.query_shifts`). If the tokenizer computes log1p CP10K,
+        the expression of each gene is first multiplied by a factor between 1/5 and 5. The factor is the ratio of the
+        expression that the reference decoder predicts for these cells to the measured expression (median over
+        clusters). It corrects differences in gene detection between studies or protocols. All batches of the query
+        share factors and shifts, and the embedding is comparable with that of the reference model. Embed reference
+        cells with the reference model, because a query model shifts all cells that it embeds. ``train()`` only learns
+        decoder vectors for the new batches of the query, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology
+        40, 121-130).
 
         With `reference_cells`, ``train()`` continues training all weights on query and reference together, with
-        neighbors across both. This takes longer and is better for queries that differ much
-        (``benchmarks/transfer.py``). The embedding is then no longer in the space of the reference, as below.
+        neighbors across both. This takes longer, and is better for queries that differ much from the reference
+        (``benchmarks/transfer.py``). The embedding is then no longer in the space of the reference, see below.
 
-        Other objectives, and references that were fine-tuned for ``"integration"``, have to adapt the encoder:
-        ``train()`` fits adapters to the query, and the embedding leaves the space of the reference. It is then written
-        to ``obsm["X_scforge_query"]`` with a warning, and the reference has to be embedded again by the query model.
+        References with other objectives, or fine-tuned for ``"integration"``, have to adapt the encoder. ``train()``
+        then fits adapters to the query, and the embedding leaves the space of the reference. It is written to
+        ``obsm["X_scforge_query"]`` with a warning. Embed the reference again with the query model to compare them.
 
-        A query batch with the name of a reference batch is treated as that batch, which is logged.
+        A query batch with the same name as a reference batch is treated as that batch, and this is logged.
 
         Parameters
         ----------
         query
-            Cells, as for :meth:`get_latent_representation`. Genes are matched by name, and the fraction of the model's
+            Cells, see :meth:`get_latent_representation`. Genes are matched by name, and the fraction of the model's
             genes that were found is logged. Labels are not needed.
         reference_model
             A trained model, possibly fine-tuned for ``"integration"``, or its folder. It is not changed.
         batch_key
-            Column of ``obs`` with the batches of the query. If None, uses that of its setup, or of the reference. Only
-            for references whose decoder is conditioned on batches.
+            Column of ``obs`` with the batches of the query. If None, uses the batch column of the query's setup, or
+            else that of the reference. Only for references with a decoder that is conditioned on batches.
         reference_cells
-            Reference cells to train on together with the query, as for :meth:`get_latent_representation`; at most
-            20,000 cells of each are sampled into memory. None trains on the query only.
+            Reference cells to train on together with the query, see :meth:`get_latent_representation`. At most 20,000
+            cells of each are sampled into memory. None trains on the query only.
         lora
-            Options of the adapters, see :meth:`finetune`; they have no effect if the encoder is not trained.
+            Options of the adapters, see :meth:`finetune`. They have no effect if the encoder is not trained.
         validation_size
             Fraction of the query in the validation set.
         seed
-            Random seed of the split and the adapters. If None, uses that of the reference.
+            Random seed for the split and the adapters. If None, uses the seed of the reference.
 
         Returns
         -------
@@ -948,19 +949,19 @@ class Encoder(CellModel):
     ) -> pd.DataFrame:
         """Transfer labels from reference cells to query cells by their nearest neighbors.
 
-        Each of the `n_neighbors` nearest reference cells votes with the weight ``exp(-d^2 / (2 s^2))``, with its
-        distance d and the mean distance s of the neighbors. The uncertainty is one minus the weighted fraction of the
+        Each of the `n_neighbors` nearest reference cells votes with the weight ``exp(-d^2 / (2 s^2))``, where d is its
+        distance and s the mean distance of the neighbors. The uncertainty is one minus the weighted fraction of the
         winning label, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130). The kernel of
         scArches, ``exp(-d (std / 2)^2)`` with the standard deviation of the distances, hardly distinguishes neighbors
-        in an embedding with small values; the one here is scale-invariant. This model embeds both reference and query.
-        Writes ``obs["scforge_<labels_key>_transferred"]`` (categories) and
+        in an embedding with small values. The kernel used here is scale-invariant. This model embeds both reference
+        and query. Writes ``obs["scforge_<labels_key>_transferred"]`` (categories) and
         ``obs["scforge_<labels_key>_transferred_uncertainty"]`` (float32), separate from the columns of :meth:`predict`.
 
         Parameters
         ----------
         query
-            Cells to label, as for :meth:`get_latent_representation`. If None, uses the cells of a model from
-            :meth:`load_query_data`. Their own labels are ignored.
+            Cells to label, see :meth:`get_latent_representation`. If None, uses the cells of a model from
+            :meth:`load_query_data`. Existing labels of these cells are ignored.
         labels_key
             Column of ``obs`` of the reference with the labels. If None, uses the labels of ``setup_anndata``. Reference
             cells without a label do not vote.
@@ -970,11 +971,11 @@ class Encoder(CellModel):
             Name of the column, instead of ``"scforge_<labels_key>_transferred"``; the other column is
             ``"<key_added>_uncertainty"``.
         threshold
-            Cells with higher uncertainty are labeled ``"unassigned"``. Cells of a class that the reference lacks are
-            more uncertain only if they are between its classes.
+            Cells with higher uncertainty are labeled ``"unassigned"``. Cells of a class that is not in the reference
+            are more uncertain only if they lie between classes of the reference.
         reference
-            The labeled cells, or a model with them. If None, uses the training cells of this model, or of the reference
-            of a query model.
+            The labeled cells, or a model that has them. If None, uses the training cells of this model or, for a query
+            model, of its reference.
         batch_size
             Cells per batch.
 
@@ -985,7 +986,7 @@ class Encoder(CellModel):
         Raises
         ------
         DataError
-            If the reference lacks the column, or has fewer than two labels.
+            If the reference does not have the column, or has fewer than two labels.
         OptionError
             If reference or query are not available, or an argument cannot be used.
 
@@ -1073,11 +1074,11 @@ class Encoder(CellModel):
             False returns the input embedding of the gene's token. True returns the mean hidden state of this token over
             the cells that contain it.
         layer
-            Layer of the states with `contextual`; -1 for the last.
+            Layer of the hidden states with `contextual`; -1 for the last layer.
         max_cells
-            Number of cells for `contextual`, sampled at random.
+            Number of cells to sample at random with `contextual`.
         seed
-            Seed of that draw.
+            Random seed for sampling the cells.
         batch_size
             Cells per batch.
         key_added
@@ -1085,7 +1086,8 @@ class Encoder(CellModel):
 
         Returns
         -------
-        Float32, shape (G, H), index: the genes of the model. With `contextual` NaN for genes that no cell expresses.
+        Float32, shape (G, H), indexed by the genes of the model. With `contextual`, NaN for genes that no cell
+        expresses.
 
         Raises
         ------
@@ -1147,30 +1149,31 @@ class Encoder(CellModel):
         Parameters
         ----------
         adata
-            Cells; None means the training cells.
+            Cells. If None, uses the training cells.
         layer
-            Layer; -1 for the last.
+            Layer to read attention from; -1 for the last layer.
         heads
             ``"mean"`` or ``"max"`` over the heads, or the index of one head.
         top_k
-            Number of genes to keep for each gene, those with the highest attention.
+            Number of genes with the highest attention to keep for each gene.
         min_cells
             Minimum number of cells in which both genes are tokens.
         max_cells
-            Number of cells, sampled at random.
+            Number of cells to sample at random.
         max_genes
-            Maximum number of genes, the most widely expressed; memory grows with its square.
+            Maximum number of genes; the most widely expressed genes are used. Memory grows with the square of this
+            number.
         seed
-            Seed of the draw.
+            Random seed for sampling the cells.
         batch_size
-            Cells per batch; fewer for long cells, since memory grows with the square of the number of tokens.
+            Cells per batch; reduced for cells with many tokens, since memory grows with the square of their number.
         key_added
             Key in ``adata.varp`` for the same graph over ``adata.var_names``. None writes nothing.
 
         Returns
         -------
-        Float32, shape (G, G), in the order of ``model.vocab.genes``: row i, column j is the attention of gene i to gene
-        j, averaged over the cells in which both are tokens, without self-attention.
+        Float32, shape (G, G), in the order of ``model.vocab.genes``. The entry in row i and column j is the attention
+        of gene i to gene j, averaged over the cells in which both are tokens, without self-attention.
 
         Raises
         ------
@@ -1224,27 +1227,27 @@ class Encoder(CellModel):
     ) -> pd.DataFrame:
         """Impute the expression of genes without counts in a cell, whether they were measured or not.
 
-        For models of ``masked_value_prediction`` and ``masked_diffusion``. The model sees all genes with counts. Values
-        have the unit of the tokenizer: log1p CP10K for ``continuous_projection`` and ``rank_value``, counts with
-        ``transform="counts"``, bin indices for ``binned_expression``.
+        Available for models trained with ``masked_value_prediction`` or ``masked_diffusion``. The model sees all genes
+        with counts. Values are in the unit of the tokenizer: log1p CP10K for ``continuous_projection`` and
+        ``rank_value``, counts with ``transform="counts"``, bin indices for ``binned_expression``.
 
         Parameters
         ----------
         adata
-            Cells; None means the training cells.
+            Cells. If None, uses the training cells.
         genes
-            Genes to predict; None means all genes of the model.
+            Genes to predict. If None, predicts all genes of the model.
         seed
-            Random seed of the groups in which genes are predicted.
+            Random seed for the groups in which genes are predicted.
         batch_size
             Cells per batch.
         key_added
-            Key in ``adata.layers``: the same over ``adata.var_names``, dense, NaN for genes that were not asked for or
-            that the model does not know. None writes nothing.
+            Key in ``adata.layers`` for the same values over ``adata.var_names``, as a dense array, with NaN for genes
+            that are not in `genes` or not in the model. None writes nothing.
 
         Returns
         -------
-        Float32, shape (N, number of genes); genes with counts keep their value. It needs four bytes per value.
+        Float32, shape (N, number of genes); genes with counts keep their value. The array takes four bytes per value.
 
         Raises
         ------
@@ -1297,18 +1300,18 @@ class Encoder(CellModel):
     ) -> sparse.csr_matrix:
         """Denoise the expression of genes with counts, predicted from the other genes of the cell.
 
-        For models of ``masked_value_prediction`` and ``masked_diffusion``. The genes are split into folds. Each fold is
-        masked in turn and predicted from the rest, so no value is predicted from itself. Units are those of
-        :meth:`impute`; bins by quantiles of a cell are computed from its visible genes.
+        Available for models trained with ``masked_value_prediction`` or ``masked_diffusion``. The genes are split into
+        folds. Each fold is masked in turn and predicted from the rest, so no value is predicted from itself. Values are
+        in the same units as in :meth:`impute`. Bins that are quantiles of a cell are computed from its visible genes.
 
         Parameters
         ----------
         adata
-            Cells; None means the training cells.
+            Cells. If None, uses the training cells.
         n_folds
             Number of folds.
         seed
-            Random seed of the folds.
+            Random seed for the folds.
         batch_size
             Cells per batch.
         key_added
@@ -1371,73 +1374,79 @@ class Encoder(CellModel):
 
         The method follows Geneformer (Theodoris et al. 2023). Counts are changed before tokenization, so it works with
         every tokenizer and architecture. ``"delete"`` sets a gene to 0 in the cells that express it. ``"overexpress"``
-        makes it the highest gene of every cell (the first, where a tokenizer ranks; with ``"entropy_ranked"`` as far as
-        no more counts than the rest of the cell has make it so). ``"activate"`` gives it, in cells without it, as many
-        counts as is usual where it is expressed. The library size of a cell changes by as many counts, as if they had
-        been changed in the data; so a deletion gives the embedding of the same AnnData with that count set to 0.
+        raises it in every cell above all other genes, or to the first rank if the tokenizer ranks genes. With
+        ``"entropy_ranked"``, it is raised at most to the counts of the rest of the cell. ``"activate"`` changes cells
+        without counts of the gene, and gives them the usual count of cells that express it. The library size of a cell
+        changes by the same number of counts, as if the data had been changed. A deletion therefore gives the embedding
+        of the same AnnData with that count set to 0.
 
-        **What the p-values say.** Cells are no replicates here: one gene moves all cells alike, and every perturbation
-        moves them somewhat. So the null is that a gene does no more than other genes of similar expression. Each gene
-        is compared with `n_permutations` others that are matched, within the group, on the fraction of cells that
-        express them and on their level where expressed. They are perturbed in the same way, each in up to 100 cells,
-        and their means are standardized to the types (clusters of the embedding) and depths of the cells of the tested
-        gene; a regression removes the remaining difference in expression. ``p_value`` is the share of them that
-        shift the cells at least as far, ``goal_p_value`` that of those that move them as far to one side, doubled; the
-        gene itself counts as one, so none is below ``1 / (n_permutations + 1)``.
+        **What the p-values mean.** Cells are not replicates here: a perturbation moves all cells in a similar way, and
+        every perturbation moves them somewhat. The null hypothesis is therefore that a gene has no larger effect than
+        other genes of similar expression. Each gene is compared with `n_permutations` control genes, matched within the
+        group on the fraction of cells that express them and on their level in these cells. The controls are perturbed
+        in the same way, each in up to 100 cells. Their means are standardized to the types (clusters of the embedding)
+        and depths of the cells of the tested gene, and a regression removes the remaining difference in expression.
+        ``p_value`` is the share of controls that shift the cells at least as far. ``goal_p_value`` is twice the share
+        of controls that move the cells at least as far to the same side. The gene itself counts as one control, so no
+        p-value is below ``1 / (n_permutations + 1)``.
 
         A gene that stands out alone cannot have an ``fdr`` below the number of tests divided by
-        ``n_permutations + 1`` (with a goal twice that). By default `n_permutations` is high enough for 0.1 where half
-        of the model's genes are. ``attrs["lowest_fdr"]`` of the table is the lowest possible rate; a warning is given
-        where it is above 0.1. With ``genes=None`` p-values are ranks: sort by ``shift_z``.
+        ``n_permutations + 1`` (with a goal, twice that). The default of `n_permutations` is high enough for an ``fdr``
+        of 0.1 if half of the model's genes are enough controls. ``attrs["lowest_fdr"]`` of the table is the lowest
+        possible rate; a warning is given if it is above 0.1. With ``genes=None``, p-values are only ranks: sort by
+        ``shift_z``.
 
-        **What they do not say.** A gene may stand out for its expression with random weights, too:
-        ``shift_z_untrained`` is the z-score of the gene in such a model, with the same controls and cells. Only a
-        larger z-score was learned. Tokenizers that draw (``side="both"``, truncation by a sample) add their noise to
-        all shifts.
+        **What the p-values do not mean.** A gene may also stand out in a model with random weights, because of its
+        expression. ``shift_z_untrained`` is the z-score of the gene in such a model, with the same controls and cells.
+        Only a larger z-score was learned. Tokenizers with random choices (``side="both"``, truncation by a sample) add
+        noise to all shifts.
 
         Parameters
         ----------
         adata
-            Cells; None means the training cells. See :meth:`get_latent_representation`.
+            Cells, see :meth:`get_latent_representation`. If None, uses the training cells.
         genes
-            Names of genes that the model knows. If None, uses those that at least 1 % of the cells express, at most the
-            2,000 most widely expressed.
+            Names of genes that the model knows. If None, uses the genes that at least 1 % of the cells express, at most
+            the 2,000 most widely expressed.
         mode
             ``"delete"``, ``"overexpress"`` or ``"activate"``.
         groups
-            Column of ``adata.obs``: perturb, and compare, within each group. Cells without a group are left out.
+            Column of ``adata.obs``; genes are perturbed and compared within each group. Cells without a group are left
+            out.
         goal
-            A column of obs and a value, e.g. ``{"cell_type": "B"}``: also measure whether cells move toward the
-            mean direction of the cells with that value.
+            A column of obs and a value, e.g. ``{"cell_type": "B"}``. Also measures whether cells move toward the mean
+            direction of the cells with that value.
         start
-            The same for the cells to perturb. If None, uses all cells, or with a goal all cells outside the goal.
+            A column of obs and a value that select the cells to perturb. If None, uses all cells, or with a goal all
+            cells outside the goal.
         combinations
-            2 perturbs all pairs of `genes` (a deletion: where both are expressed; an activation: where neither is).
+            2 perturbs all pairs of `genes`. A deletion uses cells that express both genes, an activation cells that
+            express neither.
         max_cells
-            Cells to perturb, sampled at random, in all or in each group; also those that the goal is the mean of.
+            Number of cells to perturb, sampled at random, in total or per group. It also limits the cells that the goal
+            is averaged over.
         n_permutations
-            Other genes to compare each with; 0 for no p-values. If None, uses 100, or as many as allow an ``fdr`` of
-            0.1 if these are no more than half of the genes of the model.
+            Number of control genes for each gene; 0 for no p-values. If None, uses 100, or as many as allow an ``fdr``
+            of 0.1 if these are no more than half of the genes of the model.
         untrained
             Compute ``shift_z_untrained`` (and ``goal_z_untrained``), the z-scores of the same genes in the same
-            architecture with random weights. It takes as long again; False leaves it out.
+            architecture with random weights. This doubles the run time; False leaves it out.
         seed
             Random seed.
         batch_size
             Cells per batch.
         key_added
-            Key in ``adata.uns["scforge"]`` for the table (``"results"``) and what it was created with. None writes
-            nothing.
+            Key in ``adata.uns["scforge"]`` for the table (``"results"``) and its settings. None writes nothing.
 
         Returns
         -------
-        One row per gene (or pair: ``gene``, ``gene_2``) and group, by falling shift (with a goal, by falling goal
-        shift). ``n_cells``: cells it was perturbed in,
-        ``n_controls``: genes it is compared with. ``shift``, ``shift_sd``: mean and standard deviation over these
-        of 1 - the cosine between the embedding before and after; NaN without cells. ``shift_z``: the shift in standard
-        deviations of the compared genes, NaN in fewer than 3 cells. ``shift_z_untrained``: as above. ``p_value``,
-        ``fdr``: as above, and by Benjamini and Hochberg over all rows.
-        With a goal ``goal_shift`` (change of the cosine to the goal; above 0 is closer), ``goal_shift_sd``,
+        One row per gene (or pair: ``gene``, ``gene_2``) and group, sorted by decreasing shift (with a goal, by
+        decreasing goal shift). ``n_cells``: number of cells in which the gene was perturbed. ``n_controls``: number of
+        control genes. ``shift``, ``shift_sd``: mean and standard deviation over these cells of one minus the cosine
+        between the embeddings before and after; NaN without cells. ``shift_z``: the shift in standard deviations of the
+        control genes, NaN with fewer than 3 cells. ``shift_z_untrained``: see above. ``p_value``: see above. ``fdr``:
+        Benjamini-Hochberg correction over all rows.
+        With a goal, also ``goal_shift`` (change of the cosine to the goal; above 0 is closer), ``goal_shift_sd``,
         ``goal_z``, ``goal_z_untrained``, ``goal_p_value`` and ``goal_fdr``.
 
         Raises
@@ -1566,22 +1575,22 @@ class Encoder(CellModel):
         Parameters
         ----------
         n_cells
-            Number of cells. If None, uses the number of cells of an AnnData as `prompt`.
+            Number of cells. If None, uses the number of cells in `prompt`, which must then be an AnnData.
         prompt
             Start of the cells: a list of genes, a mapping of genes to values (log1p CP10K; or the nearest bin, if the
             model has bins), or cells to complete. None means no prompt.
         temperature
             Values below 1 make likely genes more likely.
         top_k
-            Sample only from this many most likely genes.
+            Sample only from the `top_k` most likely genes.
         seed
-            Random seed. A cell depends on the seed and on its number, not on `n_cells` or `batch_size` (but
-            for rounding).
+            Random seed. Apart from rounding, a cell depends only on the seed and its index, not on `n_cells` or
+            `batch_size`.
         condition
-            Class of all cells, or of each, for an objective with ``condition_key``; None means any class.
+            One class for all cells, or one per cell, for an objective with ``condition_key``. None means any class.
         max_len
-            Maximum number of tokens per cell, CLS and EOS included; None means as many as the model allows. With
-            unmasking, each cell has exactly this many tokens. If None, their numbers are sampled from the training
+            Maximum number of tokens per cell, including CLS and EOS; None means as many as the model allows. With
+            unmasking, each cell has exactly this many tokens; None then samples the number of tokens from the training
             cells, up to ``max_tokens`` genes.
         n_steps
             Number of unmasking steps; None means 16.
@@ -1590,9 +1599,9 @@ class Encoder(CellModel):
 
         Returns
         -------
-        The cells over the genes of the model: ``X`` with log1p CP10K (for bins, their means; CSR, float32), for bins
-        also ``layers["bins"]``, ``obs["n_genes"]``, the classes in ``obs`` if there is a `condition`, and their
-        settings in ``uns["scforge"]["generated"]``.
+        The cells over the genes of the model. ``X`` contains log1p CP10K (for models with bins, the bin means; CSR,
+        float32), ``layers["bins"]`` the bins, if any, ``obs`` the column ``n_genes`` and, with a `condition`, the
+        classes, and ``uns["scforge"]["generated"]`` the settings.
 
         Raises
         ------
@@ -1637,13 +1646,13 @@ class Encoder(CellModel):
         Parameters
         ----------
         dir_path
-            Folder to make. It appears whole or not at all.
+            Folder to create. It is written completely or not at all.
         overwrite
-            Replace the model in a folder that exists; other files are kept.
+            Replace the model in an existing folder; other files are kept.
         save_anndata
-            Also write the training data, as ``adata.h5ad``, which :meth:`load` reads.
+            Also write the training data as ``adata.h5ad``, which :meth:`load` reads.
         adapter_only
-            Save only the adapters and the head of a model fine-tuned with ``lora``: 0.2 to 0.4 MB for a light encoder.
+            Save only the adapters and the head of a model fine-tuned with ``lora``, 0.2 to 0.4 MB for a light encoder.
             Loading them requires the base model.
 
         Raises
@@ -1693,19 +1702,20 @@ class Encoder(CellModel):
         Parameters
         ----------
         dir_path
-            The folder; a repository of the hub, ``"org/name"``; or ``"scforge://name"``, a model of the registry. See
+            A folder; ``"org/name"``, a repository of the hub; or ``"scforge://name"``, a model of the registry. See
             :func:`scforge.hub.resolve`.
         adata
             Data to continue with. Without setup, it is set up like the training data, except for missing columns of
             obs. If None, uses the training data if they were saved with the model. If False, no data are loaded; pass
             the cells to :meth:`get_latent_representation`.
         base
-            The base model of adapters, or its name; they share its weights. If None, uses the name stored with them.
+            The base model of the adapters, or its name; the adapters share its weights. If None, uses the name stored
+            with the adapters.
         device
-            Where to put the module.
+            Device for the module.
         accelerator
-            Device in the notation of scvi-tools: ``"cpu"``, ``"gpu"``, ``"mps"`` or ``"auto"``; `device` is then the
-            index of the GPU, or left out.
+            Device in the notation of scvi-tools: ``"cpu"``, ``"gpu"``, ``"mps"`` or ``"auto"``. With it, `device` is
+            the index of the GPU, or is omitted.
         revision, cache_dir, token, local_files_only
             See :func:`scforge.hub.resolve`. For adapters they also apply to the base model, except `revision`.
 
@@ -1759,12 +1769,12 @@ class Encoder(CellModel):
 
     @staticmethod
     def load_registry(dir_path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Return the registry of a saved model, as scvi-tools has it: which class it is and how it was set up.
+        """Return the registry of a saved model, as in scvi-tools: its class and the arguments of its setup.
 
         Parameters
         ----------
         dir_path
-            The folder.
+            Folder of the model.
 
         Returns
         -------
@@ -1791,7 +1801,7 @@ class Encoder(CellModel):
         max_len: int | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Export the computation of the cell embedding for use without scforge, and with ONNX also without PyTorch.
+        """Export the cell embedding for use without scforge, and with ONNX also without PyTorch.
 
         The folder holds ``model.onnx`` (or ``model.pt2``), ``vocab.json``, and ``export.json`` with the tokenizer, the
         inputs and the hash of the vocabulary. The exported model accepts any number of cells and tokens. Its results
@@ -1800,14 +1810,14 @@ class Encoder(CellModel):
         Parameters
         ----------
         path
-            Folder to make. It appears whole or not at all.
+            Folder to create. It is written completely or not at all.
         format
-            ``"onnx"``; ``"torch"`` for :func:`torch.export.load`; or ``"transformers"``: a folder that
+            ``"onnx"``; ``"torch"`` for :func:`torch.export.load`; or ``"transformers"`` for a folder that
             ``transformers.BertForMaskedLM.from_pretrained`` loads.
         max_len
             Maximum number of tokens per cell. If None, uses that of the model. Not for ``"transformers"``.
         overwrite
-            Replace the model in a folder that exists; files that are not of scforge stay.
+            Replace the model in an existing folder; files that scforge did not write are kept.
 
         Raises
         ------
@@ -1857,22 +1867,21 @@ class Encoder(CellModel):
         repo_id
             Repository, ``"org/name"``; it is created if necessary.
         license
-            Identifier of the license, e.g. ``"apache-2.0"``, or its name. Without it, the card reports that no license
-            is given.
+            Identifier of the license, e.g. ``"apache-2.0"``, or its name. If None, the card reports that no license is
+            given.
         data
-            Training data, or a list of them; names of data sets on the hub become links.
+            Name of the training data, or a list of names; data sets on the hub become links.
         metrics
-            The result of :meth:`evaluate`: scores of the model and of baselines.
+            The result of :meth:`evaluate`: scores of the model and of the baselines.
         citation
             How to cite the model.
         adapter_only
             Push only the adapters and the head of a model fine-tuned with ``lora``, and the name of the base model.
         base
-            That name, a repository or ``"scforge://name"``; it is not checked, and used for this push only. If None,
-            uses the location that the base model was loaded from or pushed to.
+            Name of the base model, a repository or ``"scforge://name"``. It is not checked, and is used for this push
+            only. If None, uses the location that the base model was loaded from or pushed to.
         **options
-            ``private``, ``token``, ``revision``, ``commit_message`` and ``create_pr``, as for
-            :func:`scforge.hub.upload`.
+            ``private``, ``token``, ``revision``, ``commit_message`` and ``create_pr``, see :func:`scforge.hub.upload`.
 
         Returns
         -------
@@ -1883,15 +1892,15 @@ class Encoder(CellModel):
         OptionError
             If an argument cannot be used, or the token may not write.
         HubError
-            If the hub cannot be reached, or fails.
+            If the hub cannot be reached or returns an error.
         NotTrainedWarning
             If the model is not trained.
 
         Notes
         -----
-        Cells are never uploaded. For a fine-tuned model ``split.safetensors`` is, which contains fingerprints (hashes
-        of counts) of its training cells. License, data, scores and citation are kept with the model, and :meth:`save`
-        writes them as well.
+        Cells are never uploaded. For a fine-tuned model, ``split.safetensors`` is uploaded; it contains fingerprints
+        (hashes of counts) of the training cells. License, data, scores and citation are kept with the model, and
+        :meth:`save` writes them as well.
 
         Examples
         --------
@@ -1911,47 +1920,49 @@ class Encoder(CellModel):
         device: str | torch.device = "cpu",
         **options: Any,
     ) -> Self:
-        """Create a model of a published checkpoint, e.g. of Geneformer, scGPT or scFoundation.
+        """Create a model from a published checkpoint, e.g. of Geneformer, scGPT or scFoundation.
 
-        Every weight of the checkpoint is used, or listed by its family as left out with the reason. No weight of the
-        model is random. The model can embed, be trained, fine-tuned and saved like any other.
+        Every weight of the checkpoint is used, or is listed by its family as left out with the reason. No weight of the
+        model is random. The model can embed cells, and be trained, fine-tuned and saved like any other model.
 
         Parameters
         ----------
         path
-            Folder or file of the checkpoint. Of ``"geneformer"`` the folder with ``config.json`` and
-            ``model.safetensors`` or ``pytorch_model.bin``; of ``"scgpt"`` that of ``best_model.pt``, ``vocab.json`` and
-            ``args.json``, or the file of the weights; of ``"scfoundation"`` that of ``models.ckpt``, or this file.
+            Folder or file of the checkpoint. For ``"geneformer"``, the folder with ``config.json`` and
+            ``model.safetensors`` or ``pytorch_model.bin``. For ``"scgpt"``, the folder with ``best_model.pt``,
+            ``vocab.json`` and ``args.json``, or the file of the weights. For ``"scfoundation"``, ``models.ckpt`` or its
+            folder.
         adata
-            Cells of the model, which are set up with :meth:`setup_anndata` if necessary. None: pass cells to
+            Cells of the model, which are set up with :meth:`setup_anndata` if necessary. If None, pass cells to
             :meth:`get_latent_representation`.
         family
             One of :func:`scforge.foreign.list_families`; None detects it.
         device
-            Where to put the module.
+            Device for the module.
         **options
-            Further arguments of the family.
+            Additional arguments of the family.
 
             ``"geneformer"``: `tokens_medians`, the published dictionaries: the folder of their pickle files, from which
-            only text and numbers are unpickled; or two files or dictionaries, gene to token and gene to median, as a
-            tuple; or a table as for :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer`. If None, they are
-            read from `path`. `version`, ``"V1"`` (2,048 genes) or ``"V2"`` (4,096 tokens with CLS and EOS); if None, it
-            is detected from the number of positions and tokens. `ensembl_map`, former Ensembl ids to current ones, and
-            `gene_names`, symbols to Ensembl ids: a dictionary, its file, or a table. `pooling`: ``"genes"`` (the mean
-            over genes, as Geneformer's own code embeds cells with V1), ``"cls"`` (as with V2) or ``"mean"`` (over all
-            tokens). `embedding_layer`: how many layers below the last the embedding is taken from. If None, uses 1, as
-            Geneformer's own code does. For fine-tuning pass 0, so that the last layer is used.
+            only text and numbers are unpickled; a tuple of two files or dictionaries, gene to token and gene to median;
+            or a table as in :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer`. If None, they are read from
+            `path`. `version`, ``"V1"`` (2,048 genes) or ``"V2"`` (4,096 tokens with CLS and EOS); None detects it from
+            the number of positions and tokens. `ensembl_map`, which maps former to current Ensembl ids, and
+            `gene_names`, which maps symbols to Ensembl ids: each a dictionary, its file, or a table. `pooling`:
+            ``"genes"`` (mean over genes, as in Geneformer's own code for V1), ``"cls"`` (as for V2) or ``"mean"`` (over
+            all tokens). `embedding_layer`: how many layers before the last the embedding is taken. If None, uses 1, as
+            in Geneformer's own code. For fine-tuning pass 0, so that the last layer is used.
 
-            ``"scgpt"``, whose embedding is the state of CLS: `vocab` and `args`, JSON files or dictionaries (if None,
-            those next to the weights). The weights may use the parameter names of flash attention. `cls_value`, the
-            value of the CLS token: if None, ``pad_value`` of `args`, which scGPT uses to embed cells. Its fine-tuning
-            scripts use 0. `normalize`: divide each embedding by its length, as scGPT's ``embed_data`` does.
+            ``"scgpt"``, which embeds a cell by the state of CLS: `vocab` and `args`, JSON files or dictionaries (if
+            None, uses the files next to the weights). The weights may use the parameter names of flash attention.
+            `cls_value`, the value of the CLS token. If None, uses ``pad_value`` of `args`, as scGPT does to embed
+            cells; its fine-tuning scripts use 0. `normalize`: divide each embedding by its length, as scGPT's
+            ``embed_data`` does.
 
-            ``"scfoundation"``, without the decoder, so the model does not predict expression: `vocab`, the panel of
-            genes: the published table with ``gene_name`` and ``index``, or the names in order (if None, the table next
-            to the weights). `part`: ``"cell"``, ``"gene"`` or ``"rde"``. `pooling`: ``"depths"``, the states of the two
-            tokens of depth, and the largest and the mean over genes, as scFoundation embeds cells, or another of
-            ``transformer_encoder``.
+            ``"scfoundation"``, without the decoder, so the model does not predict expression: `vocab`, the gene panel,
+            as the published table with ``gene_name`` and ``index``, or as names in order (if None, uses the table next
+            to the weights). `part`: ``"cell"``, ``"gene"`` or ``"rde"``. `pooling`: ``"depths"``, which concatenates
+            the states of the two depth tokens, and the maximum and the mean over genes, as scFoundation embeds cells;
+            or another pooling of ``transformer_encoder``.
 
             ``"scdiva"``: `vocab`, the genes in the order of the columns.
 

@@ -64,27 +64,27 @@ def evaluate_models(
     Parameters
     ----------
     models
-        A model, whose row is named ``"scforge"``; or a mapping of row names to models. A list of models, trained with
+        A model, with a row named ``"scforge"``, or a mapping of row names to models. A list of models, trained with
         different seeds, gives one row with their means. Training cells of a fine-tuned model are not scored.
     adata
         Cells with raw counts. Embeddings are written into ``adata.obsm``, as ``X_<name>``.
     benchmarks
         Names (:func:`scforge.eval.list_benchmarks`), ``{name: {option: value}}`` or benchmarks. None scores embeddings
-        by ``cell_type_probe``, ``scib`` and ``geometry``. In addition to embeddings, ``gene_network`` scores the
-        similarity of gene embeddings against `network`, and ``generation`` the cells that a model generates against
-        `adata`, which must not be the cells that it was trained on.
+        by ``cell_type_probe``, ``scib`` and ``geometry``. ``gene_network`` compares the similarity of gene embeddings
+        with `network`. ``generation`` compares cells that a model generates with `adata`, which must not be the
+        training cells of the model.
     obsm_keys
-        Further embeddings in ``adata.obsm``, each a row.
+        Additional embeddings in ``adata.obsm``, with one row each.
     baselines
-        Baselines of embeddings, as in :func:`scforge.eval.evaluate`; True takes highly variable genes, PCA, scVI and,
-        with batches, Harmony. Other benchmarks have separate baselines.
+        Baseline embeddings, as in :func:`scforge.eval.evaluate`. True uses highly variable genes, PCA, scVI and, with
+        batches, Harmony. Other benchmarks have separate baselines.
     labels_key, batch_key, groups_key
-        Columns of ``adata.obs`` with cell types, batches, and groups (e.g. donors) that folds must not divide. If None,
-        uses cell types and batches from the setup of the models, if `adata` has these columns.
+        Columns of ``adata.obs`` with cell types, batches, and groups (e.g. donors) that must not be split across folds.
+        If None, uses cell types and batches from the setup of the models, if `adata` has these columns.
     seeds
-        Seeds of benchmarks.
+        Random seeds for the benchmarks.
     intervals
-        Add intervals and tests.
+        Add confidence intervals and tests.
     untrained
         Add a row for the first model with random weights.
     network
@@ -102,12 +102,12 @@ def evaluate_models(
 
     Returns
     -------
-    The report, a row for each model, embedding and baseline.
+    The report, with one row for each model, embedding and baseline.
 
     Raises
     ------
     OptionError
-        If a benchmark lacks a required argument, or no baseline remains.
+        If a required argument of a benchmark is missing, or no baseline remains.
     DataError
         If a model was trained on all cells, or a column is missing.
 
@@ -302,7 +302,7 @@ def _lists(models: Any) -> dict[str, list[CellModel]]:
 
 
 def _keys(models: Mapping[str, CellModel], adata: AnnData, given: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Return the columns of obs: those given, else those of the setups that the cells have."""
+    """Return the given columns of obs, else the columns of the models' setups, if the cells have them."""
     keys = dict(given)
     for name in _KEYS:
         if keys[name] is not None:
@@ -326,7 +326,7 @@ def _pretraining_labels(model: CellModel) -> str | None:
 
 
 def _unseen(models: Mapping[str, CellModel], adata: AnnData) -> np.ndarray | None:
-    """Return the rows of cells whose labels no model learned from; None for all."""
+    """Return the rows of cells whose labels no model learned from; None means all rows."""
     kept = np.ones(adata.n_obs, dtype=bool)
     for name, model in models.items():
         if model._learned is None:

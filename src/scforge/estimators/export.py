@@ -47,7 +47,7 @@ _TRACED, _COMPARED = (3, 24), ((1, 1), (2, 7), (5, 0))
 
 
 class _Encode(nn.Module):
-    """``encode`` of an architecture as a ``forward`` over these inputs, in this order."""
+    """Wraps ``encode`` of an architecture as a ``forward`` that takes the inputs in this order."""
 
     def __init__(self, encoder: nn.Module, names: tuple[str, ...], longest: int) -> None:
         super().__init__()

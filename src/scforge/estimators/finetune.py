@@ -80,7 +80,7 @@ def finetune(
     split_by: str | None = None,
     split_key: str | None = None,
 ) -> CellModel:
-    """Create the model of :meth:`scforge.models.Encoder.finetune`, ready to train with the `options` that are left."""
+    """Create the model of :meth:`scforge.models.Encoder.finetune`, ready to train with the remaining `options`."""
     check_shares(validation_size, test_size)
     check_freeze(freeze, lora, options.get("gradual_unfreezing"))
     freeze = freeze if isinstance(freeze, bool) else int(freeze)  # numbers of NumPy cannot be saved
@@ -135,7 +135,7 @@ def finetune(
 def _task_options(
     task: str | Mapping[str, Any], options: dict[str, Any], common: dict[str, Any], setup: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """Return name and options of the task; remove its options from `options`, the rest is for train."""
+    """Return name and options of the task, and remove them from `options`; the remaining options are for train."""
     name, found = named_options("task", dict(task) if isinstance(task, Mapping) else task, "")
     cls = TASKS.get(name)
     known = cls.option_names()
@@ -238,8 +238,9 @@ _MOST = 20_000
 def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, seed: int) -> tuple[Any, Any]:
     """Return the joined cells of a query and its reference, and the options of a decoder with all batches.
 
-    Cells without batch, or sides without the column, form a separate batch. `key` is the column of the query; the
-    joined column has the name of the reference's, so the model can be the reference of another joint training.
+    Cells without a batch, or a query or reference without the column, form a separate batch. `key` is the column of the
+    query. The joined column has the name of the reference's column, so the model can be the reference of another joint
+    training.
     """
     known = list(pretraining.batches or [])
     query, reference = (cells.sample(_MOST, seed=seed) for cells in (query, reference))

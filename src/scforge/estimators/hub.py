@@ -35,8 +35,8 @@ def push_model(
 ) -> str:
     """Push a model to the hub; see :meth:`scforge.models.Encoder.push_to_hub`.
 
-    `told` has license, data, citation and metrics; `card` is the text of the card (None writes one); `options` are
-    those of :func:`scforge.hub.upload`.
+    `told` contains license, data, citation and metrics. `card` is the text of the card (None writes one). `options` are
+    the options of :func:`scforge.hub.upload`.
     """
     if not model.is_trained_:
         warn("The model is not trained; random weights are pushed.", NotTrainedWarning)
@@ -88,7 +88,7 @@ def load_found(
     found
         The folder and its source.
     prefix
-        How the user named it, the beginning of a message.
+        The name that the user gave, as the beginning of error messages.
     adata, base, device
         See :meth:`scforge.models.Encoder.load`.
     access

@@ -42,7 +42,7 @@ _MAX_NAMES = 5
 def gene_numbers(
     model: CellModel, genes: Sequence[str] | str, *, source: Any = None, argument: str = "genes"
 ) -> np.ndarray:
-    """Return the index of each gene in the model, int32; `source` may have further genes, for messages."""
+    """Return the index of each gene in the model, int32; `source` may have more genes, which messages mention."""
     names = [genes] if isinstance(genes, str) else list(genes)
     if not names or not all(isinstance(name, str) for name in names):
         raise OptionError(f"{argument}={names!r} is not a list of gene names; pass at least one.")
@@ -120,9 +120,9 @@ def _same_value(value: Any, wanted: Any) -> bool:
 
 
 def cell_groups(cells: Cells, key: str | None, chosen: np.ndarray) -> Iterator[tuple[str | None, np.ndarray]]:
-    """Yield the name and the rows of each group of the chosen cells; without key, all of them with the name None.
+    """Yield the name and the rows of each group of the chosen cells; without key, one group named None.
 
-    Cells without a group are in none.
+    Cells without a group are left out.
     """
     if key is None:
         yield None, np.flatnonzero(chosen)
@@ -156,7 +156,7 @@ def expression_table(
 
 
 def note(model: CellModel, source: Any, key: str | None, asked: Mapping[str, Any], **tables: pd.DataFrame) -> None:
-    """Write tables, and what they were created with, into ``adata.uns["scforge"][key]``."""
+    """Write tables and their settings into ``adata.uns["scforge"][key]``."""
     if key is None or not isinstance(source, AnnData):
         return
     # h5ad cannot store None.
@@ -169,7 +169,7 @@ def over_columns(
 ) -> sparse.csr_matrix:
     """Map a matrix over vocabulary genes to the columns of an AnnData.
 
-    Columns of one gene get the same numbers. With `both` the rows are genes as well.
+    Columns of the same gene get the same values. With `both`, the rows are genes as well.
     """
     columns = column_genes(model, adata)
     known = np.flatnonzero(columns >= 0)
@@ -211,7 +211,7 @@ def enough_controls(model: CellModel, n_tests: int, sides: int) -> int:
 
 
 def lowest_fdr(results: pd.DataFrame, sides: int) -> float:
-    """Return the false discovery rate of a test that alone has the lowest p-value there can be; warn if it is high."""
+    """Return the false discovery rate if only one test has the lowest possible p-value; warn if it is high."""
     n_controls = results.loc[results["p_value"].notna(), "n_controls"]
     lowest = min(1.0, sides * len(n_controls) / (n_controls.max() + 1)) if len(n_controls) else float("nan")
     if lowest > _HIGH_FDR:

@@ -80,8 +80,8 @@ _UNCERTAINTY = "scforge_uncertainty"
 class ScDiVa(Encoder):
     """Embed cells as distributions, annotate them, and correct batch effects in their expression, with one transformer.
 
-    The model class of :class:`~scforge.models.ScDiVaModel`: all methods of :class:`~scforge.models.Encoder`, and those
-    of a variational model. The embedding of a cell is the mean of its posterior.
+    The model class for :class:`~scforge.models.ScDiVaModel`. It has all methods of :class:`~scforge.models.Encoder`,
+    and additional methods of a variational model. The embedding of a cell is the mean of its posterior.
 
     Parameters
     ----------
@@ -93,14 +93,14 @@ class ScDiVa(Encoder):
     tokenizer
         See :class:`~scforge.models.Encoder`. If None, genes are ordered by value and entropy (``"entropy_ranked"``).
     objective
-        ``"variational"`` (None): reconstruction, and classification if `supervised`. ``"masked_diffusion"``: masked
-        genes and values are predicted, so the model can :meth:`generate` and :meth:`impute`. Or a dict with ``name``
-        and options, e.g. ``beta``.
+        ``"variational"`` (the default, None) trains reconstruction, and classification if `supervised`.
+        ``"masked_diffusion"`` predicts masked genes and values, so the model can :meth:`generate` and :meth:`impute`.
+        Or a dict with ``name`` and options, e.g. ``beta``.
     supervised
         Learn the labels of ``labels_key`` in addition to the reconstruction, for ``predict(task="annotation")`` without
         fine-tuning. The embedding then contains label information.
     **options
-        Further arguments of :class:`~scforge.models.Encoder`, e.g. ``vocab``, ``n_top_genes`` and ``seed``, and options
+        Other arguments of :class:`~scforge.models.Encoder`, e.g. ``vocab``, ``n_top_genes`` and ``seed``, and options
         of the architecture, e.g. ``mode="vector"``, ``latent_dim`` or ``max_tokens``.
 
     Raises
@@ -126,7 +126,7 @@ class ScDiVa(Encoder):
 
     Notes
     -----
-    The confidence of labels that come without fine-tuning is not calibrated; ``finetune("annotation")`` calibrates it.
+    The confidence of labels predicted without fine-tuning is not calibrated; ``finetune("annotation")`` calibrates it.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class ScDiVa(Encoder):
         return_dist
             Also return the variances, and write `uncertainty_key`.
         uncertainty_key
-            With `return_dist`, the column of obs for the mean of the variances of a cell (float32): near 1, the
-            variance of the prior, the cell was uninformative. Use it to compare cells of one model, not models. None
-            writes nothing.
+            With `return_dist`, the column of obs for the mean variance of each cell (float32). A value near 1, the
+            variance of the prior, means that the cell was uninformative. Use it to compare cells of one model, not
+            different models. None writes nothing.
 
         Returns
         -------
@@ -236,15 +236,15 @@ class ScDiVa(Encoder):
         Parameters
         ----------
         adata
-            Cells, as for :meth:`get_latent_representation`.
+            Cells, see :meth:`get_latent_representation`.
         task
-            ``"annotation"``: the labels that the model learned from (`supervised`), written as the task annotation
-            writes them. ``"batch_integration"``: expression without batch effects, from
+            ``"annotation"`` predicts the labels that the model learned from (`supervised`), and writes them as the
+            annotation task does. ``"batch_integration"`` returns expression without batch effects, see
             :meth:`get_normalized_expression`. If None, uses annotation, or the task of a fine-tuned model.
         key_added, batch_size
             See :meth:`Encoder.predict`.
         **options
-            Of annotation e.g. ``threshold`` and ``majority_voting``; of batch_integration ``transform_batch``,
+            For annotation, e.g. ``threshold`` and ``majority_voting``. For batch_integration, ``transform_batch``,
             ``gene_list`` and ``library_size``.
 
         Returns
@@ -301,29 +301,30 @@ class ScDiVa(Encoder):
         key_added: str | None = _EXPRESSION,
         batch_size: int = 256,
     ) -> pd.DataFrame:
-        """Return the expression of each cell that is decoded from its embedding.
+        """Return the expression of each cell, decoded from its embedding.
 
         It has no counting noise, and no batch effects if the model was created with a ``batch_key``.
 
         Parameters
         ----------
         adata
-            Cells, as for :meth:`get_latent_representation`.
+            Cells, see :meth:`get_latent_representation`.
         transform_batch
-            The batch to decode all cells into, or several to average over. None averages over all batches of the model.
+            The batch to decode all cells into, or several batches to average over. None averages over all batches of
+            the model.
         gene_list
-            Genes to return; None means all genes of the model.
+            Genes to return. If None, returns all genes of the model.
         library_size
-            ``"log1p"``: log1p of counts per 10,000. A number: counts per that number (without logarithm).
+            ``"log1p"`` returns log1p of counts per 10,000. A number returns counts per that number, without logarithm.
         key_added
-            Key in ``adata.layers``: the same over ``adata.var_names``, dense, NaN for genes that were not asked for or
-            that the model does not know. None writes nothing.
+            Key in ``adata.layers`` for the same values over ``adata.var_names``, as a dense array, with NaN for genes
+            that are not in `gene_list` or not in the model. None writes nothing.
         batch_size
             Cells per batch.
 
         Returns
         -------
-        Float32, at least 0, shape (N, number of genes); four bytes a number.
+        Float32, at least 0, shape (N, number of genes). The array takes four bytes per value.
 
         Raises
         ------

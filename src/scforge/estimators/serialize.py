@@ -100,7 +100,7 @@ def read_description(kind: str, path: Path) -> dict[str, Any]:
     Raises
     ------
     ModelFileError
-        If it is not a model folder, of a later format, or changed after saving.
+        If it is not a model folder, has a later format, or was changed after saving.
     """
     content = read_json(path)
     version = content.get("format") if isinstance(content, dict) else None
@@ -170,7 +170,7 @@ def expected_of(found: Foreign) -> Shapes | None:
     Raises
     ------
     ModelFileError, OptionError
-        If it describes a model that cannot be created.
+        If the config describes a model that cannot be created.
     """
     parts = (found.architecture, found.tokenizer, found.objective)
     module = _on_meta(*parts, found.vocab, None, f"the config of {found.source!r}")
@@ -191,7 +191,7 @@ def load_weights(
     adapters
         Whether the weights are only those of adapters and head.
     assign
-        Whether to replace the weights of the module, e.g. of one on the meta device.
+        Whether to replace the weight tensors of the module, e.g. of a module on the meta device.
 
     Raises
     ------
@@ -233,7 +233,7 @@ def write_folder(
     Parameters
     ----------
     path
-        Folder to make.
+        Folder to create.
     weights, vocab
         Weights and vocabulary.
     content
@@ -241,7 +241,7 @@ def write_folder(
     card
         Text of the model card.
     overwrite
-        Replace the model in a folder that exists.
+        Replace the model in an existing folder.
     seen
         The cells used for fine-tuning.
     adata

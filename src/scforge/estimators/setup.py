@@ -41,7 +41,7 @@ class GeneField(LayerField):
         self.gene_key = gene_key
 
     def validate_field(self, adata: AnnData) -> None:
-        """Raise unless the layer contains counts and every gene has a name; warn if they look transformed."""
+        """Raise unless the layer contains counts and every gene has a name; warn if counts look transformed."""
         warn_if_transformed(counts_of(adata, self.attr_key), self.attr_key)
         gene_names(adata, self.gene_key)
 
@@ -105,7 +105,7 @@ LAST = "_scvi_scforge_modality"
 
 
 def shared(mdata: MuData, modality: str) -> Any:
-    """Return the shared columns of all modalities, for the cells of one."""
+    """Return the shared columns of all modalities, for the cells of one modality."""
     adata = mdata.mod[modality]
     return shared_columns(mdata.obs, modality, adata.obs_names, list(adata.obs.columns))
 
@@ -181,8 +181,8 @@ def class_of_architecture(architecture: str | None) -> Any:
 def class_in_place_of(cls: Any, name: str, architecture: str) -> Any:
     """Return the model class for ``cls.load`` on a folder with the class `name`.
 
-    It is the class of the folder if that is a subclass of `cls`, or `cls` if that is a subclass of the folder's class
-    and fits the architecture; else None.
+    It is the folder's class if this is a subclass of `cls`, or `cls` if `cls` is a subclass of the folder's class and
+    fits the architecture. Otherwise it is None.
     """
     if name == cls.__name__:
         return cls

@@ -124,7 +124,7 @@ _DEFAULTS = (
 def defaults_for(architecture: str | None, options: dict[str, Any]) -> ArchitectureDefaults:
     """Return the defaults of an architecture; None is the light encoder.
 
-    ``gene_pooling`` with another pooling than ``"weighted_sum"`` among the `options` is not the light encoder.
+    ``gene_pooling`` is not the light encoder if `options` contain a pooling other than ``"weighted_sum"``.
     """
     name = architecture or "gene_pooling"
     is_light = options.get("pooling", "weighted_sum") == "weighted_sum"
@@ -145,13 +145,13 @@ class FineTuneSpec:
     lora
         All options of the adapters; None means no adapters.
     freeze
-        True for the whole encoder, or the number of its first layers; False for nothing.
+        True freezes the whole encoder, a number that many of its first layers, False nothing.
     split
         Record of the split and its cells, see :func:`scforge.estimators.finetune.finetune`.
     base
         Checksum and epochs of the base model.
     backbone
-        Architecture with weights for the head, instead of a new one; not saved.
+        Architecture with weights to put the head on, instead of a new one; not saved.
     """
 
     task: str
@@ -198,7 +198,7 @@ class FineTuneSpec:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> FineTuneSpec:
-        """Read what :meth:`to_json` wrote."""
+        """Read the output of :meth:`to_json`."""
         rest = {key: content[key] for key in ("n_latent", "lora", "freeze", "split", "base")}
         task, options = named_options("task", dict(content["task"]), "")
         return cls(task=task, task_options=options, **rest)
@@ -241,9 +241,9 @@ def named_options(argument: str, value: str | dict[str, Any] | None, default: st
 def default_options(architecture: str) -> dict[str, Any]:
     """Return the default options of an architecture after a round trip through JSON.
 
-    Not included are defaults that JSON cannot represent and options in ``**kwargs``. For an architecture of a plugin,
-    shared options are left out if their default differs from :class:`~scforge.config.ModelConfig`: its ``from_config``
-    may use either.
+    Defaults that JSON cannot represent and options in ``**kwargs`` are not included. For an architecture of a plugin,
+    shared options are left out if their default differs from :class:`~scforge.config.ModelConfig`, because its
+    ``from_config`` may use either.
 
     Examples
     --------
@@ -409,7 +409,7 @@ class ModelSpec:
         return get_tokenizer(self.tokenizer, self.vocab, **self.tokenizer_options)
 
     def build_objective(self) -> Objective:
-        """Make what the model is trained for: the objective, or of a fine-tuned model its task."""
+        """Create the objective, or the task of a fine-tuned model."""
         objective = get_objective(self.objective, **self.objective_options)
         return objective if self.tuning is None else self.tuning.build_task(objective)
 
@@ -424,7 +424,7 @@ class ModelSpec:
 
 
 def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objective: Objective) -> None:
-    """Raise if the architecture's loss needs counts but values are others, or it is zero-truncated but zeros occur."""
+    """Raise if the loss needs counts but the values are not counts, or is zero-truncated but zeros occur."""
     if value_loss not in COUNT_LOSSES:
         return
     if not tokenizer.gives_counts:

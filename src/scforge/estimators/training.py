@@ -89,7 +89,7 @@ _OF_OTHERS = {
 def train_options(
     given: Mapping[str, Any], options: Mapping[str, Any], plan_kwargs: Mapping[str, Any] | None
 ) -> TrainOptions:
-    """Return the options of a training run: the arguments of ``Encoder.train``, and further ones by name."""
+    """Return the options of a training run: the arguments of ``Encoder.train``, and additional ones by name."""
     further = dict(options)
     if "enable_progress_bar" in further:  # as scvi-tools and its autotune call it
         given = {**given, "progress_bar": further.pop("enable_progress_bar")}

@@ -24,9 +24,9 @@ _INIT_STD = 0.02
 def init_weights(module: nn.Module) -> None:
     """Initialize one module; meant for ``model.apply(init_weights)``.
 
-    Linear layers: Xavier uniform weights, zero biases. Embeddings: normal with standard deviation 0.02, zero at the
-    padding index. Layer norms: ones and zeros. A module with a true attribute ``initializes_itself``: its own
-    ``reset_parameters``.
+    Linear layers get Xavier uniform weights and zero biases. Embeddings are normal with standard deviation 0.02, and
+    zero at the padding index. Layer norms get ones and zeros. A module with a true attribute ``initializes_itself``
+    uses its ``reset_parameters``.
 
     Parameters
     ----------
@@ -58,18 +58,18 @@ def init_weights(module: nn.Module) -> None:
 
 
 def count_parameters(model: nn.Module, *, trainable_only: bool = True) -> int:
-    """Return the number of parameters of `model`, those without gradient left out if `trainable_only`.
+    """Return the number of parameters of `model`.
 
     Parameters
     ----------
     model
         Any module.
     trainable_only
-        Count only parameters that need a gradient.
+        Count only parameters that require a gradient.
 
     Returns
     -------
-    Number of numbers in the parameters; buffers do not count.
+    Number of scalar parameters, without buffers.
 
     Examples
     --------
@@ -84,7 +84,7 @@ def count_parameters(model: nn.Module, *, trainable_only: bool = True) -> int:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Turn dropout off, and leave all parts of the model in the mode in which they were (frozen ones may differ)."""
+    """Turn dropout off, then restore the mode of all parts of the model (frozen parts may differ)."""
     in_training = [part for part in model.modules() if part.training]
     model.eval()
     try:
@@ -95,7 +95,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def number_of_each(argument: str, given: Any, n_cells: int, device: torch.device | None = None) -> torch.Tensor:
-    """Return a whole number for each cell, int64, shape (B,), of such or of one for all."""
+    """Return an integer for each cell, int64, shape (B,), from one integer per cell or one for all cells."""
     numbers = torch.as_tensor(given, device=device)
     whole = not (numbers.is_floating_point() or numbers.dtype == torch.bool)
     if not whole or numbers.ndim > 1 or (numbers.ndim == 1 and len(numbers) != n_cells):
@@ -114,14 +114,14 @@ class Architecture(nn.Module):
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> Self:
-        """Create the model of `config`: its set fields are passed on, other arguments keep their defaults.
+        """Create the model from the fields set in `config`; other arguments keep their defaults.
 
         Raises
         ------
         ValueError
             If ``config.vocab_size`` is None.
         OptionError
-            If it sets an option that neither the constructor nor other architectures have.
+            If `config` sets an option that neither the constructor nor other architectures have.
         """
         if config.vocab_size is None:
             raise OptionError("ModelConfig.vocab_size must be set before constructing a model.")
@@ -137,5 +137,5 @@ class Architecture(nn.Module):
         return cls(vocab_size=config.vocab_size, **shared, **options)
 
     def num_parameters(self, *, trainable_only: bool = True) -> int:
-        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
+        """Return the number of parameters; with `trainable_only`, without frozen parameters."""
         return count_parameters(self, trainable_only=trainable_only)

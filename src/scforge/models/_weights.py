@@ -18,12 +18,12 @@ PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file; a file of torch or a pickle is never opened.
+    """Return the tensors of a safetensors file; torch files and pickles are never opened.
 
     Raises
     ------
     ModelFileError
-        If it is not a safetensors file, or corrupted.
+        If it is not a safetensors file, or is corrupted.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -36,7 +36,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def refuse_not_finite(weights: Mapping[str, torch.Tensor], module: nn.Module, *, source: str) -> None:
-    """Raise if a parameter of a module is to get numbers that are NaN or infinite; buffers may hold such."""
+    """Raise if new values of a parameter of a module are NaN or infinite; buffers may contain such values."""
     for name, _ in module.named_parameters():
         if name in weights and not weights[name].isfinite().all():
             raise ModelFileError(f"the weights in {source!r} hold {name!r} with NaN or infinite values; copy it again.")

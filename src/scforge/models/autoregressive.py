@@ -53,38 +53,38 @@ def generate_cells(
 ) -> GeneratedCells:
     """Generate cells gene by gene, each with the bin of its expression.
 
-    No gene comes twice in a cell, and no special token but EOS, which ends it; bin 0, for genes without counts, is
-    never drawn. The random numbers of a cell depend on `seed` and on its number alone, neither on the other cells nor
-    on torch's own generator.
+    Each gene occurs at most once in a cell, and EOS, which ends the cell, is the only special token. Bin 0, for genes
+    without counts, is never sampled. The random numbers of a cell depend only on `seed` and its index, not on the other
+    cells or on torch's generator.
 
     Parameters
     ----------
     model
-        The model; it computes without dropout, and is left in its mode.
+        The model. It computes without dropout, and its mode is restored.
     n_cells
         Number of cells B.
     prompt
-        Tokens that the cells begin with, like a tokenizer's batch: ``input_ids`` (P,) for all cells or
-        (B, P), and if given ``values`` (the bins as numbers, NaN where a bin is to be sampled; without them all are)
-        and ``attention_mask``, of the same shape. `first_id` is put in front unless all of them begin with it.
+        Tokens that the cells begin with, as a batch of a tokenizer: ``input_ids``, (P,) for all cells or (B, P), and
+        optionally ``values`` and ``attention_mask`` of the same shape. ``values`` are the bins as numbers, NaN for bins
+        to sample; without them all bins are sampled. `first_id` is prepended unless all prompts begin with it.
     temperature
-        Logits of genes and bins are divided by it: below 1 likely values become more likely.
+        Divisor of the logits of genes and bins; below 1, likely values become more likely.
     top_k
-        Draw among this many of the likeliest genes only.
+        Sample only from the `top_k` most likely genes.
     seed
         Random seed.
     condition
-        Class of each cell, int64, shape (B,), or one for all; 0 or None for none.
+        Class of each cell, int64, shape (B,), or one class for all cells; 0 or None means no class.
     max_len
         Maximum number of tokens per cell, including special tokens; None means as many as `model` and the genes allow.
     eos_id
-        Token that ends a cell; None lets all cells grow to `max_len`. It is not drawn as long as a cell has no gene.
+        Token that ends a cell; None lets all cells grow to `max_len`. It is not sampled before a cell has a gene.
     first_id
-        First token of each cell. If None, cells begin with a gene, so generation needs a prompt.
+        First token of each cell. If None, cells begin with a gene, so generation requires a prompt.
     n_special
-        Ids below this one are those of special tokens.
+        Number of special tokens; their ids are below this number.
     first_cell
-        Number of the first cell, where cells are generated in several calls.
+        Index of the first cell, if cells are generated in several calls.
 
     Raises
     ------
@@ -120,7 +120,7 @@ def generate_cells(
 
 
 class _Cells:
-    """Cells that grow by a token at a time."""
+    """Cells that grow by one token at a time."""
 
     def __init__(
         self,
@@ -152,9 +152,9 @@ class _Cells:
         self.parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
     def begin_with_prompt(self) -> bool:
-        """Take over each prompt up to the first bin that is to be sampled; return whether any cell is to grow.
+        """Copy each prompt up to the first bin to sample; return whether any cell has to grow.
 
-        The tokens are read many at a time rather than one by one.
+        Many tokens are read at once, instead of one by one.
         """
         ids_bp, bins_bp, lengths_b = self.prompt
         places = torch.arange(ids_bp.shape[1], device=ids_bp.device)
@@ -165,7 +165,7 @@ class _Cells:
         return self._grow()
 
     def choose(self, random_b2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the next gene and its bin of each cell, int64, shape (B,): those of the prompt, or drawn."""
+        """Return the next gene and bin of each cell, int64, shape (B,), from the prompt or sampled."""
         given_b = self.lengths_b < self.prompt.lengths
         gene_b = draw(self._shares(self.gene_logits_bv), random_b2[:, 0])
         expressed_bn = (torch.arange(self.model.n_bins, device=gene_b.device) > 0).expand_as(self.bin_logits)
@@ -178,8 +178,8 @@ class _Cells:
     def _shares(self, logits_bv: torch.Tensor) -> torch.Tensor:
         """Return the probability of each next token, float64, shape (B, V).
 
-        A cell ends with the probability that the model says. Genes that it has already make way for its other genes
-        alone, else cells would end too early.
+        A cell ends with the probability that the model predicts. The probability of genes that a cell already has goes
+        only to other genes, because cells would end too early otherwise.
         """
         shares_bv = softmax(logits_bv, ~self.used_bv, self.temperature, self.top_k)
         if self.eos_id is None:
@@ -192,7 +192,7 @@ class _Cells:
         return shares_bv
 
     def add(self, gene_b: torch.Tensor, bin_b: torch.Tensor) -> bool:
-        """Add a token to the cells that grow; return whether any is to grow further."""
+        """Add a token to the cells that grow; return whether any cell has to grow further."""
         new = self._append(gene_b.unsqueeze(1), bin_b.unsqueeze(1), self.grows_b.unsqueeze(1))
         if self.eos_id is not None:
             self.grows_b = self.grows_b & (gene_b != self.eos_id)
@@ -204,7 +204,7 @@ class _Cells:
     def _append(
         self, ids_bs: torch.Tensor, bins_bs: torch.Tensor, tokens_bs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Add tokens, and return them with zeros where there is none."""
+        """Add tokens, and return them with zeros for cells without a new token."""
         ids_bs = ids_bs.masked_fill(~tokens_bs, PAD_ID)
         is_gene_bs = tokens_bs & (ids_bs >= self.n_special)
         self.parts.append((ids_bs, bins_bs.masked_fill(~is_gene_bs, 0), tokens_bs))
@@ -214,21 +214,21 @@ class _Cells:
         return self.parts[-1]
 
     def _grow(self) -> bool:
-        """End the cells that are full, or have all genes and no EOS to come; return whether any is left."""
+        """End cells that are full, or have all genes and no EOS to come; return whether any cells are left."""
         self.grows_b = self.grows_b & (self.lengths_b < self.max_len)
         if self.eos_id is None:
             self.grows_b = self.grows_b & ~self.used_bv.all(dim=1)
         return bool(self.grows_b.any())
 
     def _look(self, ids_bs: torch.Tensor, bins_bs: torch.Tensor, tokens_bs: torch.Tensor) -> None:
-        """Predict the token after the last of these tokens; earlier tokens are in the cache."""
+        """Predict the token after these tokens; earlier tokens are in the cache."""
         new = self.model.next_token(ids_bs, tokens_bs, bins_bs.float(), self.cache, self.classes)
         more_b1 = tokens_bs.any(dim=1, keepdim=True)
         self.gene_logits_bv = torch.where(more_b1, new[0], self.gene_logits_bv)
         self.bin_logits = torch.where(more_b1, new[1], self.bin_logits)
 
     def tokens(self) -> GeneratedCells:
-        """Return the cells, the tokens of each together."""
+        """Return the generated cells."""
         ids_bs, bins_bs, mask_bs = (torch.cat(parts, dim=1) for parts in zip(*self.parts, strict=True))
         place_bs = torch.argsort((~mask_bs).to(torch.uint8), dim=1, stable=True)[:, : int(self.lengths_b.max())]
         ids_bs, bins_bs, mask_bs = (part.gather(1, place_bs) for part in (ids_bs, bins_bs, mask_bs))
@@ -270,7 +270,7 @@ _INIT_STD = 0.5
 
 
 class _States(NamedTuple):
-    """States of the tokens (B, S, H), of the read-out (B, H) if there is one, and what else was requested."""
+    """States of the tokens (B, S, H), of the read-out (B, H) if any, and other requested output."""
 
     tokens: torch.Tensor
     readout: torch.Tensor | None
@@ -280,18 +280,18 @@ class _States(NamedTuple):
 
 @register_model("autoregressive_transformer")
 class AutoregressiveTransformer(Architecture):
-    """GPT-style decoder: each token sees those before it, and predicts the gene and the expression bin of the next.
+    """GPT-style decoder: each token attends to previous tokens, and predicts the gene and bin of the next token.
 
-    The state of token t knows the genes and values up to t. Two heads read it: one predicts the gene of token t + 1,
-    the other its bin. Embeddings come from the same causal states as the predictions, so that :meth:`encode` computes
-    what was trained.
+    The state of token t depends on the genes and values up to t. One head predicts the gene of token t + 1 from it,
+    another head the bin. Embeddings use the same causal states as the predictions, so :meth:`encode` computes states
+    that were trained.
 
     Parameters
     ----------
     vocab_size
-        Number of tokens V, special tokens included.
+        Number of tokens V, including special tokens.
     n_bins
-        Number of expression bins, bin 0 for genes without counts included.
+        Number of expression bins, including bin 0 for genes without counts.
     hidden_dim
         Width H; a multiple of `num_heads`.
     num_layers
@@ -299,50 +299,50 @@ class AutoregressiveTransformer(Architecture):
     num_heads
         Number of attention heads.
     ffn_dim
-        Width of the feed-forward layers; ``4 * hidden_dim`` if None.
+        Width of the feed-forward layers. If None, uses ``4 * hidden_dim``.
     dropout
         Dropout on embeddings and residual branches.
     max_seq_len
         Maximum number of tokens per cell.
     pooling
-        ``"mean"`` (mean over tokens), ``"last"`` (state of the last token) or ``"cls"``. As a CLS token in front would
-        see none of the cell, a read-out follows the last token: a learned vector that sees all tokens, and
-        that none sees. It learns to name the genes of the cell (see `cell_loss_weight`).
+        ``"mean"`` (mean over tokens), ``"last"`` (state of the last token) or ``"cls"``. A CLS token at the front would
+        not see the cell. With ``"cls"``, a read-out therefore follows the last token: a learned vector that attends to
+        all tokens, and that no token attends to. It learns to predict the genes of the cell (see `cell_loss_weight`).
     activation
         ``"gelu"``, ``"relu"`` or ``"silu"``.
     use_expression_values
-        Add the value of each token by a learned vector for each bin; between bins, what lies between their vectors.
+        Add a learned vector for the bin of each token; vectors are interpolated for values between bins.
     layer_norm_eps
         Epsilon of the layer norms.
     gene_loss_weight, expression_loss_weight
         Weights of the losses of the next gene and of its bin.
     gene_vectors
-        Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
-        :class:`scforge.models.components.GeneVectorEmbedding`. ``Encoder`` sets it for tokenizers with gene vectors.
+        Embed genes with pretrained vectors. A dict with the arguments ``dim``, ``learned`` and ``frozen`` of
+        :class:`scforge.models.components.GeneVectorEmbedding`; ``Encoder`` sets it for tokenizers with gene vectors.
     cell_loss_weight
         With ``pooling="cls"``, weight of the mean of ``-log p(gene | read-out)`` over the labeled tokens of a cell.
     n_conditions
-        Number of classes that cells may be conditioned on; see `condition` of :meth:`forward`.
+        Number of classes to condition on; see `condition` of :meth:`forward`.
     position_embedding
-        ``"learned"``, ``"rotary"`` or ``"none"``; positions count the tokens of a cell, padding left out.
+        ``"learned"``, ``"rotary"`` or ``"none"``; positions count the tokens of a cell without padding.
     norm_first
-        Pre-norm layers and a final norm, rather than post-norm layers.
+        Use pre-norm layers and a final norm, instead of post-norm layers.
     gradient_checkpointing
-        Compute each layer again in the backward pass rather than keep what it computed.
+        Recompute the activations of each layer in the backward pass, which takes less memory and more time.
     unpad
-        Whether padding is taken out of the computation; None does where it is worth its while.
+        Whether to remove padding from the computation. If None, removes it if this is faster.
     shift_labels
-        If false, each token is compared with its own label and bin instead of those of the next one, and the loss has
-        the two terms of the gene and its bin alone. Labels then have to be hidden in the input, as
-        ``masked_gene_prediction`` does, the model does not generate, and ``"cls"`` is the first token.
+        If false, each token predicts its own label and bin instead of those of the next token, and the loss has only
+        the terms of the gene and the bin. The input then has to be masked, as in ``masked_gene_prediction``. The model
+        cannot generate cells, and ``"cls"`` is the first token.
     causal_encode
-        If false, :meth:`encode` lets each token see all tokens, and ``"cls"`` is the first token. The attention is
-        then another one than that of the training.
+        If false, each token attends to all tokens in :meth:`encode`, and ``"cls"`` is the first token. The attention
+        then differs from that in training.
 
     Attributes
     ----------
     bin_values
-        What the bins stand for in generated cells, float32, shape (n_bins,); 0, 1, 2, ... until
+        Expression values of the bins in generated cells, float32, shape (n_bins,); 0, 1, 2, ... until
         :meth:`init_bin_values`.
 
     Examples
@@ -461,9 +461,8 @@ class AutoregressiveTransformer(Architecture):
     ) -> ModelOutput:
         """Predict the next gene, and its bin, at each token of a batch.
 
-        Labels are aligned with their tokens and shifted here: the prediction of a token is compared with the label
-        of the next token of its cell. The first token of a cell is predicted by none. (Unless ``shift_labels`` is
-        false.)
+        Labels are aligned with their tokens and are shifted here, unless ``shift_labels`` is false. The prediction of a
+        token is compared with the label of the next token of its cell, and the first token of a cell is not predicted.
 
         Parameters
         ----------
@@ -476,24 +475,24 @@ class AutoregressiveTransformer(Architecture):
         labels
             Token ids to predict, aligned with `input_ids`, shape (B, S); -100 at positions without a target.
         bin_ids, bin_labels
-            Bins to predict, aligned with `input_ids`, shape (B, S), at the tokens that have a label; of the two
-            `bin_labels` counts, where -100 is nothing to predict.
+            Bins to predict at tokens with a label, aligned with `input_ids`, shape (B, S). If both are given,
+            `bin_labels` are used; they are -100 at positions without a target.
         condition
-            Class of each cell, int64, shape (B,): 0 for none, else 1 to `n_conditions`. None means 0 for all. Its
-            vector is added to the embedding of every token, so that no attention has to carry it to where it is used.
+            Class of each cell, int64, shape (B,): 0 for no class, else 1 to `n_conditions`. None means 0 for all cells.
+            The vector of the class is added to the embedding of every token, so attention does not have to pass it on.
         attention_bias
-            Number to add to the attention scores of each token as a key, shape (B, S).
+            Value to add to the attention scores of each token as a key, shape (B, S).
         return_logits
-            If false, heads run only where there is something to predict, and ``logits`` and ``expression`` are None.
+            If false, heads run only at positions with targets, and ``logits`` and ``expression`` are None.
         output_hidden_states, output_attentions
-            Also return the states after each layer, and the attention weights, without the read-out's.
+            Also return the states after each layer, and the attention weights, without those of the read-out.
         **kwargs
-            Other keys of the batch, ignored.
+            Other keys of the batch, which are ignored.
 
         Returns
         -------
-        ``loss`` (with labels), ``logits`` (B, S, V) of the next gene, ``expression`` (B, S, n_bins), logits of its bin,
-        and ``embeddings`` (B, H).
+        ``loss`` (with labels), ``logits`` of the next gene (B, S, V), ``expression``, the logits of its bin
+        (B, S, n_bins), and ``embeddings`` (B, H).
         """
         check_shapes(input_ids.shape, labels=labels, bin_ids=bin_ids, bin_labels=bin_labels)
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
@@ -549,8 +548,8 @@ class AutoregressiveTransformer(Architecture):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits of the next gene (B, V) and of its bin (B, n_bins) after further tokens.
 
-        `input_ids`, `attention_mask` and `values`, shape (B, s), follow on those in `cache`, and are added to it;
-        `condition` is as in :meth:`forward`. What comes behind a cell without further tokens means nothing.
+        `input_ids`, `attention_mask` and `values`, shape (B, s), continue the tokens in `cache`, and are added to it.
+        For `condition` see :meth:`forward`. The output for a cell without further tokens has no meaning.
 
         Raises
         ------
@@ -587,7 +586,7 @@ class AutoregressiveTransformer(Architecture):
         causal: bool = True,
         **wanted: bool,
     ) -> _States:
-        """Run the decoder, with the read-out as one more token behind all others where it is causal."""
+        """Run the decoder; if it is causal, the read-out is an additional token after all others."""
         check_shapes(input_ids.shape, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
         if condition is not None and condition.shape != input_ids.shape[:1]:
             raise OptionError(

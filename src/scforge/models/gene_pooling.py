@@ -118,19 +118,19 @@ class _WeightedSum(nn.Module):
 
 @register_model("gene_pooling")
 class GenePoolingModel(Architecture):
-    """Baseline without attention, in two forms.
+    """Pool gene embeddings without attention, in two forms.
 
-    ``pooling="mean"``: feed-forward layers on each token, then the mean over tokens. A reference for what attention
-    adds: at a hidden position it knows the position and nothing of the other tokens.
+    ``pooling="mean"`` applies feed-forward layers to each token, then averages over tokens. It is a reference for the
+    benefit of attention: at a masked position it has the position, but no information on the other tokens.
 
-    ``pooling="weighted_sum"``, the fast form: a sum of gene embeddings weighted by expression, then LayerNorm, GELU and
-    a linear layer, `num_layers` times and once more to `latent_dim`. It costs one sparse sum per cell. ``Encoder`` uses
-    it on small data. Masked genes are predicted from the cell as a whole.
+    ``pooling="weighted_sum"``, the fast form, sums gene embeddings weighted by expression. LayerNorm, GELU and a linear
+    layer follow, `num_layers` times and once more to `latent_dim`. It costs one sparse sum per cell. ``Encoder`` uses
+    it on small data. Masked genes are predicted from the embedding of the whole cell.
 
     Parameters
     ----------
     vocab_size
-        Number of tokens V, special tokens included.
+        Number of tokens V, including special tokens.
     hidden_dim
         Width H of the gene embeddings.
     num_layers
@@ -140,27 +140,28 @@ class GenePoolingModel(Architecture):
     max_seq_len
         Maximum number of tokens per cell, only for ``"mean"``, which has position embeddings.
     pooling
-        ``"mean"`` or ``"weighted_sum"``; ``"cls"``, a default of configurations, is taken as ``"mean"``: without
-        attention the state of a first token would be the same for all cells.
+        ``"mean"`` or ``"weighted_sum"``. ``"cls"``, a default of configurations, is treated as ``"mean"``, because
+        without attention the state of the first token would be the same for all cells.
     ffn_dim
-        Width of the feed-forward layers; ``4 * hidden_dim`` if None.
+        Width of the feed-forward layers. If None, uses ``4 * hidden_dim``.
     latent_dim
-        Width L of the cell embedding for ``"weighted_sum"``; `hidden_dim` if None. ``"mean"`` has `hidden_dim`.
+        Width L of the cell embedding for ``"weighted_sum"``. If None, uses `hidden_dim`. With ``"mean"``, the width is
+        `hidden_dim`.
     use_expression_values
         Whether ``"mean"`` adds the projected value of each token.
     layer_norm_eps
         Epsilon of the layer norms.
     gene_vectors
-        Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
-        :class:`scforge.models.components.GeneVectorEmbedding`. ``Encoder`` sets it for tokenizers with gene vectors.
+        Embed genes with pretrained vectors. A dict with the arguments ``dim``, ``learned`` and ``frozen`` of
+        :class:`scforge.models.components.GeneVectorEmbedding`; ``Encoder`` sets it for tokenizers with gene vectors.
     n_batches
-        Give ``"weighted_sum"`` a variance of the latent and an expression decoder that is conditioned on this many
-        batches. 0 means that the decoder is not conditioned on batches. If None, there is neither variance nor decoder.
-        Objectives with a decoder set it.
+        Add to ``"weighted_sum"`` a latent variance and an expression decoder that is conditioned on this many batches;
+        0 means a decoder without batches. If None, the model has no variance and no decoder. Objectives with a decoder
+        set it.
     decoder_dim
         Width of the decoder.
     n_special
-        Tokens of the vocabulary that are not genes, which are not decoded.
+        Number of special tokens of the vocabulary, which are not decoded.
     projector_dim
         Width of an MLP projection head (:meth:`project`); None means no head. Objectives set it.
 
@@ -256,9 +257,9 @@ class GenePoolingModel(Architecture):
         output_hidden_states: bool = False,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Predict the genes of a batch; arguments and result as for :meth:`scforge.models.TransformerEncoder.forward`.
+        """Predict the genes of a batch, see :meth:`scforge.models.TransformerEncoder.forward`.
 
-        The fast form knows the cell alone, so it has one hidden state, the same at all positions.
+        The fast form only has the whole cell, so it has one hidden state, which is the same at all positions.
         """
         tokens_bs = attention_mask != 0
         states, embeddings_bl = self._run(input_ids, tokens_bs, values)
@@ -290,7 +291,7 @@ class GenePoolingModel(Architecture):
         Raises
         ------
         OptionError
-            If the model was made without `n_batches`, so without a variance and a decoder.
+            If the model was created without `n_batches`, and therefore has no variance and no decoder.
         """
         decoder, body, tokens_bs = self._decoder(), cast(_WeightedSum, self.body), attention_mask != 0
         check_shapes(input_ids.shape, attention_mask=tokens_bs, values=values)
@@ -306,12 +307,13 @@ class GenePoolingModel(Architecture):
         latent
             Latents, shape (B, L).
         batch
-            Batch of each cell, int64, shape (B,), or one for all; -1, or None for all, for the mean of all batches.
+            Batch of each cell, int64, shape (B,), or one batch for all cells. -1 means the mean of all batches; None
+            uses this mean for all cells.
 
         Raises
         ------
         OptionError
-            If there is no decoder, or a batch is none of its.
+            If there is no decoder, or a batch is unknown.
         """
         return self._decoder()["expression"](latent, batch)
 
@@ -322,7 +324,7 @@ class GenePoolingModel(Architecture):
 
     @torch.no_grad()
     def init_expression_prior(self, mean: torch.Tensor) -> None:
-        """Start the decoder at the mean of each gene, (G,)."""
+        """Start the decoder at the mean expression of each gene, shape (G,)."""
         self._decoder()["expression"].decoder.bias.copy_(mean)
 
     def project(self, embeddings: torch.Tensor) -> torch.Tensor:
@@ -331,7 +333,7 @@ class GenePoolingModel(Architecture):
         Raises
         ------
         OptionError
-            If the model was made without `projector_dim`.
+            If the model was created without `projector_dim`.
         """
         if self.projector is None:
             raise OptionError("the model has no projector; create it with projector_dim, e.g. 128.")

@@ -84,7 +84,7 @@ def check_drawing(n_cells: int, temperature: float, seed: int, top_k: int | None
 
 
 def first_of_its_kind(genes_bs: torch.Tensor) -> torch.Tensor:
-    """Return whether no earlier place of the row has the same number, bool, (B, S)."""
+    """Return whether each entry is the first one with its value in the row, bool, (B, S)."""
     sorted_bs, order_bs = genes_bs.sort(dim=1, stable=True)
     first_bs = torch.ones_like(sorted_bs, dtype=torch.bool)
     first_bs[:, 1:] = sorted_bs.diff(dim=1) != 0
@@ -92,7 +92,7 @@ def first_of_its_kind(genes_bs: torch.Tensor) -> torch.Tensor:
 
 
 def generator_of(name: str) -> torch.Generator:
-    """Return random numbers that depend on `name` and on nothing else."""
+    """Return random numbers that depend only on `name`."""
     digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
@@ -100,7 +100,7 @@ def generator_of(name: str) -> torch.Generator:
 def softmax(
     logits_bv: torch.Tensor, allowed_bv: torch.Tensor, temperature: float, top_k: int | None = None
 ) -> torch.Tensor:
-    """Return the probabilities of the allowed entries, float64, shape (B, V); zeros in a row without any."""
+    """Return the probabilities of the allowed entries, float64, shape (B, V); rows without any are zeros."""
     if not bool(logits_bv.isfinite().all()):
         raise TrainingError("the model predicts values that are not finite; train it again with a lower lr.")
     logits_bv = logits_bv.double().masked_fill(~allowed_bv, float("-inf"))

@@ -1,4 +1,4 @@
-"""A masked autoencoder of genes and their values: the encoder sees the shown tokens only."""
+"""A masked autoencoder of genes and their values, in which the encoder only sees visible tokens."""
 
 from __future__ import annotations
 
@@ -39,14 +39,15 @@ class Layout:
     Attributes
     ----------
     visible, hidden
-        Bool, shape (B, S), in the order of the layout. `hidden` is None where nothing is.
+        Visible and masked tokens, bool, shape (B, S), in the order of the layout. `hidden` is None without masked
+        tokens.
     positions
         Position of each token among the tokens of its cell in the batch, int64, shape (B, S), in the order of the
         layout.
     width
         The first C positions contain all visible tokens.
     order
-        Where each position was in the batch, int64, shape (B, S). None: tokens stand as in the batch.
+        Position of each token in the batch, int64, shape (B, S). None means that the order is that of the batch.
     """
 
     visible: torch.Tensor
@@ -60,11 +61,11 @@ class Layout:
         return batch_bs if self.order is None else batch_bs.gather(1, self.order)
 
     def put_back(self, x_bs: torch.Tensor) -> torch.Tensor:
-        """Bring numbers of each token back into the order of the batch."""
+        """Sort the values of each token back into the order of the batch."""
         return x_bs if self.order is None else torch.zeros_like(x_bs).scatter(1, self.order, x_bs)
 
     def put_back_states(self, states_bch: torch.Tensor) -> torch.Tensor:
-        """Bring states of the first C positions to where their tokens were, (B, S, H); zeros where none is visible."""
+        """Put states of the first C positions back into batch order, (B, S, H), with zeros for tokens not visible."""
         seen_bch = states_bch.masked_fill(~self.visible[:, : self.width, None], 0.0)
         if self.order is None:
             return seen_bch
@@ -73,12 +74,12 @@ class Layout:
         return seen_bch.new_zeros(batch, seq, seen_bch.shape[-1]).scatter(1, place_bch, seen_bch)
 
     def furthest(self) -> int:
-        """Return the most tokens of a cell up to its last visible one; waits for a GPU."""
+        """Return the maximum number of tokens up to the last visible token of a cell; waits for a GPU."""
         return int(((self.positions + 1) * self.visible).amax()) if self.visible.numel() else 0
 
 
 def lay_out(tokens_bs: torch.Tensor, hidden_bs: torch.Tensor | None = None) -> Layout:
-    """Put visible tokens first, then hidden ones, then padding; each in the order of the batch.
+    """Sort tokens: visible tokens first, then masked tokens, then padding, each in the order of the batch.
 
     Parameters
     ----------
@@ -104,30 +105,32 @@ def lay_out(tokens_bs: torch.Tensor, hidden_bs: torch.Tensor | None = None) -> L
 class MaskedAutoencoder(Architecture):
     """Asymmetric masked autoencoder of expression, after scFoundation (Hao et al. 2024) and He et al. (2022).
 
-    The encoder runs on the visible tokens alone, so it costs as much as there are of them, and the cell embedding is
-    pooled from that one pass. The decoder gets, for each visible token its encoder state, for each hidden one a learned
-    mask token, and for both which gene it is; it predicts the value of the hidden ones.
+    The encoder only runs on visible tokens, so its cost depends on their number. The cell embedding is pooled from the
+    states of this pass. The decoder receives the encoder states of visible tokens, and a learned mask token for each
+    masked token, both with the embedding of the gene. It predicts the values of masked tokens.
 
-    The decoder knows tokens by their gene, not by their place. If there are positions, only the encoder receives them.
-    In a ranking the position of a masked token reveals its value, so move masked tokens to the end, as the objective
-    ``masked_value_prediction`` does, or leave positions out, which is the default.
+    The decoder identifies tokens by their gene, not by their position. If there are positions, only the encoder
+    receives them. In a ranking, the position of a masked token reveals its value. Move masked tokens to the end, as the
+    objective ``masked_value_prediction`` does, or use no positions, which is the default.
 
     Parameters
     ----------
     vocab_size
-        Number of tokens V, special tokens included.
+        Number of tokens V, including special tokens.
     encoder_dim, encoder_layers, encoder_heads
-        Width H, blocks and attention heads of the encoder.
+        Width H, number of blocks and number of attention heads of the encoder.
     decoder_dim, decoder_layers, decoder_heads
-        Width and heads of the decoder. If None, uses half of `encoder_dim`, and `encoder_heads`.
+        The same for the decoder. If None, the width is half of `encoder_dim`, and the number of heads `encoder_heads`.
     ffn_dim
-        Width of the encoder's feed-forward layers; ``4 * encoder_dim`` if None. In the decoder ``4 * decoder_dim``.
+        Width of the encoder's feed-forward layers. If None, uses ``4 * encoder_dim``. The decoder uses
+        ``4 * decoder_dim``.
     dropout
         Dropout on embeddings and residual branches.
     max_seq_len
         Maximum number of tokens per cell that the encoder sees.
     pooling
-        ``"mean"`` (mean over visible tokens), ``"cls"`` (state of the first) or ``"last"`` (of the last).
+        ``"mean"`` (mean over visible tokens), ``"cls"`` (state of the first visible token) or ``"last"`` (state of the
+        last visible token).
     activation
         ``"gelu"``, ``"relu"`` or ``"silu"``.
     use_expression_values
@@ -135,23 +138,23 @@ class MaskedAutoencoder(Architecture):
     layer_norm_eps
         Epsilon of the layer norms.
     gene_vectors
-        Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
-        :class:`scforge.models.components.GeneVectorEmbedding`. ``Encoder`` sets it for tokenizers with gene vectors.
+        Embed genes with pretrained vectors. A dict with the arguments ``dim``, ``learned`` and ``frozen`` of
+        :class:`scforge.models.components.GeneVectorEmbedding`; ``Encoder`` sets it for tokenizers with gene vectors.
     position_embedding
-        ``"none"``; ``"learned"`` adds a vector for the place in the cell; ``"rotary"`` counts places among the visible
-        tokens.
+        ``"none"``; ``"learned"`` adds a vector for the position in the cell; ``"rotary"`` counts positions among the
+        visible tokens.
     norm_first
-        Pre-norm layers and final norms, rather than post-norm layers.
+        Use pre-norm layers and final norms, instead of post-norm layers.
     gradient_checkpointing
-        Compute each layer again in the backward pass rather than keep what it computed.
+        Recompute the activations of each layer in the backward pass, which takes less memory and more time.
     unpad
-        Whether padding is taken out of the computation; None does where it is worth its while.
+        Whether to remove padding from the computation. If None, removes it if this is faster.
     value_loss
         ``"mse"``, or for counts ``"poisson"``, ``"negative_binomial"`` (with a dispersion for each gene),
-        ``"zero_truncated_poisson"`` or ``"zero_truncated_negative_binomial"``, the last two where only expressed genes
-        are tokens; see :func:`scforge.models.components.heads.count_loss`. Then the head predicts the logarithm
-        of the rate over the mean count of the expressed visible tokens of the cell, and the encoder is given log1p of
-        the counts.
+        ``"zero_truncated_poisson"`` or ``"zero_truncated_negative_binomial"``. The truncated losses require that only
+        expressed genes are tokens, see :func:`scforge.models.components.heads.count_loss`. With a loss for counts, the
+        head predicts the logarithm of the rate divided by the mean count of the expressed visible tokens of the cell,
+        and the encoder receives log1p of the counts.
 
     Examples
     --------
@@ -263,27 +266,27 @@ class MaskedAutoencoder(Architecture):
         attention_mask
             Bool, int or float of shape (B, S), nonzero for tokens.
         values
-            Expression values, shape (B, S). Those of masked tokens serve as targets alone.
+            Expression values, shape (B, S). Values of masked tokens are only used as targets.
         labels
-            Gene of masked tokens where `input_ids` do not tell it (int64, shape (B, S), -100 elsewhere). Their
-            presence asks for a loss.
+            Gene of each masked token, if `input_ids` do not contain it, int64, shape (B, S), -100 elsewhere. If given,
+            a loss is computed.
         attention_bias
             Number to add to the attention scores of each visible token as a key in the encoder, shape (B, S).
         masked_positions
-            Nonzero for masked tokens, shape (B, S); where `labels` are not -100 if None.
+            Nonzero for masked tokens, shape (B, S). If None, tokens with `labels` other than -100 are masked.
         value_labels
-            Values to predict, shape (B, S); `values` if None.
+            Values to predict, shape (B, S). If None, uses `values`.
         return_logits
-            If false, the head runs at masked tokens only, and ``logits`` is None.
+            If false, the head only runs at masked tokens, and ``logits`` is None.
         output_hidden_states, output_attentions
-            Also return the encoder's states after each layer, zeros at what it did not see, and attention weights.
+            Also return the encoder's states after each layer, zeros for masked tokens, and the attention weights.
         **kwargs
-            Other keys of the batch, ignored.
+            Other keys of the batch, which are ignored.
 
         Returns
         -------
-        ``loss`` (with masked tokens and either labels), ``logits``: predicted values, for a loss of counts expected
-        counts, (B, S); and ``embeddings`` (B, H) of the visible tokens.
+        ``loss`` (with masked tokens and `labels` or `value_labels`), ``logits`` (B, S), the predicted values (for a
+        loss for counts, the expected counts), and ``embeddings`` (B, H) of the visible tokens.
         """
         check_shapes(
             input_ids.shape,
@@ -343,7 +346,7 @@ class MaskedAutoencoder(Architecture):
         attention_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return cell embeddings of all tokens, shape (B, H). The arguments are those of :meth:`forward`."""
+        """Return cell embeddings of all tokens, shape (B, H). For the arguments see :meth:`forward`."""
         check_shapes(input_ids.shape, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
         layout = lay_out(attention_mask != 0)
         return self._pool(layout, self._encode(layout, input_ids, values, attention_bias).hidden)
@@ -382,7 +385,7 @@ class MaskedAutoencoder(Architecture):
         return POOLINGS[self.pooling](encoded_bch, layout.visible[:, : layout.width])
 
     def _positions(self, layout: Layout) -> torch.Tensor:
-        """Return the position of each token that the encoder gets, (B, C), and check that it has one."""
+        """Return the position of each token in the encoder, (B, C), and check that it is available."""
         most = self.embedding.max_seq_len
         # In a batch that is narrow enough no token can stand too far behind, and a GPU need not be asked.
         learned = self.embedding.position_embedding is not None
@@ -402,7 +405,7 @@ class MaskedAutoencoder(Architecture):
         *,
         return_logits: bool,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Run the decoder; return the loss where there is a target, and the logits in the order of the batch."""
+        """Run the decoder; return the loss at positions with a target, and the logits in the order of the batch."""
         states_bsd = F.pad(self.decoder_projection(encoded_bch), (0, 0, 0, genes_bs.shape[1] - layout.width))
         states_bsd = torch.where(layout.visible.unsqueeze(-1), states_bsd, self.mask_token)
         identity_bsd = self.gene_projection(self.gene_norm(self.embedding.gene_embedding(genes_bs)))
@@ -436,6 +439,6 @@ class MaskedAutoencoder(Architecture):
         return None if self.log_dispersion is None else self.log_dispersion(genes).squeeze(-1).float()
 
     def init_value_prior(self, mean: float) -> None:
-        """Start from the mean of the values to predict; a loss of counts starts from that of each cell anyhow."""
+        """Start from the mean of the values to predict; a loss for counts always starts from the mean of each cell."""
         if self.value_loss not in COUNT_LOSSES:
             nn.init.constant_(self.head.decoder.bias, mean)

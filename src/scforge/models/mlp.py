@@ -16,24 +16,24 @@ from scforge.models.registry import register_model
 class MLPEncoder(GenePoolingModel):
     """An MLP on the values of all genes of the vocabulary, like scVI's encoder on highly variable genes.
 
-    The first layer maps the V values of a cell to `hidden_dim`; as most are zero, it is computed as a sum over the
-    tokens of the cell. Then follow LayerNorm, GELU, dropout and a linear layer, `num_layers` times and once more to
-    `latent_dim`. The same network as :class:`GenePoolingModel` with ``pooling="weighted_sum"``, whose decoder,
-    projector and methods it has. With the tokenizer ``continuous_projection`` the values are log1p of counts per 10,000
-    of the cell, all its genes counted.
+    The first layer maps the V values of a cell to `hidden_dim`. Because most values are zero, it is computed as a sum
+    over the tokens of the cell. LayerNorm, GELU, dropout and a linear layer follow, `num_layers` times and once more to
+    `latent_dim`. The network is the same as :class:`GenePoolingModel` with ``pooling="weighted_sum"``, with the same
+    decoder, projector and methods. With the tokenizer ``continuous_projection``, the values are log1p of counts per
+    10,000 counts of all genes of the cell.
 
     Parameters
     ----------
     vocab_size
-        Number of tokens V, special tokens included.
+        Number of tokens V, including special tokens.
     hidden_dim
         Width of the first layer.
     num_layers
-        Number of hidden layers behind the first one.
+        Number of hidden layers after the first layer.
     latent_dim
         Width L of the cell embedding.
     ffn_dim
-        Width of these hidden layers; `hidden_dim` if None.
+        Width of these hidden layers. If None, uses `hidden_dim`.
     dropout
         Dropout probability.
     layer_norm_eps

@@ -27,12 +27,12 @@ class ModelOutput:
     hidden_states
         Hidden states after each layer, each of shape (B, S, H), if they were requested.
     expression
-        Predicted expression of each token in addition to its gene, if the architecture offers it: values, shape (B, S),
-        or logits of bins, shape (B, S, number of bins).
+        Predicted expression of each token in addition to its gene, if the architecture predicts it: values, shape
+        (B, S), or logits of bins, shape (B, S, number of bins).
     attentions
         Attention weights of each layer, float32, each of shape (B, heads, S, S), if they were requested.
     losses
-        The parts of the loss by name, scalars, where an architecture has several.
+        The terms of the loss by name, scalars, if an architecture has several terms.
 
     Examples
     --------
@@ -57,14 +57,14 @@ class ModelOutput:
 class CellModule(Protocol):
     """The protocol of an architecture: an ``nn.Module`` with ``forward``, ``encode`` and ``from_config``.
 
-    Some attributes are read where an architecture has them: ``uses_order`` (false if the order of the tokens does not
-    matter), ``config_names`` (what the constructor calls fields of ``ModelConfig``, e.g. ``{"hidden_dim":
-    "encoder_dim"}``), ``labels_name_genes`` (labels tell the model which gene is hidden, rather than what to predict),
-    ``init_token_prior`` (starts the head at token frequencies), ``token_table`` (gives the vectors of all tokens,
-    (V, H), where no embedding of the module contains them), ``attended_tokens`` (most tokens of a cell that it attends
-    to, None for all), ``model_class`` (the class of ``scforge.models`` that trains it, ``"Encoder"`` by default). One
-    that makes new cells is a :class:`GeneratingModule`. :func:`scforge.testing.check_model` checks an architecture
-    against all of this.
+    These attributes are optional: ``uses_order`` (false if the order of the tokens does not matter), ``config_names``
+    (names of the constructor for fields of ``ModelConfig``, e.g. ``{"hidden_dim": "encoder_dim"}``),
+    ``labels_name_genes`` (true if labels are the names of masked genes, not targets), ``init_token_prior`` (starts the
+    head at token frequencies), ``token_table`` (returns the vectors of all tokens, (V, H), if no embedding of the
+    module contains them), ``attended_tokens`` (maximum number of tokens per cell that it attends to, None for all), and
+    ``model_class`` (the class of ``scforge.models`` that trains it, ``"Encoder"`` by default). An architecture that
+    generates cells is a :class:`GeneratingModule`. :func:`scforge.testing.check_model` checks an architecture against
+    this protocol.
 
     Examples
     --------
@@ -107,11 +107,11 @@ class CellModule(Protocol):
         labels
             Token ids to predict, int64, shape (B, S); -100 at positions without a target.
         **kwargs
-            Other keys of a batch; those that the architecture does not use are ignored.
+            Other keys of a batch; keys that the architecture does not use are ignored.
 
         Returns
         -------
-        A :class:`ModelOutput`, whose ``loss`` is None without labels.
+        A :class:`ModelOutput`; its ``loss`` is None without labels.
         """
         ...
 
@@ -123,7 +123,7 @@ class CellModule(Protocol):
         Parameters
         ----------
         input_ids, attention_mask, values, **kwargs
-            As of :meth:`forward`.
+            See :meth:`forward`.
 
         Returns
         -------
@@ -138,7 +138,7 @@ class CellModule(Protocol):
         Parameters
         ----------
         config
-            The section ``model`` of a configuration, with ``vocab_size`` set.
+            The ``model`` section of a configuration, with ``vocab_size`` set.
 
         Returns
         -------
@@ -149,10 +149,10 @@ class CellModule(Protocol):
 
 @runtime_checkable
 class GeneratingModule(CellModule, Protocol):
-    """The protocol of an architecture that also makes new cells: a :class:`CellModule` with ``generate``.
+    """The protocol of an architecture that also generates cells: a :class:`CellModule` with ``generate``.
 
-    :meth:`scforge.models.Encoder.generate` and the benchmark ``generation`` take a model of it. With bins it has
-    ``bin_values``, what they stand for, too: float32, shape (number of bins,).
+    It is required by :meth:`scforge.models.Encoder.generate` and the benchmark ``generation``. An architecture with
+    bins also has ``bin_values``, the expression values of the bins, float32, shape (number of bins,).
 
     Examples
     --------
@@ -183,18 +183,18 @@ class GeneratingModule(CellModule, Protocol):
         prompt
             Tokens that the cells begin with: ``input_ids``, ``values`` and ``attention_mask``, shape (B, P).
         temperature
-            Logits are divided by it: below 1 likely values become more likely.
+            Divisor of the logits; below 1, likely values become more likely.
         top_k
-            Draw among this many of the likeliest genes only.
+            Sample only from the `top_k` most likely genes.
         seed
-            Random seed; a cell depends on it and on its number alone.
+            Random seed. A cell depends only on the seed and its index.
         first_id
             Token that cells begin with.
         first_cell
-            Number of the first cell, where cells are generated in several calls.
+            Index of the first cell, if cells are generated in several calls.
         **options
-            ``max_len``, ``eos_id``, ``n_special`` and ``condition`` after training token by token; ``n_tokens``,
-            ``n_steps`` and ``mask_id`` after ``masked_diffusion``.
+            ``max_len``, ``eos_id``, ``n_special`` and ``condition`` for autoregressive models; ``n_tokens``,
+            ``n_steps`` and ``mask_id`` for models trained with ``masked_diffusion``.
 
         Returns
         -------
@@ -211,7 +211,7 @@ class GeneratedCells(NamedTuple):
     input_ids
         Token ids, int64, 0 (PAD) at padding.
     values
-        What the bins stand for, float32, 0 at special tokens and padding.
+        Expression values of the bins, float32, 0 at special tokens and padding.
     bin_ids
         Expression bins, int64, 0 at special tokens and padding.
     attention_mask

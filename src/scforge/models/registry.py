@@ -41,8 +41,7 @@ def get_model(name: str, config: ModelConfig) -> nn.Module:
     name
         One of :func:`list_models`.
     config
-        The section ``model`` of a configuration. What it sets is passed on; for the rest the defaults of the
-        constructor hold.
+        The ``model`` section of a configuration. Fields that are not set use the defaults of the constructor.
 
     Returns
     -------
@@ -51,7 +50,7 @@ def get_model(name: str, config: ModelConfig) -> nn.Module:
     Raises
     ------
     OptionError
-        If `name` is unknown. (It is a ``ValueError``.)
+        If `name` is unknown. This error is a ``ValueError``.
     ValueError
         If ``config.vocab_size`` is None.
 
@@ -67,7 +66,7 @@ def get_model(name: str, config: ModelConfig) -> nn.Module:
 
 
 def option_names(name: str) -> list[str] | None:
-    """Return the options of the constructor of `name`, or None where it takes any."""
+    """Return the options of the constructor of `name`, or None if it accepts any options."""
     parameters = inspect.signature(MODELS.get(name)).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
         return None
@@ -75,7 +74,7 @@ def option_names(name: str) -> list[str] | None:
 
 
 def own_names(architecture: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return `options` with the names that configurations share replaced by those of a constructor.
+    """Return `options` with the shared names of configurations replaced by the names of a constructor.
 
     Raises
     ------

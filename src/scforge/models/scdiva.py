@@ -69,13 +69,13 @@ class Seen:
     values
         Expression values, float; 0 if the value is masked.
     has_gene
-        True for genes whose identity is seen.
+        True for genes with a visible identity.
     has_value
-        True where the value is seen.
+        True for tokens with a visible value.
     hidden_value
-        True for tokens whose value is hidden.
+        True for tokens with a masked value.
     hidden
-        True where anything is hidden.
+        True for tokens with anything masked.
     """
 
     ids: torch.Tensor
@@ -87,13 +87,13 @@ class Seen:
     hidden: torch.Tensor
 
     def blocked(self, vocab_size: int, n_special: int) -> torch.Tensor:
-        """Return which tokens no hidden one can be: special ones, and genes that are seen; bool, (B, V)."""
+        """Return which tokens a masked token cannot be: special tokens and visible genes, bool, (B, V)."""
         blocked = torch.zeros((self.ids.shape[0], vocab_size), dtype=torch.bool, device=self.ids.device)
         blocked = blocked.scatter(1, self.ids.masked_fill(~self.has_gene, PAD_ID), True)
         return blocked | (torch.arange(vocab_size, device=self.ids.device) < n_special)
 
     def first(self, most: int) -> Attended | None:
-        """Return the first `most` tokens of each cell, hidden ones before others; None where all are taken."""
+        """Return the first `most` tokens of each cell, masked tokens before others; None if all are taken."""
         if self.ids.shape[1] <= most:
             return None
         last = 2 * (~self.tokens).to(torch.uint8) + (~self.hidden).to(torch.uint8)
@@ -103,17 +103,17 @@ class Seen:
 
 @dataclass(frozen=True)
 class Attended:
-    """The places of the tokens that are attended to, int64, (B, K), and the number S of places."""
+    """The positions of the tokens that are attended to, int64, (B, K), and the number S of positions."""
 
     places: torch.Tensor
     width: int
 
     def take(self, tensor_bs: torch.Tensor) -> torch.Tensor:
-        """From (B, S) to (B, K)."""
+        """Select attended tokens: from shape (B, S) to (B, K)."""
         return tensor_bs.gather(1, self.places)
 
     def put_back(self, states_bkh: torch.Tensor) -> torch.Tensor:
-        """From (B, K, H) to (B, S, H), zeros at the rest."""
+        """Put attended tokens back: from shape (B, K, H) to (B, S, H), with zeros elsewhere."""
         states = states_bkh.new_zeros((states_bkh.shape[0], self.width, states_bkh.shape[2]))
         return states.scatter(1, self.places.unsqueeze(-1).expand_as(states_bkh), states_bkh)
 
@@ -122,7 +122,7 @@ class Attended:
         return Seen(**{name: self.take(tensor) for name, tensor in vars(seen).items()})
 
     def has(self) -> torch.Tensor:
-        """Return which places are attended to, bool, (B, S)."""
+        """Return which positions are attended to, bool, (B, S)."""
         nowhere = torch.zeros((self.places.shape[0], self.width), dtype=torch.bool, device=self.places.device)
         return nowhere.scatter(1, self.places, True)
 
@@ -142,11 +142,11 @@ def what_is_seen(
     input_ids, attention_mask, values
         Shape (B, S); without values every gene has the value 1.
     masked_positions
-        Nonzero where the identity of a token is hidden, (B, S), or None.
+        Nonzero for tokens with a masked identity, (B, S), or None.
     masked_values
-        Nonzero where its value is hidden, (B, S); None: where the identity is.
+        Nonzero for tokens with a masked value, (B, S). If None, uses `masked_positions`.
     n_special
-        Ids below this one are those of special tokens.
+        Number of special tokens; their ids are below this number.
     """
     check_shapes(
         input_ids.shape,
@@ -176,10 +176,10 @@ def what_is_seen(
 def gene_logits(
     states_bsh: torch.Tensor, table_vh: torch.Tensor, prior_v: torch.Tensor | None, seen: Seen, n_special: int
 ) -> torch.Tensor:
-    """Return how likely each token is each gene: the product of its state and of the vector of the gene, (B, S, V).
+    """Return the logit of each gene at each token, the product of its state and the vector of the gene, (B, S, V).
 
-    Products are divided by the square root of H. Special tokens, and genes that are seen at another token of the cell,
-    have the logit ``NEVER``.
+    Products are divided by the square root of H. Special tokens, and genes that are visible at another token of the
+    cell, have the logit ``NEVER``.
     """
     logits = scores_of(states_bsh, table_vh, prior_v)
     blocked = seen.blocked(len(table_vh), n_special).unsqueeze(1)
@@ -197,10 +197,10 @@ def gene_losses(
     chosen_bs: torch.Tensor,
     n_special: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross entropy of the gene at the chosen tokens, (M,), and the number of the cell of each, (M,).
+    """Return the cross entropy of the gene at the chosen tokens, (M,), and the index of the cell of each token, (M,).
 
-    What cannot be is left out of the softmax, so there is no credit for knowing it. The logits are made some tokens at
-    a time, and made again in the backward pass where they are many.
+    Impossible genes are left out of the softmax, so excluding them does not reduce the loss. The logits are computed
+    for some tokens at a time, and are recomputed in the backward pass if there are many.
     """
     cells_m = chosen_bs.nonzero()[:, 0]
     labels_m = labels_bs[chosen_bs]
@@ -224,7 +224,7 @@ def gene_losses(
 
 
 def scores_of(states: torch.Tensor, table_vh: torch.Tensor, prior_v: torch.Tensor | None) -> torch.Tensor:
-    """Return states (..., H) times vectors of genes, over the square root of H, plus the prior, shape (..., V)."""
+    """Return states (..., H) times gene vectors, divided by the square root of H, plus the prior, shape (..., V)."""
     scores = F.linear(states / math.sqrt(states.shape[-1]), table_vh.to(states.dtype))
     return scores if prior_v is None else scores + prior_v.to(scores.dtype)
 
@@ -238,9 +238,9 @@ _NEARLY_ZERO = 1e-2
 class States(NamedTuple):
     """Output of the transformer for cells.
 
-    ``readout``: states of LAT, (B, H). ``tokens``: states of the tokens, (B, S, H), zeros where none is attended to.
-    ``attended``: where one is, bool, (B, S). ``table``: vectors of all tokens, (V, H), if requested.
-    ``hidden_states`` and ``attentions``: as in :class:`scforge.models.ModelOutput`.
+    ``readout``: states of LAT, (B, H). ``tokens``: states of the tokens, (B, S, H), zeros for tokens that are not
+    attended to. ``attended``: tokens that are attended to, bool, (B, S). ``table``: vectors of all tokens, (V, H), if
+    requested. ``hidden_states`` and ``attentions``: as in :class:`scforge.models.ModelOutput`.
     """
 
     readout: torch.Tensor
@@ -259,59 +259,62 @@ _OWN_BETA = 1e-3
 class ScDiVaModel(Architecture):
     """Variational transformer of cells, in two modes.
 
-    ``mode="vector"``: a linear layer with a norm brings a profile of all genes to one vector, which passes through the
-    transformer, a sequence of length 1. The softmax over one key is 1, so attention is a linear map of the vector, and
-    queries and keys learn nothing.
+    ``mode="vector"``: a linear layer with a norm maps a profile of all genes to one vector, which passes through the
+    transformer as a sequence of length 1. The softmax over one key is 1, so attention is a linear map of the vector,
+    and queries and keys learn nothing.
 
-    ``mode="tokens"``: the same layer is a sum of a vector for each gene, times its value. That sum is the first token,
-    LAT, and its summands are tokens alongside it: the vector of the gene after the norm, plus a vector of the value. So
-    genes attend to each other, and LAT is read out. There are H^2 + 6 H more parameters than in the other mode.
+    ``mode="tokens"``: the same layer is computed as a sum over genes of gene vector times value. This sum is the first
+    token, LAT. Each gene is a further token: the vector of the gene after the norm, plus a vector of the value. Genes
+    therefore attend to each other, and LAT is read out. This mode has H^2 + 6 H more parameters than the other mode.
 
     The read-out has a mean and a variance of L dimensions. In evaluation the latent is the mean, which is the cell
-    embedding. Two heads read the latent: one the cell type, one the expression of all genes.
+    embedding. Two heads decode the latent: one predicts the cell type, one the expression of all genes.
 
-    All methods take either a batch of tokens, as those of every architecture, or without `attention_mask` a dense
-    profile, float, (B, G), log1p of counts per 10,000.
+    All methods take either a batch of tokens, as in every architecture, or, without `attention_mask`, a dense profile
+    of log1p of counts per 10,000, float, (B, G).
 
     Parameters
     ----------
     vocab_size
-        Number of tokens V, special tokens included; there are G = V - `n_special` genes.
+        Number of tokens V, including special tokens; there are G = V - `n_special` genes.
     hidden_dim, num_layers, num_heads, ffn_dim
-        Width H, layers, heads and inner width (``4 * hidden_dim`` if None) of the transformer.
+        Width H, number of layers, number of heads, and width of the feed-forward layers (if None, ``4 * hidden_dim``)
+        of the transformer.
     dropout
         Dropout on embeddings and residual branches.
     max_tokens
-        Maximum number of attended tokens per cell, in addition to LAT, which sums all: masked ones first, then others,
-        in the order of the batch. 0 is the mode ``"vector"``.
+        Maximum number of attended tokens per cell, in addition to LAT, which sums over all tokens. Masked tokens are
+        attended to first, then other tokens in the order of the batch. 0 is the mode ``"vector"``.
     mode
         ``"tokens"`` or ``"vector"``.
     norm_style
-        ``"post"``: norms behind each sum; or ``"pre"``: at the start of each branch, easier to train when deep.
+        ``"post"`` puts norms after each sum; ``"pre"`` puts them at the start of each branch, which is easier to train
+        in deep models.
     norm, activation, bias
-        See :class:`scforge.models.components.TransformerBlock`; `norm` is that of the embedding, too.
+        See :class:`scforge.models.components.TransformerBlock`; `norm` is also used in the embedding.
     final_norm
         Whether a norm follows the last layer; None adds one with ``norm_style="pre"``.
     latent_dim
         Width L of the latent.
     num_cell_types
-        Cell types T of the annotation head; 0 for no such head.
+        Number of cell types T of the annotation head; 0 for no annotation head.
     n_batches
-        Batches that the decoder of expression knows.
+        Number of batches that the expression decoder is conditioned on.
     variational
-        False leaves out the variance, and with it all noise.
+        If false, there is no variance and no noise.
     denoising
-        Adds what the objective ``masked_diffusion`` needs: a vector of masked values, and a head that predicts them.
+        Add a vector for masked values, and a head that predicts them; the objective ``masked_diffusion`` requires both.
     layer_norm_eps
         Epsilon of the norms.
     position_embedding
-        ``"none"``: the order of tokens does not matter; or ``"rotary"``: places in the order of the tokens.
+        ``"none"``, with which the order of tokens does not matter, or ``"rotary"``, positions in the order of the
+        tokens.
     n_special
-        Tokens with ids below this are special ones.
+        Number of special tokens; their ids are below this number.
     gradient_checkpointing
-        Compute each layer again in the backward pass rather than keep what it computed.
+        Recompute the activations of each layer in the backward pass, which takes less memory and more time.
     unpad
-        Whether padding is taken out of the computation; None does where it is worth its while.
+        Whether to remove padding from the computation. If None, removes it if this is faster.
 
     Examples
     --------
@@ -406,7 +409,7 @@ class ScDiVaModel(Architecture):
         values: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return the cell embeddings of a batch of tokens, (B, L), or what :meth:`infer` returns of a profile."""
+        """Return the cell embeddings of a batch of tokens, (B, L), or the output of :meth:`infer` for a profile."""
         found = self.infer(input_ids, attention_mask, values, **kwargs)
         return found if attention_mask is None else found["mu"]
 
@@ -422,8 +425,8 @@ class ScDiVaModel(Architecture):
     ) -> dict[str, torch.Tensor]:
         """Return ``latent``, ``mu`` and ``logvar`` of cells, float32, each (B, L).
 
-        In training the latent is sampled, in evaluation it is the mean. The variance is ``exp(logvar)``. The arguments
-        are those of :meth:`forward`.
+        In training the latent is sampled, in evaluation it is the mean. The variance is ``exp(logvar)``. For the
+        arguments see :meth:`forward`.
         """
         if attention_mask is None:
             readout = self._dense_states(input_ids)
@@ -433,11 +436,11 @@ class ScDiVaModel(Architecture):
         return dict(zip(("latent", "mu", "logvar"), self.variational_layer(readout), strict=True))
 
     def decode(self, latent: torch.Tensor, batch: torch.Tensor | int | None = None) -> torch.Tensor:
-        """Return the expression of all genes, (B, G), of latents (B, L), in a batch, or in the mean of all (None)."""
+        """Decode latents (B, L) to the expression of all genes, (B, G), in a batch, or the mean of all (None)."""
         return self.batch_integration_head(latent, batch)
 
     def classify(self, latent: torch.Tensor) -> torch.Tensor:
-        """Return logits of cell types, (B, T), of latents (B, L).
+        """Return logits of cell types, (B, T), for latents (B, L).
 
         Raises
         ------
@@ -464,11 +467,11 @@ class ScDiVaModel(Architecture):
         Parameters
         ----------
         input_ids
-            Profile, float, (B, G), or with `attention_mask` and `values` token ids, (B, S).
+            Profile, float, (B, G), or, with `attention_mask` and `values`, token ids, (B, S).
         task
-            ``"annotation"``: logits of cell types, (B, T); ``"batch_integration"``: expression, (B, G).
+            ``"annotation"`` returns logits of cell types, (B, T), ``"batch_integration"`` expression, (B, G).
         batch
-            Batch for which expression is predicted; None means the mean of all.
+            Batch for which expression is predicted; None means the mean of all batches.
         """
         check_choice("task", task, _TASKS)
         with evaluating(self):
@@ -478,7 +481,7 @@ class ScDiVaModel(Architecture):
     def token_table(self) -> torch.Tensor:
         """Return the vectors of all tokens after the norm, without a value, (V, H).
 
-        In mode ``"vector"``, which has no special tokens, theirs are zeros.
+        In mode ``"vector"``, which has no special tokens, their vectors are zeros.
         """
         genes = self.gene_embedding.weight + self.gene_embedding.bias
         if self.special_embedding is None:
@@ -486,7 +489,7 @@ class ScDiVaModel(Architecture):
         return self.gene_embedding.norm(torch.cat([self.special_embedding.weight, genes]))
 
     def _summed(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weighted sum of all genes of which identity and value are seen, (B, H), and where it has none."""
+        """Return the weighted sum of genes with visible identity and value, (B, H), and which cells have none."""
         values_bs = seen.values.masked_fill(~(seen.has_gene & seen.has_value), 0.0)
         summed_bh = self.gene_embedding.bag((seen.ids - self.n_special).clamp(min=0), values_bs)
         return summed_bh, ~(values_bs != 0).any(dim=1, keepdim=True)
@@ -501,10 +504,11 @@ class ScDiVaModel(Architecture):
     def _alone(
         self, summed_bh: torch.Tensor, nothing_b1: torch.Tensor, *, output_hidden_states: bool = False
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        """Run the transformer on one vector per cell; return its state, (B, H), and if asked for those of the layers.
+        """Run the transformer on one vector per cell; return its state, (B, H), and if requested those of the layers.
 
-        Without a gene the vector is the bias, which starts at zero, where each norm has a gradient without bounds. So
-        such a cell passes none to the bias, and while the norm leaves (nearly) zero none to the transformer either.
+        Without genes, the vector is the bias, which starts at zero, where the gradient of a norm is unbounded. Cells
+        without genes therefore pass no gradient to the bias, and none to the transformer while the vector after the
+        norm is nearly zero.
         """
         vector_bh = self.gene_embedding.norm(torch.where(nothing_b1, summed_bh.detach(), summed_bh))
         zero_b1 = nothing_b1 & (vector_bh.square().mean(dim=1, keepdim=True) < _NEARLY_ZERO)
@@ -530,12 +534,12 @@ class ScDiVaModel(Architecture):
     def states(
         self, seen: Seen, *, table: bool = False, output_hidden_states: bool = False, output_attentions: bool = False
     ) -> States:
-        """Run the transformer on tokens; `table`: also return the vectors of all tokens.
+        """Run the transformer on tokens; with `table`, also return the vectors of all tokens.
 
         Raises
         ------
         OptionError
-            If attention weights are asked for in mode ``"vector"``.
+            If attention weights are requested in mode ``"vector"``.
         """
         # (An exported graph has to do for batches of all sizes.)
         many = torch.compiler.is_compiling() or seen.ids.numel() > self.vocab_size
@@ -594,7 +598,7 @@ class ScDiVaModel(Architecture):
     def serialize(self, x: torch.Tensor) -> Seen:
         """Return the genes of profiles that become tokens: the first `max_tokens` by value times weight of the gene.
 
-        Equal ones stand in the order of the genes. The weights are those of :meth:`init_gene_weights`.
+        Ties are in the order of the genes. The weights are set by :meth:`init_gene_weights`.
 
         Parameters
         ----------
@@ -613,7 +617,7 @@ class ScDiVaModel(Architecture):
 
     @torch.no_grad()
     def init_gene_weights(self, weights: torch.Tensor) -> None:
-        """Set the weights, (G,), by which the genes of a profile are put in order; in mode ``"vector"`` unused."""
+        """Set the weights, (G,), that rank the genes of a profile; unused in mode ``"vector"``."""
         weights = torch.as_tensor(weights)
         if tuple(weights.shape) != (self.num_genes,):
             raise OptionError(
@@ -624,7 +628,7 @@ class ScDiVaModel(Architecture):
 
     @torch.no_grad()
     def init_expression_prior(self, mean: torch.Tensor) -> None:
-        """Start the expression that the latent is decoded to at the mean of each gene, (G,)."""
+        """Start the expression decoder at the mean expression of each gene, (G,)."""
         self.batch_integration_head.decoder.bias.copy_(mean)
 
     def forward(
@@ -653,22 +657,23 @@ class ScDiVaModel(Architecture):
         input_ids
             Token ids, int64, shape (B, S), or a profile, float, (B, G).
         attention_mask
-            Nonzero for tokens, shape (B, S). Its absence says that `input_ids` is a profile.
+            Nonzero for tokens, shape (B, S). If None, `input_ids` is a profile.
         values
-            Value of each token, shape (B, S); 1 if None.
+            Value of each token, shape (B, S). If None, all values are 1.
         labels
-            Genes to predict, int64, (B, S), -100 elsewhere (labels of special tokens do not count); for a profile cell
+            Genes to predict, int64, (B, S), -100 elsewhere (labels of special tokens are ignored). For a profile, cell
             types, (B,).
         value_labels
             Values to predict, (B, S), with ``denoising=True``.
         masked_positions, masked_values
-            Nonzero where identity and value of a token are hidden, (B, S); the second is the first if None. `input_ids`
-            hold MASK where the identity is hidden. Masked values are visible neither to LAT nor to their token.
+            Nonzero for tokens with a masked identity and a masked value, (B, S). If None, `masked_values` are
+            `masked_positions`. `input_ids` contain MASK for masked identities. Masked values are visible neither to LAT
+            nor to their token.
         loss_weights
-            Weight of each cell, (B,): then the losses of tokens are means over cells of its weight times the mean over
-            its masked tokens. Without, they are means over tokens.
+            Weight of each cell, (B,). If given, token losses are averaged over cells, each as weight times mean over
+            the masked tokens of the cell. Otherwise they are averaged over tokens.
         target
-            Expression to reconstruct from the latent, (B, G), e.g. of the cell before anything was hidden.
+            Expression to reconstruct from the latent, (B, G), e.g. of the cell before masking.
         beta
             Weight of the KL divergence of the latent.
         batch
@@ -678,18 +683,18 @@ class ScDiVaModel(Architecture):
         output_hidden_states, output_attentions
             Also return states and attention weights of the tokens after each layer, without LAT.
         **kwargs
-            Other keys of the batch, ignored.
+            Other keys of the batch, which are ignored.
 
         Returns
         -------
-        Of tokens ``logits`` (B, S, V), ``embeddings`` (B, L), the mean of the latent, and with ``denoising=True``
-        ``expression`` (B, S). ``losses`` has the parts of the loss that there is a target for: ``"identity"`` (cross
-        entropy), ``"value"`` (squared error), and ``"reconstruction"`` and ``"kl"`` with `target`. Where there are
-        labels but neither `target` nor `loss_weights`, the latent learns from the labels: ``"latent"``, the cross
-        entropy of the masked genes given the latent alone, and ``"kl"``, weighted by 1e-3.
+        For tokens, ``logits`` (B, S, V), ``embeddings`` (B, L), the mean of the latent, and with ``denoising=True``
+        ``expression`` (B, S). ``losses`` has the terms of the loss with a target: ``"identity"`` (cross entropy),
+        ``"value"`` (squared error), and with `target` ``"reconstruction"`` and ``"kl"``. With labels but without
+        `target` and `loss_weights`, the latent learns from the labels: ``"latent"`` is the cross entropy of the masked
+        genes given only the latent, and ``"kl"`` is weighted by 1e-3.
 
-        Of a profile ``logits`` of cell types (B, T) or None, ``embeddings``, and ``expression`` (B, G), with a loss
-        where there are `labels` (``"classification"``) or a `target`.
+        For a profile, ``logits`` of cell types (B, T) or None, ``embeddings``, and ``expression`` (B, G), with a loss
+        if there are `labels` (``"classification"``) or a `target`.
         """
         if attention_mask is None:
             return self._forward_dense(input_ids, labels, target, beta, batch)
@@ -762,7 +767,7 @@ class ScDiVaModel(Architecture):
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         batch: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Return the loss of predicting labeled genes from the latent alone, which trains it without a profile."""
+        """Return the loss of predicting labeled genes only from the latent, which trains it without a profile."""
         chosen_bs = seen.tokens & (labels >= self.n_special)
         log_share_bg = self.decode(found[0], batch).float().log_softmax(dim=1)
         of_tokens_bs = log_share_bg.gather(1, (labels - self.n_special).clamp(min=0))
@@ -782,12 +787,12 @@ class ScDiVaModel(Architecture):
 
     @property
     def attended_tokens(self) -> int | None:
-        """Maximum number of tokens per cell that are attended to; None where all count alike."""
+        """Maximum number of tokens per cell that are attended to; None if all tokens are used equally."""
         return self.max_tokens if self.mode == "tokens" else None
 
     @property
     def max_generated(self) -> int:
-        """Most tokens of a generated cell."""
+        """Maximum number of tokens of a generated cell."""
         return self.attended_tokens or self.num_genes + 1
 
     def values_of(self, states: States, genes_bs: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
@@ -820,12 +825,12 @@ class ScDiVaModel(Architecture):
         input_ids, attention_mask, values
             See :meth:`forward`.
         masked_values
-            Nonzero where the value is to be predicted, shape (B, S); at most `max_tokens` per cell.
+            Nonzero for values to predict, shape (B, S); at most `max_tokens` per cell.
 
         Raises
         ------
         OptionError
-            If the model has no head for it, or a cell has too many.
+            If the model has no head for values, or a cell has too many masked values.
         """
         if not self.denoising:
             raise OptionError("denoising=False has no head to predict values; train with 'masked_diffusion'.")
@@ -856,7 +861,7 @@ class ScDiVaModel(Architecture):
             self.token_prior.copy_((smoothed / smoothed.sum()).log())
 
     def init_value_prior(self, mean: float) -> None:
-        """Start the prediction of masked values from the mean of those to predict."""
+        """Start the prediction of masked values at the mean of the values to predict."""
         if self.value_head is not None:
             nn.init.constant_(self.value_head.decoder.bias, mean)
 
@@ -877,40 +882,41 @@ class ScDiVaModel(Architecture):
     ) -> GeneratedCells:
         """Generate cells by iterative unmasking.
 
-        In the beginning all tokens but the prompt are hidden. In each step a gene is sampled for every masked token,
-        and the surest are kept, as many as bring the hidden ones down evenly over the steps; in the next step they get
-        the value that is predicted for them. No gene comes twice in a cell. The random numbers of a cell depend on
-        `seed` and its number alone.
+        At first, all tokens except the prompt are masked. In each step a gene is sampled for every masked token, and
+        the most confident genes are kept, so that the number of masked tokens decreases evenly over the steps. In the
+        next step, the values of the kept genes are predicted. Each gene occurs at most once in a cell. The random
+        numbers of a cell depend only on `seed` and its index.
 
         Parameters
         ----------
         n_cells
             Number of cells B.
         prompt
-            Known part of the cells: ``input_ids``, (P,) for all cells or (B, P), and if given ``values`` (NaN where
-            they are to be predicted; without them all are) and ``attention_mask``, of the same shape.
+            Known part of the cells: ``input_ids``, (P,) for all cells or (B, P), and optionally ``values`` and
+            ``attention_mask`` of the same shape. ``values`` are NaN for values to predict; without them all values are
+            predicted.
         n_tokens
-            Number of tokens per cell, including prompt and `first_id`, or one number for each cell, int64, (B,). If
-            None, draws from the lengths that the model was trained on.
+            Number of tokens of all cells, or of each cell, int64, (B,), including prompt and `first_id`. If None,
+            samples from the lengths that the model was trained on.
         n_steps
-            Steps of the unmasking; a few more where draws collide.
+            Number of unmasking steps; a few more if sampled genes collide.
         temperature
-            Logits are divided by it, and the noise of the order is multiplied by it.
+            Divisor of the logits, and factor of the noise in the order of unmasking.
         top_k
-            Draw among this many of the likeliest genes only.
+            Sample only from the `top_k` most likely genes.
         seed
             Random seed.
         first_cell
-            Number of the first cell, where cells are generated in several calls.
+            Index of the first cell, if cells are generated in several calls.
         first_id
-            Special token that all cells begin with, where the tokenizer puts one there.
+            Special token that all cells begin with, if the tokenizer adds one.
         mask_id
             Id of MASK.
 
         Raises
         ------
         OptionError
-            If the model was made without ``denoising=True``, or an argument cannot be used.
+            If the model was created without ``denoising=True``, or an argument cannot be used.
         """
         check_drawing(n_cells, temperature, seed, top_k)
         check_count("n_steps", n_steps, "steps")
@@ -979,7 +985,7 @@ class ScDiVaModel(Architecture):
 
 
 def _sum(losses: dict[str, torch.Tensor], beta: float | torch.Tensor) -> torch.Tensor | None:
-    """Return the sum of the parts, the divergence weighted by `beta`; None without any."""
+    """Return the sum of the losses, with the KL divergence weighted by `beta`; None without losses."""
     if not losses:
         return None
     task = torch.stack([part for name, part in losses.items() if name != "kl"]).sum()
@@ -1016,11 +1022,11 @@ class _Cells:
         self.n_hidden_b = self.no_gene_bs.sum(dim=1)
 
     def unfinished(self) -> bool:
-        """Return whether anything is hidden."""
+        """Return whether anything is masked."""
         return bool((self.no_gene_bs | self.no_value_bs).any())
 
     def look(self) -> None:
-        """Run the model, and take the values that it predicts where the gene is known."""
+        """Run the model, and use the values that it predicts for known genes."""
         self.seen: Seen = what_is_seen(
             self.ids_bs, self.tokens_bs, self.values_bs, self.no_gene_bs, self.no_value_bs, self.model.n_special
         )
@@ -1052,7 +1058,7 @@ class _Cells:
     def _drawn(
         self, random_m: torch.Tensor, temperature: float, top_k: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a gene for each masked token, int64, and the logarithm of its share, float64, both (M,)."""
+        """Return a gene for each masked token, int64, and the logarithm of its probability, float64, both (M,)."""
         table_vh = self.states.table
         blocked_bv = self.seen.blocked(len(table_vh), self.model.n_special)
         cells_m = self.no_gene_bs.nonzero()[:, 0]
@@ -1068,13 +1074,13 @@ class _Cells:
         return torch.cat(genes), torch.cat(shares)
 
     def tokens(self) -> GeneratedCells:
-        """Return the cells."""
+        """Return the generated cells."""
         ids = self.ids_bs.masked_fill(~self.tokens_bs, PAD_ID)
         return GeneratedCells(ids, self.values_bs.float(), torch.zeros_like(ids), self.tokens_bs)
 
 
 def _random_numbers(draws: list[torch.Generator], hidden_bs: torch.Tensor, lengths_b: torch.Tensor) -> torch.Tensor:
-    """Return two numbers in [0, 1) for each token of the cells of which anything is hidden, float64, (B, S, 2)."""
+    """Return two numbers in [0, 1) for each token of the cells with anything masked, float64, (B, S, 2)."""
     numbers = torch.zeros((*hidden_bs.shape, 2), dtype=torch.float64)
     for cell, generator in enumerate(draws):
         if hidden_bs[cell].any():
@@ -1085,22 +1091,22 @@ def _random_numbers(draws: list[torch.Generator], hidden_bs: torch.Tensor, lengt
 
 @dataclass(frozen=True, kw_only=True)
 class ScDiVaConfig:
-    """Sizes and options of a ScDiVa model, by the names that its publication uses.
+    """Sizes and options of a ScDiVa model, with the names of its publication.
 
     Parameters
     ----------
     num_genes
         Number of genes G.
     hidden_size, num_hidden_layers, num_attention_heads
-        Width H, layers and heads of the encoder.
+        Width H, number of layers and number of heads of the encoder.
     intermediate_size
-        Width of the feed-forward layers; four times `hidden_size` if None.
+        Width of the feed-forward layers. If None, uses four times `hidden_size`.
     latent_dim
         Width L of the latent.
     num_cell_types
-        Cell types of the annotation head; 0 for none.
+        Number of cell types of the annotation head; 0 for no annotation head.
     n_batches
-        Batches that the expression decoder knows; 0 for none.
+        Number of batches that the expression decoder is conditioned on; 0 for no batches.
     dropout
         Dropout on embeddings and residual branches.
     layer_norm_eps
@@ -1140,7 +1146,7 @@ class ScDiVaConfig:
 
     @classmethod
     def base(cls, **changes: Any) -> ScDiVaConfig:
-        """Return the base size, nominally 350 million parameters; `changes` go over it.
+        """Return the base size, nominally 350 million parameters, updated with `changes`.
 
         Parameters
         ----------

@@ -17,9 +17,9 @@ _STD = 0.02
 
 
 class GeneEmbedding(nn.Module):
-    """The projection ``LayerNorm(x W + b)`` of an expression profile, whose rows of W are also the genes one by one.
+    """The projection ``LayerNorm(x W + b)`` of an expression profile; rows of W also embed single genes.
 
-    The matrix is kept gene by gene, (G, H): it is the transpose of the weight of a linear layer from G to H.
+    W has shape (G, H), the transpose of the weight of a linear layer from G to H.
 
     Parameters
     ----------
@@ -60,14 +60,14 @@ class GeneEmbedding(nn.Module):
         return F.linear(x_bg.to(self.weight.dtype), self.weight.t(), self.bias)
 
     def bag(self, genes_bs: torch.Tensor, values_bs: torch.Tensor) -> torch.Tensor:
-        """Return the same of genes and their values, shape (B, H), without a profile over all genes.
+        """Return the same from genes and their values, shape (B, H), without a profile over all genes.
 
         Parameters
         ----------
         genes_bs
             Index of each gene, int64, shape (B, S).
         values_bs
-            Its value, 0 where it does not count, shape (B, S).
+            Value of each gene, 0 for genes to ignore, shape (B, S).
         """
         values_bs = values_bs.to(self.weight.dtype)
         return F.embedding_bag(genes_bs, self.weight, mode="sum", per_sample_weights=values_bs) + self.bias
@@ -104,7 +104,7 @@ class VariationalLayer(nn.Module):
     hidden_dim, latent_dim
         H and L.
     variational
-        False leaves the variance out: the latent is the mean.
+        If false, there is no variance, and the latent is the mean.
 
     Examples
     --------
@@ -122,7 +122,7 @@ class VariationalLayer(nn.Module):
     def forward(self, hidden_bh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return latent, mean and log-variance, each (B, L); in evaluation the latent is the mean.
 
-        Without a variance the log-variance is its lower bound, -15.
+        Without a variance, the log-variance is at its lower bound, -15.
         """
         mu_bl = _wide(self.mu_projection(hidden_bh))
         if self.logvar_projection is None:
@@ -157,16 +157,16 @@ class AnnotationHead(nn.Module):
 
 
 def mean_over_cells(losses_m: torch.Tensor, cells_m: torch.Tensor, weights_b: torch.Tensor | None) -> torch.Tensor:
-    """Return the mean over cells of their weight times the mean of their tokens, 0 for a cell without; a scalar.
+    """Return the mean over cells of cell weight times mean loss of the tokens, a scalar; 0 for a cell without tokens.
 
-    Without weights it is the mean over all tokens, 0 if there is none.
+    Without weights, it is the mean over all tokens, 0 if there are none.
 
     Parameters
     ----------
     losses_m
         Loss of each token, shape (M,).
     cells_m
-        Number of its cell, int64, shape (M,).
+        Index of the cell of each token, int64, shape (M,).
     weights_b
         Weight of each cell, shape (B,), or None.
     """
@@ -178,7 +178,7 @@ def mean_over_cells(losses_m: torch.Tensor, cells_m: torch.Tensor, weights_b: to
 
 
 def init_scdiva(module: nn.Module) -> None:
-    """Initialize one module: weights from N(0, 0.02), biases zero, norms one and zero; for ``model.apply``."""
+    """Initialize one module for ``model.apply``: weights from N(0, 0.02), zero biases, norms with ones and zeros."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=_STD)
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm):

@@ -36,7 +36,7 @@ class TransformerEncoder(Architecture):
     Parameters
     ----------
     vocab_size
-        Number of tokens V, special tokens included.
+        Number of tokens V, including special tokens.
     hidden_dim
         Width H; a multiple of `num_heads`.
     num_layers
@@ -44,15 +44,15 @@ class TransformerEncoder(Architecture):
     num_heads
         Number of attention heads.
     ffn_dim
-        Width of the feed-forward layers; ``4 * hidden_dim`` if None.
+        Width of the feed-forward layers. If None, uses ``4 * hidden_dim``.
     dropout
         Dropout on embeddings and residual branches.
     max_seq_len
         Maximum number of tokens per cell.
     pooling
-        ``"cls"`` (state of the first token), ``"mean"`` (mean over tokens), ``"genes"`` (mean over tokens but special
-        ones, see `n_special`), ``"last"`` (state of the last token) or ``"depths"`` (four of them, as scFoundation: see
-        :func:`scforge.models.components.pooling.depth_pool`).
+        ``"cls"`` (state of the first token), ``"mean"`` (mean over tokens), ``"genes"`` (mean over tokens without
+        special tokens, see `n_special`), ``"last"`` (state of the last token) or ``"depths"`` (four vectors, as in
+        scFoundation, see :func:`scforge.models.components.pooling.depth_pool`).
     activation
         ``"gelu"``, ``"relu"`` or ``"silu"``.
     use_expression_values
@@ -60,40 +60,40 @@ class TransformerEncoder(Architecture):
     layer_norm_eps
         Epsilon of the layer norms.
     gene_vectors
-        Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
-        :class:`scforge.models.components.GeneVectorEmbedding`. ``Encoder`` sets it for tokenizers with gene vectors.
+        Embed genes with pretrained vectors. A dict with the arguments ``dim``, ``learned`` and ``frozen`` of
+        :class:`scforge.models.components.GeneVectorEmbedding`; ``Encoder`` sets it for tokenizers with gene vectors.
     position_embedding
-        ``"learned"``, ``"rotary"``, or ``"none"``: then the order of the tokens does not matter.
+        ``"learned"``, ``"rotary"``, or ``"none"``, with which the order of the tokens does not matter.
     norm_first
-        Pre-norm layers and a final norm, rather than post-norm layers.
+        Use pre-norm layers and a final norm, instead of post-norm layers.
     tie_head
-        The last layer of the head is the gene embedding.
+        Use the gene embedding as the last layer of the head.
     expression_head
         Also predict the expression of masked tokens: ``"value"`` (mean squared error), ``"deep"`` (the same with the
         three layers of scGPT) or ``"bin"`` (cross entropy).
     n_bins
         Number of expression bins, for ``"bin"``.
     expression_loss_weight
-        Weight of that loss relative to that of the genes.
+        Weight of the expression loss relative to the loss of the genes.
     gradient_checkpointing
-        Compute each layer again in the backward pass rather than keep what it computed.
+        Recompute the activations of each layer in the backward pass, which takes less memory and more time.
     unpad
-        Whether padding is taken out of the computation; None does where it is worth its while.
+        Whether to remove padding from the computation. If None, removes it if this is faster.
     gene_head, head_activation
         Whether there is a head for masked genes, and its activation.
     value_encoder, n_value_bins, value_bins_alpha, embedding_norm
-        How values and genes become one vector, see :class:`scforge.models.components.GeneExpressionEmbedding`.
+        Options of the embedding of genes and values, see :class:`scforge.models.components.GeneExpressionEmbedding`.
     n_special
-        Tokens with ids below this are special ones.
+        Number of special tokens; their ids are below this number.
     special_value, mask_value
         Values of special tokens and of masked tokens, which replace those of the batch (scGPT: -2 and -1). If None,
         leaves them unchanged.
     final_norm
         Whether a norm follows the last layer; None adds one to pre-norm layers.
     embedding_layer
-        From how many layers below the last the embedding is pooled (Geneformer publishes embeddings of 1).
+        How many layers before the last layer the embedding is pooled (1 for Geneformer's published embeddings).
     normalize_embedding
-        Whether the embedding is divided by its length (scGPT publishes embeddings of length 1).
+        Whether to divide the embedding by its length (as for scGPT's published embeddings).
 
     Examples
     --------
@@ -222,7 +222,7 @@ class TransformerEncoder(Architecture):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Predict the genes, and with an expression head the expression, of a batch.
+        """Predict the masked genes of a batch, and with an expression head also their expression.
 
         Parameters
         ----------
@@ -235,23 +235,23 @@ class TransformerEncoder(Architecture):
         labels
             Token ids to predict, shape (B, S); -100 at positions without a target.
         attention_bias
-            Number to add to the attention scores of each token as a key, shape (B, S).
+            Value to add to the attention scores of each token as a key, shape (B, S).
         masked_positions, value_labels
-            Positions whose value is to predict (bool) and the values, shape (B, S); for ``expression_head="value"`` and
+            Positions of values to predict (bool), and these values, shape (B, S); for ``expression_head="value"`` and
             ``"deep"``.
         bin_labels
             Bins to predict, shape (B, S), -100 at positions without a target; for ``expression_head="bin"``.
         return_logits
-            If false, heads run only where there is something to predict, and ``logits`` and ``expression`` are None.
+            If false, heads run only at positions with targets, and ``logits`` and ``expression`` are None.
         output_hidden_states, output_attentions
             Also return the states after each layer, and the attention weights.
         **kwargs
-            Other keys of the batch, ignored.
+            Other keys of the batch, which are ignored.
 
         Returns
         -------
-        ``loss`` (with something to predict), ``logits`` (B, S, V), ``embeddings`` (B, H) and ``expression``, values
-        (B, S) or logits of bins (B, S, n_bins).
+        ``loss`` (if there are targets), ``logits`` (B, S, V), ``embeddings`` (B, H) and ``expression``, values (B, S)
+        or logits of bins (B, S, n_bins).
         """
         out = self._states(
             input_ids,
@@ -293,7 +293,7 @@ class TransformerEncoder(Architecture):
         values_bs: torch.Tensor | None,
         bins_bs: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Return the loss of the expression head where there is something to predict."""
+        """Return the loss of the expression head at positions with targets."""
         if isinstance(self.expression_head, BinPredictionHead):
             if bins_bs is None:
                 return None
@@ -314,7 +314,7 @@ class TransformerEncoder(Architecture):
         attention_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return cell embeddings, shape (B, H). The arguments are those of :meth:`forward`."""
+        """Return cell embeddings, shape (B, H). For the arguments see :meth:`forward`."""
         further = self.embedding_layer > 0
         out = self._states(input_ids, attention_mask, values, attention_bias, output_hidden_states=further)
         return self._pool(out, input_ids, attention_mask)
@@ -360,6 +360,6 @@ class TransformerEncoder(Architecture):
             self.head.init_bias(token_counts)
 
     def init_value_prior(self, mean: float) -> None:
-        """Start an expression head for values from the mean of those to predict."""
+        """Start an expression head for values at the mean of the values to predict."""
         if isinstance(self.expression_head, ExpressionPredictionHead):
             nn.init.constant_(self.expression_head.decoder.bias, mean)

@@ -56,10 +56,10 @@ def finish_sort(packed, size):
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def sort_descending(scratch, n):
-    """Sort the first `n` keys of the scratch from high to low, equal keys in their order.
+    """Sort the first `n` keys of the scratch from high to low, with equal keys in their original order.
 
-    Keys are numbers of at least 0 and not NaN. The low 32 bits of entry ``p`` of the order are the position of the key
-    that comes in place ``p``.
+    Keys are numbers of at least 0 and not NaN. The low 32 bits of entry ``p`` of the order are the original position of
+    the key at rank ``p``.
     """
     keys, rounded, starts, packed = scratch
     if n == 0:
@@ -123,7 +123,7 @@ _STREAM = 0x73616D70  # "samp": its random numbers are others than those of mask
 
 
 def check_transform(transform: str, target_sum: float) -> float:
-    """Raise unless the values of genes are known, and their library size is used; return the latter as a float."""
+    """Raise if the transform is unknown or `target_sum` has no effect; return `target_sum` as a float."""
     check_choice("transform", transform, TRANSFORMS)
     if check_positive("target_sum", target_sum) != TARGET_SUM and "cp10k" not in transform:
         raise OptionError(f"target_sum={target_sum!r} has no effect with transform={transform!r}; leave it out.")
@@ -131,7 +131,7 @@ def check_transform(transform: str, target_sum: float) -> float:
 
 
 def expression(block: CellBlock, transform: str, target_sum: float) -> np.ndarray:
-    """Return the value of each entry as :data:`TRANSFORMS` name it, counts scaled to `target_sum`, float32 (Z,)."""
+    """Return the value of each entry by one of :data:`TRANSFORMS`, with counts scaled to `target_sum`, float32 (Z,)."""
     if transform == "log1p_cp10k" and target_sum == TARGET_SUM:
         return log1p_cp10k(block)
     counts = block.counts.astype(np.float64)
@@ -174,7 +174,7 @@ def log1p_in_place(values, start, stop, scale, memo):
 
 @numba.njit(cache=True, nogil=True)
 def kept_indptr(indptr, most):
-    """Return the row boundaries of cells that keep at most `most` entries each, and the longest cell before that."""
+    """Return row boundaries with at most `most` entries per cell, and the length of the longest cell before that."""
     out = np.zeros(len(indptr), dtype=np.int64)
     longest = 0
     for cell in range(len(indptr) - 1):
@@ -198,15 +198,15 @@ def keep(
     block
         The cells.
     most
-        Entries to keep.
+        Maximum number of entries to keep per cell.
     sample
-        Draw without replacement. Otherwise equal counts go to the earlier entries, but zeros are sampled.
+        Sample without replacement. Otherwise, earlier entries win ties between equal counts, but zeros are sampled.
     seed
         Random seed.
 
     Returns
     -------
-    Row boundaries, shape (B + 1,), and positions of the kept entries in their order, int64; a slice where all are kept.
+    Row boundaries, shape (B + 1,), and positions of the kept entries in their order, int64; a slice if all are kept.
     """
     if np.diff(indptr).max(initial=0) <= most:
         return indptr, slice(None)
@@ -269,7 +269,7 @@ def _keep_highest(indptr, counts, keys, kept_to, longest, kept):
 def reorder(indptr: np.ndarray, counts: np.ndarray, keys: np.ndarray | None) -> np.ndarray:
     """Return the positions of all entries, int64, shape (Z,), by count within each cell, from high to low.
 
-    With random `keys` of the cells, uint64, shape (B,), they stand in random order instead.
+    With random `keys` of the cells, uint64, shape (B,), the order is random instead.
     """
     order = np.empty(len(counts), dtype=np.int64)
     _, longest = kept_indptr(indptr, np.iinfo(np.int64).max)
@@ -292,7 +292,7 @@ def _reorder(indptr, counts, keys, longest, order):
 def ranked(
     block: CellBlock, amounts: np.ndarray, weights: np.ndarray, values: np.ndarray, most: int, n_special: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rank the genes of each cell by amount times weight of the gene, from high to low; equal ones as they come.
+    """Rank the genes of each cell by amount times weight of the gene, from high to low; ties keep their order.
 
     Parameters
     ----------
@@ -303,7 +303,7 @@ def ranked(
     weights
         Shape (G,), at least 0.
     most
-        Genes to keep of a cell.
+        Maximum number of genes to keep per cell.
     n_special
         Token id of the first gene.
 
@@ -341,16 +341,16 @@ def with_zeros(
     Parameters
     ----------
     block
-        The cells. All genes count as measured unless it lists them.
+        The cells. All genes are treated as measured, unless the block lists the measured genes.
     n_genes
-        Genes of the vocabulary.
+        Number of genes of the vocabulary.
     columns
         Properties of the entries of `block`, arrays of shape (Z,).
 
     Returns
     -------
-    Row boundaries, int64, shape (B + 1,); gene of each entry, int32, shape (B * M,); the columns, with zeros where a
-    cell has no count of a gene.
+    Row boundaries, int64, shape (B + 1,); gene of each entry, int32, shape (B * M,); the columns, with zeros for genes
+    without counts in a cell.
     """
     measured = np.arange(n_genes) if block.measured is None else np.flatnonzero(block.measured)
     indptr, genes, entries = _with_zeros(block.indptr, block.genes, measured.astype(np.int32))

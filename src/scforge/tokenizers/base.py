@@ -34,20 +34,20 @@ class TokenBatch(TypedDict):
     ``values``
         Expression value of each token, float32, shape (B, S); 0 at CLS, EOS, padding and masked positions.
     ``bin_ids``
-        Expression bin of each token, int64, shape (B, S); 0 for genes without counts, and where `values` is 0. Made by
-        strategies that bin.
+        Expression bin of each token, int64, shape (B, S); 0 for genes without counts, and if `values` is 0. Only from
+        tokenizers that bin expression.
     ``attention_bias``
-        Number to add to the attention scores of each token as a key, float32, shape (B, S); 0 where nothing is added.
-        Made by strategies that offer it.
+        Value to add to the attention scores of each token as a key, float32, shape (B, S); 0 adds nothing. Only from
+        tokenizers with this option.
     ``labels``
-        Token ids to predict, int64, shape (B, S); -100 at positions without a target. Made by masking alone.
+        Token ids to predict, int64, shape (B, S); -100 at positions without a target. Only from masking.
     ``bin_labels``
-        Bins to predict, int64, shape (B, S); -100 at positions without a target. Made by masking alone, where there are
+        Bins to predict, int64, shape (B, S); -100 at positions without a target. Only from masking, if there are
         `bin_ids`.
     ``value_labels``
-        Values that masking hid, float32, shape (B, S); 0 elsewhere. Made by masking alone.
+        Original values of masked tokens, float32, shape (B, S); 0 elsewhere. Only from masking.
     ``masked_positions``
-        True where a token was chosen for prediction, bool, shape (B, S). Made by masking alone.
+        True for tokens chosen for prediction, bool, shape (B, S). Only from masking.
 
     Examples
     --------
@@ -79,13 +79,13 @@ class RaggedTokens(NamedTuple):
     Parameters
     ----------
     indptr
-        Where each cell begins and the last one ends, int64, shape (B + 1,).
+        Start of each cell and end of the last cell, int64, shape (B + 1,).
     ids
         Token ids, int32, shape (Z,).
     values
         Expression values, float32, shape (Z,).
     extras
-        Further properties of the tokens (``bin_ids``, ``attention_bias``), arrays of shape (Z,).
+        Additional properties of the tokens (``bin_ids``, ``attention_bias``), arrays of shape (Z,).
 
     Examples
     --------
@@ -125,7 +125,7 @@ def insert(
 
 
 def concatenate(parts: Sequence[RaggedTokens]) -> RaggedTokens:
-    """Return the cells of all `parts` in one."""
+    """Concatenate the cells of all `parts`."""
     shifts = np.cumsum([0, *[part.indptr[-1] for part in parts]])
     return RaggedTokens(
         np.concatenate([[0], *[part.indptr[1:] + shift for part, shift in zip(parts, shifts, strict=False)]]),
@@ -205,7 +205,7 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
 
 
 def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
-    """Return library sizes, float64, shape (B,), or raise unless there is a finite one for each cell."""
+    """Return library sizes, float64, shape (B,), or raise unless each cell has a finite library size."""
     array = np.asarray(totals, dtype=np.float64)
     if array.shape != (n_cells,):
         raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; pass one number per cell.")
@@ -215,7 +215,7 @@ def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
 
 
 def checked_map(gene_ids: Any, vocab: GeneVocab, n_columns: int) -> GeneMap:
-    """Return which column is which gene, or raise unless `gene_ids` fits the vocabulary and the columns."""
+    """Return the map of columns to genes, or raise unless `gene_ids` fit the vocabulary and the columns."""
     gene_map = gene_ids if isinstance(gene_ids, GeneMap) else GeneMap.of(gene_ids, vocab)
     highest = gene_map.columns.max(initial=-1)
     if gene_map.n_genes != vocab.n_genes or highest >= vocab.n_genes:
@@ -233,7 +233,7 @@ def checked_map(gene_ids: Any, vocab: GeneVocab, n_columns: int) -> GeneMap:
 
 
 def no_known_gene(argument: str, names: Sequence[str] | None, vocab: GeneVocab) -> GeneMismatchError:
-    """Return the error that no name, or no column of a map (None), is a gene of the vocabulary, and what to do."""
+    """Return the error that no name, or no column of a map (None), is a gene of the vocabulary, with the fix."""
     start = f"{argument} has none of the {vocab.n_genes} genes of the vocabulary"
     if names is None:
         return GeneMismatchError(f"{start}; create it with GeneMap.of(names, tokenizer.vocab).")
@@ -246,7 +246,7 @@ def no_known_gene(argument: str, names: Sequence[str] | None, vocab: GeneVocab) 
 
 
 def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype that can be summed and be in a sparse matrix."""
+    """Return a dtype that can be summed and used in a sparse matrix."""
     if dtype.kind == "b":
         return np.dtype(np.uint8)
     if dtype.kind == "f":
@@ -258,24 +258,24 @@ class Tokenizer(ABC):
     """Turns counts into tokens, vectorized over a block of cells.
 
     A subclass implements :meth:`_tokenize` and is registered with :func:`~scforge.tokenizers.register_tokenizer`.
-    Its options are keyword-only arguments of the constructor, kept under their own names.
+    Its options are keyword-only arguments of the constructor, and are stored as attributes with the same names.
 
     Parameters
     ----------
     vocab
         The genes, with their statistics.
     max_len
-        Maximum number of tokens per cell, special tokens included; the most expressed genes are kept (by the order of
-        the strategy). If None, uses the strategy's default.
+        Maximum number of tokens per cell, including special tokens; the most expressed genes are kept (by the order of
+        the tokenizer). If None, uses the default of the tokenizer.
     append_cls
         Put a CLS token before the genes of each cell.
     append_eos
-        Put an EOS token after them.
+        Put an EOS token after the genes of each cell.
 
     Raises
     ------
     OptionError
-        If an option cannot be used, or needs a special token that the vocabulary lacks.
+        If an option cannot be used, or requires a special token that is not in the vocabulary.
 
     Examples
     --------
@@ -326,7 +326,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
-        """Return the gene tokens of each cell, in order, at most `most_genes` a cell, without CLS and EOS."""
+        """Return the gene tokens of each cell, in order, at most `most_genes` per cell, without CLS and EOS."""
 
     @classmethod
     def special_tokens(cls, options: dict[str, Any]) -> tuple[str, ...]:
@@ -335,7 +335,7 @@ class Tokenizer(ABC):
         Parameters
         ----------
         options
-            Options of the constructor; others keep their defaults.
+            Options of the constructor; other options have their defaults.
 
         Returns
         -------
@@ -367,7 +367,7 @@ class Tokenizer(ABC):
 
     @property
     def _n_around(self) -> int:
-        """Special tokens of a cell."""
+        """Number of special tokens per cell."""
         return int(self.append_cls) + int(self.append_eos)
 
     @property
@@ -388,18 +388,18 @@ class Tokenizer(ABC):
         return list(names)
 
     def config(self) -> dict[str, Any]:
-        """Options that make this tokenizer again, JSON-safe; the vocabulary is stored separately."""
+        """Options that recreate this tokenizer, JSON-safe; the vocabulary is stored separately."""
         return {name: getattr(self, name) for name in self.option_names()}
 
     def gene_vectors(self) -> np.ndarray | None:
-        """Return pretrained vectors that a model should start its gene embedding from, or None.
+        """Return pretrained vectors to initialize the gene embedding of a model, or None.
 
-        Float32, shape (V, D); rows of NaN for tokens without a vector, special tokens among them.
+        Float32, shape (V, D), with rows of NaN for tokens without a vector, including special tokens.
         """
         return None
 
     def ragged(self, block: CellBlock) -> RaggedTokens:
-        """Tokenize a block without padding, special tokens included.
+        """Tokenize a block without padding, including special tokens.
 
         Parameters
         ----------
@@ -422,14 +422,14 @@ class Tokenizer(ABC):
 
         Returns
         -------
-        Special tokens included, shape (B,).
+        Number of tokens, including special tokens, shape (B,).
         """
         most = min(self.most_genes, np.iinfo(n_expressed.dtype).max)
         n_genes = np.full_like(n_expressed, self.vocab.n_genes) if self.lists_all_genes else n_expressed
         return np.minimum(n_genes, most) + self._n_around
 
     def max_tokens(self) -> int:
-        """Return the largest number of tokens that a cell can have."""
+        """Return the maximum number of tokens per cell."""
         return int(self.lengths(np.array([self.vocab.n_genes]))[0])
 
     def __call__(
@@ -444,13 +444,12 @@ class Tokenizer(ABC):
         Parameters
         ----------
         cells
-            A block, or raw counts as a sparse matrix or an array of shape
-            (B, number of columns).
+            A block, or raw counts as a sparse matrix or an array of shape (B, number of columns).
         gene_ids
             Name of the gene of each column of `cells`. Names outside the vocabulary are left out; columns of the same
-            gene are summed. None: the columns are the genes of the vocabulary.
+            gene are summed. If None, the columns are the genes of the vocabulary.
         totals
-            Library size of each cell, shape (B,); the row sums of `cells` if not given.
+            Library size of each cell, shape (B,). If None, uses the row sums of `cells`.
 
         Returns
         -------
@@ -459,9 +458,9 @@ class Tokenizer(ABC):
         Raises
         ------
         OptionError
-            If `cells` is not a matrix, or `gene_ids` no list of names.
+            If `cells` is not a matrix, or `gene_ids` is not a list of names.
         DataError
-            If `cells` does not hold raw counts, or `gene_ids` or `totals` do not fit.
+            If `cells` does not contain raw counts, or `gene_ids` or `totals` do not fit.
         GeneMismatchError
             If no column is a gene of the vocabulary.
 
@@ -494,7 +493,7 @@ class Tokenizer(ABC):
         return pad(self._tokenize_mapped(counts, gene_map, totals), *self._frame)
 
     def _batch(self, block: CellBlock) -> TokenBatch:
-        """Tokenize a block and pad it; a strategy may do both at once."""
+        """Tokenize a block and pad it; a tokenizer may do both at once."""
         return pad(self._tokenize(block), *self._frame)
 
     def _tokenize_mapped(self, counts: sparse.csr_matrix, gene_map: GeneMap, totals: np.ndarray) -> RaggedTokens:
@@ -502,7 +501,7 @@ class Tokenizer(ABC):
 
     @property
     def _frame(self) -> tuple[int, int]:
-        """Ids of the tokens before and behind the genes; -1 for none."""
+        """Ids of the tokens before and after the genes; -1 for none."""
         return (
             self.vocab.special_tokens.index(CLS_TOKEN) if self.append_cls else -1,
             self.vocab.special_tokens.index(EOS_TOKEN) if self.append_eos else -1,
@@ -542,7 +541,7 @@ def get_tokenizer(name: str, vocab: GeneVocab, **options: Any) -> Tokenizer:
     vocab
         The genes.
     **options
-        Options of its constructor.
+        Options of the tokenizer.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""The tokenizer of scGPT: genes with expression in bins of each cell's quantiles."""
+"""The tokenizer of scGPT: genes with expression in quantile bins of each cell."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def check_binning(n_bins: int, side: str) -> None:
 def quantile_bins(
     counts: sparse.csr_matrix, *, n_bins: int = 51, side: str = "both", random_state: int = 0
 ) -> sparse.csr_matrix:
-    """Bin the nonzero entries of each cell by its own quantiles, like scGPT's preprocessing.
+    """Bin the nonzero entries of each cell by the quantiles of the cell, like scGPT's preprocessing.
 
     Parameters
     ----------
     counts
         Counts, or any increasing function of them, shape (B, n_vars); not negative.
     n_bins
-        Number of bins, the one for zeros included.
+        Number of bins, including the bin for zeros.
     side
         ``"both"``: entries that span several bins are spread over them at random; ``"one"``: they get the highest of
         these bins; ``"tahoe"``: the lowest, as in Tahoe-x1.
     random_state
-        Seed for ``"both"``. The bins are those of scGPT's code after ``np.random.seed(random_state)``: one number for
-        each nonzero entry, cell after cell.
+        Random seed for ``"both"``. The bins are the same as those of scGPT's code after
+        ``np.random.seed(random_state)``: one number for each nonzero entry, cell after cell.
 
     Returns
     -------
@@ -93,9 +93,9 @@ def bin_entries(
     n_bins, side
         See :func:`quantile_bins`.
     draws
-        Random number of each entry for ``"both"``, shape (Z,); or else
+        Random number of each entry for ``"both"``, shape (Z,).
     keys
-        random key of each cell, shape (B,).
+        Random key of each cell for ``"both"``, instead of `draws`, shape (B,).
     """
     shares = np.linspace(0, 1, n_bins - 1)
     draws = np.empty(0, dtype=np.float64) if draws is None else draws
@@ -166,7 +166,7 @@ def _edges_of_sorted(ranked, shares, edges):
 
 @numba.njit(cache=True, nogil=True)
 def _edges_of_table(table, highest, n, shares, edges):
-    """As :func:`_edges_of_sorted`, from the number of entries with the count ``c`` in ``table[c + 1]``."""
+    """Like :func:`_edges_of_sorted`, from the number of entries with the count ``c`` in ``table[c + 1]``."""
     last = n - 1
     count = 0
     upto = table[1]  # entries with at most `count`
@@ -202,37 +202,37 @@ _STREAM = 0x62696E73  # "bins": its random numbers are others than those of mask
 
 @register_tokenizer("binned_expression")
 class BinnedExpressionTokenizer(Tokenizer):
-    """Present the genes of a cell in vocabulary order, each with the bin of its expression.
+    """Represent a cell by its genes in vocabulary order, each with the bin of its expression.
 
-    By default the bins are the quantiles of the nonzero counts of the cell itself, so they do not depend on its library
-    size; bin 0 is for genes without counts. ``bin_ids`` contain the bins, and ``values`` the same as numbers. With
-    `edges` the bins are the same in all cells.
+    By default the bins are quantiles of the nonzero counts of each cell, so they do not depend on library size. Bin 0
+    is for genes without counts. ``bin_ids`` contain the bins as integers, ``values`` as floats. With `edges`, the bins
+    are the same in all cells.
 
     Parameters
     ----------
     vocab
         The genes.
     max_len
-        Maximum number of tokens per cell, special tokens included. If None, uses 2,048.
+        Maximum number of tokens per cell, including special tokens. If None, uses 2,048.
     append_cls, append_eos
         Put a CLS token before the genes, and an EOS token after them.
     n_bins
-        Number of bins, bin 0 included. If None, uses 51, or the number that `edges` define.
+        Number of bins, including bin 0. If None, uses 51, or the number that `edges` define.
     side
         Treatment of counts that span several quantiles: ``"both"`` spreads them over these bins at random (scGPT's
-        default), ``"one"`` takes the highest of the bins, ``"tahoe"`` the lowest (Tahoe-x1); see
+        default), ``"one"`` uses the highest of these bins, ``"tahoe"`` the lowest (Tahoe-x1); see
         :func:`scforge.tokenizers.binned_expression.quantile_bins`.
     edges
-        Bin by these ascending log1p CP10K values in all cells: a gene gets bin 1 plus the number of edges that its
-        value reaches.
+        Ascending log1p CP10K values that separate the bins in all cells. A gene gets bin 1 plus the number of edges
+        that its value reaches.
     include_zero_genes
-        Also present the genes that were measured and have no count. Not for predicting which genes are hidden: they
-        would be those that are missing.
+        Also include measured genes without counts. Do not use this to predict the identity of masked genes, because the
+        masked genes would then be the missing ones.
     truncation
-        Which genes are kept of a cell that has too many: ``"random"``, sampled anew each epoch as scGPT does, or
-        ``"highest"``, the most expressed, and genes without counts, which are sampled, up to the limit.
+        Genes to keep if a cell has too many: ``"random"``, resampled in each epoch, as in scGPT, or ``"highest"``, the
+        most expressed genes, and then a sample of genes without counts, up to the limit.
     seed
-        Random seed. What happens to a cell depends on the seed, the epoch and the cell alone.
+        Random seed. Random choices for a cell depend only on the seed, the epoch and the cell.
 
     Raises
     ------

@@ -25,44 +25,45 @@ _STREAM = 0x6F726472  # "ordr": its random numbers are others than those of mask
 
 @register_tokenizer("continuous_projection")
 class ContinuousProjectionTokenizer(Tokenizer):
-    """Present the expressed genes of a cell, each with its value, log1p CP10K by default.
+    """Represent a cell by its expressed genes, each with its value, log1p CP10K by default.
 
     A model projects the value (a transformer adds it to the gene embedding; ``gene_pooling`` weights the embedding by
-    it). :meth:`scfoundation` and :meth:`transcriptformer` create the tokens of these two packages.
+    it). :meth:`scfoundation` and :meth:`transcriptformer` create tokens like these two packages.
 
     Parameters
     ----------
     vocab
         The genes.
     max_len
-        Maximum number of tokens per cell, special tokens included; the genes with the highest counts are kept. If None,
-        keeps all.
+        Maximum number of tokens per cell, including special tokens; the genes with the highest counts are kept. If
+        None, keeps all genes.
     append_cls, append_eos
         Put a CLS token before the genes, and an EOS token after them.
     transform
-        Values of genes: ``"log1p_cp10k"``; ``"cp10k"``, without the logarithm; ``"log1p_counts"``, without a library
-        size; ``"counts"``, without either.
+        Values of genes: ``"log1p_cp10k"``; ``"cp10k"``, without the logarithm; ``"log1p_counts"``, without library-size
+        normalization; ``"counts"``, without either.
     target_sum
         Total counts per cell after scaling, instead of the 10,000 of CP10K.
     clip
-        Largest value; None means no limit.
+        Maximum value; None means no limit.
     order
-        ``"vocabulary"``, ``"expression"`` (from high to low) or ``"random"`` (sampled anew each epoch).
+        Order of the genes: ``"vocabulary"``, ``"expression"`` (from high to low) or ``"random"`` (resampled in each
+        epoch).
     library_size
-        Counts that CP10K divides by: those of all genes of the ``"data"``, also outside the vocabulary, or those of the
-        ``"vocabulary"``.
+        Counts that CP10K divides by: ``"data"``, those of all genes of the data, including genes outside the
+        vocabulary, or ``"vocabulary"``, those of the vocabulary.
     include_zero_genes
-        Also present the genes that were measured and have no count, with the value 0. Not for predicting which genes
-        are hidden: they would be those that are missing.
+        Also include measured genes without counts, with the value 0. Do not use this to predict the identity of masked
+        genes, because the masked genes would then be the missing ones.
     unmeasured_as_zero
-        With `include_zero_genes`, also present the genes of the vocabulary that the data do not have.
+        With `include_zero_genes`, also include genes of the vocabulary that are not in the data.
     target_depth
-        Put two tokens behind the genes that tell the depth wanted and the depth available, with the values T and S of
-        scFoundation: S is log10 of the library size, T is ``"t4"`` for 4, ``"f2"`` for S of twice the library size,
-        ``"a1"`` for S + 1.
+        Add two tokens after the genes, for the target depth and the depth of the cell, with the values T and S of
+        scFoundation. S is log10 of the library size. T is 4 with ``"t4"``, S of twice the library size with ``"f2"``,
+        and S + 1 with ``"a1"``.
     attention_bias
-        Also give ``attention_bias``, log of the count (or of `clip`) of each gene, which TranscriptFormer adds to the
-        attention scores of that gene.
+        Also return ``attention_bias``, the log of the count (or of `clip`) of each gene, which TranscriptFormer adds to
+        the attention scores of that gene.
     seed
         Random seed.
 
@@ -132,22 +133,22 @@ class ContinuousProjectionTokenizer(Tokenizer):
     def scfoundation(
         cls, vocab: GeneVocab, *, target_depth: str = "t4", include_zero_genes: bool = False, seed: int = 0
     ) -> Self:
-        """Present cells as scFoundation (Hao et al. 2024) does.
+        """Tokenize cells as in scFoundation (Hao et al. 2024).
 
-        The vocabulary is its panel of genes; log1p CP10K of the counts in the panel; the expressed genes for its
-        encoder (all genes of the panel, with `include_zero_genes`, for its decoder), then the tokens T and S. The
-        tokens of the depths are added to `vocab`.
+        The vocabulary is the gene panel of scFoundation, and values are log1p CP10K of the counts in the panel. Tokens
+        are the expressed genes for the encoder (with `include_zero_genes`, all genes of the panel, for the decoder),
+        then T and S. The two depth tokens are added to `vocab`.
 
         Parameters
         ----------
         vocab
-            The panel.
+            The gene panel.
         target_depth, include_zero_genes, seed
             See the class.
 
         Returns
         -------
-        The tokenizer; its ``vocab`` has the further tokens.
+        The tokenizer; its ``vocab`` includes the depth tokens.
         """
         return cls(
             vocab.with_special_tokens(*DEPTH_TOKENS),
@@ -163,7 +164,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
     def transcriptformer(
         cls, vocab: GeneVocab, *, max_len: int = 2048, order: str = "random", seed: int = 0, **options: Any
     ) -> Self:
-        """Present cells as TranscriptFormer (Pearce et al. 2025) does: counts clipped at 30, also as attention bias.
+        """Tokenize cells like TranscriptFormer (Pearce et al. 2025), with counts clipped at 30, also as attention bias.
 
         Parameters
         ----------

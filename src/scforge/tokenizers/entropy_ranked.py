@@ -1,4 +1,4 @@
-"""Genes in the order of their expression times how well they distinguish cells, as ScDiVa presents a cell.
+"""The tokenizer of ScDiVa: genes ranked by expression times a weight for how well they distinguish cells.
 
 Shapes: B cells, Z entries of all cells together, G genes of the vocabulary.
 """
@@ -19,7 +19,7 @@ _MIN_ENTROPY = 0.01
 
 
 def serialization_weights(vocab: GeneVocab, weighting: str = "complement") -> np.ndarray:
-    """Return the weight of each gene by which its log1p CP10K values are multiplied for ranking.
+    """Return the weight of each gene, which multiplies its log1p CP10K values for ranking.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class EntropyRankedTokenizer(Tokenizer):
     (arXiv:2602.03477); the formula is our own. ``values`` are log1p CP10K. Value, weight and their product are float32,
     and ties are in the order of the vocabulary, so a model computes the same order from a dense cell.
 
-    The positions of two genes reveal something about their weights, so masking moves masked tokens to the end (see
+    The positions of two genes contain information on their weights, so masking moves masked tokens to the end (see
     :class:`~scforge.tokenizers.Masking`).
 
     Parameters
@@ -70,7 +70,7 @@ class EntropyRankedTokenizer(Tokenizer):
     vocab
         The genes, with their `entropies`.
     max_len
-        Maximum number of tokens per cell, special tokens included; the top of the ranking is kept. If None, keeps all
+        Maximum number of tokens per cell, including special tokens; the top of the ranking is kept. If None, keeps all
         expressed genes.
     append_cls, append_eos
         Put a CLS token before the genes, and an EOS token after them.

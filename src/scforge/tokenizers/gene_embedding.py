@@ -75,7 +75,7 @@ _SUFFIXES = (".npz", ".parquet", ".safetensors")
 
 
 def _read(table: Any) -> tuple[list[str], np.ndarray]:
-    """Return names and vectors; raises what the readers raise, and ValueError."""
+    """Return names and vectors; raises ValueError and the errors of the readers."""
     if isinstance(table, pd.DataFrame):
         return _of_frame(table)
     if isinstance(table, Mapping):
@@ -96,7 +96,7 @@ def _read(table: Any) -> tuple[list[str], np.ndarray]:
 
 
 def _of_frame(frame: pd.DataFrame) -> tuple[list[str], np.ndarray]:
-    """Names are the index, or the one column of text; the rest are numbers, or one column of vectors."""
+    """Return names (the index or the only text column) and vectors (numeric columns or one column of vectors)."""
     is_number = np.array([dtype.kind in "biuf" for dtype in frame.dtypes], dtype=bool)
     numbers, others = frame.loc[:, is_number], frame.loc[:, ~is_number]
     nested = [name for name in others if len(frame) and isinstance(frame[name].iloc[0], list | tuple | np.ndarray)]
@@ -115,7 +115,7 @@ def _of_frame(frame: pd.DataFrame) -> tuple[list[str], np.ndarray]:
 
 
 def _stack(rows: Iterable[Any]) -> np.ndarray:
-    """Stack one vector per gene; all must have one size."""
+    """Stack one vector per gene; all vectors must have the same size."""
     arrays = [row.detach().cpu().float().numpy() if isinstance(row, torch.Tensor) else row for row in rows]
     return np.stack([np.asarray(array) for array in arrays]) if arrays else np.empty((0, 0))
 
@@ -165,10 +165,10 @@ def match_vectors(names: Sequence[str], vectors: np.ndarray, vocab: GeneVocab) -
 class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
     """Tokenize the expressed genes of a cell, with a pretrained vector for each gene.
 
-    Tokens are those of :class:`~scforge.tokenizers.ContinuousProjectionTokenizer`, with its options. The vectors (of
-    protein sequences by ESM-2, of GO terms, of texts) become the gene embedding of the model, through a learned
-    projection; see :class:`scforge.models.components.GeneVectorEmbedding`. A saved model contains them in its weights
-    and does not need the table again.
+    Tokens and options are those of :class:`~scforge.tokenizers.ContinuousProjectionTokenizer`. The vectors (e.g. ESM-2
+    embeddings of protein sequences, or embeddings of GO terms or texts) become the gene embedding of the model, through
+    a learned projection; see :class:`scforge.models.components.GeneVectorEmbedding`. A saved model contains them in its
+    weights and does not need the table again.
 
     Parameters
     ----------
@@ -177,16 +177,17 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
     table
         The vectors: a data frame indexed by gene name, a dict from gene name to vector, or a file. ``.npz``: arrays
         ``genes`` (text) and ``vectors`` (N, D). ``.parquet``: one row per gene, with an index or a column of names, and
-        numbers in the other columns or vectors in one. ``.safetensors``: a matrix with the names as JSON list under
-        ``genes`` in the metadata, or one vector per gene. Names are Ensembl ids (versions are ignored) or symbols of
-        the vocabulary. None tokenizes without vectors, as a saved model does.
+        numbers in the other columns or vectors in one column. ``.safetensors``: a matrix with the names as JSON list
+        under ``genes`` in the metadata, or one vector per gene. Names are Ensembl ids (versions are ignored) or symbols
+        of the vocabulary. None tokenizes without vectors, as a saved model does.
     missing
-        Treatment of vocabulary genes without a vector: ``"learned"``, the model learns a separate vector for each;
-        ``"drop"``, they do not become tokens, but their counts stay in the library size.
+        Treatment of vocabulary genes without a vector. With ``"learned"``, the model learns a separate vector for each
+        gene. With ``"drop"``, they do not become tokens, but their counts stay in the library size.
     freeze
         Whether the vectors are frozen in training. Their projection is always learned.
     dropped
-        Names of the genes that do not become tokens; made of `table` with ``missing="drop"``, and kept in its place.
+        Names of the genes that do not become tokens; with ``missing="drop"`` derived from `table`, and stored instead
+        of it.
     **options
         Options of :class:`~scforge.tokenizers.ContinuousProjectionTokenizer`, e.g. ``max_len``, ``append_cls``,
         ``order``, ``attention_bias``.
@@ -253,7 +254,7 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         table: GeneTable | None = None,
         **options: Any,
     ) -> Self:
-        """Present cells as TranscriptFormer does, see the base class; genes without a vector in `table` are dropped.
+        """Tokenize cells as in TranscriptFormer, see the base class; genes without a vector in `table` are dropped.
 
         Parameters
         ----------
@@ -275,7 +276,7 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         Raises
         ------
         OptionError
-            If the tokenizer was made without a table.
+            If the tokenizer was created without a table.
         """
         if self._vectors is None:
             raise OptionError(
@@ -285,7 +286,7 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         return self._vectors
 
     def lengths(self, n_expressed: np.ndarray) -> np.ndarray:
-        """Return the number of tokens of cells with `n_expressed` expressed genes; if some are dropped, at most."""
+        """Return the number of tokens of cells with `n_expressed` expressed genes, at most if genes are dropped."""
         lengths = super().lengths(n_expressed)
         return lengths if self._kept is None else np.minimum(lengths, int(self._kept.sum()) + self._n_around)
 

@@ -35,7 +35,7 @@ def geneformer_vocab(
     version: str,
     ensembl_map: pd.DataFrame | str | os.PathLike[str] | Mapping[str, str] | None,
 ) -> GeneVocab:
-    """Return the vocabulary behind published dictionaries: their token ids, medians, and former ids as aliases.
+    """Return the vocabulary of published dictionaries: token ids, medians, and former ids as aliases.
 
     See :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer` for the parameters.
     """
@@ -88,8 +88,8 @@ def geneformer_columns(
     columns
         Gene of each column, -1 for none, shape (n_vars,).
     collapse
-        Sum the columns of one gene and put the sums behind the genes with one column, in the order of their first
-        column (V2); otherwise all columns stay (V1).
+        Sum the columns of the same gene, and put the sums after the genes with one column, in the order of their first
+        column (V2). Otherwise all columns stay (V1).
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Masking: the only place where labels are made.
+"""Masking: the only place in which labels are created.
 
 Shapes: B cells, S tokens.
 """
@@ -39,20 +39,21 @@ class Masking:
     Parameters
     ----------
     vocab
-        The vocabulary of the tokens, or its size where it has the usual special tokens.
+        The vocabulary of the tokens, or its size if it has the usual special tokens.
     mask_ratio
-        Fraction of gene tokens to choose, in (0, 1). For a list, one of its values is sampled for each cell in each
-        epoch. A dict such as ``{"start": 0.15, "end": 0.5, "epochs": 10}``: the fraction changes from start to end over
-        this many epochs, linearly or with ``"shape": "cosine"``; validation uses that of the first epoch.
+        Fraction of gene tokens to choose, in (0, 1). With a list, one of its values is sampled for each cell in each
+        epoch. With a dict such as ``{"start": 0.15, "end": 0.5, "epochs": 10}``, the fraction changes from start to end
+        over this number of epochs, linearly or with ``"shape": "cosine"``; validation uses the fraction of the first
+        epoch.
     mask_token_prob, random_token_prob
-        Probabilities of the two replacements; together at most 1.
+        Probabilities of the two replacements; their sum is at most 1.
     seed
         Random seed.
 
     Raises
     ------
     OptionError
-        If a share or the seed cannot be used, or the two probabilities sum to more than 1.
+        If a fraction or the seed cannot be used, or the two probabilities sum to more than 1.
 
     Examples
     --------
@@ -101,14 +102,14 @@ class Masking:
         rows
             Identity of each cell, shape (B,).
         epoch
-            Each epoch masks other tokens.
+            The epoch; each epoch masks different tokens.
         hidden_last
             Put the chosen tokens after the others, in random order. This is required if the order of the tokens is
             informative, because a masked gene could be inferred from its neighbors.
 
         Returns
         -------
-        The batch with ``labels`` and ``masked_positions``, and with ``value_labels`` and ``bin_labels`` where it has
+        The batch with ``labels`` and ``masked_positions``, and with ``value_labels`` and ``bin_labels`` if it has
         values and bins.
         """
         tokens = batch["input_ids"].numpy()
@@ -141,11 +142,11 @@ class Masking:
         rows
             Identity of each cell, shape (B,).
         epoch
-            The epoch, on which lists and schedules of shares depend.
+            The epoch, on which lists and schedules of fractions depend.
 
         Returns
         -------
-        Shares between 0 and 1.
+        Fractions between 0 and 1.
         """
         if isinstance(self.mask_ratio, Mapping):
             plan = self.mask_ratio

@@ -40,9 +40,9 @@ def rank_packed(
     indptr, genes, counts, totals, inverse, single, distinct, table, n_buckets, longest, n_special,
     out_starts, out_sizes, out_ids, out_values,
 ):  # fmt: skip
-    """Write the highest genes of each cell.
+    """Write the highest-ranked genes of each cell.
 
-    If `distinct`, equal keys of equal counts mean equal medians.
+    If `distinct`, equal keys with equal counts mean equal medians.
     """
     one: Any = np.uint64(1)
     low16, shift16, shift32 = np.uint64(0xFFFF), np.uint64(16), np.uint64(32)
@@ -147,7 +147,7 @@ _APART = 1e-6
 
 
 class Scales(NamedTuple):
-    """The factor of counts in the ranking.
+    """The factors of counts in the ranking.
 
     Attributes
     ----------
@@ -156,7 +156,7 @@ class Scales(NamedTuple):
     single
         The same in single precision.
     distinct
-        Whether medians that differ do so by more than the keys in single precision may be wrong by.
+        Whether different medians differ by more than the error of keys in single precision.
     """
 
     inverse: np.ndarray
@@ -165,7 +165,7 @@ class Scales(NamedTuple):
 
     @classmethod
     def of(cls, inverse: np.ndarray) -> Scales:
-        """Make them of 1 / medians."""
+        """Create the factors from 1 / medians."""
         values = np.unique(inverse)
         distinct = bool((values[1:] > values[:-1] * (1 + _APART)).all())
         return cls(inverse, inverse.astype(np.float32), distinct)
@@ -181,9 +181,9 @@ def rank_cells(
     block
         The cells.
     scales
-        What counts are multiplied by.
+        Factors to multiply counts by.
     most
-        Genes to keep.
+        Maximum number of genes to keep per cell.
     n_special
         Token id of the first gene.
 
@@ -200,14 +200,14 @@ def rank_cells(
 def rank_padded(
     block: CellBlock, scales: Scales, most: int, n_special: int, first: int, last: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rank the genes of each cell straight into padded arrays, which spares writing them twice.
+    """Rank the genes of each cell directly into padded arrays, to avoid writing them twice.
 
     Parameters
     ----------
     block, scales, most, n_special
         See :func:`rank_cells`.
     first, last
-        Ids of the tokens before and behind each cell; -1 for none.
+        Ids of the tokens before and after each cell; -1 for none.
 
     Returns
     -------
@@ -226,7 +226,7 @@ def rank_padded(
 
 
 def can_pack(block: CellBlock, scales: Scales) -> bool:
-    """Return whether genes and counts are small enough to travel with their keys, as nearly all are."""
+    """Return whether genes and counts are small enough to be packed with their keys, as nearly all are."""
     return len(scales.inverse) <= _MAX and bool(block.counts.max(initial=0) < _MAX)
 
 
@@ -240,7 +240,7 @@ def _rank_into(
     ids: np.ndarray,
     values: np.ndarray,
 ) -> None:
-    """Write the `sizes` highest genes of each cell to `ids` and `values` from `starts` on."""
+    """Write the `sizes` highest-ranked genes of each cell to `ids` and `values`, beginning at `starts`."""
     inverse, single, distinct = scales
     n_buckets = max(64, 1 << int(longest - 1).bit_length()) if longest else 64
     table = _learn(block.indptr, block.genes, block.counts, single, n_buckets)
@@ -295,12 +295,13 @@ def _learn(indptr, genes, counts, single, n_buckets):
 
 @register_tokenizer("rank_value")
 class RankValueTokenizer(Tokenizer):
-    """Rank the expressed genes of a cell by ``count / total * 1e4 / median`` and present them from high to low.
+    """Rank the expressed genes of a cell by ``count / total * 1e4 / median``, from high to low.
 
-    The median is that of the nonzero library-size-normalized values of the gene, if the vocabulary has it. It ranks
-    genes that are high in all cells below genes that are high in this cell. ``values`` are log1p CP10K by default.
+    The median is that of the nonzero library-size-normalized values of the gene, if the vocabulary has medians. Genes
+    that are high in all cells are therefore ranked below genes that are high in this cell. ``values`` are log1p CP10K
+    by default.
 
-    The positions of two genes reveal something about their medians, so masking moves masked tokens to the end (see
+    The positions of two genes contain information on their medians, so masking moves masked tokens to the end (see
     :class:`~scforge.tokenizers.Masking`).
 
     Parameters
@@ -308,20 +309,21 @@ class RankValueTokenizer(Tokenizer):
     vocab
         The genes, with their `medians` if `use_medians`.
     max_len
-        Maximum number of tokens per cell, special tokens included; the top of the ranking is kept. If None, uses 2,048.
+        Maximum number of tokens per cell, including special tokens; the top of the ranking is kept. If None, uses
+        2,048.
     append_cls, append_eos
         Put a CLS token before the genes, and an EOS token after them.
     use_medians
         Divide by the median of the gene before ranking; otherwise rank the counts.
     parity
-        ``"stable"``: ties are in the order of the vocabulary, on every machine. ``"exact"``: as
-        Geneformer's code orders them, with NumPy's default sort of float64 over the columns of the data, whose order
-        among equal keys depends on the CPU. For comparisons; far slower.
+        ``"stable"``: ties are in the order of the vocabulary, on every machine. ``"exact"``: ties are in the same order
+        as in Geneformer's code, which uses NumPy's default sort of float64 over the columns of the data. The order of
+        equal keys then depends on the CPU. ``"exact"`` is for comparisons, and is much slower.
     collapse_duplicates
-        With ``parity="exact"``, whether columns of one gene are summed (Geneformer V2) or become a token each (V1).
-        ``parity="stable"`` always sums them.
+        With ``parity="exact"``, whether columns of the same gene are summed (Geneformer V2) or become separate tokens
+        (V1). ``parity="stable"`` always sums them.
     transform, target_sum
-        Values of genes, as of :class:`~scforge.tokenizers.ContinuousProjectionTokenizer`; ranks do not depend on them.
+        Values of genes, see :class:`~scforge.tokenizers.ContinuousProjectionTokenizer`; ranks do not depend on them.
 
     Examples
     --------
@@ -379,33 +381,33 @@ class RankValueTokenizer(Tokenizer):
         ensembl_map: pd.DataFrame | str | os.PathLike[str] | Mapping[str, str] | None = None,
         parity: str = "stable",
     ) -> RankValueTokenizer:
-        """Create the tokenizer of a published Geneformer, with its token ids.
+        """Create the tokenizer of a published Geneformer model, with its token ids.
 
-        V1 has 2,048 gene tokens and no special ones; V2 has 4,096 tokens with CLS in front and EOS at the end. Genes
-        that are not in the dictionary are left out, but their counts stay in the library size.
+        V1 has 2,048 gene tokens and no special tokens; V2 has 4,096 tokens with CLS at the start and EOS at the end.
+        Genes that are not in the dictionary are left out, but their counts stay in the library size.
 
         Parameters
         ----------
         tokens_medians
-            The published dictionaries: the two of them, gene to token and gene to median, as a tuple, or a table (or a
+            The published dictionaries: a tuple of two dictionaries, gene to token and gene to median, or a table (or a
             parquet or CSV file of it) with the columns ``gene_id``, ``token`` and ``median``. Geneformer publishes
-            pickle files; scforge never unpickles, so load those yourself with ``pickle.load`` if you trust them.
+            pickle files. scforge never unpickles, so load them with ``pickle.load`` if you trust them.
         version
             ``"V1"`` or ``"V2"``.
         ensembl_map
-            Former Ensembl ids to current ones (V2): a table or file with the columns ``ensembl_id`` and ``gene_id``, or
-            a dictionary.
+            Map from former to current Ensembl ids (V2): a table or file with the columns ``ensembl_id`` and
+            ``gene_id``, or a dictionary.
         parity
             ``"stable"`` or ``"exact"``, see the class.
 
         Raises
         ------
         OptionError
-            If the version is unknown, or an argument is of a type that cannot be used.
+            If the version is unknown, or the type of an argument is not supported.
         MissingFileError
             If a file does not exist.
         DataError
-            If the dictionaries are not those of a Geneformer.
+            If the dictionaries are not those of a Geneformer model.
 
         Notes
         -----
@@ -445,7 +447,7 @@ class RankValueTokenizer(Tokenizer):
         return RaggedTokens(*ranked(block, scaled, self._scales.inverse, values, most, n_special))
 
     def _packs(self, block: CellBlock) -> bool:
-        """Return whether the fast kernel can rank a block; it makes log1p CP10K values alone."""
+        """Return whether the fast kernel, which only computes log1p CP10K values, can rank a block."""
         usual = self.transform == "log1p_cp10k" and self.target_sum == TARGET_SUM
         return usual and can_pack(block, self._scales)
 

@@ -37,13 +37,13 @@ logger = logging.getLogger("scforge")
 
 
 class GracefulStop(Callback):
-    """Turns the first Ctrl-C into a stop after the current step; the second one interrupts that step.
+    """Stops training after the current step at the first Ctrl-C; a second Ctrl-C interrupts that step.
 
     Parameters
     ----------
     saves
-        Whether checkpoints are saved. SIGTERM (under SLURM also SIGUSR1) then ends the process after a checkpoint is
-        saved; otherwise it ends the process as usual.
+        Whether checkpoints are saved. If true, SIGTERM (under SLURM also SIGUSR1) ends the process after a checkpoint
+        is saved. Otherwise it ends the process as usual.
 
     Attributes
     ----------
@@ -154,7 +154,7 @@ class BestWeights(Callback):
     Attributes
     ----------
     epoch, value, state
-        Of the best epoch so far; `state` is None before the first epoch has ended.
+        Index, metric and weights of the best epoch so far; `state` is None before the first epoch has ended.
     """
 
     def __init__(self, monitor: str, mode: str = "min") -> None:
@@ -194,7 +194,7 @@ class MovingAverage(Callback):
     Parameters
     ----------
     decay
-        Between 0 and 1, e.g. 0.999.
+        Decay d of the average, between 0 and 1, e.g. 0.999.
     """
 
     def __init__(self, decay: float) -> None:
@@ -243,7 +243,7 @@ class MovingAverage(Callback):
             pl_module.module.load_state_dict(self._average)
 
     def put_back(self, pl_module: lightning.LightningModule) -> None:
-        """Continue training the weights themselves, once all callbacks have seen the average that was validated."""
+        """Restore the trained weights once all callbacks have seen the validated average."""
         if self._raw is not None:
             pl_module.module.load_state_dict(self._raw)
             self._raw = None
@@ -253,7 +253,7 @@ class MovingAverage(Callback):
         return {"steps": self.steps, "average": self._average}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with an average."""
+        """Restore the average."""
         self.steps, self._average = state_dict["steps"], state_dict["average"]
 
 
@@ -270,7 +270,7 @@ class SavingError(TrainingError):
     Attributes
     ----------
     result
-        The :class:`~scforge.training.fitting.FitResult` of the training up to there.
+        The :class:`~scforge.training.fitting.FitResult` of the training so far.
     """
 
     result: Any = None
@@ -291,11 +291,11 @@ class SaveOptions:
         Creates the callback that keeps the best epochs, from the name of the metric that selects them and ``"min"`` or
         ``"max"``. If None, no best epoch is kept.
     settings
-        Settings that must not change until training resumes, JSON-safe.
+        Settings that must be the same when training resumes, JSON-safe.
     resume
         A checkpoint to resume from.
     begin
-        Called on the first process right before the first step.
+        Called on the first process directly before the first step.
     """
 
     write: Callable[[str, dict[str, Any], dict[str, torch.Tensor]], None] | None = None
@@ -530,7 +530,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def restoring() -> Iterator[None]:
-    """Return the message for a checkpoint whose content does not fit, which checksums do not detect."""
+    """Return the error message for a checkpoint with intact checksums but content that does not fit."""
     try:
         yield
     except ScforgeError:
@@ -562,7 +562,7 @@ def pack(content: Any, *, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
     Raises
     ------
     TrainingError
-        If there is anything else in it.
+        If `content` contains anything else.
 
     Examples
     --------
@@ -681,7 +681,7 @@ def check_state(path: Path, run: RunFolder | None = None) -> None:
     Raises
     ------
     MissingFileError
-        If it is not; the message suggests checkpoints.
+        If `path` is not a checkpoint; the message suggests checkpoints.
     """
     if (path / _PART / _STATE).is_file():
         return
@@ -765,7 +765,7 @@ class RunFolder:
         Raises
         ------
         OptionError
-            If there are such outputs; the message names the options.
+            If the folder contains outputs; the message names the options.
         """
         found = self.parts()
         if resumes and (self.states() or all(part.name.startswith("epoch=") for part in found)):
@@ -803,7 +803,7 @@ class RunFolder:
         Raises
         ------
         OptionError
-            If another training run holds the folder, or it cannot be written to.
+            If another training run has locked the folder, or it is not writable.
         """
         lock = FileLock(self.path / _LOCK)
         try:

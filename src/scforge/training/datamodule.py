@@ -53,15 +53,15 @@ class BatchLoader:
     prepare
         Prepares the tensors of a block of cells in another thread, e.g. a tokenizer.
     num_threads
-        Threads that call `prepare`, in addition to one that reads; 0 prepares batches on request. None chooses the
-        number.
+        Number of threads that call `prepare`, in addition to one that reads; 0 prepares batches on request. None
+        chooses the number.
     pin_memory
-        Put the tensors into memory that a CUDA device copies from while it computes.
+        Put the tensors into pinned memory, from which a CUDA device copies while it computes.
 
     Attributes
     ----------
     waited
-        Seconds that the iterating caller has waited for batches.
+        Seconds that the caller has waited for batches.
 
     Examples
     --------
@@ -125,7 +125,7 @@ class BatchLoader:
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, shortens: bool = False) -> None:
-        """Continue after the batches that a state counts; with `shortens`, only these remain in the epoch's length."""
+        """Skip the batches counted in a state; with `shortens`, the epoch has only the remaining batches."""
         self.sampler.load_state_dict(state)
         if shortens:
             self._behind = (int(state["epoch"]), int(state["position"]))
@@ -188,55 +188,56 @@ def _warn_of_shared_batches(cells: Cells, batch_key: str) -> None:
 class CellDataModule(lightning.LightningDataModule):
     """Batches of training and validation cells, in memory, in a store, or behind a URL.
 
-    `Encoder` gives it the tokenizer and the objective of its model: ``Encoder(datamodule=data).train()``.
+    `Encoder` sets the tokenizer and the objective to those of its model: ``Encoder(datamodule=data).train()``.
 
     Parameters
     ----------
     cells
-        The cells (:func:`scforge.data.open_cells`), or a path or URL that it opens: of a store, an h5ad file, ...
-        Files that do not fit into memory are converted into a store in the cache of the user once (``cache="auto"``).
+        The cells (:func:`scforge.data.open_cells`), or a path or URL to open, e.g. of a store or an h5ad file. Files
+        that do not fit into memory are converted once into a store in the user's cache (``cache="auto"``).
     tokenizer, objective
-        They prepare a batch from a block of cells; None sets them later by :meth:`bind`.
+        Prepare a batch from a block of cells. If None, set them later with :meth:`bind`.
     train_rows, validation_rows
-        Rows of `cells`, disjoint. With None, `validation_size` and `split_by` determine the split.
+        Disjoint rows of `cells`. If None, `validation_size` and `split_by` determine the split.
     validation_size
-        Fraction of cells that are held out, sampled with `seed`.
+        Fraction of cells in the validation set, sampled with `seed`.
     split_by
         Column of ``obs`` with groups, e.g. donors or data sets, that are held out as a whole; None splits by cell.
     batch_size
         Cells per batch. If None, uses the objective's default, or with `max_tokens_per_batch` as many as fit.
     max_tokens_per_batch
-        A batch contains as many cells of similar length as fit into this many tokens, padding included.
+        Maximum number of tokens per batch, including padding. A batch then contains as many cells of similar length as
+        fit.
     balance_by
-        Column of ``obs`` with classes: training cells are sampled with replacement, so that each class comes equally
-        often.
+        Column of ``obs`` with classes. Training cells are sampled with replacement so that classes are equally
+        frequent.
     balance_start, balance_end, balance_epochs
-        Strength of the balancing: 0 samples classes by their frequency, 1 equally often. It changes from
-        `balance_start` to `balance_end` over `balance_epochs` epochs.
+        Strength of the balancing: 0 samples classes by their frequency, 1 samples all classes equally often. It changes
+        from `balance_start` to `balance_end` over `balance_epochs` epochs.
     weight_by
-        Column of ``obs`` with weights: training cells are sampled with replacement, in proportion to them.
+        Column of ``obs`` with weights. Training cells are sampled with replacement, in proportion to their weights.
     seed
-        Seed of the split, the order, the masks and the views.
+        Random seed for the split, the order, the masks and the views.
     num_threads
-        Threads that tokenize, in addition to one that reads; 0 prepares batches in the training thread; None chooses
-        the number.
+        Number of threads that tokenize, in addition to one that reads; 0 prepares batches in the training thread. None
+        chooses the number.
     pin_memory
         Put batches into pinned memory, from which a CUDA device copies while it computes. If None, does so if there is
-        one.
+        a CUDA device.
     window_cells
-        Cells that are read and shuffled together. If None, uses 4,096 for a store in random order, and 16,384
+        Number of cells that are read and shuffled together. If None, uses 4,096 for a store in random order, and 16,384
         otherwise.
     batch_key, labels_key
         Columns of ``obs`` with the batch and the label of each cell; highly variable genes are chosen within batches.
     first_epoch
-        Number of epochs trained before, so a second training run sees new masks and views.
+        Number of epochs trained before, so that a second training run uses new masks and views.
 
     Raises
     ------
     OptionError
         If an argument cannot be used.
     DataError
-        If `cells` cannot be opened, or have no such column.
+        If `cells` cannot be opened, or a column is missing.
 
     Examples
     --------
@@ -367,7 +368,7 @@ class CellDataModule(lightning.LightningDataModule):
         objective.bind(self.bound, self.train_rows)
 
     def train_dataloader(self) -> BatchLoader:
-        """Shuffled batches, other masks and views each epoch."""
+        """Return shuffled batches, with new masks and views in each epoch."""
         self._train_loader = loader = self._loader(self.train_rows, shuffle=True)
         if self._state is not None:
             loader.load_state_dict(self._state, shortens=self._shortens)
@@ -379,7 +380,7 @@ class CellDataModule(lightning.LightningDataModule):
         return {} if self._train_loader is None else {"train_loader": self._train_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the batches that a state counts, at the next :meth:`train_dataloader`."""
+        """Skip the batches counted in a state at the next :meth:`train_dataloader`."""
         # Lightning restores a loader only if none exists yet, and counting the steps of a run creates one.
         self._state, self._shortens = state_dict.get("train_loader"), False
 
@@ -389,7 +390,7 @@ class CellDataModule(lightning.LightningDataModule):
         Parameters
         ----------
         begins_epoch
-            Whether it is the first one of the epoch after the current one.
+            Whether the next batch is the first one of the next epoch.
         """
         if self._train_loader is None:
             raise TrainingError(
@@ -404,7 +405,7 @@ class CellDataModule(lightning.LightningDataModule):
         return 0.0 if self._train_loader is None else self._train_loader.waited
 
     def go_on_with(self, position: dict[str, Any]) -> None:
-        """Let the next :meth:`train_dataloader` return the remaining batches of an epoch."""
+        """Make the next :meth:`train_dataloader` return the remaining batches of an epoch."""
         self._state, self._shortens = position, True
 
     def val_dataloader(self) -> BatchLoader | list[Any]:

@@ -24,7 +24,7 @@ def ensure_devices(accelerator: str, devices: Any) -> None:
     Raises
     ------
     OptionError
-        If there are fewer; the message gives their number.
+        If fewer GPUs are available; the message gives their number.
     """
     if accelerator not in ("gpu", "cuda"):
         return
@@ -141,7 +141,7 @@ def is_sharded(module: nn.Module) -> bool:
 def copy_of_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy of the weights on the CPU; a sharded module is gathered on the first process only.
 
-    All processes have to call it. Numbers of a sharded module are in lists of one.
+    All processes have to call it. For a sharded module, scalars are returned as tensors of one element.
     """
     if is_sharded(module):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -206,7 +206,7 @@ def gradient_checkpointing(module: nn.Module, wanted: bool | None) -> Iterator[N
     Raises
     ------
     OptionError
-        If the architecture cannot.
+        If the architecture does not support it.
     """
     if wanted is None:
         yield

@@ -87,7 +87,7 @@ class SaveBest(Callback):
         Called on the first process with the name of a folder, e.g. ``"epoch=03"``, the number of epochs done, and the
         weights.
     remove
-        Called there with the name of a folder saved before.
+        Called on the first process with the name of a folder that was saved before.
     top_k
         Number of epochs to keep; -1 keeps all.
     monitor, mode
@@ -156,9 +156,9 @@ def find_batch_size(
 ) -> int:
     """Return the largest power of two as batch size for which a training step fits into memory.
 
-    The trial uses the longest cells of the data and reserves memory for the two states of AdamW. A CPU gives no error
-    before memory runs out. There, memory is extrapolated from the tensors that autograd keeps for the backward pass of
-    a few cells. An epoch has at least 8 steps.
+    The trial uses the longest cells of the data and reserves memory for the two states of AdamW. A CPU raises no error
+    before memory runs out, so memory is extrapolated from the tensors that autograd keeps for the backward pass of a
+    few cells. The batch size is limited so that an epoch has at least 8 steps.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def find_batch_size(
     data
         A data module that is bound to a tokenizer and an objective.
     device
-        Where the training will run.
+        Device that the training will run on.
     precision
         Precision of the training; mixed precision takes less memory.
     most
@@ -221,14 +221,14 @@ def choose_precision(module: nn.Module, data: CellDataModule, device: torch.devi
     data
         A data module that is bound to a tokenizer and an objective.
     device
-        Where the training will run.
+        Device that the training will run on.
     processes
         Number of training processes.
 
     Raises
     ------
     OptionError
-        If steps of several processes would have to be timed.
+        If steps would have to be timed in several processes.
     """
     if device.type == "cuda":
         with torch.cuda.device(device):
@@ -352,13 +352,13 @@ class FitResult:
     best_epoch
         Epoch whose weights the module now has; -1 if no epoch ended.
     stopped
-        Whether the user stopped it with Ctrl-C.
+        Whether the user stopped training with Ctrl-C.
     interrupted
-        Whether a second Ctrl-C broke off a step.
+        Whether a second Ctrl-C interrupted a step.
     n_epochs
-        Number of epochs that ended, including one that Ctrl-C ended early.
+        Number of epochs that ended, including an epoch that Ctrl-C ended early.
     device
-        Where it ran.
+        Device that the training ran on.
     weights
         The gathered weights, on the first process, if the module is sharded (FSDP); else None.
     signal
@@ -384,7 +384,7 @@ class FitResult:
 
 
 def default_max_epochs(defaults: TrainingDefaults, n_cells: int) -> int:
-    """Return the epochs that give about as many steps as the objective's default has on 2,500 cells, within limits.
+    """Return the number of epochs with about as many steps as the default on 2,500 cells, within limits.
 
     Examples
     --------
@@ -451,31 +451,32 @@ def fit(
     plan, data
         The module with its objective, and the data to train on.
     max_epochs
-        Maximum number of epochs. None chooses it by the number of cells, see :func:`default_max_epochs`; -1 sets no
+        Maximum number of epochs. If None, depends on the number of cells, see :func:`default_max_epochs`; -1 sets no
         limit except `max_steps`.
     max_steps
         Maximum number of optimizer steps; -1 for no limit.
     early_stopping
-        Stop when the validation loss (or the metric that the objective names) has not improved for
-        `early_stopping_patience` epochs after the warm-up of the learning rate. Needs validation cells.
+        Stop if the validation loss (or the metric that the objective names) has not improved for
+        `early_stopping_patience` epochs after the warm-up of the learning rate. Requires validation cells.
     early_stopping_patience
         Epochs without improvement to wait.
     gradual_unfreezing
-        Epochs between two layers, see :class:`scforge.training.plan.GradualUnfreezing`; None trains all.
+        Number of epochs between unfreezing two layers, see :class:`scforge.training.plan.GradualUnfreezing`. None
+        trains all layers from the start.
     ema_decay
         Validate and keep an exponential moving average of the weights. If None, keeps the weights themselves.
     strategy
         ``"auto"``, ``"ddp"`` or ``"fsdp"``.
     progress_bar
-        Show a bar.
+        Show a progress bar.
     log_every_n_steps
         Optimizer steps between two rows of the loggers.
     saving
         Folder of checkpoints, and the checkpoint to resume from, or None.
     callbacks
-        Further Lightning callbacks.
+        Additional Lightning callbacks.
     **trainer_options
-        For :class:`lightning.Trainer`, e.g. ``accelerator``, ``devices``, ``precision``, ``logger``.
+        Options of :class:`lightning.Trainer`, e.g. ``accelerator``, ``devices``, ``precision``, ``logger``.
 
     Returns
     -------
@@ -487,7 +488,7 @@ def fit(
         If an argument cannot be used.
     TrainingError
         If a loss is NaN, a checkpoint cannot be saved, or memory runs out. In the first two cases the module has the
-        weights of the best epoch, if any, and the error a ``result``; otherwise the module is unchanged.
+        weights of the best epoch, if any, and the error has an attribute ``result``. Otherwise the module is unchanged.
 
     Examples
     --------

@@ -85,7 +85,7 @@ class TableLogger(Logger):
         Raises
         ------
         DataError
-            If there is another file in its place.
+            If there is another file at its path.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         found = _read(self.path) if self.path.exists() else []
@@ -131,7 +131,7 @@ class PurgingTensorBoardLogger(TensorBoardLogger):
     """TensorBoard's logger; it hides the steps after the checkpoint of a resumed run."""
 
     def go_on_behind(self, step: int) -> None:
-        """Hide the steps after a step; call it before anything is logged."""
+        """Hide the steps after the given step; call it before anything is logged."""
         self._kwargs["purge_step"] = step + 1
 
 
@@ -148,13 +148,13 @@ def make_loggers(
     Parameters
     ----------
     names
-        Of ``"csv"``, ``"tensorboard"`` and ``"wandb"``.
+        Any of ``"csv"``, ``"tensorboard"`` and ``"wandb"``.
     log_dir
         Folder of the logs.
     project, run_name
         Names of the project and the run in Weights & Biases; TensorBoard also uses `run_name`.
     wandb_mode
-        ``"online"``, ``"offline"`` (to send later with ``wandb sync``) or ``"disabled"``. If None, leaves it to wandb.
+        ``"online"``, ``"offline"`` (to upload later with ``wandb sync``) or ``"disabled"``. If None, wandb decides.
 
     Returns
     -------
@@ -280,8 +280,8 @@ class History(Callback):
     Attributes
     ----------
     epochs
-        Metrics by name, one value per epoch, NaN where a metric was not computed; also ``seconds``, the wall time since
-        the start.
+        Metrics by name, one value per epoch, NaN if a metric was not computed. Includes ``seconds``, the wall time
+        since the start.
     n_epochs
         Number of epochs that ended.
     """
@@ -378,10 +378,11 @@ def _wait(device: torch.device) -> None:
 class Monitor(Callback):
     """Logs a row every few steps and one at the end of each epoch.
 
-    A row of a step has ``step_loss`` (of its last batch), ``learning_rate``, ``gradient_norm``, ``cells_per_second``,
-    ``tokens_per_second`` (of all processes, padding not counted), ``waiting`` (share of the time in which the model
-    waits for a batch), ``utilization`` (operations of the model over those that matrix products reach there; see
-    :mod:`scforge.training.monitoring`) and ``seconds_left``. A row of an epoch has the metrics of the history.
+    The row of a step has ``step_loss`` (of its last batch), ``learning_rate``, ``gradient_norm``,
+    ``cells_per_second``, ``tokens_per_second`` (of all processes, without padding), ``waiting`` (share of the time in
+    which the model waits for a batch), ``utilization`` (operations per second of the model divided by those of a large
+    matrix product on the device; see :mod:`scforge.training.monitoring`) and ``seconds_left``. The row of an epoch has
+    the metrics of the history.
 
     Parameters
     ----------
@@ -390,7 +391,7 @@ class Monitor(Callback):
     every_n_steps
         Optimizer steps between two rows.
     settings
-        Settings of the run, for the loggers.
+        Settings of the run to log.
     """
 
     def __init__(self, history: History, *, every_n_steps: int, settings: dict[str, Any]) -> None:
@@ -452,7 +453,7 @@ class Monitor(Callback):
         self._stopped = time.perf_counter()
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Resume it."""
+        """Resume the clock."""
         self._began += time.perf_counter() - self._stopped
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -465,7 +466,7 @@ class Monitor(Callback):
         return {"rows": tables[0].n_rows if tables else 0}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue behind this many rows."""
+        """Continue after this many rows."""
         self._rows = state_dict["rows"]
 
     def _clear(self, trainer: lightning.Trainer) -> None:

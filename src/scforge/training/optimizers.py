@@ -23,18 +23,18 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Parameters
     ----------
     module
-        Its parameters are optimized, but for frozen ones. Embeddings, heads (matrices outside the transformer's
-        layers), norms and biases go to AdamW. In a module without transformer layers all weights of
-        :class:`torch.nn.Linear` go to Muon.
+        Module to optimize, except for its frozen parameters. AdamW optimizes embeddings, heads (matrices outside the
+        transformer's layers), norms and biases. In a module without transformer layers, Muon optimizes all weights of
+        :class:`torch.nn.Linear`.
     lr, weight_decay
-        Learning rate, and weight decay of what decays.
+        Learning rate, and weight decay of all parameters except norms, embeddings and biases.
     fused
         Use fused kernels of AdamW.
 
     Raises
     ------
     OptionError
-        If there is no matrix for Muon, or none that is not frozen.
+        If there is no matrix for Muon, or all matrices are frozen.
     """
 
     def __init__(self, module: nn.Module, *, lr: float, weight_decay: float, fused: bool) -> None:
@@ -58,7 +58,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step with each of the two."""
+        """Take a step with both optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -68,11 +68,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of the two."""
+        """Return the states of both optimizers."""
         return {"muon": self._muon.state_dict(), "adamw": self._adamw.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the states of the two."""
+        """Load the states of both optimizers."""
         self._muon.load_state_dict(state_dict["muon"])
         self._adamw.load_state_dict(state_dict["adamw"])
         self._share()
@@ -84,7 +84,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 class _Both(dict[Any, Any]):
-    """The states of two optimizers, for those who look."""
+    """The combined states of two optimizers, for callers that read them."""
 
     def __init__(self, *states: Any) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def parameter_groups(
 ) -> list[dict[str, Any]]:
     """Split parameters into those with and without weight decay (norms, embeddings and biases have none).
 
-    With `factors`, of parameters by their ``id``, they are split by learning rate as well: `lr` times the factor.
+    With `factors`, by the ``id`` of a parameter, they are also split by learning rate, `lr` times the factor.
     """
     decay: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -162,22 +162,22 @@ def make_optimizer(
     Parameters
     ----------
     module
-        Its parameters are optimized, but for frozen ones.
+        Module to optimize, except for its frozen parameters.
     name
         ``"adamw"``; ``"adam"``, whose weight decay is a penalty in the loss; ``"sgd"`` with a momentum of 0.9; or
         ``"muon"`` for the matrices of hidden layers, with AdamW for embeddings, heads and the rest (see
         :class:`scforge.training.optimizers.MuonWithAdamW`).
     lr, weight_decay
-        Learning rate, and weight decay of what decays.
+        Learning rate, and weight decay of all parameters except norms, embeddings and biases.
     fused
         Use fused kernels.
     factors
-        Factor of the learning rate of each parameter, by its ``id``; empty for the same for all.
+        Factors of the learning rate by the ``id`` of a parameter; if empty, all parameters have the same learning rate.
 
     Raises
     ------
     OptionError
-        If `name` is not known, or there is nothing to optimize.
+        If `name` is unknown, or there is nothing to optimize.
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise OptionError("all parameters are frozen, so there is nothing to train; set freeze=False, or train a head.")
@@ -202,7 +202,7 @@ def _one_cycle(optimizer: torch.optim.Optimizer, total: int, warmup: int) -> lr_
 
 
 class _OneCycle(lr_scheduler.OneCycleLR):
-    """Torch's, which stays at its end where an epoch has more batches than the one that the steps were counted in."""
+    """Torch's schedule, which keeps its last learning rate if there are more steps than were counted."""
 
     def step(self, epoch: int | None = None) -> None:
         if self.last_epoch + 1 < self.total_steps:
@@ -241,31 +241,31 @@ _WARMUPS = {"constant": 0.0, "cosine": 0.0, "linear": 0.0, "one_cycle": 0.3}
 def make_schedule(
     optimizer: torch.optim.Optimizer, *, name: str, total_steps: int, warmup_steps: int | None = None
 ) -> lr_scheduler.LRScheduler:
-    """Create a schedule that is stepped once an optimizer step.
+    """Create a learning-rate schedule that advances once per optimizer step.
 
     Parameters
     ----------
     optimizer
-        Its learning rate is the peak.
+        Optimizer; its learning rate is the peak of the schedule.
     name
         A key of ``SCHEDULES``.
     total_steps
         Optimizer steps of the whole training run.
     warmup_steps
-        Steps until the peak; None: 10 % of all (30 % for ``one_cycle``; 0 for ``constant``, ``cosine`` and ``linear``).
-        More than half of all steps are cut to half, so that a short run also leaves its warm-up.
+        Number of steps until the peak, at most half of all steps, so that a short run also leaves its warm-up. If None,
+        uses 10 % of all steps (30 % for ``one_cycle``; 0 for ``constant``, ``cosine`` and ``linear``).
 
     Raises
     ------
     OptionError
-        If `name` is not known.
+        If `name` is unknown.
     """
     check_choice("schedule", name, sorted(SCHEDULES))
     return SCHEDULES[name](optimizer, total_steps, warmup_length(name, total_steps, warmup_steps))
 
 
 def warmup_length(name: str, total_steps: int, warmup_steps: int | None) -> int:
-    """Return the steps until the peak of a schedule; the arguments are those of :func:`make_schedule`."""
+    """Return the number of steps until the peak of a schedule; for the arguments see :func:`make_schedule`."""
     if warmup_steps is None:
         warmup_steps = round(_WARMUPS.get(name, _WARMUP_SHARE) * total_steps)
     return min(warmup_steps, total_steps // 2)

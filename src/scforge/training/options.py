@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class TrainOptions:
-    """What :meth:`scforge.models.Encoder.train` takes, with the defaults.
+    """Options of :meth:`scforge.models.Encoder.train` and their defaults.
 
     Parameters
     ----------
@@ -22,70 +22,76 @@ class TrainOptions:
     max_steps
         Maximum number of optimizer steps; -1 for no limit.
     datamodule
-        Cells to train on instead of those that the model was created with; it also sets how minibatches are made
+        Cells to train on instead of those that the model was created with. It also determines the minibatches
         (`batch_size`, `max_tokens_per_batch`, `validation_size`, `num_threads`).
     batch_size
-        Cells per step and process; ``"auto"`` takes the most that fit into memory. If None, uses the objective's
-        default.
+        Cells per step and process; ``"auto"`` uses the largest batch that fits into memory. If None, uses the
+        objective's default.
     max_tokens_per_batch
-        A batch contains as many cells of similar length as fit into this many tokens, padding included.
+        Maximum number of tokens per batch, including padding. A batch then contains as many cells of similar length as
+        fit.
     validation_size
-        Fraction of cells held out, sampled with the model's seed, so the same cells in every call; None holds out 0.1.
+        Fraction of cells in the validation set. The cells are sampled with the model's seed, so every call holds out
+        the same cells. None holds out 0.1.
     num_threads
-        Threads that prepare batches while the model computes; 0 for none, None chooses.
+        Number of threads that prepare batches while the model computes; 0 uses no threads, None chooses the number.
     optimizer
         ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"`` for the matrices of the hidden layers (AdamW for the rest).
     lr, weight_decay, schedule
         If None, uses the objective's defaults. `schedule` is one of ``"cosine_warmup"``, ``"cosine"``,
         ``"linear_warmup"``, ``"linear"``, ``"one_cycle"``, ``"constant"``.
     warmup_steps
-        Steps until the peak of the learning rate. If None, uses a share of all steps.
+        Number of steps until the peak of the learning rate. If None, uses a share of all steps.
     layer_lr_decay
-        Learning rate of a layer over that of the layer above it, e.g. 0.8; None trains all alike.
+        Ratio of the learning rate of each layer to that of the layer above it, e.g. 0.8. None uses the same learning
+        rate for all layers.
     gradual_unfreezing
-        Train the top layer first, and one more below it every that many epochs; None trains all from the start.
+        Number of epochs after which another layer is trained, from the top layer down. None trains all layers from the
+        start.
     early_stopping, early_stopping_patience
-        Stop when the validation loss has not improved for this many epochs after the warm-up of the learning rate.
+        Stop if the validation loss has not improved for this many epochs after the warm-up of the learning rate.
     accelerator, devices, num_nodes
         As in :class:`lightning.Trainer`.
     strategy
-        ``"ddp"`` (a whole model in each process), ``"fsdp"`` (a share of it), or ``"auto"`` (DDP for several).
+        ``"ddp"`` (each process has a copy of the model), ``"fsdp"`` (the model is sharded over processes), or
+        ``"auto"`` (DDP if there are several processes).
     precision
         As in :class:`lightning.Trainer`, or ``"auto"``: bfloat16 mixed precision if a short measurement shows that it
-        is faster. If None, computes in 32 bits. Query models need 32-bit weights: no ``"bf16-true"``.
+        is faster. If None, computes in 32 bits. Query models need 32-bit weights, so ``"bf16-true"`` is not possible.
     gradient_clip_val
-        Largest norm of the gradient; 0 does not clip.
+        Maximum norm of the gradient; 0 does not clip.
     accumulate_grad_batches
-        Batches whose gradients are averaged for a step.
+        Number of batches whose gradients are averaged for one step.
     gradient_checkpointing
-        Compute activations again in the backward pass, which takes less memory and more time; None does as the model
-        was made.
+        Recompute activations in the backward pass, which takes less memory and more time. If None, uses the setting of
+        the model.
     compile
         Compile the layers with torch.compile.
     ema_decay
-        Validate and keep an exponential moving average of the weights, e.g. 0.999; None does not.
+        Decay of an exponential moving average of the weights, e.g. 0.999, which is validated and kept. None uses the
+        weights themselves.
     progress_bar
-        Show a bar (in a log file: a line an epoch).
+        Show a progress bar (in a log file, one line per epoch).
     logger
-        Lightning loggers, e.g. of :func:`scforge.training.make_loggers`; None means no loggers.
+        Lightning loggers, e.g. from :func:`scforge.training.make_loggers`; None means no loggers.
     log_every_n_steps
-        Steps between two rows of the loggers.
+        Number of optimizer steps between two rows of the loggers.
     checkpoint_dir
-        Folder for states to resume from (``step=NNNNNNNN``) and for the best epochs (``epoch=NN``); all are model
-        folders. States are saved at the end of each epoch, and when the process is asked to end (SIGTERM).
+        Folder for checkpoints to resume from (``step=NNNNNNNN``) and for the best epochs (``epoch=NN``); all are model
+        folders. Checkpoints are saved at the end of each epoch, and when the process is asked to end (SIGTERM).
     checkpoint_every_n_steps
-        Save a state after this many steps, too.
+        Also save a checkpoint after this many steps.
     keep_last, save_top_k
-        How many states, and how many of the best epochs to keep there; ``save_top_k=-1`` keeps all.
+        Number of checkpoints, and number of best epochs to keep; ``save_top_k=-1`` keeps all epochs.
     resume
-        ``"auto"`` resumes from the last state in `checkpoint_dir`, if there is one; or the folder of a state. The model
-        has to be made as before; the outcome is that of a training run that was never interrupted.
+        ``"auto"`` resumes from the last checkpoint in `checkpoint_dir`, if any; a path resumes from the checkpoint in
+        that folder. Create the model as before; the result is then identical to that of an uninterrupted run.
     overwrite
-        Replace what another training run has left in `checkpoint_dir`.
+        Replace the outputs of another training run in `checkpoint_dir`.
     callbacks
-        Further Lightning callbacks, e.g. :class:`scforge.eval.BenchmarkCallback`.
+        Additional Lightning callbacks, e.g. :class:`scforge.eval.BenchmarkCallback`.
     trainer_kwargs
-        Further options of :class:`lightning.Trainer`.
+        Additional options of :class:`lightning.Trainer`.
 
     Examples
     --------

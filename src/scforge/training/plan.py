@@ -21,7 +21,7 @@ from scforge.training.optimizers import make_optimizer, make_schedule, warmup_le
 
 
 class EpochMetrics:
-    """Adds metrics up step by step; the sums stay on their device, so that no step waits for them."""
+    """Sums metrics over steps; the sums stay on their device, so no step waits for them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
@@ -37,7 +37,7 @@ class EpochMetrics:
             self._sums[name] = self._sums[name].to(value.device) + weighed if name in self._sums else weighed
 
     def take(self, total: Callable[[torch.Tensor], torch.Tensor] | None = None) -> dict[str, np.ndarray]:
-        """Return the means, over the cells of all processes if `total` adds up over them, and begin anew."""
+        """Return the means and reset the sums; `total` sums over processes, to average over the cells of all."""
         if not self._sums:
             return {}
         names = sorted(self._sums)
@@ -64,8 +64,8 @@ class EpochMetrics:
 def layer_groups(module: nn.Module) -> list[list[nn.Parameter]]:
     """Return the parameters of each layer, from the input to the output.
 
-    With transformer layers: the embeddings and whatever else stands before the first layer, each layer of the first
-    stack, and what follows. Without: each part with a weight matrix and the norms before it.
+    With transformer layers, the groups are the embeddings and all other parts before the first layer, each layer of the
+    first stack, and all parts after it. Otherwise each group is a part with a weight matrix and the norms before it.
     """
     stack = next((part for part in module.modules() if isinstance(part, TransformerStack)), None)
     groups: list[list[nn.Parameter]] = [[]]
@@ -127,13 +127,13 @@ def learning_rate_factors(module: nn.Module, decay: float | None) -> dict[int, f
 class GradualUnfreezing(Callback):
     """Trains the top layer first, and one more layer below it every few epochs (Howard and Ruder, 2018).
 
-    A layer whose turn has not come loses its gradient right before a step, so that processes that share a training need
-    not agree on anything, and a training run that continues needs no memory of this.
+    The gradients of layers that are not trained yet are dropped directly before a step. Processes therefore need no
+    synchronization, and a resumed training run needs no saved state.
 
     Parameters
     ----------
     every_n_epochs
-        Epochs between two layers.
+        Number of epochs between unfreezing two layers.
     """
 
     def __init__(self, every_n_epochs: int) -> None:
@@ -143,7 +143,7 @@ class GradualUnfreezing(Callback):
     def on_before_optimizer_step(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Drop the gradients of layers whose turn has not come."""
+        """Drop the gradients of layers that are not trained yet."""
         groups = layer_groups(pl_module.module)
         n_trained = 1 + trainer.current_epoch // self.every_n_epochs
         for group in groups[: max(0, len(groups) - n_trained)]:
@@ -152,12 +152,12 @@ class GradualUnfreezing(Callback):
 
 
 class NotFiniteError(TrainingError):
-    """A loss or a gradient that is not a number; the step was not taken.
+    """A loss or a gradient is NaN or infinite; the step was not taken.
 
     Attributes
     ----------
     result
-        The :class:`~scforge.training.fitting.FitResult` of the training up to there.
+        The :class:`~scforge.training.fitting.FitResult` of the training so far.
     """
 
     result: Any = None
@@ -171,9 +171,9 @@ class TrainingPlan(lightning.LightningModule):
     module
         The architecture to train.
     objective
-        What to minimize.
+        The objective to minimize.
     optimizer, lr, weight_decay
-        See :func:`scforge.training.optimizers.make_optimizer`. If None, uses the objective's own defaults.
+        See :func:`scforge.training.optimizers.make_optimizer`. If None, uses the objective's defaults.
     schedule, warmup_steps
         See :func:`scforge.training.optimizers.make_schedule`.
     layer_lr_decay
@@ -182,18 +182,18 @@ class TrainingPlan(lightning.LightningModule):
     Attributes
     ----------
     figures
-        Further metrics of the epoch, by name, set by a callback; logged with the loss at its end.
+        Additional metrics of the epoch by name. Callbacks set them, and they are logged with the loss at its end.
     gradient_norm
         Norm of all gradients in the last step, before clipping, scalar.
     total_steps
-        Optimizer steps of the whole training run, once they are known.
+        Number of optimizer steps of the whole training run, once it is known.
     validated
-        Whether held-out cells were looked at in this epoch.
+        Whether validation ran in this epoch.
 
     Notes
     -----
-    Leaves ``train_loss`` and ``validation_loss`` of each epoch (means over cells) in the trainer's callback metrics,
-    and what the objective logs, as ``train_<name>`` and ``validation_<name>``.
+    The trainer's callback metrics contain ``train_loss`` and ``validation_loss`` of each epoch (means over cells), and
+    the metrics that the objective logs, as ``train_<name>`` and ``validation_<name>``.
 
     Examples
     --------
@@ -254,17 +254,17 @@ class TrainingPlan(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
-        """Return the loss of a batch of held-out cells."""
+        """Return the loss of a batch of validation cells."""
         return self._step(batch, self.validation_means)
 
     def on_validation_epoch_end(self) -> None:
-        """Leave the means over the held-out cells where callbacks look for them."""
+        """Add the means over the validation cells to the metrics that callbacks read."""
         self.validated = True
         figures = self.summary(self.validation_means)
         self.log_dict({f"validation_{name}": value for name, value in figures.items()}, logger=False)
 
     def summary(self, means: EpochMetrics) -> dict[str, float]:
-        """Return the metrics of the epoch over the cells of all processes, and begin anew."""
+        """Return the metrics of the epoch over the cells of all processes, and reset them."""
         strategy = self.trainer.strategy
         taken = means.take(lambda sums: strategy.reduce(sums.to(strategy.root_device), reduce_op="sum").cpu())
         return self.objective.summarize(taken) if taken else {}
@@ -275,7 +275,7 @@ class TrainingPlan(lightning.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip, keep the norm, and stop before a step that would spoil the weights."""
+        """Clip gradients, record their norm, and raise before a step with NaN or infinite gradients."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         by_value = gradient_clip_algorithm == "value" and gradient_clip_val
         most = float("inf") if by_value or not gradient_clip_val else gradient_clip_val

@@ -43,12 +43,12 @@ def embed(
     tokenizer
         The tokenizer that the module was trained with.
     objective
-        The objective that the module was trained with, which may order the tokens of a cell. If None, leaves them as
-        the tokenizer does.
+        The objective that the module was trained with, which may order the tokens of a cell. If None, keeps the order
+        of the tokenizer.
     batch_size
         Cells per batch.
     rows
-        Only these rows of `cells`, in this order; all if None.
+        Rows of `cells` to embed, in this order. If None, embeds all cells.
 
     Returns
     -------
@@ -57,7 +57,7 @@ def embed(
     Raises
     ------
     OptionError
-        If `rows` names no cell.
+        If `rows` is empty.
 
     Examples
     --------
@@ -91,12 +91,12 @@ def run_over(
     batch_size: int = 256,
     rows: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Return what `compute` makes of each cell in the order of the source, float32, shape (N, D).
+    """Return the output of `compute` for each cell in the order of the source, float32, shape (N, D).
 
     Parameters
     ----------
     compute
-        Takes a batch of tokens on the device of `module`, and returns one row per cell, shape (B, D).
+        Function that takes a batch of tokens on the device of `module`, and returns one row per cell, shape (B, D).
     module, cells, tokenizer, objective, batch_size, rows
         See :func:`embed`.
     """

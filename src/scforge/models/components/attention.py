@@ -29,7 +29,7 @@ def token_positions(tokens_bs: torch.Tensor) -> torch.Tensor:
     Parameters
     ----------
     tokens_bs
-        True for tokens, bool, in any pattern.
+        True for tokens, bool, in any order.
 
     Examples
     --------
@@ -43,7 +43,7 @@ _LONGEST_WAVE = 10_000.0
 
 
 def rotation_of(positions: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the cosines and sines of positions, float32, shape (2, ..., 1, D / 2); the 1 is for the heads."""
+    """Return the cosines and sines of positions, float32, shape (2, ..., 1, D / 2), with a dimension for the heads."""
     half = torch.arange(head_dim // 2, device=positions.device, dtype=torch.float32)
     angles = positions.float().unsqueeze(-1) * _LONGEST_WAVE ** (-2.0 * half / head_dim)
     return torch.stack([angles.cos(), angles.sin()]).unsqueeze(-2)
@@ -64,7 +64,7 @@ def generate_causal_mask(seq_len: int, device: torch.device | None = None) -> to
     seq_len
         Number of tokens S.
     device
-        Where the mask is made. If None, uses the default device.
+        Device of the mask. If None, uses the default device.
 
     Returns
     -------
@@ -94,14 +94,15 @@ def attention_mask_of(
     tokens_bt
         True for keys that are tokens, bool, shape (B, T); None if all are.
     causal
-        Let each query see the keys up to its own place, the last `n_queries` keys being the queries. Needs `n_queries`
-        and one of the other two, for a causal mask alone is better left to the kernel.
+        Let each query attend to the keys up to its position; the queries are the last `n_queries` keys. Requires
+        `n_queries` and one of the other two arguments, because the kernel handles a purely causal mask better.
     bias_bt
         Added to the scores of each key, shape (B, T).
 
     Returns
     -------
-    Bool, true where attention is allowed; with a bias float, ``-inf`` where it is not; None if there is nothing to say.
+    Bool, true if attention is allowed. With a bias, float, ``-inf`` if attention is not allowed. None if no mask is
+    needed.
     """
     allowed = None if tokens_bt is None else tokens_bt[:, None, None, :]
     given = tokens_bt if tokens_bt is not None else bias_bt
@@ -118,8 +119,8 @@ def attention_mask_of(
 class KeyValueCache:
     """Keys and values of the tokens of cells that are being generated, for each layer of a stack.
 
-    Memory doubles whenever it is full, so that a token costs the same however many there are. It is written in place,
-    so it cannot be differentiated through: generate under ``torch.no_grad()``.
+    Memory doubles whenever it is full, so the cost of a token does not depend on the number of tokens. The cache is
+    written in place and is not differentiable, so generate under ``torch.no_grad()``.
 
     Examples
     --------
@@ -143,7 +144,7 @@ class KeyValueCache:
         return 0 if self.tokens is None else self.tokens.shape[1]
 
     def add_tokens(self, tokens_bs: torch.Tensor) -> torch.Tensor:
-        """Note which of the next positions are tokens, and return it for all positions so far.
+        """Record which of the next positions are tokens, and return the tokens of all positions so far.
 
         Parameters
         ----------
@@ -158,12 +159,12 @@ class KeyValueCache:
         return self.tokens
 
     def extend(self, layer: int, key_bnsd: torch.Tensor, value_bnsd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values of the next positions of a layer, and return all of its.
+        """Add keys and values of the next positions of a layer, and return all keys and values of this layer.
 
         Parameters
         ----------
         layer
-            Number of the layer, from 0; layers are met in this order.
+            Index of the layer, from 0; layers are called in this order.
         key_bnsd, value_bnsd
             Keys and values of the next positions, shape (B, N, S, D). Call :meth:`add_tokens` before.
 
@@ -191,7 +192,7 @@ class KeyValueCache:
 class SelfAttention(nn.Module):
     """Multi-head self-attention on ``F.scaled_dot_product_attention``.
 
-    Attention weights are not dropped out, so that the fused kernels apply in training too.
+    There is no dropout on attention weights, so that the fused kernels can also be used in training.
 
     Parameters
     ----------
@@ -205,7 +206,7 @@ class SelfAttention(nn.Module):
     Raises
     ------
     OptionError
-        If `hidden_dim` is not a multiple of `num_heads`, or one of them no number above zero.
+        If `hidden_dim` is not a multiple of `num_heads`, or one of them is not a positive number.
 
     Examples
     --------
@@ -237,20 +238,20 @@ class SelfAttention(nn.Module):
         rotation: torch.Tensor | None = None,
         cache: tuple[KeyValueCache, int] | None = None,
     ) -> torch.Tensor:
-        """Attend.
+        """Compute self-attention.
 
         Parameters
         ----------
         hidden_bsh
             States, shape (B, S, H).
         mask
-            Broadcast to (B, N, S, T): true where attention is allowed, or added to the scores.
+            Mask, broadcast to (B, N, S, T): either true if attention is allowed, or a float to add to the scores.
         causal
-            Let each token see those up to itself; without a mask only.
+            Let each token attend only to tokens up to itself. Only without a mask.
         rotation
-            Of :func:`scforge.models.components.attention.rotation_of`.
+            Output of :func:`scforge.models.components.attention.rotation_of`.
         cache
-            Earlier keys and values to which these tokens are added, and the number of the layer.
+            Earlier keys and values to which these tokens are added, and the index of the layer.
 
         Returns
         -------
@@ -269,18 +270,18 @@ class SelfAttention(nn.Module):
     def packed(
         self, hidden_ph: torch.Tensor, ends: torch.Tensor, longest: int, *, causal: bool, rotation: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend within packed cells; on CUDA, in half precision.
+        """Compute self-attention within packed cells, on CUDA and in half precision.
 
         Parameters
         ----------
         hidden_ph
             States, shape (P, H).
         ends
-            Cell i stands at ``ends[i]`` to ``ends[i + 1]``, int32, shape (B + 1,).
+            Cell i is at positions ``ends[i]`` to ``ends[i + 1]``, int32, shape (B + 1,).
         longest
             Maximum number of tokens per cell.
         causal, rotation
-            As of :meth:`forward`.
+            See :meth:`forward`.
 
         Returns
         -------
@@ -303,16 +304,16 @@ class SelfAttention(nn.Module):
         causal: bool = False,
         rotation: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return how much each token (rows) looks at each (columns), float32, shape (B, N, S, S).
+        """Return the attention of each token (rows) to each token (columns), float32, shape (B, N, S, S).
 
         Parameters
         ----------
         hidden_bsh, mask, causal, rotation
-            As of :meth:`forward`.
+            See :meth:`forward`.
 
         Returns
         -------
-        Rows sum to 1; those of a query that may look at nothing are zeros.
+        Rows sum to 1; rows of queries that cannot attend to any token are zeros.
         """
         q_bnsd, k_bnsd, _ = self._project(hidden_bsh, rotation, None)
         scores = (q_bnsd @ k_bnsd.transpose(-1, -2)).float() / q_bnsd.shape[-1] ** 0.5

@@ -29,22 +29,23 @@ def token_loss(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the mean cross entropy at labeled positions, and the logits.
 
-    Without `return_logits` the vocabulary head runs at labeled positions only, which is most of the cost of a small
-    model, and the logits are None.
+    Without `return_logits`, the logits are None, and the vocabulary head, most of the cost of a small model, only runs
+    at labeled positions.
 
     Parameters
     ----------
     head
-        Makes logits of shape (..., V) of states of shape (..., H), and if it has a true attribute ``takes_labels`` the
-        loss of states (M, H) and labels (M,), as :class:`~scforge.models.components.MaskedGenePredictionHead` does.
+        Module that maps states of shape (..., H) to logits of shape (..., V). If it has a true attribute
+        ``takes_labels``, it also returns the loss for states (M, H) and labels (M,), like
+        :class:`~scforge.models.components.MaskedGenePredictionHead`.
     hidden_bsh
         States, shape (B, S, H).
     labels_bs
         Token ids to predict, -100 at positions without a target, int64, shape (B, S); None means no loss.
     return_logits
-        Whether the logits of all positions are wanted.
+        Whether to return the logits of all positions.
     weight_vh
-        Last layer of a head without one, shape (V, H).
+        Weight of the last layer, for a head that has none, shape (V, H).
     """
     weight = () if weight_vh is None else (weight_vh,)
     if return_logits:
@@ -62,14 +63,14 @@ def token_loss(
 
 
 def mean_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy at labeled positions; 0 if there is none, e.g. in a batch of empty cells.
+    """Return the mean cross entropy at labeled positions; 0 without labels, e.g. in a batch of empty cells.
 
     Parameters
     ----------
     logits
         Shape (M, V).
     labels
-        int64, shape (M,); positions with -100 do not count.
+        int64, shape (M,); positions with -100 are ignored.
     """
     total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_LABEL, reduction="sum")
     return total / (labels != IGNORE_LABEL).sum().clamp(min=1)
@@ -80,9 +81,8 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the mean cross entropy of ``softmax(hidden @ weight.T + bias)``, a scalar.
 
-    The gradient is computed together with the loss, some tokens at a time, so that the logits are neither kept nor
-    read again. Under autocast products are of its dtype; softmax and loss are of float32 (of float64 where
-    `hidden_mh` is).
+    The gradient is computed together with the loss, for some tokens at a time, so the logits are neither kept nor read
+    again. Under autocast, products have its dtype. Softmax and loss are float32 (float64 if `hidden_mh` is).
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ _AMPLITUDE = 0.5
 def waves(n_rows: int, dim: int) -> torch.Tensor:
     """Return sinusoidal vectors, float32, shape (n_rows, dim); neighboring rows are similar.
 
-    The longest wave is twice the table, so that low and high rows lie apart; the shortest spans four rows.
+    The longest wave is twice the length of the table, so low and high rows are far apart; the shortest spans four rows.
 
     Examples
     --------
@@ -36,7 +36,7 @@ def waves(n_rows: int, dim: int) -> torch.Tensor:
 def between_rows(table: nn.Embedding, values_bs: torch.Tensor) -> torch.Tensor:
     """Look up numbers in a table with linear interpolation between rows, shape (B, S, H).
 
-    Numbers below the first row, or above the last, count as that.
+    Numbers below the first row, or above the last, are clipped to it.
 
     Examples
     --------
@@ -53,13 +53,13 @@ def between_rows(table: nn.Embedding, values_bs: torch.Tensor) -> torch.Tensor:
 
 
 class _Biased(nn.Linear):
-    """Starts with biases, as torch does: without, the norm behind two layers would make all values alike."""
+    """Starts with nonzero biases, as torch does; without them, the norm after two layers would equalize all values."""
 
     initializes_itself = True
 
 
 class ValueMLP(nn.Module):
-    """Linear, ReLU, Linear, LayerNorm of a value that is cut off at `most`, as in scGPT (Cui et al. 2024).
+    """Linear, ReLU, Linear and LayerNorm on values clipped at `most`, as in scGPT (Cui et al. 2024).
 
     Parameters
     ----------
@@ -68,7 +68,7 @@ class ValueMLP(nn.Module):
     layer_norm_eps
         Epsilon of the layer norm.
     most
-        Larger values count as this.
+        Maximum value; larger values are clipped.
 
     Examples
     --------
@@ -90,7 +90,7 @@ class ValueMLP(nn.Module):
 
 
 class SoftBins(nn.Module):
-    """A mean of learned vectors of K bins, with weights that are learned from the value, as in scFoundation.
+    """Weighted mean of the learned vectors of K bins, with weights computed from the value, as in scFoundation.
 
     With ``x = leaky_relu(Linear(value))``, of slope 0.1 below zero, the weights are ``softmax(alpha * x + Linear(x))``
     (Hao et al. 2024, the embedding of expression values).
@@ -135,7 +135,7 @@ class GeneExpressionEmbedding(nn.Module):
     Parameters
     ----------
     vocab_size
-        Number of tokens, special tokens included.
+        Number of tokens, including special tokens.
     hidden_dim
         Width H.
     max_seq_len
@@ -143,23 +143,23 @@ class GeneExpressionEmbedding(nn.Module):
     dropout
         Dropout after the layer norm.
     use_expression_values
-        Bring the scalar value of each token to H and add it.
+        Project the scalar value of each token to H dimensions and add it.
     layer_norm_eps
         Epsilon of the layer norm.
     gene_vectors
         Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
         :class:`GeneVectorEmbedding`.
     position_embedding
-        ``"learned"`` adds a vector for each position; ``"rotary"`` (which the attention brings) and ``"none"`` add
+        ``"learned"`` adds a vector for each position; ``"rotary"`` (applied in the attention) and ``"none"`` add
         nothing.
     value_encoder
-        How values get there: ``"linear"``, one projection; ``"mlp"``, as scGPT (:class:`ValueMLP`); ``"soft_bins"``, as
-        scFoundation (:class:`SoftBins`).
+        Encoder of values: ``"linear"``, one projection; ``"mlp"``, as in scGPT (:class:`ValueMLP`); or ``"soft_bins"``,
+        as in scFoundation (:class:`SoftBins`).
     n_value_bins, value_bins_alpha
-        Bins of ``"soft_bins"``, and the weight of its first layer relative to its second.
+        Number of bins of ``"soft_bins"``, and the weight of its first layer relative to its second.
     embedding_norm
-        What the layer norm is applied to: the ``"sum"``, the gene embedding alone (``"genes"``, as scGPT), or nothing
-        (``"none"``, as scFoundation).
+        Input of the layer norm: the ``"sum"``, only the gene embedding (``"genes"``, as in scGPT), or nothing
+        (``"none"``, as in scFoundation).
 
     Examples
     --------
@@ -223,9 +223,9 @@ class GeneExpressionEmbedding(nn.Module):
         input_ids
             Token ids, shape (B, S).
         values
-            Expression values, shape (B, S); zeros if None.
+            Expression values, shape (B, S). If None, uses zeros.
         positions
-            Position of each token, int64, shape (S,) or (B, S); 0, 1, 2, ... if None.
+            Position of each token, int64, shape (S,) or (B, S). If None, uses 0, 1, 2, ...
 
         Returns
         -------

@@ -20,7 +20,7 @@ _STD = 0.02
 
 
 class _Vectors(nn.Embedding):
-    """Zeros until they are filled: a model must not take random numbers for vectors that somebody pretrained."""
+    """Vectors that are zero until they are filled, so that a model never uses random numbers as pretrained vectors."""
 
     initializes_itself = True
 
@@ -29,7 +29,7 @@ class _Vectors(nn.Embedding):
 
 
 class _Projection(nn.Linear):
-    """Vectors of length 1 come out with standard deviation 0.02, as all embeddings start."""
+    """Maps vectors of length 1 to a standard deviation of 0.02, like the initial values of all embeddings."""
 
     initializes_itself = True
 
@@ -40,17 +40,17 @@ class _Projection(nn.Linear):
 class GeneVectorEmbedding(nn.Module):
     """Projected pretrained vectors for tokens that have one, learned vectors for the others.
 
-    The embedding of a token with the pretrained vector v is ``W (v - center) * scale``: `center` is the mean vector and
-    `scale` brings the root mean square length to 1, so that W, which starts with standard deviation 0.02, gives vectors
-    of any length the scale of a usual embedding, and trains at its pace. What all genes share (most of an ESM-2 vector)
-    would else drown what distinguishes them.
+    The embedding of a token with the pretrained vector v is ``W (v - center) * scale``. `center` is the mean vector,
+    because otherwise the part that all genes share (most of an ESM-2 vector) would dominate their differences. `scale`
+    sets the root mean square length to 1. W starts with standard deviation 0.02, so that embeddings have the usual
+    scale, and train at the usual rate, for vectors of any length.
 
-    :meth:`fill` puts the pretrained vectors in place; until then they are zeros.
+    :meth:`fill` sets the pretrained vectors; until then they are zeros.
 
     Parameters
     ----------
     vocab_size
-        Number of tokens V, special tokens included.
+        Number of tokens V, including special tokens.
     hidden_dim
         Width H.
     dim
@@ -58,7 +58,7 @@ class GeneVectorEmbedding(nn.Module):
     learned
         Number L of tokens without a pretrained vector: special tokens (PAD always) and genes.
     frozen
-        Whether training leaves the pretrained vectors as they are.
+        Whether the pretrained vectors are fixed in training.
 
     Examples
     --------
@@ -115,7 +115,7 @@ class GeneVectorEmbedding(nn.Module):
 
     @torch.no_grad()
     def fill(self, vectors: torch.Tensor) -> None:
-        """Put pretrained vectors in place.
+        """Set the pretrained vectors.
 
         Parameters
         ----------
@@ -153,7 +153,7 @@ class GeneVectorBag(GeneVectorEmbedding):
     Parameters
     ----------
     vocab_size, hidden_dim, dim, learned, frozen
-        As of :class:`GeneVectorEmbedding`.
+        See :class:`GeneVectorEmbedding`.
 
     Examples
     --------
@@ -170,7 +170,7 @@ class GeneVectorBag(GeneVectorEmbedding):
         input_ids
             Token ids, shape (B, S).
         per_sample_weights
-            Shape (B, S); ones if None.
+            Shape (B, S). If None, uses ones.
 
         Returns
         -------
@@ -189,12 +189,12 @@ class GeneVectorBag(GeneVectorEmbedding):
 
 
 def token_embedding(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any] | None = None) -> nn.Module:
-    """Return the embedding of tokens: a plain one, or one of pretrained vectors.
+    """Return an embedding of tokens, either plain or with pretrained vectors.
 
     Parameters
     ----------
     vocab_size, hidden_dim
-        Its size.
+        Size of the embedding.
     gene_vectors
         None, or the arguments `dim`, `learned` and `frozen` of :class:`GeneVectorEmbedding`.
 
@@ -209,7 +209,7 @@ def token_embedding(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str,
 
 
 def token_bag(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any] | None = None) -> nn.Module:
-    """Return the weighted sum of embeddings of tokens; the parameters are those of :func:`token_embedding`."""
+    """Return a weighted sum of embeddings of tokens; for the parameters see :func:`token_embedding`."""
     if gene_vectors is None:
         return nn.EmbeddingBag(vocab_size, hidden_dim, mode="sum", padding_idx=PAD_ID)
     return _of_vectors(GeneVectorBag, vocab_size, hidden_dim, gene_vectors)
@@ -271,7 +271,7 @@ def check_filled(module: nn.Module) -> None:
     Raises
     ------
     OptionError
-        If one was not.
+        If one was not filled.
     """
     if any(not part.scale for part in _parts(module)):
         raise OptionError(

@@ -23,7 +23,7 @@ _LOG_DISPERSIONS = (-15.0, 15.0)
 
 
 def is_truncated(name: str) -> bool:
-    """Return whether a loss is of counts that are at least 1."""
+    """Return whether a loss is for counts of at least 1."""
     return name.startswith("zero_truncated_")
 
 
@@ -47,19 +47,19 @@ def count_loss(
         negative_binomial                (y + r) log(r + m) - r log r - y log m + lgamma(r) + log y! - lgamma(y + r)
         zero_truncated_...               the same + log(1 - P(0)), with -log P(0) = m, or r log(1 + m / r)
 
-    Truncated losses are for data that contain expressed genes alone: there 0 cannot come, and a plain Poisson would be
-    pulled toward it (TranscriptFormer, Pearce et al. 2025, uses the truncated Poisson).
+    Truncated losses are for data that only contain expressed genes. Such data have no zeros, and a plain Poisson
+    distribution would be pulled toward 0 (TranscriptFormer, Pearce et al. 2025, uses the truncated Poisson).
 
     Parameters
     ----------
     name
         One of ``COUNT_LOSSES``.
     log_rate
-        Natural logarithm of the rate, shape (...). Values beyond -50 and 30 are taken as those.
+        Natural logarithm of the rate, shape (...), clipped to the range from -50 to 30.
     counts
-        Whole numbers, at least 0, or at least 1 for a truncated loss, shape (...).
+        Integers, at least 0, or at least 1 for a truncated loss, shape (...).
     log_dispersion
-        Logarithm of r, shape (...), for the negative binomial. Values beyond -15 and 15 are taken as those.
+        Logarithm of r, shape (...), for the negative binomial, clipped to the range from -15 to 15.
 
     Returns
     -------
@@ -86,7 +86,7 @@ def count_loss(
 
 
 def expected_counts(name: str, log_rate: torch.Tensor, log_dispersion: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the mean count: the rate, over 1 - P(0) for a truncated loss. The arguments are those of `count_loss`."""
+    """Return the mean count: the rate, divided by 1 - P(0) for a truncated loss. For the arguments see `count_loss`."""
     rate, dispersion = _working(log_rate, log_dispersion)
     if is_truncated(name):
         nothing = rate.exp() if dispersion is None else _minus_log_zero(rate, dispersion)
@@ -100,16 +100,16 @@ def log_counts(name: str, counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> t
     Parameters
     ----------
     name
-        One of ``COUNT_LOSSES``, for the message.
+        One of ``COUNT_LOSSES``, for error messages.
     counts_bs
         Counts, shape (B, S).
     tokens_bs
-        False where counts do not count, bool, shape (B, S).
+        False for counts to ignore, bool, shape (B, S).
 
     Raises
     ------
     OptionError
-        If a count is below 0; on the CPU alone, as a GPU would have to be waited for.
+        If a count is below 0. This is only checked on the CPU, to avoid waiting for a GPU.
     """
     counts_bs = counts_bs.float().masked_fill(~tokens_bs, 0.0)
     if counts_bs.device.type == "cpu" and not torch.compiler.is_compiling() and bool((counts_bs < 0).any()):
@@ -128,7 +128,7 @@ def mean_expressed(counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Te
     counts_bs
         Counts, shape (B, S).
     tokens_bs
-        False where counts do not count, bool, shape (B, S).
+        False for counts to ignore, bool, shape (B, S).
 
     Examples
     --------
@@ -142,12 +142,12 @@ def mean_expressed(counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Te
 
 
 def check_count_targets(name: str, counts: torch.Tensor) -> None:
-    """Raise unless `counts` can be targets of the loss `name`; waits for a GPU, so call it where data are on the CPU.
+    """Raise unless `counts` can be targets of the loss `name`; waits for a GPU, so call it while data are on the CPU.
 
     Raises
     ------
     OptionError
-        Naming the loss and the first count that it cannot have.
+        If a count is not possible; the message names the loss and the first such count.
     """
     least = 1 if is_truncated(name) else 0
     bad = ~((counts >= least) & (counts == counts.round()) & counts.isfinite())
@@ -171,9 +171,9 @@ def _minus_log_zero(rate: torch.Tensor, dispersion: torch.Tensor) -> torch.Tenso
 
 
 def _working(log_rate: torch.Tensor, log_dispersion: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Bring rate and dispersion to where they are computed with.
+    """Convert rate and dispersion to the precision of the computation.
 
-    Differences of lgamma of large numbers lose all their digits in float32, and there are few numbers here.
+    Differences of lgamma of large numbers lose all digits in float32, and only few numbers are computed here.
     """
     dtype = torch.float32 if log_rate.device.type == "mps" else torch.float64
     rate = log_rate.to(dtype).clamp(*_LOG_RATES)
@@ -210,13 +210,13 @@ def cell_loss(
     Parameters
     ----------
     head
-        Makes logits of shape (B, V) of states of shape (B, H).
+        Module that maps states of shape (B, H) to logits of shape (B, V).
     state_bh
-        What sums up each cell, shape (B, H).
+        State that summarizes each cell, shape (B, H).
     labels_bs
         Token ids, -100 at positions without a target, int64, shape (B, S).
     tokens_bs
-        False where labels do not count, bool, shape (B, S).
+        False for labels to ignore, bool, shape (B, S).
     """
     labeled_bs = (labels_bs != IGNORE_LABEL) & tokens_bs
     log_p_bv = head(state_bh).float().log_softmax(dim=-1)
@@ -235,20 +235,20 @@ class MaskedGenePredictionHead(nn.Module):
     Parameters
     ----------
     hidden_dim
-        Width H of what comes in.
+        Width H of the input states.
     vocab_size
         Number of tokens V.
     layer_norm_eps
         Epsilon of the layer norm.
     own_weight
-        False for a head whose last layer is the gene embedding, which it is given with each call.
+        If false, the last layer of the head is the gene embedding, which is passed with each call.
     activation
         ``"gelu"``, ``"relu"`` or ``"silu"``.
 
     Raises
     ------
     OptionError
-        If `activation` is not known.
+        If `activation` is unknown.
 
     Examples
     --------
@@ -280,14 +280,14 @@ class MaskedGenePredictionHead(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, weight: torch.Tensor | None = None, *, labels: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return logits, or with `labels` the mean cross entropy without all logits at once.
+        """Return logits, or with `labels` the mean cross entropy, computed without storing all logits.
 
         Parameters
         ----------
         hidden_states
             Shape (..., H).
         weight
-            Last layer of a head without its own, shape (V, H).
+            Weight of the last layer, for a head that has none, shape (V, H).
         labels
             Token ids, int64, shape (M,), for states of shape (M, H).
 
@@ -313,8 +313,8 @@ class MaskedGenePredictionHead(nn.Module):
     def init_bias(self, token_counts: torch.Tensor) -> None:
         """Start from the token frequencies: the bias becomes ``log((count + 1) / sum)``, shape (V,).
 
-        Training then begins at about the entropy of the token frequencies instead of ``log V``, and every step goes
-        into what depends on the cell.
+        The loss then starts near the entropy of the token frequencies instead of ``log V``, and all steps are used to
+        learn differences between cells.
 
         Parameters
         ----------
@@ -333,7 +333,7 @@ class BinPredictionHead(nn.Module):
     Parameters
     ----------
     hidden_dim
-        Width H of what comes in.
+        Width H of the input states.
     n_bins
         Number of bins.
     layer_norm_eps
@@ -363,7 +363,7 @@ class ExpressionPredictionHead(nn.Module):
     Parameters
     ----------
     hidden_dim
-        Width H of what comes in.
+        Width H of the input states.
 
     Examples
     --------
@@ -388,7 +388,7 @@ class DeepExpressionHead(ExpressionPredictionHead):
     Parameters
     ----------
     hidden_dim
-        Width H of what comes in.
+        Width H of the input states.
 
     Examples
     --------

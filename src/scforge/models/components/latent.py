@@ -22,7 +22,7 @@ def draw_latent(mu_bl: torch.Tensor, logvar_bl: torch.Tensor) -> torch.Tensor:
 
 
 class BatchIntegrationHead(nn.Module):
-    """Expression of latents: Linear to H, GELU, Linear to G; with batches, a vector of the batch before the GELU.
+    """Decode latents to expression: Linear to H, GELU, Linear to G; batch vectors are added before the GELU.
 
     Parameters
     ----------
@@ -46,12 +46,13 @@ class BatchIntegrationHead(nn.Module):
         latent_bl
             Latents, shape (B, L).
         batch
-            Batch of each cell, int64, shape (B,), or one for all; -1, or None for all, for the mean of all batches.
+            Batch of each cell, int64, shape (B,), or one batch for all cells. -1 means the mean of all batches; None
+            uses this mean for all cells.
 
         Raises
         ------
         OptionError
-            If a batch is given to a head without, or is none of its.
+            If a batch is passed to a head without batches, or is unknown.
         """
         dense_bh = self.dense(latent_bl)
         if self.batch_embedding is None:
@@ -73,7 +74,7 @@ class BatchIntegrationHead(nn.Module):
 
 
 def batch_vectors(module: nn.Module) -> nn.Parameter | None:
-    """Return the vectors of the batches that the decoder of an architecture knows, (E, H); None means no loggers."""
+    """Return the vectors of the batches that the decoder of an architecture knows, (E, H); None without batches."""
     heads = [part for part in module.modules() if isinstance(part, BatchIntegrationHead)]
     return heads[0].batch_embedding.weight if heads and heads[0].batch_embedding is not None else None
 
@@ -84,7 +85,7 @@ def reconstruction_loss(predicted: torch.Tensor, target: torch.Tensor) -> torch.
 
 
 def classification_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of cell types; cells with the label -100 do not count, and 0 if none does.
+    """Return the mean cross entropy of cell types, without cells with the label -100; 0 without labeled cells.
 
     Parameters
     ----------
@@ -98,17 +99,18 @@ def classification_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
 
 
 def kl_divergence(mu: torch.Tensor, logvar: torch.Tensor, free_bits: float = 0.0) -> torch.Tensor:
-    r"""Return the divergence of latents from N(0, 1), summed over the latent, mean over cells, in nats.
+    r"""Return the KL divergence of latents from N(0, 1), summed over dimensions and averaged over cells, in nats.
 
-    ``-1/2 sum_l (1 + logvar - mu^2 - exp(logvar))`` (Kingma and Welling 2013). With `free_bits` the mean over cells of
-    each dimension counts as at least that many nats, so that none has to collapse (Kingma et al. 2016).
+    ``-1/2 sum_l (1 + logvar - mu^2 - exp(logvar))`` (Kingma and Welling 2013). With `free_bits`, the mean over cells of
+    each dimension is clipped from below at this number of nats, so that no dimension has to collapse (Kingma et al.
+    2016).
 
     Parameters
     ----------
     mu, logvar
         Shape (B, L).
     free_bits
-        Nats a dimension.
+        Nats per dimension without penalty.
 
     Examples
     --------

@@ -25,28 +25,27 @@ class SIGReg(nn.Module):
     by the trapezoidal rule on [-t_max, t_max] (symmetric, so points on [0, t_max] are enough). The mean over
     directions is returned. Its expectation for Gaussian cells does not depend on N.
 
-    Where several processes train together, each with different cells, the means are over the cells of all of them,
-    along the same directions: gradients that are averaged over processes, as DDP does, are those of one process with
-    all cells.
+    If several processes train together, each with different cells, the means are over the cells of all processes, along
+    the same directions. Gradients averaged over processes, as in DDP, are then those of one process with all cells.
 
     Parameters
     ----------
     slices
-        Number of random directions K, sampled anew at each call.
+        Number of random directions K, resampled at each call.
     points
         Number of points T.
     t_max
         Largest t.
     sync
-        Take the cells of all processes for the sample, when a gradient is wanted. All processes have to take part then.
+        Use the cells of all processes when a gradient is needed. All processes then have to call it.
 
-    All is computed in float32, under autocast and in a module of another dtype too: the recurrence and the small
-    differences of means lose a fifth of the value in 16 bits.
+    The computation is in float32, also under autocast and in a module of another dtype, because the recurrence and the
+    small differences of means lose a fifth of the value in 16 bits.
 
     Raises
     ------
     OptionError
-        If `slices` or `points` (at least 2) is no such number, or `t_max` is not positive.
+        If `slices` or `points` (at least 2) is not a valid number, or `t_max` is not positive.
 
     Examples
     --------
@@ -89,7 +88,7 @@ class SIGReg(nn.Module):
         return self._statistic(x, noise, several=several)
 
     def compute(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """Return the statistic along the directions of `noise`, shape (D, K), of the cells of this process alone.
+        """Return the statistic along the directions of `noise`, shape (D, K), for the cells of this process only.
 
         Parameters
         ----------
@@ -121,9 +120,9 @@ class SIGReg(nn.Module):
         return (error_kt @ weights).mean() * n_cells
 
     def of_groups(self, x: torch.Tensor, noise: torch.Tensor, shares_gn: torch.Tensor) -> torch.Tensor:
-        """Return the statistic of each group of cells of this process, taken over its cells alone.
+        """Return the statistic of each group of cells of this process, computed from only the cells of the group.
 
-        Nothing is summed over processes, whatever `sync` is: each looks at its own cells.
+        Nothing is summed over processes, regardless of `sync`: each process uses only its own cells.
 
         Parameters
         ----------
@@ -132,11 +131,12 @@ class SIGReg(nn.Module):
         noise
             Directions, shape (D, K).
         shares_gn
-            What a cell counts of a group, e.g. one over the number of its cells, and 0 for other cells, shape (G, N).
+            Weight of each cell in each group, e.g. one over the number of cells of the group, and 0 for other cells,
+            shape (G, N).
 
         Returns
         -------
-        Shape (..., G); a number without meaning for a group without cells.
+        Shape (..., G); the value for a group without cells has no meaning.
         """
         with torch.autocast(x.device.type, enabled=False):
             t, phi, weights = self._quadrature()
@@ -173,7 +173,7 @@ def _n_processes() -> int:
 
 
 class _SumOverProcesses(torch.autograd.Function):
-    """A sum whose gradient is that of the sum of the losses of all processes."""
+    """A sum with the gradient of the summed losses of all processes."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -197,8 +197,8 @@ def _means_of_multiples(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the means over N of cos(j a) and sin(j a) for j = 0 .. points - 1, each of shape (..., K, T).
 
-    By the recurrence f((j + 1) a) = 2 cos(a) f(j a) - f((j - 1) a), so that cosine and sine are computed once instead
-    of for each point; they were most of the cost of a training step.
+    The recurrence f((j + 1) a) = 2 cos(a) f(j a) - f((j - 1) a) computes cosine and sine once instead of for each
+    point, which would be most of the cost of a training step.
     """
     cos, sin = angles_nk.cos(), angles_nk.sin()
     double = 2 * cos

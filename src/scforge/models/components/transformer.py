@@ -38,9 +38,9 @@ class Group:
     Attributes
     ----------
     n_cells, longest
-        Number b of cells and s of positions of each.
+        Number b of cells, and number s of positions of each cell.
     tokens
-        True for tokens, bool, shape (b, s); None where all are.
+        True for tokens, bool, shape (b, s); None if all positions are tokens.
     """
 
     n_cells: int
@@ -59,11 +59,11 @@ class Packing:
     groups
         Groups of cells, in order.
     index
-        Position in the batch, counted through its cells, of each packed position, int64, shape (P,). None where the
-        groups are simply the cells in their order.
+        Position in the batch, counted over all cells, of each packed position, int64, shape (P,). None if the groups
+        are the cells in their order.
     ends
-        Where each cell ends, int32, shape (B + 1,), from 0 on, and the most tokens of one; only where no padding is
-        left at all.
+        Boundaries of the cells, int32, shape (B + 1,), starting at 0, and the maximum number of tokens per cell. Only
+        if there is no padding left.
     """
 
     shape: tuple[int, int]
@@ -77,14 +77,14 @@ class Packing:
         return flat if self.index is None else flat.index_select(0, self.index)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """Put things back to where they were taken from: from (P, ...) to (B, S, ...), zeros at the rest."""
+        """Put entries back to their positions: from shape (P, ...) to (B, S, ...), with zeros elsewhere."""
         if self.index is not None:
             padded = packed.new_zeros((self.shape[0] * self.shape[1], *packed.shape[1:]))
             packed = padded.index_copy(0, self.index, packed)
         return packed.unflatten(0, self.shape)
 
     def split(self, padded: torch.Tensor) -> list[torch.Tensor]:
-        """Return the entries at the tokens of each group: from shape (B, S, ...) to (b, s, ...) of each."""
+        """Split entries by group: from shape (B, S, ...) to (b, s, ...) for each group."""
         sizes = [group.n_cells * group.longest for group in self.groups]
         parts = self.pack(padded).split(sizes)
         return [part.unflatten(0, (g.n_cells, g.longest)) for part, g in zip(parts, self.groups, strict=True)]
@@ -105,11 +105,11 @@ def pack_cells(
     shape
         B and S.
     tokens_bs
-        True for tokens, bool, in any pattern, shape (B, S); None if all are.
+        True for tokens, bool, in any order, shape (B, S); None if all are.
     unpad
         If None, removes padding if it is more than a twentieth of the positions. True removes all padding, False none.
     exact
-        Leave no padding at all, for kernels that know where cells end.
+        Remove all padding, for kernels that take the boundaries of cells.
     most
         Maximum number of positions of a group, which has at least one cell; None means no limit.
     """
@@ -164,7 +164,7 @@ _STEPS = 2**16
 
 
 class _CpuDropout(torch.autograd.Function):
-    """Draws 16 bits a number; torch draws a double, in one thread, which takes as long as the matrix products."""
+    """Draws 16 bits per number; torch draws a double, in one thread, which takes as long as the matrix products."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, p: float) -> torch.Tensor:
@@ -183,14 +183,14 @@ class _CpuDropout(torch.autograd.Function):
 class Dropout(nn.Dropout):
     """``nn.Dropout``, several times faster on a CPU.
 
-    There the probability is rounded to a multiple of 2^-16.
+    On a CPU, the probability is rounded to a multiple of 2^-16.
 
     Parameters
     ----------
     p
-        Probability that a number is set to zero; the others are divided by ``1 - p``.
+        Probability that a number is set to zero; the other numbers are divided by ``1 - p``.
     inplace
-        Overwrite the input; then it is ``nn.Dropout`` itself.
+        Overwrite the input, which uses ``nn.Dropout`` itself.
 
     Examples
     --------
@@ -203,7 +203,7 @@ class Dropout(nn.Dropout):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`, in training with a share `p` of its numbers set to zero and the others scaled up."""
+        """Return `x`; in training, a fraction `p` of its numbers is set to zero and the others are scaled up."""
         fast = x.device.type == "cpu" and round(self.p * _STEPS) not in (0, _STEPS) and not self.inplace
         fast = fast and not torch.compiler.is_compiling()
         if self.training and fast:
@@ -230,9 +230,9 @@ _WIDE = 512
 class StackOutput(NamedTuple):
     """Output of a stack of layers.
 
-    ``hidden``: states of the tokens after the final norm, (B, S, H), finite at padding but without a meaning.
-    ``hidden_states``: the same after each layer, the last of them `hidden`. ``attentions``: float32 (B, N, S, S) of
-    each layer, the first S the queries. Both None unless requested.
+    ``hidden``: states of the tokens after the final norm, (B, S, H), finite but without meaning at padding.
+    ``hidden_states``: states after each layer, the last of which are `hidden`. ``attentions``: attention weights of
+    each layer, float32, (B, N, S, S), with queries first. Both are None unless requested.
     """
 
     hidden: torch.Tensor
@@ -241,7 +241,7 @@ class StackOutput(NamedTuple):
 
 
 class TransformerBlock(nn.Module):
-    """Transformer layer: attention and feed-forward layer, each with a norm and around each a residual connection.
+    """Transformer layer: attention and feed-forward layer, each with a norm and a residual connection.
 
     Parameters
     ----------
@@ -252,11 +252,11 @@ class TransformerBlock(nn.Module):
     dropout
         Dropout on each residual branch and inside the feed-forward layer.
     activation
-        ``"gelu"``, ``"relu"``, ``"silu"``, or ``"swiglu"``: of a layer with a gate, twice as wide inside.
+        ``"gelu"``, ``"relu"``, ``"silu"``, or ``"swiglu"``, a gated layer with an inner layer twice as wide.
     layer_norm_eps
         Epsilon of the norms.
     norm_first
-        Norms at the start of each branch (pre-norm), rather than behind each sum (post-norm).
+        Put norms at the start of each branch (pre-norm), instead of after each sum (post-norm).
     norm
         ``"layer"``, or ``"rms"``, which scales by the root mean square and has no shift.
     bias
@@ -315,8 +315,8 @@ class TransformerBlock(nn.Module):
     ) -> torch.Tensor:
         """Return the states of the next layer, shape (B, S, H).
 
-        `hidden_bsh`, `mask`, `causal`, `rotation` and `cache` are those of :meth:`SelfAttention.forward`; with `cells`,
-        the `ends` and `longest` of :meth:`SelfAttention.packed`, the states are packed, (P, H).
+        For `hidden_bsh`, `mask`, `causal`, `rotation` and `cache` see :meth:`SelfAttention.forward`. With `cells`, the
+        `ends` and `longest` of :meth:`SelfAttention.packed`, the states are packed, (P, H).
         """
 
         def attend(states: torch.Tensor) -> torch.Tensor:
@@ -348,16 +348,16 @@ class TransformerBlock(nn.Module):
         causal: bool = False,
         rotation: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention weights for states that would go in, float32, shape (B, N, S, S).
+        """Return the attention weights for input states, float32, shape (B, N, S, S).
 
-        `hidden_bsh`, `mask`, `causal` and `rotation` are those of :meth:`forward`.
+        For `hidden_bsh`, `mask`, `causal` and `rotation` see :meth:`forward`.
         """
         states = self.norm_attention(hidden_bsh) if self.norm_first else hidden_bsh
         return self.attention.weights(states, mask, causal=causal, rotation=rotation)
 
 
 def _gate(inner: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(gate) * inner`` of both in one, shape (..., 2 F), as (..., F)."""
+    """Return ``silu(gate) * inner``, shape (..., F), of both in one tensor, shape (..., 2 F)."""
     gate, inner = inner.chunk(2, dim=-1)
     return F.silu(gate) * inner
 
@@ -365,22 +365,22 @@ def _gate(inner: torch.Tensor) -> torch.Tensor:
 class TransformerStack(nn.Module):
     """A stack of transformer layers, with a final norm after pre-norm layers.
 
-    Padding costs next to nothing: cells are sorted into groups of similar length, which run one after the other, each
-    padded to its longest; on CUDA in half precision and without an attention bias tokens stand in one row without any
-    padding. What comes out at tokens is the same within rounding.
+    Padding costs little. Cells are sorted into groups of similar length, which run one after the other, each padded to
+    its longest cell. On CUDA, in half precision and without an attention bias, all tokens are in one row without
+    padding. The output at tokens is the same except for rounding.
 
     Parameters
     ----------
     hidden_dim, num_layers, num_heads
-        Width H, number of layers, and heads N of each.
+        Width H, number of layers, and number of heads N per layer.
     ffn_dim, dropout, activation, layer_norm_eps, norm_first, norm, bias
         See :class:`TransformerBlock`.
     rotary
         Rotate queries and keys by the position of their token among the tokens of the cell.
     gradient_checkpointing
-        Compute each layer again in the backward pass rather than keep what it computed: less memory, more time.
+        Recompute the activations of each layer in the backward pass, which takes less memory and more time.
     unpad
-        Whether padding is taken out. None does where it is worth its while.
+        Whether to remove padding from the computation. If None, removes it if this is faster.
     final_norm
         Whether a norm follows the last layer; None adds one to pre-norm layers.
 
@@ -449,15 +449,15 @@ class TransformerStack(nn.Module):
         hidden_bsh
             Embedded tokens, shape (B, S, H).
         attention_mask
-            Bool, int or float, nonzero for tokens, in any pattern, shape (B, S); None if all are.
+            Bool, int or float, nonzero for tokens, in any order, shape (B, S); None if all positions are tokens.
         causal
-            Let each token see those up to itself only.
+            Let each token attend only to tokens up to itself.
         attention_bias
             Added to the attention scores of each token as a key, shape (B, S).
         cache
-            What earlier tokens left behind: these see them, and causally each other.
+            Keys and values of earlier tokens. The new tokens attend to them, and causally to each other.
         output_hidden_states, output_attentions
-            What else to return. Attention weights take memory of the square of S.
+            Also return the states after each layer, and the attention weights; their memory grows with the square of S.
         """
         check_shapes(hidden_bsh.shape[:2], attention_mask=attention_mask, attention_bias=attention_bias)
         tokens_bs = None if attention_mask is None else attention_mask != 0
@@ -502,7 +502,7 @@ class TransformerStack(nn.Module):
         causal: bool,
         keep: bool,
     ) -> tuple[torch.Tensor, ...]:
-        """Run group after group; return the states after each layer that is kept, (B, S, H)."""
+        """Run one group after the other; return the states after each layer that is kept, (B, S, H)."""
         if packing.ends is not None:
             rotation = None if positions_bs is None else rotation_of(packing.pack(positions_bs), self.head_dim)
             states = self._run(packing.pack(hidden_bsh), keep, causal=causal, rotation=rotation, cells=packing.ends)
@@ -523,7 +523,7 @@ class TransformerStack(nn.Module):
     def _run(
         self, hidden: torch.Tensor, keep: bool, attentions: list[torch.Tensor] | None = None, **where: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Run all layers on states; return those after each layer, or without `keep` the last ones alone."""
+        """Run all layers on states; return the states after each layer, or without `keep` only the last states."""
         states = []
         for layer in self.layers:
             if attentions is not None:
@@ -537,7 +537,7 @@ class TransformerStack(nn.Module):
         return (*states[:-1], self.final_norm(hidden))
 
     def _cached(self, hidden_bsh: torch.Tensor, tokens_bs: torch.Tensor | None, cache: KeyValueCache) -> torch.Tensor:
-        """Run all layers on further tokens, and add them to the cache."""
+        """Run all layers on new tokens, and add them to the cache."""
         if tokens_bs is None:
             tokens_bs = torch.ones(hidden_bsh.shape[:2], dtype=torch.bool, device=hidden_bsh.device)
         n_new = tokens_bs.shape[1]
@@ -552,7 +552,7 @@ class TransformerStack(nn.Module):
 
 
 def _has_varlen_kernel(hidden_bsh: torch.Tensor, head_dim: int) -> bool:
-    """Whether torch's attention within cells that stand one after the other can run: CUDA, half precision, Ampere."""
+    """Whether torch's attention within packed cells can run: CUDA, half precision, Ampere or later."""
     if hidden_bsh.device.type != "cuda" or head_dim % 8 or head_dim > 256:
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else hidden_bsh.dtype
@@ -563,7 +563,7 @@ def _has_varlen_kernel(hidden_bsh: torch.Tensor, head_dim: int) -> bool:
 
 @cached
 def _torch_has_varlen() -> bool:
-    """Whether this torch has the kernel, in the form of later versions, which say causal by a window."""
+    """Whether this torch has the kernel in its later form, in which a window sets causal attention."""
     if find_spec("torch.nn.attention.varlen") is None:
         return False
     from torch.nn.attention.varlen import varlen_attn

@@ -22,7 +22,7 @@ def check_classes(argument: str, classes: Any, key_argument: str, key: str | Non
     Raises
     ------
     OptionError
-        If it is not such a list, names a class twice, or has no column.
+        If the classes are not a list of names, contain a name twice, or there is no column for them.
     """
     if classes is None:
         return None
@@ -86,7 +86,7 @@ def numbers_of_cells(
 
 
 def of_block(key: str | None, numbers: np.ndarray | None, block: CellBlock) -> torch.Tensor | None:
-    """Return the numbers of the cells of a batch, int64, shape (B,); None without a column `key`."""
+    """Return the class codes of the cells of a batch, int64, shape (B,); None without a column `key`."""
     if key is None:
         return None
     if numbers is None:
@@ -138,9 +138,9 @@ class TellsBatches(Objective):
             warn(f"{problem}; {IN_THE_MEAN}")
 
     def look_up_batches(self, cells: Cells, *, needed: bool = True) -> str:
-        """Look up the batch of each cell; return the number of cells whose batch the decoder does not know, "" for all.
+        """Look up the batch of each cell; return a message if cells have unknown batches, else "".
 
-        Without a column that is not `needed` all are of none.
+        If the column is missing and not `needed`, no cell has a batch.
         """
         key, names = self.batch_key, self.batches
         self._batches = numbers_of_cells("batch_key", key, "batches", names, cells, needed=needed)
@@ -155,7 +155,7 @@ class TellsBatches(Objective):
         Raises
         ------
         DataError
-            If there is no such column.
+            If the column is missing.
         """
         return np.asarray(cells.column(str(self.batch_key)).astype("category").cat.codes, dtype=np.int64)
 

@@ -126,15 +126,15 @@ def downsample_counts(
     block
         Cells with integer counts.
     keep
-        Range from which the fraction of counts to keep is sampled, one for each cell; above zero if `log_uniform`.
+        Range from which the fraction of counts to keep is sampled for each cell; above zero if `log_uniform`.
     gene_dropout
-        Range from which the rate of masked genes is sampled, one for each cell. A masked gene is not in the view, but
-        its counts stay in the library size.
+        Range from which the rate of masked genes is sampled for each cell. A masked gene is not in the view, but its
+        counts stay in the library size.
     seed, epoch, view
         Determine the random numbers, together with the cell.
     log_uniform
-        Sample the logarithm of the fraction uniformly, rather than the fraction itself. As many cells are then seen at
-        a tenth to a third of their depth as at a third to all of it.
+        Sample the logarithm of the fraction uniformly, instead of the fraction itself. Fractions between a tenth and a
+        third are then as frequent as fractions between a third and 1.
 
     Returns
     -------
@@ -172,7 +172,7 @@ class SeesViews(Objective):
         Raises
         ------
         OptionError
-            If one of them cannot be used.
+            If an option cannot be used.
         """
         self.keep_min, self.keep_max = check_share("keep_min", keep_min), check_share("keep_max", keep_max)
         self.gene_dropout = check_share("gene_dropout", gene_dropout)
@@ -213,10 +213,10 @@ _POINT = 0.9999
 
 
 def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return metrics of embeddings whose means over the cells of an epoch :func:`geometry` takes.
+    """Return metrics of embeddings; :func:`geometry` takes their means over the cells of an epoch.
 
-    The covariance is computed within a step. Over an epoch the embedding drifts, which would look like variation among
-    cells.
+    The covariance is computed within a step, because the embedding drifts over an epoch, which would look like
+    variation between cells.
 
     Parameters
     ----------
@@ -237,7 +237,7 @@ def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def geometry(means: dict[str, np.ndarray]) -> dict[str, float]:
-    """Replace the metrics of :func:`geometry_moments` in the means of an epoch by the metrics derived from them.
+    """Replace the moments from :func:`geometry_moments` in the means of an epoch with metrics of the geometry.
 
     Returns
     -------

@@ -31,11 +31,11 @@ class TrainingDefaults:
     batch_size
         Cells per step.
     lr, weight_decay
-        Of AdamW.
+        Learning rate and weight decay of AdamW.
     schedule
         Name of the learning-rate schedule.
     max_epochs
-        Epochs on 2,500 cells; with other numbers of cells, training has about as many steps.
+        Number of epochs on 2,500 cells. With other numbers of cells, training has about the same number of steps.
     most_epochs
         Maximum number of epochs on few cells; None means ten times `max_epochs`.
 
@@ -57,8 +57,8 @@ class TrainingDefaults:
 class Objective(ABC):
     """A loss, and the preparation of its batches.
 
-    :meth:`prepare` runs in the data loader, :meth:`loss` on the device.
-    All options are keyword-only arguments of the constructor, kept under their own names.
+    :meth:`prepare` runs in the data loader, :meth:`loss` on the device. All options are keyword-only arguments of the
+    constructor, and are stored as attributes with the same names.
 
     Examples
     --------
@@ -137,7 +137,7 @@ class Objective(ABC):
         return {}
 
     def model_options(self) -> dict[str, Any]:
-        """Return options that the objective sets of an architecture."""
+        """Return options of the architecture that the objective sets."""
         return {}
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:  # noqa: B027 -- optional
@@ -148,7 +148,7 @@ class Objective(ABC):
         cells
             All cells, including held-out cells.
         train_rows
-            Those to learn from, int64.
+            Rows of the training cells, int64.
         """
 
     def arrange(
@@ -167,11 +167,11 @@ class Objective(ABC):
 
     @abstractmethod
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Return the batch of tensors that :meth:`loss` takes. Random choices depend on seed, epoch and cell only."""
+        """Return the batch of tensors for :meth:`loss`; random choices depend on seed, epoch and cell only."""
 
     @abstractmethod
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss to minimize and further metrics to log: means over the cells of the batch."""
+        """Return the loss to minimize and additional metrics to log, as means over the cells of the batch."""
 
     def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the metrics to log for an epoch, computed from the means of loss and metrics over its cells."""
@@ -220,7 +220,7 @@ def loss_of(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     Raises
     ------
     TrainingError
-        If it returns none.
+        If the module returns no loss.
     """
     loss = output_of(module, batch).loss
     if loss is None:
@@ -255,7 +255,7 @@ def get_objective(name: str, **options: Any) -> Objective:
     name
         Registry key, e.g. ``"joint_embedding"``.
     **options
-        Options of its constructor.
+        Options of the objective.
 
     Returns
     -------

@@ -36,8 +36,8 @@ _LARGEST_WEIGHT = 10.0
 class JointEmbedding(TellsBatches, SeesViews):
     """Agreement of the views of a cell plus SIGReg over cells (after LeJEPA, arXiv:2511.08544).
 
-    Each cell is seen several times: its counts thinned to a random depth and some genes hidden. With z the embedding
-    of a view::
+    The model sees several views of each cell, with counts thinned to a random depth and some genes masked. With z the
+    embedding of a view::
 
         loss = (1 - weight) * mean((z - mean of the cell's views)^2) + weight * SIGReg(z)
 
@@ -48,7 +48,7 @@ class JointEmbedding(TellsBatches, SeesViews):
     composition of clusters. Clusters are computed once, before training, by k-means on principal components corrected
     by Harmony. Weights cannot replace a cluster that a batch lacks.
 
-    ``effective_rank`` and ``mean_cosine`` in the history show how many dimensions the embedding uses, and whether its
+    ``effective_rank`` and ``mean_cosine`` in the history show how many dimensions the embedding uses, and whether all
     cells lie in one direction. A warning reports a collapse.
 
     Parameters
@@ -58,14 +58,14 @@ class JointEmbedding(TellsBatches, SeesViews):
     keep_min, keep_max
         Range of the fraction of counts that a view keeps, sampled for each view.
     gene_dropout
-        Largest rate of masked genes; the rate is sampled between 0 and this for each view.
+        Largest fraction of masked genes; the fraction is sampled between 0 and this for each view.
     weight
         Weight of SIGReg, in (0, 1).
     slices
         Number of random directions of SIGReg.
     per_batch
         Compute SIGReg for each batch separately. Batches with fewer than 2 cells in a step are ignored. With several
-        processes, each then uses its own cells.
+        processes, each process then uses only its own cells.
     clusters
         Number of clusters whose proportions are balanced between batches, for `per_batch`, at least 2; None means no
         clusters.
@@ -75,10 +75,10 @@ class JointEmbedding(TellsBatches, SeesViews):
     batch_key
         Column of ``obs`` with the batch of each cell, for `per_batch`. The architecture does not receive it.
     batches
-        The batches. If None, uses those of the cells that the model is created with.
+        Names of the batches. If None, uses those of the cells that the model is created with.
     projector
-        Width of an MLP projection head to whose output both terms apply, so the embedding itself need not be isotropic.
-        For architectures that have one (``gene_pooling``, ``mlp``). None applies both terms to the embedding.
+        Width of an MLP projection head. Both terms then apply to its output, so the embedding need not be isotropic.
+        For architectures that have such a head (``gene_pooling``, ``mlp``). None applies both terms to the embedding.
 
     Examples
     --------
@@ -138,7 +138,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         self._collapse = CollapseWatch()
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise :class:`~scforge.errors.OptionError` if a projector is requested that the architecture lacks."""
+        """Raise :class:`~scforge.errors.OptionError` if a projector is requested but the architecture has none."""
         if self.projector is not None and not hasattr(architecture, "project"):
             why = f"has no projector for projector={self.projector}"
             raise mismatch("joint_embedding", architecture, why, "the architecture 'gene_pooling' or 'mlp'")
@@ -169,7 +169,7 @@ class JointEmbedding(TellsBatches, SeesViews):
     def _weigh(self, cells: Cells, train_rows: np.ndarray, *, most: int | None) -> None:
         """Compute at most this many clusters, and weight cells to balance their proportions between batches.
 
-        The centers are those of training cells.
+        The cluster centers are computed from training cells.
         """
         self._weights = None
         if most is None or most < 2:
@@ -235,7 +235,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         return {**super().summarize(means), **found}
 
     def _statistic(self, z_kbd: torch.Tensor, shares_eb: torch.Tensor | None, *, fresh: bool) -> torch.Tensor:
-        """Return SIGReg, along fresh directions in training and always the same ones in validation."""
+        """Return SIGReg, along new directions in training and fixed directions in validation."""
         sigreg = self._sigreg.to(z_kbd.device)
         if fresh and shares_eb is None:
             return sigreg(z_kbd)

@@ -64,7 +64,8 @@ class MaskedDiffusion(TellsBatches):
     last two terms are those of :class:`~scforge.training.Variational`. They train the embedding, which is computed from
     the visible part of a cell and decoded to the whole cell.
 
-    For architectures that take ``loss_weights``, such as ``scdiva``. They can generate cells and impute genes.
+    For architectures that take ``loss_weights``, such as ``scdiva``. The trained models can generate cells and impute
+    genes.
 
     Parameters
     ----------
@@ -74,11 +75,11 @@ class MaskedDiffusion(TellsBatches):
         values are masked, because generation and imputation predict values of known genes. (Genes therefore have half
         their weight.)
     thinning
-        Range of the fraction of counts that the model sees of each cell, sampled log-uniformly in each epoch; the
-        targets are those of the whole cell. If None, keeps all counts.
+        Range of the fraction of counts that the model sees of each cell, sampled log-uniformly in each epoch. The
+        targets are computed from all counts. If None, keeps all counts.
     max_genes
-        Maximum number of genes per cell, the first in the order of the tokenizer. If None, uses as many as the
-        architecture attends to.
+        Maximum number of genes per cell; the first genes in the order of the tokenizer are kept. If None, uses as many
+        as the architecture attends to.
     value_weight
         Weight of the values.
     reconstruction_weight
@@ -88,8 +89,8 @@ class MaskedDiffusion(TellsBatches):
     token_prior
         Start the prediction of genes at the token frequencies of the training cells.
     batch_key, batches
-        Column of ``obs`` with the batch of each cell, on which the decoder of the latent is conditioned, and the
-        batches in the order of their numbers; see :class:`~scforge.training.Variational`. Has no effect with
+        Column of ``obs`` with the batch of each cell, on which the decoder of the latent is conditioned, and names of
+        the batches in the order of their codes; see :class:`~scforge.training.Variational`. They have no effect with
         ``reconstruction_weight=0``.
 
     Examples
@@ -171,7 +172,7 @@ class MaskedDiffusion(TellsBatches):
         return min(tokenizer.max_tokens(), self.most_genes)
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Set the module's lengths of cells, gene frequencies and mean value."""
+        """Set the module's cell lengths, gene frequencies and mean value."""
         counts, lengths, whole, mean = np.zeros(len(tokenizer.vocab)), [], [], []
         rows = choose_rows(len(cells), _SAMPLED_CELLS)
         for start in range(0, len(rows), 1024):
@@ -252,7 +253,7 @@ class MaskedDiffusion(TellsBatches):
         return seen
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss; log its parts, and the moments that active units are counted from."""
+        """Return the loss; log its parts, and the moments for counting active units."""
         tokens = {name: tensor for name, tensor in batch.items() if not name.startswith("profile_")}
         if self.reconstruction_weight:
             n_genes = cast(int, module.num_genes)
@@ -301,7 +302,7 @@ def diffusion_times(keys: np.ndarray) -> np.ndarray:
 def _hide(ids, lengths, seen, keys, n_hidden, both, n_special, order, states, sizes):
     """Sample which part of each token is masked (1 its gene, 2 its value, 3 both), and the order of the tokens.
 
-    First come unmasked tokens in their order, then masked tokens in random order, so their position is not informative.
+    Unmasked tokens come first, in their order, then masked tokens in random order, so positions are not informative.
     Genes that thinning removed are left out unless they are masked.
     """
     drawn = np.empty(ids.shape[1], dtype=np.int64)

@@ -42,10 +42,11 @@ class MaskedValuePrediction(Objective):
     Parameters
     ----------
     mask_ratio
-        Fraction of the genes of a cell to mask, as :class:`scforge.tokenizers.Masking` takes it.
+        Fraction of the genes of a cell to mask, see :class:`scforge.tokenizers.Masking`.
     zero_targets
-        Genes without counts that are added as masked tokens of value 0 for each masked gene, sampled from the measured
-        genes of the vocabulary. Without them a model never sees an unexpressed gene. Not for truncated losses.
+        Number of genes without counts to add per masked gene, as masked tokens with the value 0. They are sampled from
+        the measured genes of the vocabulary. Without them, a model never sees an unexpressed gene. Not for truncated
+        losses.
 
     Examples
     --------
@@ -100,7 +101,7 @@ class MaskedValuePrediction(Objective):
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Initialize the head at the mean of its targets; check that they are counts if the loss needs counts.
 
-        On a GPU the loss does not look at them itself, as it would have to wait.
+        On a GPU the loss does not check the targets itself, because it would have to wait for them.
         """
         block = cells.block(np.arange(min(len(cells), _SAMPLED_CELLS)))
         batch = self.prepare(block, tokenizer, epoch=0, seed=0)

@@ -70,9 +70,9 @@ class NeighborDenoising(TellsBatches, SeesViews):
     Parameters
     ----------
     batch_key
-        Column of ``obs`` with the batch of each cell; `Encoder` takes that of ``setup_anndata``.
+        Column of ``obs`` with the batch of each cell; `Encoder` uses the batch key of ``setup_anndata``.
     batches
-        Names of the batches, in the order of their codes. If None, uses them from the cells that the model is created
+        Names of the batches, in the order of their codes. If None, uses those of the cells that the model is created
         with.
     across, within
         Number of mutual neighbors of a cell in each other batch, and in the same batch; at most a tenth of a batch.
@@ -85,8 +85,9 @@ class NeighborDenoising(TellsBatches, SeesViews):
         `space`; smaller values favor the nearest. Where batches still differ, neighbors in other batches are farther
         away and sampled less often, much less with ``space="components"``. None samples all neighbors uniformly.
     translation, agreement
-        Weights of these terms; with both at 0, no neighbors are searched. An agreement above 0 pulls the latents of
-        neighbors together. The embedding then shrinks, so remaining batch effects have more weight.
+        Weights of the terms ``translated`` and ``distance``; if both are 0, no neighbors are searched. An agreement
+        above 0 pulls the latents of neighbors together. The embedding then shrinks, so remaining batch effects have
+        more weight.
     beta
         Weight of the KL divergence of the latent from N(0, I).
     keep_min, keep_max
@@ -94,8 +95,8 @@ class NeighborDenoising(TellsBatches, SeesViews):
     gene_dropout
         Largest fraction of masked genes; the fraction is sampled between 0 and this for each view.
     max_cells
-        Number of training cells among which neighbors are searched; they are sampled once, equally from each batch. Any
-        other cell uses the neighbors of the nearest sampled cell in its batch.
+        Number of training cells among which neighbors are searched, sampled once, equally from each batch. All other
+        cells use the neighbors of the nearest sampled cell in their batch.
 
     Examples
     --------
@@ -169,7 +170,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the batch of each cell, and neighbors among the training cells.
 
-        Cells of unknown batches are decoded in the mean of all, with a warning.
+        Cells of unknown batches are decoded with the mean of all batch vectors, with a warning.
         """
         if problem := self._look_up(cells, train_rows):
             warn(f"{problem}; {IN_THE_MEAN}")
@@ -195,7 +196,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         return problem
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Bind the cells of a query, as :meth:`bind` without a warning about new batches or a missing column."""
+        """Bind the cells of a query like :meth:`bind`, without a warning about new batches or a missing column."""
         if self._look_up(cells, train_rows):
             logger.info("Cells of batches that the model does not know are decoded with the mean of all batch vectors.")
 
@@ -204,7 +205,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         return batch["profile_genes"].shape[0]
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenize a view of each cell, then one of a neighbor of each, and add the whole profiles of the cells.
+        """Tokenize a view of each cell, then of a neighbor of each cell, and add the whole profiles of the cells.
 
         A cell without a neighbor gets an arbitrary one with weight 0, so all processes compute the same shapes.
         """

@@ -61,8 +61,8 @@ class NextGenePrediction(Objective):
         Column of ``obs`` with classes on which the model is conditioned, such as the cell type, so it can generate
         cells of a class. None means no classes.
     conditions
-        The classes, in the order of their numbers. If None, uses those of the cells that the model is created with.
-        Cells of other classes count as unknown.
+        Names of the classes, in the order of their codes. If None, uses those of the cells that the model is created
+        with. Cells of other classes are treated as unknown.
     condition_dropout
         Fraction of cells whose class is dropped in training, so the model also handles cells of unknown class.
     token_prior
@@ -106,7 +106,7 @@ class NextGenePrediction(Objective):
         self._codes: np.ndarray | None = None
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise unless the tokenizer bins expressed genes only."""
+        """Raise unless the tokenizer bins expression and leaves out unexpressed genes."""
         if getattr(tokenizer, "n_bins", None) is None:
             raise OptionError(
                 f"'next_gene_prediction' predicts expression bins, which {type(tokenizer).__name__} does not provide; "
@@ -121,7 +121,7 @@ class NextGenePrediction(Objective):
             raise mismatch("next_gene_prediction", architecture, "sees the token that it is to predict", choice)
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
-        """Return the classes of the cells that a model is created with, unless they are known already."""
+        """Return the classes of the cells that a model is created with, unless they are already set."""
         if self.condition_key is None or self.conditions is not None:
             return {}
         return {"conditions": classes_found("condition_key", self.condition_key, column)}
@@ -185,7 +185,7 @@ class NextGenePrediction(Objective):
         return batch
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the module's own loss; in training the class of some cells is dropped."""
+        """Return the module's own loss; training drops the class of some cells."""
         if module.training and "condition" in batch and self.condition_dropout > 0:
             told = torch.rand(batch["condition"].shape, device=batch["condition"].device) >= self.condition_dropout
             batch = {**batch, "condition": batch["condition"] * told}
@@ -204,7 +204,7 @@ def bin_means(cells: CellSource, tokenizer: Tokenizer, n_bins: int | None = None
     tokenizer
         A tokenizer that bins expression.
     n_bins
-        Number of bins. If None, uses the tokenizer's.
+        Number of bins. If None, uses that of the tokenizer.
     """
     n_bins = int(getattr(tokenizer, "n_bins", 0)) if n_bins is None else n_bins
     sums, counts = np.zeros(n_bins), np.zeros(n_bins)

@@ -18,13 +18,13 @@ def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
     Parameters
     ----------
     cells
-        The cells, as :func:`scforge.data.open_cells` gives them; of more than 10,000, a sample is used.
+        Cells from :func:`scforge.data.open_cells`; if there are more than 10,000, a sample is used.
     tokenizer
-        Makes the tokens.
+        Tokenizer to apply to the cells.
 
     Returns
     -------
-    int64, shape (V,), V tokens of the vocabulary; zero for special tokens.
+    Int64, shape (V,), for V tokens of the vocabulary; zero for special tokens.
 
     Examples
     --------
@@ -57,7 +57,7 @@ def token_entropy(counts: np.ndarray) -> float:
 
     Returns
     -------
-    The entropy in nats, as losses are.
+    The entropy in nats, the unit of losses.
 
     Raises
     ------

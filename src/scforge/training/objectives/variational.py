@@ -48,16 +48,16 @@ class Variational(TellsBatches):
         kl = mean over cells of -1/2 sum over dimensions of (1 + log v - mu^2 - v)
         loss = reconstruction_weight * reconstruction + classification_weight * classification + beta * kl
 
-    The reconstruction is a mean over genes and the divergence a sum over dimensions, so `beta` is small: for G genes
-    whose values vary by s^2 around the prediction, the bound on the likelihood has ``beta = 2 s^2 / G``: 2e-4 for 2,000
-    genes of PBMC 3k, where the default 1e-4 keeps 32 of 32 dimensions, and 1e-2 keeps 21. A larger `beta` makes latent
-    dimensions collapse, so they carry no information about the cell. ``active_units`` in the history counts the others
-    (the variance of mu over cells is above 0.01).
+    The reconstruction is a mean over genes and the KL divergence a sum over dimensions, so `beta` is small. For G genes
+    with a residual variance of s^2, the evidence lower bound has ``beta = 2 s^2 / G``, which is 2e-4 for 2,000 genes of
+    PBMC 3k. There, the default of 1e-4 keeps 32 of 32 dimensions, and 1e-2 keeps 21. A larger `beta` makes latent
+    dimensions collapse, so they carry no information about the cell. ``active_units`` in the history counts the other
+    dimensions (the variance of mu over cells is above 0.01).
 
     Parameters
     ----------
     beta
-        Weight of the divergence.
+        Weight of the KL divergence.
     free_bits
         KL divergence in nats per dimension without penalty, to prevent a collapse.
     kl_warmup
@@ -68,15 +68,16 @@ class Variational(TellsBatches):
         Column of ``obs`` with the class of each cell, e.g. its type; None means no classification. Cells without a
         class are used for the reconstruction only.
     labels
-        The classes, in the order of their numbers. If None, uses those of the cells that the model is created with.
-        Cells of other classes count as cells without a class.
+        Names of the classes, in the order of their codes. If None, uses those of the cells that the model is created
+        with. Cells of other classes are treated as cells without a class.
     batch_key
         Column of ``obs`` with the batch of each cell, on which the decoder is conditioned.
     batches
-        The batches, in the order of their numbers. If None, uses those of the cells that the model is created with.
+        Names of the batches, in the order of their codes. If None, uses those of the cells that the model is created
+        with.
     thinning
-        Range of the fraction of counts that the model sees of each cell, sampled log-uniformly in each epoch; it has to
-        predict the whole cell. None shows all counts.
+        Range of the fraction of counts that the model sees of each cell, sampled log-uniformly in each epoch. The model
+        still has to predict the whole cell. None shows all counts.
 
     Examples
     --------
@@ -171,7 +172,7 @@ class Variational(TellsBatches):
             warn(f"{problem}; the cells are used for the reconstruction only.")
 
     def _no_class(self, cells: Cells, train_rows: np.ndarray, *, needed: bool) -> str:
-        """Look up the class of each cell; warn if no training cell has a known one."""
+        """Look up the class of each cell; return a message if no training cell has a known class, else ""."""
         key, names = self.labels_key, self.labels
         self._labels = numbers_of_cells("labels_key", key, "labels", names, cells, needed=needed)
         if self._labels is None or (self._labels[train_rows] >= 0).any():
@@ -191,7 +192,7 @@ class Variational(TellsBatches):
         return batch
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss; log its parts, and the moments that active units are counted from."""
+        """Return the loss; log its parts, and the moments for counting active units."""
         of_cells: Any = module
         tokens = {name: tensor for name, tensor in batch.items() if name not in _OF_THE_OBJECTIVE}
         found = of_cells.infer(**tokens)
@@ -277,7 +278,7 @@ def dense_profiles(batch: dict[str, torch.Tensor], n_genes: int) -> torch.Tensor
 
 
 def start_at_means(module: nn.Module, cells: CellSource) -> None:
-    """Start the decoder at the mean expression of each gene, where an architecture has ``init_expression_prior``."""
+    """Start the decoder at the mean expression of each gene, if the architecture has ``init_expression_prior``."""
     if not hasattr(module, "init_expression_prior"):
         return
     cast(Any, module).init_expression_prior(torch.from_numpy(expression_sums(cells)[0] / len(cells)).float())
