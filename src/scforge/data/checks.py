@@ -47,7 +47,7 @@ def canonical(matrix: sparse.csr_matrix) -> sparse.csr_matrix:
 
 
 def compressed_problem(matrix: Any) -> str | None:
-    """Return what is wrong with the parts of a matrix, or None; one that is not compressed has none."""
+    """Return the problem with the parts of a compressed matrix; None for others and if there is no problem."""
     if not sparse.issparse(matrix) or matrix.format not in ("csr", "csc"):
         return None
     for name in ("data", "indices", "indptr"):
@@ -251,7 +251,7 @@ def _share_of_barcodes(names: pd.Index) -> float:
 def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     """Return the raw counts of `adata` as CSR with sorted indices, after checking that they are counts.
 
-    Those of a backed AnnData are read into memory.
+    Counts of a backed AnnData are read into memory.
 
     Parameters
     ----------
@@ -267,7 +267,7 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     Raises
     ------
     DataError
-        If the layer does not exist, is corrupted, holds negative, missing or fractional values, or has cells without
+        If the layer does not exist, is corrupted, contains negative, missing or fractional values, or has cells without
         counts. The message names a layer that does contain counts, if there is one.
     """
     matrix = _matrix(adata, layer)
