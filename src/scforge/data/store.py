@@ -789,8 +789,8 @@ def inspect_store(
     Returns
     -------
     The content of the store, with ``info``, ``columns``, ``n_bytes``, ``sources`` and ``verified``; ``print`` shows it.
-    A source is ``"unchanged"`` if its size and modification time are the same as at the conversion, ``"changed
-    since"``, ``"not there any more"``, or ``"not checked"`` if it is not a local file.
+    A source is ``"unchanged"`` if its size and modification time are the same as at the conversion,
+    ``"changed since"``, ``"not there any more"``, or ``"not checked"`` if it is not a local file.
 
     Raises
     ------
