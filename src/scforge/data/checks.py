@@ -82,7 +82,7 @@ def index_problem(indices: np.ndarray, n_minor: int) -> str | None:
 
 
 def row_sums(matrix: sparse.csr_matrix) -> np.ndarray:
-    """Return the sum of each row, float64 whatever the dtype of the matrix, shape (number of rows,)."""
+    """Return the sum of each row, float64 for any dtype of the matrix, shape (number of rows,)."""
     return np.asarray(matrix.sum(axis=1, dtype=np.float64)).ravel()
 
 
@@ -215,7 +215,7 @@ def names_each_cell(column: pd.Series) -> bool:
 
 
 def inherited_batch_key(obs: pd.DataFrame, key: str | None) -> str | None:
-    """Return the `batch_key` of other data; None where these cells lack it, or it has another value for each."""
+    """Return the `batch_key` of other data; None if these cells do not have it, or each cell has another value."""
     return None if key is None or key not in obs or names_each_cell(obs[key]) else key
 
 

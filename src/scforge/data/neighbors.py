@@ -174,9 +174,9 @@ def mutual_neighbors(
     """Return pairs of mutual nearest neighbors.
 
     Two cells of different batches are mutual neighbors if each is among the `across` cells of its batch that are
-    nearest to the other [1]_. Cells of a type that another batch lacks therefore have few or no neighbors there. The
-    distance is the cosine distance, which depends less on sequencing depth. With more than ten batches, each is
-    compared with ten others, sampled at random, as the number of pairs grows with the square.
+    nearest to the other [1]_. Cells of a type that is missing in another batch therefore have few or no neighbors
+    there. The distance is the cosine distance, which depends less on sequencing depth. With more than ten batches, each
+    batch is compared with ten others, sampled at random, because the number of pairs grows with the square.
 
     Parameters
     ----------

@@ -304,7 +304,7 @@ def described(config: Config) -> str:
     Raises
     ------
     ConfigError
-        If the task lacks an option that neither the configuration nor the base model has.
+        If a required option of the task is set neither in the configuration nor in the base model.
     """
     section = finetune_section(config)
     folder = check_model_folder(section.base_model, f"finetune.base_model={section.base_model!r}")
