@@ -44,25 +44,25 @@ _SAMPLED = 64
 
 @dataclass(frozen=True)
 class CensusQuery:
-    """Cells of the CELLxGENE Census, or of another SOMA experiment. Nothing is read before it is opened.
+    """Query cells of the CELLxGENE Census, or of another SOMA experiment; nothing is read before it is opened.
 
-    :func:`scforge.data.open_cells` reads them into memory, and :func:`scforge.data.convert` writes a store of them.
-    Needs ``pip install "scforge[census]"``, in a separate environment: the clients need pandas 2.
+    :func:`scforge.data.open_cells` reads the cells into memory, and :func:`scforge.data.convert` writes them to a
+    store. Requires ``pip install "scforge[census]"``, in a separate environment, because the clients require pandas 2.
 
     Parameters
     ----------
     organism
         Organism of the Census, e.g. ``"homo_sapiens"``. An experiment that `uri` names directly has only one.
     filters
-        Which cells: columns of obs with a value or a list of values, all of which must fit, e.g. ``{"tissue": ["lung",
-        "heart"], "is_primary_data": True}``, or the text of a SOMA ``value_filter``. If None, uses all cells. The
-        Census contains many cells twice, so most queries need ``is_primary_data``.
+        Filters that select cells: columns of obs, each with a value or a list of values, e.g. ``{"tissue": ["lung",
+        "heart"], "is_primary_data": True}``; a cell has to match all columns. Or the text of a SOMA ``value_filter``.
+        If None, uses all cells. The Census contains many cells twice, so most queries need ``is_primary_data``.
     obs
         Columns of ``obs`` to have available, e.g. for batches and labels. If None, uses all.
     census_version
         Release of the Census, e.g. ``"2025-01-30"``; ``"stable"`` and ``"latest"`` change with time.
     uri
-        Path or URI of a SOMA experiment, or of a folder laid out as the Census is; None opens the Census.
+        Path or URI of a SOMA experiment, or of a folder with the layout of the Census. If None, opens the Census.
     measurement, layer
         Measurement of the experiment, and layer of its X, with raw counts.
     gene_key
@@ -123,30 +123,30 @@ class CensusQuery:
         return {column: _condition(column, values) for column, values in self._values.items()}
 
     def streams(self, vocab: GeneVocab | None = None) -> list[SomaStream]:
-        """Read which cells and genes there are; counts are read when they are needed.
+        """Read the cells and genes that match; counts are read when they are needed.
 
         Parameters
         ----------
         vocab
-            Vocabulary that the names of the genes should fit.
+            Vocabulary that the gene names should fit.
 
         Returns
         -------
-        One source of cells, for reading from first to last.
+        One source of cells, to read from first to last.
 
         Raises
         ------
         OptionError
             If the clients are missing, or the organism or the version is unknown.
         MissingFileError
-            If there is nothing at `uri`.
+            If `uri` does not exist.
         DataError
-            If the Census cannot be reached, a column is missing, or no cell fits the filters.
+            If the Census cannot be reached, a column is missing, or no cell matches the filters.
 
         Warns
         -----
         ScforgeWarning
-            If no cell has one of the values of a filter.
+            If a value of a filter does not occur in any cell.
         """
         return [SomaStream(self, vocab)]
 

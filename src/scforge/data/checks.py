@@ -47,7 +47,7 @@ def canonical(matrix: sparse.csr_matrix) -> sparse.csr_matrix:
 
 
 def compressed_problem(matrix: Any) -> str | None:
-    """Return what is wrong with the parts of a matrix, or None; one that is not compressed has none."""
+    """Return the problem with the parts of a compressed matrix; None for others and if there is no problem."""
     if not sparse.issparse(matrix) or matrix.format not in ("csr", "csc"):
         return None
     for name in ("data", "indices", "indptr"):
@@ -82,7 +82,7 @@ def index_problem(indices: np.ndarray, n_minor: int) -> str | None:
 
 
 def row_sums(matrix: sparse.csr_matrix) -> np.ndarray:
-    """Return the sum of each row, float64 whatever the dtype of the matrix, shape (number of rows,)."""
+    """Return the sum of each row, float64 for any dtype of the matrix, shape (number of rows,)."""
     return np.asarray(matrix.sum(axis=1, dtype=np.float64)).ravel()
 
 
@@ -215,7 +215,7 @@ def names_each_cell(column: pd.Series) -> bool:
 
 
 def inherited_batch_key(obs: pd.DataFrame, key: str | None) -> str | None:
-    """Return the `batch_key` of other data; None where these cells lack it, or it has another value for each."""
+    """Return the `batch_key` of other data; None if these cells do not have it, or each cell has another value."""
     return None if key is None or key not in obs or names_each_cell(obs[key]) else key
 
 
@@ -251,7 +251,7 @@ def _share_of_barcodes(names: pd.Index) -> float:
 def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     """Return the raw counts of `adata` as CSR with sorted indices, after checking that they are counts.
 
-    Those of a backed AnnData are read into memory.
+    Counts of a backed AnnData are read into memory.
 
     Parameters
     ----------
@@ -267,7 +267,7 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     Raises
     ------
     DataError
-        If the layer does not exist, is corrupted, holds negative, missing or fractional values, or has cells without
+        If the layer does not exist, is corrupted, contains negative, missing or fractional values, or has cells without
         counts. The message names a layer that does contain counts, if there is one.
     """
     matrix = _matrix(adata, layer)

@@ -77,30 +77,30 @@ def convert(
     progress: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> StoreInfo:
-    """Convert cells into a store, from which models train however many cells there are.
+    """Convert cells into a store, from which models can train on any number of cells.
 
-    The cells of all sources come into one random order, over the genes of one vocabulary. Nothing stands under `path`
-    before all of it is written; a conversion that was interrupted starts again.
+    The cells of all sources are put into one random order, over the genes of one vocabulary. `path` does not exist
+    until the store is complete. If a conversion was interrupted, it starts from the beginning.
 
     Parameters
     ----------
     sources
         An AnnData in memory or backed by its file; a MuData with `modality`; the path, pattern or URL of h5ad files or
-        AnnData-zarr folders; a :class:`scforge.data.CensusQuery`; or a list of those.
+        AnnData-zarr folders; a :class:`scforge.data.CensusQuery`; or a list of these sources.
     path
         Folder of the store, e.g. ``"store.zarr"``, on a local disk.
     vocab
-        A vocabulary, the file of one, or the name of a shipped one (see :func:`scforge.data.list_vocabs`). If None,
+        A vocabulary, its file, or the name of a shipped vocabulary (see :func:`scforge.data.list_vocabs`). If None,
         uses all genes of all sources, in order of their first appearance.
     obs
-        Columns of ``obs`` to keep. If None, keeps all that every source has. Columns of text become categories.
+        Columns of ``obs`` to keep. If None, keeps all columns that every source has. Text columns become categories.
     shuffle
-        Whether to bring the cells into random order. Without it they stay in the order of the sources.
+        Whether to put the cells into random order. If false, they stay in the order of the sources.
     seed
-        Seed of that order.
+        Random seed of the order.
     memory
-        Memory that the process may take, e.g. ``"4GB"``, or a number of bytes, of which about 0.9 GB are for Python
-        and the libraries. More makes larger datasets.
+        Maximum memory of the process, e.g. ``"4GB"``, or a number of bytes, of which about 0.9 GB are for Python and
+        the libraries. With more memory, datasets are larger.
     layer
         Layer with raw counts. If None, reads X.
     gene_key
@@ -108,11 +108,11 @@ def convert(
     modality
         Modality of a MuData.
     min_overlap
-        Smallest fraction of genes of `vocab` that a source must have, see :func:`scforge.data.map_genes`.
+        Minimum fraction of the genes of `vocab` in each source, see :func:`scforge.data.map_genes`.
     overwrite
-        Whether to replace a store that is there.
+        Whether to replace an existing store.
     progress
-        Whether to show a bar, where standard error is a terminal.
+        Whether to show a progress bar, if standard error is a terminal.
     storage_options
         Options of a remote file system for the sources, see fsspec.
 
@@ -123,8 +123,8 @@ def convert(
     Raises
     ------
     OptionError
-        If `path` exists (with `overwrite`: and is not a store), or is, contains or lies in a source; if another
-        conversion is writing to it, or `memory` is too little.
+        If `path` exists (with `overwrite`, if it is not a store), or is, contains or is inside a source; if another
+        conversion is writing to it, or `memory` is too small.
     MissingFileError
         If a source does not exist.
     DataError
@@ -135,7 +135,7 @@ def convert(
     Warns
     -----
     ScforgeWarning
-        As :func:`scforge.data.open_cells` does, with the name of the source.
+        The same warnings as :func:`scforge.data.open_cells`, with the name of the source.
 
     Examples
     --------

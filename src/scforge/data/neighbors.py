@@ -174,21 +174,21 @@ def mutual_neighbors(
     """Return pairs of mutual nearest neighbors.
 
     Two cells of different batches are mutual neighbors if each is among the `across` cells of its batch that are
-    nearest to the other [1]_. Cells of a type that another batch lacks therefore have few or no neighbors there. The
-    distance is the cosine distance, which depends less on sequencing depth. With more than ten batches, each is
-    compared with ten others, sampled at random, as the number of pairs grows with the square.
+    nearest to the other [1]_. Cells of a type that is missing in another batch therefore have few or no neighbors
+    there. The distance is the cosine distance, which depends less on sequencing depth. With more than ten batches, each
+    batch is compared with ten others, sampled at random, because the number of pairs grows with the square.
 
     Parameters
     ----------
     coordinates
         Coordinates of cells, e.g. principal components, shape (N, D).
     batches
-        Number of the batch of each cell, integer, shape (N,).
+        Code of the batch of each cell, integer, shape (N,).
     across, within
         Number of neighbors of a cell in another batch, and in the same batch; 0 for none. At most a tenth of the cells
         of a batch are neighbors, so batches of fewer than ten cells have none.
     seed
-        Seed of the choice of batches.
+        Random seed for choosing batches.
 
     Returns
     -------
@@ -234,7 +234,7 @@ def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, tempe
     coordinates
         Coordinates of cells, shape (N, D); the cosine is that of their directions.
     pairs
-        Neighbors of each cell, shape (N, N), as of :func:`mutual_neighbors`.
+        Neighbors of each cell, shape (N, N), e.g. from :func:`mutual_neighbors`.
     temperature
         Smaller values favor the nearest neighbors. If None, gives all neighbors the same weight.
 
@@ -272,8 +272,8 @@ def query_shifts(reference: np.ndarray, query: np.ndarray, *, across: int = 30) 
 
     As in Symphony [1]_, each soft cluster of the query has one shift, and a cell moves by the weighted mean shift of
     its clusters. The shift is the mean difference to mutual neighbors in the reference [2]_, shrunken toward the mean
-    difference of all pairs. Cells of a type that the reference lacks have no such neighbors. They therefore move as the
-    others do, and not onto another type. Neighbors are searched again after the query has moved.
+    difference of all pairs. Cells of a type that is not in the reference have no such neighbors. They therefore move
+    like the other cells, and not onto another type. Neighbors are searched again after the query has moved.
 
     Parameters
     ----------

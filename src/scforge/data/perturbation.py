@@ -25,8 +25,8 @@ class PerturbationKeys:
     control
         Label of cells without perturbation, pertpy's `reference_key`, e.g. ``"control"``, ``"NT"`` or ``"ctrl"``.
     separator
-        Text between the parts of a combination, pertpy's `sep`. If None, keeps labels whole, e.g. because names of
-        drugs have a plus sign, as ``"(+)-JQ1"``.
+        Text between the parts of a combination, pertpy's `sep`. If None, labels are not split, e.g. because drug names
+        contain a plus sign, as in ``"(+)-JQ1"``.
 
     Examples
     --------
@@ -44,24 +44,25 @@ class PerturbationKeys:
 
 
 def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple[str, ...]]:
-    """Return the targets of cells, the genes or drugs that were perturbed, from obs.
+    """Return the perturbed genes or drugs (targets) of each cell from obs.
 
-    The conventions are those of pertpy: one column holds the label, one of the labels is the control, and the parts of
-    a combination are joined by ``"+"`` (``GuideAssignment``, ``PerturbationSpace.add`` and ``.evaluate_combinations``).
-    Labels such as ``"negative"`` and ``"multiple"`` of pertpy's ``GuideAssignment`` are read as targets: remove such
-    cells first. In addition to pertpy's conventions, a part that is the control is not a target, so ``"KLF1+ctrl"`` is
-    KLF1 alone. Blanks around parts and the order of the parts do not matter.
+    The conventions are those of pertpy: one column contains the label, one of the labels is the control, and the parts
+    of a combination are joined by ``"+"`` (``GuideAssignment``, ``PerturbationSpace.add`` and
+    ``.evaluate_combinations``). Labels such as ``"negative"`` and ``"multiple"`` of pertpy's ``GuideAssignment`` are
+    read as targets, so remove these cells first. In addition to pertpy's conventions, the control is not a target if it
+    is part of a combination, so the only target of ``"KLF1+ctrl"`` is KLF1. Blanks around parts and the order of the
+    parts do not matter.
 
     Parameters
     ----------
     obs
         Table of cells, e.g. ``adata.obs``.
     keys
-        Its columns.
+        Columns and labels of the perturbations.
 
     Returns
     -------
-    The targets of each cell, sorted, each once; none for control cells.
+    The targets of each cell, sorted and unique; none for control cells.
 
     Raises
     ------
@@ -91,7 +92,7 @@ def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple
 
 
 def _parts(label: str, keys: PerturbationKeys) -> list[str]:
-    """Take a label apart."""
+    """Split a label into its parts."""
     # The control itself may have the separator in its name.
     if keys.separator is None or label == keys.control:
         parts = [label]

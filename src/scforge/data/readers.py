@@ -236,7 +236,7 @@ async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> 
 
 
 def persistent(file: Any, what: str) -> Any:
-    """Return a file of fsspec that asks several times for each block that it lacks, and takes no part of one for it."""
+    """Return a file of fsspec that requests each missing block several times, and rejects incomplete blocks."""
     if (blocks := getattr(file, "cache", None)) is None or getattr(blocks, "fetcher", None) is None:
         return file  # of a disk, or of memory
     fetch = blocks.fetcher

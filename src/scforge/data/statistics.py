@@ -41,31 +41,31 @@ def select_genes(
     within: GeneVocab | None = None,
     keep_genes: Sequence[str] = (),
 ) -> GeneVocab:
-    """Create a vocabulary of the genes of `adata` that a model should see.
+    """Create a vocabulary of selected genes of `adata`, e.g. highly variable genes.
 
     Parameters
     ----------
     adata
         Annotated data with raw counts; not changed.
     layer, gene_key
-        Where the counts and the gene names are.
+        Layer with the counts, and column of ``adata.var`` with the gene names.
     n_top_genes
-        Keep this many highly variable genes, found as by :func:`scanpy.pp.highly_variable_genes` with
-        ``flavor="seurat"`` on log1p CP10K values, within batches if there is a `batch_key`; bins of the most expressed
-        genes are joined until they hold 20, so that a gene that is alone there can be chosen. If None, keeps all
-        detected genes.
+        Number of highly variable genes, chosen as in :func:`scanpy.pp.highly_variable_genes` with ``flavor="seurat"``
+        on log1p CP10K values, within batches if there is a `batch_key`. Bins of the most expressed genes are joined
+        until they contain 20 genes, so that a gene that is alone in its bin can be chosen. If None, keeps all detected
+        genes.
     min_cells
-        Leave out genes detected in fewer cells.
+        Minimum number of cells in which a gene is detected; other genes are left out.
     batch_key
-        Column of ``adata.obs``.
+        Column of ``adata.obs`` with the batch of each cell.
     within
-        Choose among the genes of this vocabulary, and keep what it knows of them.
+        Vocabulary to choose the genes from; its symbols and statistics are kept.
     keep_genes
-        Names of genes that are among them in any case, e.g. hallmark genes; they count among `n_top_genes`.
+        Names of genes that are always kept, e.g. hallmark genes. They count toward `n_top_genes`.
 
     Returns
     -------
-    Vocabulary in the order of ``adata.var``. Columns that mean one gene are summed before genes are chosen.
+    Vocabulary in the order of ``adata.var``. Columns of the same gene are summed before genes are chosen.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def select_genes(
     Warns
     -----
     ScforgeWarning
-        If columns are summed, or a batch has one cell.
+        If columns are summed, or a batch has only one cell.
 
     Examples
     --------
@@ -108,9 +108,9 @@ def select_genes(
 def variable_genes(
     cells: CellSource, n_top_genes: int, *, batch_key: str | None = None, keep_genes: Sequence[str] = ()
 ) -> GeneVocab:
-    """Choose highly variable genes of cells as :func:`select_genes` does, e.g. of a sample of a store.
+    """Choose highly variable genes of cells, e.g. of a sample of a store, see :func:`select_genes`.
 
-    The result is the part of the vocabulary of `cells`, with what it knows of its genes.
+    The result is a subset of the vocabulary of `cells`, with its symbols and statistics.
     """
     assert cells.vocab is not None
     kept = kept_genes(keep_genes, cells.vocab, "the cells")
@@ -168,9 +168,9 @@ def _by_variability(
 ) -> np.ndarray:
     """Return positions among the candidates, the most variable first.
 
-    As scanpy's ``flavor="seurat"`` has it, save for the bins of few genes. The normalized dispersion of n genes of a
-    bin cannot exceed (n - 1) / sqrt(n), and scanpy sets that of one gene to 1, so that a hormone that alone is most
-    expressed would be left out.
+    The method is scanpy's ``flavor="seurat"``, except for bins with few genes. The normalized dispersion in a bin of n
+    genes cannot exceed (n - 1) / sqrt(n), and scanpy sets it to 1 for a single gene. A hormone that is alone in the
+    bin of the most expressed genes would therefore be left out.
     """
     values = sparse.csr_matrix(counts[:, candidates], dtype=np.float64)
     values.data *= np.repeat(TARGET_SUM / np.maximum(totals, 1.0), np.diff(values.indptr))
@@ -221,9 +221,9 @@ def kept_genes(names: Iterable[str], vocab: GeneVocab, what: str) -> np.ndarray:
 
 
 def gene_medians(counts: sparse.csr_matrix, totals: np.ndarray) -> np.ndarray:
-    """Return the median of the nonzero CP10K values of each gene, float64, shape (G,); 1 for a gene of no cell.
+    """Return the median of the nonzero CP10K values of each gene, float64, shape (G,); 1 for undetected genes.
 
-    Geneformer scales its ranks so. `totals` has the library size of each cell, shape (N,).
+    Geneformer ranks genes by counts relative to this median. `totals` has the library size of each cell, shape (N,).
     """
     scale = TARGET_SUM / totals
     by_gene = sparse.csc_matrix(counts, copy=True)
@@ -239,15 +239,15 @@ def gene_medians(counts: sparse.csr_matrix, totals: np.ndarray) -> np.ndarray:
 def measure_medians(
     source: Any, vocab: str | os.PathLike[str] | GeneVocab, *, layer: str | None = None, gene_key: str | None = None
 ) -> GeneVocab:
-    """Return a vocabulary with the median of each gene, as Geneformer scales its ranks (nonzero CP10K values).
+    """Return a vocabulary with the median of the nonzero CP10K values of each gene, which Geneformer ranks by.
 
     Parameters
     ----------
     source
-        An AnnData in memory, whose medians are exact; or files, as :func:`scforge.data.convert` takes them, which are
-        read once, piece by piece, whatever their size, and whose medians are right to 1 %.
+        An AnnData in memory, with exact medians, or files as in :func:`scforge.data.convert`. Files of any size are
+        read once, piece by piece, and their medians are accurate to 1 %.
     vocab
-        A vocabulary, the file of one, or the name of a shipped one. Medians that it has are replaced.
+        A vocabulary, its file, or the name of a shipped vocabulary. Existing medians are replaced.
     layer
         Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     gene_key
@@ -256,7 +256,7 @@ def measure_medians(
     Returns
     -------
     The vocabulary with medians; 1 for a gene that no cell expresses. Values are counts per 10,000 of *all* counts of
-    the cell, also of those outside of the vocabulary.
+    the cell, including counts outside the vocabulary.
 
     Examples
     --------
@@ -281,8 +281,9 @@ def measure_entropies(
 ) -> GeneVocab:
     """Return a vocabulary with the entropy of each gene over cells, from 0 (one cell has all of it) to 1.
 
-    The tokenizer ``"entropy_ranked"`` puts genes of low entropy, which distinguish cells, before housekeeping genes.
-    A model measures what it needs of its training cells by itself; this is for vocabularies that several models share.
+    The tokenizer ``"entropy_ranked"`` puts genes with low entropy, which distinguish cells, before housekeeping genes.
+    A model computes entropies from its training cells if necessary. Use this function for vocabularies that several
+    models share.
 
     Parameters
     ----------
@@ -292,7 +293,7 @@ def measure_entropies(
     Returns
     -------
     The vocabulary with entropies; 1 for a gene that no cell expresses. Values are counts per 10,000 of *all* counts of
-    the cell, also of those outside of the vocabulary.
+    the cell, including counts outside the vocabulary.
 
     Examples
     --------

@@ -92,24 +92,24 @@ class StoreInfo:
     counts_dtype
         ``"uint16"``, or ``"uint32"`` if a count is above 65,535.
     shuffled, seed
-        Whether the cells stand in random order, and the seed of that order.
+        Whether the cells are in random order, and the seed of this order.
     chunk_size
-        Number of cells that stand together.
+        Number of consecutive cells that are stored together.
     obs_columns
         Columns of the table of cells, without those of scforge.
     content_hash
         SHA-256, hexadecimal, over `vocab_hash` and the hash of each dataset, see :func:`dataset_hash`.
     datasets
-        Of each dataset: ``n_cells``, ``n_nonzeros``, ``hash``.
+        For each dataset, ``n_cells``, ``n_nonzeros`` and ``hash``.
     sources
-        Of each source: ``name``, ``n_cells``, ``n_genes``, ``overlap`` (share of the vocabulary's genes that it has),
+        For each source, ``name``, ``n_cells``, ``n_genes``, ``overlap`` (fraction of the vocabulary genes that it has),
         ``counts_kept``, and its fingerprint.
     counts_kept
-        Fraction of all counts that lie in genes of the vocabulary.
+        Fraction of all counts in genes of the vocabulary.
     options
         Arguments of the conversion.
     created, scforge_version
-        When (UTC) and by which scforge the store was written.
+        Time (UTC) at which the store was written, and the version of scforge that wrote it.
     """
 
     n_cells: PositiveInt
@@ -294,7 +294,7 @@ class _WindowSampler(Sampler):
     windows: Iterable[Window] = ()
 
     def n_batches(self, n_obs: int) -> int:
-        """Return nothing that matters: nobody asks for the length of the loader."""
+        """Return a placeholder, because the length of the loader is not used."""
         return 0
 
     def validate(self, n_obs: int) -> None:
@@ -419,7 +419,7 @@ class _Store:
         self.measured = measured.any(axis=0)
 
     def _set_foreign_genes(self) -> None:
-        """Take the columns of a collection that scforge has not written for genes."""
+        """Use the columns of a collection that scforge has not written as genes."""
         self.genes = self._index(self._datasets[0], "var")
         for dataset in self._datasets[1:]:
             if not np.array_equal(self._index(dataset, "var"), self.genes):
@@ -513,26 +513,25 @@ _SAMPLED = 4096
 
 @dataclass(frozen=True, eq=False)
 class StoreCells:
-    """Cells of a store that :func:`scforge.data.convert` wrote, or of another annbatch collection of counts.
+    """Cells of a store written by :func:`scforge.data.convert`, or of another annbatch collection of counts.
 
-    Open one with :meth:`open` or :func:`scforge.data.open_cells`. In memory are a few bytes a cell (row boundaries,
-    number of genes, library size, and the wanted columns of obs), however many counts there are.
+    Open a store with :meth:`open` or :func:`scforge.data.open_cells`. It takes a few bytes of memory per cell (row
+    boundaries, number of genes, library size, and the selected columns of obs), regardless of the number of counts.
 
     Attributes
     ----------
     vocab
-        The genes that the counts are over.
+        The vocabulary of the counts.
     overlap, counts_kept, measured
-        As of :class:`~scforge.data.Cells`. In a store made of several files, a gene counts as measured if any of
-        them has it.
+        See :class:`~scforge.data.Cells`. In a store made from several files, a gene is measured if any file has it.
     obs
-        The wanted columns of obs; cells are numbered.
+        The selected columns of obs; cells are numbered.
     chunk_size
-        Cells that stand together.
+        Number of consecutive cells that are stored together.
     place
         Path or URL.
     shuffled
-        Whether the cells stand in random order.
+        Whether the cells are in random order.
 
     Examples
     --------
@@ -572,29 +571,29 @@ class StoreCells:
         Parameters
         ----------
         path
-            Folder, or a URL that fsspec knows, e.g. ``"s3://bucket/store.zarr"``.
+            Folder, or a URL that fsspec supports, e.g. ``"s3://bucket/store.zarr"``.
         vocab
-            Vocabulary to map the genes to, by name. If None, uses that of the store.
+            Vocabulary to map the genes to by name. If None, uses that of the store.
         obs
-            Columns of ``obs`` to have available. If None, uses all.
+            Columns of ``obs`` to load. If None, loads all columns.
         min_overlap
-            Smallest fraction of genes of `vocab` to accept.
+            Minimum fraction of the genes of `vocab` in the store.
         storage_options
-            Options for the file system of a URL, as for fsspec.
+            Options for the file system of a URL, see fsspec.
 
         Raises
         ------
         MissingFileError
-            If there is nothing of that name.
+            If `path` does not exist.
         DataError
-            If it is not a store, is incomplete or corrupted, or has no such column.
+            If `path` is not a store, is incomplete or corrupted, or a column is missing.
         GeneMismatchError
             If too few genes of `vocab` are in the store.
 
         Warns
         -----
         ScforgeWarning
-            If cells express no gene of the vocabulary, or as :func:`scforge.data.open_cells` does for genes.
+            If cells express no genes of the vocabulary, and for genes as in :func:`scforge.data.open_cells`.
         """
         with reading(repr(os.fspath(path)), how="as a store", fix=_AGAIN):
             store = _Store(path, obs, storage_options)
@@ -620,7 +619,7 @@ class StoreCells:
         vocab
             The other vocabulary.
         min_overlap
-            Smallest share of its genes to accept.
+            Minimum fraction of its genes in the store.
 
         Raises
         ------
@@ -648,7 +647,7 @@ class StoreCells:
     def n_expressed(self) -> np.ndarray:
         """Number of expressed genes of each cell in the store, unsigned, shape (N,).
 
-        Where the vocabulary is a part of that of the store, a cell may have fewer.
+        If the vocabulary is a subset of that of the store, a cell may express fewer genes.
         """
         return self._store.lengths
 
@@ -658,7 +657,7 @@ class StoreCells:
         Raises
         ------
         DataError
-            If there is no such column, or it was not wanted when the store was opened.
+            If the column does not exist, or was not selected when the store was opened.
         """
         return column_of(self.obs, key)
 
@@ -667,7 +666,7 @@ class StoreCells:
         return self._store.names()
 
     def block(self, rows: np.ndarray, *, draw: int = 0) -> CellBlock:
-        """Return the cells at `rows`, in that order; a row may come several times. `draw` keys random choices."""
+        """Return the cells at `rows`, in that order, with repeats; `draw` is part of the key of random numbers."""
         rows = np.asarray(rows, dtype=np.int64)
         if not len(rows):
             empty = sparse.csr_matrix((0, self.vocab.n_genes), dtype=np.uint16)
@@ -681,7 +680,7 @@ class StoreCells:
         Raises
         ------
         DataError
-            If what is read is corrupted; the message names the dataset and the cell.
+            If the data are corrupted; the message names the dataset and the cell.
         """
         totals = self._store.totals
         for rows, draw, counts in self._store.batches(windows):
@@ -692,7 +691,7 @@ class StoreCells:
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
         """Return at most `n` cells (of those at `rows`), sampled by `seed`, in memory, in the order of the store.
 
-        Of more cells whole chunks are sampled, because they are read in one go.
+        If there are more cells, whole chunks are sampled, because a chunk is read at once.
         """
         chosen = choose_chunks(len(self), n, self.chunk_size, rows=rows, seed=seed)
         block = self.block(chosen)
@@ -727,17 +726,17 @@ class StoreInspection:
     path
         Path or URL.
     info
-        Its description, see :class:`StoreInfo`.
+        Description of the store, see :class:`StoreInfo`.
     vocab
-        Its vocabulary in short.
+        Short description of the vocabulary.
     columns
         Content of each column of obs, e.g. ``"9 categories"``.
     n_bytes
         Size on disk.
     sources
-        Of each source whether it is still as it was, see :func:`inspect_store`.
+        Whether each source is unchanged, see :func:`inspect_store`.
     verified
-        Whether all of it was read and found as it was written.
+        Whether the whole store was read and is unchanged since it was written.
     """
 
     path: str
@@ -776,29 +775,29 @@ class StoreInspection:
 def inspect_store(
     path: str | os.PathLike[str], *, verify: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> StoreInspection:
-    """Look at a store that :func:`scforge.data.convert` wrote.
+    """Inspect a store written by :func:`scforge.data.convert`.
 
     Parameters
     ----------
     path
         Path or URL of the store.
     verify
-        Whether to read all of it and to compare it with the hash from when it was written.
+        Whether to read the whole store and compare its content with the hash stored when it was written.
     storage_options
         Options of the file system of a URL, see fsspec.
 
     Returns
     -------
-    What is in it, with ``info``, ``columns``, ``n_bytes``, ``sources`` and ``verified``; ``print`` shows it. A source
-    is ``"unchanged"`` if its size and its time of change are those of the conversion, ``"changed since"``, ``"not
-    there any more"``, or ``"not checked"`` if it is not a local file.
+    The content of the store, with ``info``, ``columns``, ``n_bytes``, ``sources`` and ``verified``; ``print`` shows it.
+    A source is ``"unchanged"`` if its size and modification time are the same as at the conversion,
+    ``"changed since"``, ``"not there any more"``, or ``"not checked"`` if it is not a local file.
 
     Raises
     ------
     MissingFileError
-        If there is nothing of that name.
+        If `path` does not exist.
     DataError
-        If it is not a store, one that a conversion has not finished, or, with `verify`, a corrupted one.
+        If `path` is not a store, the conversion has not finished, or, with `verify`, the store is corrupted.
 
     Examples
     --------

@@ -26,33 +26,34 @@ class SplitRule:
     ----------
     kind
         ``"stratified"``
-            A fraction of the cells of each value of `column`; cells without a value count as one value more.
+            A fraction of the cells of each value of `column`; cells without a value are treated as another value.
         ``"groups"``
             All cells of some values of `column`, e.g. of whole donors. Cells without a value are left out.
         ``"perturbations"``
             All cells of some perturbations; with `context_key`, of some perturbations in some contexts. Each held-out
             part has its own control cells. Cells without a value are left out.
         ``"targets"``
-            All cells of every perturbation that contains one of some genes: `validation` and `test` count these genes,
-            and training cells have none of them. Also `combination_share` of the combinations of the other genes. So
-            the training cells know 0, 1 or 2 genes of a test pair, the setting of GEARS (Roohani et al. 2024).
+            All cells of every perturbation that contains one of the held-out genes. `validation` and `test` count these
+            genes, and no training cell has a perturbation of them. Also `combination_share` of the combinations of
+            other genes. Therefore 0, 1 or 2 genes of a test pair occur in training cells, as in GEARS (Roohani et al.
+            2024).
     column
         Column of ``obs``.
     validation, test
-        What is held out: a share (below 1), a number, or a list of names.
+        Held-out cells, groups, perturbations or genes: a fraction (below 1), a number, or a list of names.
     context_key
         Column of the contexts of perturbations, e.g. cell types.
     control_share
-        Share of the control cells that goes to each held-out part, in every context where something is held out for it.
+        Fraction of the control cells in each held-out part, in every context with held-out cells of this part.
     separator
         Text between the names of a combined perturbation. With ``"perturbations"``, only combinations are held out.
     combination_share
-        With ``"targets"``, share of the combinations without a held-out gene that each held-out part gets.
+        With ``"targets"``, fraction of the combinations without a held-out gene in each held-out part.
 
     Raises
     ------
     OptionError
-        If there is no such `kind`, or an option cannot be used with it.
+        If `kind` is unknown, or an option cannot be used with it.
 
     Examples
     --------
@@ -87,7 +88,7 @@ class SplitRule:
 
 @dataclass(frozen=True)
 class PertpySource:
-    """How a data set is read with pertpy, which downloads it.
+    """Description of a data set that is read with pertpy, which downloads it.
 
     Attributes
     ----------
@@ -118,41 +119,41 @@ class PertpySource:
 
 @dataclass(frozen=True)
 class DatasetCard:
-    """Facts of a data set; uncertain facts are None.
+    """Metadata of a data set; uncertain facts are None.
 
     Attributes
     ----------
     name, title
-        Its name here, and what it is.
+        Name in scforge, and title.
     organism
-        E.g. ``"Homo sapiens"``.
+        Organism, e.g. ``"Homo sapiens"``.
     n_cells, n_genes
-        Its size.
+        Number of cells and genes.
     genes
-        What ``var_names`` are, ``"symbol"`` or ``"ensembl"``.
+        Kind of ``var_names``, ``"symbol"`` or ``"ensembl"``.
     labels_key, batch_key, groups_key, perturbation_key, control
-        Columns of ``obs``: cell types, technical batches, what cells of one origin share (donors); perturbations, and
-        what untreated cells are called there.
+        Columns of ``obs`` with cell types, technical batches, groups of cells of the same origin (donors) and
+        perturbations, and the label of untreated cells in the last.
     source, url, license
-        Where it is from, and under which terms.
+        Source, URL and license of the data set.
     sha256
-        Of the file ``<name>.h5ad``.
+        SHA-256 of the file ``<name>.h5ad``.
     embedded
         Whether the file is part of the package.
     how_to_get
-        How to obtain it, in one sentence.
+        How to obtain the data set, in one sentence.
     pertpy
-        How it is read with pertpy; None where pertpy does not have it.
+        How to read the data set with pertpy; None if pertpy does not have it.
     split
-        How its cells are divided.
+        Rule that divides the cells.
     more_splits
-        Version to the rule of a split that differs from `split`.
+        Rules of splits that differ from `split`, by version.
     splits
-        Version to the SHA-256 of the shipped file of cell ids, ``splits/<name>-v<version>.csv.gz``.
+        SHA-256 of the shipped file of cell ids, ``splits/<name>-v<version>.csv.gz``, by version.
     shares_cells_with
-        Names of data sets that contain some of the same cells: one must not be trained on to be tested on the other.
+        Names of data sets that contain some of the same cells; do not train on one of them and test on the other.
     note
-        What else a user should know.
+        Additional information for users.
 
     Examples
     --------
@@ -236,7 +237,7 @@ def get_card(name: str) -> DatasetCard:
     Raises
     ------
     OptionError
-        If there is no card of that name.
+        If there is no card with this name.
 
     Examples
     --------

@@ -51,10 +51,10 @@ def load(
         Folder that holds ``<name>.h5ad``. If None, uses the folder in the environment variable ``SCFORGE_DATA``.
         Bundled data are always read from the package.
     verify
-        Compare the SHA-256 of the file with that of the card, where it has one. Pass False to read a file that you made
-        yourself from the source.
+        Compare the SHA-256 of the file with that of the card, if it has one. Pass False to read a file that you created
+        from the source.
     download
-        If the folder lacks the file, read the data set with pertpy, which downloads it once to
+        If the file is not in the folder, read the data set with pertpy, which downloads it once to
         ``scanpy.settings.datasetdir`` (Replogle et al.: gigabytes). Counts are then in ``X``, labels are genes, and
         cells without a known perturbation are removed. To keep the result, write it to ``<name>.h5ad``.
 
@@ -69,7 +69,7 @@ def load(
     MissingFileError
         If the file is missing; the message explains how to obtain it.
     DataError
-        If it is another file than that of the card, lacks a column, or has no control cells.
+        If the file is not that of the card, a column is missing, or there are no control cells.
 
     Examples
     --------

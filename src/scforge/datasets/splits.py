@@ -187,17 +187,16 @@ class Split:
 
 
 def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Split:
-    """Return the split of a data set: the shipped one, or the one that the rule of its card makes.
+    """Return the split of a data set, shipped or created by the rule of its card.
 
     Parameters
     ----------
     name
         One of :func:`~scforge.datasets.list_cards`.
     adata
-        The whole data set. Needed where no split of it ships with the package; otherwise the split is checked against
-        it.
+        The whole data set. Required if the package does not ship the split; otherwise the split is checked against it.
     version
-        A split never changes; another way to split is another version.
+        Version of the split. A split never changes; a different split has another version.
 
     Returns
     -------
@@ -260,16 +259,16 @@ def write_split(split: Split, path: str | os.PathLike[str]) -> None:
 
 
 def read_split(path: str | os.PathLike[str], *, name: str | None = None, version: int = 1) -> Split:
-    """Read a split that :func:`write_split` wrote.
+    """Read a split written by :func:`write_split`.
 
     Parameters
     ----------
     path
         The file.
     name
-        Name of its data set. If None, uses the name of the file.
+        Name of the data set. If None, uses the name of the file.
     version
-        Its version.
+        Version of the split.
 
     Returns
     -------
@@ -320,7 +319,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
     adata
         The whole data set.
     version
-        Another number draws others; the card may have a separate rule for it.
+        Version of the split. Another number samples other cells; the card may have a separate rule for it.
 
     Returns
     -------
@@ -332,7 +331,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
     OptionError
         If the card has no rule.
     DataError
-        If a column is missing, a name of a cell is there twice, or there is too little to hold out.
+        If a column is missing, a cell name is duplicated, or there is too little to hold out.
 
     Examples
     --------

@@ -135,7 +135,7 @@ def _load_base(
 
 
 def place_of(name: str | os.PathLike[str]) -> str | None:
-    """Return the public location that a name refers to, whatever folders exist here; None for other names.
+    """Return the public location that a name refers to, regardless of local folders; None for other names.
 
     Examples
     --------

@@ -28,7 +28,7 @@ from scforge.models import _weights
 
 @dataclass(frozen=True)
 class Transform:
-    """How weights of theirs, in the order of the rule, become one of ours, and one of ours theirs again."""
+    """Two functions: from weights of the checkpoint, in the order of the rule, to one of ours, and back."""
 
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
     split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
@@ -105,13 +105,13 @@ class Rule:
     Attributes
     ----------
     source
-        Pattern of the weight in the checkpoint; several where the transform takes several. ``{i}`` is the number of a
-        layer, ``{p}`` is ``weight`` or ``bias``.
+        Pattern of the weight in the checkpoint, or several patterns if the transform takes several weights. ``{i}`` is
+        the index of a layer, ``{p}`` is ``weight`` or ``bias``.
     target
         Pattern of our weight.
     transform
-        How they become one: of ``scforge.foreign.base`` ``AS_IS``, ``TRANSPOSED``, ``stacked(n)``,
-        ``rows_in_order(order)``, ``folded_row(n)``, or a ``Transform`` of two functions.
+        Transform of the weights: ``AS_IS``, ``TRANSPOSED``, ``stacked(n)``, ``rows_in_order(order)`` or
+        ``folded_row(n)`` from ``scforge.foreign.base``, or a ``Transform`` of two functions.
 
     Examples
     --------
@@ -142,16 +142,16 @@ class Rule:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A weight of the checkpoint that we have no effect for, and why.
+    """A weight of the checkpoint that has no use in our model, with the reason.
 
     Attributes
     ----------
     source
-        Pattern of its name; ``*`` stands for anything.
+        Pattern of its name; ``*`` matches anything.
     why
-        The reason, in words.
+        The reason as text.
     same_as
-        Another weight of the checkpoint that it must be equal to, for weights that are stored twice.
+        Another weight of the checkpoint that must be equal to it, for weights that are stored twice.
 
     Examples
     --------
@@ -171,7 +171,7 @@ class NameMap:
     Attributes
     ----------
     family
-        What messages call the checkpoint, e.g. ``"Geneformer"``.
+        Name of the checkpoint in messages, e.g. ``"Geneformer"``.
     rules, left_out
         The lines.
 
@@ -489,10 +489,9 @@ class Foreign:
 class Family(Protocol):
     """A family of published checkpoints: how one is recognized, and how it becomes a :class:`Foreign`.
 
-    A class with these two methods, registered with :func:`register_family`, is all that a family needs; then
-    ``Encoder.from_checkpoint`` and ``scforge convert-checkpoint`` know it. Further arguments of `read` are
-    keyword-only arguments, which both pass on. Packages register theirs through the entry-point group
-    ``scforge.checkpoints``.
+    A family is a class with these two methods, registered with :func:`register_family`. ``Encoder.from_checkpoint`` and
+    ``scforge convert-checkpoint`` then support it. Additional arguments of `read` are keyword-only arguments, which
+    both pass on. Other packages register families through the entry-point group ``scforge.checkpoints``.
 
     Examples
     --------
@@ -541,11 +540,11 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     Parameters
     ----------
     source
-        Its folder or file.
+        Folder or file of the checkpoint.
     family
-        One of :func:`list_families`. If None, uses the one that recognizes it.
+        One of :func:`list_families`. If None, uses the family that recognizes the checkpoint.
     **options
-        Further arguments of the family, e.g. ``tokens_medians`` for Geneformer.
+        Additional arguments of the family, e.g. ``tokens_medians`` for Geneformer.
 
     Returns
     -------
@@ -554,11 +553,11 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     Raises
     ------
     MissingFileError
-        If there is no such file or folder.
+        If the file or folder does not exist.
     OptionError
-        If no family recognizes it, or several do, or an option is not one of the family.
+        If no family or several families recognize the checkpoint, or an option is unknown to the family.
     ModelFileError
-        If it cannot be used.
+        If the checkpoint cannot be used.
 
     Examples
     --------

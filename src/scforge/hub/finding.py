@@ -130,12 +130,12 @@ def known_models() -> dict[str, str]:
     """Return the names that ``scforge://`` knows, each with its description.
 
     They are listed in the registry file of scforge, and in files of the same format in the environment variable
-    ``SCFORGE_MODELS`` (several with the separator of ``PATH``). If several files list a name, the first is used; those
-    of ``SCFORGE_MODELS`` precede the shipped one.
+    ``SCFORGE_MODELS`` (several with the separator of ``PATH``). If several files list a name, the first is used; files
+    in ``SCFORGE_MODELS`` precede the shipped file.
 
     Returns
     -------
-    Name to description, e.g. for ``resolve("scforge://name")``.
+    Descriptions by name, e.g. for ``resolve("scforge://name")``.
 
     Raises
     ------
@@ -247,13 +247,13 @@ def resolve(
     Parameters
     ----------
     name_or_folder_or_repo_id
-        A folder; a repository of the Hugging Face Hub, ``"org/name"`` (or ``"hf://org/name@revision"``, where a folder
-        has the same name); or a name of the registry, ``"scforge://name"`` or ``"scforge://name@version"`` (see
+        A folder; a repository of the Hugging Face Hub, ``"org/name"`` (or ``"hf://org/name@revision"``, if a folder has
+        the same name); or a name of the registry, ``"scforge://name"`` or ``"scforge://name@version"`` (see
         :func:`known_models`).
     revision
-        Branch, tag or commit of the repository; None means its main branch.
+        Branch, tag or commit of the repository. If None, uses the main branch.
     cache_dir
-        Cache of the hub; None means its usual one (``HF_HUB_CACHE``).
+        Cache folder of the hub. If None, uses the default of the hub (``HF_HUB_CACHE``).
     token
         Token for private and gated repositories. If None, uses ``HF_TOKEN`` or the token of ``hf auth login``.
     local_files_only
@@ -261,8 +261,8 @@ def resolve(
 
     Returns
     -------
-    The folder. Of a repository it is in the cache and not to be changed, and contains the files of scforge only:
-    pickles and code next to them are never fetched.
+    The folder. For a repository, it is in the cache and must not be changed. It only contains files of scforge; pickles
+    and code in the repository are never downloaded.
 
     Raises
     ------

@@ -45,12 +45,12 @@ def upload(
     folder
         The folder. Other files in it, such as ``adata.h5ad``, are not uploaded.
     repo_id
-        Repository, ``"org/name"``; it is created if necessary. Files of scforge that `folder` lacks are removed from
-        the repository. Other files are kept, as is a ``README.md`` that a user wrote or edited there, unless that of
-        `folder` was edited as well.
+        Repository, ``"org/name"``; it is created if necessary. Files of scforge that are not in `folder` are removed
+        from the repository. Other files are kept. A ``README.md`` that a user wrote or edited in the repository is also
+        kept, unless that of `folder` was edited as well.
     private
-        Whether only you and your organization can see it. If None, uses the hub's settings. It cannot change a
-        repository that exists.
+        Whether only you and your organization can see the repository. If None, uses the settings of the hub. It cannot
+        change an existing repository.
     token
         A token with write access. If None, uses ``HF_TOKEN`` or the token of ``hf auth login``.
     revision

@@ -106,7 +106,7 @@ def tokenizer_of(config: Config) -> dict[str, Any]:
 
 
 def _values_of(config: Config) -> dict[str, Any]:
-    """Return the options of a tokenizer that make the values of genes that ``data.preprocessing`` asks for."""
+    """Return the tokenizer options for the gene values that ``data.preprocessing`` requests."""
     asked = config.data.preprocessing
     transform = ("log1p_" if asked.log1p else "") + ("cp10k" if asked.normalize == "library_size" else "counts")
     options = {"transform": None if transform == "log1p_cp10k" else transform, "target_sum": asked.target_sum}
@@ -304,7 +304,7 @@ def described(config: Config) -> str:
     Raises
     ------
     ConfigError
-        If the task lacks an option that neither the configuration nor the base model has.
+        If a required option of the task is set neither in the configuration nor in the base model.
     """
     section = finetune_section(config)
     folder = check_model_folder(section.base_model, f"finetune.base_model={section.base_model!r}")
@@ -325,10 +325,10 @@ _UNKNOWN_GENES = 2_048
 
 
 def check_config(config: Config) -> str:
-    """Check what can be checked without reading the cells, and without a GPU.
+    """Check a configuration as far as possible without reading the cells, and without a GPU.
 
-    Names, options and sizes of architecture, tokenizer and objective, and whether they fit, or the base model and the
-    task; files, their columns, and folders; benchmarks and loggers.
+    Checks names, options and sizes of architecture, tokenizer and objective, and whether they fit together, or the base
+    model and the task. Also checks files, their columns, folders, benchmarks and loggers.
 
     Parameters
     ----------
@@ -342,7 +342,7 @@ def check_config(config: Config) -> str:
     Raises
     ------
     ScforgeError
-        With the first mistake.
+        If the configuration has a mistake; the message describes the first.
 
     Examples
     --------
@@ -475,7 +475,7 @@ def benchmark_callbacks(config: Config, *, absent: Mapping[str, DatasetCard] | N
 
 
 def _check_embedding(config: Config, *, replaces: bool) -> None:
-    """Refuse to write an embedding over the cells, or over a file that nobody said may go."""
+    """Raise if an embedding would overwrite the cells, or an existing file without permission."""
     if config.output.embedding is None:
         return
     output = Path(config.output.embedding)
@@ -549,7 +549,8 @@ def _genes(data: DataConfig, n_default: int | None, tokenizer: dict[str, Any]) -
 def show_config(config: Config) -> str:
     """Return a configuration as YAML, with the defaults of its sections and of the classes that they name.
 
-    It is for reading: options that depend on the data are left out, and so is what is not set and has no default.
+    The result is meant for reading. Options that depend on the data, or are neither set nor have a default, are left
+    out.
 
     Parameters
     ----------
@@ -563,7 +564,7 @@ def show_config(config: Config) -> str:
     Raises
     ------
     ScforgeError
-        If architecture, tokenizer and objective are not known, or do not fit; or the task, or the base model.
+        If architecture, tokenizer, objective, task or base model are unknown, or do not fit together.
 
     Examples
     --------

@@ -315,15 +315,15 @@ class EmbeddingInfo:
     output
         The file or folder.
     key
-        Key in ``obsm`` there.
+        Key in ``obsm`` of the output.
     n_cells, n_latent
-        Cells and dimensions of the whole embedding.
+        Number of cells and dimensions of the whole embedding.
     n_embedded
-        Cells that this process embedded in this call.
+        Number of cells that this process embedded in this call.
     seconds
-        How long that took.
+        Run time of this call.
     complete
-        Whether the output is there; if not, other processes are still at work.
+        Whether the output is complete; if not, other processes are still running.
 
     Examples
     --------
@@ -395,13 +395,12 @@ def embed_to(
         Index of this process, starting at 0, and number of processes. If None, reads them from ``torchrun`` or
         ``srun``, else uses 0 of 1.
     overwrite
-        Replace an embedding of other cells or by another model, finished or not. A single process also recomputes an
-        identical one.
+        Replace an embedding of other cells or by another model, even if it is unfinished. A single process also
+        recomputes an identical embedding.
     progress_bar
         Show a progress bar, in the first process only.
     device
-        Device to compute on; ``"auto"`` takes a CUDA device if there is one, a different one for each process on a
-        machine.
+        Device to compute on; ``"auto"`` uses a CUDA device if available, a different one for each process on a machine.
 
     Returns
     -------

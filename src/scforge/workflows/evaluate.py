@@ -51,27 +51,27 @@ def evaluate_to(
 ) -> pd.DataFrame | Report:
     """Score models on cells of a file, with baselines.
 
-    A fine-tuned model is scored by its task, if `benchmarks` are not given; others by their embedding.
+    A fine-tuned model is scored by its task if `benchmarks` are not given, other models by their embedding.
 
     Parameters
     ----------
     model
-        Folder of a model; for embeddings also several, each a row.
+        Folder of a model. For embeddings, also several folders, with one row each.
     source
         Labeled cells: an h5ad file, for tasks also a store, or the name of a data set
         (:func:`scforge.datasets.list_cards`). Of the cells used for fine-tuning, only test cells are scored.
     output
-        Output: a ``.csv`` file for the scores, for embeddings also a folder for the report. None writes nothing.
+        A ``.csv`` file for the scores, or for embeddings also a folder for the report. None writes nothing.
     benchmarks
         Benchmarks of embeddings, as in :func:`scforge.workflows.evaluate_models`.
     baselines
-        Compute baselines; for embeddings they may be named.
+        Compute baselines; for embeddings, names of baselines are also possible.
     batch_size
         Cells per batch.
     device
-        Where to compute; ``"auto"`` takes a GPU if there is one.
+        Device to compute on; ``"auto"`` uses a GPU if available.
     seed
-        Random seed in baselines; the first one for embeddings.
+        Random seed for baselines; for embeddings, the first seed.
     overwrite
         Replace `output`.
     progress_bar

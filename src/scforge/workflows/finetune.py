@@ -54,7 +54,7 @@ class FinetuningResult:
     model
         The fine-tuned model.
     metrics
-        Scores of the test cells, one row per method; None where ``finetune.evaluate`` did not ask for them.
+        Scores of the test cells, one row per method; None if ``finetune.evaluate`` did not request them.
     """
 
     model: Encoder
@@ -102,8 +102,8 @@ def finetune_from_config(
 
     Returns
     -------
-    Model and scores. With ``output.checkpoint_dir`` the model is saved there as ``final``, and the scores as
-    ``evaluation.csv``. Of several processes only the first evaluates and writes.
+    Model and scores. With ``output.checkpoint_dir`` the model is saved in this folder as ``final``, and the scores as
+    ``evaluation.csv``. With several processes, only the first evaluates and writes.
 
     Raises
     ------

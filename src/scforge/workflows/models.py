@@ -175,9 +175,9 @@ def pull_folder(
     output
         Folder to create. Its ``origin.json`` stores the repository and the commit.
     overwrite
-        Replace the model in a folder that exists; other files are kept.
+        Replace the model in an existing folder; other files are kept.
     **options
-        Further options of :func:`scforge.hub.resolve`.
+        Other options of :func:`scforge.hub.resolve`.
 
     Returns
     -------

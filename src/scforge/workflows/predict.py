@@ -40,12 +40,12 @@ def predict_to(
     source
         h5ad file, or any other source for :func:`scforge.data.open_cells`.
     output
-        ``.csv`` for a table with a row per cell; ``.h5ad`` for the cells with the predictions in ``obs``, or for an
-        AnnData that the task generates.
+        Path that ends with ``.csv`` for a table with one row per cell, or with ``.h5ad`` for the cells with the
+        predictions in ``obs``, or for an AnnData that the task generates.
     batch_size
         Cells per batch.
     device
-        Where to compute; ``"auto"`` takes a GPU if there is one.
+        Device to compute on; ``"auto"`` uses a GPU if available.
     overwrite
         Replace `output`.
     **options
@@ -102,7 +102,7 @@ def predict_to(
 
 
 def in_memory(source: str | os.PathLike[str]) -> AnnData | None:
-    """Read an h5ad file; None of what is read as it is needed."""
+    """Read an h5ad file into memory; None for sources that are read on demand."""
     path = os.fspath(source)
     return read_h5ad([path]) if path.endswith(_CELLS) and "://" not in path and "*" not in path else None
 

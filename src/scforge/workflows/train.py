@@ -270,18 +270,18 @@ def train_from_config(
     config
         See :func:`scforge.config.load_config`.
     progress_bar
-        Show a bar while training.
+        Show a progress bar while training.
     resume
-        ``"auto"`` resumes from the latest checkpoint in ``output.checkpoint_dir``, or starts if there is none; or the
-        path of a checkpoint. None starts, and raises if the folder contains another run.
+        ``"auto"`` resumes from the last checkpoint in ``output.checkpoint_dir``, or starts a new run if there is none.
+        A path resumes from this checkpoint. None starts a new run, and raises if the folder contains another run.
     overwrite
         Replace the run in ``output.checkpoint_dir``, and the file ``output.embedding``.
 
     Returns
     -------
-    The trained model. With ``output.checkpoint_dir`` it is saved there as ``final``, next to the best epochs and the
-    configuration (``config.yaml``). Without it nothing is saved, except by ``scforge train``, which uses
-    ``checkpoints/NAME`` for a file ``NAME.yaml``. Only the first of several processes writes.
+    The trained model. With ``output.checkpoint_dir``, it is saved in this folder as ``final``, next to the best epochs
+    and the configuration (``config.yaml``). Otherwise nothing is saved, except by ``scforge train``, which uses
+    ``checkpoints/NAME`` for a file ``NAME.yaml``. With several processes, only the first writes.
 
     Raises
     ------

@@ -46,7 +46,7 @@ class JointEmbedding(TellsBatches, SeesViews):
     cells. Each batch then approaches the same Gaussian, so batches mix. If batches differ in composition, this moves
     cells of one type onto another. `clusters` corrects for it: cells are weighted as if each batch had the average
     composition of clusters. Clusters are computed once, before training, by k-means on principal components corrected
-    by Harmony. Weights cannot replace a cluster that a batch lacks.
+    by Harmony. Weights cannot replace a cluster that is missing in a batch.
 
     ``effective_rank`` and ``mean_cosine`` in the history show how many dimensions the embedding uses, and whether all
     cells lie in one direction. A warning reports a collapse.

@@ -51,7 +51,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
 
     Batches are integrated by translation: the decoder reconstructs a cell from the latent of a neighbor in another
     batch, conditioned on the batch of the cell. The decoder therefore models batch effects, and the latent keeps what
-    both cells share. Cells of a type that another batch lacks have no mutual neighbors there, so they are not moved
+    both cells share. Cells of a type that is missing in another batch have no mutual neighbors there and are not moved
     onto other types. Near neighbors are sampled more often than distant ones
     (:func:`~scforge.data.neighbors.neighbor_weights`). Let x be the log1p CP10K values of all genes of a cell i of
     batch b, z_i a sample of the latent of a view of it (counts thinned, genes masked), mu its mean, and j one of its
