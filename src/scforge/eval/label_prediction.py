@@ -14,7 +14,7 @@ from scforge._checks import check_count, check_seed, check_share
 from scforge.errors import DataError, listing, warn
 from scforge.eval.base import Benchmark, as_array, check_column, register_benchmark
 
-_MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "", "unknown")
+MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "", "unknown")
 """Labels that may mean that the label is missing."""
 _MAX_DUPLICATES = 0.01
 """Fraction of cells that may have the coordinates of a cell of another fold before a warning."""
@@ -68,7 +68,7 @@ def check_names(obs: pd.DataFrame) -> None:
 
 def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> None:
     """Warn about labels that may mean a missing label, e.g. the text "nan"."""
-    if odd := [text for text in _MISSING_TEXTS if (obs[key].astype(object) == text).any()]:
+    if odd := [text for text in MISSING_TEXTS if (obs[key].astype(object) == text).any()]:
         warn(f"{argument}={key!r} has the label {listing(odd)}; if it means a missing label, replace it by numpy.nan.")
 
 

@@ -213,6 +213,7 @@ def test_odd_labels_are_told_and_kept(cells200):
     for odd, n, message in (
         ("rare", 1, "the labels 'rare' have one training cell each"),
         ("nan", 4, "the label 'nan'"),
+        ("unknown", 4, "the label 'unknown'"),
     ):
         cells200.obs["label"] = np.array([odd] * n + ["a", "b"] * 100, dtype=object)[:200]
         with pytest.warns(ScforgeWarning, match=message):

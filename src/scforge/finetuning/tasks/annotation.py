@@ -17,6 +17,7 @@ from scforge.data.cells import Cells, column_of
 from scforge.data.checks import names_each_cell
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.baselines import BaselineInputs, classification_baselines
+from scforge.eval.label_prediction import MISSING_TEXTS
 from scforge.finetuning.base import Batch, Column, Loss, Predictor, register_task
 from scforge.finetuning.heads import CalibratedHead, fit_logistic, fit_temperature, normalized_entropy, probabilities_of
 from scforge.finetuning.labels import (
@@ -103,9 +104,6 @@ def majority_vote(labels: np.ndarray, clusters: pd.Series | np.ndarray, *, min_s
     return winners[codes].astype(str)
 
 
-_MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "")
-
-
 @register_task("annotation")
 class Annotation(SupervisedTask):
     """Cross entropy of the class of each cell.
@@ -189,7 +187,7 @@ class Annotation(SupervisedTask):
             raise DataError(f"{self.argument} has a different value for each of the {len(labeled):,} training cells.")
         if single := [str(name) for name, size in labels.value_counts().items() if size == 1]:
             warn(f"{self.argument}: the labels {listing(single)} have one training cell each and no cell to score.")
-        if odd := [name for name in names if name in _MISSING_TEXTS]:
+        if odd := [name for name in names if name in MISSING_TEXTS]:
             warn(
                 f"{self.argument} has the label {listing(odd)}, which is used as a class; mark missing labels by "
                 "numpy.nan."
