@@ -159,7 +159,7 @@ class GeneMismatchError(DataError):
     >>> try:
     ...     open_cells(ad.AnnData(np.ones((3, 2))), vocab=GeneVocab.from_genes(["CD3D", "NKG7"]))
     ... except GeneMismatchError as error:
-    ...     print(str(error).partition(": ")[0])
+    ...     print(str(error).partition(". ")[0])
     adata.var_names has only 0 of the 2 genes of the vocabulary
     """
 

@@ -217,7 +217,7 @@ def test_the_proposal_trains_on_the_census(uri, adata, tmp_path, monkeypatch):
         (
             {"filters": {"tissue": "lung", "cell_type": "neuron"}},
             DataError,
-            r"no cell of .*of 600 cells, each filter alone selects 'tissue' \d+, 'cell_type' 0; loosen them",
+            r"no cell of .*of 600 cells, each filter alone selects 'tissue' \d+, 'cell_type' 0; relax the filters",
         ),
         ({"filters": {"tissu": "lung"}}, DataError, "has no column 'tissu'; did you mean 'tissue'"),
         ({"gene_key": "symbol"}, DataError, "gene_key='symbol' is not in var of .*has: .*'feature_name'"),
@@ -301,7 +301,7 @@ def test_the_census_is_opened_by_version(directory, adata, vocab, monkeypatch):
     cells = open_cells(CensusQuery(filters={"is_primary_data": True}), vocab)
     assert len(cells) == adata.obs["is_primary_data"].sum()
     assert CensusQuery().streams()[0].name == "census:2025-01-30/homo_sapiens"
-    with pytest.raises(OptionError, match=r"census_version='2025-01-31' is not known; did you mean '2025-01-30'"):
+    with pytest.raises(OptionError, match=r"census_version='2025-01-31' is unknown; did you mean '2025-01-30'"):
         open_cells(CensusQuery(census_version="2025-01-31"))
     monkeypatch.setattr(places, "CELL_CENSUS_RELEASE_DIRECTORY_URL", "http://127.0.0.1:1/release.json")
     with pytest.raises(DataError, match=r"census_version='stable'\) cannot be read: .*; check the connection"):
