@@ -1070,7 +1070,7 @@ def evaluate_perturbations(
         )
     report.notes.append(
         "Effects are changes of the mean log1p CP10K against controls of the same context. Baselines use only the "
-        "training cells. {TECHNICAL_DUPLICATE} is one half of the held-out cells as a prediction of the other, "
+        f"training cells. {TECHNICAL_DUPLICATE} is one half of the held-out cells as a prediction of the other, "
         "corrected to whole groups. Calibrated metrics: 0 is the mean training effect, 1 the technical duplicate."
     )
     return report

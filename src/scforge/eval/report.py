@@ -573,7 +573,7 @@ def to_text(report: Report) -> str:
 
 
 def to_html(report: Report, *, pictures: bool = True) -> str:
-    """Return a report as HTML that needs no other file; facts and notes are collapsed if there are no figures."""
+    """Return a report as HTML that needs no other file; facts and notes are collapsed unless there are plots."""
     verdicts = "".join(f"<li>{html.escape(one)}</li>" for one in report.verdicts())
     facts = "".join(f"<li>{html.escape(f'{name}: {value}')}</li>" for name, value in report.facts.items())
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)
