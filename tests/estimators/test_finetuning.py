@@ -165,6 +165,35 @@ def test_freezing(base: Encoder, tune: Callable[..., Encoder]) -> None:
     assert (decayed - before).abs().mean() < 0.1 * (plain - before).abs().mean(), "layers below learn slower"
 
 
+def test_fine_tuning_leaves_the_setup_of_the_cells_as_it_is(cells: ad.AnnData) -> None:
+    adata = cells[:120].copy()
+    adata.obs["set"] = np.repeat(["train", "validation", "test"], [60, 30, 30])
+    Encoder.setup_anndata(adata, labels_key="kind", batch_key="donor")
+    model = Encoder(adata, "transformer_encoder", **SMALL)
+    model.train(**QUICK)
+    first = model.finetune("annotation", labels_key="group", split_key="set", **QUICK)
+    for part, rows in (("train", 60), ("validation", 30), ("test", 30)):
+        np.testing.assert_array_equal(getattr(first, f"{part}_indices"), np.flatnonzero(adata.obs["set"] == part))
+        assert len(getattr(first, f"{part}_indices")) == rows
+    second = model.finetune("annotation", **QUICK)
+    assert [tuned.spec.tuning.task_options["labels_key"] for tuned in (first, second)] == ["group", "kind"]
+    assert first._setup["labels_key"] == "group"
+
+
+def test_a_split_without_cells_to_select_the_best_epoch_by(cells: ad.AnnData) -> None:
+    adata = cells[:120].copy()
+    adata.obs["type"] = np.resize(["T", "B", "NK"], 120)
+    Encoder.setup_anndata(adata, labels_key="type")
+    model = Encoder(adata, "transformer_encoder", **SMALL)
+    model.train(**QUICK)
+    adata.obs["set"] = np.where(adata.obs["type"] == "NK", "validation", "train")
+    with pytest.raises(DataError, match=r"labels_key='type': no validation cell has a label of the training cells"):
+        model.finetune("annotation", split_key="set", **QUICK)
+    adata.obs["donor"] = np.resize(["a", "b"], 120)
+    with pytest.raises(DataError, match=r"split_by='donor' has 2 groups with usable cells \('a', 'b'\), but .* need 3"):
+        model.finetune("annotation", split_by="donor", **QUICK)
+
+
 def test_adapters(base: Encoder, annotator: Encoder, adapted: Encoder, cells: ad.AnnData) -> None:
     def embedding(model: Encoder) -> np.ndarray:
         return model.get_latent_representation(cells, key_added=None)

@@ -54,7 +54,7 @@ def test_cells_without_a_label_take_no_part(cells) -> None:
     rest = obs["label"].notna().to_numpy()
     benchmark = LabelPrediction("label")
     assert benchmark.run(embedding, obs) == benchmark.run(embedding[rest], obs[rest])
-    assert benchmark.describe(obs) == {"cells scored": "118 of 120", "drawn again": "cells"}
+    assert benchmark.describe(obs) == {"cells scored": "118 of 120", "resampled": "cells"}
 
 
 def test_rare_labels_are_left_out_of_annotation_and_named_once(cells) -> None:
@@ -71,7 +71,7 @@ def test_rare_labels_are_left_out_of_annotation_and_named_once(cells) -> None:
         facts = benchmark.describe(obs)
     assert scores == CellTypeAnnotation("label").run(embedding[4:], obs[4:])
     left_out = "'rare' (2 cells), 'rarer' (1 cells)"
-    assert facts == {"cells scored": "116 of 120", "labels left out": left_out, "drawn again": "cells"}
+    assert facts == {"cells scored": "116 of 120", "labels left out": left_out, "resampled": "cells"}
 
 
 def test_mistakes(cells) -> None:
@@ -293,10 +293,12 @@ def test_groups_that_take_no_part_are_no_units(donors) -> None:
     probe = CellTypeProbe("label", "donor")
     assert probe.n_units(obs) == 3
     assert CellTypeProbe("label").n_units(obs) is None
-    assert probe.describe(obs) == {"cells scored": "144 of 192", "drawn again": "groups of donor (3)"}
+    assert CellTypeProbe("label", "donor").describe(donors[1])["resampled"] == "groups of donor (4)"
+    assert "3 groups of donor, at least 4 are needed" in probe.describe(obs)["resampled"]
+    assert probe.resampled(donors[0], obs, n=10, seed=0) is None
     obs.loc[obs["donor"] == "donor0", "label"] = "alone"
     with pytest.warns(ScforgeWarning, match="'alone' .in one group."):
-        assert probe.describe(obs)["drawn again"] == "groups of donor (2)"
+        assert "2 groups of donor" in probe.describe(obs)["resampled"]
 
 
 def test_bad_input_of_the_probe(donors) -> None:

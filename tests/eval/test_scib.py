@@ -189,5 +189,5 @@ def test_coordinates_before_integration_come_later(obs) -> None:
         mine.check(twice)
     without.check(twice)
     some = obs.assign(label=[None, *obs["label"][1:]])
-    assert Scib("label", "batch").describe(some) == {"cells scored": "239 of 240", "drawn again": "cells"}
+    assert Scib("label", "batch").describe(some) == {"cells scored": "239 of 240", "resampled": "cells"}
     assert without.describe(some[:150]) == {"cells scored": "149 of 150"}

@@ -308,7 +308,9 @@ def _keys(models: Mapping[str, CellModel], adata: AnnData, given: Mapping[str, s
         if keys[name] is not None:
             check_column(name, str(keys[name]), adata.obs)
             continue
-        setups = (model._setup_of(adata) or model._setup for model in models.values())
+        setups = [model._setup_of(adata) or {} for model in models.values()] + [
+            model._setup for model in models.values()
+        ]
         found = (setup.get(name) for setup in setups)
         keys[name] = next((key for key in found if key is not None and key in adata.obs), None)
     return keys

@@ -87,7 +87,8 @@ def finetune(
     check_filled(model.module)
     seed = model.seed if seed is None else check_seed(seed)
     source = model._source(source)
-    setup = (model._setup_of(source) if isinstance(source, AnnData) else None) or model._setup
+    registered = model._setup_of(source) if isinstance(source, AnnData) else None
+    setup = registered or model._setup
     common = {"labels_key": labels_key, "batch_key": batch_key, "head": head}
     name, task_options = _task_options(task, options, common, setup)
     cells = model._open(source)
@@ -125,9 +126,13 @@ def finetune(
         )
     parts = replace(model.spec, tuning=None).to_json()
     tuned = type(model)._of_parts(parts, model.vocab, seed=seed, tuning=tuning, **data)
+    if registered is not None and all(registered[key] in (None, *source.obs) for key in ("batch_key", "labels_key")):
+        # The next fine-tuning uses the columns of setup_anndata, not those of this one.
+        register(type(model), source, registered)
     load_base(tuned._backbone, base_state(encoder))
     tuned.module.to(model.device)
     tuned._seen, tuned._base = seen, model
+    tuned.train_indices_, tuned.validation_indices_, tuned.test_indices_ = split.train, split.validation, split.test
     tuned._opened = model._opened
     return tuned
 
@@ -182,7 +187,6 @@ def set_up(
     model: CellModel, adata: AnnData, setup: Mapping[str, Any], labels_key: str | None, batch_key: str | None
 ) -> AnnData:
     """Set up an AnnData for the fine-tuned model, with the columns of the task."""
-    there = model._setup_of(adata)
     labels = labels_key or setup.get("labels_key")
     batch = batch_key or inherited_batch_key(adata.obs, setup.get("batch_key"))
     if batch not in adata.obs or adata.obs[batch].isna().any():
@@ -193,9 +197,18 @@ def set_up(
         "labels_key": labels if labels in adata.obs else None,
         "batch_key": batch,
     }
-    if there is None or any(there.get(key) != value for key, value in wanted.items()):
-        type(model).setup_anndata(adata, **wanted)
+    register(type(model), adata, wanted)
     return adata
+
+
+def register(cls: type[CellModel], adata: AnnData, setup: Mapping[str, Any]) -> None:
+    """Set up an AnnData with these columns, unless it is already; a modality stays as it is."""
+    there = cls._setup_of(adata) or {}
+    wanted = {key: value for key, value in setup.items() if key != "modality"}
+    if not there or any(there.get(key) != value for key, value in wanted.items()):
+        cls.setup_anndata(adata, **wanted)
+        if "modality" in there:
+            cls._get_most_recent_anndata_manager(adata).update_setup_method_args({"modality": there["modality"]})
 
 
 def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:

@@ -27,7 +27,8 @@ from scforge.errors import DataError, MissingFileError, OptionError, listing, su
 KEYS = ("labels_key", "batch_key", "groups_key")
 """Options that name a column of obs. If they are left out, the caller of a benchmark fills them in from the data."""
 
-_MIN_GROUPS = 4
+MIN_GROUPS = 4
+"""Fewest groups with intervals: fewer do not show how groups differ."""
 """Groups whose halves are several groups, and differ."""
 
 
@@ -159,7 +160,7 @@ class Benchmark(ABC):
             return None
         made = as_array(made)
         n_groups = self.n_units(reference)
-        if n_groups is not None and n_groups < _MIN_GROUPS:
+        if n_groups is not None and n_groups < MIN_GROUPS:
             return None
         halves = half_samples(
             reference,
@@ -211,7 +212,7 @@ def half_samples(
         if groups_key is not None:
             groups = pd.factorize(obs[groups_key])[0]
             n_groups = groups.max() + 1
-            if n_groups < _MIN_GROUPS:
+            if n_groups < MIN_GROUPS:
                 return
             taken = rng.permutation(n_groups)[: n_groups // 2]
             yield np.flatnonzero(np.isin(groups, taken))

@@ -360,7 +360,7 @@ class CzTask(Benchmark):
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
         """Return the version of cz-benchmarks, and the resampled units of the intervals."""
-        return {"version": f"cz-benchmarks {metadata.version('cz-benchmarks')}", "drawn again": "cells"}
+        return {"version": f"cz-benchmarks {metadata.version('cz-benchmarks')}", "resampled": "cells"}
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
         """Return the metrics of the task, each the mean over its classifiers if there are several."""

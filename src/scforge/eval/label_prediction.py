@@ -12,7 +12,7 @@ import pandas as pd
 
 from scforge._checks import check_count, check_seed, check_share
 from scforge.errors import DataError, listing, warn
-from scforge.eval.base import Benchmark, as_array, check_column, register_benchmark
+from scforge.eval.base import MIN_GROUPS, Benchmark, as_array, check_column, register_benchmark
 
 MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "", "unknown")
 """Labels that may mean that the label is missing."""
@@ -147,6 +147,11 @@ class CellTypeProbe(Benchmark):
         warn_of_missing(obs, self.labels_key)
         if self.groups_key is not None:
             warn_of_missing(obs, self.groups_key, argument="groups_key")
+            if (n_groups := self.n_units(obs)) is not None and n_groups < MIN_GROUPS:
+                warn(
+                    f"groups_key={self.groups_key!r} has {n_groups} scored groups; confidence intervals and tests need "
+                    f"{MIN_GROUPS}."
+                )
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
         """Return the number of scored cells, the labels left out, and the resampled units of the intervals."""
@@ -155,7 +160,12 @@ class CellTypeProbe(Benchmark):
         if plan.left_out:
             facts["labels left out"] = ", ".join(plan.left_out)
         n_groups = self.n_units(obs)
-        return facts | {"drawn again": "cells" if n_groups is None else f"groups of {self.groups_key} ({n_groups})"}
+        if n_groups is None:
+            return facts | {"resampled": "cells"}
+        if n_groups < MIN_GROUPS:
+            few = f"nothing, so there are no intervals and tests: {n_groups} groups of {self.groups_key}"
+            return facts | {"resampled": f"{few}, at least {MIN_GROUPS} are needed"}
+        return facts | {"resampled": f"groups of {self.groups_key} ({n_groups})"}
 
     def n_units(self, obs: pd.DataFrame) -> int | None:
         """Return the number of scored groups; None without groups."""
@@ -180,12 +190,14 @@ class CellTypeProbe(Benchmark):
         plan = self._plan(obs)
         return self._figures(plan, self._predict(embedding, plan, len(obs)), np.ones(len(plan.rows)))
 
-    def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame:
+    def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame | None:
         """Return the scores of the predictions on bootstrap samples of the cells, or of whole groups.
 
-        Labels that are missing in a sample do not count in its means.
+        Labels that are missing in a sample do not count in its means. None if there are fewer than four groups.
         """
         plan = self._plan(obs)
+        if plan.groups is not None and len(np.unique(plan.groups)) < MIN_GROUPS:
+            return None
         predicted = self._predict(embedding, plan, len(obs))
         units = np.arange(len(plan.rows)) if plan.groups is None else plan.groups
         n_units, rng = units.max() + 1, np.random.default_rng(seed)

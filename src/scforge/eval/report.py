@@ -641,7 +641,9 @@ def _number(value: float) -> str:
         return ""
     if abs(value) >= 1_000:
         return f"{value:,.0f}"
-    return f"{value:.3f}" if abs(value) >= 0.0005 or value == 0.0 else f"{value:.3g}"
+    if abs(value) < 1e-9:  # rounding errors
+        return "0.000"
+    return f"{value:.3f}" if abs(value) >= 0.0005 else f"{value:.3g}"
 
 
 def _picture(frame: pd.DataFrame, about: Measured) -> str:

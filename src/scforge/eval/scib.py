@@ -297,7 +297,7 @@ class Scib(Benchmark):
         """Return the number of scored cells, and the resampled units of the intervals, if any."""
         n_cells = len(self._rows(obs))
         facts = {"cells scored": f"{n_cells:,} of {len(obs):,}"}
-        return facts if min(n_cells // 2, _DRAWN) <= _WIDEST else facts | {"drawn again": "cells"}
+        return facts if min(n_cells // 2, _DRAWN) <= _WIDEST else facts | {"resampled": "cells"}
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
         """Return one score for each of :attr:`metrics`.

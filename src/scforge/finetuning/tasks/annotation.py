@@ -201,6 +201,11 @@ class Annotation(SupervisedTask):
     def check_split(self, column: Column, split: Split) -> None:
         """Report classes that only held-out cells have."""
         labels = text_labels(column(self.labels_key), key=self.labels_key)
+        if len(split.validation) and not np.isin(labels.codes[split.validation], labels.codes[split.train]).any():
+            raise DataError(
+                f"{self.argument}: no validation cell has a label of the training cells, so the best epoch cannot be "
+                "selected; change the split, or set validation_size=0."
+            )
         held_out = labels.codes[np.concatenate([split.validation, split.test])]
         lacking = np.setdiff1d(held_out[held_out >= 0], labels.codes[split.train])
         n_cells = int(np.isin(held_out, lacking).sum())
