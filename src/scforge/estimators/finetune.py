@@ -202,7 +202,7 @@ def set_up(
 
 
 def register(cls: type[CellModel], adata: AnnData, setup: Mapping[str, Any]) -> None:
-    """Set up an AnnData with these columns, unless it is already; a modality stays as it is."""
+    """Set up an AnnData with these columns, unless it is already, and keep its modality."""
     there = cls._setup_of(adata) or {}
     wanted = {key: value for key, value in setup.items() if key != "modality"}
     if not there or any(there.get(key) != value for key, value in wanted.items()):
