@@ -1,5 +1,6 @@
 import contextlib
 import logging
+import warnings
 from pathlib import Path
 
 import annbatch
@@ -18,6 +19,8 @@ from scforge.data.store import DATASET, StoreInfo, read_measured, read_vocab
 from scforge.errors import DataError, GeneMismatchError, OptionError, ScforgeWarning
 
 N_GENES = 60
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* genes that some sources do not measure")
 
 
 def make(seed: int, n_cells: int, genes: np.ndarray, *, types: int = 3) -> ad.AnnData:
@@ -74,6 +77,15 @@ def assert_same_cells(stored: ad.AnnData, source: ad.AnnData, name: str, genes: 
         there, here = cells.obs[column], source.obs.loc[cells.obs_names, column]
         assert (there.isna() == here.isna()).all()
         assert (there[there.notna()].to_numpy() == here[here.notna()].to_numpy()).all()
+
+
+def test_genes_that_some_sources_do_not_measure(sources, tmp_path):
+    with pytest.warns(ScforgeWarning, match=r"^\d\d% of the counts are of genes that some sources do not measure"):
+        convert(list(sources), tmp_path / "s.zarr")
+    known = [set(adata.var_names) for adata in sources.values()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ScforgeWarning)
+        convert(list(sources), tmp_path / "shared.zarr", vocab=GeneVocab.from_genes(sorted(set.intersection(*known))))
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -24,7 +24,8 @@ def ordered(many_adata: ad.AnnData, tmp_path_factory) -> Path:
     many_adata[400:, :60].write_h5ad(folder / "b.h5ad")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("scforge.data.conversion.dataset_size", lambda *_: 350)
-        convert([folder / "a.h5ad", folder / "b.h5ad"], folder / "s.zarr", shuffle=False, progress=False)
+        with pytest.warns(ScforgeWarning, match="some sources do not measure"):
+            convert([folder / "a.h5ad", folder / "b.h5ad"], folder / "s.zarr", shuffle=False, progress=False)
     return folder / "s.zarr"
 
 

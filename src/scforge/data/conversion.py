@@ -170,6 +170,11 @@ def convert(
         warn_empty(scattered.lengths)
         for stream, kept, total in zip(streams, scattered.kept, scattered.sums, strict=True):
             warn_counts_outside(kept / total, genes, source=f"{stream.name!r}: ")
+        if (share := scattered.sum_of_partial / sum(scattered.kept)) > _MAX_PARTIAL:
+            warn(
+                f"{share:.0%} of the counts are of genes that some sources do not measure. Their zeros look like a "
+                "batch effect; to integrate the sources, pass as vocab the genes that all have (GeneVocab.intersection)."
+            )
         datasets, genes = scattered.write(folder / "store", table, progress=progress)
         info = StoreInfo(
             n_cells=len(table),
@@ -205,6 +210,8 @@ def convert(
     return info
 
 
+_MAX_PARTIAL = 0.1
+"""Fraction of the counts in genes that some source does not measure, above which there is a warning."""
 _FILES = {".h5ad", ".h5", ".h5mu", ".hdf5", ".loom", ".csv", ".tsv", ".txt", ".json", ".yaml", ".parquet", ".zip"}
 """Endings that no folder has."""
 
@@ -349,6 +356,8 @@ class _Scattered:
         """Of each source the sum of all counts in genes of the vocabulary."""
         self.sums: list[float] = []
         """Of each source the sum of all counts."""
+        self.sum_of_partial = 0.0
+        """Sum of the counts in genes that some source does not measure."""
 
     def read(
         self, streams: Sequence[ChunkReader], maps: Sequence[GeneMap], table: pd.DataFrame, *, progress: bool
@@ -357,7 +366,7 @@ class _Scattered:
         dataset_of = np.empty(len(table), dtype=np.uint32)
         for number, cells in enumerate(self.parts):
             dataset_of[cells] = number
-        first = 0
+        first, partial = 0, ~np.all([gene_map.measured for gene_map in maps], axis=0)
         with _bar("Reading", len(table), progress) as bar:
             for stream, gene_map in zip(streams, maps, strict=True):
                 kept, before = 0.0, first
@@ -368,6 +377,7 @@ class _Scattered:
                     self.lengths[here], self.totals[here] = np.diff(counts.indptr), row_sums(chunk)
                     self._append(counts, dataset_of[here])
                     kept += float(counts.data.sum(dtype=np.float64))
+                    self.sum_of_partial += float(counts.data[partial[counts.indices]].sum(dtype=np.float64))
                     first = here.stop
                     bar.update(chunk.shape[0])
                 self.kept.append(kept)
