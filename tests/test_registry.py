@@ -121,5 +121,5 @@ def test_an_attribute_that_is_missing_is_told(monkeypatch, registry, base, attri
     ],
 )
 def test_switches_given_as_text_are_refused(make, name):
-    with pytest.raises(OptionError, match=f"{name}='false' is neither True nor False"):
+    with pytest.raises(OptionError, match=f"{name}='false' must be True or False"):
         make()

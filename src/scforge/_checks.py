@@ -11,7 +11,7 @@ from scforge.errors import DataError, OptionError, ScforgeError, suggest
 
 
 def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> int:
-    """Return `value`, or raise unless it is an integer of at least `least`; `what` names the counted items.
+    """Return `value`. Raises unless it is an integer of at least `least`; `what` names the counted items.
 
     Examples
     --------
@@ -30,7 +30,7 @@ def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> int:
 
 
 def check_positive(argument: str, value: Any, *, or_zero: bool = False, hint: str = "") -> float:
-    """Return `value`, or raise unless it is finite and above zero, or zero `or_zero`; `hint` names alternatives."""
+    """Return `value`. Raises unless it is finite and above zero, or zero `or_zero`; `hint` names alternatives."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not or_zero):
         raise OptionError(
@@ -72,22 +72,22 @@ def _is_share(value: Any) -> bool:
 
 
 def check_bool(argument: str, value: Any) -> bool:
-    """Return `value`, or raise unless it is True or False: the text "false" is true for Python.
+    """Return `value`. Raises unless it is True or False: the text "false" is true for Python.
 
     Examples
     --------
     >>> check_bool("append_cls", "false")
     Traceback (most recent call last):
         ...
-    scforge.errors.OptionError: append_cls='false' is neither True nor False.
+    scforge.errors.OptionError: append_cls='false' must be True or False.
     """
     if not isinstance(value, bool):
-        raise OptionError(f"{argument}={value!r} is neither True nor False.")
+        raise OptionError(f"{argument}={value!r} must be True or False.")
     return value
 
 
 def check_seed(value: Any, *, argument: str = "seed") -> int:
-    """Return a seed as a Python number, or raise unless it is a whole number from 0 to 2^63 - 1."""
+    """Return a seed as a Python number. Raises unless it is a whole number from 0 to 2^63 - 1."""
     check_count(argument, value, "a random generator", least=0)
     if value >= 2**63:
         raise OptionError(f"{argument}={value!r} is too large; pass a number below 2^63.")
@@ -95,14 +95,14 @@ def check_seed(value: Any, *, argument: str = "seed") -> int:
 
 
 def check_share(argument: str, value: Any) -> float:
-    """Return `value`, or raise unless it is a number from 0 to 1."""
+    """Return `value`. Raises unless it is a number from 0 to 1."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= float(value) <= 1:
         raise OptionError(f"{argument}={value!r} is not a number from 0 to 1.")
     return float(value)
 
 
 def check_choice(argument: str, value: Any, known: Iterable[object]) -> str:
-    """Return `value`, or raise unless it is one of `known`."""
+    """Return `value`. Raises unless it is one of `known`."""
     choices = list(known)
     if value not in choices:
         raise OptionError(f"{argument}={value!r} is not known{suggest(value, choices)}")

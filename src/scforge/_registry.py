@@ -201,7 +201,7 @@ def check_switches(owner: Callable[..., Any], options: Mapping[str, Any]) -> Non
     """Raise unless the options of `owner` whose defaults are True or False are just that: the text "false" is true."""
     for name, parameter in inspect.signature(owner).parameters.items():
         if name in options and isinstance(parameter.default, bool) and not isinstance(options[name], bool):
-            raise OptionError(f"{name}={options[name]!r} is neither True nor False.")
+            raise OptionError(f"{name}={options[name]!r} must be True or False.")
 
 
 def _package_of(point: EntryPoint) -> str:

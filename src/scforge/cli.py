@@ -43,7 +43,7 @@ def _loaded(config: str, overrides: list[str]) -> Any:
         if "checkpoint_dir" in loaded.output.model_fields_set and loaded.finetune is None:
             raise ConfigError(
                 "output.checkpoint_dir is empty, so the trained model would be lost; "
-                "leave it out for checkpoints/NAME_OF_THE_FILE, or set it."
+                "remove it to use checkpoints/NAME_OF_THE_FILE, or set it."
             )
         loaded.output.checkpoint_dir = str(Path("checkpoints") / Path(config).stem)
     return loaded
@@ -137,7 +137,7 @@ def _evaluate(
     if (source is None) == (data is None):
         raise OptionError("pass the cells once: as FILE, or with --data FILE.")
     if against and not baselines:
-        raise OptionError("---against names baselines but --no-baselines excludes them; leave out one of the two.")
+        raise OptionError("--against names baselines but --no-baselines excludes them; remove one of the two.")
     cells = str(data if source is None else source)
     _check_places(cells)
     from scforge.eval.report import Report
@@ -214,7 +214,7 @@ def _inspect(file: str, *, verify: bool = False, **options: Any) -> None:
         print(inspect_store(file, verify=verify))
         return
     if verify:
-        raise OptionError(f"--verify needs a store, and {file!r} is not one; leave it out.")
+        raise OptionError(f"--verify needs a store, and {file!r} is not one; omit it.")
     found = inspect_h5ad(file, **options)
     print(found)
     found.check()

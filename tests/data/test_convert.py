@@ -215,7 +215,7 @@ def test_the_source_that_does_not_fit_is_named(sources, tmp_path):
     ("options", "match"),
     [
         ({"memory": "lots"}, "memory='lots' is not a size"),
-        ({"memory": "100MB"}, r"memory=0.10GB is too little here; pass at least 1\.\dGB"),
+        ({"memory": "100MB"}, r"memory=0.10GB is not enough; pass at least 1\.\dGB"),
         ({"seed": -1}, "seed=-1"),
         ({"obs": "group"}, "obs='group' is not a list of columns"),
         ({"obs": 3}, "obs=3 is not a list of columns"),

@@ -242,7 +242,7 @@ def test_modalities(tiny_adata, tmp_path):
             open_cells(source, modality="rnaa")
         assert open_cells(source, modality="protein").column("donor").tolist() == whole.obs["donor"].tolist()[10:]
     for source in (tiny_adata, tmp_path / "a.h5ad"):
-        with pytest.raises(OptionError, match="no modalities; leave it out"):
+        with pytest.raises(OptionError, match="no modalities; omit it"):
             open_cells(source, modality="rna")
 
 

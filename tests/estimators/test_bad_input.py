@@ -29,7 +29,7 @@ def fails(call, error: type[ScforgeError], *parts: str) -> None:
 SETUP = [
     ({"label_key": "group"}, OptionError, "'label_key' is unknown to 'setup_anndata'; did you mean 'labels_key'? (kno"),
     ({"categorical_covariate_keys": ["batch"]}, OptionError, "scforge has no covariates, use batch_key."),
-    ({"size_factor_key": "group"}, OptionError, "the size of a cell is the sum of its counts, leave it out."),
+    ({"size_factor_key": "group"}, OptionError, "the size of a cell is the sum of its counts, omit it."),
     ({"labels_key": "zzz"}, DataError, "labels_key='zzz' is not in adata.obs (adata.obs has: 'group', 'batch"),
     ({"gene_key": "ensemble"}, DataError, "gene_key='ensemble' is not in adata.var; did you mean 'ensembl'?"),
     ({"layer": "count"}, DataError, "'count' is not in adata.layers; did you mean 'counts'? (adata.layers has: 'count"),

@@ -53,7 +53,7 @@ MISTAKES = [
     ),
     ("tokenizer.max_len=many", ConfigError, "override 'tokenizer.max_len=many': data.max_genes='many' cannot be"),
     ("objective={name: joint_embedding, views: 0}", OptionError, "views=0 is not "),
-    ("tokenizer.append_cls=3", OptionError, "append_cls=3 is neither True nor False"),
+    ("tokenizer.append_cls=3", OptionError, "append_cls=3 must be True or False"),
     ("model={expression_head: bin, n_bins: 9}", OptionError, "expression_head='bin' but the tokenizer"),
     ("data.paths=[cels.h5ad]", MissingFileError, "the file 'cels.h5ad' does not exist; did you mean 'cells.h5ad'?"),
     ("data.labels_key=cell_type", DataError, "'cell_type'"),

@@ -293,7 +293,9 @@ def test_only_scvi_entries_are_added(tiny_adata: ad.AnnData) -> None:
     np.testing.assert_array_equal(tiny_adata.obs["_scvi_labels"], before.obs["group"].cat.codes)
     assert Encoder(tiny_adata, n_top_genes=20, hidden_dim=8).registry_["setup_args"]["labels_key"] == "group"
     tiny_adata.obs.loc["cell3", "batch"] = np.nan
-    with pytest.raises(DataError, match=r"adata.obs\['batch'\] has no value for 1 of 60 cells; fill it in"):
+    with pytest.raises(
+        DataError, match=r"adata.obs\['batch'\] has no value for 1 of 60 cells; fill in the missing values"
+    ):
         Encoder.setup_anndata(tiny_adata, batch_key="batch")
 
 

@@ -141,7 +141,7 @@ MISTAKES = [
         ConfigError,
         "finetune.evaluate=True has no test cells, as test_size=0",
     ),
-    ("finetune=", ConfigError, "the configuration has no section finetune; add "),
+    ("finetune=", ConfigError, "the configuration has no 'finetune' section; add "),
 ]
 
 

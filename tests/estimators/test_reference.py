@@ -10,9 +10,11 @@ from scipy import sparse
 from sklearn.metrics import roc_auc_score
 from sklearn.neighbors import NearestNeighbors
 
+from scforge.data import GeneVocab, convert
 from scforge.errors import DataError, GeneMismatchError, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
 from scforge.pl import calibration
+from scforge.training import CellDataModule
 
 QUIET = {"progress_bar": False, "accelerator": "cpu", "num_threads": 0}
 N_GENES = 60
@@ -345,6 +347,37 @@ def test_what_cannot_be_done_is_said(reference, viewed, query, tmp_path):
 
 
 REAL = Path(__file__).parents[3] / "shared" / "data" / "cells"
+
+
+@pytest.mark.slow
+@pytest.mark.real_data
+def test_one_model_of_two_real_studies_labels_a_third(tmp_path):
+    names = ("kang_ctrl_8donor", "kang_ifnb", "pbmc3k")
+    if not all((REAL / f"{name}.h5ad").exists() for name in names):
+        pytest.skip("the shared real data are not here")
+    donors, ifnb, query = (ad.read_h5ad(REAL / f"{name}.h5ad") for name in names)
+    donors = donors[::3].copy()
+    donors.obs["type"] = donors.obs["cluster_id"].astype(str).str.replace(" cells", "").str.replace(" T", "T")
+    donors.obs["type"] = donors.obs["type"].str.replace(" Monocytes", "+Mono").str.replace("++", "+")
+    ifnb.obs["type"] = ifnb.obs["cell_type"].astype(str)
+    donors.obs["batch"], ifnb.obs["batch"] = donors.obs["sample_id"].astype(str), ifnb.obs["condition"].astype(str)
+    genes = GeneVocab.named("human_protein_coding")
+    for number, adata in enumerate((donors, ifnb)):
+        adata.write_h5ad(tmp_path / f"{number}.h5ad")
+        genes = genes & GeneVocab.from_adata(adata)
+    files, store = [tmp_path / "0.h5ad", tmp_path / "1.h5ad"], tmp_path / "blood.zarr"
+    convert(files, store, vocab=genes, obs=["batch", "type"], progress=False)
+    model = Encoder(datamodule=CellDataModule(store, batch_key="batch", labels_key="type", num_threads=0))
+    model.train(max_epochs=30, progress_bar=False, accelerator="cpu")
+    model.save(tmp_path / "blood")
+    mapped = Encoder.load_query_data(query, tmp_path / "blood")
+    embedding = mapped.get_latent_representation(key_added=None)
+    found = Encoder.load_query_data(query, model).transfer_labels()
+    np.testing.assert_allclose(mapped.get_latent_representation(key_added=None), embedding)
+    truth = query.obs["cell_type"].astype(str).str.replace(" ", "").str.removeprefix("Naive").str.removeprefix("Memory")
+    scored = truth.isin(["CD4T", "CD8T", "B", "NK", "CD14+Mono", "FCGR3A+Mono"]).to_numpy()
+    alike = np.asarray(found["label"].astype(str).str.replace(" ", ""))[scored] == truth.to_numpy()[scored]
+    assert alike.mean() > 0.8
 
 
 @pytest.mark.slow

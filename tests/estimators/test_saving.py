@@ -81,7 +81,7 @@ def test_save_anndata(model: Encoder, tmp_path: Path, quick) -> None:
     with pytest.raises(ModelFileError, match=r"adata\.h5ad' is corrupted: its checksum"):
         Encoder.load(folder)
     (folder / "adata.h5ad").unlink()
-    with pytest.warns(ScforgeWarning, match=r"adata\.h5ad', are missing \(push and pull leave them out\)"):
+    with pytest.warns(ScforgeWarning, match=r"adata\.h5ad', are missing \(push and pull omit them\)"):
         assert Encoder.load(folder).adata is None
     Encoder.load(folder, adata=False)
     model.save(folder, overwrite=True, save_anndata=True)

@@ -254,7 +254,7 @@ def with_bias(bias: torch.Tensor, name: str = "cls.predictions.bias") -> Callabl
         (with_bias(torch.ones(92, dtype=torch.int64)), "torch.int64 is not a weight"),
         (
             with_bias(torch.ones(92, 16), "cls.predictions.decoder.weight"),
-            "with different values, which must be the same",
+            "has different values for .* set both to the same value",
         ),
     ],
 )

@@ -108,7 +108,7 @@ every_model = pytest.mark.parametrize(
 def test_the_vectors_are_used(build, n_tokens):
     torch.manual_seed(0)
     model = build(gene_vectors={"dim": D, "learned": LEARNED, "frozen": False}).eval()
-    with pytest.raises(OptionError, match="gene_vectors is set but the model was given no vectors; leave it out"):
+    with pytest.raises(OptionError, match="gene_vectors is set but the model was given no vectors; omit it"):
         check_filled(model)
     ids = torch.nonzero(GIVEN).flatten()[torch.randint(0, V - LEARNED, (2, n_tokens))]
     arguments = ids, torch.ones(2, n_tokens), torch.rand(2, n_tokens)

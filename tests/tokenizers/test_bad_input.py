@@ -169,7 +169,7 @@ def options_that_are_none():
     for value in ("false", 1, None):
         for option, owner in SWITCHES.items():
             for name in list_tokenizers() if owner is None else [owner]:
-                yield name, {option: value}, f"{option}={value!r} is neither True nor False."
+                yield name, {option: value}, f"{option}={value!r} must be True or False."
     for name in list_tokenizers():
         yield name, {"max_len": -1}, "max_len=-1 is not at least 0"
         yield name, {"max_len": "8"}, "max_len='8' is not a whole number of tokens"

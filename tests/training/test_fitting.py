@@ -188,7 +188,7 @@ def test_further_devices_after_a_training_on_one(setup, monkeypatch):
             "logger='wandb' is not a Lightning logger; create one with scforge.training.make_loggers",
         ),
         ({"logger": [3]}, "logger=3 is not a Lightning logger"),
-        ({"early_stopping": 5}, "early_stopping=5 is neither True nor False."),
+        ({"early_stopping": 5}, "early_stopping=5 must be True or False."),
     ],
 )
 def test_bad_options(setup, options, words):

@@ -168,5 +168,5 @@ def test_threads_by_default(store, tiny_adata):
     assert loader(store, ORDERS["plain"], num_threads=None).num_threads == default_threads(StoreCells.open(store))
     with pytest.raises(OptionError, match="num_threads=-1"):
         loader(store, ORDERS["plain"], num_threads=-1)
-    with pytest.raises(OptionError, match="pin_memory='no' is neither True nor False"):
+    with pytest.raises(OptionError, match="pin_memory='no' must be True or False"):
         BatchLoader(StoreCells.open(store), CellOrder(np.arange(9), 3), dict, pin_memory="no")

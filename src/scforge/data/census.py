@@ -251,7 +251,7 @@ class SomaStream:
                     place,
                     first,
                     no_counts="name their layer",
-                    empty="leave them out with a filter, e.g. value_filter 'nnz > 0'",
+                    empty="remove them with a filter, e.g. value_filter 'nnz > 0'",
                 )
                 yield first, counts
                 first += counts.shape[0]

@@ -146,7 +146,7 @@ _BARCODE = re.compile(r"(?:.*[_:#])?[ACGT]{10,}(?:[-_.].*)?")
 _NORMALIZED = "pass the layer that contains them, or undo the normalization"
 """Advice for values that are not counts, if no layer with counts is found."""
 
-_UNMEASURED = "leave out genes that were measured in some cells only, e.g. with anndata.concat(..., join='inner')"
+_UNMEASURED = "remove genes that were measured in some cells only, e.g. with anndata.concat(..., join='inner')"
 """Advice for missing values, usually from an outer join of data sets with different genes."""
 
 
@@ -204,7 +204,7 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
         if (measured and values.nunique() > max(_FEW_VALUES, len(values) // 2)) or names_each_cell(adata.obs[key]):
             raise DataError(
                 f"batch_key={key!r} has {values.nunique():,} different values in {adata.n_obs:,} cells (first: "
-                f"{values.iloc[0]!s}), which are not batches; choose another column, leave it out, or bin the "
+                f"{values.iloc[0]!s}), which are not batches; choose another column, omit it, or bin the "
                 "numbers, e.g. with pandas.cut."
             )
 

@@ -173,7 +173,7 @@ def convert(
         if (share := scattered.sum_of_partial / sum(scattered.kept)) > _MAX_PARTIAL:
             warn(
                 f"{share:.0%} of the counts are of genes that some sources do not measure. Their zeros look like a "
-                "batch effect; to integrate the sources, pass as vocab the genes that all have (GeneVocab.intersection)."
+                "batch effect; to integrate the sources, pass a vocab of shared genes (GeneVocab.intersection)."
             )
         datasets, genes = scattered.write(folder / "store", table, progress=progress)
         info = StoreInfo(
@@ -322,7 +322,7 @@ def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, 
     fixed = _LIBRARIES + _BUFFERS + medians + tables
     if memory - fixed < _MIN:
         least = (fixed + _MIN) / 1e9 + 0.05
-        raise OptionError(f"memory={memory / 1e9:.2f}GB is too little here; pass at least {least:.1f}GB.")
+        raise OptionError(f"memory={memory / 1e9:.2f}GB is not enough; pass at least {least:.1f}GB.")
     n_entries = sum(stream.n_entries for stream in streams)
     # In the temporary files, while gathered, and twice while compressed.
     n_bytes = 5 * _entry_bytes(vocab.n_genes) * n_entries
@@ -498,7 +498,7 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
         If `wanted` names a column twice, or one that scforge adds.
     """
     if wanted is not None and len(set(wanted) - set(OWN_COLUMNS)) < len(wanted):
-        raise OptionError(f"obs={list(wanted)!r} names a column twice, or a column that scforge adds; leave it out.")
+        raise OptionError(f"obs={list(wanted)!r} names a column twice, or a column that scforge adds; omit it.")
     tables, names = [], []
     for stream in streams:
         obs = stream.obs(None if wanted is None else list(wanted))
@@ -586,13 +586,13 @@ def _kind(values: Any) -> str | None:
 def _problem(name: str, kinds: Sequence[str | None], streams: Sequence[ChunkReader]) -> str | None:
     """Return why a column cannot be stored, one sentence, or None."""
     if "/" in name:
-        return f"{name!r} has a slash in its name, which stores do not allow; rename it or leave it out."
+        return f"{name!r} has a slash in its name, which stores do not allow; rename it or omit it."
     for kind, stream in zip(kinds, streams, strict=True):
         if kind is None:
-            return f"{name!r} of {stream.name!r} contains neither text nor numbers; convert it or leave it out."
+            return f"{name!r} of {stream.name!r} contains neither text nor numbers; convert it or omit it."
         if kind != kinds[0]:
             types = f"{kind} in {stream.name!r} and {kinds[0]} in {streams[0].name!r}"
-            return f"{name!r} contains {types}; convert it to the same type in all sources, or leave it out."
+            return f"{name!r} contains {types}; convert it to the same type in all sources, or omit it."
     return None
 
 

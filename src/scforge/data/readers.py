@@ -236,7 +236,7 @@ async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> 
 
 
 def persistent(file: Any, what: str) -> Any:
-    """Return a file of fsspec that requests each missing block several times, and rejects incomplete blocks."""
+    """Return an fsspec file that requests each missing block up to several times, and rejects incomplete ones."""
     if (blocks := getattr(file, "cache", None)) is None or getattr(blocks, "fetcher", None) is None:
         return file  # of a disk, or of memory
     fetch = blocks.fetcher
@@ -694,7 +694,7 @@ class StoredAdata:
             check_modality(modality, list(file["mod"]), path)
             opened = cls(path, file[f"mod/{modality}"], file, str(modality))
         elif modality is not None:
-            raise OptionError(f"modality={modality!r} was given but {path!r} has no modalities; leave it out.")
+            raise OptionError(f"modality={modality!r} was given but {path!r} has no modalities; omit it.")
         else:
             opened = cls(path, file)
         tables = [opened.file.get(name) for name in ("obs", "var")]
@@ -861,7 +861,7 @@ class Location:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[StoredAdata]:
-        """Open it for reading; a file behind a URL through a cache of the blocks used last."""
+        """Open the file for reading. A file at a URL is read through a cache of recently used blocks."""
         with contextlib.ExitStack() as opened:
             if self._is_zarr:
                 stored: Any = open_group(self.address, self._options)
@@ -1121,7 +1121,7 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
         return AdataStream(adata, layer, shared=shared)
     check_is_adata(source, argument="source")
     if modality is not None:
-        raise OptionError(f"modality={modality!r} has no effect for an AnnData, which has no modalities; leave it out.")
+        raise OptionError(f"modality={modality!r} has no effect for an AnnData, which has no modalities; omit it.")
     if not source.isbacked:
         return AdataStream(source, layer)
     if source.is_view:

@@ -347,7 +347,7 @@ def _open_store(
 def _check_unused(place: str, **options: Any) -> None:
     for name, value in options.items():
         if value is not None:
-            raise OptionError(f"{name}={value!r} was chosen when {place} was made; leave it out here.")
+            raise OptionError(f"{name}={value!r} was chosen when {place} was made; omit it here.")
 
 
 def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> AnnData:

@@ -215,7 +215,7 @@ def kept_genes(names: Iterable[str], vocab: GeneVocab, what: str) -> np.ndarray:
         known = [*vocab.genes, *(vocab.symbols or ())]
         raise OptionError(
             f"keep_genes names {listing(unknown)}, not among the genes of {what}"
-            f"{did_you_mean(unknown[0], known) or '; leave them out.'}"
+            f"{did_you_mean(unknown[0], known) or '; remove them.'}"
         )
     return np.unique(found)
 

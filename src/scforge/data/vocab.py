@@ -186,7 +186,7 @@ class GeneVocab:
             medians = np.array(self.medians, dtype=np.float64)
             if not (np.isfinite(medians).all() and (medians > 0).all()):
                 raise DataError(
-                    "medians contains a value that is not a positive number; leave out genes without a median."
+                    "medians contains a value that is not a positive number; remove genes without a median."
                 )
             medians.setflags(write=False)
             object.__setattr__(self, "medians", medians)
@@ -194,13 +194,13 @@ class GeneVocab:
             entropies = np.array(self.entropies, dtype=np.float64)
             if not ((entropies >= 0) & (entropies <= 1)).all():
                 raise DataError(
-                    "entropies contains a value that is not from 0 to 1; measure them with measure_entropies."
+                    "entropies contains a value outside the range 0 to 1; compute them with measure_entropies."
                 )
             entropies.setflags(write=False)
             object.__setattr__(self, "entropies", entropies)
         if self.aliases is not None:
             if unknown := set(self.aliases.values()).difference(self.genes):
-                raise DataError(f"aliases names {unknown.pop()!r}, which is not among the genes; leave it out.")
+                raise DataError(f"aliases names {unknown.pop()!r}, which is not among the genes; omit it.")
             object.__setattr__(self, "aliases", MappingProxyType(dict(self.aliases)) if self.aliases else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -229,7 +229,7 @@ class GeneVocab:
         """
         names = listed_names("genes", genes)
         if missing := n_missing(names):
-            raise DataError(f"genes has {missing} missing names; fill them or leave out these genes.")
+            raise DataError(f"genes has {missing} missing names; fill them or remove these genes.")
         return cls(tuple(str(name) for name in names), release=release)
 
     @classmethod
@@ -838,7 +838,7 @@ def converted_genes(names: Iterable[str], to: str, species: str, *, keep_unknown
 
 
 def listed_names(argument: str, names: Iterable[str]) -> list[str]:
-    """Return names as a list, or raise if they are a string or not a list."""
+    """Return names as a list. Raises if they are a string or not a list."""
     # A text is a list of its letters to Python.
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise OptionError(f"{argument}={names!r} is not a list of names; pass a list, e.g. ['CD3D', 'LYZ'].")

@@ -77,8 +77,8 @@ _OF_SCVI = {
     **dict.fromkeys(
         ("categorical_covariate_keys", "continuous_covariate_keys"), "scforge has no covariates, use batch_key"
     ),
-    "size_factor_key": "the size of a cell is the sum of its counts, leave it out",
-    "unlabeled_category": "cells without a label have NaN in the column labels_key, leave it out",
+    "size_factor_key": "the size of a cell is the sum of its counts, omit it",
+    "unlabeled_category": "cells without a label have NaN in the column labels_key, omit it",
 }
 """Arguments of scvi-tools' ``setup_anndata``, and advice for scforge."""
 

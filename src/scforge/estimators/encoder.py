@@ -365,7 +365,7 @@ class Encoder(CellModel):
         if self.spec.tuning is None:
             return {}
         if options.get("validation_size") is not None:
-            raise OptionError("validation_size was set by finetune and cannot be changed; leave it out.")
+            raise OptionError("validation_size was set by finetune and cannot be changed; omit it.")
         split = self._known_split()
         if split is None:
             raise DataError("the cells are not exactly those used for fine-tuning; call finetune(adata=...).")
@@ -673,7 +673,7 @@ class Encoder(CellModel):
         return None
 
     def _task(self, method: str) -> Task:
-        """Return the task, or raise if the model has none."""
+        """Return the task. Raises if the model has none."""
         if self.spec.tuning is None:
             raise OptionError(f'the model has no task, so it cannot {method}; call model.finetune("annotation") first.')
         if not self.is_trained_ and method != "finetune":
@@ -856,11 +856,11 @@ class Encoder(CellModel):
         known = tuning.task_options if tuning is not None and integrated else pretraining.config() if stays else {}
         of = f"a reference of {reference.spec.objective!r}{', fine-tuned for integration' if integrated else ''}"
         if isinstance(lora, Mapping) if stays else not lora:
-            raise OptionError(f"lora={lora!r} has no effect for {of}; leave it out.")
+            raise OptionError(f"lora={lora!r} has no effect for {of}; omit it.")
         if reference_cells is not None and not stays:
-            raise OptionError(f"reference_cells has no effect for {of}; leave it out.")
+            raise OptionError(f"reference_cells has no effect for {of}; omit it.")
         if batch_key is not None and not known.get("batches") and reference_cells is None:
-            raise OptionError(f"batch_key={batch_key!r} has no effect for {of} without batches; leave it out.")
+            raise OptionError(f"batch_key={batch_key!r} has no effect for {of} without batches; omit it.")
         source = reference._source(query)
         cells: Any = reference._open(source)
         split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
@@ -1398,8 +1398,8 @@ class Encoder(CellModel):
 
         **What the p-values do not mean.** A gene may also stand out in a model with random weights, because of its
         expression. ``shift_z_untrained`` is the z-score of the gene in such a model, with the same controls and cells.
-        Only a larger z-score was learned. Tokenizers with random choices (``side="both"``, truncation by a sample) add
-        noise to all shifts.
+        An effect was learned only if its z-score is larger than this value. Tokenizers with random choices
+        (``side="both"``, truncation by a sample) add noise to all shifts.
 
         Parameters
         ----------
@@ -1673,7 +1673,7 @@ class Encoder(CellModel):
         """
         if adapter_only:
             if save_anndata:
-                raise OptionError("save_anndata=True has no effect with adapter_only=True; leave out one of them.")
+                raise OptionError("save_anndata=True has no effect with adapter_only=True; remove one of them.")
             save_adapter(self, dir_path, overwrite=overwrite)
             return
         if save_anndata and self.adata is None:
@@ -1839,7 +1839,7 @@ class Encoder(CellModel):
         """
         if format == "transformers":
             if max_len is not None:
-                raise OptionError(f"max_len={max_len} has no effect with format='transformers'; leave it out.")
+                raise OptionError(f"max_len={max_len} has no effect with format='transformers'; omit it.")
             from scforge.foreign.geneformer import to_geneformer
 
             to_geneformer(self, path, overwrite=overwrite)

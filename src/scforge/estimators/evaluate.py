@@ -135,7 +135,7 @@ def evaluate_models(
         f"{name}_{i}" if len(some) > 1 else name: one for name, some in trained.items() for i, one in enumerate(some)
     }
     if network is not None and not any(one.subject == "network" for one in others):
-        raise OptionError("network has an effect only with the benchmark gene_network; leave it out.")
+        raise OptionError("network has an effect only with the benchmark gene_network; omit it.")
     for one in others:  # before any time is spent
         if one.benchmark not in _OPTIONS:
             raise OptionError(
@@ -153,7 +153,7 @@ def evaluate_models(
             check_generates(model)
     if others and not of_embeddings and (obsm_keys or baselines is not True):
         unused = "obsm_keys" if obsm_keys else "baselines"
-        raise OptionError(f"{unused} is for embeddings, but no benchmark of embeddings is selected; leave it out.")
+        raise OptionError(f"{unused} is for embeddings, but no benchmark of embeddings is selected; omit it.")
     report = None
     if of_embeddings or not others:
         report = _evaluate_embeddings(

@@ -153,7 +153,7 @@ def _task_options(
     beside = {key: value for key, value in common.items() if value is not None}
     beside |= {key: options.pop(key) for key in list(options) if key in known}
     if useless := sorted(beside.keys() - known):
-        raise OptionError(f"{useless[0]}={beside[useless[0]]!r} has no effect in the task {name!r}; leave it out.")
+        raise OptionError(f"{useless[0]}={beside[useless[0]]!r} has no effect in the task {name!r}; omit it.")
     if twice := sorted(beside.keys() & found):
         raise OptionError(f"{twice[0]} is set in task and as an argument; set it once.")
     found |= beside

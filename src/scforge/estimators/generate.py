@@ -61,7 +61,7 @@ def generate_with(
         options |= {} if n_steps is None else {"n_steps": n_steps}
     else:
         if n_steps is not None:
-            raise OptionError(f"n_steps={n_steps!r} is for models of 'masked_diffusion'; leave it out.")
+            raise OptionError(f"n_steps={n_steps!r} is for models of 'masked_diffusion'; omit it.")
         if not tokenizer.append_eos and max_len is None:
             raise OptionError("max_len=None but cells of this model have no end token; set the number of tokens.")
         if not tokenizer.append_cls and not isinstance(prompt, Mapping | AnnData):
@@ -180,7 +180,7 @@ def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int
     if _is_missing(condition):
         return None
     if not conditions:
-        raise OptionError("condition has no effect, as the model has no classes; leave it out.")
+        raise OptionError("condition has no effect, as the model has no classes; omit it.")
     names = list(condition) if pd.api.types.is_list_like(condition) else [str(condition)] * n_cells
     if len(names) != n_cells:
         raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; pass one name, or one for each.")

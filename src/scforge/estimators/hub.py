@@ -96,7 +96,7 @@ def load_found(
     """
     if kind_of_folder(found.folder) != "adapter":
         if base is not None:
-            raise OptionError(f"base has no effect if {prefix} is a complete model; leave it out.")
+            raise OptionError(f"base has no effect if {prefix} is a complete model; omit it.")
         model = cls._load_folder(found.folder, adata, device)
         if found.repo_id is not None:
             model._origin = Origin(found.repo_id, found.commit, n_epochs=model.n_epochs_)
@@ -153,7 +153,7 @@ def _named(base: str, model: Any) -> Origin:
     if place_of(base) is None:
         raise OptionError(f"base={base!r} is not a public name; pass 'org/name' or 'scforge://name'.")
     if model.spec.tuning is None:
-        raise OptionError(f"base={base!r} has no effect if the model was not fine-tuned; leave it out.")
+        raise OptionError(f"base={base!r} has no effect if the model was not fine-tuned; omit it.")
     known = None if model._base is None else model._base._current_origin()
     revision = known.revision if known is not None and known.name == base else None
     return Origin(base, revision, is_given=True)

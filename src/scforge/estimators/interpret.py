@@ -64,7 +64,7 @@ def _unknown_genes(model: CellModel, unknown: list[str], source: Any, argument: 
     there = [name for name in unknown if name in measured]
     tables = [names for species in SPECIES for names in (gene_table(species).ids, gene_table(species).symbols)]
     known = there or [name for name in unknown if any(name in names for names in tables)]
-    hint = did_you_mean(unknown[0], [*vocab.genes, *(vocab.symbols or ())]) or "; leave them out."
+    hint = did_you_mean(unknown[0], [*vocab.genes, *(vocab.symbols or ())]) or "; remove them."
     if known:
         hint = f"; create the model with Encoder(adata, keep_genes={known[:_MAX_NAMES]!r})."
     names = f"{listing(known or unknown, most=_MAX_NAMES)}, {'in adata but ' if there else ''}not among the model's"
@@ -236,4 +236,4 @@ def check_activated(perturbation: Perturbation, numbers: np.ndarray, genes: Sequ
     """Raise if a gene to activate is expressed in no cell, so its usual count is unknown."""
     shares = perturbation.shares
     if shares is not None and (silent := [genes[number] for number in numbers if np.isnan(shares[number])]):
-        raise DataError(f"mode='activate': no cell expresses {listing(silent, most=5)}; leave them out.")
+        raise DataError(f"mode='activate': no cell expresses {listing(silent, most=5)}; remove them.")

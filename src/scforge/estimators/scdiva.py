@@ -140,7 +140,7 @@ class ScDiVa(Encoder):
         **options: Any,
     ) -> None:
         if architecture not in (None, _ARCHITECTURE):
-            raise OptionError(f"architecture={architecture!r} is not ScDiVa; leave it out, or create an Encoder.")
+            raise OptionError(f"architecture={architecture!r} is not ScDiVa; omit it, or create an Encoder.")
         self._supervised = check_bool("supervised", supervised)
         super().__init__(adata, _ARCHITECTURE, tokenizer, objective, **options)
 
@@ -382,7 +382,7 @@ class ScDiVa(Encoder):
         """Raise :class:`~scforge.errors.OptionError` unless the variances of the model were trained."""
         trained = self.spec.model_options["variational"] and hasattr(self._pretraining, "beta") and self._trains_latent
         if not trained:
-            raise OptionError(f"return_dist=True but {self.spec.objective!r} does not train variances; leave it out.")
+            raise OptionError(f"return_dist=True but {self.spec.objective!r} does not train variances; omit it.")
         self._check_follows("return_dist=True")
 
     def _check_follows(self, what: str) -> None:
@@ -398,7 +398,7 @@ class ScDiVa(Encoder):
         if self._supervised:
             if "labels_key" not in OBJECTIVES.get(objective).option_names():
                 raise OptionError(
-                    f"supervised=True but the objective {objective!r} does not learn labels; leave out one of them."
+                    f"supervised=True but the objective {objective!r} does not learn labels; remove one of them."
                 )
             options = {"labels_key": self._setup.get("labels_key"), **options}
             if options["labels_key"] is None:

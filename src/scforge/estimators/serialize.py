@@ -291,7 +291,7 @@ def read_adata(path: str | os.PathLike[str], config: Mapping[str, Any]) -> AnnDa
     if ADATA not in config["sha256"]:
         return None
     if not file.exists():
-        warn(f"The cells that were saved with the model, {str(file)!r}, are missing (push and pull leave them out).")
+        warn(f"The cells that were saved with the model, {str(file)!r}, are missing (push and pull omit them).")
         return None
     check_sum(file, config["sha256"][ADATA])
     return read_h5ad([str(file)])

@@ -79,7 +79,8 @@ class ObsField(CategoricalObsField):
         column = adata.obs[key]
         missing = int(column.isna().sum())
         if missing and not self.allow_missing:
-            raise DataError(f"adata.obs[{key!r}] has no value for {missing} of {adata.n_obs} cells; fill it in.")
+            lacking = f"adata.obs[{key!r}] has no value for {missing} of {adata.n_obs} cells"
+            raise DataError(f"{lacking}; fill in the missing values.")
         mapping = [*dict.fromkeys([*known, *column.astype("category").cat.categories])]
         adata.obs[self.attr_key] = pd.Categorical(np.asarray(column, dtype=object), categories=mapping).codes
         return {self.CATEGORICAL_MAPPING_KEY: np.array(mapping, dtype=object), self.ORIGINAL_ATTR_KEY: key}

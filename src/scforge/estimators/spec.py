@@ -212,7 +212,7 @@ def check_freeze(freeze: bool | int, lora: Any, gradual_unfreezing: int | None) 
     if freeze is not False and lora not in (None, False):
         raise OptionError(f"freeze={freeze!r} and lora={lora!r}: adapters freeze the encoder anyway; leave freeze out.")
     if gradual_unfreezing is not None and frozen:
-        raise OptionError(f"gradual_unfreezing thaws layers that {frozen} keeps frozen; leave out one of them.")
+        raise OptionError(f"gradual_unfreezing thaws layers that {frozen} keeps frozen; remove one of them.")
 
 
 _TAKEN = frozenset(
@@ -444,7 +444,7 @@ def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objec
 def _settle(options: dict[str, Any], name: str, value: Any, because: str) -> None:
     """Set an option that another part of the model determines; raise if a different value was given."""
     if options.setdefault(name, value) != value:
-        raise OptionError(f"{name}={options[name]!r} but {because}; leave it out.")
+        raise OptionError(f"{name}={options[name]!r} but {because}; omit it.")
 
 
 def _check_expression_head(

@@ -77,11 +77,11 @@ _OF_OTHERS = {
     "train_size": "pass validation_size=1 - train_size",
     "seed": "set it for the model, Encoder(adata, seed=...)",
     "datasplitter_kwargs": "pass validation_size, or datamodule=CellDataModule(...)",
-    "shuffle": "cells come in a new order in each epoch, leave it out",
-    "shuffle_set_split": "cells are held out at random, by the seed of the model; leave it out",
+    "shuffle": "cells come in a new order in each epoch, omit it",
+    "shuffle_set_split": "cells are held out at random, by the seed of the model; omit it",
     "enable_checkpointing": "pass checkpoint_dir=FOLDER to save checkpoints and the best epochs",
-    "use_distributed_sampler": "each process reads its own cells anyway, leave it out",
-    "num_sanity_val_steps": "there are none, leave it out",
+    "use_distributed_sampler": "each process reads its own cells anyway, omit it",
+    "num_sanity_val_steps": "there are none, omit it",
 }
 """Arguments of scvi-tools and Lightning, and advice for scforge."""
 
@@ -255,7 +255,7 @@ def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, o
 def _freeing(
     model: CellModel, folder: RunFolder, found: _Found | None, resume: Any, *, overwrite: bool
 ) -> Callable[[], None]:
-    """Return a function that clears the folder right before the first step, or raise if that is not allowed."""
+    """Return a function that clears the folder right before the first step. Raises if that is not allowed."""
     if found is not None and folder.holds(found[0]):
         state = found[1]
         return lambda: folder.go_back_to(state["step"], model.n_epochs_ + state["epoch"])

@@ -235,7 +235,7 @@ def as_array(made: Any, name: str = "the embedding") -> np.ndarray:
         made = made.toarray()
     elif isinstance(made, pd.DataFrame):
         if odd := [column for column, dtype in made.dtypes.items() if not pd.api.types.is_numeric_dtype(dtype)]:
-            raise DataError(f"{name} has columns that are not numbers ({listing(odd)}); leave them out.")
+            raise DataError(f"{name} has columns that are not numbers ({listing(odd)}); remove them.")
         kept = {np.dtype(np.float32)} == set(made.dtypes)
         made = made.to_numpy(dtype=np.float32 if kept else np.float64, na_value=np.nan)
     array = np.asarray(made)
@@ -391,7 +391,7 @@ class Evaluation:
             _check_given(self.benchmark, self.options, besides=KEYS)
         elif self.options:
             raise OptionError(
-                f"options={dict(self.options)} have an effect only for a benchmark given by name; leave them out."
+                f"options={dict(self.options)} have an effect only for a benchmark given by name; omit them."
             )
         else:
             check_has_metrics(self.benchmark)

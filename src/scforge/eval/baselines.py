@@ -297,7 +297,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
             check_count("baselines", name, "principal components")
             check_n_comps(name, adata)
         if name == "harmony" and batch_key is None:
-            raise OptionError("baselines names 'harmony', which corrects batches; pass batch_key, or leave it out.")
+            raise OptionError("baselines names 'harmony', which corrects batches; pass batch_key, or omit it.")
         if batch_key is not None and name != "random":
             check_column("batch_key", batch_key, adata.obs)
         if name in ("harmony", "scvi") and batch_key is not None:

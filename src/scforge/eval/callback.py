@@ -84,7 +84,7 @@ class BenchmarkCallback(Callback):
         if not isinstance(data, CellDataModule):
             raise OptionError("BenchmarkCallback needs a trainer that was given a CellDataModule as its datamodule.")
         if not len(data.validation_rows):
-            raise OptionError("no cells are held out; set validation_size above 0, or leave out the benchmarks.")
+            raise OptionError("no cells are held out; set validation_size above 0, or remove the benchmarks.")
         keys = {name: key if key is not None else getattr(data, name) for name, key in self._keys.items()}
         opened: dict[tuple[Any, int | None], ScoredCells] = {}
         self._runs, self._failed = [], set()

@@ -102,7 +102,7 @@ def _column(adata: AnnData, argument: str, key: str) -> pd.Series:
     check_column(argument, key, adata.obs)
     column = adata.obs[key]
     if column.isna().any():
-        raise DataError(f"{argument}={key!r} is missing for {int(column.isna().sum())} cells; leave them out first.")
+        raise DataError(f"{argument}={key!r} is missing for {int(column.isna().sum())} cells; remove them first.")
     return column.astype(str).astype(object).reset_index(drop=True)
 
 
@@ -129,7 +129,7 @@ def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[st
     if alone or (groups is not None and (labels.groupby(groups.to_numpy()).nunique() > 1).any()):
         raise DataError(
             f"labels_key={keys['labels_key']!r} has {listing(sorted(alone), most=3)} not in all organisms, or "
-            f"groups_key={keys['groups_key']!r} has groups with several labels; leave out these cells."
+            f"groups_key={keys['groups_key']!r} has groups with several labels; remove these cells."
         )
     if groups is not None:
         made["sample_ids"] = [groups.iloc[found].reset_index(drop=True) for found in rows.values()]

@@ -169,7 +169,7 @@ class Generation(Benchmark):
         real, cells = self._cells(reference, "real"), self._cells(made, "generated")
         if {*made.var_names} != {*reference.var_names}:
             of_one = made.var_names.symmetric_difference(reference.var_names)
-            raise DataError(f"{len(of_one)} genes are in the generated or in the real cells only; leave them out.")
+            raise DataError(f"{len(of_one)} genes are in the generated or in the real cells only; remove them.")
         cells = cells[:, made.var_names.get_indexer(reference.var_names)]
         rng = np.random.default_rng(self.seed)
         n_cells = min(self.max_cells, *(matrix.shape[0] for matrix in (real, cells)))
@@ -667,7 +667,7 @@ def evaluate_generation(
         names = names[names.isin(some.var_names)]
     if len(names) < _MIN_GENES:
         raise DataError(
-            f"only {len(names)} genes are in real, train and all generated cells; use the same names in all."
+            f"only {len(names)} genes are shared by real, train and all generated cells; use the same names."
         )
     notes: list[str] = []
     labels: Any = real.n_obs

@@ -376,9 +376,7 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
         if not evaluation.held_out or evaluation.max_cells not in (None, 10_000):
             raise OptionError(f"dataset and max_cells of {evaluation.title!r} have no effect here; pass such cells.")
         if evaluation.title in found:
-            raise OptionError(
-                f"two benchmarks have the name {evaluation.title!r}; set a different name for one of them."
-            )
+            raise OptionError(f"two benchmarks are named {evaluation.title!r}; set a different name for one of them.")
         found[evaluation.title] = evaluation.made(keys)
     return found
 

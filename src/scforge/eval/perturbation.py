@@ -961,7 +961,7 @@ def evaluate_perturbations(
         Vectors of targets from a model, e.g. its gene embeddings, one row per target, for the linear baseline
         ``linear_embedding``; several by name for ``linear_<name>``.
     kinds
-        Method to ``"model"`` or ``"untrained"``. The default is ``"model"``.
+        Mapping from method name to ``"model"`` or ``"untrained"``. The default is ``"model"``.
     seeds, intervals, title
         See :func:`compare`.
 

@@ -643,7 +643,7 @@ class PerturbedCells:
 
 
 def columns_of(names: pd.Index, genes: pd.Index, argument: str) -> np.ndarray:
-    """Return the positions of genes among names, int64, or raise if a gene is missing."""
+    """Return the positions of genes among names, int64. Raises if a gene is missing."""
     columns = names.get_indexer(genes)
     if (missing := columns < 0).any():
         first = f"{str(genes[missing][0])!r}{did_you_mean(genes[missing][0], names[:5000])}"

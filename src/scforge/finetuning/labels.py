@@ -69,7 +69,7 @@ def codes_of(values: pd.Series, classes: Sequence[str], *, key: str, argument: s
 
 
 def check_names(argument: str, names: Any) -> list[str] | None:
-    """Return an option that lists names, or raise unless it is None or a list of different names."""
+    """Return an option that lists names. Raises unless it is None or a list of different names."""
     if names is None:
         return None
     listed = pd.api.types.is_list_like(names, allow_sets=False) and all(isinstance(name, str) for name in names)
@@ -89,7 +89,7 @@ def check_weights(argument: str, weights: Any, classes: Sequence[str] | None) ->
         raise OptionError(f"{argument}={weights!r} is neither None, 'balanced' nor a dict of weights by class.")
     found = {str(name): check_positive(f"{argument}[{name!r}]", weight) for name, weight in weights.items()}
     if classes is not None and (unknown := set(found) - set(classes)):
-        raise OptionError(f"{argument} has {min(unknown)!r}, which is not a class (classes: {listing(classes)}).")
+        raise OptionError(f"{argument} has {min(unknown)!r}, but this is not a class (classes: {listing(classes)}).")
     return found
 
 

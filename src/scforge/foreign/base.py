@@ -265,7 +265,7 @@ class NameMap:
             other = None if line.same_as is None else tensors.get(line.same_as)
             if other is not None and any(not torch.equal(tensors[name], other) for name in found):
                 raise ModelFileError(
-                    f"{where} has {found[0]!r} and {line.same_as!r} with different values, which must be the same."
+                    f"{where} has different values for {found[0]!r} and {line.same_as!r}; set both to the same value."
                 )
             names.update(found)
         return names

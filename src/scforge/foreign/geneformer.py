@@ -342,7 +342,7 @@ def to_geneformer(model: Any, folder: str | os.PathLike[str], *, overwrite: bool
 
 
 def _options(model: Any) -> dict[str, Any]:
-    """Return all options of the architecture, or raise if BERT cannot have them."""
+    """Return all options of the architecture. Raises if BERT cannot have them."""
     spec = model.spec
     if spec.architecture != "transformer_encoder":
         raise OptionError(

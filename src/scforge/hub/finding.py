@@ -313,7 +313,7 @@ def find_model(
     else:
         folder = _checked(Path(name), prefix)
         if revision is not None:
-            raise OptionError(f"revision={revision!r} has no effect if {prefix} is a local folder; leave it out.")
+            raise OptionError(f"revision={revision!r} has no effect if {prefix} is a local folder; omit it.")
         return FoundModel(folder, *origin_of(folder))
     assert repo_id is not None
     is_bare = not str(name).startswith((_HUB, SCHEME))
@@ -326,7 +326,7 @@ def find_model(
 
 
 def _checked(folder: Path, prefix: str) -> Path:
-    """Return a folder, or raise unless it is one."""
+    """Return a folder. Raises unless it is one."""
     if folder.is_dir():
         return folder
     what = "is a file" if folder.exists() else "does not exist"

@@ -23,7 +23,7 @@ def marked(card: str) -> str:
 
 
 def is_own_card(card: str) -> bool:
-    """Return whether a card is one of scforge that nobody has edited."""
+    """Return whether a model card was written by scforge and has not been edited since."""
     *above, _ = card.splitlines(keepends=True) or [""]
     return card == marked("".join(above))
 

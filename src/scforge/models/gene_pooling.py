@@ -196,9 +196,7 @@ class GenePoolingModel(Architecture):
         pooling = "mean" if pooling == "cls" else pooling
         check_choice("pooling", pooling, ["mean", "weighted_sum"])
         if latent_dim is not None and pooling == "mean":
-            raise OptionError(
-                f"latent_dim={latent_dim} is an option of pooling='weighted_sum'; leave it out with 'mean'."
-            )
+            raise OptionError(f"latent_dim={latent_dim} is an option of pooling='weighted_sum'; omit it with 'mean'.")
         check_count("num_layers", num_layers, "layers")
         if latent_dim is not None:
             check_count("latent_dim", latent_dim, "dimensions")

@@ -49,7 +49,7 @@ def read_prompt(
     first[:, :1] = first_id is not None
     wrong = mask & ~first & ((ids < n_special) | (ids >= vocab_size))
     if bool(wrong.any()):
-        raise OptionError(f"prompt has the token {int(ids[wrong][0])}, which is not a gene; leave it out.")
+        raise OptionError(f"prompt has the token {int(ids[wrong][0])}, which is not a gene; omit it.")
     again = mask & ~first_of_its_kind(ids.masked_fill(~mask, -1))
     if bool(again.any()):
         row, column = again.nonzero()[0].tolist()

@@ -37,7 +37,7 @@ def new_axes(ax: Axes | None, width: float, height: float, *, layout: str = "con
 def name_rows(
     ax: Axes, names: Sequence[str], kinds: Mapping[str, str] | None = None, *, from_top: bool = False
 ) -> None:
-    """Write a name at each row of axes, models in bold, and leave only the lower border."""
+    """Label each row of the axes, with models in bold, and keep only the bottom spine."""
     ax.set_yticks(range(len(names)), names)
     for label, name in zip(ax.get_yticklabels(), names, strict=True):
         label.set_fontweight("bold" if kinds and kinds.get(name) == "model" else "normal")

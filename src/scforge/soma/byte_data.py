@@ -203,7 +203,7 @@ class ByteData(lightning.LightningDataModule):
         return ByteBatches(self, self.held_out_chunks, shuffle=False) if len(self.held_out_chunks) else []
 
     def position(self, *, begins_epoch: bool) -> dict[str, int]:
-        """Return how many batches of the epoch are done, none if the next one begins."""
+        """Return the number of batches of the epoch that are done; 0 if the next epoch is about to begin."""
         return {"done": 0 if begins_epoch else self.done}
 
     def go_on_with(self, position: dict[str, int]) -> None:

@@ -99,7 +99,7 @@ def read_groups(
     for option, value in {"field": field, **columns}.items():
         needed = "fasta" if option == "field" else "table"
         if value is not None and needed not in there:
-            raise OptionError(f"{option}={value!r} has no effect, as no file is of the kind {needed}; leave it out.")
+            raise OptionError(f"{option}={value!r} has no effect, as no file is of the kind {needed}; omit it.")
     names = _COLUMNS | {option: column for option, column in columns.items() if column is not None}
     return [[one for path, this in group for one in _read(path, this, field, names)] for group in kinds]
 
@@ -127,7 +127,7 @@ def _read(path: Path, kind: str, field: str | None, columns: dict[str, str]) -> 
         return _rows(path, _DELIMITERS.get(_suffix(path), ","), columns)
     data = _content(path)
     if not data:
-        raise DataError(f"files: {str(path)!r} is empty; leave it out.")
+        raise DataError(f"files: {str(path)!r} is empty; omit it.")
     return [Document(_unpacked(path).stem, data)]
 
 
@@ -169,7 +169,7 @@ def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]
     )
     if (empty := np.argwhere(table.to_numpy() == "")).size:
         row, column = empty[0]
-        raise DataError(f"{where} has no {table.columns[column]} in row {row + 2}; leave it out.")
+        raise DataError(f"{where} has no {table.columns[column]} in row {row + 2}; omit it.")
     return [Document(name, text.encode()) for name, text in table.itertuples(index=False)]
 
 

@@ -141,7 +141,7 @@ def gene_table(
     documents = []
     for name, text in genes.items():
         if not isinstance(text, str | bytes) or not text:
-            raise DataError(f"genes has {text!r} for {name!r}; pass text or bytes, or leave out the gene.")
+            raise DataError(f"genes has {text!r} for {name!r}; pass text or bytes, or remove the gene.")
         documents.append(Document(str(name), text.encode() if isinstance(text, str) else text))
     return _embed(documents, model, output, "error", batch_size, device, overwrite, progress_bar)
 

@@ -130,7 +130,7 @@ def _shown(value: Any) -> str:
 
 
 def device_of(device: str) -> torch.device:
-    """Return a device by its name, or raise if there is none; ``"auto"`` is a GPU if there is one.
+    """Return a device by its name. Raises if there is none; ``"auto"`` is a GPU if there is one.
 
     Examples
     --------

@@ -286,7 +286,7 @@ def train(
     DataError
         If a file is empty or cannot be read, or held-out documents are also training documents.
     TrainingError
-        If the loss is not a number, memory runs out, or a state cannot be saved.
+        If the loss is NaN, memory runs out, or a state cannot be saved.
 
     Examples
     --------
@@ -383,7 +383,7 @@ def _documents(
     documents, held_out = read_groups([files, validation], **reading)
     if known := {one.data for one in documents} & {one.data for one in held_out}:
         name = next(one.name for one in held_out if one.data in known)
-        raise DataError(f"validation has {len(known)} documents that are also in files, e.g. {name!r}; leave them out.")
+        raise DataError(f"validation has {len(known)} documents that are also in files, e.g. {name!r}; remove them.")
     return documents, held_out
 
 

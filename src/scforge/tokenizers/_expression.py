@@ -126,7 +126,7 @@ def check_transform(transform: str, target_sum: float) -> float:
     """Raise if the transform is unknown or `target_sum` has no effect; return `target_sum` as a float."""
     check_choice("transform", transform, TRANSFORMS)
     if check_positive("target_sum", target_sum) != TARGET_SUM and "cp10k" not in transform:
-        raise OptionError(f"target_sum={target_sum!r} has no effect with transform={transform!r}; leave it out.")
+        raise OptionError(f"target_sum={target_sum!r} has no effect with transform={transform!r}; omit it.")
     return float(target_sum)
 
 

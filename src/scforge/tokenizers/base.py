@@ -184,7 +184,7 @@ def _pad(indptr, array, before, out):
 
 
 def checked_counts(cells: Any) -> sparse.csr_matrix:
-    """Return counts as a CSR matrix of shape (B, number of columns), or raise unless they are raw counts."""
+    """Return counts as a CSR matrix of shape (B, number of columns). Raises unless they are raw counts."""
     is_matrix = sparse.issparse(cells) or isinstance(cells, np.ndarray)
     if not is_matrix or cells.ndim != 2 or cells.dtype.kind not in "biuf":
         raise OptionError(
@@ -205,7 +205,7 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
 
 
 def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
-    """Return library sizes, float64, shape (B,), or raise unless each cell has a finite library size."""
+    """Return library sizes, float64, shape (B,). Raises unless each cell has a finite library size."""
     array = np.asarray(totals, dtype=np.float64)
     if array.shape != (n_cells,):
         raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; pass one number per cell.")
@@ -215,7 +215,7 @@ def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
 
 
 def checked_map(gene_ids: Any, vocab: GeneVocab, n_columns: int) -> GeneMap:
-    """Return the map of columns to genes, or raise unless `gene_ids` fit the vocabulary and the columns."""
+    """Return the map of columns to genes. Raises unless `gene_ids` fit the vocabulary and the columns."""
     gene_map = gene_ids if isinstance(gene_ids, GeneMap) else GeneMap.of(gene_ids, vocab)
     highest = gene_map.columns.max(initial=-1)
     if gene_map.n_genes != vocab.n_genes or highest >= vocab.n_genes:
@@ -475,7 +475,7 @@ class Tokenizer(ABC):
         """
         if isinstance(cells, CellBlock):
             if gene_ids is not None or totals is not None:
-                raise OptionError("gene_ids and totals belong to a matrix, but cells is a block; leave them out.")
+                raise OptionError("gene_ids and totals belong to a matrix, but cells is a block; omit them.")
             return self._batch(cells)
         counts = checked_counts(cells)
         if totals is not None:

@@ -66,7 +66,7 @@ def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
     if bad.any():
         raise DataError(
             f"{where} has missing or infinite numbers in the vectors of {int(bad.sum())} genes "
-            f"(first: {names[int(bad.argmax())]!r}); leave out genes without a vector."
+            f"(first: {names[int(bad.argmax())]!r}); remove genes without a vector."
         )
     return names, vectors
 
@@ -231,7 +231,7 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         if missing == "drop" and table is None and dropped is None:
             raise OptionError("missing='drop' needs a table to find genes without a vector; pass table=...")
         if dropped is not None and (missing == "learned" or table is not None):
-            raise OptionError("dropped is computed from the table with missing='drop'; leave it out.")
+            raise OptionError("dropped is computed from the table with missing='drop'; omit it.")
         if missing == "drop" and options.get("library_size", "data") != "data":
             raise OptionError("missing='drop' counts dropped genes in the library size; pass library_size='data'.")
         self.table = None  # a saved model is loaded where the table is not

@@ -293,7 +293,7 @@ class CellDataModule(lightning.LightningDataModule):
         elif train_rows is None or validation_rows is None:
             raise OptionError("train_rows and validation_rows must be given together; pass both, or neither.")
         elif split_by is not None:
-            raise OptionError(f"split_by={split_by!r} has no effect with train_rows and validation_rows; leave it out.")
+            raise OptionError(f"split_by={split_by!r} has no effect with train_rows and validation_rows; omit it.")
         else:
             train_rows = _checked_rows("train_rows", train_rows, len(cells))
             validation_rows = _checked_rows("validation_rows", validation_rows, len(cells))

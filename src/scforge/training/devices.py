@@ -169,7 +169,7 @@ def compiled(module: nn.Module, wanted: bool) -> Iterator[None]:
     on_cpu = next(module.parameters()).device.type == "cpu"
     if on_cpu and shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
         raise OptionError(
-            "compile=True needs a C++ compiler such as g++, but none is installed; install one, or leave it out."
+            "compile=True needs a C++ compiler such as g++, but none is installed; install one, or omit it."
         )
     blocks = [part for part in module.modules() if isinstance(part, TransformerBlock)]
     for block in blocks or [module]:
@@ -215,7 +215,7 @@ def gradient_checkpointing(module: nn.Module, wanted: bool | None) -> Iterator[N
     parts = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
     if wanted and not parts:
         raise OptionError(
-            f"gradient_checkpointing=True, but {type(module).__name__} cannot recompute its layers; leave it out."
+            f"gradient_checkpointing=True, but {type(module).__name__} cannot recompute its layers; omit it."
         )
     before = [part.gradient_checkpointing for part in parts]
     for part in parts:

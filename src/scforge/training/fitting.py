@@ -542,9 +542,7 @@ def fit(
     own: list[Callback] = [history]
     if ema_decay is not None:
         if strategy == "fsdp":
-            raise OptionError(
-                f"ema_decay={ema_decay!r} needs the whole model in each process; leave out one of the two."
-            )
+            raise OptionError(f"ema_decay={ema_decay!r} needs the whole model in each process; remove one of the two.")
         own.append(MovingAverage(ema_decay))
     own += [best, stop]
     if gradual_unfreezing is not None:

@@ -213,7 +213,7 @@ NOT_OF_TUNING = {
         ("tokenizer", "objective", "model", "data.gene_vocab", "data.max_genes", "data.preprocessing"),
         "is determined by the base model in fine-tuning; remove it",
     ),
-    "data.pin_memory": "has no effect in fine-tuning; leave it out",
+    "data.pin_memory": "has no effect in fine-tuning; omit it",
     "data.sampling": "has no effect in fine-tuning; weight classes with finetune.class_weights",
     "data.split": "has no effect in fine-tuning; name the column in finetune.split_by",
     "training.validation_size": "has no effect in fine-tuning; set finetune.validation_size",
@@ -237,7 +237,7 @@ def finetune_section(config: Config) -> FinetuneConfig:
     """
     if config.finetune is None:
         raise ConfigError(
-            "the configuration has no section finetune; add finetune: {base_model: checkpoints/final, task: "
+            "the configuration has no 'finetune' section; add finetune: {base_model: checkpoints/final, task: "
             "annotation}, or train a new model with scforge train."
         )
     return config.finetune

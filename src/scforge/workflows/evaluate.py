@@ -149,7 +149,7 @@ def _evaluate_task(
     if trained_on is not None and tuned._known_split() is None:
         raise OptionError(
             f"trained_on={str(trained_on)!r} (--trained-on) are not exactly the cells used for fine-tuning; pass "
-            "those, or leave it out."
+            "those, or omit it."
         )
     base = None
     if base_model is not None:
@@ -234,7 +234,7 @@ def _check_output(path: Path, source: Folder, *, overwrite: bool) -> None:
         output_file(path, [_TABLE], overwrite=overwrite, inputs=[source])
         return
     if path.suffix and not path.is_dir():
-        raise OptionError(f"output={str(path)!r} is neither a .csv file nor a folder name; pass one of them.")
+        raise OptionError(f"output={str(path)!r} is neither a .csv file nor a folder; pass one or the other.")
     check_folder("output", path)
     check_writable("output", path)
     if (path / "report.json").exists() and not overwrite:

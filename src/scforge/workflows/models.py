@@ -132,7 +132,7 @@ def push_folder(
     if not is_adapter:
         _check_holds_model(path, prefix)
         if base is not None:
-            raise OptionError(f"base={base!r} (--base) has no effect if {prefix} is a complete model; leave it out.")
+            raise OptionError(f"base={base!r} (--base) has no effect if {prefix} is a complete model; omit it.")
     told: dict[str, Any] = {"license": license, "data": data, "citation": citation}
     told["metrics"] = None if metrics is None else _table(metrics)
     given = [name for name, value in told.items() if value is not None]

@@ -214,7 +214,7 @@ def _split_controls(conditions: Conditions, rng: np.random.Generator) -> tuple[n
             few.append(name)
         tested[rng.permutation(rows)[: round(len(rows) * _TEST_CONTROLS) or len(rows) // 2]] = True
     if few:
-        raise DataError(f"the contexts {listing(few)} have fewer than 2 control cells to compare with; leave them out.")
+        raise DataError(f"the contexts {listing(few)} have fewer than 2 control cells to compare with; remove them.")
     return conditions.controls & ~tested, tested
 
 

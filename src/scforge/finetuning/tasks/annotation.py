@@ -195,7 +195,7 @@ class Annotation(SupervisedTask):
         if self.classes is None:
             return {"classes": names}
         if differing := sorted({*self.classes} ^ {*names}):
-            raise DataError(f"classes and {self.argument} differ in {listing(differing)}; leave out some classes.")
+            raise DataError(f"classes and {self.argument} differ in {listing(differing)}; remove some classes.")
         return {}
 
     def check_split(self, column: Column, split: Split) -> None:

@@ -84,7 +84,7 @@ class MultiLabel(SupervisedTask):
         self.separator = separator
         self.classes = check_names("classes", classes)
         if self.labels_keys is not None and self.classes not in (None, self.labels_keys):
-            raise OptionError(f"classes={self.classes!r} are not labels_keys, which name the labels; leave them out.")
+            raise OptionError(f"classes={self.classes!r} are not labels_keys, which name the labels; omit them.")
         self.pos_weight = check_weights("pos_weight", pos_weight, self.classes)
         self._weight: torch.Tensor | None = None
 
@@ -169,9 +169,7 @@ class MultiLabel(SupervisedTask):
         if not classes:
             raise DataError(f"{self.argument} has no label for any training cell; choose another column.")
         if same := [name for name, has in zip(classes, targets.T, strict=True) if has.all() or not has.any()]:
-            raise DataError(
-                f"{self.argument} has {listing(same)} for all training cells or none; leave out these labels."
-            )
+            raise DataError(f"{self.argument} has {listing(same)} for all training cells or none; remove these labels.")
         if unknown.any():
             lacking = f"{listing(sorted({*self._occurring(column)} - {*classes}))} of {self.argument}"
             warn(f"classes leaves out {lacking}, which {int(unknown.sum())} of the {len(unknown)} training cells have.")

@@ -276,7 +276,7 @@ class Perturbation(Task):
         """Return the targets of the given perturbations."""
         targets = [self.parts(name) for name in names]
         if () in targets:
-            raise OptionError(f"{argument} names {names[targets.index(())]!r}, which is the control; leave it out.")
+            raise OptionError(f"{argument} names {names[targets.index(())]!r}, which is the control; omit it.")
         return targets
 
     def name_of(self, targets: Sequence[str]) -> str:
@@ -329,7 +329,7 @@ class Perturbation(Task):
                     unknown.add(target)
         if unknown:
             names = listing(sorted(unknown))
-            raise OptionError(f"the targets {names} are unknown to the model and its training; leave them out.")
+            raise OptionError(f"the targets {names} are unknown to the model and its training; remove them.")
         return {"perturbed_tokens": tokens, "perturbed_targets": own}
 
     # --- the module

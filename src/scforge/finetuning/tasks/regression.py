@@ -86,7 +86,8 @@ class Regression(SupervisedTask):
         values = values[~np.isnan(values)]
         if not len(values) or np.ptp(values) == 0:
             what = f"one value only ({values[0]:g})" if len(values) else "no value"
-            raise DataError(f"{self.argument} has {what} among the training cells; regression needs different values.")
+            found = f"{self.argument} has {what} among the training cells"
+            raise DataError(f"{found}; regression needs at least two different values.")
         return {} if self.center is not None else {"center": float(values.mean()), "scale": float(values.std())}
 
     def read(self, column: Column) -> np.ndarray:

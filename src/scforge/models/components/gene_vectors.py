@@ -221,7 +221,7 @@ def _of_vectors[E: GeneVectorEmbedding](
     if not isinstance(gene_vectors, Mapping) or not {"dim", "learned"} <= set(gene_vectors):
         raise OptionError(
             f"gene_vectors={gene_vectors!r} is not a dict with 'dim' and 'learned'; "
-            "leave it out, or pass e.g. {'dim': 1280, 'learned': 4}."
+            "omit it, or pass e.g. {'dim': 1280, 'learned': 4}."
         )
     check_options("option", "gene_vectors", gene_vectors, ["dim", "learned", "frozen"])
     return cls(vocab_size, hidden_dim, **gene_vectors)
@@ -275,7 +275,7 @@ def check_filled(module: nn.Module) -> None:
     """
     if any(not part.scale for part in _parts(module)):
         raise OptionError(
-            "gene_vectors is set but the model was given no vectors; leave it out and pass them with "
+            "gene_vectors is set but the model was given no vectors; omit it and pass them with "
             "tokenizer={'name': 'gene_embedding', 'table': ...}."
         )
 

@@ -463,7 +463,7 @@ class TransformerStack(nn.Module):
         tokens_bs = None if attention_mask is None else attention_mask != 0
         if cache is not None:
             if attention_bias is not None or output_hidden_states or output_attentions:
-                raise OptionError("a cache works with neither attention_bias nor further outputs; leave them out.")
+                raise OptionError("a cache works with neither attention_bias nor further outputs; omit them.")
             return StackOutput(self._cached(hidden_bsh, tokens_bs, cache))
         positions_bs = None
         if self.rotary:

@@ -31,7 +31,7 @@ def compute_loss(
     token_ids
         Tokens, whole numbers, shape (B, S).
     targets
-        Next tokens, whole numbers, shape (B, S). If all are PAD, the loss is not a number.
+        Next tokens, whole numbers, shape (B, S). If all are PAD, the loss is NaN.
 
     Returns
     -------

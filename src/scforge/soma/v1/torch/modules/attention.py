@@ -135,16 +135,16 @@ class MultiHeadAttention(nn.Module):
         rotation: Rotation | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend.
+        """Apply the attention.
 
         Parameters
         ----------
         inputs
             Shape (B, S, H).
         positions
-            Places of the tokens, shape (B, S); None to not turn queries and keys.
+            Positions of the tokens, shape (B, S). If None, queries and keys are not rotated.
         rotation
-            Of :func:`rotation_of`, instead of `positions`, for layers that share it.
+            Result of :func:`rotation_of`, used instead of `positions` by layers that share it.
         mask
             False where attention is forbidden on top of the causal mask, bool, of a shape that broadcasts to (B, N, S,
             S), e.g. (B, 1, S, S); it allows no token to see later ones. The output at a token that attends to no token,
