@@ -86,7 +86,7 @@ MISTAKES = [
     ("training.num_gpus=2", "override 'training.num_gpus=2': devices=2 with accelerator='gpu', but this machine has 0"),
     ("training.accelerator=gpu", "accelerator='gpu', but this machine has 0 GPUs; pass accelerator='cpu'."),
     ("output.checkpoint_dir=cells.h5ad", "'cells.h5ad' is a file; choose the name of a folder."),
-    ("output.checkpoint_dir=null", "so the trained model would be lost; omit it"),
+    ("output.checkpoint_dir=null", "so the trained model would be lost; remove it to use"),
     ("training={lr: 1e30, gradient_clip_val: 0}", "the loss is nan in batch 1 of epoch 0 (step 1); lower the learning"),
 ]
 

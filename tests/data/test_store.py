@@ -61,7 +61,7 @@ def test_no_rows_and_rows_that_are_not_there(store):
     assert (len(block), block.indptr.tolist(), block.totals.shape) == (0, [0], (0,))
     assert list(cells.stream([])) == []
     for rows in ([700], [0, -1]):
-        with pytest.raises(ValueError, match=rf"has the cell ({rows[-1]}), but"):
+        with pytest.raises(ValueError, match=rf"refers to cell ({rows[-1]}), but"):
             cells.block(np.array(rows))
 
 

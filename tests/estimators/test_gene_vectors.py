@@ -93,7 +93,7 @@ def test_mistakes(build, quick, custom_architecture: str, table) -> None:
     for name in ("rank_value", tokenizer(table)):
         model = build(None, name, gene_vectors={"dim": D, "learned": 14})
         for call in (lambda model=model: model.train(**quick), model.get_latent_representation):
-            with pytest.raises(OptionError, match="gene_vectors is set but the model was given no vectors; leave"):
+            with pytest.raises(OptionError, match="gene_vectors is set but the model was given no vectors; omit"):
                 call()
     model = build(None, tokenizer(VECTORS[:40], missing="drop"), n_top_genes=0)
     assert "dropped=[40 items]" in repr(model)
