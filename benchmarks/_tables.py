@@ -32,6 +32,12 @@ def difference(values: pd.Series) -> str:
     return f"{values.mean():+.3f} ± {half:.3f}, {verdict}"
 
 
+def best_other(wide: pd.DataFrame) -> str:
+    """Return the method with the highest mean, among those of others with at least three runs (the rows)."""
+    others = wide.loc[:, ~wide.columns.str.startswith("scforge")]
+    return str(others.loc[:, others.count() >= 3].mean().idxmax())
+
+
 def read(path: Path, keys: list[str]) -> pd.DataFrame:
     """Return the results in a CSV file, with one column `value`; none without a file."""
     return pd.read_csv(path) if path.exists() else pd.DataFrame(columns=[*keys, "value"])

@@ -25,7 +25,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import transfer
-from _tables import difference, keep, means, read, rewrite
+from _tables import best_other, difference, keep, means, read, rewrite
 from transfer import BATCH, LABEL, Pair
 
 from scforge.eval import Scib
@@ -117,8 +117,7 @@ def overview(results: pd.DataFrame, metric: str) -> str:
         if "scforge" not in set(part["method"]):
             continue
         wide = part.pivot(index="run", columns="method", values="value")
-        others = wide.drop(columns="scforge")
-        best = others.loc[:, others.count() == others.count().max()].mean().idxmax()
+        best = best_other(wide)
         paired = wide[["scforge", best]].dropna()
         ours, other = paired.mean()
         gain = difference(paired["scforge"] - paired[best])

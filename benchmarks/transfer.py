@@ -33,7 +33,7 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import scanpy as sc
-from _tables import difference, keep, means, read, rewrite
+from _tables import best_other, difference, keep, means, read, rewrite
 from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score, roc_auc_score
@@ -501,7 +501,7 @@ def summary(results: pd.DataFrame, metric: str) -> str:
 def overview(results: pd.DataFrame, metric: str) -> str:
     """Return one row per task as Markdown: both ways of scforge, and their differences from the best other method.
 
-    The best other method is one that has two runs or more.
+    The best other method is one that has three runs or more.
     """
     names = ("query mapped", "trained on both", "best other method", "mapped vs. best", "both vs. best")
     lines = [f"| task | n | {' | '.join(names)} |"]
@@ -511,7 +511,7 @@ def overview(results: pd.DataFrame, metric: str) -> str:
         if OURS[0] not in set(of_task["method"]):
             continue
         wide = of_task.pivot(index="run", columns="method", values="value")
-        best = wide.loc[:, ~wide.columns.str.startswith("scforge") & (wide.count() > 1)].mean().idxmax()
+        best = best_other(wide)
         wide = wide.dropna(subset=[OURS[0], best])
         means = wide.mean().reindex([*OURS, best])
         cells = ["" if np.isnan(value) else f"{value:.3f}" for value in means]
