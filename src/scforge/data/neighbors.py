@@ -286,8 +286,8 @@ def query_shifts(reference: np.ndarray, query: np.ndarray, *, across: int = 30) 
     Returns
     -------
     The reference mean, shape (D,); the direction of each cluster from this mean, shape (K, D); and the shift of each
-    cluster, shape (K, D); all float32. With a proportional to exp(SHARPNESS * cosine), the query z becomes
-    z + a @ shifts.
+    cluster, shape (K, D); all float32. With a proportional to exp(SHARPNESS * cosine), the query z becomes z + a @
+    shifts.
 
     References
     ----------

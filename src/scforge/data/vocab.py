@@ -146,8 +146,8 @@ class GeneVocab:
 
     Notes
     -----
-    Ensembl ids are looked up without their version. Ids that end in ``_PAR_Y`` (Y copies of X genes) match
-    no gene in the shipped vocabularies, because their counts are not counts of the X gene.
+    Ensembl ids are looked up without their version. Ids that end in ``_PAR_Y`` (Y copies of X genes) match no gene in
+    the shipped vocabularies, because their counts are not counts of the X gene.
 
     Examples
     --------

@@ -138,8 +138,8 @@ class Encoder(CellModel):
 
     Notes
     -----
-    Genes are always matched by name, so new data may contain different genes in a different order. Vocabulary, tokenizer, highly
-    variable genes, medians and entropies are computed once, when the model is created.
+    Genes are always matched by name, so new data may contain different genes in a different order. Vocabulary,
+    tokenizer, highly variable genes, medians and entropies are computed once, when the model is created.
     """
 
     def __init__(
@@ -1451,10 +1451,10 @@ class Encoder(CellModel):
         goal, by decreasing goal shift). ``n_cells``: number of cells in which the gene was perturbed. ``n_controls``:
         number of control genes. ``shift``, ``shift_sd``: mean and standard deviation over these cells of one minus the
         cosine between the embeddings before and after; NaN without cells. ``shift_z``: the shift in standard deviations
-        of the control genes, NaN with fewer than 3 cells. ``shift_z_untrained``: see above. ``p_value``: see above. ``fdr``:
-        Benjamini-Hochberg correction over all rows.
-        With a goal, also ``goal_shift`` (change of the cosine to the goal; above 0 is closer), ``goal_shift_sd``,
-        ``goal_z``, ``goal_z_untrained``, ``goal_p_value`` and ``goal_fdr``.
+        of the control genes, NaN with fewer than 3 cells. ``shift_z_untrained``: see above. ``p_value``: see above.
+        ``fdr``: Benjamini-Hochberg correction over all rows. With a goal, also ``goal_shift`` (change of the cosine to
+        the goal; above 0 is closer), ``goal_shift_sd``, ``goal_z``, ``goal_z_untrained``, ``goal_p_value`` and
+        ``goal_fdr``.
 
         Raises
         ------
