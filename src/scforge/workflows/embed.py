@@ -388,7 +388,7 @@ def embed_to(
     key
         Key in ``obsm``; ``"auto"`` as for :meth:`Encoder.get_latent_representation`.
     batch_size
-        Cells per batch.
+        Number of cells per batch.
     block_size
         Cells per block, and per chunk of the output. A killed process loses less than one block.
     rank, world_size
@@ -409,12 +409,12 @@ def embed_to(
     Raises
     ------
     OptionError
-        If an argument cannot be used, something else is at `output`, or an unfinished output is from other cells or
-        another model.
+        If an argument is invalid, something else is at `output`, or an unfinished output is from other cells or another
+        model.
     MissingFileError, ModelFileError
         If the model or the source is missing, or is corrupted.
     GeneMismatchError
-        If `source` has too few genes of the model.
+        If `source` contains too few genes of the model.
 
     Warns
     -----

@@ -67,7 +67,7 @@ def evaluate_to(
     baselines
         Compute baselines; for embeddings, names of baselines are also possible.
     batch_size
-        Cells per batch.
+        Number of cells per batch.
     device
         Device to compute on; ``"auto"`` uses a GPU if available.
     seed

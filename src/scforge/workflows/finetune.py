@@ -108,7 +108,7 @@ def finetune_from_config(
     Raises
     ------
     ConfigError, OptionError
-        If an option cannot be used.
+        If an option is invalid.
     MissingFileError, ModelFileError, DataError
         If the base model or the cells cannot be read or used.
 

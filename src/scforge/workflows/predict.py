@@ -43,7 +43,7 @@ def predict_to(
         Path that ends with ``.csv`` for a table with one row per cell, or with ``.h5ad`` for the cells with the
         predictions in ``obs``, or for an AnnData that the task generates.
     batch_size
-        Cells per batch.
+        Number of cells per batch.
     device
         Device to compute on; ``"auto"`` uses a GPU if available.
     overwrite

@@ -286,7 +286,7 @@ def train_from_config(
     Raises
     ------
     ConfigError, OptionError
-        If an option cannot be used.
+        If an option is invalid.
     MissingFileError, DataError
         If the cells cannot be read or used.
 
