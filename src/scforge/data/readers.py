@@ -370,7 +370,7 @@ _CELL = 200
 """Bytes per cell in memory: name, library size, and some obs columns."""
 
 _UNLIMITED = 2**60
-"""Limit above which version 1 control groups have no limit."""
+"""Reported limit above which a version 1 control group is unlimited."""
 
 
 def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = None) -> str | None:

@@ -495,7 +495,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         }
 
     def _keep_landmarks(self, cells: Cells, rows: np.ndarray, batch_size: int) -> None:
-        """If the objective maps queries, embed a sample of training cells onto which queries are mapped."""
+        """Embed a sample of training cells onto which queries are mapped, if the objective maps queries."""
         tuning = self._spec.tuning
         changed = tuning is None or (tuning.task == "adaptation" and tuning.freeze is not True)
         if changed and self._pretraining.maps_queries:

@@ -1252,8 +1252,8 @@ class Encoder(CellModel):
 
         Returns
         -------
-        A data frame of values, float32, shape (N, number of genes). Genes with counts keep their value. It requires
-        four bytes per value.
+        A data frame of values, float32, shape (N, number of genes). Genes with counts keep their value. The data frame
+        requires four bytes per value.
 
         Raises
         ------

@@ -326,7 +326,7 @@ class ScDiVa(Encoder):
 
         Returns
         -------
-        A data frame of nonnegative values, float32, shape (N, number of genes). It requires four bytes per value.
+        A data frame of nonnegative values, float32, shape (N, number of genes), which requires four bytes per value.
 
         Raises
         ------
