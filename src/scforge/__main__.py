@@ -1,4 +1,4 @@
-"""``python -m scforge`` is the command ``scforge``."""
+"""Run the command ``scforge`` with ``python -m scforge``."""
 
 import sys
 

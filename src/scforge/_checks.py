@@ -1,4 +1,4 @@
-"""Checks of numbers from users."""
+"""Check numbers and names given by users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scforge.errors import DataError, OptionError, ScforgeError, suggest
 
 
 def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> int:
-    """Return `value`. Raises unless it is an integer of at least `least`; `what` names the counted items.
+    """Return `value`. Raises an error if it is not an integer of at least `least`; `what` names the counted items.
 
     Examples
     --------
@@ -30,7 +30,7 @@ def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> int:
 
 
 def check_positive(argument: str, value: Any, *, or_zero: bool = False, hint: str = "") -> float:
-    """Return `value`. Raises unless it is finite and above zero, or zero `or_zero`; `hint` names alternatives."""
+    """Return `value`. Raises an error if it is not a positive number (or zero, if `or_zero`); `hint` is advice."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not or_zero):
         raise OptionError(
@@ -40,7 +40,7 @@ def check_positive(argument: str, value: Any, *, or_zero: bool = False, hint: st
 
 
 def check_mask_ratio(value: Any) -> None:
-    """Raise unless `value` is a share between 0 and 1, a list of shares, or a schedule of them.
+    """Raise an error if `value` is not a fraction between 0 and 1, a list of fractions, or a schedule.
 
     Examples
     --------
@@ -72,7 +72,7 @@ def _is_share(value: Any) -> bool:
 
 
 def check_bool(argument: str, value: Any) -> bool:
-    """Return `value`. Raises unless it is True or False: the text "false" is true for Python.
+    """Return `value`. Raises an error if it is not True or False, because the text "false" is truthy in Python.
 
     Examples
     --------
@@ -87,7 +87,7 @@ def check_bool(argument: str, value: Any) -> bool:
 
 
 def check_seed(value: Any, *, argument: str = "seed") -> int:
-    """Return a seed as a Python number. Raises unless it is a whole number from 0 to 2^63 - 1."""
+    """Return a seed as a Python integer. Raises an error if it is not an integer from 0 to 2^63 - 1."""
     check_count(argument, value, "a random generator", least=0)
     if value >= 2**63:
         raise OptionError(f"{argument}={value!r} is too large; pass a number below 2^63.")
@@ -95,14 +95,14 @@ def check_seed(value: Any, *, argument: str = "seed") -> int:
 
 
 def check_share(argument: str, value: Any) -> float:
-    """Return `value`. Raises unless it is a number from 0 to 1."""
+    """Return `value` as a float. Raises an error if it is not a number from 0 to 1."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= float(value) <= 1:
         raise OptionError(f"{argument}={value!r} is not a number from 0 to 1.")
     return float(value)
 
 
 def check_choice(argument: str, value: Any, known: Iterable[object]) -> str:
-    """Return `value`. Raises unless it is one of `known`."""
+    """Return `value`. Raises an error if it is not one of `known`."""
     choices = list(known)
     if value not in choices:
         raise OptionError(f"{argument}={value!r} is not known{suggest(value, choices)}")
@@ -118,7 +118,7 @@ def check_known(
     fix: str = "",
     error: type[ScforgeError] = DataError,
 ) -> None:
-    """Raise `error` unless a name is among the `known` ones that `where` has; `fix` names an alternative.
+    """Raise `error` if a name is not one of the `known` names in `where`; `fix` is advice.
 
     Examples
     --------

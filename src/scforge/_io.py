@@ -1,4 +1,4 @@
-"""Files: atomic writes (a reader sees the old or the complete new file), and validated JSON."""
+"""File handling: atomic writes (a reader sees the old or the complete new file), and validated JSON."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
-    """Raise if `path`, where a folder is to be, or one above it is a file."""
+    """Raise an OptionError if `path`, where a folder is expected, or one of its parents is a file."""
     for place in (Path(path), *Path(path).parents):
         if place.is_file():
             raise OptionError(f"{argument}={str(path)!r}: {str(place)!r} is a file; choose the name of a folder.")
 
 
 def check_writable(argument: str, path: str | os.PathLike[str]) -> None:
-    """Raise unless `path` is writable; called before expensive computations."""
+    """Raise an error if `path` is not writable; called before expensive computations."""
     place = Path(path).resolve()
     while not place.is_dir():
         place = place.parent
@@ -44,9 +44,9 @@ def check_writable(argument: str, path: str | os.PathLike[str]) -> None:
 
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; on success it takes the place of `path`, on an error it is removed.
+    """Yield a temporary path next to `path`, which replaces `path` on success and is removed on error.
 
-    The temporary name keeps the suffix of `path`, because several writers choose their format by it.
+    The temporary name keeps the suffix of `path`, because some writers infer the format from it.
     """
     path = Path(path)
     with _named(path, path.parent / f".{path.stem}."):
@@ -72,7 +72,7 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 class _KeepsError(io.FileIO):
-    """A file that stores the first write error for later and writes nothing afterwards; it reads as zeros."""
+    """A file that keeps the first write error and writes nothing afterwards; missing bytes are read as zeros."""
 
     error: OSError | None = None
 
@@ -95,9 +95,10 @@ class _KeepsError(io.FileIO):
 
 @contextlib.contextmanager
 def new_h5(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
-    """Yield a new HDF5 file; that the disk is full is an OSError.
+    """Yield a new HDF5 file, and raise an OSError if the disk is full.
 
-    HDF5 cannot close a file that it cannot write, and crashes the process when that ends. So it never hears of errors.
+    If HDF5 cannot write a file, it also cannot close it, and crashes the process at exit. Write errors are therefore
+    hidden from HDF5 and raised afterwards.
     """
     import h5py
 
@@ -111,7 +112,7 @@ def new_h5(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
 
 
 _NEW, _SAVED, _STALE = ".saving", ".saved", ".stale.json"
-"""In a folder: what is being written; what is whole and being put in place; and which files it makes needless."""
+"""Names for files that are being written, complete files that are moved into place, and a list of stale files."""
 
 _DESCRIPTIONS = ("config.json", "adapter.json", "export.json")
 _OWN = {
@@ -120,22 +121,22 @@ _OWN = {
     *("weights.safetensors", "model.onnx", "model.pt2", "training"),
     *("token_dictionary.pkl", "gene_median_dictionary.pkl"),
 }
-"""Files that scforge writes into model folders, in addition to those listed in a description."""
+"""Files that scforge writes into model folders, in addition to files listed in a description."""
 
 _KEPT = {"README.md", "origin.json", "export.json", "weights.safetensors", "model.onnx", "model.pt2"}
 _KEPT |= {"token_dictionary.pkl", "gene_median_dictionary.pkl"}
-"""Of these names, those that another model's files do not make needless: they may be a user's own, unless listed."""
+"""Files that are kept when another model is saved, unless listed in a description, because users may own them."""
 
 
 @contextlib.contextmanager
 def atomic_folder(
     path: str | os.PathLike[str], *, overwrite: bool = False, argument: str = "dir_path"
 ) -> Iterator[Path]:
-    """Yield an empty temporary folder; on success what is in it is the content of `path`, on an error it is removed.
+    """Yield an empty temporary folder, whose content is moved to `path` on success and removed on error.
 
-    A new folder appears complete. In an existing folder, which may be the working directory or the target of a link,
-    only the files of the model are replaced. A killed process leaves the old or the new model: the next process that
-    reads or writes the folder restores the complete version (see :func:`read_settled`). Files are flushed to disk
+    A new folder appears only when it is complete. In an existing folder, which may be the working directory or the
+    target of a link, only the files of the model are replaced. If a process is killed, the next process that reads or
+    writes the folder restores the complete old or new model (see :func:`read_settled`). Files are flushed to disk
     before they are renamed, so they also survive a power failure. Concurrent writers wait for each other.
 
     Parameters
@@ -143,15 +144,15 @@ def atomic_folder(
     path
         The folder.
     overwrite
-        Whether it may contain files.
+        Whether the folder may contain files.
     argument
         Name of `path` in messages.
 
     Raises
     ------
     OptionError
-        If `path` is a file, or not empty and `overwrite` is false, or if a file that scforge did not write has the name
-        of a new one.
+        If `path` is a file, the folder is not empty and `overwrite` is false, or a file that scforge did not write has
+        the name of a new file.
     """
     given, path = path, Path(path).resolve()
     check_folder(argument, path)
@@ -191,10 +192,10 @@ def atomic_folder(
 
 
 def read_settled[T](folder: str | os.PathLike[str], read: Callable[[], T]) -> T:
-    """Return what `read` makes of several files of a folder, all of one and the same save.
+    """Return the result of `read`, which reads several files in a folder, so that all files are from the same save.
 
-    What a process that was killed has left is put in place first, and reading is repeated where somebody saved
-    meanwhile.
+    A save that was interrupted by a killed process is completed first. If another process saves meanwhile, reading is
+    repeated.
     """
     folder = Path(folder)
     for _ in range(50):
@@ -214,7 +215,7 @@ def read_settled[T](folder: str | os.PathLike[str], read: Callable[[], T]) -> T:
 
 
 def _put_in_place(path: Path, prefix: str) -> None:
-    """Make what is in the folder for new files the content of `path`."""
+    """Replace the model in `path` by the files in its temporary folder."""
     _move_in(path)
     new = {part.name: part.is_dir() for part in (path / _NEW).iterdir()}
     there = {part.name: part.is_dir() for part in path.iterdir()}
@@ -243,7 +244,7 @@ def _put_in_place(path: Path, prefix: str) -> None:
 
 
 def _move_in(path: Path) -> None:
-    """Move what was saved to its place; completes a move of a killed process."""
+    """Move saved files into place, which also completes the move of a killed process."""
     saved = path / _SAVED
     if not saved.is_dir():
         return
@@ -260,7 +261,7 @@ def _move_in(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, a link, or the folder of the state of a training run."""
+    """Remove a file, a link, or a folder with the state of a training run."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
     elif _is_removable(path):
@@ -268,14 +269,14 @@ def _remove(path: Path) -> None:
 
 
 def _is_removable(path: Path) -> bool:
-    """Return whether a path is a file, a link, or a folder with only a training checkpoint in it."""
+    """Return whether a path is a file, a link, or a folder that contains only a training checkpoint."""
     if not path.is_dir() or path.is_symlink():
         return True
     return {part.name for part in path.iterdir()} <= {"state.json", "state.safetensors"}
 
 
 def _described(path: Path) -> dict[str, Any] | None:
-    """Return a description that scforge wrote into a folder, None if there is none."""
+    """Return the description that scforge wrote into a folder, or None if there is no description."""
     for name in _DESCRIPTIONS:
         try:
             found = read_json(path / name)
@@ -287,7 +288,7 @@ def _described(path: Path) -> dict[str, Any] | None:
 
 
 def _seen(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return an identifier of the files of one save."""
+    """Return an identifier of the files in a folder, which changes with each save."""
     found: dict[str, tuple[int, ...]] = {}
     for name in (*_OWN, "adata.h5ad", _SAVED):
         with contextlib.suppress(OSError):
@@ -298,7 +299,7 @@ def _seen(folder: Path) -> dict[str, tuple[int, ...]]:
 
 @contextlib.contextmanager
 def _alone(new: Path, *, blocking: bool = True) -> Iterator[None]:
-    """Lock a folder that is being written."""
+    """Hold a lock for a folder that is being written."""
     from filelock import FileLock
 
     lock = new.with_name(f"{new.name}.lock")
@@ -312,7 +313,7 @@ def _alone(new: Path, *, blocking: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _named(path: str | os.PathLike[str], *hidden: Path) -> Iterator[None]:
-    """Name what the user gave in errors of writing, and not a hidden file; `hidden` is how those names begin."""
+    """Name the path given by the user in write errors, instead of a file whose name begins with one of `hidden`."""
     try:
         yield
     except OSError as error:
@@ -332,7 +333,7 @@ def _named(path: str | os.PathLike[str], *hidden: Path) -> Iterator[None]:
 
 
 def _new_file(folder: Path, stem: str = "", suffix: str = "") -> tuple[Path, int]:
-    """Create an empty hidden file with the permissions that new files get in a folder; return it and them."""
+    """Create an empty hidden file with default permissions, and return its path and permissions."""
     while True:
         path = folder / f".{stem}.{secrets.token_hex(4)}{suffix}"
         with contextlib.suppress(FileExistsError):
@@ -359,7 +360,7 @@ def _to_disk(path: Path) -> None:
 def swap_in(new: Path, path: Path) -> None:
     """Swap `new` and `path`, atomically if the system supports it.
 
-    Where it cannot, :func:`put_back` undoes what a process that was killed has begun. A link stays one.
+    Otherwise, :func:`put_back` undoes an incomplete swap of a killed process. Links are preserved.
     """
     path = path.resolve()
     put_back(path)
@@ -379,7 +380,7 @@ def swap_in(new: Path, path: Path) -> None:
 
 
 def put_back(path: str | os.PathLike[str]) -> None:
-    """Put a folder back under its name that a process was replacing when it was killed."""
+    """Restore the name of a folder if a process was killed while replacing it."""
     path = Path(path).resolve()
     gone = _gone(path)
     if not path.name or not gone.is_dir():
@@ -398,7 +399,7 @@ def _gone(path: Path) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange the names of two folders; return whether the system can, as Linux does on most local file systems."""
+    """Exchange the names of two folders, and return whether the system supports it, like Linux on most local disks."""
     import ctypes
 
     if os.name != "posix" or not hasattr(libc := ctypes.CDLL(None), "renameat2"):
@@ -408,7 +409,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:
-    """Remove a folder with its content; rename it first, so no process sees part of it."""
+    """Remove a folder and its content, after renaming it so that no process sees a partial folder."""
     path = Path(path)
     hidden = path.with_name(f".{path.name}.removed")
     shutil.rmtree(hidden, ignore_errors=True)  # of a process that was killed
@@ -417,13 +418,13 @@ def remove_folder(path: str | os.PathLike[str]) -> None:
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:
-    """Return the SHA-256 of a file as hexadecimal text."""
+    """Return the SHA-256 hash of a file as hexadecimal text."""
     with Path(path).open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def sha256_of_json(content: Any, *, sort_keys: bool = False) -> str:
-    """Return the SHA-256 of an object's JSON text, in hexadecimal."""
+    """Return the SHA-256 hash of an object's JSON text as hexadecimal text."""
     return hashlib.sha256(json.dumps(content, sort_keys=sort_keys).encode()).hexdigest()
 
 
@@ -433,9 +434,9 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     Raises
     ------
     MissingFileError
-        If there is no such file.
+        If the file does not exist.
     ModelFileError
-        If it is not JSON.
+        If the file is not JSON.
     """
     try:
         return json.loads(Path(path).read_bytes())
@@ -446,7 +447,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 
 def parsed[T: BaseModel](schema: type[T], content: Any, prefix: str) -> T:
-    """Return the content of a JSON file validated by `schema`; `prefix` begins the error message."""
+    """Return the content of a JSON file, validated by `schema`; `prefix` is the prefix of error messages."""
     from pydantic import ValidationError
 
     try:

@@ -1,4 +1,4 @@
-"""Lazy public names (PEP 562), so that importing a package costs nothing until something in it is used."""
+"""Lazy public names (PEP 562), which are imported only when they are used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ def lazy_names(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], 
     package
         ``__name__`` of the package.
     names
-        Public name to the module that defines it. A name that maps to its own module (``package.name``) is that module.
+        A mapping from public name to the module that defines it. If this module is ``package.name``, the name refers to
+        the module itself.
     """
 
     def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""The quickstart: train on four batches, integrate and annotate a fifth, compare with baselines, write a report."""
+"""The quickstart: train on four batches, integrate and annotate a fifth batch, and compare with baselines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _CLASSIFIERS = {
 
 
 class Annotation(Benchmark):
-    """Macro-F1 and accuracy of predicted labels, against the true labels of the same cells."""
+    """Macro-F1 and accuracy of predicted labels compared with the true labels of the same cells."""
 
     subject = "annotation"
     metrics = ("macro_f1", "accuracy")
@@ -164,7 +164,7 @@ def _report(cells: AnnData, reference: AnnData, query: AnnData, predicted: list[
 
 
 def _classified(reference: AnnData, query: AnnData) -> dict[str, pd.Series]:
-    """Return the labels that classifiers on genes and on principal components predict for the new sample."""
+    """Return the labels predicted for the new sample by classifiers on genes and on principal components."""
     from scforge.data import open_cells
     from scforge.eval.baselines import BaselineInputs, classification_baselines
 

@@ -1,4 +1,4 @@
-"""The registry of tokenizers, architectures, objectives, tasks, benchmarks and checkpoint families."""
+"""The registry for tokenizers, architectures, objectives, tasks, benchmarks and checkpoint families."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from scforge.errors import OptionError, ScforgeError, listing, suggest
 
 
 class Registry[T]:
-    """Names to objects: built-in ones by module path, others by decorator or by entry point.
+    """A mapping from name to object, with built-in, registered and plugin entries.
 
     Parameters
     ----------
     kind
-        The word for one entry in messages, e.g. ``"architecture"``.
+        Word for an entry in messages, e.g. ``"architecture"``.
     group
         Entry-point group that other packages use to add entries, e.g. ``"scforge.models"``.
     builtin
-        Name to module path of the entries that ship with scforge. The module is imported when the entry is first
-        requested, and registers itself.
+        A mapping from name to module path for entries that ship with scforge. The module is imported when the entry is
+        first requested, and registers itself.
     base
-        Public path of the class that entries derive from, e.g. ``"torch.nn.Module"``; None means any object.
+        Public path of the class that entries derive from, e.g. ``"torch.nn.Module"``. If None, accepts any object.
     members
         Methods and attributes that entries must define, in addition to the abstract methods of `base`.
     """
@@ -48,12 +48,12 @@ class Registry[T]:
     def register(self, name: str) -> Callable[[T], T]:
         """Register a class as `name` (class decorator).
 
-        A class of the same module and name replaces the earlier one, so a notebook cell can be run again.
+        A class with the same module and name replaces the earlier class, so a notebook cell can be run again.
 
         Parameters
         ----------
         name
-            What the class is called in Python, in configurations and on the command line.
+            Name of the class in Python, in configurations and on the command line.
 
         Returns
         -------
@@ -92,9 +92,9 @@ class Registry[T]:
         Raises
         ------
         OptionError
-            If `name` is unknown (the message lists the known names), or its class lacks what it has to define.
+            If `name` is unknown (the message lists the known names), or its class lacks a required method or attribute.
         ScforgeError
-            If a plugin offers `name` but cannot be imported; the cause is attached.
+            If a plugin provides `name` but cannot be imported; the cause is attached.
         """
         if name not in self._entries and name in self._builtin:
             importlib.import_module(self._builtin[name])
@@ -109,11 +109,11 @@ class Registry[T]:
         return self._entries[name]
 
     def names(self) -> list[str]:
-        """Return all names: built-in ones, registered ones, and those that plugins offer.
+        """Return all names, including built-in, registered and plugin entries.
 
         Returns
         -------
-        The names, sorted. Nothing is imported for it.
+        The sorted names. No entry is imported.
 
         Examples
         --------
@@ -134,7 +134,7 @@ class Registry[T]:
         return next((name for name, entry in self._entries.items() if entry is obj), None)
 
     def _check(self, name: str, entry: T) -> None:
-        """Raise unless a user's class has the interface that scforge requires; other callables are not checked."""
+        """Raise an OptionError if a user's class lacks the required interface; other callables are not checked."""
         if self._base is None or (callable(entry) and not isinstance(entry, type)):
             return
         what = f"{self.kind}={name!r} is {getattr(entry, '__qualname__', entry)!s}"
@@ -169,25 +169,25 @@ class Registry[T]:
 def check_options(
     kind: str, owner: str, options: Iterable[str], known: Sequence[str], hints: Mapping[str, str] | None = None
 ) -> None:
-    """Raise unless all `options` are `known` ones of `owner`.
+    """Raise an error if any of `options` is not a known option of `owner`.
 
     Parameters
     ----------
     kind
-        What an option is called in the message, e.g. ``"tokenizer option"``.
+        Word for an option in the message, e.g. ``"tokenizer option"``.
     owner
-        Name of the entry whose options they are.
+        Name of the entry that the options belong to.
     options
         Names to check.
     known
-        Names that there are.
+        Known names.
     hints
-        Name of an option that users of other packages try, and what to do instead.
+        A mapping from option names of other packages to advice.
 
     Raises
     ------
     OptionError
-        Naming the option, the nearest known one and all known ones.
+        If an option is unknown; the message names the option, the most similar known option and all known options.
     """
     for option in options:
         if option not in known:
@@ -198,7 +198,7 @@ def check_options(
 
 
 def check_switches(owner: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    """Raise unless the options of `owner` whose defaults are True or False are just that: the text "false" is true."""
+    """Raise an OptionError if a boolean option of `owner` is not True or False, because "false" is truthy."""
     for name, parameter in inspect.signature(owner).parameters.items():
         if name in options and isinstance(parameter.default, bool) and not isinstance(options[name], bool):
             raise OptionError(f"{name}={options[name]!r} must be True or False.")
@@ -210,14 +210,14 @@ def _package_of(point: EntryPoint) -> str:
 
 
 def _derives(entry: object, base: str) -> bool:
-    """Return whether an object is a class below `base`, which is not imported for that."""
+    """Return whether an object is a subclass of `base`, without importing `base`."""
     package, _, last = base.rpartition(".")
     bases = entry.__mro__ if isinstance(entry, type) else ()
     return any(cls.__qualname__ == last and f"{cls.__module__}.".startswith(f"{package}.") for cls in bases)
 
 
 def check_defines(what: str, found: object, members: Sequence[str]) -> None:
-    """Raise unless a class or an object has these members, and leaves none abstract; `what` begins the message."""
+    """Raise an OptionError if a class or an object lacks members; `what` is the prefix of the message."""
     abstract: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
     lacking = sorted({*abstract, *(name for name in members if not _defines(found, name))})
     if lacking:

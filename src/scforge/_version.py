@@ -1,6 +1,6 @@
-"""The version of the installed package, which comes from the git tag (CONTRIBUTING.md, Release).
+"""The version of the installed package, which is derived from the git tag (see CONTRIBUTING.md, Release).
 
-It is looked up when someone asks, because reading the metadata of packages takes longer than importing scforge.
+The version is looked up on request, because reading package metadata takes longer than importing scforge.
 """
 
 from __future__ import annotations

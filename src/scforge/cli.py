@@ -1,4 +1,4 @@
-"""The command line: one parser, and one function per command that receives the given flags by name."""
+"""The command line, with one parser, and one function per command that receives the given flags by name."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 from scforge.errors import ConfigError, MissingFileError, OptionError, ScforgeError, ScforgeWarning, listing
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, even if training saved its results, so a script does not continue."""
+"""Exit code after Ctrl-C, even if training saved its results, so that a script does not continue."""
 
 
 def _check_places(source: str, output: str | None = None, endings: Sequence[str] = (), *, place: str = "") -> None:
-    """Raise for a missing file, or an output of the wrong type, before slow imports."""
+    """Raise an error for a missing file or an output of the wrong type, before slow imports."""
     path = Path(source)
     is_name = "://" in source or any(sign in source for sign in "*?[")
     if path.suffix == ".h5ad" and not is_name and not path.exists():
@@ -35,7 +35,7 @@ def _quickstart(**options: str) -> None:
 
 
 def _loaded(config: str, overrides: list[str]) -> Any:
-    """Return a configuration with the default folder of the training run if none is set."""
+    """Load a configuration, with the default folder for the training run if no folder is set."""
     from scforge.config import load_config
 
     loaded = load_config(config, overrides)
@@ -70,7 +70,7 @@ _OTHER_SECTIONS = {
     "output": "output.checkpoint_dir",
     "seed": "seed",
 }
-"""Flags of ``scforge finetune`` mapped to options of a YAML file; other flags are in its section ``finetune``."""
+"""A mapping from ``scforge finetune`` flags to YAML options; other flags set options of the section ``finetune``."""
 
 
 def _finetune(
@@ -249,7 +249,7 @@ def _embed_soma(files: list[str], model: str, output: str, *, quiet: bool = Fals
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports a usage error in one line, as all other errors; unset flags are left out, as in Python."""
+    """Parser that reports usage errors in one line, like other errors, and omits flags that are not set."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"argument_default": argparse.SUPPRESS, **kwargs})
@@ -260,7 +260,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Look up the version on request, not at every start."""
+    """Action that looks up the version on request, not at every start."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from scforge._version import __version__
@@ -270,7 +270,7 @@ class _Version(argparse.Action):
 
 
 class _MayStandAlone(argparse.Action):
-    """A flag with an optional value; KEY=VALUE after it is not its value, but an override."""
+    """Action of a flag with an optional value; KEY=VALUE after the flag is not its value, but an override."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, nargs="?", const=True)
@@ -591,7 +591,7 @@ def _parser() -> _Parser:
 
 
 class _ShowOnce:
-    """Prints each warning once, on one line, even if several steps of a command raise it."""
+    """Handler that prints each warning once, on one line, even if several steps of a command issue it."""
 
     def __init__(self) -> None:
         self.shown: set[str] = set()
@@ -604,7 +604,7 @@ class _ShowOnce:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments; overrides may come before and after a flag, which argparse does not support in a command."""
+    """Parse the arguments, with overrides before and after flags, which argparse does not support in a command."""
     arguments, others = _parser().parse_known_args(argv)
     takes = hasattr(arguments, "overrides")
     for other in others:
@@ -620,12 +620,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 0, 2 after a user error (one line on stderr), or 130 after Ctrl-C.
+    """Run a command, and return 0, 2 after a user error (one line on stderr), or 130 after Ctrl-C.
 
     Parameters
     ----------
     argv
-        Arguments after the program's name; those of the process if None.
+        Arguments after the program name. If None, uses the arguments of the process.
     """
     options = vars(_parse(argv))
     run, _ = options.pop("run"), options.pop("parser")

@@ -1,7 +1,7 @@
-"""The exception family of scforge.
+"""The exception classes of scforge.
 
-Each message is one sentence that names the argument, its value and the fix. The command line prints it as one line
-on stderr and exits with code 2; from Python it is an exception that also is the builtin one a caller would expect.
+Each message is one sentence that names the argument, its value and the fix. The command line prints it as one line on
+stderr and exits with code 2. In Python, each exception is also the built-in exception that a caller would expect.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _CALLERS = {
     ("stdlib",): ("concurrent", "contextlib.", "copy.", "functools.", "threading."),
     ("purelib", "platlib", "user"): ("lightning", "lightning_fabric", "pytorch_lightning", "torch"),
 }
-"""What calls parts of scforge back, so that its lines are not the user's either."""
+"""Code that calls scforge through callbacks, whose lines are therefore not user code either."""
 
 
 def _not_the_user() -> tuple[str, ...]:
-    """Return the beginnings of the paths of code that no warning is about."""
+    """Return path prefixes of code to which warnings must not point."""
     places = {**sysconfig.get_paths(), "user": site.getusersitepackages()}
     found = {Path(places[kind], name) for kinds, names in _CALLERS.items() for kind in kinds for name in names}
     # Python compares without the last letter of a file's name, so a prefix must be shorter.
@@ -49,7 +49,7 @@ def _not_the_user() -> tuple[str, ...]:
 _NOT_THE_USER = _not_the_user()
 
 SECRET = "***"
-"""Replacement of a credential."""
+"""Text that replaces a credential."""
 
 # A path of a URL has one of its slashes left.
 _USER = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]+:/{1,2})[^\s/?#]*@")
@@ -57,21 +57,21 @@ _QUERY = re.compile(r"(\bhttps?:/{1,2}[^\s?'\"]*\?)[^\s'\"]+")
 _TOKEN = re.compile(
     r"\bhf_(?:(?:oauth|jwt)_[\w.-]+|[A-Za-z0-9]{30,})|(?<=\bBearer )(?:[\w.~+/=-]{20,}|[^\s'\"]+(?=['\"]))"
 )
-"""Tokens of the hub, and what a header of HTTP holds; a column may well be called ``hf_score``."""
+"""Pattern of hub tokens and tokens in HTTP headers, which does not match e.g. a column ``hf_score``."""
 
 
 class ScforgeError(Exception):
-    """Base of every error that scforge raises for a problem that the user can fix.
+    """Base class of all errors that scforge raises for problems that the user can fix.
 
     Cause
     -----
-    Derived classes name the kind of problem. The base itself is raised where a plugin, or an optional package, cannot
+    Derived classes name the kind of problem. The base class itself is raised if a plugin or an optional package cannot
     be imported.
 
     Fix
     ---
-    Read the sentence: it names the argument, its value and what to do. Catch this class to catch all of them. Another
-    exception out of scforge is a bug, and worth a report.
+    Read the message, which names the argument, its value and the fix. Catch this class to catch all of these errors.
+    Any other exception raised by scforge is a bug; please report it.
 
     Examples
     --------
@@ -88,17 +88,17 @@ class ScforgeError(Exception):
 
 
 class ConfigError(ScforgeError, ValueError):
-    """A configuration file or override that cannot be used.
+    """A configuration file or override is invalid.
 
     Cause
     -----
-    The file is missing, or is not YAML; a key is unknown; a value has the wrong type or lies out of its range; two
-    options contradict each other; or one that is needed is missing.
+    The file is missing, or is not YAML; a key is unknown; a value has the wrong type or is out of range; two options
+    contradict each other; or a required option is missing.
 
     Fix
     ---
-    Go to the line, or the override, that the message names. ``scforge config check FILE`` finds such mistakes before
-    any cell is read, and ``scforge config show FILE`` prints all options with their defaults.
+    Go to the line or override named in the message. ``scforge config check FILE`` finds such errors before any cell is
+    read, and ``scforge config show FILE`` prints all options with their defaults.
 
     Examples
     --------
@@ -112,7 +112,7 @@ class ConfigError(ScforgeError, ValueError):
 
 
 class DataError(ScforgeError, ValueError):
-    """Cells, counts, genes or columns that cannot be used.
+    """Cells, counts, genes or columns are missing or invalid.
 
     Cause
     -----
@@ -138,18 +138,18 @@ class DataError(ScforgeError, ValueError):
 
 
 class GeneMismatchError(DataError):
-    """The genes of the data do not fit the vocabulary of the model.
+    """The genes of the data do not match the vocabulary of the model.
 
     Cause
     -----
-    The vocabulary contains too few genes of the data: they have other identifiers (symbols, Ensembl ids, numbers), are
-    from another species, or are a small panel.
+    Too few genes are in both the data and the vocabulary: genes of the data have other identifiers (symbols, Ensembl
+    ids, numbers), are from another species, or are a small panel.
 
     Fix
     ---
-    Name the column of ``var`` with fitting names (``gene_key=``), or translate them with
+    Specify the column of ``var`` with matching names (``gene_key=``), or convert names with
     :func:`scforge.data.convert_gene_ids`. ``scforge inspect FILE --vocab VOCABULARY`` shows how many genes match and
-    which are missing.
+    which genes are missing.
 
     Examples
     --------
@@ -165,7 +165,7 @@ class GeneMismatchError(DataError):
 
 
 class HubError(ScforgeError, OSError):
-    """A model hub cannot be reached, or fails.
+    """A model hub cannot be reached or returns an error.
 
     Cause
     -----
@@ -184,15 +184,15 @@ class HubError(ScforgeError, OSError):
 
 
 class OptionError(ScforgeError, ValueError):
-    """An unknown name or an unusable value of an argument.
+    """The name or value of an argument is unknown or invalid.
 
     Cause
     -----
-    A name is misspelt, a value is of another type or out of range, or arguments do not go together.
+    A name is misspelled, a value has the wrong type or is out of range, or arguments are incompatible.
 
     Fix
     ---
-    Use one of the names, or a value in the range, that the message lists.
+    Use one of the names listed in the message, or a value in the given range.
 
     Examples
     --------
@@ -216,8 +216,8 @@ class MissingFileError(ScforgeError, FileNotFoundError):
 
     Fix
     ---
-    Check the path. Relative ones start at the working directory, also in a configuration file. For a private
-    repository pass a token, ``HF_TOKEN``.
+    Check the path. Relative paths refer to the working directory, even in a configuration file. For a private
+    repository, pass a token (``HF_TOKEN``).
 
     Examples
     --------
@@ -231,17 +231,17 @@ class MissingFileError(ScforgeError, FileNotFoundError):
 
 
 class ModelFileError(ScforgeError, ValueError):
-    """A model folder with a missing, foreign or corrupted file.
+    """A file in a model folder is missing, invalid or corrupted.
 
     Cause
     -----
-    A copy or a download is incomplete; the folder is from another program, or from a later version; weights do not
-    match their description; or a file is a pickle, which is never opened.
+    A copy or a download is incomplete; the folder is from another program or a later version; weights do not match
+    their description; or a file is a pickle, which is never opened.
 
     Fix
     ---
-    Copy, pull or save the model again. Checkpoints of other packages become a model with
-    ``scforge convert-checkpoint``.
+    Copy, pull or save the model again. To convert checkpoints of other packages to a model, use ``scforge
+    convert-checkpoint``.
 
     Examples
     --------
@@ -261,7 +261,7 @@ class TrainingError(ScforgeError, RuntimeError):
 
     Cause
     -----
-    The loss or the weights are no longer finite; memory is too small; or a checkpoint cannot be written, or is from
+    The loss or the weights are no longer finite; memory is insufficient; or a checkpoint cannot be written, or is from
     another run.
 
     Fix
@@ -285,8 +285,8 @@ class ScforgeWarning(UserWarning):
 
     Fix
     ---
-    Decide whether the warning matters for your analysis. The command line prints it once on stderr. In Python it can be
-    silenced or turned into an error like any warning.
+    Decide whether the warning matters for your analysis. The command line prints it once on stderr. In Python, it can
+    be silenced or turned into an error like any other warning.
 
     Examples
     --------
@@ -309,8 +309,8 @@ class NotTrainedWarning(ScforgeWarning):
 
     Cause
     -----
-    An embedding, a prediction or generated cells were asked for before ``train``, or the loaded model was saved before
-    it.
+    An embedding, a prediction or generated cells were requested before ``train``, or the loaded model was saved before
+    training.
 
     Fix
     ---
@@ -333,11 +333,11 @@ def listing(names: Iterable[object], *, most: int = 12) -> str:
     names
         Names to list.
     most
-        Number of names to show; the rest is counted.
+        Number of names to show; other names are only counted.
 
     Returns
     -------
-    The text; ``"nothing"`` for no names.
+    The text, or ``"nothing"`` if there are no names.
 
     Examples
     --------
@@ -352,18 +352,18 @@ def listing(names: Iterable[object], *, most: int = 12) -> str:
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known name nearest to `name`, or an empty string.
+    """Return ``"; did you mean 'x'?"`` for the known name most similar to `name`, or an empty string.
 
     Parameters
     ----------
     name
-        What was written.
+        The given name.
     known
-        What may be written.
+        Known names.
 
     Returns
     -------
-    A piece of a sentence.
+    The end of a sentence.
 
     Examples
     --------
@@ -376,7 +376,7 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
 
 
 def suggest(name: object, known: Iterable[object], label: str = "known", *, most: int = 12) -> str:
-    """Return a suggestion for `name`: the nearest known name, and a labeled list of all known names.
+    """Return a suggestion for `name`: the most similar known name, and a labeled list of all known names.
 
     Examples
     --------
@@ -395,7 +395,7 @@ def warn(message: str, category: type[Warning] | None = None) -> None:
     message
         One sentence.
     category
-        :class:`ScforgeWarning` if None.
+        Category of the warning. If None, uses :class:`ScforgeWarning`.
 
     Examples
     --------
@@ -409,7 +409,7 @@ def warn(message: str, category: type[Warning] | None = None) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the message of another library's error for use in a sentence: one line without its final period.
+    """Return the message of another library's error as one line without final period, for use in a sentence.
 
     Parameters
     ----------
@@ -418,7 +418,7 @@ def first_line(error: BaseException) -> str:
 
     Returns
     -------
-    The first 300 characters of its first line; the name of its class if it is empty.
+    The first 300 characters of the first line, or the class name if the message is empty.
 
     Examples
     --------
@@ -431,9 +431,9 @@ def first_line(error: BaseException) -> str:
 
 
 def redacted(text: str) -> str:
-    """Return text without credentials: tokens, and in URLs user, password and the query of a signed address.
+    """Return text without credentials, i.e. tokens, and in URLs user, password and the query of a signed URL.
 
-    scforge applies it to every URL that it writes or shows, and to its errors and warnings.
+    scforge applies this function to every URL that it writes or shows, and to its errors and warnings.
 
     Parameters
     ----------
@@ -442,7 +442,7 @@ def redacted(text: str) -> str:
 
     Returns
     -------
-    The text, with ``***`` for removed parts.
+    The text, with ``***`` instead of removed parts.
 
     Examples
     --------
@@ -462,7 +462,7 @@ def safe_cause(error: BaseException | None) -> BaseException | None:
 
     Returns
     -------
-    The error or None.
+    The error, or None.
 
     Examples
     --------

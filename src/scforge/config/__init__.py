@@ -1,4 +1,4 @@
-"""Configuration files: their schema, reading and writing, and the recipes of the package."""
+"""Configuration files: schema, loading and writing, and shipped recipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Aliases of options, and messages about the lines of a configuration file."""
+"""Option aliases, and messages that refer to lines of a configuration file."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class AliasError(ConfigError):
-    """Options that are not allowed together, or at their place.
+    """Options that are not allowed together, or not in their section.
 
     Parameters
     ----------
     message
-        The sentence.
+        The message.
     *options
-        Dotted names, as the user spelled them.
+        Dotted names as spelled by the user.
     """
 
     def __init__(self, message: str, *options: str) -> None:
@@ -52,13 +52,13 @@ ALIASES = {
     "training.max_tokens_per_batch": "data.max_tokens_per_batch",
     "training.num_gpus": "training.devices",
 }
-"""Accepted aliases of options, mapped to their name in the schema."""
+"""A mapping from accepted option aliases to names in the schema."""
 
 _ON_GPUS = ("auto", "gpu", "cuda")
 
 
 def apply_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of `raw` with canonical names of options.
+    """Return a copy of `raw` with canonical option names.
 
     Parameters
     ----------
@@ -86,7 +86,7 @@ def apply_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def get_option(content: Mapping[str, Any], dotted: str) -> Any:
-    """Return the value of an option, None where `content` does not have it."""
+    """Return the value of an option, or None if it is not in `content`."""
     value: Any = content
     for key in dotted.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -124,7 +124,7 @@ def _put(content: dict[str, Any], dotted: str, value: Any, *, alias: str) -> Non
 
 
 def _move_data(content: dict[str, Any]) -> None:
-    """Use a section ``finetune.data`` as the section ``data``."""
+    """Move the section ``finetune.data`` to the section ``data``."""
     section = get_option(content, "finetune.data")
     if isinstance(section, Mapping):
         del content["finetune"]["data"]
@@ -158,21 +158,21 @@ _SPELLINGS = [
     (["finetune", "data"], ["data"]),
     (["training", "num_gpus"], ["training", "accelerator"]),
 ]
-"""Ways to write an option, and the option."""
+"""Pairs of an alternative spelling of an option and the option."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file, or an override.
+    """A configuration file or an override.
 
     Attributes
     ----------
     where
         Name for messages.
     root
-        Its content as composed by PyYAML; None if it is empty.
+        Content as composed by PyYAML; None if it is empty.
     keys
-        Keys that lead to `root`: none in a file, ``("training", "lr")`` in the override ``training.lr=1``.
+        Keys that lead to `root`: empty for a file, ``("training", "lr")`` for the override ``training.lr=1``.
     """
 
     where: str
@@ -180,9 +180,9 @@ class Source:
     keys: tuple[str, ...] = ()
 
     def find(self, location: Sequence[int | str]) -> tuple[int, int | None]:
-        """Return the number of parts of a location that are found here, and the line of the last one.
+        """Return how many parts of a location exist in this source, and the line of the last part.
 
-        Lines are counted from 1; None without lines, as in an override.
+        Lines are counted from 1. The line is None if there are no lines, as in an override.
         """
         depth, line = self._walk(location)
         for alias, canonical in _SPELLINGS:
@@ -211,19 +211,19 @@ class Places:
     Parameters
     ----------
     sources
-        The file, and the overrides in their order; empty for a configuration created in Python.
+        The file, followed by the overrides in their order; empty for a configuration created in Python.
     """
 
     def __init__(self, sources: Iterable[Source] = ()) -> None:
         self.sources = list(sources)
 
     def of(self, location: Sequence[int | str]) -> str:
-        """Return the place of a location as the beginning of a message.
+        """Return the source and line of a location as the prefix of a message.
 
         Parameters
         ----------
         location
-            Keys from the outermost section on. If it is missing, the place of its section is returned.
+            Keys, starting with the outermost section. If it does not exist, uses its section instead.
         """
         best, text = -1, ""
         for source in self.sources:
@@ -242,7 +242,7 @@ class Places:
 
 
 def _step(node: yaml.Node | None, part: int | str) -> tuple[Any, int] | None:
-    """Return the node at a key or an index of a node, and its line."""
+    """Return the child node at a key or an index, and its line."""
     import yaml
 
     if isinstance(node, yaml.MappingNode):
@@ -260,25 +260,25 @@ _STORAGE_OPTIONS = "storage_options"
 _PLAIN_KEY = re.compile(r"[\w-]+")
 
 _WORDS = {"model_type": "is not a section with options", "string_type": "is not text; put it in quotes"}
-"""Kinds of mistakes that pydantic calls by names of Python, to our words."""
+"""A mapping from pydantic error types to messages without Python terms."""
 
 
 def shown(value: object) -> str:
-    """Return a short text of `value` on one line, for a message."""
+    """Return `value` as short text on one line, for a message."""
     return " ".join(_REPR.repr(value).split())
 
 
 def config_error(error: ValidationError, schema: type[BaseModel], places: Places | None = None) -> ConfigError:
-    """Return pydantic's first error in `schema` as a sentence, with the number of further errors.
+    """Convert pydantic's first error in `schema` to a sentence, with the number of other errors.
 
     Parameters
     ----------
     error
-        Error of pydantic.
+        The pydantic error.
     schema
         The sections that were checked.
     places
-        Places of the options.
+        Sources and lines of the options.
     """
     details = error.errors(include_url=False)
     place = "" if places is None else places.of(details[0]["loc"])
@@ -290,7 +290,7 @@ def config_error(error: ValidationError, schema: type[BaseModel], places: Places
 
 
 def without_secrets(content: Any, *, options: bool = False) -> Any:
-    """Return the content of a configuration without credentials in URLs and ``storage_options``."""
+    """Return the content of a configuration, with credentials in URLs and ``storage_options`` removed."""
     if isinstance(content, Mapping):
         return {
             name: without_secrets(value, options=options or name == _STORAGE_OPTIONS) for name, value in content.items()
@@ -303,7 +303,7 @@ def without_secrets(content: Any, *, options: bool = False) -> Any:
 
 
 def dotted_name(location: Iterable[int | str]) -> str:
-    """Return ``training.optimizer.lr`` or ``data.paths[0]`` for a location in a configuration."""
+    """Return the dotted name of a location, e.g. ``training.optimizer.lr`` or ``data.paths[0]``."""
     name = ""
     for part in location:
         if isinstance(part, int):
@@ -314,7 +314,7 @@ def dotted_name(location: Iterable[int | str]) -> str:
 
 
 def known_names(schema: type[BaseModel], prefix: str = "") -> list[str]:
-    """Return the dotted names of all options of `schema`, those of its sections included."""
+    """Return the dotted names of all options of `schema`, including options of nested sections."""
     names: list[str] = []
     for name, field in schema.model_fields.items():
         names.append(prefix + name)
@@ -324,7 +324,7 @@ def known_names(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section class of an option; None if it is not a section."""
+    """Return the section class of an option, or None if it is not a section."""
     choices = get_args(field.annotation) or (field.annotation,)
     return next((one for one in choices if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
@@ -363,11 +363,11 @@ def unknown_option(name: str, value: object, schema: type[BaseModel], siblings: 
     name, value
         Dotted name of the option, and its value.
     schema
-        Sections that may have it.
+        Sections that may contain the option.
     siblings
-        Names of the options in its place.
+        Names of the known options in the same section.
     has
-        Owner of these options.
+        Text on the owner of these options.
     """
     section, _, key = name.rpartition(".")
     near = _nearest(key, siblings)

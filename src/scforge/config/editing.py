@@ -1,4 +1,4 @@
-"""Help with writing configuration files: recipes to start from, and a schema for completion in editors."""
+"""Helpers for writing configuration files: recipes as templates, and a schema for completion in editors."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from scforge.errors import ConfigError
 def init_config(
     recipe: str = "light", output: str | os.PathLike[str] | None = None, *, overwrite: bool = False
 ) -> Path:
-    """Write a recipe into a file to edit.
+    """Copy a recipe to a file for editing.
 
     Parameters
     ----------
     recipe
         See :func:`scforge.config.list_recipes`.
     output
-        File to write. If None, uses the name of the recipe, in the working directory.
+        File to write. If None, uses the name of the recipe in the working directory.
     overwrite
-        Replace an existing file.
+        Whether to replace an existing file.
 
     Returns
     -------
@@ -38,7 +38,7 @@ def init_config(
     Raises
     ------
     ConfigError
-        If there is no such recipe, or the file exists.
+        If the recipe does not exist, or the file exists.
 
     Examples
     --------
@@ -63,7 +63,7 @@ def config_schema(output: str | os.PathLike[str] | None = None) -> dict[str, Any
     Parameters
     ----------
     output
-        File to write it to.
+        File to write. If None, nothing is written.
 
     Returns
     -------
@@ -101,7 +101,7 @@ def _sections(schema: type[BaseModel]) -> list[type[BaseModel]]:
 
 
 def _describe(section: type[BaseModel], schema: dict[str, Any]) -> None:
-    """Copy the descriptions of a section and its options from the docstring."""
+    """Copy the descriptions of a section and its options from its docstring to the schema."""
     summary, _, rest = (section.__doc__ or "").partition("Parameters\n")
     schema["description"] = " ".join(summary.split())
     schema.pop("title", None)
@@ -133,13 +133,13 @@ def _find(schema: dict[str, Any], dotted: str) -> dict[str, Any]:
 
 
 def _allow_one(option: dict[str, Any]) -> None:
-    """Allow a text instead of a list of one."""
+    """Allow a single item instead of a list with one item."""
     lists = [choice for choice in option["anyOf"] if choice.get("type") == "array"]
     option["anyOf"] += [choice["items"] for choice in lists]
 
 
 def _allow_empty(schema: dict[str, Any]) -> None:
-    """Allow empty sections, whose keys may all be commented out."""
+    """Allow empty sections, e.g. if all keys are commented out."""
     for holder in (schema, *schema["$defs"].values()):
         for name, option in holder.get("properties", {}).items():
             if "$ref" in option:

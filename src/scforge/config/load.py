@@ -65,7 +65,7 @@ _HINTS = {
     "expected <block end>": "check the indentation: the keys of one section start in the same column",
     "mapping values are not allowed": "check the indentation, and quote text that contains ': '",
 }
-"""Messages of PyYAML, mapped to advice."""
+"""A mapping from PyYAML messages to advice."""
 
 
 def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
@@ -76,7 +76,7 @@ def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
     text
         The document.
     where
-        Name for errors.
+        Name of the document for error messages.
 
     Raises
     ------
@@ -108,7 +108,7 @@ def parse_toml(text: str, *, where: str) -> Any:
 
 
 def dump_yaml(content: Any) -> str:
-    """Return `content` as YAML that :func:`parse_yaml` reads back.
+    """Return `content` as YAML text that :func:`parse_yaml` can read.
 
     Parameters
     ----------
@@ -140,24 +140,23 @@ def load_config(
     Parameters
     ----------
     path
-        A YAML file, or a TOML file, whose name ends in ``.toml``; None means a configuration made of `flags` and
-        `overrides` alone.
+        A YAML file, or a TOML file whose name ends in ``.toml``. If None, uses only `flags` and `overrides`.
     overrides
-        Options that replace those in the file, as ``"training.batch_size=32"``. Values are read as YAML; a mapping is
-        merged into its section. The last override of an option takes precedence.
+        Options that replace options in the file, e.g. ``"training.batch_size=32"``. Values are read as YAML, and a
+        mapping is merged into its section. The last override of an option takes precedence.
     flags
-        Options set by flags: name in messages, mapped to the option and its value. They take precedence over the file,
-        and `overrides` over them.
+        Options set by flags: a mapping from the name in messages to the option and its value. Flags take precedence
+        over the file, and `overrides` take precedence over flags.
 
     Returns
     -------
-    The checked configuration. Paths are not changed, so relative paths start at the working directory.
+    The checked configuration. Paths are not changed, so relative paths refer to the working directory.
 
     Raises
     ------
     ConfigError
-        If the file cannot be read, is not YAML or TOML, or has a key or a value that cannot be used. The message names
-        the line of the file, or the override.
+        If the file cannot be read, is not YAML or TOML, or contains an invalid key or value. The message names the line
+        of the file, or the override.
 
     Examples
     --------
@@ -189,10 +188,10 @@ def load_config(
 
 
 def dump_config(config: Config) -> str:
-    """Return `config` as YAML text that :func:`load_config` reads back to an equal configuration.
+    """Return `config` as YAML text from which :func:`load_config` creates an equal configuration.
 
-    Only options that the user set are written, so defaults may change with the package. Credentials in URLs and text in
-    ``data.storage_options`` are replaced by ``***``; fill them in before using the file.
+    Only options that the user set are written, so defaults may change in later versions. Credentials in URLs and text
+    in ``data.storage_options`` are replaced by ``***``; fill them in before using the file.
 
     Parameters
     ----------
@@ -201,7 +200,7 @@ def dump_config(config: Config) -> str:
 
     Returns
     -------
-    The text; empty sections and defaults are left out.
+    The YAML text, without empty sections and defaults.
 
     Examples
     --------
@@ -219,7 +218,7 @@ def dump_config(config: Config) -> str:
 
 
 def _canonical(content: Mapping[str, Any], source: Source) -> dict[str, Any]:
-    """Return the content of a source with canonical names of options."""
+    """Return the content of a source with canonical option names."""
     try:
         return apply_aliases(content)
     except AliasError as error:

@@ -41,7 +41,7 @@ def _as_list(value: Any) -> Any:
 
 
 def _needs(other: str, fix: str, *options: str) -> Any:
-    """Return a validator of options that have no effect where another one is None."""
+    """Return a validator of options that have no effect if another option is None."""
 
     def validate(cls: Any, value: Any, info: ValidationInfo) -> Any:
         if value not in (None, []) and info.data.get(other, "") is None:
@@ -60,7 +60,7 @@ Path = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, and assignments are checked like a file."""
+    """Base of all sections. Unknown keys are errors, and assignments are checked like a file."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 
@@ -71,7 +71,7 @@ class Section(BaseModel):
         return {} if raw is None else raw
 
     def user_set(self) -> dict[str, Any]:
-        """Return the options that the user set, nested sections as dictionaries, in the order of the schema."""
+        """Return the options that the user set, in schema order, with nested sections as dictionaries."""
         content: dict[str, Any] = {}
         for name, value in self:
             if isinstance(value, Section):
@@ -84,7 +84,7 @@ class Section(BaseModel):
 
 
 class OpenSection(Section):
-    """A section that also contains the options of the class it names; that class's constructor checks them."""
+    """A section that also contains options of the class it names, which are checked by the constructor."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -121,8 +121,8 @@ def _filters(value: Any) -> Any:
 class PreprocessingConfig(Section):
     """Choice of genes, and normalization of their values.
 
-    The tokenizer applies it to raw counts, cell by cell, in training and inference. Its options are saved with the
-    model.
+    The tokenizer applies the normalization to raw counts, cell by cell, in training and inference. The options are
+    saved with the model.
 
     Parameters
     ----------
@@ -131,9 +131,9 @@ class PreprocessingConfig(Section):
     keep_genes
         Genes that are always kept.
     normalize
-        ``"library_size"`` scales the counts of a cell to `target_sum`, ``"none"`` does not.
+        ``"library_size"`` scales the counts of a cell to `target_sum`; ``"none"`` does not scale them.
     target_sum
-        Total counts per cell after normalization; None means 10,000.
+        Total counts per cell after normalization. If None, uses 10,000.
     log1p
         Whether to apply log1p.
 
@@ -158,18 +158,18 @@ class PreprocessingConfig(Section):
 
 
 class SamplingConfig(Section):
-    """Sampling of training cells by class with replacement, instead of each cell once per epoch.
+    """Sampling of training cells by class, with replacement, instead of using each cell once per epoch.
 
-    If None, uses the default of :class:`scforge.training.CellDataModule`.
+    If an option is None, uses the default of :class:`scforge.training.CellDataModule`.
 
     Parameters
     ----------
     balance_key
         Column of ``obs`` with the classes. If None, uses each cell once.
     warmup_epochs
-        Epochs over which the strength goes from `start` to `end`.
+        Number of epochs over which the strength changes from `start` to `end`.
     start, end
-        Strength: 0 samples classes by their frequency, 1 equally often.
+        Strength: 0 samples classes by their frequency, and 1 samples all classes equally often.
 
     Examples
     --------
@@ -189,7 +189,7 @@ class SamplingConfig(Section):
 
 
 class SplitConfig(Section):
-    """Split of the validation cells; ``training.validation_size`` sets their fraction.
+    """Choice of the validation cells; ``training.validation_size`` sets their fraction.
 
     Parameters
     ----------
@@ -211,34 +211,34 @@ class DataConfig(Section):
     Parameters
     ----------
     source
-        ``"local"`` for `paths`, ``"cellxgene_census"`` for a query of the Census.
+        ``"local"`` for `paths`, or ``"cellxgene_census"`` for a Census query.
     paths
-        One or more h5ad or zarr files, stores, patterns of paths, or URLs of these. One may be given as text.
+        One or more h5ad or zarr files, stores, patterns of paths, or URLs of these. A single path may be given as text.
     organism
-        Organism of the Census. If None, uses ``"homo_sapiens"``.
+        Organism in the Census. If None, uses ``"homo_sapiens"``.
     filters
-        Which cells of the Census: columns of ``obs`` with a value or a list of values, or a SOMA ``value_filter``.
+        Census cells to use: columns of ``obs`` with a value or a list of values, or a SOMA ``value_filter``.
     census_version
-        Release of the Census, e.g. ``"2025-01-30"``. If None, uses ``"stable"``.
+        Census release, e.g. ``"2025-01-30"``. If None, uses ``"stable"``.
     uri
-        SOMA experiment, or a folder with the layout of the Census, to query instead.
+        SOMA experiment, or a folder with the Census layout, to query instead of the Census.
     obs_columns
-        Further columns of ``obs`` to keep, in addition to those that other options name. None: all of local cells, none
-        of the Census.
+        Columns of ``obs`` to keep in addition to the columns in other options. If None, keeps all columns of local
+        cells, and no additional columns of the Census.
     storage_options
-        Options of the file system of URLs, as of fsspec; for the Census those of TileDB.
+        fsspec options for the file system of URLs; for the Census, TileDB options.
     modality
         Modality of a MuData.
     memory
         Maximum memory for cells, e.g. ``"16GB"``.
     cache
-        Store that cells are converted into once, and read from. None converts cells that do not fit into memory,
-        into ``~/.cache/scforge/stores`` (or ``$XDG_CACHE_HOME``).
+        Store into which cells are converted once, and from which they are read. If None, converts only cells that do
+        not fit into memory, into ``~/.cache/scforge/stores`` (or ``$XDG_CACHE_HOME``).
     gene_vocab
         ``"from_data"``, a shipped vocabulary such as ``"human_protein_coding"``, or a vocabulary file.
     max_genes
-        Genes kept per cell, the most expressed. If None, uses the tokenizer's default. Also accepted as
-        ``tokenizer.max_genes``.
+        Maximum number of genes per cell; the most expressed genes are kept. If None, uses the tokenizer's default. Also
+        accepted as ``tokenizer.max_genes``.
     layer
         Layer with raw counts. If None, reads ``adata.X``, or ``"raw"`` of the Census.
     gene_key
@@ -250,14 +250,16 @@ class DataConfig(Section):
     sampling
         Sampling by class.
     split
-        Split of the validation cells.
+        Choice of the validation cells.
     max_tokens_per_batch
-        Maximum number of tokens per batch, including padding; cells of similar length then share a batch. Also
-        accepted as ``training.max_tokens_per_batch``.
+        Maximum number of tokens per batch, including padding. Cells of similar length then share a batch. Also accepted
+        as ``training.max_tokens_per_batch``.
     num_threads
-        Threads that tokenize ahead; 0 tokenizes in the training thread. Also accepted as ``data.num_workers``.
+        Number of threads that tokenize ahead; 0 tokenizes in the training thread. Also accepted as
+        ``data.num_workers``.
     pin_memory
-        Put batches into pinned memory, from which a CUDA device copies. If None, does so if there is one.
+        Whether to put batches into pinned memory for copies to a CUDA device. If None, does so if a CUDA device is
+        available.
 
     Examples
     --------
@@ -352,15 +354,15 @@ Devices = Annotated[
 
 
 class OptimizerConfig(Section):
-    """The optimizer. If None, uses the default of the objective.
+    """The optimizer. If an option is None, uses the default of the objective.
 
     Parameters
     ----------
     name
-        ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"``, which orthogonalizes the steps of the matrices inside the
-        layers.
+        ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"``, which orthogonalizes the updates of the weight matrices
+        inside the layers.
     lr
-        Highest learning rate. Also accepted as ``training.lr``.
+        Peak learning rate. Also accepted as ``training.lr``.
     weight_decay
         Weight decay.
 
@@ -376,14 +378,14 @@ class OptimizerConfig(Section):
 
 
 class SchedulerConfig(Section):
-    """The learning-rate schedule. If None, uses the default of the objective.
+    """The learning-rate schedule. If an option is None, uses the default of the objective.
 
     Parameters
     ----------
     name
         Name of the schedule.
     warmup_steps
-        Optimizer steps until the highest learning rate.
+        Number of optimizer steps until the peak learning rate.
 
     Examples
     --------
@@ -396,49 +398,50 @@ class SchedulerConfig(Section):
 
 
 class TrainingConfig(Section):
-    """The training run. If None, uses the default of the objective, or a value that fits the data.
+    """The training run. If an option is None, uses the default of the objective, or a value that suits the data.
 
     Parameters
     ----------
     batch_size
-        Cells per step and device; ``"auto"`` tries how many fit into memory.
+        Number of cells per step and device; ``"auto"`` finds out how many fit into memory.
     max_epochs, max_steps
-        Limits of training, whichever is reached first.
+        Maximum number of epochs and of steps; training ends when one of them is reached.
     validation_size
         Fraction of cells held out for validation, in [0, 1).
     early_stopping
-        Stop when the validation loss no longer falls.
+        Whether to stop when the validation loss no longer decreases.
     early_stopping_patience
-        Epochs without improvement before stopping.
+        Number of epochs without improvement before stopping.
     precision
-        Precision, as in Lightning; ``"auto"`` takes bfloat16 if it is faster.
+        Lightning precision; ``"auto"`` uses bfloat16 if it is faster.
     accelerator, devices
-        Hardware: kind, and number of devices of a machine (or ``"auto"``, or a list of indices as text, ``"0,1"``).
+        Type of hardware, and number of devices per machine (or ``"auto"``, or a list of indices as text, ``"0,1"``).
         ``training.num_gpus`` sets both.
     num_nodes
-        Number of machines with that many devices each.
+        Number of machines with this many devices each.
     strategy
-        Parallel strategy: ``"ddp"`` copies the model to each device, ``"fsdp"`` shards the weights; ``"auto"`` takes
+        Parallel strategy: ``"ddp"`` copies the model to each device, and ``"fsdp"`` shards the weights; ``"auto"`` uses
         ``"ddp"`` for several devices.
     gradient_clip_val
-        Largest norm of the gradient; 0 does not clip.
+        Maximum gradient norm; 0 disables clipping.
     accumulate_grad_batches
-        Number of batches whose gradients are accumulated per step, which multiplies the cells per step.
+        Number of batches whose gradients are accumulated per step, which multiplies the number of cells per step.
     gradient_checkpointing
-        Recompute layers in the backward pass instead of storing their activations: less memory, more time.
+        Whether to recompute layers in the backward pass instead of storing their activations, which saves memory but
+        takes more time.
     layer_lr_decay
         Ratio of the learning rates of a layer and the layer above it, e.g. 0.8. If None, uses one learning rate.
     gradual_unfreezing
-        Train the top layer first, and add the next lower layer after each interval of this many epochs. None trains all
+        Number of epochs after which the next lower layer is unfrozen, starting with the top layer. If None, trains all
         layers from the start.
     compile
-        Compile the model with ``torch.compile``: the first step is slow, later ones are faster.
+        Whether to compile the model with ``torch.compile``: the first step is slow, and later steps are faster.
     ema_decay
-        Decay of an exponential moving average of the weights, e.g. 0.999; the average is validated and saved.
+        Decay of an exponential moving average of the weights, e.g. 0.999. The average is validated and saved.
     log_every_n_steps
-        Steps between two lines of the log.
+        Number of steps between two lines of the log.
     checkpoint_every_n_steps
-        Steps between two checkpoints, in addition to the one at the end of each epoch.
+        Number of steps between two checkpoints, in addition to the checkpoint at the end of each epoch.
     optimizer, scheduler
         Optimizer and learning-rate schedule.
 
@@ -478,10 +481,10 @@ TASK_ALIASES = {
     "cell_type_annotation": "annotation",
     "perturbation_prediction": "perturbation",
 }
-"""Aliases of tasks, mapped to the name in the registry."""
+"""A mapping from task alias to registered name."""
 
 EVALUATIONS = {"perturbbench": "perturbation"}
-"""Names of evaluations, mapped to their task."""
+"""A mapping from evaluation to its task."""
 
 
 def _task(value: str) -> str:
@@ -521,32 +524,32 @@ Part = Annotated[Float, Field(ge=0, lt=1)]
 class FinetuneConfig(OpenSection):
     """Fine-tuning of a trained model for a task. Any other key is an option of the task, e.g. ``class_weights``.
 
-    Architecture, tokenizer and genes are those of the base model. Batches, epochs and learning rates are set in
-    ``training``, and the cells in ``data``.
+    The base model determines architecture, tokenizer and genes. Batches, epochs and learning rates are set in
+    ``training``, and cells are set in ``data``.
 
     Parameters
     ----------
     base_model
-        Base model to fine-tune: its folder, a repository of the hub (``org/name``), or ``scforge://name``.
+        Base model to fine-tune: its folder, a hub repository (``org/name``), or ``scforge://name``.
     task
         Registered name of the task, e.g. ``"annotation"``.
     labels_key, batch_key
-        Columns of ``obs`` for the task. If None, uses those of the section ``data``.
+        Columns of ``obs`` for the task. If None, uses the columns in the section ``data``.
     validation_size, test_size
-        Fractions of the cells in the validation set, which selects the best epoch, and in the test set.
+        Fractions of the cells in the validation set, which is used to select the best epoch, and in the test set.
     split_by
-        Column of ``obs`` with groups, e.g. donors, that are held out as a whole. None splits by cell.
+        Column of ``obs`` with groups, e.g. donors, that are held out as a whole. If None, splits by cell.
     split_key
         Column of ``obs`` with the values ``"train"``, ``"validation"`` or ``"test"``, instead of a random split.
     freeze
-        True trains only the head; a number freezes the embeddings and this many layers.
+        If True, trains only the head; a number freezes the embeddings and this many layers.
     lora
-        True, or options: train low-rank adapters instead of the weights.
+        Whether to train low-rank adapters instead of the weights: True, or adapter options.
     head
         Options of the head: ``hidden_dim`` and ``dropout``.
     evaluate
-        Score the test cells at the end, with baselines. The name of an evaluation, e.g. ``"perturbbench"``, has to fit
-        the task.
+        Whether to score the test cells at the end, with baselines. Also accepts the name of an evaluation that matches
+        the task, e.g. ``"perturbbench"``.
     **options
         Options of the task, checked by its constructor.
 
@@ -626,25 +629,26 @@ Benchmarks = Annotated[
 
 
 class OutputConfig(Section):
-    """Output files and folders; None writes nothing.
+    """Output files and folders. If an option is None, nothing is written.
 
     Parameters
     ----------
     log_dir
         Folder of the training log.
     loggers
-        Loggers: ``"csv"``, ``"tensorboard"``, ``"wandb"``, one or a list. If None, uses ``"csv"`` if `log_dir` is set.
+        One or several of the loggers ``"csv"``, ``"tensorboard"`` and ``"wandb"``. If None, uses ``"csv"`` if `log_dir`
+        is set.
     project
-        Project in Weights & Biases.
+        Weights & Biases project.
     run_name
-        Name of the run in TensorBoard and in Weights & Biases.
+        Name of the run in TensorBoard and Weights & Biases.
     wandb_mode
         ``"online"``; ``"offline"``, which writes the log to `log_dir` for a later upload; or ``"disabled"``.
     checkpoint_dir
-        Folder of checkpoints and of the trained model. If neither it nor `embedding` is set, ``scforge train`` uses
-        ``checkpoints/NAME`` for a file ``NAME.yaml``, and ``scforge finetune`` uses ``DATA_TASK``.
+        Folder of checkpoints and the trained model. If neither this option nor `embedding` is set, ``scforge train``
+        uses ``checkpoints/NAME`` for a file ``NAME.yaml``, and ``scforge finetune`` uses ``DATA_TASK``.
     save_top_k
-        Number of epochs to keep as models, by validation loss; -1 keeps all.
+        Number of epochs with the lowest validation loss to keep as models; -1 keeps all epochs.
     keep_last
         Number of latest checkpoints to keep for resuming.
     embedding
@@ -687,17 +691,17 @@ class OutputConfig(Section):
 
 
 class EvalConfig(Section):
-    """Benchmarks on the held-out cells during training; their scores are logged with the loss.
+    """Benchmarks on held-out cells during training, whose scores are logged with the loss.
 
     Parameters
     ----------
     benchmarks
         Registered names, or names with options: ``[cell_type_annotation: {labels_key: cell_type}]``. The option
-        ``dataset`` names one of `datasets`, whose cells replace the held-out cells.
+        ``dataset`` is the name of one of `datasets`, whose cells are used instead of the held-out cells.
     every_n_epochs
-        Interval between evaluations in epochs; the last epoch is always evaluated.
+        Number of epochs between evaluations; the last epoch is always evaluated.
     datasets
-        Names of data sets, mapped to h5ad files.
+        A mapping from data set name to h5ad file.
 
     Examples
     --------
@@ -731,10 +735,10 @@ class MaskingConfig(Section):
     Parameters
     ----------
     mask_ratio
-        Fraction of tokens chosen for prediction, between 0 and 1; a list of fractions to sample from for each cell; or
-        a schedule ``{start: 0.15, end: 0.5, epochs: 10, shape: linear}`` (or ``cosine``).
+        Fraction of tokens chosen for prediction, between 0 and 1; a list of fractions from which one is sampled for
+        each cell; or a schedule ``{start: 0.15, end: 0.5, epochs: 10, shape: linear}`` (or ``cosine``).
     mask_token_prob, random_token_prob
-        Probability that a chosen token is replaced by MASK, or by a random gene. The rest is unchanged.
+        Probabilities that a chosen token is replaced by MASK, or by a random gene. Other chosen tokens are unchanged.
 
     Examples
     --------
@@ -766,7 +770,7 @@ class TokenizerConfig(OpenSection):
     strategy
         Registered name of the tokenizer. If None, uses the default of the objective.
     masking
-        Masking, for the objectives that mask.
+        Masking, for objectives that use it.
     **options
         Options of the strategy, checked by its constructor.
 
@@ -804,25 +808,25 @@ class ObjectiveConfig(OpenSection):
 class ModelConfig(OpenSection):
     """The architecture and its options.
 
-    The fields below are shared by most architectures. Any other key is an option of the architecture, stored as an
-    attribute and checked by its constructor.
+    The options below are shared by most architectures. Any other key is an option of the architecture, which is stored
+    as an attribute and checked by its constructor.
 
     Parameters
     ----------
     architecture
         Registered name of the architecture. If None, uses the light encoder.
     vocab_size
-        Number of token ids, special tokens included. None until the vocabulary is known.
+        Number of token ids, including special tokens. None until the vocabulary is known.
     hidden_dim, num_layers, num_heads
         Width, depth and number of attention heads.
     ffn_dim
-        Width inside the feed-forward layers. If None, leaves it to the architecture.
+        Width inside the feed-forward layers. If None, uses the default of the architecture.
     dropout
         Dropout probability, in [0, 1).
     max_seq_len
         Maximum number of tokens per cell.
     pooling
-        Pooling of token states into a cell embedding.
+        Pooling of token states to a cell embedding.
     activation
         Activation function of the feed-forward layers.
     use_expression_values
@@ -851,7 +855,7 @@ class ModelConfig(OpenSection):
     layer_norm_eps: Annotated[Float, Field(gt=0)] = 1e-12
 
     def user_options(self) -> dict[str, Any]:
-        """Return the options that the user set, the fields that most architectures share among them."""
+        """Return the options that the user set, including options shared by most architectures."""
         return {key: value for key, value in self.user_set().items() if key not in ("architecture", "vocab_size")}
 
 
@@ -863,14 +867,14 @@ class Config(Section):
     data, tokenizer, objective, model, training, eval, output
         The sections.
     finetune
-        Fine-tuning of a trained model; None trains a new model.
+        Fine-tuning of a trained model. If None, trains a new model.
     seed
         Random seed.
 
     Raises
     ------
     pydantic.ValidationError
-        If a key is unknown or a value cannot be used. (:func:`load_config` makes it a ``ConfigError`` with the line.)
+        If a key is unknown or a value is invalid. (:func:`load_config` converts it to a ``ConfigError`` with the line.)
 
     Examples
     --------
@@ -894,7 +898,7 @@ class Config(Section):
     _places: Places = PrivateAttr(default_factory=Places)
 
     def place_of(self, dotted: str) -> str:
-        """Return the place of an option as the beginning of a message, e.g. ``"recipe.yaml, line 3: "``, or "".
+        """Return the location of an option as the prefix of a message, e.g. ``"recipe.yaml, line 3: "``.
 
         Parameters
         ----------
@@ -903,7 +907,7 @@ class Config(Section):
 
         Returns
         -------
-        Text, ``""`` if the option was not set in a file.
+        The text, or ``""`` if the option was not set in a file.
         """
         return self._places.of([int(key) if key.isdecimal() else key for key in dotted.split(".")])
 

@@ -1,4 +1,4 @@
-"""Cells and genes: vocabulary, gene mapping, checks, sources and batches."""
+"""Cells and genes: vocabularies, gene mapping, checks, sources and batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of cells (CSR rows over the genes of a vocabulary), cells in memory, and random numbers per cell."""
+"""Blocks of cells (CSR rows over vocabulary genes), cells in memory, and random numbers per cell."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 def content_keys(block: CellBlock, *, seed: int, stream: int = 0) -> np.ndarray:
-    """Return one random 64-bit key for each cell that depends on its counts and on the draw, uint64, shape (B,).
+    """Return one random 64-bit key for each cell, which depends on its counts and the draw, uint64, shape (B,).
 
-    The position of a cell does not matter: in a subset or a reordered data set, it keeps its random numbers.
+    The position of a cell does not matter: it keeps its random numbers in a subset or a reordered data set.
     """
     keys = np.empty(len(block), dtype=np.uint64)
     _digest(block.indptr, block.genes, block.counts.view(np.uint32), keys)
@@ -34,7 +34,7 @@ def content_keys(block: CellBlock, *, seed: int, stream: int = 0) -> np.ndarray:
 
 @numba.njit(cache=True, nogil=True)
 def _digest(indptr, genes, bits, keys):
-    """Hash the genes and counts of each cell by a sum of products, which only needs one pass."""
+    """Hash the genes and counts of each cell with a sum of products, which requires only one pass."""
     golden, other = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xC2B2AE3D27D4EB4F)
     for cell in range(len(indptr) - 1):
         digest = np.uint64(0)
@@ -46,7 +46,7 @@ def _digest(indptr, genes, bits, keys):
 
 @dataclass(frozen=True)
 class CellBlock:
-    """The counts of some cells, compressed by row (CSR), over vocabulary genes.
+    """Counts of a group of cells over vocabulary genes, in compressed sparse row (CSR) format.
 
     Attributes
     ----------
@@ -55,16 +55,16 @@ class CellBlock:
     genes
         Vocabulary gene index of each entry, ascending within a cell, int32, shape (Z,).
     counts
-        Count of each entry, float32, above zero, shape (Z,).
+        Count of each entry, positive, float32, shape (Z,).
     totals
         Total counts of each cell over all genes of the data, including genes outside the vocabulary, float64, shape
         (B,).
     rows
-        Position of each cell in its source, int64, shape (B,). Part of the key of random numbers.
+        Position of each cell in its source, int64, shape (B,). It is part of the key for random numbers.
     draw
-        Number of the draw, e.g. the epoch. Part of the key of random numbers.
+        Number of the draw, e.g. the epoch. It is part of the key for random numbers.
     measured
-        True for the vocabulary genes that the data have, bool, shape (G,); None if unknown.
+        True for the vocabulary genes that are in the data, bool, shape (G,); None if unknown.
 
     Examples
     --------
@@ -99,7 +99,7 @@ class CellBlock:
         totals
             Total counts of each cell over all genes of the data, shape (B,). If None, uses the row sums.
         measured
-            True for the vocabulary genes that the data have, bool, shape (G,).
+            True for the vocabulary genes that are in the data, bool, shape (G,).
 
         Returns
         -------
@@ -108,7 +108,7 @@ class CellBlock:
         Raises
         ------
         DataError
-            If the parts of the matrix do not fit together, or `totals` do not fit the cells.
+            If the matrix is inconsistent, or the length of `totals` differs from the number of cells.
         """
         matrix = sound_csr(matrix, "matrix")
         if not matrix.has_canonical_format or (matrix.data == 0).any():
@@ -127,20 +127,20 @@ class CellBlock:
 
 
 class Cells(Protocol):
-    """Cells to sample batches from: in memory, in a store, or in a remote collection.
+    """Interface of cells to sample batches from: in memory, in a store, or in a remote collection.
 
     Attributes
     ----------
     vocab
         The vocabulary of the counts; None if the cells were created from counts without gene names.
     overlap
-        Fraction of the vocabulary genes that the data have.
+        Fraction of the vocabulary genes that are in the data.
     counts_kept
-        Fraction of all counts in vocabulary genes.
+        Fraction of all counts that are in vocabulary genes.
     measured
-        True for the vocabulary genes that the data have, bool, shape (G,); None if unknown.
+        True for the vocabulary genes that are in the data, bool, shape (G,); None if unknown.
     chunk_size
-        Number of consecutive cells that are best read together; 1 in memory.
+        Number of consecutive cells that should be read together; 1 in memory.
 
     Examples
     --------
@@ -174,7 +174,7 @@ class Cells(Protocol):
 
     @property
     def n_expressed(self) -> np.ndarray:
-        """Number of expressed vocabulary genes of each cell (or slightly more), integer, shape (N,)."""
+        """Number of expressed vocabulary genes of each cell, or slightly more, integer, shape (N,)."""
         ...
 
     def column(self, key: str) -> pd.Series:
@@ -195,7 +195,7 @@ class Cells(Protocol):
         rows
             Positions of the cells, integers, shape (B,).
         draw
-            Number of the draw, e.g. the epoch, as part of the key of random numbers.
+            Number of the draw, e.g. the epoch, which is part of the key for random numbers.
         """
         ...
 
@@ -210,7 +210,7 @@ class Cells(Protocol):
         ...
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-        """Return at most `n` random cells (of those at `rows`) in memory, in the order of the source.
+        """Load at most `n` random cells (from those at `rows`) into memory, in the order of the source.
 
         Parameters
         ----------
@@ -241,19 +241,19 @@ class CellSource:
     Attributes
     ----------
     counts
-        Counts over vocabulary genes, canonical CSR of any number type, shape (N, G).
+        Counts over vocabulary genes, canonical CSR matrix of any numeric type, shape (N, G).
     totals
         Total counts of each cell over all genes of the data, float64, shape (N,).
     overlap
-        Fraction of the vocabulary genes that the data have.
+        Fraction of the vocabulary genes that are in the data.
     counts_kept
-        Fraction of all counts in vocabulary genes.
+        Fraction of all counts that are in vocabulary genes.
     measured
-        True for the vocabulary genes that the data have, bool, shape (G,); None if unknown.
+        True for the vocabulary genes that are in the data, bool, shape (G,); None if unknown.
     vocab
         The vocabulary; None if the cells were created from counts without gene names.
     obs
-        Metadata of each cell, N rows; None without metadata.
+        Metadata of each cell, N rows; None if there is no metadata.
 
     Examples
     --------
@@ -290,7 +290,7 @@ class CellSource:
         return replace(self, counts=self.counts[rows], totals=self.totals[rows], obs=obs)
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-        """Return at most `n` cells (of those at `rows`), sampled by `seed`, in the order of the source."""
+        """Return at most `n` random cells (from those at `rows`), in the order of the source."""
         return self.take(choose_rows(len(self), n, rows=rows, seed=seed))
 
     def with_vocab(self, vocab: GeneVocab, *, min_overlap: float = MIN_OVERLAP) -> CellSource:
@@ -301,7 +301,7 @@ class CellSource:
         OptionError
             If the cells have no vocabulary.
         GeneMismatchError
-            If less than `min_overlap` of the genes of `vocab` are in the data.
+            If the fraction of `vocab` genes in the data is below `min_overlap`.
         """
         if self.vocab is None:
             raise OptionError("the cells have no vocabulary; open them with scforge.data.open_cells(source, vocab).")
@@ -337,7 +337,7 @@ class CellSource:
                 yield self.block(rows, draw=window.draw)
 
     def block(self, rows: np.ndarray, *, draw: int = 0) -> CellBlock:
-        """Return the cells at `rows`, in that order; `draw` is part of the random key."""
+        """Return the cells at `rows`, in that order; `draw` is part of the key for random numbers."""
         rows = np.asarray(rows, dtype=np.int64)
         starts = self.counts.indptr[rows].astype(np.int64)
         lengths = self.counts.indptr[rows + 1] - starts
@@ -356,7 +356,7 @@ class CellSource:
 
 
 def choose_rows(n_cells: int, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> np.ndarray:
-    """Return at most `n` of `rows` (of all cells if None) at random, ascending, int64."""
+    """Sample at most `n` of `rows` (of all cells if None), ascending, int64."""
     rows = np.arange(n_cells, dtype=np.int64) if rows is None else np.asarray(rows, dtype=np.int64)
     if len(rows) <= n:
         return rows
@@ -372,10 +372,10 @@ def choose_chunks(
     groups: np.ndarray | None = None,
     seed: int = 0,
 ) -> np.ndarray:
-    """Return at most `n` of `rows` (of all cells if None), ascending, int64; if there are more, from random chunks.
+    """Sample at most `n` of `rows` (of all cells if None) from random chunks, ascending, int64.
 
-    With `groups`, the group of each of `rows`, chunks are taken from each group in turn (a chunk belongs to the group
-    of its first row), so that a small group is not left out.
+    `groups` contains the group of each of `rows`. If given, chunks are taken from each group in turn, so that small
+    groups are not left out. A chunk belongs to the group of its first row.
     """
     rows = np.arange(n_cells, dtype=np.int64) if rows is None else np.asarray(rows, dtype=np.int64)
     if len(rows) <= n:
@@ -392,7 +392,7 @@ def choose_chunks(
 
 
 def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:
-    """Return a column of a table of cells, or raise :class:`~scforge.errors.DataError`."""
+    """Return a column of a cell table. Raises a :class:`~scforge.errors.DataError` if it is missing."""
     columns = [] if obs is None else [str(column) for column in obs.columns if not str(column).startswith("_scvi_")]
     if obs is None or key not in obs:
         raise DataError(f"{key!r} is not a column of obs of these cells{suggest(key, columns, 'there is')}")
@@ -400,7 +400,7 @@ def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:
 
 
 def named_column(cells: Cells, key: str, *, argument: str | None) -> pd.Series:
-    """Return a column of obs of cells; if it is missing, the message names the argument of the column."""
+    """Return an obs column of cells; if it is missing, the error message names `argument`."""
     try:
         return cells.column(key)
     except DataError as error:
@@ -410,17 +410,17 @@ def named_column(cells: Cells, key: str, *, argument: str | None) -> pd.Series:
 
 
 def _center(bins: np.ndarray) -> np.ndarray:
-    """Return the value of a bin with the smallest maximum relative error."""
+    """Return the value in each bin that minimizes the maximum relative error."""
     low = _LOWEST * _RATIO ** bins.astype(np.float64)
     return 2 * low * _RATIO / (1 + _RATIO)
 
 
 _RATIO = 1.02
-"""Ratio of the edges of a bin; a value differs from the middle of its bin by less than 1 %."""
+"""Ratio of the edges of a bin; values differ from the bin center by less than 1 %."""
 
 
 _LOWEST = 1e-5
-"""Smallest value: one count of a cell with a thousand million of them."""
+"""Smallest value: one count in a cell with a billion counts."""
 
 
 _N_BINS = int(np.ceil(np.log(TARGET_SUM / _LOWEST) / np.log(_RATIO))) + 1
@@ -429,13 +429,13 @@ _N_BINS = int(np.ceil(np.log(TARGET_SUM / _LOWEST) / np.log(_RATIO))) + 1
 class StreamingMedians:
     """Median of the nonzero CP10K values of each gene, computed from a stream of blocks of cells.
 
-    It uses a histogram for each gene, with bins of equal ratio. Its size does not grow with the number of cells (4.2 kB
-    per gene), the order of the blocks does not matter, and the relative error is below 1 %.
+    Each gene has a histogram whose bins have a constant ratio of edges. Memory is 4.2 kB per gene for any number of
+    cells, the order of the blocks does not matter, and the relative error is below 1 %.
 
     Parameters
     ----------
     n_genes
-        Number of genes of the vocabulary.
+        Number of vocabulary genes.
 
     Examples
     --------
@@ -452,12 +452,12 @@ class StreamingMedians:
         self._counts = np.zeros((n_genes, _N_BINS), dtype=np.uint32)
 
     def update(self, block: CellBlock) -> None:
-        """Add the cells of a block.
+        """Add the cells of a block to the histograms.
 
         Parameters
         ----------
         block
-            The cells; pass every cell once.
+            The cells. Pass every cell exactly once.
 
         Raises
         ------
@@ -468,7 +468,7 @@ class StreamingMedians:
             raise DataError("block has a count of zero or less, or above the total of its cell; pass raw counts.")
 
     def medians(self) -> np.ndarray:
-        """Return the medians, float64, shape (n_genes,); 1 for a gene that no cell expresses."""
+        """Return the medians, float64, shape (n_genes,); 1 for genes that no cell expresses."""
         parts = [_middle(self._counts[start : start + 1024]) for start in range(0, self.n_genes, 1024)]
         return np.concatenate(parts)
 

@@ -1,4 +1,4 @@
-"""Query the CELLxGENE Census, and read its cells."""
+"""Query the CELLxGENE Census and read its cells."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 
 Filters = Mapping[str, Any] | str | None
-"""Column to a value or a list of values; or a SOMA ``value_filter``; or None for everything."""
+"""A mapping from column to a value or a list of values, a SOMA ``value_filter``, or None for all cells."""
 
 _SPECIES = {"human": "homo_sapiens", "mouse": "mus_musculus"}
 
 _NAMES = ("feature_id", "feature_name", "var_id")
-"""Columns of ``var`` that contain names of genes: those of the Census, and that of ``tiledbsoma.io.from_anndata``."""
+"""Columns of ``var`` with gene names, in the Census and from ``tiledbsoma.io.from_anndata``."""
 
 _ROWS = 1024
-"""Cells that are read at a time."""
+"""Number of cells read at a time."""
 
 _SAMPLED = 64
-"""Cells that are read to tell how many counts there are."""
+"""Number of cells read to estimate the number of counts."""
 
 
 @dataclass(frozen=True)
 class CensusQuery:
-    """Query cells of the CELLxGENE Census, or of another SOMA experiment; nothing is read before it is opened.
+    """Query of cells from the CELLxGENE Census or another SOMA experiment; nothing is read before it is opened.
 
     :func:`scforge.data.open_cells` reads the cells into memory, and :func:`scforge.data.convert` writes them to a
     store. Requires ``pip install "scforge[census]"``, in a separate environment, because the clients require pandas 2.
@@ -52,24 +52,24 @@ class CensusQuery:
     Parameters
     ----------
     organism
-        Organism of the Census, e.g. ``"homo_sapiens"``. An experiment that `uri` names directly has only one.
+        Organism in the Census, e.g. ``"homo_sapiens"``. It has no effect if `uri` refers to an experiment.
     filters
-        Filters that select cells: columns of obs, each with a value or a list of values, e.g. ``{"tissue": ["lung",
-        "heart"], "is_primary_data": True}``; a cell has to match all columns. Or the text of a SOMA ``value_filter``.
-        If None, uses all cells. The Census contains many cells twice, so most queries need ``is_primary_data``.
+        Filters that select cells: a mapping from obs column to a value or a list of values, e.g. ``{"tissue": ["lung",
+        "heart"], "is_primary_data": True}``, of which a cell must match all columns; or a SOMA ``value_filter``. If
+        None, uses all cells. The Census contains many cells twice, so most queries need ``is_primary_data``.
     obs
-        Columns of ``obs`` to have available, e.g. for batches and labels. If None, uses all.
+        Columns of ``obs`` to make available, e.g. for batches and labels. If None, uses all columns.
     census_version
-        Release of the Census, e.g. ``"2025-01-30"``; ``"stable"`` and ``"latest"`` change with time.
+        Census release, e.g. ``"2025-01-30"``. The releases ``"stable"`` and ``"latest"`` change over time.
     uri
-        Path or URI of a SOMA experiment, or of a folder with the layout of the Census. If None, opens the Census.
+        Path or URI of a SOMA experiment, or of a folder with the Census layout. If None, opens the Census.
     measurement, layer
-        Measurement of the experiment, and layer of its X, with raw counts.
+        Measurement of the experiment, and the layer of its X that contains raw counts.
     gene_key
-        Column of ``var`` with the gene names. If None, uses ``feature_id`` or ``feature_name``, whichever fits the
+        Column of ``var`` with the gene names. If None, uses ``feature_id`` or ``feature_name``, whichever matches the
         vocabulary best.
     tiledb_config
-        Options of TileDB, e.g. ``{"vfs.s3.region": "us-west-2"}``.
+        TileDB options, e.g. ``{"vfs.s3.region": "us-west-2"}``.
 
     Examples
     --------
@@ -102,7 +102,7 @@ class CensusQuery:
 
     @property
     def value_filter(self) -> str | None:
-        """The condition of the cells, as SOMA takes it."""
+        """The condition that selects cells, in SOMA syntax."""
         conditions = list(self._conditions.values())
         if len(conditions) > 1:
             return " and ".join(f"({condition})" for condition in conditions)
@@ -110,29 +110,29 @@ class CensusQuery:
 
     @property
     def _values(self) -> dict[str, list[Any]]:
-        """The values that each column may have."""
+        """A mapping from column to the values that select cells."""
         filters = {} if self.filters is None or isinstance(self.filters, str) else self.filters
         # To Python's own numbers and text, which SOMA's parser knows.
         return {column: np.atleast_1d(value).tolist() for column, value in filters.items()}
 
     @property
     def _conditions(self) -> dict[str, str]:
-        """The condition of each filter, by its name."""
+        """A mapping from filter name to the condition in SOMA syntax."""
         if isinstance(self.filters, str):
             return {self.filters: self.filters}
         return {column: _condition(column, values) for column, values in self._values.items()}
 
     def streams(self, vocab: GeneVocab | None = None) -> list[SomaStream]:
-        """Read the cells and genes that match; counts are read when they are needed.
+        """Read the tables of matching cells and genes; counts are read when they are needed.
 
         Parameters
         ----------
         vocab
-            Vocabulary that the gene names should fit.
+            Vocabulary that the gene names should match.
 
         Returns
         -------
-        One source of cells, to read from first to last.
+        A list with one stream of cells.
 
         Raises
         ------
@@ -146,7 +146,7 @@ class CensusQuery:
         Warns
         -----
         ScforgeWarning
-            If a value of a filter does not occur in any cell.
+            If a filter value does not occur in any cell.
         """
         return [SomaStream(self, vocab)]
 
@@ -162,7 +162,7 @@ def _condition(column: str, values: list[Any]) -> str:
 
 
 class SomaStream:
-    """Cells of a query, as ``scforge.data.readers.ChunkReader``."""
+    """A ``scforge.data.readers.ChunkReader`` of the cells of a query."""
 
     def __init__(self, query: CensusQuery, vocab: GeneVocab | None) -> None:
         self.query = query
@@ -184,7 +184,7 @@ class SomaStream:
         self.var.index = self.var.index.astype(str).rename(None)
 
     def _cells(self) -> tuple[np.ndarray, int | None]:
-        """Return the joinids of the cells that fit the filters, and the number of their counts where obs has it."""
+        """Return the joinids of matching cells, and their number of counts if it is in obs, otherwise None."""
         filtered = self.query._values
         if missing := [name for name in filtered if name not in self._columns]:
             raise missing_column(missing[0], self.name, self._columns)
@@ -219,7 +219,7 @@ class SomaStream:
 
     @cached_property
     def n_entries(self) -> int:
-        """Number of counts above zero, about."""
+        """Approximate number of nonzero counts."""
         if self._n_counts is not None:
             return self._n_counts
         some = np.unique(np.linspace(0, self.n_cells - 1, num=_SAMPLED).astype(np.int64))
@@ -227,7 +227,7 @@ class SomaStream:
         return int(np.ceil(n_counts / len(some) * self.n_cells))
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Return columns of the table of cells (index: their joinids); None: those that the query names."""
+        """Return columns of the cell table, indexed by joinid. If None, uses the columns of the query."""
         wanted = columns if columns is not None else self._columns if self.query.obs is None else self.query.obs
         if missing := [name for name in wanted if name not in self._columns]:
             raise missing_column(missing[0], self.name, self._columns)
@@ -236,7 +236,7 @@ class SomaStream:
         return table.set_index(table["soma_joinid"].astype(str).rename(None))[list(wanted)]
 
     def chunks(self) -> Iterator[tuple[int, sparse.csr_matrix]]:
-        """Yield ``(first row, CSR matrix over all genes)``."""
+        """Yield pieces of ``(first row, CSR matrix over all genes)``."""
         return self._read(self._joinids)
 
     def _read(self, joinids: np.ndarray) -> Iterator[tuple[int, sparse.csr_matrix]]:
@@ -257,7 +257,7 @@ class SomaStream:
                 first += counts.shape[0]
 
     def fingerprint(self) -> dict[str, int | float | str]:
-        """Return the identifier of this query: its cells, its genes, and the release of the Census."""
+        """Return a fingerprint of this query: cells, genes, and Census release."""
         genes = "\0".join(self.var.index).encode()
         return {
             "release": self._release,
@@ -272,7 +272,7 @@ class SomaStream:
 
 
 def _import_soma(module: str = "tiledbsoma") -> Any:
-    """Return a client of SOMA, or raise :class:`~scforge.errors.OptionError` if it is not installed."""
+    """Import a SOMA client. Raises an :class:`~scforge.errors.OptionError` if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -284,7 +284,7 @@ def _import_soma(module: str = "tiledbsoma") -> Any:
 
 @contextlib.contextmanager
 def _reading(what: str, advice: str = "check the connection, and try again") -> Iterator[None]:
-    """Convert errors of the clients to one sentence; `what` names the object being read."""
+    """Convert client errors into one sentence; `what` names the object being read."""
     tiledbsoma = _import_soma()
     try:
         yield
@@ -298,9 +298,9 @@ def _reading(what: str, advice: str = "check the connection, and try again") -> 
 
 
 def _opened(query: CensusQuery) -> tuple[str, str, Any]:
-    """Return the name of a query's cells, the release of the Census (empty for another place), and what was opened.
+    """Return the name of a query's cells, the Census release (empty for a `uri`), and the opened root object.
 
-    The client closes an experiment when what was opened to get there goes.
+    Keep the root object: the client closes an experiment when its root is garbage-collected.
     """
     config = None if query.tiledb_config is None else dict(query.tiledb_config)
     if query.uri is not None:
@@ -321,7 +321,7 @@ def _opened(query: CensusQuery) -> tuple[str, str, Any]:
 
 
 def _experiment(root: Any, organism: str, name: str) -> Any:
-    """Return the opened experiment, or that of an organism in a folder with the layout of the Census."""
+    """Return the opened experiment, or the experiment of an organism in a folder with the Census layout."""
     tiledbsoma = _import_soma()
     if isinstance(root, tiledbsoma.Experiment):
         return root
@@ -334,7 +334,7 @@ def _experiment(root: Any, organism: str, name: str) -> Any:
 
 
 def _member(collection: Any, key: str, argument: str, where: str, error: type[ScforgeError] = DataError) -> Any:
-    """Return a part of a collection, or raise `error` with the names that are there."""
+    """Return a member of a collection. Raises `error` with the available names if it is missing."""
     check_known(argument, key, sorted(collection), repr(where), error=error)
     return collection[key]
 
@@ -346,7 +346,7 @@ def _read_table(
     value_filter: str | None = None,
     joinids: np.ndarray | None = None,
 ) -> pd.DataFrame:
-    """Return rows of a SOMA table in the order of their joinids; text that repeats is categorical."""
+    """Return rows of a SOMA table, sorted by joinid; repetitive text becomes categorical."""
     import pandas as pd
 
     names = None if columns is None else list(dict.fromkeys(["soma_joinid", *columns]))
@@ -361,7 +361,7 @@ def _read_table(
 
 
 def best_names(var: pd.DataFrame, vocab: GeneVocab | None) -> str:
-    """Return the column of var that contains the names of genes, of several the one that fits the vocabulary best."""
+    """Return the column of var with gene names; of several columns, the one that matches the vocabulary best."""
     columns = {name: column for name, column in text_columns(var).items() if name is not None}
     known = [name for name in _NAMES if name in columns] or list(columns)
     if not known:

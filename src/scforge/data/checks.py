@@ -1,4 +1,4 @@
-"""Check the counts and columns of an AnnData; numba kernels that copy rows of CSR matrices."""
+"""Check the counts and columns of an AnnData, with numba kernels that copy rows of CSR matrices."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 _CHECKED: dict[int, tuple[Any, ...]] = {}
-"""Fingerprints of the matrices whose counts were checked, by id; a changed matrix is checked again."""
+"""A mapping from id to fingerprint of matrices whose counts were checked; a changed matrix is checked again."""
 
 REPAIR = "write the file again, or build the matrix anew"
 """Advice for a corrupted matrix."""
 
 
 def sound_csr(matrix: Any, where: str) -> sparse.csr_matrix:
-    """Return `matrix` as CSR, itself if it is one; raise if its parts do not fit together (`where` names it)."""
+    """Return `matrix` as CSR, without a copy if possible. Raises a DataError that names `where` if it is corrupted."""
     if problem := compressed_problem(matrix):
         raise DataError(f"{where} is corrupted: {problem}; {REPAIR}.")
     if isinstance(matrix, sparse.csr_matrix) and len(matrix.data) == len(matrix.indices) == matrix.indptr[-1]:
@@ -39,7 +39,7 @@ def sound_csr(matrix: Any, where: str) -> sparse.csr_matrix:
 
 
 def canonical(matrix: sparse.csr_matrix) -> sparse.csr_matrix:
-    """Return a copy with sorted rows, without zeros, and with repeated entries summed (of integers as int64)."""
+    """Return a copy with sorted rows, without zeros, and with duplicate entries summed; integers become int64."""
     matrix = matrix.astype(np.int64 if matrix.dtype.kind in "iu" else matrix.dtype, copy=True)
     matrix.sum_duplicates()
     matrix.eliminate_zeros()
@@ -47,7 +47,7 @@ def canonical(matrix: sparse.csr_matrix) -> sparse.csr_matrix:
 
 
 def compressed_problem(matrix: Any) -> str | None:
-    """Return the problem with the parts of a compressed matrix; None for others and if there is no problem."""
+    """Return the problem with the arrays of a compressed matrix, or None if there is none or it is not compressed."""
     if not sparse.issparse(matrix) or matrix.format not in ("csr", "csc"):
         return None
     for name in ("data", "indices", "indptr"):
@@ -63,7 +63,7 @@ def compressed_problem(matrix: Any) -> str | None:
 
 
 def boundary_problem(indptr: np.ndarray, n_entries: int, *, first: int = 0) -> str | None:
-    """Return what is wrong with boundaries that start at `first`, where there are `n_entries`, or None."""
+    """Return the problem with boundaries that should start at `first` and fit `n_entries` entries, or None."""
     if (indptr[1:] < indptr[:-1]).any():
         return "its boundaries (indptr) do not ascend"
     if int(indptr[0]) != first or int(indptr[-1]) > n_entries:
@@ -72,7 +72,7 @@ def boundary_problem(indptr: np.ndarray, n_entries: int, *, first: int = 0) -> s
 
 
 def index_problem(indices: np.ndarray, n_minor: int) -> str | None:
-    """Return which index is out of range, or None."""
+    """Return the problem with an index that is out of range, or None."""
     if not len(indices):
         return None
     low, high = int(indices.min()), int(indices.max())
@@ -87,7 +87,7 @@ def row_sums(matrix: sparse.csr_matrix) -> np.ndarray:
 
 
 def log1p_cp10k_rows(counts: sparse.csr_matrix, totals: np.ndarray) -> sparse.csr_matrix:
-    """Return log1p of counts per 10,000 of each cell, given its total: a new float32 matrix of the same shape."""
+    """Return log1p of counts per 10,000, given the total counts of each cell, as a new float32 matrix."""
     values = counts.astype(np.float32, copy=True)
     values.data *= np.repeat((TARGET_SUM / totals).astype(np.float32), np.diff(values.indptr))
     np.log1p(values.data, out=values.data)
@@ -95,14 +95,14 @@ def log1p_cp10k_rows(counts: sparse.csr_matrix, totals: np.ndarray) -> sparse.cs
 
 
 def unsound_row(counts: sparse.csr_matrix) -> int:
-    """Return the first row whose genes do not ascend or that has a zero or a gene out of range, or -1."""
+    """Return the first row with unsorted genes, an explicit zero or a gene that is out of range, or -1."""
     return int(_unsound_row(counts.indptr, counts.indices, counts.data, counts.shape[1]))
 
 
 def pick_genes(counts: sparse.csr_matrix, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return boundaries, places (int32) and counts (float32) of sorted rows, of the columns that have a place (not -1).
+    """Return boundaries, new gene indices (int32) and counts (float32) of sorted rows, without columns mapped to -1.
 
-    Places must ascend with the columns: then no row has to be sorted.
+    The new indices in `columns` must be ascending, so that rows need not be sorted again.
     """
     indptr = np.empty(len(counts.indptr), dtype=np.int64)
     genes = np.empty(len(counts.indices), dtype=np.int32)
@@ -138,10 +138,10 @@ def _pick(indptr, indices, data, columns, out_indptr, genes, counts):
 
 
 _FEW_VALUES = 50
-"""Different numbers, fractions among them, that may well be batches: time points, doses."""
+"""Maximum number of distinct values, including fractions, that are accepted as batches, e.g. time points or doses."""
 
 _BARCODE = re.compile(r"(?:.*[_:#])?[ACGT]{10,}(?:[-_.].*)?")
-"""Barcodes as cell names, with prefixes and suffixes of joined data sets."""
+"""Pattern of barcodes as cell names, with optional prefixes and suffixes from concatenated data sets."""
 
 _NORMALIZED = "pass the layer that contains them, or undo the normalization"
 """Advice for values that are not counts, if no layer with counts is found."""
@@ -151,12 +151,12 @@ _UNMEASURED = "remove genes that were measured in some cells only, e.g. with ann
 
 
 _SAMPLED, _EQUAL, _DEEP = 1000, 0.1, 20
-"""Cells that are looked at; variation of library sizes (SD by mean) below which they are nearly equal, where measured
-cells have some 0.5; counts a cell from which on some gene has more than one of them."""
+"""Number of cells to inspect; coefficient of variation below which library sizes are nearly equal (typical data have
+about 0.5); and mean number of counts per cell from which on some gene should have a count above 1."""
 
 
 def check_is_adata(adata: Any, *, argument: str = "adata") -> None:
-    """Raise unless `adata` is an AnnData, which may be empty or backed."""
+    """Raise an OptionError if `adata` is not an AnnData; it may be empty or backed."""
     import anndata
 
     if not isinstance(adata, anndata.AnnData):
@@ -168,7 +168,7 @@ def check_is_adata(adata: Any, *, argument: str = "adata") -> None:
 
 
 def check_adata(adata: Any, *, argument: str = "adata") -> None:
-    """Raise unless `adata` is an AnnData with cells and genes, in memory or backed."""
+    """Raise an error if `adata` is not an AnnData with cells and genes, in memory or backed."""
     import pandas as pd
 
     check_is_adata(adata, argument=argument)
@@ -179,7 +179,7 @@ def check_adata(adata: Any, *, argument: str = "adata") -> None:
 
 
 def listed_columns(obs: Any) -> list[str] | None:
-    """Return names of columns of obs as a list, None as it is; raise if they are one text, or no list."""
+    """Return names of obs columns as a list, or None. Raises an OptionError if they are a string or not iterable."""
     if obs is None:
         return None
     if isinstance(obs, str) or not isinstance(obs, Iterable):
@@ -188,7 +188,7 @@ def listed_columns(obs: Any) -> list[str] | None:
 
 
 def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
-    """Raise unless `key` is None or a column of ``adata.obs``; one of batches contains no measurement."""
+    """Raise an error if `key` is neither None nor a valid column of ``adata.obs``; batches must not be measurements."""
     if key is None:
         return
     if not isinstance(key, str | int):
@@ -210,23 +210,23 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
 
 
 def names_each_cell(column: pd.Series) -> bool:
-    """Return whether a column of obs has another value for each of many cells, as barcodes are."""
+    """Return whether an obs column contains a different value for each of many cells, like barcodes."""
     return len(column) > _FEW_VALUES and column.is_unique
 
 
 def inherited_batch_key(obs: pd.DataFrame, key: str | None) -> str | None:
-    """Return the `batch_key` of other data; None if these cells do not have it, or each cell has another value."""
+    """Return the `batch_key` of other data, or None if it is missing here or differs for each cell."""
     return None if key is None or key not in obs or names_each_cell(obs[key]) else key
 
 
 def warn_if_transposed(adata: AnnData) -> None:
-    """Warn where the genes have names of cells and the cells have not, as in matrices with a row for each gene."""
+    """Warn if genes are named like cells and cells are not, as in matrices with a row for each gene."""
     if _share_of_barcodes(adata.var_names) > 0.5 > _share_of_barcodes(adata.obs_names):
         warn(f"adata has genes named as cells (first: {str(adata.var_names[0])!r}); if they are swapped, pass adata.T.")
 
 
 def warn_if_transformed(counts: sparse.csr_matrix, layer: str | None) -> None:
-    """Warn where whole numbers are hardly counts: rounded after a normalization, or only 0 and 1."""
+    """Warn if integers are probably not counts: rounded after normalization, or only 0 and 1."""
     if counts.shape[0] <= _FEW_VALUES:
         return
     some = counts[:: max(counts.shape[0] // _SAMPLED, 1)].astype(np.float64)
@@ -262,13 +262,13 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
 
     Returns
     -------
-    Matrix of shape (n_obs, n_vars). A CSR matrix is returned as it is, not copied, unless its indices are unsorted.
+    Matrix of shape (n_obs, n_vars). A CSR matrix is returned without copying, unless its indices are unsorted.
 
     Raises
     ------
     DataError
         If the layer does not exist, is corrupted, contains negative, missing or fractional values, or has cells without
-        counts. The message names a layer that does contain counts, if there is one.
+        counts. The message names a layer that contains counts, if there is one.
     """
     matrix = _matrix(adata, layer)
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
@@ -295,7 +295,7 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
 
 
 def content_mark(matrix: Any) -> tuple[Any, ...] | None:
-    """Return checksums of the parts of a matrix in memory, which change with its values; None for other matrices."""
+    """Return checksums of the arrays of a matrix in memory, which change with its values; None for other types."""
     if getattr(matrix, "dtype", None) is None or not _is_numeric(matrix):
         return None
     if type(matrix) is np.ndarray:
@@ -318,7 +318,7 @@ def _matrix(adata: AnnData, layer: str | None) -> Any:
 
 
 def _in_memory(matrix: Any) -> Any:
-    """Return a matrix, read from its file where it is that of a backed AnnData."""
+    """Return a matrix in memory, reading it from its file if the AnnData is backed."""
     if isinstance(matrix, h5py.Dataset):
         return matrix[()]
     return matrix.to_memory() if hasattr(matrix, "to_memory") else matrix
@@ -338,7 +338,7 @@ def _as_csr(matrix: Any, where: str) -> sparse.csr_matrix:
 
 
 def value_problem(data: np.ndarray) -> str | None:
-    """Return what is wrong with values that should be counts, or None."""
+    """Return the problem with values that should be counts, or None."""
     if data.dtype.kind == "f" and not np.isfinite(data).all():
         return f"contains {int((~np.isfinite(data)).sum())} missing or infinite values"
     if len(data) and data.min() < 0:
@@ -368,12 +368,12 @@ def _holds_counts(matrix: Any) -> bool:
 
 
 def names_place(gene_key: str | None) -> str:
-    """Return what contains the gene names: ``adata.var_names`` or a column of ``adata.var``."""
+    """Return the location of the gene names: ``adata.var_names`` or a column of ``adata.var``."""
     return "adata.var_names" if gene_key is None else f"adata.var[{gene_key!r}]"
 
 
 def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names of `adata` as an array of str, shape (n_vars,), all there.
+    """Return the gene names of `adata`, str, shape (n_vars,). Raises a DataError if a name is missing.
 
     Duplicate names are allowed: their counts are summed during gene mapping.
     """
@@ -381,7 +381,7 @@ def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
 
 
 def names_of(var: pd.DataFrame, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names in a table of genes, as :func:`gene_names` does."""
+    """Return the gene names in a gene table, as :func:`gene_names` does."""
     where = names_place(gene_key)
     if gene_key is not None:
         check_known("gene_key", gene_key, var.columns, "adata.var")

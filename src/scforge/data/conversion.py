@@ -1,4 +1,4 @@
-"""Convert files of cells into a store: one pass scatters the cells over temporary files, each becomes a dataset."""
+"""Convert cells into a store: one pass scatters them over temporary files, each of which becomes a dataset."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ _MAX_COUNT = 2**32 - 1
 """Largest count that a store can hold."""
 
 _SHARD = 2**16
-"""Cells of a file of a dataset: a multiple of the cells of a chunk, and some 300 MB before they are packed."""
+"""Number of cells per dataset file: a multiple of the chunk size, and about 300 MB before compression."""
 
 _PIECE = 4096
-"""Cells that are gathered, and whose medians are measured, at a time."""
+"""Number of cells that are gathered and added to the medians at a time."""
 
 _MAX_TOTAL = 1e9
-"""Largest library size that the histograms of the medians have bins for."""
+"""Largest library size for which the histograms of the medians have bins."""
 
 
 def convert(
@@ -79,8 +79,8 @@ def convert(
 ) -> StoreInfo:
     """Convert cells into a store, from which models can train on any number of cells.
 
-    The cells of all sources are put into one random order, over the genes of one vocabulary. `path` does not exist
-    until the store is complete. If a conversion was interrupted, it starts from the beginning.
+    The cells of all sources are put into one random order, with counts over the genes of one vocabulary. `path` does
+    not exist until the store is complete. An interrupted conversion starts again from the beginning.
 
     Parameters
     ----------
@@ -99,8 +99,8 @@ def convert(
     seed
         Random seed of the order.
     memory
-        Maximum memory of the process, e.g. ``"4GB"``, or a number of bytes, of which about 0.9 GB are for Python and
-        the libraries. With more memory, datasets are larger.
+        Maximum memory of the process, e.g. ``"4GB"``, or a number of bytes. About 0.9 GB of it are for Python and the
+        libraries. With more memory, datasets are larger.
     layer
         Layer with raw counts. If None, reads X.
     gene_key
@@ -128,9 +128,9 @@ def convert(
     MissingFileError
         If a source does not exist.
     DataError
-        If a source cannot be used, or if the disk is full.
+        If a source cannot be used, or the disk is full.
     GeneMismatchError
-        If a source has too few genes of the vocabulary.
+        If a source contains too few vocabulary genes.
 
     Warns
     -----
@@ -211,13 +211,13 @@ def convert(
 
 
 _MAX_PARTIAL = 0.1
-"""Fraction of the counts in genes that some source does not measure, above which there is a warning."""
+"""Maximum fraction of counts in genes that some source does not measure; above it, a warning is issued."""
 _FILES = {".h5ad", ".h5", ".h5mu", ".hdf5", ".loom", ".csv", ".tsv", ".txt", ".json", ".yaml", ".parquet", ".zip"}
-"""Endings that no folder has."""
+"""File extensions that a folder should not have."""
 
 
 def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
-    """Return the whole path of the store, which does not exist, or may be replaced."""
+    """Return the absolute path of the store, which does not exist yet or may be replaced."""
     name = os.fspath(path)
     if is_url(name):
         raise OptionError(f"path={name!r} is a URL; convert to a local disk, and copy the store there.")
@@ -235,7 +235,7 @@ def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
 
 
 def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
-    """Raise if the store would overwrite a source, or contain one."""
+    """Raise an OptionError if the store is, contains or is inside a source."""
     for stream in streams:
         place = getattr(stream, "address", "").removeprefix("file://")  # cells in memory have none
         source = Path(place).resolve()
@@ -245,7 +245,7 @@ def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
 
 @contextlib.contextmanager
 def _working_folder(target: Path) -> Iterator[Path]:
-    """Create the folder that a store is written in, alone; whatever happens, it is removed at the end."""
+    """Create and lock the folder in which a store is written; it is always removed at the end."""
     folder = partial_path(target)
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / "lock", timeout=0)
@@ -266,12 +266,12 @@ def _working_folder(target: Path) -> Iterator[Path]:
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-"""No space, no quota left; a file larger than the file system or the limits of the process allow."""
+"""Error codes for a full disk, an exceeded quota, and a file larger than the system or the process allows."""
 
 
 @contextlib.contextmanager
 def _full_disk(target: Path) -> Iterator[None]:
-    """Turn the error of a full disk into one sentence."""
+    """Convert the error of a full disk into a one-sentence DataError."""
     try:
         yield
     except (OSError, RuntimeError) as error:
@@ -295,27 +295,27 @@ def _check_space(folder: Path, streams: Sequence[ChunkReader], n_genes: int) -> 
 
 
 def _gene_dtype(n_genes: int) -> np.dtype:
-    """Return the smallest unsigned integer for indices of genes, as anndata chooses it."""
+    """Return the smallest unsigned integer type for gene indices, as anndata chooses it."""
     return np.dtype(np.uint8 if n_genes <= 0xFF else np.uint16 if n_genes <= 0xFFFF else np.uint32)
 
 
 def _entry_bytes(n_genes: int) -> int:
-    """Return the size of a count and its gene in the temporary files."""
+    """Return the size in bytes of a count and its gene in the temporary files."""
     return _gene_dtype(n_genes).itemsize + 4
 
 
 _LIBRARIES = 900_000_000
-"""What Python and the libraries take, torch among them, which annbatch brings; bytes."""
+"""Memory in bytes for Python and the libraries, including torch, which annbatch imports."""
 
 _BUFFERS = 300_000_000
-"""A piece of a source with what is made of it, or a file of a dataset while it is packed."""
+"""Memory in bytes for a piece of a source and its derived arrays, or for a dataset file during compression."""
 
 _MIN = 150_000_000
-"""Minimum memory for counts."""
+"""Minimum memory for counts, in bytes."""
 
 
 def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, table: pd.DataFrame) -> int:
-    """Return the number of cells of a dataset (the last may have fewer) so that `memory` bytes suffice, about."""
+    """Return the number of cells per dataset (the last may have fewer) for which about `memory` bytes suffice."""
     medians = 4_400 * vocab.n_genes if vocab.medians is None else 0
     # Of each cell: its place, its length and its total, and its row in the table, with what a dataset copies of it.
     tables = 24 * len(table) + 2 * int(table.memory_usage(deep=True).sum())
@@ -331,16 +331,16 @@ def dataset_size(memory: int, streams: Sequence[ChunkReader], vocab: GeneVocab, 
 
 
 class _Scattered:
-    """Counts of all cells in temporary files, two a dataset, in the order of the sources.
+    """The counts of all cells in temporary files, two files per dataset, in the order of the sources.
 
     Parameters
     ----------
     folder
-        Where the files are.
+        Folder of the files.
     order
-        The cell, counted through all sources, at each place of the store, shape (N,).
+        Index of the cell, counted across all sources, at each position of the store, shape (N,).
     size
-        Cells of a dataset.
+        Number of cells per dataset.
     vocab
         The vocabulary.
     """
@@ -353,16 +353,16 @@ class _Scattered:
         self.lengths = np.empty(len(order), dtype=np.uint32)
         self.totals = np.empty(len(order), dtype=np.float64)
         self.kept: list[float] = []
-        """Of each source the sum of all counts in genes of the vocabulary."""
+        """Sum of all counts in vocabulary genes, for each source."""
         self.sums: list[float] = []
-        """Of each source the sum of all counts."""
+        """Sum of all counts, for each source."""
         self.sum_of_partial = 0.0
-        """Sum of the counts in genes that some source does not measure."""
+        """Sum of all counts in vocabulary genes that some source does not measure."""
 
     def read(
         self, streams: Sequence[ChunkReader], maps: Sequence[GeneMap], table: pd.DataFrame, *, progress: bool
     ) -> None:
-        """Fill the files with the counts of the sources."""
+        """Write the counts of the sources to the files."""
         dataset_of = np.empty(len(table), dtype=np.uint32)
         for number, cells in enumerate(self.parts):
             dataset_of[cells] = number
@@ -406,7 +406,7 @@ class _Scattered:
                     file.write(counts.data[start:stop].astype(np.uint32))
 
     def write(self, store: Path, table: pd.DataFrame, *, progress: bool) -> tuple[list[dict[str, Any]], GeneVocab]:
-        """Write the datasets; return their metadata, and the vocabulary with medians."""
+        """Write the datasets, and return their metadata and the vocabulary with medians."""
         medians = StreamingMedians(self.vocab.n_genes) if self.vocab.medians is None else None
         datasets = []
         with _bar("Writing", len(table), progress) as bar:
@@ -421,7 +421,7 @@ class _Scattered:
         return datasets, self.vocab if medians is None else self.vocab.with_medians(medians.medians())
 
     def _gathered(self, number: int, cells: np.ndarray, medians: StreamingMedians | None) -> sparse.csr_matrix:
-        """Return the counts of a dataset in the order of the store, remove its files, and add it to the medians."""
+        """Return the counts of a dataset in store order, add them to the medians, and remove the temporary files."""
         in_file = np.sort(cells)
         sizes = self.lengths[in_file].astype(np.int64)
         places = np.searchsorted(in_file, cells)
@@ -479,23 +479,23 @@ def _bar(what: str, n_cells: int, progress: bool) -> Any:
 
 
 def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd.DataFrame:
-    """Return the tables of cells of all sources as one, with unique names and the source of each cell at the end.
+    """Concatenate the cell tables of all sources, with unique names and the source of each cell as the last column.
 
-    Columns of text become categories, which are those of all sources.
+    Text columns become categorical columns with the categories of all sources.
 
     Parameters
     ----------
     streams
         The sources.
     wanted
-        Names of columns. If None, keeps all that every source has.
+        Names of columns. If None, keeps all columns that every source has.
 
     Raises
     ------
     DataError
-        If a source has no such column, or columns of one name hold text here and numbers there.
+        If a source lacks a wanted column, or a column contains text in one source and numbers in another.
     OptionError
-        If `wanted` names a column twice, or one that scforge adds.
+        If `wanted` contains a column twice, or a column that scforge adds.
     """
     if wanted is not None and len(set(wanted) - set(OWN_COLUMNS)) < len(wanted):
         raise OptionError(f"obs={list(wanted)!r} names a column twice, or a column that scforge adds; omit it.")
@@ -535,14 +535,14 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
 
 
 def check_columns(obs: pd.DataFrame, source: str) -> None:
-    """Raise unless the columns of a table of cells have unique names."""
+    """Raise a DataError if the columns of a cell table do not have unique names."""
     if not obs.columns.is_unique:
         twice = obs.columns[obs.columns.duplicated()][0]
         raise DataError(f"obs of {source!r} has the column {twice!r} twice; rename one of them.")
 
 
 def _unique(names: pd.Index, sources: np.ndarray, rows: np.ndarray) -> pd.Index:
-    """Return unique names; duplicates get the number of the source, then the row."""
+    """Return unique names: append the number of the source to duplicates, then the row if needed."""
     for step, numbers in enumerate((sources, rows)):
         again = np.flatnonzero(names.duplicated(keep=False))
         if not len(again):
@@ -556,7 +556,7 @@ def _unique(names: pd.Index, sources: np.ndarray, rows: np.ndarray) -> pd.Index:
 
 
 def _plain(values: pd.Series) -> Any:
-    """Return a column as categories (also if it holds text) or as a NumPy array."""
+    """Return a column as a categorical (even if it contains text) or as a NumPy array."""
     if isinstance(values.dtype, pd.CategoricalDtype):
         return values.array
     if isinstance(values.dtype, np.dtype) and values.dtype.kind != "O":
@@ -573,7 +573,7 @@ def _plain(values: pd.Series) -> Any:
 
 
 def _kind(values: Any) -> str | None:
-    """Return the type of a column; None if it cannot be stored."""
+    """Return the type of a column, or None if it cannot be stored."""
     if isinstance(values, pd.Categorical):
         categories = values.categories
         if categories.inferred_type in ("string", "empty"):
@@ -584,7 +584,7 @@ def _kind(values: Any) -> str | None:
 
 
 def _problem(name: str, kinds: Sequence[str | None], streams: Sequence[ChunkReader]) -> str | None:
-    """Return why a column cannot be stored, one sentence, or None."""
+    """Return why a column cannot be stored, as one sentence, or None if it can."""
     if "/" in name:
         return f"{name!r} has a slash in its name, which stores do not allow; rename it or omit it."
     for kind, stream in zip(kinds, streams, strict=True):
@@ -597,7 +597,7 @@ def _problem(name: str, kinds: Sequence[str | None], streams: Sequence[ChunkRead
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Return the values of all sources as one, with the categories of all in order of their first appearance."""
+    """Concatenate the values of all sources, with all categories in the order of their first appearance."""
     if not isinstance(parts[0], pd.Categorical):
         return np.concatenate(parts)
     categories = pd.Index(list(dict.fromkeys(category for part in parts for category in part.categories)))

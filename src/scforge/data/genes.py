@@ -1,4 +1,4 @@
-"""Match the genes of the data to a vocabulary, and report how many match."""
+"""Match the genes in the data to a vocabulary, and report how many match."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 
 def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) -> sparse.csr_matrix:
-    """Return `matrix` with columns moved to new positions; columns with the same position are summed, -1 drops them.
+    """Move the columns of `matrix` to new positions; columns with the same position are summed.
 
-    `columns` has the new position of each column, shape (n_vars,). The result is sorted, has shape
-    (n_cells, n_columns), no explicit zeros, and the dtype of `matrix`; small integers that are summed become int64.
+    `columns` contains the new position of each column, or -1 to drop it, shape (n_vars,). The result is sorted, without
+    explicit zeros, and of shape (n_cells, n_columns). It has the dtype of `matrix`; integers become int64 if summed.
     """
     matrix = sound_csr(matrix, "matrix")
     if matrix.shape[1] != len(columns):
@@ -59,7 +59,7 @@ def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) 
 
 
 def warn_summed(names: np.ndarray, columns: np.ndarray, where: str) -> None:
-    """Warn if columns with these names and positions (-1: none) are summed, with their number and the first name."""
+    """Warn if columns with these names and positions (-1 if dropped) are summed; the warning contains their number."""
     used = np.flatnonzero(columns >= 0)
     _, first = np.unique(columns[used], return_index=True)
     again = np.delete(used, first)
@@ -71,9 +71,9 @@ def warn_summed(names: np.ndarray, columns: np.ndarray, where: str) -> None:
 
 
 def join_columns(adata: AnnData, where: str) -> AnnData:
-    """Return `adata` with each of its ``var_names`` once; X and layers are summed, with a warning.
+    """Return `adata` with unique ``var_names``; duplicate columns of X and layers are summed, with a warning.
 
-    The first row of ``var`` of each name is kept. ``varm`` and ``varp``, which cannot be summed, are left out.
+    The first row of ``var`` is kept for each name. ``varm`` and ``varp``, which cannot be summed, are left out.
     """
     import anndata
     import pandas as pd
@@ -99,16 +99,16 @@ def join_columns(adata: AnnData, where: str) -> AnnData:
 
 
 MIN_OVERLAP = 0.1
-"""Smallest share of a model's genes that a data set must have."""
+"""Minimum fraction of a model's genes that a data set must contain."""
 
 _R_REPLACES = re.compile(r"[^A-Za-z0-9_]")
-"""Characters for which R writes a dot in names, and the dot itself."""
+"""Characters that R replaces by a dot in names, and the dot itself."""
 
 WARN_OVERLAP = 0.5
-"""Share of a model's genes below which a warning is given."""
+"""Fraction of a model's genes below which a warning is issued."""
 
 WARN_OUTSIDE = 0.2
-"""Fraction of the counts outside of a vocabulary above which a warning is given."""
+"""Fraction of the counts outside a vocabulary above which a warning is issued."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,12 @@ class GeneMap:
     Attributes
     ----------
     columns
-        Vocabulary gene index of each column of the data, -1 for columns outside the vocabulary. Int32, shape
+        Vocabulary gene index of each column of the data, or -1 for columns outside the vocabulary, int32, shape
         (n_vars,).
     n_genes
-        Number of genes of the vocabulary.
+        Number of vocabulary genes.
     notes
-        Notes on how genes were matched by names that the vocabulary does not have.
+        Notes on how genes were matched by names that are not in the vocabulary.
 
     Examples
     --------
@@ -144,9 +144,9 @@ class GeneMap:
     def of(cls, names: Iterable[str], vocab: GeneVocab) -> GeneMap:
         """Look up the name of each column.
 
-        If hardly any name is known, because one side has Ensembl ids and the other symbols of the same species, ids and
-        symbols are matched with the shipped annotation. Names that differ from a gene of the vocabulary only in
-        characters that R replaces by a dot (``HLA.A``, ``NKX6.1``) are matched with it.
+        If hardly any name is in the vocabulary, because one of them contains Ensembl ids and the other symbols of the
+        same species, ids and symbols are matched with the shipped annotation. A name that differs from a vocabulary
+        gene only in characters that R replaces by a dot (``HLA.A``, ``NKX6.1``) is matched with this gene.
         """
         names = [str(name) for name in listed_names("names", names)]
         columns = vocab.gene_indices(names)
@@ -159,33 +159,33 @@ class GeneMap:
 
     @property
     def n_matched(self) -> int:
-        """Number of vocabulary genes that the data have."""
+        """Number of vocabulary genes that are in the data."""
         return len(np.unique(self.columns[self.columns >= 0]))
 
     @property
     def n_summed(self) -> int:
-        """Number of columns with counts that are added to an earlier column of the same gene."""
+        """Number of columns whose counts are added to an earlier column of the same gene."""
         used = self.columns[self.columns >= 0]
         return len(used) - len(np.unique(used))
 
     @property
     def measured(self) -> np.ndarray:
-        """True for the vocabulary genes that the data have, bool, shape (n_genes,)."""
+        """True for the vocabulary genes that are in the data, bool, shape (n_genes,)."""
         return self.measured_of(slice(None))
 
     def measured_of(self, columns: np.ndarray | slice) -> np.ndarray:
-        """Return True for the vocabulary genes that some columns (a mask or a slice) have, bool, shape (n_genes,)."""
+        """Return True for the vocabulary genes that are in `columns` (a mask or a slice), bool, shape (n_genes,)."""
         return np.isin(np.arange(self.n_genes), self.columns[columns])
 
     @cached_property
     def ascends(self) -> bool:
-        """Whether columns that have a gene are in the order of the vocabulary, each gene once."""
+        """Whether the columns of vocabulary genes are unique and in vocabulary order."""
         used = self.columns[self.columns >= 0]
         return bool((used[1:] > used[:-1]).all())
 
     @property
     def overlap(self) -> float:
-        """Fraction of the vocabulary genes that the data have."""
+        """Fraction of the vocabulary genes that are in the data."""
         return self.n_matched / self.n_genes
 
     def apply(self, counts: sparse.csr_matrix) -> sparse.csr_matrix:
@@ -201,11 +201,12 @@ def map_names(
     var: pd.DataFrame | None = None,
     gene_key: str | None = None,
 ) -> GeneMap:
-    """Map gene names onto a vocabulary; raise if too few of its genes are found, and warn if less than half are.
+    """Map gene names to a vocabulary.
 
+    Raises a GeneMismatchError if too few vocabulary genes are in the data, and warns if fewer than half are.
     `min_overlap` is the minimum fraction of the vocabulary genes. For an annotation, which no data set measures
-    completely, it is the minimum fraction of the smaller of the two gene sets. The message names the column of `var`
-    that fits better.
+    completely, it is the minimum fraction of the smaller of the two gene sets. The message suggests a column of `var`
+    that matches better.
     """
     check_share("min_overlap", min_overlap)
     gene_map = GeneMap.of(names, vocab)
@@ -234,7 +235,7 @@ def map_names(
 
 
 def _by_annotation(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[np.ndarray, list[str]]:
-    """Match Ensembl ids with symbols, or symbols with Ensembl ids, if a table has both."""
+    """Match Ensembl ids with symbols, or symbols with Ensembl ids, using the shipped annotation."""
     kind, expected = recognize_ids(names), recognize_ids(vocab.genes)
     if how_to_convert(kind, expected) is None:
         return columns, []
@@ -251,7 +252,7 @@ def _by_annotation(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> t
 
 
 def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[np.ndarray, list[str]]:
-    """Match names in which R has replaced characters by dots, on either side, if the match is unambiguous."""
+    """Match names in which R has replaced characters by dots, in data or vocabulary, if the match is unambiguous."""
     lost = [row for row, name in enumerate(names) if columns[row] < 0 and _R_REPLACES.search(name)]
     if not lost:
         return columns, []
@@ -276,14 +277,14 @@ def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[n
 
 
 def warn_empty(n_expressed: np.ndarray) -> None:
-    """Warn if cells express no genes of the vocabulary, given the number of expressed genes of each cell."""
+    """Warn if cells express no vocabulary gene, given the number of expressed genes per cell."""
     if n_empty := int((n_expressed == 0).sum()):
         total = len(n_expressed)
         warn(f"{n_empty} of {total} cells express no gene of the vocabulary; their embedding is not informative.")
 
 
 def warn_counts_outside(kept: float, vocab: GeneVocab, *, source: str = "") -> None:
-    """Warn if many counts are outside an annotation; for chosen genes this is expected."""
+    """Warn if many counts are outside an annotation; this is expected for chosen genes."""
     if kept < 1 - WARN_OUTSIDE and not vocab.chosen_from_data:
         warn(
             f"{source}{1 - kept:.0%} of the counts lie in genes outside of the vocabulary ({vocab.release}); "
@@ -292,7 +293,7 @@ def warn_counts_outside(kept: float, vocab: GeneVocab, *, source: str = "") -> N
 
 
 def _better_column(var: pd.DataFrame | None, vocab: GeneVocab, gene_key: str | None, needed: float) -> str | None:
-    """Name the column of ``adata.var`` that fits the vocabulary best, or None if none has the genes needed."""
+    """Return advice on a column of ``adata.var`` that matches more genes, or None if no column has enough."""
     if var is None:
         return None
     matches = {
@@ -312,14 +313,14 @@ def _better_column(var: pd.DataFrame | None, vocab: GeneVocab, gene_key: str | N
 
 
 def text_columns(var: pd.DataFrame) -> dict[str | None, np.ndarray]:
-    """Return possible gene names in a table of genes: its index (None) and its text columns."""
+    """Return possible gene names in a gene table: its index, with the key None, and its text columns."""
     text = [column for column in var.columns if var[column].dtype.kind not in "biufcmM"]
     columns: dict[str | None, np.ndarray] = {None: np.asarray(var.index.astype(str))}
     return columns | {column: np.asarray(var[column], dtype=object).astype(str) for column in text}
 
 
 def _way_out(kind: str, expected: str) -> str:
-    """Return advice if the kind of the names differs from that of the vocabulary."""
+    """Return advice for gene names that do not match the vocabulary, given the kinds of names."""
     species, wanted = kind.split(" ")[0], expected.split(" ")[0]
     if {species, wanted} == set(SPECIES):
         return (
@@ -334,7 +335,7 @@ def _way_out(kind: str, expected: str) -> str:
 
 
 def how_to_convert(kind: str, expected: str) -> str | None:
-    """Return how to convert names of one kind to the other; None without a table."""
+    """Return how to convert names of one kind to the other, or None if no annotation contains both."""
     species, wanted = kind.split(" ")[0], expected.split(" ")[0]
     if species != wanted or species not in SPECIES or kind == expected:
         return None
@@ -343,16 +344,16 @@ def how_to_convert(kind: str, expected: str) -> str | None:
 
 
 def stream_genes(stream: ChunkReader, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names of a source, array of str, shape (n_genes,)."""
+    """Return the gene names of a source, str, shape (n_genes,)."""
     with _named(stream):
         return names_of(stream.var, gene_key)
 
 
 def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene names") -> None:
-    """Raise unless sources, given by their gene names, share enough genes with the first source.
+    """Raise a GeneMismatchError if sources, given by their gene names, share too few genes with the first source.
 
-    They must share a tenth of their genes, or of the genes of the first source if it has fewer. `what` names the gene
-    names in messages.
+    They must share a tenth of their genes, or of the genes of the first source if it has fewer genes. `what` describes
+    the gene names in messages.
     """
     (first, known), *others = names
     for source, found in others:
@@ -380,7 +381,7 @@ def map_streams(
     gene_key: str | None = None,
     min_overlap: float = MIN_OVERLAP,
 ) -> tuple[GeneVocab, list[GeneMap]]:
-    """Map the genes of each source onto one vocabulary (None: all their genes), see :func:`map_names`.
+    """Map the genes of each source to one vocabulary, see :func:`map_names`. If None, uses all genes of the sources.
 
     Errors and warnings contain the name of the source.
     """
@@ -401,7 +402,7 @@ def map_streams(
 
 @contextlib.contextmanager
 def _named(stream: ChunkReader) -> Iterator[None]:
-    """Add the name of a file to messages about its genes, which otherwise only mention ``adata``."""
+    """Add the file name to messages about genes, which otherwise mention only ``adata``."""
     prefix = "" if stream.name == "adata" else f"{stream.name!r}: "
     warned: list[warnings.WarningMessage] = []
     try:
@@ -416,7 +417,7 @@ def _named(stream: ChunkReader) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class OverlapReport:
-    """Overlap of the genes of a data set with a vocabulary; ``print(report)`` shows it as a table.
+    """Overlap between the genes of a data set and a vocabulary; ``print(report)`` shows it as a table.
 
     Attributes
     ----------
@@ -427,19 +428,19 @@ class OverlapReport:
     vocab, vocab_hash, vocab_kind
         Release and hash of the vocabulary, and the kind of its names.
     n_genes_data, n_genes_vocab
-        Number of columns of the data and of genes of the vocabulary.
+        Number of columns in the data, and number of genes in the vocabulary.
     n_columns_matched
-        Number of columns of the data that are genes of the vocabulary.
+        Number of columns in the data that are vocabulary genes.
     n_matched
-        Number of genes of the vocabulary that the data have.
+        Number of vocabulary genes that are in the data.
     n_columns_summed
-        Number of columns with the gene of an earlier column; their counts are summed.
+        Number of columns that have the same gene as an earlier column; their counts are summed.
     counts_kept
-        Fraction of all counts in genes of the vocabulary; NaN if the data contain no counts.
+        Fraction of all counts that are in vocabulary genes; NaN if the data contain no counts.
     top_missing
         Names outside the vocabulary with the most counts, each with its fraction of all counts.
     gene_map
-        Map from columns to genes.
+        Mapping from columns to genes.
 
     Examples
     --------
@@ -468,11 +469,11 @@ class OverlapReport:
 
     @property
     def overlap(self) -> float:
-        """Fraction of the genes of the vocabulary that the data have."""
+        """Fraction of the vocabulary genes that are in the data."""
         return self.n_matched / self.n_genes_vocab
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the numbers and texts of the report; a list of these dicts can be turned into a data frame.
+        """Return the report as a dict of numbers and text; a list of such dicts can be converted to a data frame.
 
         Examples
         --------
@@ -517,44 +518,44 @@ def map_genes(
     min_overlap: float = MIN_OVERLAP,
     n_top: int = 10,
 ) -> OverlapReport:
-    """Report the overlap of the genes of `adata` with a vocabulary.
+    """Report the overlap between the genes of `adata` and a vocabulary.
 
     Parameters
     ----------
     adata
-        Annotated data with raw counts; not changed.
+        Annotated data with raw counts. It is not modified.
     vocab
         A vocabulary, its file, or the name of a shipped vocabulary (see :func:`scforge.data.list_vocabs`).
     layer
         Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     gene_key
         Column of ``adata.var`` with the gene names. If None, reads ``adata.var_names``. Ensembl ids that end in
-        ``_PAR_Y`` match nothing, see :class:`scforge.data.GeneVocab`.
+        ``_PAR_Y`` match no gene, see :class:`scforge.data.GeneVocab`.
     min_overlap
         Minimum fraction of the vocabulary genes in the data. For an annotation, which no data set measures completely,
-        minimum fraction of the smaller of the two gene sets.
+        it is the minimum fraction of the smaller of the two gene sets.
     n_top
         Number of missing genes to list.
 
     Returns
     -------
-    The report; ``report.gene_map.columns`` has the gene of each column.
+    The report; ``report.gene_map.columns`` contains the gene of each column.
 
     Raises
     ------
     DataError
-        If the counts or the gene names cannot be used.
+        If the counts or the gene names are invalid.
     GeneMismatchError
         If too few genes match. The message describes the names, the expected names, and which column of ``adata.var``
-        or which vocabulary fits.
+        or which vocabulary matches.
     OptionError
         If the vocabulary is unknown, or `min_overlap` is not a fraction.
 
     Warns
     -----
     ScforgeWarning
-        If columns of the same gene are summed, if less than half of the genes are found, or if more than a fifth of the
-        counts are outside a vocabulary that was not chosen from data.
+        If columns of the same gene are summed, fewer than half of the genes match, or more than a fifth of the counts
+        are outside a vocabulary that was not chosen from data.
 
     Examples
     --------
@@ -589,7 +590,7 @@ def overlap_report(
     where: str,
     n_top: int,
 ) -> OverlapReport:
-    """Create the report from column names and column sums, shape (n_vars,); sums are None without counts."""
+    """Create the report from column names and column sums (None without counts), shape (n_vars,)."""
     inside = gene_map.columns >= 0
     kept, missing = float("nan"), []
     if sums is not None and (total := sums.sum()) > 0:

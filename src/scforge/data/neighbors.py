@@ -1,4 +1,4 @@
-"""Mutual nearest neighbors of cells, within batches and across them.
+"""Find mutual nearest neighbors of cells, within and across batches.
 
 Shapes: N cells, D dimensions, P pairs.
 """
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 _MAX_BATCHES = 10
-"""Largest number of batches of which all pairs are compared; the number of pairs grows with the square."""
+"""Maximum number of other batches to which a batch is compared; the number of all pairs grows quadratically."""
 _SHARE = 0.1
-"""Largest fraction of a batch that may be neighbors of one cell."""
+"""Maximum fraction of a batch that may be neighbors of one cell."""
 _CELLS_OF_CLUSTER, _MIN_CLUSTERS, _MAX_CLUSTERS = 30, 2, 100
-"""Harmony's own choice of the number of its clusters, save that it has none for fewer than 15 cells."""
+"""Cells per cluster, and minimum and maximum number of clusters, as in Harmony, which requires at least 15 cells."""
 _MIN_CELLS = 10
-"""Cells from which on they are corrected."""
+"""Minimum number of cells for a correction."""
 _SIGMA, _THETA, _ALPHA, _MIN_SHARE = 0.1, 2.0, 0.2, 1e-5
-"""Harmony's sigma, theta, ridge relative to the expected cells, and minimum fraction of a batch for a correction."""
+"""Harmony's sigma, theta, ridge relative to the expected number of cells, and minimum batch fraction to correct."""
 _MAX_ROUNDS, _CLUSTER_STEPS, _KMEANS_STEPS, _BLOCKS, _TOLERANCE = 10, 4, 25, 20, 0.01
-"""Corrections, clusterings per correction, steps of the first one, fraction of cells per block; tolerance."""
+"""Number of corrections, clustering steps per correction, k-means steps, and blocks of cells; tolerance."""
 _TINY = 1e-12
 _QUERY_CLUSTERS, _QUERY_ROUNDS, _QUERY_RIDGE, _CELLS_OF_QUERY_CLUSTER = 30, 3, 10.0, 10
-"""Clusters of a query, rounds of finding neighbors, cells that pull a cluster's shift to the mean, cells a cluster."""
+"""Query clusters, rounds of neighbor search, ridge (in cells) toward the mean shift, and minimum cells per cluster."""
 SHARPNESS = 2 / _SIGMA
 """Cells belong to clusters with probabilities proportional to exp(SHARPNESS * cosine), as in Harmony."""
 _PAIRS_AT_ONCE = 100_000
@@ -39,14 +39,14 @@ _PAIRS_AT_ONCE = 100_000
 
 
 def principal_components(cells: CellSource, n_comps: int = 50) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return principal components of the log1p CP10K values of cells in memory, and the projection for other cells.
+    """Return principal components of the log1p CP10K values of cells, and the projection for other cells.
 
-    With fewer cells or genes than `n_comps`, there is one component fewer than cells or genes.
+    The number of components is `n_comps`, or one less than the number of cells or genes if that is smaller.
 
     Returns
     -------
-    Components, float32, shape (N, D); loadings, float32, shape (G, D); and an offset, float32, shape (D,). The
-    components of other cells are their values times the loadings, minus the offset.
+    The components, shape (N, D); the loadings, shape (G, D); and an offset, shape (D,); all float32. The components of
+    other cells are their values times the loadings, minus the offset.
     """
     from sklearn.decomposition import PCA
 
@@ -67,7 +67,7 @@ def principal_components(cells: CellSource, n_comps: int = 50) -> tuple[np.ndarr
 
 
 def harmony_correct(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -> np.ndarray:
-    """Return coordinates of cells, shape (N, D), after Harmony [1]_ with its defaults, float32.
+    """Return the coordinates of cells after correction with Harmony [1]_ and its defaults, float32, shape (N, D).
 
     The diversity penalty and the ridge follow Harmony 2, as in harmonypy 2 and scanpy 1.13.
 
@@ -78,7 +78,7 @@ def harmony_correct(coordinates: np.ndarray, batches: np.ndarray, *, seed: int =
     batches
         Batch of each cell, shape (N,). With one batch, or fewer than ten cells, the coordinates are returned unchanged.
     seed
-        Seed of the initial clusters, and of the order in which cells are assigned.
+        Random seed for the initial clusters and the order in which cells are assigned.
 
     References
     ----------
@@ -131,7 +131,7 @@ def harmony_correct(coordinates: np.ndarray, batches: np.ndarray, *, seed: int =
 
 
 def _without_batches(original: np.ndarray, codes: np.ndarray, assigned: np.ndarray) -> np.ndarray:
-    """Subtract the batch effects that each cluster's ridge regression estimates, but keep the mean of the cluster."""
+    """Subtract the batch effects estimated by ridge regression in each cluster, but keep the cluster mean."""
     rows = [np.flatnonzero(codes == batch) for batch in range(codes.max() + 1)]
     observed = np.stack([assigned[of_batch].sum(axis=0) for of_batch in rows])
     sums = np.stack([assigned[of_batch].T @ original[of_batch] for of_batch in rows])
@@ -149,7 +149,7 @@ def _without_batches(original: np.ndarray, codes: np.ndarray, assigned: np.ndarr
 
 
 def _first_centroids(directions: np.ndarray, n_clusters: int, seed: int) -> np.ndarray:
-    """Return centroids of spherical k-means, shape (clusters, D)."""
+    """Return the centroids of spherical k-means, shape (clusters, D)."""
     from sklearn.cluster import kmeans_plusplus
 
     # scikit-learn's own k-means depends on the number of threads.
@@ -171,12 +171,13 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 def mutual_neighbors(
     coordinates: np.ndarray, batches: np.ndarray, *, across: int = 30, within: int = 5, seed: int = 0
 ) -> sparse.csr_matrix:
-    """Return pairs of mutual nearest neighbors.
+    """Find pairs of mutual nearest neighbors.
 
-    Two cells of different batches are mutual neighbors if each is among the `across` cells of its batch that are
-    nearest to the other [1]_. Cells of a type that is missing in another batch therefore have few or no neighbors
-    there. The distance is the cosine distance, which depends less on sequencing depth. With more than ten batches, each
-    batch is compared with ten others, sampled at random, because the number of pairs grows with the square.
+    Two cells of different batches are mutual neighbors if each of them is among the `across` cells of its batch that
+    are nearest to the other cell [1]_. If a cell type is missing in another batch, its cells therefore have few or no
+    neighbors in that batch. The distance is the cosine distance, which depends less on sequencing depth. With more than
+    ten batches, each batch is compared with ten others, sampled at random, because the number of pairs grows with the
+    square.
 
     Parameters
     ----------
@@ -185,14 +186,14 @@ def mutual_neighbors(
     batches
         Code of the batch of each cell, integer, shape (N,).
     across, within
-        Number of neighbors of a cell in another batch, and in the same batch; 0 for none. At most a tenth of the cells
-        of a batch are neighbors, so batches of fewer than ten cells have none.
+        Number of neighbors of a cell in each other batch, and in its own batch; 0 to disable. At most a tenth of the
+        cells of a batch are neighbors of a cell, so cells have no neighbors in batches of fewer than ten cells.
     seed
-        Random seed for choosing batches.
+        Random seed for the choice of batches.
 
     Returns
     -------
-    Symmetric matrix of booleans, shape (N, N), without a diagonal.
+    Symmetric boolean matrix with an empty diagonal, shape (N, N).
 
     References
     ----------
@@ -223,20 +224,20 @@ def mutual_neighbors(
 
 
 def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, temperature: float | None) -> np.ndarray:
-    """Return the weight of each neighbor of a cell, exp(cosine / temperature), relative to the nearest neighbor.
+    """Return the weight exp(cosine / temperature) of each neighbor of a cell, relative to the nearest neighbor.
 
     In small batches with many types, mutual neighbors are often of another type and farther away than neighbors of the
-    same type. The neighbors in all batches are weighted together, so neighbors in a more distant batch have less
+    same type. The neighbors in all batches are weighted together, so neighbors in a more distant batch receive less
     weight.
 
     Parameters
     ----------
     coordinates
-        Coordinates of cells, shape (N, D); the cosine is that of their directions.
+        Coordinates of cells, shape (N, D). The cosine is computed between their directions.
     pairs
         Neighbors of each cell, shape (N, N), e.g. from :func:`mutual_neighbors`.
     temperature
-        Smaller values favor the nearest neighbors. If None, gives all neighbors the same weight.
+        Smaller values favor the nearest neighbors. If None, all neighbors have the same weight.
 
     Returns
     -------
@@ -263,17 +264,17 @@ def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, tempe
 
 
 def n_query_clusters(n_cells: int) -> int:
-    """Return the number of clusters of :func:`query_shifts` for this many cells."""
+    """Return the number of clusters in :func:`query_shifts` for `n_cells` cells."""
     return max(1, min(_QUERY_CLUSTERS, n_cells // _CELLS_OF_QUERY_CLUSTER))
 
 
 def query_shifts(reference: np.ndarray, query: np.ndarray, *, across: int = 30) -> tuple[np.ndarray, ...]:
-    """Return shifts that move an embedded query onto a fixed reference.
+    """Compute shifts that move query embeddings onto a fixed reference.
 
-    As in Symphony [1]_, each soft cluster of the query has one shift, and a cell moves by the weighted mean shift of
-    its clusters. The shift is the mean difference to mutual neighbors in the reference [2]_, shrunken toward the mean
-    difference of all pairs. Cells of a type that is not in the reference have no such neighbors. They therefore move
-    like the other cells, and not onto another type. Neighbors are searched again after the query has moved.
+    As in Symphony [1]_, each soft cluster of query cells has one shift, and a cell moves by the weighted mean shift of
+    its clusters. The shift is the mean difference to mutual neighbors in the reference [2]_, shrunk toward the mean
+    difference over all pairs. Cells of a type that is not in the reference have no mutual neighbors. They therefore
+    move like the other cells, and not onto another type. Neighbors are searched again after the query has moved.
 
     Parameters
     ----------
@@ -284,8 +285,9 @@ def query_shifts(reference: np.ndarray, query: np.ndarray, *, across: int = 30) 
 
     Returns
     -------
-    The mean of the reference, shape (D,); the direction of each cluster from there, shape (K, D); its shift, shape
-    (K, D), float32. With a in proportion to exp(SHARPNESS * cosine) the query z becomes z + a @ shifts.
+    The reference mean, shape (D,); the direction of each cluster from this mean, shape (K, D); and the shift of each
+    cluster, shape (K, D); all float32. With a proportional to exp(SHARPNESS * cosine), the query z becomes z + a @
+    shifts.
 
     References
     ----------
@@ -341,7 +343,7 @@ def _compared(names: np.ndarray, seed: int) -> list[tuple[int, int]]:
 
 
 def _mutual(directions: np.ndarray, rows: np.ndarray, others: np.ndarray, k: int) -> np.ndarray:
-    """Return the mutual neighbors of cells at `rows` and at `others`, which may be the same, shape (P, 2)."""
+    """Return pairs of mutual neighbors between `rows` and `others`, which may be the same array, shape (P, 2)."""
     same = rows is others
     there = _nearest(directions, rows, others, k, same)
     back = there if same else _nearest(directions, others, rows, k, same)
@@ -350,7 +352,7 @@ def _mutual(directions: np.ndarray, rows: np.ndarray, others: np.ndarray, k: int
 
 
 def _nearest(directions: np.ndarray, rows: np.ndarray, others: np.ndarray, k: int, same: bool) -> sparse.csr_matrix:
-    """Return the nearest cells among `others` for each of `rows`, without the cell itself."""
+    """Return the nearest cells among `others` for each of `rows`, excluding the cell itself."""
     from sklearn.neighbors import NearestNeighbors
 
     k = min(k, int(_SHARE * len(others)))

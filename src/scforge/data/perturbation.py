@@ -1,4 +1,4 @@
-"""Targets of perturbed cells, from labels of obs in the conventions of pertpy."""
+"""Parse the targets of perturbed cells from obs labels in pertpy's conventions."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PerturbationKeys:
-    """Columns and labels of the perturbations in obs.
+    """Column and labels of perturbations in obs.
 
     Attributes
     ----------
     perturbation
-        Column with the label of the perturbation, pertpy's `target_col`.
+        Column with the perturbation label, pertpy's `target_col`.
     control
         Label of cells without perturbation, pertpy's `reference_key`, e.g. ``"control"``, ``"NT"`` or ``"ctrl"``.
     separator
-        Text between the parts of a combination, pertpy's `sep`. If None, labels are not split, e.g. because drug names
+        Text between the parts of a combination, pertpy's `sep`. If None, labels are not split, e.g. if drug names
         contain a plus sign, as in ``"(+)-JQ1"``.
 
     Examples
@@ -44,25 +44,24 @@ class PerturbationKeys:
 
 
 def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple[str, ...]]:
-    """Return the perturbed genes or drugs (targets) of each cell from obs.
+    """Return the targets of each cell, i.e. its perturbed genes or drugs, from obs.
 
-    The conventions are those of pertpy: one column contains the label, one of the labels is the control, and the parts
-    of a combination are joined by ``"+"`` (``GuideAssignment``, ``PerturbationSpace.add`` and
-    ``.evaluate_combinations``). Labels such as ``"negative"`` and ``"multiple"`` of pertpy's ``GuideAssignment`` are
-    read as targets, so remove these cells first. In addition to pertpy's conventions, the control is not a target if it
-    is part of a combination, so the only target of ``"KLF1+ctrl"`` is KLF1. Blanks around parts and the order of the
-    parts do not matter.
+    The conventions are pertpy's: one column contains the labels, one of the labels is the control, and the parts of a
+    combination are joined by ``"+"`` (``GuideAssignment``, ``PerturbationSpace.add`` and ``.evaluate_combinations``).
+    Labels such as ``"negative"`` and ``"multiple"`` of pertpy's ``GuideAssignment`` are read as targets, so remove
+    these cells first. In addition to pertpy's conventions, the control is not a target if it is part of a combination,
+    so the only target of ``"KLF1+ctrl"`` is KLF1. Spaces around the parts and the order of the parts do not matter.
 
     Parameters
     ----------
     obs
         Table of cells, e.g. ``adata.obs``.
     keys
-        Columns and labels of the perturbations.
+        Column and labels of the perturbations.
 
     Returns
     -------
-    The targets of each cell, sorted and unique; none for control cells.
+    The sorted, unique targets of each cell; an empty tuple for control cells.
 
     Raises
     ------

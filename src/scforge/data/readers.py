@@ -82,13 +82,13 @@ def parse_bytes(argument: str, value: Any) -> int:
 logger = logging.getLogger("scforge")
 
 LATER = {408, 425, 429, *range(500, 600)}
-"""Answers of a web server that may be others a little later."""
+"""HTTP status codes for which a later request may succeed."""
 
 
 def refusal(error: BaseException) -> tuple[int, str] | None:
-    """Return the status with which a web server refused a request, and its meaning; None for another error.
+    """Return the HTTP status with which a server refused a request, and its meaning; None for other errors.
 
-    fsspec says of most of them that there is no such file, with the true one behind it.
+    For most of these errors, fsspec raises a FileNotFoundError, whose cause is the original error.
     """
     found: BaseException | None = error
     while found is not None and _status(found) is None:
@@ -109,7 +109,7 @@ def refusal(error: BaseException) -> tuple[int, str] | None:
 
 @contextlib.contextmanager
 def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
-    """Turn an error of reading `what` (`how`: as what) into one sentence; `fix` is the advice for corrupted files."""
+    """Convert errors when reading `what` as `how` into one sentence; `fix` is the advice for corrupted files."""
     try:
         yield
     except ScforgeError:
@@ -119,7 +119,7 @@ def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
 
 
 def _reading_error(error: Exception, what: str, how: str, fix: str) -> DataError | MissingFileError:
-    """Return the one sentence on an error of reading."""
+    """Return an error that describes a reading error in one sentence."""
     refused, behind = refusal(error), error.__cause__
     if isinstance(error, PermissionError):
         problem = f"is not readable ({first_line(error)}); check the permissions, or the credentials in storage_options"
@@ -145,7 +145,7 @@ TRIES = 5
 """Maximum number of attempts to read one piece."""
 
 FIRST_WAIT_S = 0.2
-"""Seconds before the second try; each further wait is twice as long."""
+"""Seconds before the second attempt; each further wait is twice as long."""
 
 TRY_S = 60.0
 """Timeout of one attempt in seconds."""
@@ -160,7 +160,7 @@ _FINAL = (
 
 
 def is_url(place: Any) -> bool:
-    r"""Return whether `place` is text that names a scheme, as ``"s3://bucket/cells.h5ad"`` does, or several.
+    r"""Return whether `place` is text that begins with one or several URL schemes, e.g. ``"s3://bucket/cells.h5ad"``.
 
     Examples
     --------
@@ -171,14 +171,14 @@ def is_url(place: Any) -> bool:
 
 
 def without_query(url: str) -> str:
-    """Return a URL up to its query, which only web servers have: elsewhere ``?`` is part of a pattern."""
+    """Return a URL without its query. Only HTTP URLs have a query; in other URLs, ``?`` is part of a pattern."""
     return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
 
 
 def remote_file_system(
     url: str, storage_options: Mapping[str, Any] | None = None, *, asynchronous: bool = False
 ) -> tuple[AbstractFileSystem, str]:
-    """Return the file system of a URL, with its options as of fsspec, and the path on it; no connection is made yet."""
+    """Return the fsspec file system of a URL with its options, and the path on it, without connecting."""
     from fsspec.core import url_to_fs
 
     if f"://{SECRET}@" in url or f"?{SECRET}" in url or f"'{SECRET}'" in repr(storage_options):
@@ -200,7 +200,7 @@ def remote_file_system(
 
 
 def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return `options` with limits on waiting and on the client's own retries, where the user set none."""
+    """Add limits on timeouts and on the client's own retries to `options`, unless the user has set them."""
     if scheme in ("s3", "s3a"):
         limits = {"connect_timeout": _CONNECT_S, "read_timeout": _READ_S, "retries": {"total_max_attempts": 1}}
         options["config_kwargs"] = {**limits, **options.get("config_kwargs", {})}
@@ -213,7 +213,7 @@ def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> Result:
-    """Ask again after errors of the connection; the last one is a :class:`~scforge.errors.DataError`."""
+    """Retry after connection errors; the last error is raised as a :class:`~scforge.errors.DataError`."""
     wait = FIRST_WAIT_S
     for number in range(1, TRIES + 1):
         try:
@@ -236,7 +236,7 @@ async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> 
 
 
 def persistent(file: Any, what: str) -> Any:
-    """Return an fsspec file that requests each missing block up to several times, and rejects incomplete ones."""
+    """Return an fsspec file that retries the request of a missing block several times and rejects incomplete blocks."""
     if (blocks := getattr(file, "cache", None)) is None or getattr(blocks, "fetcher", None) is None:
         return file  # of a disk, or of memory
     fetch = blocks.fetcher
@@ -266,7 +266,7 @@ _CODECS = {
     *("jenkins_lookup3", "lz4", "lzma", "packbits", "pcodec", "sharding_indexed", "shuffle", "transpose"),
     *("vlen-bytes", "vlen-utf8", "zlib", "zstd"),
 }
-"""Codecs of zarr v2 and v3 that numbers and text need. Others, pickle first of all, can run code when they decode."""
+"""Zarr v2 and v3 codecs needed for numbers and text. Other codecs, e.g. pickle, can run code during decoding."""
 
 _MAY_NAME_CODECS = ("zarr.json", ".zarray", ".zmetadata")
 
@@ -274,7 +274,7 @@ _MAY_NAME_CODECS = ("zarr.json", ".zarray", ".zmetadata")
 def open_group(
     place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, mode: Any = "r"
 ) -> zarr.Group:
-    """Open a zarr group; what is read behind a URL is read in pieces, each tried several times."""
+    """Open a zarr group; data at a URL are read in pieces, with several attempts for each piece."""
     name = os.fspath(place)
     store: storage.LocalStore | storage.FsspecStore
     if is_url(name):
@@ -296,11 +296,11 @@ class LocalStore(storage.LocalStore):
     """A zarr folder that accepts only safe codecs."""
 
     async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
-        """Return bytes of `key`."""
+        """Return the bytes of `key`."""
         return _checked(self, key, await super().get(key, prototype, byte_range))
 
     def get_sync(self, key: str, *, prototype: Any = None, byte_range: Any = None) -> Any:
-        """Return bytes of `key`."""
+        """Return the bytes of `key`."""
         return _checked(self, key, super().get_sync(key, prototype=prototype, byte_range=byte_range))
 
 
@@ -311,28 +311,28 @@ class RemoteStore(storage.FsspecStore):
         return repr(self.fs.unstrip_protocol(f"{self.path}/{key}".rstrip("/")))
 
     async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
-        """Return bytes of `key`."""
+        """Return the bytes of `key`."""
         get = super().get
         return _checked(self, key, await ask_again(lambda: get(key, prototype, byte_range), self._name(key)))
 
     async def get_partial_values(self, prototype: Any, key_ranges: Iterable[Any]) -> Any:
-        """Return bytes of several keys."""
+        """Return the bytes of several keys."""
         ranges, get = list(key_ranges), super().get_partial_values
         return await ask_again(lambda: get(prototype, ranges), self._name())
 
     async def exists(self, key: str) -> bool:
-        """Return whether there is a `key`."""
+        """Return whether `key` exists."""
         exists = super().exists
         return await ask_again(lambda: exists(key), self._name(key))
 
     async def set(self, key: str, value: Any, byte_range: Any = None) -> None:
-        """Write `key`, whole: a try that broke off leaves nothing behind."""
+        """Write `key` as a whole, so that an interrupted attempt leaves nothing behind."""
         write = super().set
         await ask_again(lambda: write(key, value, byte_range), self._name(key))
 
 
 def _checked(store: Any, key: str, content: Any) -> Any:
-    """Return what a store has under `key`, unless it is metadata that names another codec than the harmless ones."""
+    """Return the content of `key`. Raises a DataError if it is metadata that names an unsafe codec."""
     if content is None or key.rpartition("/")[2] not in _MAY_NAME_CODECS:
         return content
     try:
@@ -348,7 +348,7 @@ def _checked(store: Any, key: str, content: Any) -> Any:
 
 
 def _codecs(node: Any) -> Iterator[str]:
-    """Yield the names of all codecs in the metadata of a node, and in what it has of the nodes below it."""
+    """Yield the names of all codecs in the metadata of a node, including consolidated metadata of its descendants."""
     if not isinstance(node, dict):
         return
     for key in ("codecs", "index_codecs", "filters", "compressor"):
@@ -364,17 +364,17 @@ def _codecs(node: Any) -> Iterator[str]:
 
 
 _ENTRY = 12
-"""Bytes of a count in memory: itself and its gene, twice while pieces become one matrix."""
+"""Bytes per count in memory: the count and its gene, twice while pieces are concatenated."""
 
 _CELL = 200
-"""Bytes of a cell: its name, its library size, and some columns of obs."""
+"""Bytes per cell in memory: name, library size, and some obs columns."""
 
 _UNLIMITED = 2**60
-"""Control groups of version 1 report more than this if there is no limit."""
+"""Reported limit above which a version 1 control group is unlimited."""
 
 
 def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = None) -> str | None:
-    """Return by how much cells exceed `memory`, e.g. ``"16GB"``, or half of what is available; None if they fit."""
+    """Return text on how much cells exceed `memory`, e.g. ``"16GB"``, or half of the free memory; None if they fit."""
     there = available_memory() if memory is None else parse_bytes("memory", memory)
     if there is None:
         return None
@@ -391,12 +391,12 @@ def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = No
 
 
 def available_memory() -> int | None:
-    """Return the memory in bytes that is still available to this process; None if it is unknown."""
+    """Return the memory in bytes that is still available to this process, or None if it is unknown."""
     return min(_limits(), default=None)
 
 
 def _limits() -> Iterator[int]:
-    """Yield the memory of the machine, and the limits of control groups of a container or a job."""
+    """Yield the available memory of the machine, and within the control groups of a container or a job."""
     meminfo = _numbers(Path("/proc/meminfo"))
     if "MemAvailable:" in meminfo:
         yield meminfo["MemAvailable:"] * 1024
@@ -413,7 +413,7 @@ def _limits() -> Iterator[int]:
 
 
 def _control_groups(root: Path, described: str) -> Iterator[Path]:
-    """Yield the folders of the control groups of this process, inner ones first; inside a container `root` is one."""
+    """Yield the control group folders of this process, innermost first; inside a container, `root` is one of them."""
     for line in described.splitlines():
         _, controllers, group = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -425,7 +425,7 @@ def _control_groups(root: Path, described: str) -> Iterator[Path]:
 
 
 def _numbers(path: Path) -> dict[str, int]:
-    """Return the lines of a file of the system as numbers by name."""
+    """Return a mapping from name to number for the lines of a system file."""
     words = [line.split() for line in _text(path).splitlines()]
     return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
 
@@ -442,21 +442,21 @@ def _size(n_bytes: int) -> str:
 
 
 ENTRIES = 2**22
-"""Entries that are held at a time, some 100 MB with what is made of them."""
+"""Maximum number of entries held at a time; about 100 MB including derived arrays."""
 
 ROWS = 2**16
-"""Most rows of a piece: the boundaries of empty rows alone may be many."""
+"""Maximum number of rows per piece, because even empty rows have boundaries."""
 
 _CSC_WINDOW = 8
-"""How many pieces of a CSC matrix are gathered in one reading of it, which is all of it: some 800 MB at most."""
+"""Number of pieces gathered in one pass over a CSC matrix; at most about 800 MB."""
 
 
 _PARTS = ("data", "indices", "indptr")
-"""Parts of a compressed matrix."""
+"""Names of the arrays of a compressed matrix."""
 
 
 def is_array(stored: Any) -> bool:
-    """Whether something in an h5ad file or a zarr folder is an array, and no group."""
+    """Return whether an object in an h5ad file or a zarr folder is an array, not a group."""
     return hasattr(stored, "dtype")
 
 
@@ -467,13 +467,13 @@ class Matrix:
     Attributes
     ----------
     stored
-        The group or the array (h5py or zarr).
+        The h5py or zarr group or array.
     kind
         ``"csr"``, ``"csc"`` or ``"dense"``.
     shape
         Number of cells and of genes.
     place
-        What the matrix is, for messages, e.g. ``"'X' of 'cells.h5ad'"``.
+        Description of the matrix for messages, e.g. ``"'X' of 'cells.h5ad'"``.
     """
 
     stored: Any
@@ -483,7 +483,7 @@ class Matrix:
 
     @classmethod
     def of(cls, stored: Any, source: str) -> Matrix:
-        """Recognize how a matrix is stored; `source` names the file in messages."""
+        """Detect how a matrix is stored; `source` is the file name for messages."""
         place = f"{stored.name.removeprefix('/')!r} of {source!r}"
         if is_array(stored):
             if stored.shape is None or len(stored.shape) != 2 or stored.dtype.kind not in "biuf":
@@ -500,7 +500,7 @@ class Matrix:
         return matrix
 
     def _check_parts(self) -> None:
-        """Raise unless data, indices and indptr are lists of numbers of lengths that fit; they are not read yet."""
+        """Raise a DataError if data, indices and indptr are not 1D numeric arrays of matching lengths."""
         for name, kinds in {"data": "biuf", "indices": "iu", "indptr": "iu"}.items():
             part = self.stored[name]
             if not is_array(part) or part.shape is None or len(part.shape) != 1 or part.dtype.kind not in kinds:
@@ -511,7 +511,7 @@ class Matrix:
 
     @cached_property
     def _parts(self) -> dict[str, Any]:
-        """Data, indices and indptr; the rows of a dense matrix under an empty name."""
+        """A mapping from name to data, indices and indptr, or from ``""`` to a dense matrix."""
         parts = {"": self.stored} if self.kind == "dense" else {name: self.stored[name] for name in _PARTS}
         if isinstance(self.stored, zarr.Group | zarr.Array):
             # A chunk that is gone is not a chunk of zeros.
@@ -520,12 +520,12 @@ class Matrix:
 
     @property
     def n_stored(self) -> int:
-        """Number of entries that are stored; of a dense matrix all."""
+        """Number of stored entries; for a dense matrix, the number of all entries."""
         return self.shape[0] * self.shape[1] if self.kind == "dense" else int(self._parts["data"].shape[0])
 
     @property
     def _major_minor(self) -> tuple[int, int]:
-        """Number of compressed rows (or columns), and of what the indices name."""
+        """Size of the compressed axis (CSR rows or CSC columns), and size of the indexed axis."""
         return self.shape if self.kind == "csr" else self.shape[::-1]
 
     def _damaged(self, problem: str | None) -> None:
@@ -533,13 +533,13 @@ class Matrix:
             raise DataError(f"{self.place} is corrupted: {problem}; {REPAIR}.")
 
     def _read(self, part: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return a piece of data, indices or indptr, or rows of a dense matrix (`part` is empty)."""
+        """Return a slice of data, indices or indptr, or rows of a dense matrix if `part` is empty."""
         with reading(f"{part} in {self.place}" if part else self.place):
             return np.asarray(self._parts[part][start:stop])
 
     @cached_property
     def _boundaries(self) -> np.ndarray:
-        """Where each compressed row (or column) begins, and where the last one ends, int64."""
+        """Start of each compressed row (or column), and end of the last one, int64."""
         boundaries = self._read("indptr").astype(np.int64)
         self._damaged(boundary_problem(boundaries, self.n_stored))
         return boundaries
@@ -550,10 +550,10 @@ class Matrix:
         return indices
 
     def row_chunks(self, size: int = ENTRIES) -> Iterator[tuple[int, sparse.csr_matrix]]:
-        """Yield the cells in order, some rows at a time, as ``(first row, CSR matrix of all columns)``.
+        """Yield the cells in order, in pieces of ``(first row, CSR matrix of all columns)``.
 
-        A CSC matrix is read once for every eight times `size` entries that it has, because its cells lie scattered
-        over the file. `size` is the most entries of a piece, unless one row has more.
+        `size` is the maximum number of entries per piece, unless a single row contains more. A CSC matrix is read
+        completely for every eight times `size` of its entries, because its cells are scattered over the file.
         """
         if self.kind == "dense":
             step = min(max(1, size // self.shape[1]), ROWS)
@@ -592,7 +592,7 @@ class Matrix:
             start = stop
 
     def _csc_rows(self, size: int, start: int, stop: int, n_entries: int) -> sparse.csr_matrix:
-        """Return the rows from `start` to `stop`, which have `n_entries` entries, as CSR."""
+        """Return the rows from `start` to `stop`, which contain `n_entries` entries, as a CSR matrix."""
         rows, columns = (np.empty(n_entries, dtype=np.int32) for _ in range(2))
         values = _sparse_type(np.empty(n_entries, dtype=self._parts["data"].dtype))
         filled = 0
@@ -609,20 +609,20 @@ class Matrix:
 
 
 def rows_within(before: np.ndarray, start: int, size: int, *, most: int = ROWS) -> int:
-    """Return the row up to which there are at most `size` entries and `most` rows from `start` on, or the next row."""
+    """Return the end of a piece from `start` on: at most `size` entries and `most` rows, but at least one row."""
     end = int(np.searchsorted(before, before[start] + size, side="right")) - 1
     return min(max(start + 1, end), start + most)
 
 
 def _sparse_type(values: np.ndarray) -> np.ndarray:
-    """Return values in a type that SciPy's sparse matrices know: no half precision, no other byte order."""
+    """Convert half precision and foreign byte orders, which SciPy's sparse matrices do not support."""
     if values.dtype == np.float16:
         return values.astype(np.float32)
     return values.astype(values.dtype.newbyteorder("="), copy=False)
 
 
 def check_file(path: str | os.PathLike[str]) -> None:
-    """Raise unless there is a file of that name; the message names the most similar one in the same folder."""
+    """Raise an error if the file does not exist; the message suggests the most similar name in the same folder."""
     if Path(path).is_dir():
         raise DataError(f"{str(path)!r} is not a file; name an h5ad file.")
     if not Path(path).exists():
@@ -630,7 +630,7 @@ def check_file(path: str | os.PathLike[str]) -> None:
 
 
 def similar_file(path: Path) -> str:
-    """Return ``"; did you mean 'x'?"`` for the file with the nearest name in the same folder, or a full stop."""
+    """Return ``"; did you mean 'x'?"`` for the most similar file name in the same folder, or a period."""
     # The common ending makes all names alike, so it does not count.
     others = {other.stem: other.name for other in path.parent.glob(f"*{path.suffix}")}
     near = difflib.get_close_matches(path.stem, others, n=1, cutoff=0.7)
@@ -638,7 +638,7 @@ def similar_file(path: Path) -> str:
 
 
 def write_h5ad(path: str | os.PathLike[str], adata: AnnData) -> None:
-    """Write cells as ``adata.write_h5ad`` does; that the disk is full is an OSError, see :func:`scforge._io.new_h5`."""
+    """Write cells as ``adata.write_h5ad`` does; a full disk raises an OSError, see :func:`scforge._io.new_h5`."""
     from anndata.io import write_elem
 
     adata.strings_to_categoricals()
@@ -656,7 +656,7 @@ def check_chunk(
     no_counts: str = "name the layer that contains them",
     empty: str = "remove them with sc.pp.filter_cells(adata, min_counts=1)",
 ) -> None:
-    """Raise unless rows contain counts, and each some; `no_counts` and `empty` are the advice otherwise."""
+    """Raise a DataError if values are not counts or a row is empty; `no_counts` and `empty` are the advice."""
     if problem := value_problem(chunk.data):
         raise DataError(f"{place} {problem} in the rows from {first} on, but raw counts are needed; {no_counts}.")
     totals = row_sums(chunk)
@@ -679,7 +679,7 @@ class StoredAdata:
     file
         The open file, or a group in it (h5py or zarr).
     whole, modality
-        Of a modality of a MuData: the open file, whose table of cells has further columns, and its name.
+        For a modality of a MuData, the open file, whose obs contains additional columns, and the modality name.
     """
 
     path: str
@@ -689,7 +689,7 @@ class StoredAdata:
 
     @classmethod
     def of(cls, path: str, file: Any, modality: str | None = None) -> StoredAdata:
-        """Check that an open file contains an AnnData, or a MuData with the modality."""
+        """Create from an open file after checking that it contains an AnnData, or a MuData with the modality."""
         if "mod" in file and not is_array(file["mod"]):
             check_modality(modality, list(file["mod"]), path)
             opened = cls(path, file[f"mod/{modality}"], file, str(modality))
@@ -704,12 +704,12 @@ class StoredAdata:
 
     @cached_property
     def var(self) -> pd.DataFrame:
-        """The table of genes."""
+        """The gene table."""
         return self._table("var", "table of genes")
 
     @cached_property
     def obs(self) -> pd.DataFrame:
-        """The table of cells; of a modality with the columns of the whole MuData behind its own."""
+        """The cell table. For a modality, columns of the whole MuData are appended."""
         own = self._table("obs", "table of cells")
         if self.whole is None:
             return own
@@ -733,7 +733,7 @@ class StoredAdata:
         return [] if group is None or is_array(group) else list(group)
 
     def has(self, name: str) -> bool:
-        """Whether the file has a part of that name, e.g. ``"X"`` or ``"raw/X"``."""
+        """Return whether the file contains an element of this name, e.g. ``"X"`` or ``"raw/X"``."""
         # A matrix that is missing may be stored as an empty one.
         return name in self.file and not (is_array(self.file[name]) and self.file[name].shape in (None, ()))
 
@@ -757,7 +757,7 @@ class StoredAdata:
 
 
 def check_modality(modality: str | None, modalities: Sequence[str], source: str) -> None:
-    """Raise unless `modality` is one of those of a MuData."""
+    """Raise an OptionError if `modality` is not a modality of the MuData."""
     if modality is None:
         raise OptionError(f"{source!r} is a MuData; name a modality with modality= (it has: {listing(modalities)}).")
     check_known("modality", modality, modalities, repr(source), error=OptionError)
@@ -766,8 +766,8 @@ def check_modality(modality: str | None, modalities: Sequence[str], source: str)
 def shared_columns(obs: pd.DataFrame, modality: str, names: pd.Index, own: Sequence[str]) -> pd.DataFrame:
     """Return the columns of a MuData's obs for the cells `names` of a modality.
 
-    A column that MuData has copied from a modality is named ``"modality:column"``. Those of other modalities are left
-    out, as are those of columns that the modality has itself.
+    A column that MuData has copied from a modality is named ``"modality:column"``. Columns copied from other modalities
+    are left out, as are columns that the modality itself contains (`own`).
     """
     prefix = f"{modality}:"
     taken = {column: str(column).removeprefix(prefix) for column in obs.columns}
@@ -776,13 +776,13 @@ def shared_columns(obs: pd.DataFrame, modality: str, names: pd.Index, own: Seque
 
 
 def missing_column(column: str, source: str, columns: Sequence[str]) -> DataError:
-    """Return the error of a column of obs that is missing."""
+    """Return the error for a missing obs column."""
     shown = [name for name in columns if not str(name).startswith("_scvi_")]
     return DataError(f"obs of {source!r} has no column {column!r}{suggest(column, shown, 'it has')}")
 
 
 def chosen_columns(obs: pd.DataFrame, columns: Sequence[str] | None, source: str) -> pd.DataFrame:
-    """Return some columns of a table of cells, all if `columns` is None."""
+    """Return `columns` of a cell table, or all columns if None."""
     if columns is None:
         return obs
     if missing := [column for column in columns if column not in obs]:
@@ -791,7 +791,7 @@ def chosen_columns(obs: pd.DataFrame, columns: Sequence[str] | None, source: str
 
 
 class AdataStream:
-    """An AnnData in memory as a source of cells; `shared` has further columns of obs, of a MuData."""
+    """An AnnData in memory as a source of cells; `shared` contains additional obs columns of a MuData."""
 
     name = "adata"
 
@@ -802,12 +802,12 @@ class AdataStream:
 
     @cached_property
     def counts(self) -> sparse.csr_matrix:
-        """Counts of all cells and genes, checked."""
+        """Counts of all cells and genes, after checks."""
         return counts_of(self.adata, self._layer)
 
     @property
     def n_entries(self) -> int:
-        """Number of counts above zero, about."""
+        """Approximate number of nonzero counts."""
         return self.counts.nnz
 
     @cached_property
@@ -815,11 +815,11 @@ class AdataStream:
         return self.adata.obs if self._shared is None else self.adata.obs.join(self._shared)
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Return the table of cells, or some columns of it."""
+        """Return the cell table, or some of its columns."""
         return chosen_columns(self._obs, columns, self.name)
 
     def chunks(self) -> Iterator[tuple[int, sparse.csr_matrix]]:
-        """Yield ``(first row, CSR matrix of all genes)``."""
+        """Yield pieces of ``(first row, CSR matrix of all genes)``."""
         counts, start = self.counts, 0
         while start < self.n_cells:
             stop = rows_within(counts.indptr, start, ENTRIES)
@@ -842,7 +842,7 @@ class AdataStream:
 
 
 def table_digest(table: pd.DataFrame) -> str:
-    """Return a digest of a table and its index; columns that scvi-tools adds do not count."""
+    """Return a digest of a table and its index, without the columns that scvi-tools adds."""
     import pandas as pd
 
     kept = table[[column for column in table.columns if not str(column).startswith("_scvi_")]]
@@ -861,7 +861,7 @@ class Location:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[StoredAdata]:
-        """Open the file for reading. A file at a URL is read through a cache of recently used blocks."""
+        """Open the file for reading. A remote file is read through a cache of recently used blocks."""
         with contextlib.ExitStack() as opened:
             if self._is_zarr:
                 stored: Any = open_group(self.address, self._options)
@@ -878,7 +878,7 @@ class Location:
             yield StoredAdata.of(self.name, stored, self._modality)
 
     def identity(self) -> dict[str, int | float | str]:
-        """Return a version mark of a file: size and modification time, or the mark of a file system."""
+        """Return a version fingerprint of a file: size and modification time, or e.g. the ETag of a remote file."""
         if not self._is_zarr and not is_url(self.address):
             status = Path(self.address).stat()
             return {"size": status.st_size, "mtime_ns": status.st_mtime_ns}
@@ -895,9 +895,9 @@ class Location:
 
 
 class FileStream:
-    """An AnnData on disk or behind a URL, as ``scforge.data.readers.ChunkReader``.
+    """A ``scforge.data.readers.ChunkReader`` of an AnnData on disk or at a URL.
 
-    It is opened anew for each question, so that it can be handed to another process.
+    The file is opened anew for each access, so that the stream can be passed to another process.
     """
 
     def __init__(self, place: Location, layer: str | None = None) -> None:
@@ -909,7 +909,7 @@ class FileStream:
 
     @cached_property
     def n_entries(self) -> int:
-        """Number of counts above zero, about."""
+        """Approximate number of nonzero counts."""
         with self._place.open() as opened:
             matrix = opened.matrix(self._layer)
             if matrix.kind != "dense":
@@ -918,7 +918,7 @@ class FileStream:
             return int(np.ceil(first.nnz / first.shape[0] * self.n_cells))
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Return the table of cells, or some columns of it."""
+        """Return the cell table, or some of its columns."""
         with self._place.open() as opened:
             table = opened.obs
         if len(table) != self.n_cells:
@@ -928,7 +928,7 @@ class FileStream:
         return chosen_columns(table, columns, self.name)
 
     def chunks(self) -> Iterator[tuple[int, sparse.csr_matrix]]:
-        """Yield ``(first row, CSR matrix of all genes)``."""
+        """Yield pieces of ``(first row, CSR matrix of all genes)``."""
         with self._place.open() as opened:
             matrix = opened.matrix(self._layer)
             for first, chunk in matrix.row_chunks():
@@ -941,14 +941,14 @@ class FileStream:
 
 
 class BackedStream(FileStream):
-    """A backed AnnData: counts are those of its file, tables those in memory, which may have changed."""
+    """A backed AnnData: counts come from its file, and tables from memory, where they may have changed."""
 
     def __init__(self, adata: AnnData, layer: str | None = None) -> None:
         super().__init__(Location(str(adata.filename)), layer)
         self._adata, self.var = adata, adata.var
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Return the table of cells, or some columns of it."""
+        """Return the cell table, or some of its columns."""
         return chosen_columns(self._adata.obs, columns, self.name)
 
     def fingerprint(self) -> dict[str, int | float | str]:
@@ -957,20 +957,20 @@ class BackedStream(FileStream):
 
 
 _BLOCK = 2**22
-"""Bytes that are fetched of an h5ad file at a time; 32 such blocks are kept."""
+"""Number of bytes of a remote h5ad file fetched at a time; 32 such blocks are cached."""
 
 _MARKS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
-"""What file systems say of a file that changes with it, the surest first."""
+"""File attributes that change with the content of a file, most reliable first."""
 
 _FILES = (".h5ad", ".h5mu")
 _COLLECTION = "annbatch-preshuffled"
 
 _ZARR_METADATA = ("zarr.json", ".zgroup", ".zattrs")
-"""Files of which a zarr folder has one."""
+"""Metadata files, at least one of which a zarr folder contains."""
 
 
 def file_system(place: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
-    """Return the file system of a path or URL, without what it remembers of folders, and the path on it."""
+    """Return the file system of a path or URL, with its directory cache cleared, and the path on it."""
     if not is_url(place):
         return LocalFileSystem(), str(Path(place).absolute())
     system, path = remote_file_system(place, options)
@@ -979,7 +979,7 @@ def file_system(place: str, options: Mapping[str, Any] | None = None) -> tuple[A
 
 
 def is_zarr(place: str, options: Mapping[str, Any] | None = None) -> bool:
-    """Whether a path or URL is a zarr folder, and no file."""
+    """Return whether a path or URL is a zarr folder, not a file."""
     if not is_url(place):
         return Path(place).is_dir()
     if Path(without_query(place)).suffix in (*_FILES, ".zarr"):
@@ -990,7 +990,7 @@ def is_zarr(place: str, options: Mapping[str, Any] | None = None) -> bool:
 
 
 def root_attributes(place: str, options: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
-    """Return the attributes of the root of a zarr folder of version 3; None if there is no such root."""
+    """Return the root attributes of a zarr v3 folder, or None if it is not one."""
     if is_url(place) and Path(without_query(place)).suffix in _FILES:
         return None
     system, path = file_system(place, options)
@@ -1002,7 +1002,7 @@ def root_attributes(place: str, options: Mapping[str, Any] | None = None) -> dic
 
 
 def is_collection(place: str, options: Mapping[str, Any] | None = None) -> bool:
-    """Whether a path or URL is a store of scforge, or another collection of annbatch."""
+    """Return whether a path or URL is an scforge store or another annbatch collection."""
     return (root_attributes(place, options) or {}).get("encoding-type") == _COLLECTION
 
 
@@ -1018,20 +1018,20 @@ _READERS = {
     ".loom": "anndata.io.read_loom",
     ".h5": "scanpy.read_10x_h5",
 }
-"""What reads files of other formats, by their endings."""
+"""A mapping from the extension of another file format to the function that reads it."""
 
 
 class ChunkReader(Protocol):
-    """Cells that are read piece by piece, with all genes of their source.
+    """Interface of cells that are read piece by piece, with all genes of their source.
 
     Attributes
     ----------
     name
-        Path or URL as given, or ``"adata"``; for messages and for the source of a cell.
+        Path or URL as given, or ``"adata"``. It is used in messages and as the source of a cell.
     n_cells
         Number of cells.
     var
-        The table of genes; its index contains the ``var_names``.
+        The gene table, whose index contains the ``var_names``.
 
     Examples
     --------
@@ -1049,15 +1049,15 @@ class ChunkReader(Protocol):
 
     @property
     def n_entries(self) -> int:
-        """Number of counts above zero, about."""
+        """Approximate number of nonzero counts."""
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
-        """Return the table of cells (index: their names), or some columns of it."""
+        """Return the cell table, indexed by cell name, or some of its columns."""
 
     def chunks(self) -> Iterator[tuple[int, sparse.csr_matrix]]:
-        """Yield ``(first row, CSR matrix over all genes)``, all of whose cells have counts.
+        """Yield pieces of ``(first row, CSR matrix over all genes)``, in which every cell has counts.
 
-        A piece has at most 4,194,304 entries (unless one cell has more) and 65,536 cells.
+        A piece contains at most 4,194,304 entries (unless a single cell contains more) and 65,536 cells.
         """
 
     def fingerprint(self) -> dict[str, int | float | str]:
@@ -1071,11 +1071,11 @@ def open_streams(
     modality: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[ChunkReader]:
-    """Open sources of cells for reading in pieces: one stream per source, for a pattern one per file.
+    """Open sources of cells for reading in pieces, with one stream per source, or per file of a pattern.
 
     A source is an AnnData in memory or backed by its file; a MuData, or an h5mu file, with `modality`; the path of an
-    h5ad file or of an AnnData-zarr folder; a pattern of paths, whose files are taken in order of their names; a URL
-    that fsspec knows; a :class:`scforge.data.CensusQuery`; or a list of those.
+    h5ad file or of an AnnData-zarr folder; a pattern of paths, whose files are sorted by name; a URL that fsspec
+    supports; a :class:`scforge.data.CensusQuery`; or a list of these.
     """
     places = list(source) if isinstance(source, list | tuple) else [source]
     if not places:
@@ -1099,12 +1099,12 @@ def open_streams(
 
 
 def is_query(source: Any) -> bool:
-    """Whether `source` opens its cells itself, as a :class:`scforge.data.CensusQuery` does."""
+    """Return whether `source` opens its cells itself, as a :class:`scforge.data.CensusQuery` does."""
     return callable(getattr(type(source), "streams", None))
 
 
 def identity_of(stream: ChunkReader) -> object:
-    """Return what two streams of the same cells have in common: the whole path, the URL, or the object."""
+    """Return an identifier that is equal for streams of the same cells: absolute path, URL, or object id."""
     if isinstance(stream, AdataStream):
         return id(stream.adata)
     name = getattr(stream, "address", stream.name)
@@ -1132,7 +1132,7 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
 
 
 def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
-    """Return the files that match a pattern, sorted by name; a path unchanged."""
+    """Return the files that match a pattern, sorted by name; a path is returned unchanged."""
     if place.startswith("file://"):
         place = place.removeprefix("file://")
     if is_url(place):
@@ -1151,7 +1151,7 @@ def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
 
 
 def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) -> Location:
-    """Return how a path or URL is opened."""
+    """Return the location of a path or URL after checking that it can be opened."""
     path = Path(place)
     if not is_url(place):
         put_back(path)

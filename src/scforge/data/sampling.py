@@ -1,4 +1,4 @@
-"""Plan the batches of an epoch: shuffled chunks, balanced sampling and buckets of length."""
+"""Plan the batches of an epoch: shuffled chunks, balanced sampling and length buckets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scforge.errors import OptionError
 
 @numba.njit(cache=True)
 def _hash(state):
-    """Scramble 64 bits (the finalizer of splitmix64: Steele, Lea and Flood 2014)."""
+    """Scramble 64 bits with the splitmix64 finalizer (Steele, Lea and Flood 2014)."""
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
@@ -36,33 +36,33 @@ def _mix_keys(rows, seed, epoch, stream):
 
 @numba.njit(cache=True)
 def word(key, position):
-    """Return the 64 random bits at `position` of the random sequence of `key`."""
+    """Return the 64 random bits at `position` in the random sequence of `key`."""
     return _hash(key + (position + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
 
 
 @numba.njit(cache=True)
 def uniform(key, position):
-    """Return the number at `position` of the random sequence of `key`, in [0, 1)."""
+    """Return the number in [0, 1) at `position` in the random sequence of `key`."""
     return np.float64(word(key, position) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
 def cell_keys(rows: np.ndarray, *, seed: int, epoch: int, stream: int = 0) -> np.ndarray:
-    """Return one random 64-bit key per cell, uint64, shape (B,), as the start of its random numbers."""
+    """Return one random 64-bit key per cell, from which its random numbers are derived, uint64, shape (B,)."""
     return _mix_keys(np.asarray(rows, dtype=np.int64), np.uint64(seed), np.uint64(epoch), np.uint64(stream))
 
 
 @dataclass(frozen=True)
 class Window:
-    """Some batches whose cells are read together.
+    """A group of batches whose cells are read together.
 
     Attributes
     ----------
     rows
         Positions of the cells in their source, batch after batch, int64, shape (W,).
     ends
-        End of each batch in `rows`, ascending, the last is W, int64, shape (b,).
+        End of each batch in `rows`, ascending up to W, int64, shape (b,).
     draw
-        Number of the draw, i.e. the epoch. Part of the key of random numbers of cells.
+        Number of the draw, i.e. the epoch. It is part of the key for the random numbers of cells.
     """
 
     rows: np.ndarray
@@ -70,14 +70,14 @@ class Window:
     draw: int
 
     def batches(self) -> Iterator[np.ndarray]:
-        """Yield the rows of one batch after the other."""
+        """Yield the rows of each batch in turn."""
         start = 0
         for end in self.ends.tolist():
             yield self.rows[start:end]
             start = end
 
     def after(self, n_batches: int) -> Window:
-        """Return this window without its first `n_batches` batches; the window must have more."""
+        """Return this window without its first `n_batches` batches; it must contain more batches than that."""
         if n_batches == 0:
             return self
         start = int(self.ends[n_batches - 1])
@@ -85,7 +85,7 @@ class Window:
 
 
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Return the integers of ranges that begin at `starts` and have `sizes` numbers, one range after the other.
+    """Concatenate ranges of integers that begin at `starts` and contain `sizes` integers each.
 
     Examples
     --------
@@ -97,7 +97,7 @@ def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 def _by_length(lengths: np.ndarray) -> np.ndarray:
-    """Return the stable order that sorts `lengths`, the same on every machine."""
+    """Return a stable sort order of `lengths`, which is the same on every machine."""
     # NumPy sorts 16-bit numbers by radix, ten times faster than others; its unstable sorts depend on the processor.
     if lengths.dtype.itemsize > 2 and len(lengths) and lengths.max() < 2**16:
         lengths = lengths.astype(np.uint16)
@@ -105,14 +105,14 @@ def _by_length(lengths: np.ndarray) -> np.ndarray:
 
 
 def cut_by_tokens(lengths: np.ndarray, max_tokens: int, max_cells: int | None = None) -> np.ndarray:
-    """Cut sorted cells into as few batches as possible of at most `max_tokens` tokens with padding.
+    """Cut sorted cells into as few batches as possible, each with at most `max_tokens` tokens including padding.
 
     Parameters
     ----------
     lengths
-        Tokens of each cell, ascending, none above `max_tokens`, shape (W,).
+        Number of tokens of each cell, ascending, at most `max_tokens`, shape (W,).
     max_tokens
-        Maximum number of tokens per batch, i.e. cells times the length of its longest cell.
+        Maximum number of tokens per batch, i.e. the number of cells times the length of the longest cell.
     max_cells
         Maximum number of cells per batch.
 
@@ -163,14 +163,14 @@ def split_largest(ends: np.ndarray, n_batches: int) -> np.ndarray:
 
 
 _STREAM = 0x5CA1AB1E
-"""Keeps the random numbers of draws apart from those of masks and views."""
+"""Stream that separates the random numbers for draws from those for masks and views."""
 
 _PIECE = 1 << 20
-"""Cells that are weighed, compared or hashed at once where all are needed: bounds the memory."""
+"""Number of cells that are weighted, compared or hashed at once, to limit memory."""
 
 
 class CellWeights:
-    """Sample cells in proportion to given weights, zero or above, shape (n,)."""
+    """Sample cells in proportion to nonnegative weights, shape (n,)."""
 
     def __init__(self, weights: np.ndarray) -> None:
         self._weights = np.asarray(weights)
@@ -181,7 +181,7 @@ class CellWeights:
         return len(self._weights)
 
     def weights(self, cells: np.ndarray | slice, *, epoch: int) -> np.ndarray:
-        """Return the weight of each of `cells`, float64; it is the same in each epoch."""
+        """Return the weight of each of `cells`, float64, which is the same in every epoch."""
         return self._weights[cells].astype(np.float64)
 
     def fingerprint(self) -> str:
@@ -190,19 +190,19 @@ class CellWeights:
 
 
 class ClassBalance:
-    """Sample cells of rare classes more often: a cell has the weight (1 / size of its class)^strength.
+    """Sample cells of rare classes more often: the weight is (1 / class size)^strength.
 
-    With strength 0, classes have their frequency in the data. With strength 1, all classes are equally frequent. The
-    strength may increase over epochs, so that a model first sees the natural frequencies and later more rare classes.
+    With strength 0, classes keep their frequency in the data. With strength 1, all classes are equally frequent. The
+    strength may increase over epochs, so that a model sees the natural frequencies first and more rare classes later.
 
     Parameters
     ----------
     codes
-        Class of each cell of the order, i.e. the codes of a categorical, shape (n,). Cells without label, -1, form a
+        Class of each cell in the order, i.e. the codes of a categorical, shape (n,). Unlabeled cells (-1) form a
         separate class.
     warmup_epochs
-        Number of epochs in which the strength changes linearly from `start` to `end`. With 0, it is `end` from the
-        first epoch on.
+        Number of epochs over which the strength changes linearly from `start` to `end`. If 0, the strength is `end`
+        from the first epoch on.
     start, end
         Strength in epoch 0 and from epoch `warmup_epochs` on, from 0 to 1.
     """
@@ -230,7 +230,7 @@ class ClassBalance:
         return table[self._codes[cells].astype(np.int64) + 1]
 
     def fingerprint(self) -> str:
-        """Return a digest of classes and options."""
+        """Return a digest of the classes and options."""
         digest = hashlib.blake2b(np.ascontiguousarray(self._codes).data, digest_size=8)
         digest.update(repr((self.warmup_epochs, self.start, self.end, "keep")).encode())
         return digest.hexdigest()
@@ -240,7 +240,7 @@ Balance = CellWeights | ClassBalance
 
 
 def _uniform(draws: np.ndarray, seed: int, epoch: int) -> np.ndarray:
-    """Return one random number in [0, 1) for each number of a draw."""
+    """Return one random number in [0, 1) for each draw number."""
     keys = cell_keys(draws, seed=seed, epoch=epoch, stream=_STREAM)
     return (keys >> np.uint64(11)) * 2.0**-53
 
@@ -248,7 +248,7 @@ def _uniform(draws: np.ndarray, seed: int, epoch: int) -> np.ndarray:
 def _inverse(
     cumulated: np.ndarray, lows: np.ndarray | float, highs: np.ndarray | float, shares: np.ndarray
 ) -> np.ndarray:
-    """Return the positions at which cumulative weights pass `lows` + `shares` * (`highs` - `lows`), in any order."""
+    """Return where the cumulative weights exceed `lows` + `shares` * (`highs` - `lows`), in any order."""
     # Rounding up to the end would give the cell behind it, or one of weight zero.
     targets = np.minimum(lows + shares * (highs - lows), np.nextafter(highs, 0.0))
     # Nearly sorted places are found four times as fast, and 16 bits are sorted fast; the window is shuffled anyway.
@@ -257,14 +257,14 @@ def _inverse(
 
 
 _SEQUENCE, _WINDOW = 1, 2
-"""Keep the random order of chunks apart from that of the cells of a window."""
+"""Seeds that separate the random order of chunks from the random order of cells within a window."""
 
 _Sequence = Callable[[int, int], np.ndarray]
-"""From a range of the epoch's sequence to the cells there, as numbers from 0 to n, int64."""
+"""Function from a range of the epoch's sequence to the cell indices in that range, from 0 to n - 1, int64."""
 
 
 def _sequence(order: CellOrder, epoch: int) -> _Sequence:
-    """Return the epoch's sequence of cells."""
+    """Return the sequence of cells for an epoch."""
     n = len(order.rows)
     if not order.shuffle:
         fixed = order.fixed_order
@@ -292,9 +292,9 @@ def _index_type(n: int) -> type[np.unsignedinteger]:
 
 
 class _ChunkSequence:
-    """The cells of chunks in random order, or draws of them, distributed over chunks as draws from all cells would be.
+    """The cells of chunks in random order, or draws from chunks that are distributed like draws from all cells.
 
-    The number of draws of each chunk is sampled first (a multinomial), then this number of cells of the chunk.
+    The number of draws from each chunk is sampled first (multinomial), then this number of cells from the chunk.
     Neighboring cells are therefore read together, and memory does not grow with the number of cells.
     """
 
@@ -339,7 +339,7 @@ class _ChunkSequence:
         return ranges(self._bounds[chunks] + skipped, sizes)
 
     def _drawn(self, balance: Balance, chunks: np.ndarray, skipped: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Return the cells of `sizes` draws of some chunks, without the first `skipped` draws of each chunk."""
+        """Return the cells of `sizes` draws from each of `chunks`, after the first `skipped` draws of the chunk."""
         n_cells = np.diff(self._bounds)[chunks]
         cells = ranges(self._bounds[chunks], n_cells)
         ends = np.cumsum(n_cells)
@@ -354,7 +354,7 @@ class _ChunkSequence:
 
 
 class EpochPlan:
-    """The windows of one epoch, cut into pieces: batches, or whole windows to pack by tokens."""
+    """The windows of one epoch, cut into pieces, i.e. batches, or whole windows if batches are packed by tokens."""
 
     def __init__(self, order: CellOrder, epoch: int) -> None:
         self._order = order
@@ -363,11 +363,11 @@ class EpochPlan:
         self.epoch = epoch
 
     def n_batches(self) -> int:
-        """Return the number of batches of each rank."""
+        """Return the number of batches on each rank."""
         return sum(map(self._n_batches_of, range(self._order.n_windows)))
 
     def windows(self, start: int) -> Iterator[Window]:
-        """Yield this rank's windows from batch `start` on."""
+        """Yield the windows of this rank, starting at batch `start`."""
         first = 0
         for number in range(self._order.n_windows):
             n_batches = self._n_batches_of(number)
@@ -376,7 +376,7 @@ class EpochPlan:
             first += n_batches
 
     def _ends(self, number: int, rank: int) -> np.ndarray:
-        """Return the start of the first piece of a rank's window in the sequence, then the end of each piece."""
+        """Return where the first piece of a rank's window starts in the sequence, and where each piece ends."""
         order = self._order
         start, stop = _share_of(len(order.rows), rank, order.world_size)
         first = number * order.pieces_per_window
@@ -385,7 +385,7 @@ class EpochPlan:
         return start + np.minimum(pieces * order.piece_cells, stop - start - (order.n_pieces - pieces))
 
     def _n_batches_of(self, number: int) -> int:
-        """Return the number of batches of a window; if packed by tokens, that of the rank that needs most."""
+        """Return the number of batches in a window; if packed by tokens, the maximum over all ranks."""
         order = self._order
         if order.max_tokens_per_batch is None:
             return min(order.pieces_per_window, order.n_pieces - number * order.pieces_per_window)
@@ -430,66 +430,68 @@ class EpochPlan:
 
 
 def _share_of(n_cells: int, rank: int, world_size: int) -> tuple[int, int]:
-    """Return start and stop of the part of a rank in the sequence; parts differ by at most one cell."""
+    """Return the start and stop of a rank's part of the sequence; part sizes differ by at most one cell."""
     least, extra = divmod(n_cells, world_size)
     start = rank * least + min(rank, extra)
     return start, start + least + (rank < extra)
 
 
 _WINDOW_CELLS = 4096
-"""Cells of a window on disk: 16 chunks of 256 cells. Those of larger windows leave the caches of the processor, and
-those of a store stand in random order anyway."""
+"""Number of cells per window on disk: 16 chunks of 256 cells. Larger windows do not fit into the processor caches, and
+the cells of a store are in random order anyway."""
 
 _MAX_BUCKETS = 32
-"""Most batches that are sorted by length together in memory: enough to fill batches of one length."""
+"""Maximum number of batches sorted together by length in memory; enough to fill batches with one length."""
 
 _MIN_WINDOWS = 4
-"""Windows sorted by length that an epoch has at least, so that which cells share a batch changes between epochs."""
+"""Minimum number of length-sorted windows per epoch, so that batches differ between epochs."""
 
 
 class CellOrder:
     """The batches of every epoch on one rank.
 
     In each epoch, the chunks that contain any of the cells are put into random order, and each rank takes a contiguous
-    part of this sequence. Parts are disjoint, contain all cells together, and differ by at most one cell. The part of a
-    rank is cut into windows, and cells are shuffled within a window. All ranks have the same number of batches, and no
-    batch is empty.
+    part of this sequence. The parts are disjoint, together contain all cells, and differ in size by at most one cell.
+    The part of each rank is cut into windows, and cells are shuffled within each window. All ranks have the same number
+    of batches, and no batch is empty.
 
     Parameters
     ----------
     rows
-        Positions of the cells in their source, int64, ascending, shape (n,). Without `shuffle` any order is kept.
+        Positions of the cells in their source, int64, ascending, shape (n,). Without `shuffle`, rows may be in any
+        order, which is kept.
     batch_size
-        Cells per batch; the last batches may be smaller. With `max_tokens_per_batch`, the maximum number of cells per
-        batch, or None.
+        Number of cells per batch; the last batches may be smaller. With `max_tokens_per_batch`, the maximum number of
+        cells per batch, or None for no maximum.
     chunk_size
-        Rows ``[k * chunk_size, (k + 1) * chunk_size)`` of the source are stored and shuffled together; 1 in memory.
+        Number of consecutive rows of the source that are stored and shuffled together, from a multiple of `chunk_size`
+        on; 1 for cells in memory.
     window_cells
         Number of cells that are read and shuffled together, rounded to whole batches. If None, uses 4,096 cells if
-        `chunk_size` is above 1, else 32 batches; with `lengths` at most a fourth of an epoch.
+        `chunk_size` is above 1, and 32 batches otherwise; with `lengths`, at most a quarter of an epoch.
     lengths
-        Number of tokens of each of `rows`, any integers, shape (n,). If given, cells of similar length share a batch.
-        This reduces padding, but a batch is then not a random sample of cells. Without `shuffle`, cells are sorted by
-        length within a window, or, if `chunk_size` is 1, over the whole part of the rank.
+        Number of tokens of each of `rows`, any integer type, shape (n,). If given, cells of similar length share a
+        batch. This reduces padding, but a batch is then not a random sample of cells. Without `shuffle`, cells are
+        sorted by length within a window, or, if `chunk_size` is 1, over the whole part of the rank.
     max_tokens_per_batch
-        Maximum number of tokens per batch with padding, i.e. number of cells times the length of the longest cell. A
-        batch contains as many cells as fit. Requires `lengths`.
+        Maximum number of tokens per batch including padding, i.e. the number of cells times the length of the longest
+        cell. A batch contains as many cells as fit. Requires `lengths`.
     shuffle
-        Use a new random order in each epoch.
+        Whether to use a new random order in each epoch.
     seed
-        Random seed of the order. Order, seed and epoch determine every batch.
+        Random seed of the order. The options, the seed and the epoch determine every batch.
     first_epoch
         Number of the first epoch, e.g. the number of epochs of earlier training runs. If None, every epoch is epoch 0,
         so that validation always sees the same masks.
     rank, world_size
         Index of this process, and the number of processes that share the cells.
     balance
-        Weights of the cells. If given, an epoch has n draws with replacement instead of each cell once.
+        Weights of the cells. If given, an epoch consists of n draws with replacement, instead of each cell once.
 
     Raises
     ------
     OptionError
-        If an argument cannot be used, or there are too few cells for the ranks.
+        If an argument is invalid, or there are too few cells for the ranks.
 
     Examples
     --------
@@ -555,7 +557,7 @@ class CellOrder:
             raise OptionError(f"max_tokens_per_batch={budget} is too small for a cell with {longest} tokens; raise it.")
 
     def _cut(self, window_cells: int | None) -> None:
-        """Set how the parts of the ranks are cut, the same in every epoch; see :class:`EpochPlan` for pieces."""
+        """Set how the parts of the ranks are cut into pieces in every epoch, see :class:`EpochPlan`."""
         n, world_size = len(self.rows), self.world_size
         least, most = n // world_size, -(-n // world_size)
         if least == 0:
@@ -583,7 +585,7 @@ class CellOrder:
         self.n_windows = -(-self.n_pieces // self.pieces_per_window)
 
     def _typical_batch(self) -> int:
-        """Return the number of cells of a batch; an estimate if batches are packed by tokens."""
+        """Return the number of cells per batch, which is an estimate if batches are packed by tokens."""
         if self.max_tokens_per_batch is None:
             assert self.batch_size is not None
             return self.batch_size
@@ -592,7 +594,7 @@ class CellOrder:
         return fit if self.batch_size is None else min(fit, self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next order; the position is kept if it is the epoch that was loaded.
+        """Set the epoch of the next pass; the position is kept if this epoch was loaded.
 
         Parameters
         ----------
@@ -609,7 +611,7 @@ class CellOrder:
     def windows(self) -> Iterator[Window]:
         """Return the windows of this rank in the current epoch.
 
-        The first pass after :meth:`load_state_dict` begins at the batch of the state, later passes begin at 0.
+        The first pass after :meth:`load_state_dict` begins at the batch of the state, and later passes begin at 0.
         """
         start = self.position if self._loaded is not None and self._loaded[0] == self.epoch else 0
         self._loaded = None
@@ -617,7 +619,7 @@ class CellOrder:
         return self._plan().windows(start)
 
     def advance(self, n_batches: int = 1) -> None:
-        """Count batches that were returned; call it after each batch.
+        """Count returned batches; call this method after each batch.
 
         Parameters
         ----------
@@ -627,7 +629,7 @@ class CellOrder:
         self.position += n_batches
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to resume after the batches returned so far; JSON-safe, equal on all ranks."""
+        """Return a JSON-safe state to resume after the batches returned so far, which is equal on all ranks."""
         return {"epoch": self.epoch, "position": self.position, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -641,7 +643,7 @@ class CellOrder:
         Raises
         ------
         OptionError
-            If the state belongs to another order, with other cells, seed, batch size or number of ranks.
+            If the state belongs to an order with different cells, seed, batch size or number of ranks.
         """
         for name, value in self._identity.items():
             if (there := state.get(name)) != value:
@@ -664,7 +666,7 @@ class CellOrder:
 
     @cached_property
     def fixed_order(self) -> np.ndarray | None:
-        """The order of the cells without `shuffle`: each rank's part sorted by length; None if it is that of `rows`."""
+        """Order of the cells without `shuffle`, sorted by length on each rank; None if it is the order of `rows`."""
         if self.chunk_size > 1 or self.lengths is None:
             return None
         order = np.empty(len(self.rows), dtype=_index_type(len(self.rows)))

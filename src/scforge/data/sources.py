@@ -1,4 +1,4 @@
-"""Open cells from AnnData, files, stores and queries of the Census, in memory or from disk."""
+"""Open cells from AnnData, files, stores and Census queries, in memory or on disk."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ logger = logging.getLogger("scforge")
 def _in_memory(
     streams: Sequence[ChunkReader], maps: Sequence[GeneMap], vocab: GeneVocab, columns: Sequence[str] | None
 ) -> CellSource:
-    """Read sources into memory, one after the other; only pieces of files are held over all genes."""
+    """Read sources into memory one after another; only pieces of files are held with all genes."""
     table = joined_obs(streams, columns)
     if len(streams) == 1 and isinstance(streams[0], AdataStream):  # as a whole, which is faster
         counts, totals = maps[0].apply(streams[0].counts), row_sums(streams[0].counts)
@@ -106,10 +106,10 @@ def _in_memory(
 
 
 def joined_obs(streams: Sequence[ChunkReader], columns: Sequence[str] | None) -> pd.DataFrame:
-    """Return the joined tables of cells of all sources; a single table is returned unchanged.
+    """Return the concatenated cell tables of all sources; a single table is returned unchanged.
 
-    With several sources, the categories of each column are united, ``"scforge_source"`` names the source of a cell (if
-    it is in `columns`, or `columns` is None), and repeated cell names get the number of their source.
+    With several sources, the categories of each column are merged, and duplicate cell names get the number of their
+    source. ``"scforge_source"`` is the source of each cell, if it is in `columns` or `columns` is None.
     """
     from scforge.data.conversion import check_columns, join_obs
     from scforge.data.store import SOURCE
@@ -123,18 +123,18 @@ def joined_obs(streams: Sequence[ChunkReader], columns: Sequence[str] | None) ->
 
 
 AUTO = "auto"
-"""Convert what does not fit into memory, into the cache of the user."""
+"""Value of `cache` to convert only data that do not fit into memory, into the user's cache."""
 
 _OF_STORE = {"name", "overlap", "counts_kept"}
-"""Description of a source in a store, in addition to its fingerprint."""
+"""Keys that describe a source in a store, in addition to its fingerprint."""
 
 
 def store_of_large(
     streams: Sequence[ChunkReader], memory: int | str | None = None, **options: str | None
 ) -> Path | None:
-    """Return the cache path of the store for files that do not fit into memory; None if they fit.
+    """Return the path of the cached store for files that do not fit into memory, or None if they fit.
 
-    Files that were converted once are always read from the store, regardless of memory, so that cells keep their order.
+    Files that were converted before are always read from the store, so that the cell order does not depend on memory.
     """
     places = [identity_of(stream) for stream in streams]
     if not all(isinstance(place, str) for place in places):  # what is in memory already
@@ -159,7 +159,7 @@ def convert_once(
     storage_options: Mapping[str, Any] | None,
     **options: str | None,
 ) -> Path:
-    """Return the path of a store of these sources; write it if there is none, or the sources have changed."""
+    """Return the path of a store of the sources; write it if it is missing or the sources have changed."""
     from scforge.data.conversion import convert
 
     if is_url(os.fspath(cache)):
@@ -182,7 +182,7 @@ def convert_once(
 
 
 def _is_fresh(path: Path, streams: Sequence[ChunkReader], options: Mapping[str, str | None]) -> bool:
-    """Return whether a store matches the current sources; raise if it has other content that must not be replaced."""
+    """Return whether a store is up to date. Raises an OptionError if it contains other data or genes."""
     from scforge.data.store import StoreInfo, read_vocab
 
     info = StoreInfo.read(path)  # or raise, as it is not a store
@@ -220,19 +220,19 @@ def open_cells(
 ) -> Cells:
     """Open cells over the genes of a vocabulary, from memory, files, stores or URLs.
 
-    A store written by :func:`scforge.data.convert` stays on disk. Any other source is read into memory, piece by piece,
-    with genes mapped while reading. With `cache`, it is instead converted into a store once.
+    A store written by :func:`scforge.data.convert` stays on disk. Any other source is read into memory piece by piece,
+    and its genes are mapped while reading. With `cache`, the source is instead converted into a store once.
 
     Parameters
     ----------
     source
         An AnnData, in memory or backed; a MuData, or an h5mu file; the path of an h5ad file, of an AnnData-zarr folder
         or of a store; a pattern such as ``"data/*.h5ad"``; a URL of one of these (``s3://``, ``gs://``, ``https://``,
-        ...); a query of the CELLxGENE Census; or a list of sources, which are concatenated. Counts have to be raw.
+        ...); a CELLxGENE Census query; or a list of sources, which are concatenated. Counts must be raw.
     vocab
         Vocabulary to map the genes to by name: a vocabulary, its file, or the name of a shipped vocabulary. Genes
         outside the vocabulary are left out, but their counts stay in the library size of each cell. If None, uses the
-        vocabulary of a store, and all genes of any other source.
+        vocabulary of a store, or all genes of any other source.
     layer
         Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     gene_key
@@ -240,7 +240,7 @@ def open_cells(
     modality
         Modality of a MuData.
     min_overlap
-        Smallest fraction of genes to accept in each source, see :func:`scforge.data.map_genes`.
+        Minimum fraction of the vocabulary genes in each source, see :func:`scforge.data.map_genes`.
     obs
         Columns of ``obs`` to keep. If None, keeps all columns that every source has. With several sources,
         ``"scforge_source"`` names the source of each cell.
@@ -250,10 +250,10 @@ def open_cells(
     cache
         Folder for a store; it has no effect if the source is a store. The store is written if it is missing or the
         sources have changed, and is reused afterwards. It contains all genes and columns, so it works for every
-        vocabulary. ``"auto"`` only converts files that do not fit into memory, into ``~/.cache/scforge/stores`` (or
-        ``$XDG_CACHE_HOME``), as in training from files.
+        vocabulary. With ``"auto"``, only files that do not fit into memory are converted, into
+        ``~/.cache/scforge/stores`` (or ``$XDG_CACHE_HOME``), as in training from files.
     storage_options
-        Options of the remote file system, e.g. credentials, see :mod:`fsspec`.
+        Options for the remote file system, e.g. credentials, see :mod:`fsspec`.
 
     Returns
     -------
@@ -264,18 +264,17 @@ def open_cells(
     MissingFileError
         If a file does not exist.
     DataError
-        If counts, gene names or columns cannot be used, a file is corrupted, or the cells do not fit into memory.
+        If counts, gene names or columns are invalid, a file is corrupted, or the cells do not fit into memory.
     GeneMismatchError
-        If too few genes of `vocab` are in a source, or sources share hardly any genes.
+        If too few genes of `vocab` are in a source, or the sources share hardly any genes.
     OptionError
-        If an argument does not fit the source.
+        If an argument is not valid for the source.
 
     Warns
     -----
     ScforgeWarning
-        If less than half of the genes of `vocab` are in the data, if columns of the same gene are summed, if cells
-        express no gene of `vocab`, or if more than a fifth of the counts are outside a `vocab` that is a whole
-        annotation.
+        If fewer than half of the genes of `vocab` are in the data, columns of the same gene are summed, cells express
+        no gene of `vocab`, or `vocab` is an entire annotation and more than a fifth of the counts are outside it.
 
     Examples
     --------
@@ -353,15 +352,15 @@ def _check_unused(place: str, **options: Any) -> None:
 def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> AnnData:
     """Read one or several h5ad files into one AnnData in memory.
 
-    Several files are concatenated over the union of their genes (by ``var_names``). A gene that is not in a file is
-    treated as not expressed in its cells, and columns with the same name in a file are summed first.
-    ``obs["source_file"]`` names the source of each cell (``obs["scforge_source"]`` if a file already has a column
-    ``"source_file"``), and cell names are made unique.
+    Several files are concatenated over the union of their genes (by ``var_names``). If a gene is not in a file, it is
+    treated as not expressed in the cells of this file. Columns with the same name in a file are summed first. The
+    source of each cell is in ``obs["source_file"]``, or in ``obs["scforge_source"]`` if a file already contains a
+    column ``"source_file"``. Cell names are made unique.
 
     Parameters
     ----------
     paths
-        One file or several.
+        One or several files.
 
     Returns
     -------
@@ -374,12 +373,12 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     DataError
         If a file is not an h5ad file, is empty, or has a corrupted matrix.
     GeneMismatchError
-        If files share hardly any genes, e.g. because one has symbols and the other Ensembl ids.
+        If files share hardly any genes, e.g. because one contains symbols and the other Ensembl ids.
 
     Warns
     -----
     ScforgeWarning
-        If columns of one of several files are summed.
+        If several files are given and columns of one of them are summed.
 
     Examples
     --------
@@ -444,22 +443,22 @@ class Inspection:
     path
         The file.
     n_cells, n_genes
-        Number of cells and of columns of the matrix.
+        Number of cells, and number of columns of the matrix.
     stored
         Storage format of the matrix: ``"csr"``, ``"csc"`` or ``"dense"``.
     counts
-        Sentence that states whether the matrix contains raw counts, or which matrix does.
+        Sentence that states whether the matrix contains raw counts, or which other matrix does.
     n_empty
         Number of cells without counts; None if there are no counts.
     other_names
-        Other columns of ``var`` that contain gene names, each with its kind and the number of its names in the
-        vocabulary.
+        Other columns of ``var`` that contain gene names, each with the kind of its names and how many of them are in
+        the vocabulary.
     overlap
         Report on the overlap of the genes with the vocabulary.
     chosen
         Whether the vocabulary was chosen from the shipped vocabularies.
     mismatch
-        Sentence that explains why the data cannot be used with the given vocabulary; None if they can.
+        Sentence that explains why the data cannot be used with the given vocabulary; None if they can be used.
 
     Examples
     --------
@@ -483,7 +482,7 @@ class Inspection:
     mismatch: str | None = None
 
     def check(self) -> None:
-        """Raise :class:`~scforge.errors.GeneMismatchError` if too few genes fit the given vocabulary."""
+        """Raise a :class:`~scforge.errors.GeneMismatchError` if too few genes match the given vocabulary."""
         if self.mismatch is not None:
             raise GeneMismatchError(self.mismatch)
 
@@ -522,8 +521,8 @@ def inspect_h5ad(
         A vocabulary, its file, or the name of a shipped vocabulary. If None, uses the shipped vocabulary that fits
         best.
     layer
-        Layer to inspect. If None, inspects X. If it contains no counts, the result names another matrix that does. If
-        this is a layer or X, its counts are used for fractions of counts.
+        Layer to inspect. If None, inspects X. If it does not contain counts, the result names another matrix that does.
+        If the other matrix is a layer or X, fractions of counts are computed from it.
     gene_key
         Column of ``var`` with the gene names. If None, reads ``var_names``.
     n_top
@@ -538,7 +537,7 @@ def inspect_h5ad(
     MissingFileError
         If the file does not exist.
     DataError
-        If the file is not an h5ad file, or does not have the layer or column.
+        If the file is not an h5ad file, or does not contain the layer or column.
     OptionError
         If the vocabulary is unknown.
 
@@ -590,7 +589,7 @@ def _mismatch(names: np.ndarray, vocab: GeneVocab, var: pd.DataFrame, gene_key: 
 
 
 def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.ndarray | None, int | None, str]:
-    """Return the sums of the columns, the number of empty cells, and a sentence on where the counts are."""
+    """Return the column sums, the number of empty cells, and a sentence on which matrix contains counts."""
     places = {"X": "X", **{f"layers/{one}": f"layers[{one!r}]" for one in opened.layers}, "raw/X": "raw"}
     asked = "X" if layer is None else f"layers/{layer}"
     sums, empty, problem = _summary(matrix)
@@ -609,7 +608,7 @@ def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.
 
 
 def _summary(matrix: Matrix) -> tuple[np.ndarray, int, str | None]:
-    """Return the column sums, the number of empty rows, and the first value that is not a count, if any."""
+    """Return the column sums, the number of empty rows, and the problem if values are not counts, or None."""
     sums, n_empty = np.zeros(matrix.shape[1]), 0
     for _, chunk in matrix.row_chunks():
         if problem := value_problem(chunk.data):

@@ -1,4 +1,4 @@
-"""Cells for training and cells for validation, by cell or by whole groups such as donors."""
+"""Split cells into training and validation cells, by cell or by entire groups such as donors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 _N_ORDERS = 1_000
-"""Random orders of the groups that are tried."""
+"""Number of random group orders to try."""
 
 
 def split_cells(
@@ -25,7 +25,7 @@ def split_cells(
     groups: pd.Series | pd.Categorical | np.ndarray | None = None,
     rows: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Split cells at random into training and validation rows, disjoint and sorted.
+    """Split cells at random into disjoint, sorted training and validation rows.
 
     Parameters
     ----------
@@ -36,20 +36,20 @@ def split_cells(
     seed
         Random seed.
     groups
-        Group of each cell, e.g. its donor or data set, as a column of obs or as codes, shape (n_cells,). If given,
-        whole groups are held out. Of many random choices, the one with the fraction of cells nearest to
+        Group of each cell, e.g. its donor or data set, as an obs column or as codes, shape (n_cells,). If given, entire
+        groups are held out. Among many random choices, the choice whose fraction of cells is closest to
         `validation_size` is used, with at least one group in each part.
     rows
         Rows to split; other rows are in neither part. If None, splits all cells.
 
     Returns
     -------
-    Rows for training and rows for validation, int64.
+    Training rows and validation rows, int64.
 
     Raises
     ------
     OptionError
-        If `validation_size` is not in [0, 1), or leaves no cells for training, or `rows` are not cells.
+        If `validation_size` is not in [0, 1), it leaves no cells for training, or `rows` are not valid cells.
     DataError
         If a cell has no group, or there is only one group.
 
@@ -90,7 +90,7 @@ def _split_by_cell(n_cells: int, validation_size: float, seed: int) -> tuple[np.
 
 
 def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarray, Any]:
-    """Return the code of the group of each cell that is split, and the names of the groups."""
+    """Return the group code of each cell to split, and the group names."""
     import pandas as pd
 
     if len(groups) != n_cells:
@@ -108,7 +108,7 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
 
 
 def _hold_out(sizes: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Choose groups with nearly a given fraction of all cells, the best choice of many random orders, bool."""
+    """Return a mask of the groups to hold out, the best of many random choices for the fraction `share` of cells."""
     rng, target = np.random.default_rng(seed), sizes.sum() * share
     held_out = np.zeros(len(sizes), dtype=bool)
     best = np.inf

@@ -1,4 +1,4 @@
-"""Statistics of genes: highly variable genes, medians of expression and entropies."""
+"""Gene statistics: highly variable genes, expression medians and entropies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _BINS, _MIN_OF_BIN = 20, 20
-"""Bins of mean expression, and genes that those of the highest share at least."""
+"""Number of bins of mean expression, and minimum number of genes in the merged bins of highest expression."""
 
 
 def select_genes(
@@ -46,33 +46,33 @@ def select_genes(
     Parameters
     ----------
     adata
-        Annotated data with raw counts; not changed.
+        Annotated data with raw counts. It is not modified.
     layer, gene_key
         Layer with the counts, and column of ``adata.var`` with the gene names.
     n_top_genes
         Number of highly variable genes, chosen as in :func:`scanpy.pp.highly_variable_genes` with ``flavor="seurat"``
-        on log1p CP10K values, within batches if there is a `batch_key`. Bins of the most expressed genes are joined
+        on log1p CP10K values, within batches if there is a `batch_key`. Bins of the most expressed genes are merged
         until they contain 20 genes, so that a gene that is alone in its bin can be chosen. If None, keeps all detected
         genes.
     min_cells
-        Minimum number of cells in which a gene is detected; other genes are left out.
+        Minimum number of cells in which a gene must be detected; other genes are left out.
     batch_key
         Column of ``adata.obs`` with the batch of each cell.
     within
-        Vocabulary to choose the genes from; its symbols and statistics are kept.
+        Vocabulary from which to choose genes; its symbols and statistics are kept.
     keep_genes
         Names of genes that are always kept, e.g. hallmark genes. They count toward `n_top_genes`.
 
     Returns
     -------
-    Vocabulary in the order of ``adata.var``. Columns of the same gene are summed before genes are chosen.
+    A vocabulary in the order of ``adata.var``. Columns of the same gene are summed before genes are chosen.
 
     Raises
     ------
     DataError
-        If the counts, the gene names or the `batch_key` cannot be used, or no gene is left.
+        If the counts, the gene names or the `batch_key` are invalid, or no gene is left.
     OptionError
-        If `n_top_genes` is not a positive number, or `keep_genes` names a gene that is missing.
+        If `n_top_genes` is not a positive number, or `keep_genes` contains a gene that is missing.
 
     Warns
     -----
@@ -108,9 +108,9 @@ def select_genes(
 def variable_genes(
     cells: CellSource, n_top_genes: int, *, batch_key: str | None = None, keep_genes: Sequence[str] = ()
 ) -> GeneVocab:
-    """Choose highly variable genes of cells, e.g. of a sample of a store, see :func:`select_genes`.
+    """Choose highly variable genes of cells, e.g. of cells sampled from a store, as in :func:`select_genes`.
 
-    The result is a subset of the vocabulary of `cells`, with its symbols and statistics.
+    The result is a subset of the vocabulary of `cells`, including symbols and statistics.
     """
     assert cells.vocab is not None
     kept = kept_genes(keep_genes, cells.vocab, "the cells")
@@ -124,9 +124,9 @@ def _part_of(vocab: GeneVocab, genes: np.ndarray) -> GeneVocab:
 
 
 def _distinct(names: np.ndarray, within: GeneVocab | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the genes in the order of their first column, and for each column the position of its gene (-1: none).
+    """Return the genes in the order of their first column, and the gene position of each column (-1 if unknown).
 
-    Genes are names without version, or indices into the vocabulary `within`.
+    Genes are names without version or, if `within` is given, indices into this vocabulary.
     """
     keys = np.array([strip_version(name) for name in names]) if within is None else GeneMap.of(names, within).columns
     known = np.ones(len(names), dtype=bool) if within is None else keys >= 0
@@ -143,7 +143,7 @@ def _chosen(
     batches: pd.Series | None,
     kept: np.ndarray,
 ) -> np.ndarray:
-    """Return which genes to take, in ascending order: those kept, and the most variable detected genes."""
+    """Return the chosen gene indices, ascending: the genes to keep, and the most variable detected genes."""
     n_cells, n_genes = counts.shape
     candidates = np.flatnonzero(np.bincount(counts.indices[counts.data > 0], minlength=n_genes) >= min_cells)
     if not len(candidates):
@@ -166,11 +166,11 @@ def _chosen(
 def _by_variability(
     counts: sparse.csr_matrix, totals: np.ndarray, candidates: np.ndarray, n_top_genes: int, batches: np.ndarray | None
 ) -> np.ndarray:
-    """Return positions among the candidates, the most variable first.
+    """Return positions among the candidates, starting with the most variable gene.
 
     The method is scanpy's ``flavor="seurat"``, except for bins with few genes. The normalized dispersion in a bin of n
-    genes cannot exceed (n - 1) / sqrt(n), and scanpy sets it to 1 for a single gene. A hormone that is alone in the
-    bin of the most expressed genes would therefore be left out.
+    genes cannot exceed (n - 1) / sqrt(n), and scanpy sets it to 1 for a single gene. A hormone gene that is alone in
+    the bin of the most expressed genes would therefore be left out.
     """
     values = sparse.csr_matrix(counts[:, candidates], dtype=np.float64)
     values.data *= np.repeat(TARGET_SUM / np.maximum(totals, 1.0), np.diff(values.indptr))
@@ -189,7 +189,7 @@ def _by_variability(
 
 
 def _normalized_dispersions(values: sparse.csr_matrix) -> np.ndarray:
-    """Return the log of variance over mean, in standard deviations of genes of like mean; NaN for genes of no cell."""
+    """Return log(variance / mean), standardized among genes of similar mean; NaN for genes that no cell expresses."""
     from sklearn.utils.sparsefuncs import mean_variance_axis
 
     n_cells, n_genes = values.shape
@@ -208,7 +208,7 @@ def _normalized_dispersions(values: sparse.csr_matrix) -> np.ndarray:
 
 
 def kept_genes(names: Iterable[str], vocab: GeneVocab, what: str) -> np.ndarray:
-    """Return the indices of genes to keep whatever their variability, in ascending order."""
+    """Return the indices of genes to keep regardless of their variability, in ascending order."""
     listed = listed_names("keep_genes", names)
     found = GeneMap.of(listed, vocab).columns
     if unknown := [name for name, index in zip(listed, found, strict=True) if index < 0]:
@@ -223,7 +223,7 @@ def kept_genes(names: Iterable[str], vocab: GeneVocab, what: str) -> np.ndarray:
 def gene_medians(counts: sparse.csr_matrix, totals: np.ndarray) -> np.ndarray:
     """Return the median of the nonzero CP10K values of each gene, float64, shape (G,); 1 for undetected genes.
 
-    Geneformer ranks genes by counts relative to this median. `totals` has the library size of each cell, shape (N,).
+    Geneformer ranks genes by counts relative to this median. `totals` is the library size of each cell, shape (N,).
     """
     scale = TARGET_SUM / totals
     by_gene = sparse.csc_matrix(counts, copy=True)
@@ -239,13 +239,13 @@ def gene_medians(counts: sparse.csr_matrix, totals: np.ndarray) -> np.ndarray:
 def measure_medians(
     source: Any, vocab: str | os.PathLike[str] | GeneVocab, *, layer: str | None = None, gene_key: str | None = None
 ) -> GeneVocab:
-    """Return a vocabulary with the median of the nonzero CP10K values of each gene, which Geneformer ranks by.
+    """Return a vocabulary with the median of the nonzero CP10K values of each gene, as used by Geneformer for ranking.
 
     Parameters
     ----------
     source
-        An AnnData in memory, with exact medians, or files as in :func:`scforge.data.convert`. Files of any size are
-        read once, piece by piece, and their medians are accurate to 1 %.
+        An AnnData in memory, for which medians are exact, or files as in :func:`scforge.data.convert`. Files of any
+        size are read once, piece by piece, and their medians are accurate to 1 %.
     vocab
         A vocabulary, its file, or the name of a shipped vocabulary. Existing medians are replaced.
     layer
@@ -255,8 +255,8 @@ def measure_medians(
 
     Returns
     -------
-    The vocabulary with medians; 1 for a gene that no cell expresses. Values are counts per 10,000 of *all* counts of
-    the cell, including counts outside the vocabulary.
+    The vocabulary with medians; 1 for genes that no cell expresses. Values are counts per 10,000 of *all* counts of the
+    cell, including counts outside the vocabulary.
 
     Examples
     --------
@@ -279,10 +279,10 @@ def measure_medians(
 def measure_entropies(
     source: Any, vocab: str | os.PathLike[str] | GeneVocab, *, layer: str | None = None, gene_key: str | None = None
 ) -> GeneVocab:
-    """Return a vocabulary with the entropy of each gene over cells, from 0 (one cell has all of it) to 1.
+    """Return a vocabulary with the entropy of each gene over cells, from 0 (one cell contains all counts) to 1.
 
     The tokenizer ``"entropy_ranked"`` puts genes with low entropy, which distinguish cells, before housekeeping genes.
-    A model computes entropies from its training cells if necessary. Use this function for vocabularies that several
+    If necessary, a model computes entropies from its training cells. Use this function for vocabularies that several
     models share.
 
     Parameters
@@ -292,7 +292,7 @@ def measure_entropies(
 
     Returns
     -------
-    The vocabulary with entropies; 1 for a gene that no cell expresses. Values are counts per 10,000 of *all* counts of
+    The vocabulary with entropies; 1 for genes that no cell expresses. Values are counts per 10,000 of *all* counts of
     the cell, including counts outside the vocabulary.
 
     Examples
@@ -308,18 +308,18 @@ def measure_entropies(
 
 
 def _blocks(streams: Sequence[ChunkReader], maps: Sequence[GeneMap]) -> Iterator[CellBlock]:
-    """Yield the cells of sources over the genes of a vocabulary."""
+    """Yield the cells of sources over vocabulary genes."""
     for stream, gene_map in zip(streams, maps, strict=True):
         for _, chunk in stream.chunks():
             yield CellBlock.from_csr(gene_map.apply(chunk), row_sums(chunk))
 
 
 _PIECE = 4096
-"""Cells of a block of an AnnData."""
+"""Number of cells per block of an AnnData."""
 
 
 def gene_entropies(cells: CellSource) -> np.ndarray:
-    """Return the entropies of the genes over cells in memory, float64, shape (G,)."""
+    """Return the entropy of each gene over cells in memory, float64, shape (G,)."""
     rows = np.arange(len(cells))
     blocks = (cells.block(rows[start : start + _PIECE]) for start in range(0, len(cells), _PIECE))
     return _entropies(blocks, cells.counts.shape[1])
@@ -328,9 +328,9 @@ def gene_entropies(cells: CellSource) -> np.ndarray:
 def _entropies(blocks: Iterable[CellBlock], n_genes: int) -> np.ndarray:
     """Return the normalized Shannon entropy of each gene over cells, float64 in [0, 1], shape (n_genes,).
 
-    With x the CP10K values of a gene in n cells and p = x / sum(x), the entropy is ``-sum(p log p) / log n``: 1 for a
-    gene that all cells express alike (and for one that none expresses), 0 for one that a single cell expresses. It
-    equals ``(log S - T / S) / log n`` with ``S = sum(x)`` and ``T = sum(x log x)``, so two numbers per gene suffice.
+    With x the CP10K values of a gene in n cells and p = x / sum(x), the entropy is ``-sum(p log p) / log n``. It is 1
+    for a gene that all cells express equally or that no cell expresses, and 0 for a gene that a single cell expresses.
+    It equals ``(log S - T / S) / log n`` with ``S = sum(x)`` and ``T = sum(x log x)``, so two numbers per gene suffice.
     """
     n_cells, both = 0, np.zeros((2, n_genes))
     for block in blocks:

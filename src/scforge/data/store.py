@@ -1,4 +1,4 @@
-"""Stores: zarr folders of shuffled cells that training reads in chunks."""
+"""Stores, i.e. zarr folders of shuffled cells that are read in chunks during training."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ if TYPE_CHECKING:
 
 
 CODECS = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}
-"""Setting of zarr: chunks are packed and unpacked by zarrs, in separate threads, three times as fast as by zarr's
-Python. Where zarrs cannot read (behind a URL) zarr does."""
+"""Zarr setting: zarrs compresses and decompresses chunks in separate threads, three times as fast as zarr's Python
+code. For data at a URL, which zarrs cannot read, zarr is used."""
 
 CHUNK_SIZE = 256
-"""Cells per chunk of a store; also the default for collections without this number."""
+"""Number of cells per chunk of a store, also assumed for collections that do not specify it."""
 
 TOTAL = "scforge_total"
-"""Column of ``obs`` with the counts of each cell over all genes of the data."""
+"""Column of ``obs`` with the total counts of each cell over all genes of the data."""
 
 SOURCE = "scforge_source"
 """Column of ``obs`` with the source of a cell."""
@@ -69,10 +69,10 @@ OWN_COLUMNS = (TOTAL, SOURCE)
 """Columns of ``obs`` that scforge adds."""
 
 DATASET = "dataset_{}"
-"""Names of the groups with cells."""
+"""Name pattern of the groups that contain cells."""
 
 _FORMAT = 1
-"""Version of what the attribute ``"scforge"`` holds."""
+"""Format version of the attribute ``"scforge"``."""
 
 _GROUP = "scforge"
 _ENCODING = {"encoding-type": "annbatch-preshuffled", "encoding-version": "0.1.0"}
@@ -86,9 +86,9 @@ class StoreInfo:
     Attributes
     ----------
     n_cells, n_nonzeros, n_genes
-        Number of cells, of counts above zero, and of genes of the vocabulary.
+        Number of cells, of nonzero counts, and of vocabulary genes.
     vocab_hash
-        Hash of the vocabulary with its medians.
+        Hash of the vocabulary, including its medians.
     counts_dtype
         ``"uint16"``, or ``"uint32"`` if a count is above 65,535.
     shuffled, seed
@@ -96,16 +96,16 @@ class StoreInfo:
     chunk_size
         Number of consecutive cells that are stored together.
     obs_columns
-        Columns of the table of cells, without those of scforge.
+        Columns of the cell table, without the columns that scforge adds.
     content_hash
-        SHA-256, hexadecimal, over `vocab_hash` and the hash of each dataset, see :func:`dataset_hash`.
+        Hexadecimal SHA-256 hash of `vocab_hash` and the hash of each dataset, see :func:`dataset_hash`.
     datasets
         For each dataset, ``n_cells``, ``n_nonzeros`` and ``hash``.
     sources
-        For each source, ``name``, ``n_cells``, ``n_genes``, ``overlap`` (fraction of the vocabulary genes that it has),
-        ``counts_kept``, and its fingerprint.
+        For each source, ``name``, ``n_cells``, ``n_genes``, ``overlap`` (fraction of the vocabulary genes in the
+        source), ``counts_kept``, and the fingerprint.
     counts_kept
-        Fraction of all counts in genes of the vocabulary.
+        Fraction of all counts that are in vocabulary genes.
     options
         Arguments of the conversion.
     created, scforge_version
@@ -136,9 +136,9 @@ class StoreInfo:
         Raises
         ------
         MissingFileError
-            If there is nothing of that name.
+            If the path or URL does not exist.
         DataError
-            If it is not a store, or one that a conversion has not finished, or of a later scforge.
+            If it is not a store, the conversion has not finished, or the store was written by a later version.
         """
         return cls._of(_attributes(path, storage_options), repr(os.fspath(path)))
 
@@ -173,13 +173,13 @@ class StoreInfo:
 
 
 def partial_path(path: str | os.PathLike[str]) -> Path:
-    """Return the folder next to `path` that contains a store while it is written."""
+    """Return the folder next to `path` in which a store is written."""
     path = Path(path)
     return path.with_name(f".{path.name}.partial")
 
 
 def may_be_store(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` names a folder, a URL, or a store that is being written: anything but a file."""
+    """Return whether `path` is a folder, a URL, or a store that is being written, i.e. anything but a file."""
     if is_url(path):
         return True
     put_back(path)
@@ -187,7 +187,7 @@ def may_be_store(path: str | os.PathLike[str]) -> bool:
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` (or a URL) is a complete store of scforge; False if nothing is there."""
+    """Return whether a path or URL is a complete scforge store; False if it does not exist."""
     try:
         return isinstance(_attributes(path).get(_GROUP), dict)
     except (DataError, MissingFileError):
@@ -195,7 +195,7 @@ def is_store(path: str | os.PathLike[str]) -> bool:
 
 
 def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the attributes of the root of a zarr folder; an empty dict where a folder is not a zarr v3 group."""
+    """Return the root attributes of a zarr folder, or an empty dict if the folder is not a zarr v3 group."""
     name = os.fspath(path)
     attributes = root_attributes(name, storage_options)
     if attributes is not None:
@@ -212,7 +212,7 @@ def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
 
 
 def _other_kind(attributes: Mapping[str, Any]) -> str:
-    """Describe a folder that is not a store."""
+    """Describe a folder that is not a store, for messages."""
     kind = attributes.get("encoding-type")
     if kind == "anndata":
         return "is an AnnData, not a store; create one with scforge convert SOURCE -o STORE"
@@ -231,7 +231,7 @@ def read_vocab(group: Any) -> GeneVocab:
 
 
 def read_measured(group: Any) -> np.ndarray:
-    """Return which genes of the vocabulary each source has, bool, shape (n_sources, n_genes)."""
+    """Return a mask of the vocabulary genes in each source, bool, shape (n_sources, n_genes)."""
     return _part(group, "measured").astype(bool)
 
 
@@ -242,7 +242,7 @@ def _part(group: Any, name: str) -> np.ndarray:
 
 
 def write_root(folder: Path, info: StoreInfo, vocab: GeneVocab, measured: np.ndarray) -> None:
-    """Write the metadata of a store, and a list of its content."""
+    """Write the metadata of a store, and consolidate the zarr metadata."""
     root = zarr.open_group(folder, mode="a", zarr_format=3)
     part = root.create_group(_GROUP, overwrite=True)
     part.create_array("vocab", data=np.frombuffer(vocab.to_json().encode(), dtype=np.uint8))
@@ -255,15 +255,15 @@ def write_root(folder: Path, info: StoreInfo, vocab: GeneVocab, measured: np.nda
 
 
 _STEP = 2**22
-"""Entries that are in memory at a time."""
+"""Number of entries in memory at a time."""
 
 
 def dataset_hash(indptr: Any, indices: Any, data: Any, obs: pd.DataFrame) -> str:
-    """Return the SHA-256 of a dataset, which does not depend on how its arrays are compressed.
+    """Return the SHA-256 hash of a dataset, which does not depend on how its arrays are compressed.
 
-    It is over the raw bytes (little-endian) of ``indptr`` (int64), ``indices`` (uint32) and ``data`` (uint32), of each
-    column of ``obs`` (the codes, int32, of a categorical one; the values of any other), and of the names of the cells
-    (UTF-8, each with a zero byte behind it). The arrays are of NumPy or zarr.
+    The hash covers the raw little-endian bytes of ``indptr`` (int64), ``indices`` (uint32) and ``data`` (uint32), of
+    each column of ``obs`` (the int32 codes of a categorical column, and the values of any other column), and of the
+    cell names (UTF-8, each followed by a zero byte). Arrays may be NumPy or zarr arrays.
     """
     digest = hashlib.sha256()
     for part, dtype in ((indptr, "<i8"), (indices, "<u4"), (data, "<u4")):
@@ -278,27 +278,27 @@ def dataset_hash(indptr: Any, indices: Any, data: Any, obs: pd.DataFrame) -> str
 
 
 def content_hash(vocab_hash: str, datasets: Iterable[str]) -> str:
-    """Return the SHA-256 of a store, given the hashes of its vocabulary and its datasets."""
+    """Return the SHA-256 hash of a store, given the hashes of its vocabulary and its datasets."""
     return hashlib.sha256("".join([vocab_hash, *datasets]).encode()).hexdigest()
 
 
 _GAP = 32
-"""Up to this many cells that nobody asked for are read along, instead of reading what lies around them separately."""
+"""Maximum number of unrequested cells between requested cells that are read, instead of splitting the read."""
 
 
 class _WindowSampler(Sampler):
-    """Lets annbatch's loader, which keeps the row boundaries, read the windows of one pass after the other."""
+    """Sampler that lets annbatch's loader, which keeps the row boundaries, read the windows of each pass."""
 
     batch_size = None  # each request sets the ends of its batches
     shuffle = False
     windows: Iterable[Window] = ()
 
     def n_batches(self, n_obs: int) -> int:
-        """Return a placeholder, because the length of the loader is not used."""
+        """Return 0 as a placeholder, because the length of the loader is not used."""
         return 0
 
     def validate(self, n_obs: int) -> None:
-        """Check nothing: the windows are those of a :class:`StoreCells`."""
+        """Accept any number of cells, because the windows come from a :class:`StoreCells`."""
 
     def _sample(self, n_obs: int) -> Iterator[LoadRequest]:
         for window in self.windows:
@@ -320,7 +320,7 @@ class _WindowSampler(Sampler):
 
 
 _SETTINGS: dict[str, Any] = {**CODECS, "threading.max_workers": max(1, (os.cpu_count() or 1) // 2)}
-"""Settings of zarr: half of the cores unpack, the others are left to tokenizing."""
+"""Zarr settings: half of the cores decompress, and the other cores are left for tokenization."""
 
 
 class _Store:
@@ -331,17 +331,17 @@ class _Store:
     place
         Path or URL.
     vocab
-        The vocabulary of the store, or one of its genes.
+        The vocabulary of the store, or a vocabulary of the genes of the collection.
     genes, measured
-        Names of the columns, and whether any source has them, shape (S,).
+        Names of the columns, and whether any source measures them, shape (S,).
     lengths
         Number of entries of each row, unsigned, shape (N,).
     obs
-        The wanted columns of obs, N rows, numbered.
+        The selected columns of obs, N numbered rows.
     totals
-        Counts of each cell over all genes of the data, integers where they fit, shape (N,); None if not stored.
+        Total counts of each cell over all genes of the data, as integers if possible, shape (N,); None if not stored.
     is_own
-        Whether scforge has written it.
+        Whether scforge has written the store.
     """
 
     def __init__(
@@ -389,7 +389,7 @@ class _Store:
         return datasets
 
     def _matrix(self, dataset: Any) -> tuple[Any, np.ndarray]:
-        """Return the matrix of a dataset, and the number of entries of each of its rows."""
+        """Return the matrix of a dataset, and the number of entries in each row."""
         with reading(f"{dataset.basename} of {self.place!r}", fix=_AGAIN):
             matrix = anndata.io.sparse_dataset(dataset["X"])
             indptr = np.asarray(dataset["X/indptr"][...])
@@ -402,7 +402,7 @@ class _Store:
         return matrix, lengths.astype(np.min_scalar_type(int(lengths.max(initial=0))))
 
     def _check_datasets(self, info: StoreInfo) -> None:
-        """Raise unless the datasets are those that were written."""
+        """Raise a DataError if the datasets do not match the description of the store."""
         expected = {DATASET.format(i): (one["n_cells"], info.n_genes) for i, one in enumerate(info.datasets)}
         found = {one.basename: tuple(matrix.shape) for one, matrix in zip(self._datasets, self._matrices, strict=True)}
         for name in expected | found:
@@ -419,7 +419,7 @@ class _Store:
         self.measured = measured.any(axis=0)
 
     def _set_foreign_genes(self) -> None:
-        """Use the columns of a collection that scforge has not written as genes."""
+        """Set the genes from the columns of a collection that was not written by scforge."""
         self.genes = self._index(self._datasets[0], "var")
         for dataset in self._datasets[1:]:
             if not np.array_equal(self._index(dataset, "var"), self.genes):
@@ -437,7 +437,7 @@ class _Store:
         return np.asarray(self._read(dataset, table, name), dtype=object).astype(str)
 
     def _table(self, columns: Sequence[str] | None) -> pd.DataFrame:
-        """Return columns of obs of all datasets, rows numbered; categories that differ are united."""
+        """Return obs columns of all datasets with numbered rows; differing categories are merged."""
         stored = [str(column) for column in self._datasets[0]["obs"].attrs.get("column-order", [])]
         known = [column for column in stored if column == SOURCE or column not in OWN_COLUMNS]
         table: dict[str, Any] = {}
@@ -455,11 +455,11 @@ class _Store:
         return len(self.lengths)
 
     def names(self) -> np.ndarray:
-        """Return the names of the cells, array of str, shape (N,)."""
+        """Return the cell names, str, shape (N,)."""
         return np.concatenate([self._index(dataset, "obs") for dataset in self._datasets])
 
     def batches(self, windows: Iterable[Window]) -> Iterator[tuple[np.ndarray, int, sparse.csr_matrix]]:
-        """Yield rows, number of the draw, and counts (sorted, without zeros) of each batch of each window."""
+        """Yield the rows, the draw number, and the counts (sorted, without zeros) of each batch in each window."""
         told: deque[tuple[np.ndarray, int]] = deque()
 
         def watched() -> Iterator[Window]:
@@ -485,7 +485,7 @@ class _Store:
                 yield batch["X"]
 
     def _cleaned(self, rows: np.ndarray, counts: sparse.csr_matrix) -> sparse.csr_matrix:
-        """Return counts that are sorted and without zeros; those of a store of scforge must be so."""
+        """Return sorted counts without zeros. Raises a DataError if counts of an scforge store are not already so."""
         if counts.dtype.kind != "u" and (problem := value_problem(counts.data)):
             raise DataError(f"{self.place!r} {problem}, but raw counts are needed.")
         row = unsound_row(counts)
@@ -502,20 +502,20 @@ class _Store:
 
 
 def _fitting(values: np.ndarray) -> np.ndarray:
-    """Return whole numbers in 32 bits where they fit."""
+    """Convert values to 32-bit integers if they fit."""
     fit = ((values == np.floor(values)) & (values < 2**32)).all()
     return values.astype(np.uint32) if fit else values
 
 
 _SAMPLED = 4096
-"""Cells that are looked at to tell how many counts lie outside of a vocabulary."""
+"""Number of cells sampled to estimate the fraction of counts outside a vocabulary."""
 
 
 @dataclass(frozen=True, eq=False)
 class StoreCells:
     """Cells of a store written by :func:`scforge.data.convert`, or of another annbatch collection of counts.
 
-    Open a store with :meth:`open` or :func:`scforge.data.open_cells`. It takes a few bytes of memory per cell (row
+    Open a store with :meth:`open` or :func:`scforge.data.open_cells`. It requires a few bytes of memory per cell (row
     boundaries, number of genes, library size, and the selected columns of obs), regardless of the number of counts.
 
     Attributes
@@ -523,9 +523,9 @@ class StoreCells:
     vocab
         The vocabulary of the counts.
     overlap, counts_kept, measured
-        See :class:`~scforge.data.Cells`. In a store made from several files, a gene is measured if any file has it.
+        See :class:`~scforge.data.Cells`. In a store of several files, a gene is measured if any file contains it.
     obs
-        The selected columns of obs; cells are numbered.
+        The selected columns of obs, with numbered rows.
     chunk_size
         Number of consecutive cells that are stored together.
     place
@@ -573,7 +573,7 @@ class StoreCells:
         path
             Folder, or a URL that fsspec supports, e.g. ``"s3://bucket/store.zarr"``.
         vocab
-            Vocabulary to map the genes to by name. If None, uses that of the store.
+            Vocabulary to map the genes to by name. If None, uses the vocabulary of the store.
         obs
             Columns of ``obs`` to load. If None, loads all columns.
         min_overlap
@@ -593,7 +593,7 @@ class StoreCells:
         Warns
         -----
         ScforgeWarning
-            If cells express no genes of the vocabulary, and for genes as in :func:`scforge.data.open_cells`.
+            If cells express no vocabulary gene, and for genes as in :func:`scforge.data.open_cells`.
         """
         with reading(repr(os.fspath(path)), how="as a store", fix=_AGAIN):
             store = _Store(path, obs, storage_options)
@@ -619,7 +619,7 @@ class StoreCells:
         vocab
             The other vocabulary.
         min_overlap
-            Minimum fraction of its genes in the store.
+            Minimum fraction of the genes of `vocab` in the store.
 
         Raises
         ------
@@ -647,7 +647,7 @@ class StoreCells:
     def n_expressed(self) -> np.ndarray:
         """Number of expressed genes of each cell in the store, unsigned, shape (N,).
 
-        If the vocabulary is a subset of that of the store, a cell may express fewer genes.
+        If the vocabulary is a subset of the store's vocabulary, a cell may express fewer vocabulary genes.
         """
         return self._store.lengths
 
@@ -662,11 +662,11 @@ class StoreCells:
         return column_of(self.obs, key)
 
     def names(self) -> np.ndarray:
-        """Return the names of the cells, read when requested, array of str, shape (N,)."""
+        """Read the cell names from the store, str, shape (N,)."""
         return self._store.names()
 
     def block(self, rows: np.ndarray, *, draw: int = 0) -> CellBlock:
-        """Return the cells at `rows`, in that order, with repeats; `draw` is part of the key of random numbers."""
+        """Return the cells at `rows`, in that order, with repeats; `draw` is part of the key for random numbers."""
         rows = np.asarray(rows, dtype=np.int64)
         if not len(rows):
             empty = sparse.csr_matrix((0, self.vocab.n_genes), dtype=np.uint16)
@@ -675,7 +675,7 @@ class StoreCells:
         return block
 
     def stream(self, windows: Iterable[Window]) -> Iterator[CellBlock]:
-        """Yield the cells of each batch of each of `windows`, in order, read window by window.
+        """Yield the cells of each batch in each of `windows`, in order, reading window by window.
 
         Raises
         ------
@@ -689,9 +689,9 @@ class StoreCells:
             yield CellBlock(indptr, genes, values, sums, rows, draw=draw, measured=self.measured)
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-        """Return at most `n` cells (of those at `rows`), sampled by `seed`, in memory, in the order of the store.
+        """Load at most `n` random cells (from those at `rows`) into memory, in the order of the store.
 
-        If there are more cells, whole chunks are sampled, because a chunk is read at once.
+        If there are more than `n` cells, entire chunks are sampled, because a chunk is read at once.
         """
         chosen = choose_chunks(len(self), n, self.chunk_size, rows=rows, seed=seed)
         block = self.block(chosen)
@@ -736,7 +736,7 @@ class StoreInspection:
     sources
         Whether each source is unchanged, see :func:`inspect_store`.
     verified
-        Whether the whole store was read and is unchanged since it was written.
+        Whether the entire store was read and has not changed since it was written.
     """
 
     path: str
@@ -782,9 +782,9 @@ def inspect_store(
     path
         Path or URL of the store.
     verify
-        Whether to read the whole store and compare its content with the hash stored when it was written.
+        Whether to read the entire store and compare its content with the hash stored when it was written.
     storage_options
-        Options of the file system of a URL, see fsspec.
+        Options for the file system of a URL, see fsspec.
 
     Returns
     -------
@@ -844,7 +844,7 @@ def _state(source: Mapping[str, Any]) -> str:
 
 
 def _verify(group: Any, info: StoreInfo, name: str) -> None:
-    """Read all of a store, some of it at a time, and raise unless it has the content hash that was written."""
+    """Read the entire store piece by piece. Raises a DataError if it does not match its stored hashes."""
     hashes = []
     with zarr.config.set(CODECS):
         for number in range(len(info.datasets)):

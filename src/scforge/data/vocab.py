@@ -1,4 +1,4 @@
-"""Gene vocabularies: their genes and special tokens, the shipped ones, their files, and kinds of gene ids."""
+"""Gene vocabularies: genes and special tokens, shipped vocabularies, vocabulary files, and kinds of gene ids."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class GeneTable:
     Attributes
     ----------
     symbols
-        The symbol of each Ensembl id; the id itself if a gene has no other name, as in CELLxGENE.
+        The symbol of each Ensembl id. A gene without a symbol keeps its id instead, as in CELLxGENE.
     ids
-        The ids with each symbol, in ascending order.
+        The ids of the genes with each symbol, in ascending order.
     """
 
     symbols: Mapping[str, str]
@@ -53,7 +53,7 @@ class GeneTable:
 
 
 def read_table(name: str) -> list[list[str]]:
-    """Return the rows of the table ``tables/<name>.csv.gz`` without its header."""
+    """Return the rows of ``tables/<name>.csv.gz``, without the header."""
     table = resources.files("scforge.data").joinpath("tables", f"{name}.csv.gz")
     with table.open("rb") as raw, gzip.open(raw, "rt", encoding="utf-8", newline="") as handle:
         return list(csv.reader(handle))[1:]
@@ -61,7 +61,7 @@ def read_table(name: str) -> list[list[str]]:
 
 @cache
 def gene_table(species: str) -> GeneTable:
-    """Return all genes of ``"human"`` or ``"mouse"``; read once."""
+    """Return all genes of ``"human"`` or ``"mouse"``; the table is read once and cached."""
     check_choice("species", species, SPECIES)
     symbols = {gene: symbol or gene for gene, symbol in read_table(f"{species}_genes")}
     ids: dict[str, tuple[str, ...]] = {}
@@ -71,11 +71,11 @@ def gene_table(species: str) -> GeneTable:
 
 
 _ENSEMBL = re.compile(r"^(ENS([A-Z]*)G\d{11})(\.\d+)?(_PAR_Y)?$", re.IGNORECASE)
-"""An Ensembl id: itself, the letters of its species, its version, and the mark of copies on Y."""
+"""Pattern of an Ensembl id. Groups: id without version, species letters, version, and suffix of copies on Y."""
 
 
 def id_kind(names: Iterable[str]) -> str:
-    """Return ``"Ensembl ids"`` or ``"gene symbols"``, whichever most of the first thousand names look like."""
+    """Return ``"Ensembl ids"`` or ``"gene symbols"``, depending on most of the first 1,000 names."""
     sample = [str(name) for name, _ in zip(names, range(1000), strict=False)]
     n_ensembl = sum(bool(_ENSEMBL.match(name)) for name in sample)
     return "Ensembl ids" if n_ensembl > len(sample) / 2 else "gene symbols"
@@ -87,12 +87,12 @@ def strip_version(name: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Return an Ensembl id in capitals and without its version; any other name unchanged."""
+    """Return an Ensembl id in upper case and without its version; other names are returned unchanged."""
     return strip_version(name).upper() if _ENSEMBL.match(name) else name
 
 
 _FORMAT = 2
-"""Version of the files; those of version 1 have no entropies."""
+"""Version of the file format; files of version 1 contain no entropies."""
 
 
 class _VocabFile(BaseModel):
@@ -113,40 +113,41 @@ class _VocabFile(BaseModel):
 
 
 FROM_DATA = "from_data"
-"""Release of a vocabulary whose genes were chosen from data; behind another release, of a choice among its genes."""
+"""Release of a vocabulary whose genes were chosen from data; appended to another release if chosen among its genes."""
 
 
 @dataclass(frozen=True)
 class GeneVocab:
     """An immutable, ordered, hashable gene vocabulary.
 
-    The special tokens have the first token ids, PAD always 0; gene ``genes[i]`` has the id ``n_special + i``.
+    The special tokens come first, and PAD always has the token id 0. Gene ``genes[i]`` has the id ``n_special + i``.
 
     Parameters
     ----------
     genes
-        Gene names (Ensembl ids without version, or symbols), each once.
+        Unique gene names: Ensembl ids without version, or symbols.
     symbols
-        A second name for each gene, accepted when names are looked up. A symbol that several genes share means the
-        first of them, in ``"human_protein_coding"`` the oldest entry. :func:`scforge.data.convert_gene_ids` instead
-        reports such a symbol as ambiguous and does not convert it.
+        A second name for each gene, accepted when names are looked up. A symbol that several genes share refers to the
+        first of these genes; in ``"human_protein_coding"``, this is the oldest entry. In contrast,
+        :func:`scforge.data.convert_gene_ids` reports such a symbol as ambiguous and does not convert it.
     medians
         Median of the nonzero CP10K values of each gene, float64, shape (G,). Used by the rank tokenizer.
     entropies
-        Normalized entropy of each gene over cells, from 0 (one cell has all counts) to 1 (evenly spread), float64,
-        shape (G,); see ``scforge.data.statistics.measure_entropies``. Used by the tokenizer ``"entropy_ranked"``.
+        Normalized entropy of each gene over cells, from 0 (one cell contains all counts) to 1 (counts are evenly
+        spread), float64, shape (G,); see ``scforge.data.statistics.measure_entropies``. Used by the tokenizer
+        ``"entropy_ranked"``.
     release
         Origin of the genes, e.g. ``"from_data"`` or ``"CELLxGENE schema 7.1.2"``.
     special_tokens
-        Special tokens in the order of their ids: PAD first, and MASK; others if needed.
+        Special tokens in the order of their ids. PAD must come first, MASK is required, and others are optional.
     aliases
-        Additional names, each with its gene, e.g. former ids or orthologs. Several names may refer to the same gene;
-        the counts of their columns are summed.
+        A mapping from additional names, e.g. former ids or orthologs, to genes. Several names may refer to the same
+        gene; the counts of their columns are summed.
 
     Notes
     -----
-    Ensembl ids are looked up without their version. Ids that end in ``_PAR_Y`` (copies on Y of genes on X) match
-    nothing in the shipped vocabularies, because their counts are not those of the gene on X.
+    Ensembl ids are looked up without their version. Ids that end in ``_PAR_Y`` (Y copies of X genes) match no gene in
+    the shipped vocabularies, because their counts are not counts of the X gene.
 
     Examples
     --------
@@ -216,7 +217,7 @@ class GeneVocab:
         Parameters
         ----------
         genes
-            Gene names, each once.
+            Unique gene names.
         release
             Origin of the genes.
 
@@ -225,7 +226,7 @@ class GeneVocab:
         OptionError
             If `genes` is a string.
         DataError
-            If a name is missing or duplicated, or there are no genes.
+            If a name is missing or duplicated, or `genes` is empty.
         """
         names = listed_names("genes", genes)
         if missing := n_missing(names):
@@ -234,7 +235,7 @@ class GeneVocab:
 
     @classmethod
     def from_adata(cls, adata: AnnData, *, gene_key: str | None = None) -> GeneVocab:
-        """Create a vocabulary of all genes of `adata`, named by ``adata.var[gene_key]`` or ``adata.var_names``."""
+        """Create a vocabulary of all genes in `adata`, named by ``adata.var[gene_key]`` or ``adata.var_names``."""
         from scforge.data.checks import check_is_adata, gene_names
 
         check_is_adata(adata)
@@ -251,10 +252,10 @@ class GeneVocab:
 
         Notes
         -----
-        ``"human_mouse"`` leaves out families with one gene in one species and several genes in the other.
-        ``"human_mouse_sum"`` has one token for each of these families, and sums the counts of its genes, also those of
-        human paralogs, e.g. CCL4 and CCL4L2. Some genes of both species are missing from the orthologs, e.g. GAPDH;
-        ``"human_mouse_symbols"`` adds them.
+        ``"human_mouse"`` omits gene families with one gene in one species and several genes in the other.
+        ``"human_mouse_sum"`` has one token for each of these families and sums the counts of its genes, including human
+        paralogs such as CCL4 and CCL4L2. Some genes of both species, e.g. GAPDH, are missing from the orthologs;
+        ``"human_mouse_symbols"`` adds these genes.
 
         Raises
         ------
@@ -283,7 +284,7 @@ class GeneVocab:
         MissingFileError
             If the file does not exist.
         ModelFileError
-            If the file is not a vocabulary, or its content does not fit the hash or the checksum in it.
+            If the file is not a vocabulary, or its content does not match its hash or checksum.
         """
         if not Path(path).is_file():
             raise MissingFileError(f"vocabulary file {os.fspath(path)!r} does not exist.")
@@ -291,7 +292,7 @@ class GeneVocab:
 
     @classmethod
     def from_json(cls, text: str | bytes, name: str = "the text") -> GeneVocab:
-        """Return the vocabulary from the output of :meth:`to_json`; `name` is the file name for error messages."""
+        """Create a vocabulary from the output of :meth:`to_json`; `name` is the file name for error messages."""
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -326,12 +327,12 @@ class GeneVocab:
         Parameters
         ----------
         path
-            File to write. It contains a hash of its content, which :meth:`from_file` checks.
+            File to write. It contains a hash of the vocabulary, which :meth:`from_file` checks.
         """
         atomic_write_text(path, self.to_json())
 
     def to_json(self) -> str:
-        """Return the vocabulary as JSON text, the content of its file."""
+        """Return the vocabulary as JSON text, i.e. the content of its file."""
         content: dict[str, Any] = {
             "format": _FORMAT,
             "release": self.release,
@@ -346,15 +347,15 @@ class GeneVocab:
         return json.dumps({**content, "checksum": sha256_of_json(content)})
 
     def with_medians(self, medians: np.ndarray) -> GeneVocab:
-        """Return the same vocabulary with these `medians` of its genes, positive, shape (G,)."""
+        """Return the vocabulary with `medians` of its genes, positive, shape (G,)."""
         return replace(self, medians=medians)
 
     def with_entropies(self, entropies: np.ndarray) -> GeneVocab:
-        """Return the same vocabulary with these `entropies` of its genes, from 0 to 1, shape (G,)."""
+        """Return the vocabulary with `entropies` of its genes, from 0 to 1, shape (G,)."""
         return replace(self, entropies=entropies)
 
     def with_special_tokens(self, *tokens: str) -> GeneVocab:
-        """Return the vocabulary with additional special tokens after the existing ones; genes get higher ids.
+        """Return the vocabulary with special tokens added after the existing ones, so that gene ids increase.
 
         Examples
         --------
@@ -369,12 +370,12 @@ class GeneVocab:
         Parameters
         ----------
         indices
-            Indices among the genes, or a mask with True for each gene to keep, bool, shape (G,).
+            Gene indices, or a mask that is True for each gene to keep, bool, shape (G,).
 
         Raises
         ------
         OptionError
-            If an index is out of range (:meth:`gene_indices` returns -1 for unknown names), or a mask has another
+            If an index is out of range (:meth:`gene_indices` returns -1 for unknown names), or a mask has the wrong
             length.
         """
         given = np.asarray(indices)
@@ -398,10 +399,10 @@ class GeneVocab:
         )
 
     def intersection(self, other: GeneVocab) -> GeneVocab:
-        """Return a vocabulary of the genes that are also in `other`; ``vocab & other`` is the same.
+        """Return a vocabulary of the genes that are also in `other`; ``vocab & other`` is equivalent.
 
-        Genes are in the order of this vocabulary, with its symbols and statistics. A vocabulary of Ensembl ids and a
-        vocabulary of symbols are compared by the symbols of the former, if it has them.
+        The order of the genes, their symbols and their statistics are those of this vocabulary. A vocabulary of Ensembl
+        ids and a vocabulary of symbols are compared by the symbols of the former, if it contains symbols.
 
         Parameters
         ----------
@@ -438,12 +439,12 @@ class GeneVocab:
         return self.intersection(other) if isinstance(other, GeneVocab) else NotImplemented
 
     def encode(self, names: Iterable[str]) -> np.ndarray:
-        """Return the token id of each of `names`, int32; unknown names get the id of UNK, or -1 without UNK."""
+        """Return the token id of each of `names`, int32; unknown names get the UNK id, or -1 if there is no UNK."""
         unknown = -1 if self.unk_id is None else self.unk_id
         return np.array([self._find(str(name), unknown) for name in listed_names("names", names)], dtype=np.int32)
 
     def gene_indices(self, names: Iterable[str]) -> np.ndarray:
-        """Return the gene index of each of `names`, int32; -1 for unknown names."""
+        """Return the gene index of each of `names`, int32; unknown names get -1."""
         found = (self._find(str(name), -1) for name in listed_names("names", names))
         return np.array([max(index - self.n_special, -1) for index in found], dtype=np.int32)
 
@@ -497,7 +498,7 @@ class GeneVocab:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over the tokens in order, their other names, their medians and their entropies."""
+        """SHA-256 hash of the ordered tokens with their additional names, medians and entropies."""
         names: list[Any] = [self.tokens, self.symbols]
         if self.aliases is not None:
             names.append(sorted(self.aliases.items()))
@@ -510,9 +511,9 @@ class GeneVocab:
 
     @property
     def chosen_from_data(self) -> bool:
-        """Whether the genes were chosen from data, or named one by one, instead of taken from an annotation.
+        """Whether the genes were chosen from data or listed individually, instead of taken from an annotation.
 
-        No data set measures every gene of an annotation, and chosen genes are not expected to have most of the counts.
+        No data set measures every gene of an annotation, and chosen genes need not contain most of the counts.
         """
         return self.release.split(", ")[-1] == FROM_DATA
 
@@ -540,7 +541,7 @@ class GeneVocab:
 
     @property
     def n_special(self) -> int:
-        """Number of special tokens, which is the token id of the first gene."""
+        """Number of special tokens, i.e. the token id of the first gene."""
         return len(self.special_tokens)
 
     @property
@@ -573,7 +574,7 @@ NAMED_VOCABS = {
     "human_protein_coding": ANNOTATION,
     "mouse_protein_coding": ANNOTATION,
 }
-"""Vocabularies that ship with the package, and the release each was made from."""
+"""A mapping from the name of each shipped vocabulary to the release that it was created from."""
 
 _BOTH = "human_mouse"
 _SUMMED = "human_mouse_sum"
@@ -585,7 +586,7 @@ def list_vocabs() -> list[str]:
 
     Returns
     -------
-    Names for :meth:`scforge.data.GeneVocab.named`, sorted.
+    Sorted names for :meth:`scforge.data.GeneVocab.named`.
 
     Examples
     --------
@@ -596,7 +597,7 @@ def list_vocabs() -> list[str]:
 
 
 def open_vocab(vocab: str | os.PathLike[str] | GeneVocab) -> GeneVocab:
-    """Return a vocabulary from a vocabulary, its file, or the name of a shipped vocabulary."""
+    """Return the vocabulary given by a vocabulary, its file, or the name of a shipped vocabulary."""
     if isinstance(vocab, GeneVocab):
         return vocab
     if not isinstance(vocab, str | os.PathLike):
@@ -613,7 +614,7 @@ def _annotation(name: str) -> GeneVocab:
 
 @cache
 def _orthologs(name: str) -> GeneVocab:
-    """One token per ortholog pair, then one per family if families are summed."""
+    """Return a vocabulary with one token per ortholog pair, then one token per family if families are summed."""
     rows = [row for row in read_table(_BOTH) if name == _SUMMED or row[3] == "0"]
     return GeneVocab(
         genes=tuple(gene for gene, *_ in rows),
@@ -625,7 +626,7 @@ def _orthologs(name: str) -> GeneVocab:
 
 @cache
 def _with_shared_symbols() -> GeneVocab:
-    """One token per ortholog pair, then one per pair of genes whose symbols differ at most in case."""
+    """Return a vocabulary of ortholog pairs, then of gene pairs whose symbols differ at most in case."""
     pairs = _orthologs(_BOTH)
     known = {*pairs.genes, *(pairs.aliases or {})}
     human, mouse = (_by_symbol(f"{species}_protein_coding") for species in SPECIES)
@@ -640,29 +641,29 @@ def _with_shared_symbols() -> GeneVocab:
 
 
 def _by_symbol(name: str) -> dict[str, tuple[str, str]]:
-    """Return id and symbol of the genes of a table by symbol in upper case, without symbols of several genes."""
+    """Return a mapping from upper-case symbol to gene id and symbol, without symbols that several genes share."""
     rows = read_table(name)
     n_bearers = Counter(symbol.upper() for _, symbol in rows)
     return {symbol.upper(): (gene, symbol) for gene, symbol in rows if n_bearers[symbol.upper()] == 1}
 
 
 OTHER_NAMES = "names of an unknown kind"
-"""Kind of names that are neither Ensembl ids, nor symbols of man or mouse, nor numbers."""
+"""Kind of names that are neither Ensembl ids, nor human or mouse symbols, nor numbers."""
 
 _SPECIES_OF = {"": "human", "MUS": "mouse"}
 
 _SAMPLE = 2000
-"""Names that are looked at, spread over all of them."""
+"""Number of names to inspect, evenly spread over all names."""
 
 _MIN_SYMBOLS = 0.2
-"""Share of names that are symbols of a species from which on the names are taken for its symbols.
+"""Minimum fraction of names that are symbols of a species, above which all names are taken as its symbols.
 
-Names of an old annotation still have some 0.6; those of the other species have less than 0.02.
+With names from an old annotation, the fraction is still about 0.6. With names of the other species, it is below 0.02.
 """
 
 
 def recognize_ids(names: Sequence[str] | np.ndarray) -> str:
-    """Return the kind of most of `names`.
+    """Return the kind of the majority of `names`.
 
     Returns
     -------
@@ -719,9 +720,9 @@ class ConvertedGenes:
     names
         The converted names, object, shape (n,): str, or NaN if a name could not be converted.
     unknown
-        Names that are not in the annotation, in the given order, each once.
+        Unique names that are not in the annotation, in the given order.
     ambiguous
-        Symbols that several genes share, each with the ids of these genes.
+        A mapping from each symbol that several genes share to the ids of these genes.
 
     Examples
     --------
@@ -767,7 +768,7 @@ def convert_gene_ids(
     species: Literal["human", "mouse"] = "human",
     keep_unknown: bool = False,
 ) -> ConvertedGenes:
-    """Convert gene names to Ensembl ids or to symbols, over all genes of the annotation (CELLxGENE schema 7.1.2).
+    """Convert gene names to Ensembl ids or symbols, using all genes of the annotation (CELLxGENE schema 7.1.2).
 
     Parameters
     ----------
@@ -778,13 +779,13 @@ def convert_gene_ids(
     species
         ``"human"`` or ``"mouse"``.
     keep_unknown
-        Leave names that cannot be converted as they are, instead of NaN, so that every column keeps a name.
+        Whether to keep names that cannot be converted, instead of using NaN, so that every gene keeps a name.
 
     Returns
     -------
-    The names in the given order, with a report. A name that is not in the annotation, or that several genes share, is
-    not converted. (A look-up in a :class:`scforge.data.GeneVocab` uses the first of several genes instead, to keep
-    their counts: 28 symbols of human protein-coding genes belong to two genes each.)
+    The names in the given order, with a report. A name is not converted if it is not in the annotation, or if several
+    genes share it. (In contrast, :class:`scforge.data.GeneVocab` uses the first of these genes, so that their counts
+    are kept. For human protein-coding genes, 28 symbols belong to two genes each.)
 
     Raises
     ------
@@ -814,7 +815,7 @@ def convert_gene_ids(
 
 
 def converted_genes(names: Iterable[str], to: str, species: str, *, keep_unknown: bool = False) -> ConvertedGenes:
-    """Convert names like :func:`convert_gene_ids`, without a warning."""
+    """Convert names as in :func:`convert_gene_ids`, without a warning."""
     table = gene_table(species)
     converted: list[object] = []
     unknown: dict[str, None] = {}
@@ -838,7 +839,7 @@ def converted_genes(names: Iterable[str], to: str, species: str, *, keep_unknown
 
 
 def listed_names(argument: str, names: Iterable[str]) -> list[str]:
-    """Return names as a list. Raises if they are a string or not a list."""
+    """Return names as a list. Raises an OptionError if they are a string or not iterable."""
     # A text is a list of its letters to Python.
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise OptionError(f"{argument}={names!r} is not a list of names; pass a list, e.g. ['CD3D', 'LYZ'].")
@@ -846,7 +847,7 @@ def listed_names(argument: str, names: Iterable[str]) -> list[str]:
 
 
 def n_missing(names: Iterable[object]) -> int:
-    """Return how many names are None, NaN or the like."""
+    """Return the number of names that are None, NaN or another missing value."""
     import pandas as pd
 
     return sum(name is None or name is pd.NA or name != name for name in names)

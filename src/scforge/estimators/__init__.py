@@ -1,4 +1,4 @@
-"""Model classes in the style of scvi-tools: AnnData in, AnnData out."""
+"""Model classes in the style of scvi-tools, which read and write AnnData."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The base of all model classes: set-up, embedding, saving and loading."""
+"""Base of all model classes: setup, embedding, saving and loading."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ if TYPE_CHECKING:
 
 
 _N_LANDMARKS = 2_000
-"""Number of training cells whose embeddings are saved with a model."""
+"""Maximum number of training cells whose embeddings are saved with a model."""
 _MAX_OPENED = 2
-"""Number of AnnData objects whose cells a model keeps open, including the training data."""
+"""Maximum number of AnnData objects whose cells a model keeps open, including the training data."""
 
 _OF_SCVI = {
     **dict.fromkeys(
@@ -80,11 +80,11 @@ _OF_SCVI = {
     "size_factor_key": "the size of a cell is the sum of its counts, omit it",
     "unlabeled_category": "cells without a label have NaN in the column labels_key, omit it",
 }
-"""Arguments of scvi-tools' ``setup_anndata``, and advice for scforge."""
+"""A mapping from arguments of scvi-tools' ``setup_anndata`` to advice for scforge."""
 
 
 def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
-    """Return positions of cells, int64, from positions or a mask of `n_cells`, or raise OptionError."""
+    """Convert positions or a mask of `n_cells` cells to positions, int64. Raises an OptionError if they are invalid."""
     found = np.asarray(indices)
     wrong = found.ndim != 1 or found.dtype.kind not in "biu"
     if found.dtype == bool and not wrong:
@@ -95,7 +95,7 @@ def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
 
 
 class _Absent:
-    """A name of scvi-tools that a model class does not have; accessing it raises an error with advice."""
+    """A scvi-tools attribute that a model class does not have; accessing it raises an error with advice."""
 
     def __init__(self, instead: str) -> None:
         self._instead = instead
@@ -108,7 +108,7 @@ class _Absent:
 
 
 class _Front(BaseModelMetaClass):
-    """Lists the attributes of a model class without those that only scvi-tools supports."""
+    """Metaclass whose ``dir`` omits attributes that only scvi-tools supports."""
 
     def __dir__(cls) -> list[str]:
         return [name for name in super().__dir__() if not cls._lacks(name)]
@@ -118,7 +118,7 @@ class _Front(BaseModelMetaClass):
 
 
 class CellModel(BaseModelClass, metaclass=_Front):
-    """Base of the model classes, on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
+    """Base of the model classes, built on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
 
     A subclass sets ``_spec``, ``_tokenizer``, ``_objective`` and ``module`` in its constructor, which accepts the
     arguments of :meth:`load`, and implements ``train``.
@@ -132,10 +132,10 @@ class CellModel(BaseModelClass, metaclass=_Front):
     is_trained_: bool
     _data: CellDataModule | None = None
     _query: Any = None
-    """Query cells of the model, if it is trained on other cells as well."""
+    """Query cells of the model, if it is also trained on other cells."""
     _seen: HeldOutRegistry | None = None
     _landmarks: torch.Tensor | None = None
-    """Embeddings of some cells of the training, (S, D), onto which queries are mapped."""
+    """Embeddings of sampled training cells, shape (S, D), onto which queries are mapped."""
     trainer = _Absent("the scores of a training run are in model.history, and callbacks=[...] see Lightning's Trainer")
     prepare_query_anndata = _Absent("genes are matched by name, call load_query_data(query, reference) right away")
     get_normalized_expression = _Absent("make a scforge.models.ScDiVa, which decodes expression")
@@ -162,10 +162,10 @@ class CellModel(BaseModelClass, metaclass=_Front):
         self.n_epochs_ = 0
         self._trained_in: set[str] = set()
         self._stopped = False
-        """Whether Ctrl-C ended the last training."""
+        """Whether Ctrl-C stopped the last training run."""
         self.history_: dict[str, pd.DataFrame] = {}
         self._opened: list[tuple[weakref.ref[AnnData], tuple[Any, ...], CellSource]] = []
-        """AnnData objects, fingerprints to detect changes, and their cells over the genes of the model."""
+        """AnnData objects, with fingerprints to detect changes and their cells over the genes of the model."""
 
     @classmethod
     def setup_anndata(
@@ -197,7 +197,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         Raises
         ------
         DataError
-            If counts, gene names or columns cannot be used.
+            If counts, gene names or columns are invalid.
 
         Examples
         --------
@@ -248,25 +248,26 @@ class CellModel(BaseModelClass, metaclass=_Front):
         ----------
         adata
             Cells to embed. If None, uses the training cells. Without :meth:`setup_anndata`, counts and gene names are
-            read from the same places as in the training data. Genes are matched by name. Cells from
-            :func:`scforge.data.open_cells`, or a path or URL for it, are read on demand, and nothing is written.
+            read from the same locations as in the training data. Genes are matched by name. Cells from
+            :func:`scforge.data.open_cells`, or from a path or URL that it accepts, are read on demand, and nothing is
+            written.
         key_added
-            Key in ``adata.obsm`` for the embedding, and in ``adata.uns["scforge"]`` for its settings. ``"auto"`` is
-            ``"X_scforge"``, or ``"X_scforge_query"`` for a query model (:meth:`Encoder.load_query_data`) if training
-            changed its encoder. None writes nothing.
+            Key in ``adata.obsm`` for the embedding, and in ``adata.uns["scforge"]`` for its settings. ``"auto"`` means
+            ``"X_scforge"``, or ``"X_scforge_query"`` for a query model (:meth:`Encoder.load_query_data`) whose encoder
+            was changed by training. If None, nothing is written.
         batch_size
-            Cells per batch.
+            Number of cells per batch.
         indices
-            Positions of the cells to embed, or a boolean mask. If given, nothing is written. None embeds all cells.
+            Positions of the cells to embed, or a boolean mask. If given, nothing is written. If None, embeds all cells.
 
         Returns
         -------
-        Embedding in the order of ``adata.obs_names`` (or of the store), float32, shape (n_obs, n_latent).
+        The embedding in the order of ``adata.obs_names`` (or of the store), float32, shape (n_obs, n_latent).
 
         Raises
         ------
         GeneMismatchError
-            If `adata` has too few genes of the model.
+            If `adata` contains too few genes of the model.
         OptionError
             If the gene vectors of the model are missing.
 
@@ -295,7 +296,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return embedding
 
     def _keep(self, adata: AnnData, key: str, embedding: np.ndarray, cells: Cells) -> None:
-        """Write an embedding of cells and its settings into their AnnData."""
+        """Write an embedding and its settings into the AnnData of the cells."""
         key = self._obsm_key if key == AUTO_KEY else key
         made_with = self._provenance(cells, embedding.shape[1])
         adata.obsm[key] = embedding
@@ -303,14 +304,14 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @property
     def _obsm_key(self) -> str:
-        """Key of the embedding in obsm; another key if training moved a query model out of its reference space."""
+        """Key of the embedding in obsm, which differs if training moved a query model out of its reference space."""
         tuning = self._spec.tuning
         adapted = tuning is not None and self._is_query and tuning.freeze is not True
         return QUERY_KEY if adapted and self.n_epochs_ else OBSM_KEY
 
     @property
     def _is_query(self) -> bool:
-        """Whether the model was made by ``load_query_data``."""
+        """Whether the model was created by ``load_query_data``."""
         return self._spec.tuning is not None and bool(self._spec.tuning.base.get("reference"))
 
     @property
@@ -326,7 +327,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @property
     def _backbone(self) -> nn.Module:
-        """The architecture, without the head of a fine-tuned model."""
+        """The architecture module, without the head of a fine-tuned model."""
         return self.module.encoder if isinstance(self.module, FineTunedModule) else self.module
 
     @property
@@ -347,7 +348,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @property
     def spec(self) -> ModelSpec:
-        """Names and options of architecture, tokenizer and objective."""
+        """Names and options of the architecture, tokenizer and objective."""
         return self._spec
 
     @property
@@ -370,7 +371,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return f"<b>{html.escape(heading)}</b><table>{''.join(lines)}</table>"
 
     def _described(self) -> tuple[str, dict[str, str]]:
-        """Return the summary of the model: a heading, and properties by name."""
+        """Return a summary of the model: a heading, and a mapping from name to property."""
         spec, checkpoint = self._spec, self._facts.checkpoint
         data = self.adata if self._data is None else self._data.cells
         trained = f"trained for {in_epochs(self.n_epochs_)}" if self.is_trained_ else "not trained"
@@ -392,7 +393,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @classmethod
     def _require_setup(cls, adata: AnnData | None, registry: dict[str, Any] | None) -> None:
-        """Raise unless a registry, or an AnnData with setup, is given."""
+        """Raise an error if neither a registry nor an AnnData with setup is given."""
         if adata is None and registry is not None:
             return
         check_adata(adata)
@@ -415,7 +416,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def _ready(
         self, adata: AnnData | Cells | str | os.PathLike[str] | None, what: str, *, needs_cells: bool = True
     ) -> Any:
-        """Return the source of the cells (None if not needed); warn if the model is untrained, so `what` is random."""
+        """Return the source of the cells (None if not needed), and warn if `what` is random without training."""
         source = self._source(adata) if needs_cells else None
         check_filled(self.module)
         if not self.is_trained_:
@@ -427,11 +428,11 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return self.registry_["setup_args"]
 
     def _cells(self, adata: AnnData | Cells | str | os.PathLike[str] | None = None) -> Cells:
-        """Return cells (None: the training cells) over the genes of the model."""
+        """Open cells over the genes of the model. If None, uses the training cells."""
         return self._open(self._source(adata))
 
     def _open(self, source: AnnData | Cells | str | os.PathLike[str], **options: Any) -> Cells:
-        """Open cells over the genes of the model; `options` of :func:`open_cells` may name another vocabulary."""
+        """Open cells over the genes of the model, or over another vocabulary in `options` of :func:`open_cells`."""
         options = {"vocab": self._spec.vocab, **options}
         if isinstance(source, str | os.PathLike):
             # A store always has counts and names in the same places.
@@ -450,7 +451,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return open_cells(source, **places, **options)
 
     def _opened_once(self, adata: AnnData, layer: str | None, gene_key: str | None) -> Cells:
-        """Return the opened cells of an AnnData; open them again if counts or genes have changed."""
+        """Return the cached cells of an AnnData, and reopen them if counts or genes have changed."""
         matrix = adata.X if layer is None else adata.layers.get(layer)
         counts = None if adata.is_view else content_mark(matrix)
         if counts is None:  # on disk, or not there
@@ -467,7 +468,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @classmethod
     def _setup_of(cls, adata: AnnData) -> dict[str, Any] | None:
-        """Return the fields that `adata` was set up with, or None without setup."""
+        """Return the fields that `adata` was set up with, or None if it is not set up."""
         try:
             manager = cls._get_most_recent_anndata_manager(adata)
         except ValueError:  # a copy of an AnnData that was set up
@@ -475,12 +476,12 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return None if manager is None else manager.registry["setup_args"]
 
     def _provenance(self, cells: Cells, n_latent: int) -> dict[str, Any]:
-        """Return the settings of an embedding as scalars that h5ad can store."""
+        """Return the settings of an embedding as scalars that h5ad files can store."""
         kept = cells.counts_kept
         return {**self._made_with(), "n_latent": n_latent, "gene_overlap": cells.overlap, "counts_kept": kept}
 
     def _made_with(self) -> dict[str, Any]:
-        """Return a description of the model to store with its results, as scalars that h5ad can store."""
+        """Return a description of the model to store with its results, as scalars that h5ad files can store."""
         spec = self._spec
         return {
             "scforge_version": __version__,
@@ -494,7 +495,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         }
 
     def _keep_landmarks(self, cells: Cells, rows: np.ndarray, batch_size: int) -> None:
-        """If the objective maps queries, embed a sample of the training cells to map them onto."""
+        """Embed a sample of training cells onto which queries are mapped, if the objective maps queries."""
         tuning = self._spec.tuning
         changed = tuning is None or (tuning.task == "adaptation" and tuning.freeze is not True)
         if changed and self._pretraining.maps_queries:
@@ -503,7 +504,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             self._landmarks = torch.from_numpy(found)
 
     def _extend_history(self, figures: dict[str, list[float]]) -> None:
-        """Append scores of epochs, one data frame per name, as in scvi-tools."""
+        """Append the scores of epochs to the history, with one data frame per name, as in scvi-tools."""
         for name, values in figures.items():
             both = [*(self.history_[name][name] if name in self.history_ else ()), *values]
             self.history_[name] = pd.DataFrame({name: both}).rename_axis("epoch")
@@ -522,7 +523,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         weights: dict[str, torch.Tensor] | None = None,
         card: str | None = None,
     ) -> None:
-        """Write a model folder; None writes the weights of the module and a generated card."""
+        """Write a model folder. If None, uses the weights of the module and a generated card."""
         state = self.module.state_dict() if weights is None else weights
         write_folder(
             dir_path,
@@ -537,16 +538,16 @@ class CellModel(BaseModelClass, metaclass=_Front):
         )
 
     def _current_origin(self) -> Origin | None:
-        """Return the published location of the model; None if it has been trained since, or was never published."""
+        """Return the location of the model, or None if it has no location or was trained since."""
         origin = self._origin
         return origin if origin is not None and origin.n_epochs == self.n_epochs_ else None
 
     def _origin_at(self, folder: str | os.PathLike[str]) -> Origin:
-        """Record another folder that contains the model."""
+        """Return the location of the model with `folder` as its folder."""
         return replace(self._current_origin() or Origin(), folder=Path(folder).resolve(), n_epochs=self.n_epochs_)
 
     def _card_facts(self) -> CardFacts:
-        """Return the facts for the card of the current model, including those of its base model."""
+        """Return the facts for the card of the current model, including facts about its base model."""
         facts = self._facts
         if facts.n_epochs != self.n_epochs_:
             facts = replace(facts, table="", scores=())
@@ -559,9 +560,9 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return replace(facts, checkpoint=facts.checkpoint or below._card_facts().checkpoint)
 
     def _base_origin(self, folder: Path) -> dict[str, Any] | None:
-        """Return the location of the base model for adapters in `folder`; None if it has none.
+        """Return the location of the base model for adapters in `folder`, or None if it has no location.
 
-        If the model has no name on a hub, the location is a relative path, so both folders can be moved together.
+        If the base model has no name on a hub, its location is a relative path, so both folders can be moved together.
         """
         named, base = self._card_facts().base, None if self._base is None else self._base._current_origin()
         if named is not None:
@@ -572,7 +573,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return Origin(f"./{Path(way).as_posix()}").to_json()
 
     def _content(self) -> dict[str, Any]:
-        """Return the description of a model, JSON-safe."""
+        """Return a JSON-safe description of the model."""
         facts = self._card_facts().to_json()
         return {
             "class": type(self).__name__,
@@ -591,7 +592,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         Parameters
         ----------
         name
-            Name to load the model by; None means the folder of the card.
+            Name to load the model by. If None, the card refers to its own folder.
         is_adapter
             Whether the folder contains only adapters.
         """
@@ -678,7 +679,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
     ) -> None:
         """Register and validate the fields of one modality of `mdata` that the model uses.
 
-        The model then accepts `mdata` wherever it accepts an AnnData, and uses ``mdata.mod[modality]`` as its
+        The model then accepts `mdata` instead of an AnnData everywhere, and uses ``mdata.mod[modality]`` as its
         ``adata``. The embedding is written into ``mdata.mod[modality].obsm["X_scforge"]``.
 
         Parameters
@@ -692,22 +693,22 @@ class CellModel(BaseModelClass, metaclass=_Front):
         gene_key
             Column of ``var`` of the modality with the gene names. If None, reads ``var_names``.
         batch_key, labels_key
-            Columns of ``obs`` of the modality, see :meth:`setup_anndata`. A column that only ``mdata.obs`` has is
-            copied into the ``obs`` of the modality. ``"rna:donor"`` and ``"donor"`` mean the same.
+            Columns of ``obs`` of the modality, see :meth:`setup_anndata`. A column that is only in ``mdata.obs`` is
+            copied into the ``obs`` of the modality. ``"rna:donor"`` and ``"donor"`` are equivalent.
         **kwargs
-            As in :meth:`setup_anndata`.
+            See :meth:`setup_anndata`.
 
         Raises
         ------
         OptionError
-            If `mdata` is not a MuData, or has no such modality.
+            If `mdata` is not a MuData, or does not contain the modality.
         DataError
-            If counts, gene names or columns of the modality cannot be used.
+            If counts, gene names or columns of the modality are invalid.
 
         Notes
         -----
-        Models of scvi-tools register fields of several modalities on the MuData. scforge needs one modality and
-        registers the fields on it, so a model that was trained on a MuData also embeds an AnnData.
+        scvi-tools models register fields of several modalities on the MuData. scforge requires only one modality and
+        registers the fields on it, so a model that was trained on a MuData can also embed an AnnData.
 
         Examples
         --------
@@ -737,7 +738,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @classmethod
     def _adata_of(cls, data: Any, modality: str | None = None) -> Any:
-        """Return the modality of a MuData that the model uses; anything else unchanged.
+        """Return the modality of a MuData that the model uses; other data are returned unchanged.
 
         `modality` is the modality of the training data. It is used unless only another modality is set up.
         """
@@ -756,7 +757,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     @classmethod
     def _set_up_as(cls, data: Any, setup: dict[str, Any]) -> Any:
-        """Set up a MuData like the training data if necessary; return its modality, or anything else unchanged."""
+        """Set up a MuData like the training data if necessary, and return its modality; return other data unchanged."""
         if not isinstance(data, MuData):
             return data
         adata: AnnData = cls._adata_of(data, setup.get("modality"))

@@ -1,4 +1,4 @@
-"""The model card: facts given by users, benchmark scores, and the text of README.md."""
+"""Model cards: facts given by users, benchmark scores, and the text of README.md."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TEMPLATE = Path(__file__).with_name("model_card.md")
 
 @dataclass(frozen=True)
 class Score:
-    """A score of the model, with the scores of the baselines.
+    """A score of the model, with scores of the baselines.
 
     Attributes
     ----------
@@ -39,9 +39,9 @@ class Score:
     value
         The score of the model.
     beside
-        Scores of the baselines by name.
+        A mapping from baseline name to score.
     data
-        Data set of the score; None if the table does not name it.
+        Data set of the score; None if it is not in the table.
     """
 
     benchmark: str
@@ -52,20 +52,20 @@ class Score:
 
 
 def is_long(table: pd.DataFrame) -> bool:
-    """Return whether a table has one row per score, as ``scforge evaluate -o out.csv`` writes it for embeddings."""
+    """Return whether a table has one row per score, like the output of ``scforge evaluate -o`` for embeddings."""
     return {"benchmark", "method", "kind", "metric", "value"} <= set(table.columns)
 
 
 def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tuple[str, tuple[Score, ...]]:
-    """Return a Markdown table of scores, and the scores of the model with those of the baselines.
+    """Return a Markdown table of scores, and the scores of the model with baseline scores.
 
     Parameters
     ----------
     metrics
-        A report, its :meth:`Report.to_frame`, or a table from :meth:`Encoder.evaluate` with one row per method, of
-        which ``"scforge"`` is the model.
+        A report, its :meth:`Report.to_frame`, or a table from :meth:`Encoder.evaluate` with one row per method, in
+        which the row ``"scforge"`` is the model.
     prefix
-        Beginning of error messages, which names the argument.
+        Prefix of error messages, which names the argument.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
 
 
 def _wide(lines: pd.DataFrame) -> pd.DataFrame:
-    """Return a table with one row per method, in which the only model is named ``"scforge"``."""
+    """Return a table with one row per method; if there is only one model, it is named ``"scforge"``."""
     table = lines.pivot_table(index="method", columns="metric", values="value", aggfunc="first", sort=False)
     models = list(lines.loc[lines["kind"].isin(["model", "supervised"]), "method"].unique())
     return table.rename(index={models[0]: _MODEL}) if len(models) == 1 else table
@@ -126,13 +126,13 @@ class Origin:
     Attributes
     ----------
     name, revision
-        Repository on the hub or name in the registry, and the commit; None if the model has neither.
+        Repository on the hub or name in the registry, and the commit; None if unknown.
     folder
         Folder on this machine.
     n_epochs
-        Number of epochs of the model at this location; after further training its weights differ.
+        Number of epochs of the model at this location. After further training, the weights of the model differ.
     is_given
-        Whether the name was passed for one push only, so it is not saved.
+        Whether the name was passed for a single push and is therefore not saved.
     """
 
     name: str | None = None
@@ -142,18 +142,18 @@ class Origin:
     is_given: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return name and revision."""
+        """Return the name and revision as a dict."""
         return {"name": self.name, "revision": self.revision}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any] | None) -> Origin | None:
-        """Read the output of :meth:`to_json`; None for None."""
+        """Read the output of :meth:`to_json`, or return None if it is None."""
         return None if content is None else cls(content.get("name"), content.get("revision"))
 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """Facts of a model card that only a user can know.
+    """Facts of a model card that only a user can provide.
 
     Attributes
     ----------
@@ -162,17 +162,17 @@ class CardFacts:
     data
         Training data of the model.
     citation
-        How to cite it.
+        Citation of the model.
     table
-        Scores with baselines, as Markdown.
+        Scores of the model and the baselines, as Markdown.
     scores
         The same scores in machine-readable form.
     n_epochs
-        Number of epochs of the model when the scores were given; after further training they no longer apply.
+        Number of epochs of the model when the scores were given. After further training, the scores no longer apply.
     base
         The model before fine-tuning.
     checkpoint
-        The published checkpoint that the initial weights were loaded from.
+        The published checkpoint from which the initial weights were loaded.
     """
 
     license: str | None = None
@@ -186,7 +186,7 @@ class CardFacts:
 
     @classmethod
     def of_checkpoint(cls, found: Foreign) -> CardFacts:
-        """Return the family of a published checkpoint, and the name of its file or folder."""
+        """Create facts from the family of a published checkpoint and the name of its file or folder."""
         family = " ".join(part for part in (found.family, found.version) if part)
         return cls(checkpoint=f"{family}, `{Path(found.source).resolve().name}`")
 
@@ -199,9 +199,9 @@ class CardFacts:
         metrics: Report | pd.DataFrame | None = None,
         n_epochs: int = 0,
     ) -> CardFacts:
-        """Return a copy that is updated with the given facts.
+        """Return a copy updated with the given facts.
 
-        `n_epochs` is the number of epochs of the model that was scored in `metrics`.
+        `n_epochs` is the number of epochs of the model whose scores are in `metrics`.
         """
         told = {"license": license, "citation": citation, "data": (data,) if isinstance(data, str) else data}
         changes: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
@@ -212,7 +212,7 @@ class CardFacts:
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the known facts, JSON-safe."""
+        """Return the known facts as a JSON-safe dict."""
         content = {
             **asdict(self),
             "n_epochs": self.n_epochs if self.table else None,
@@ -240,7 +240,7 @@ _PIPELINES = {
     "multi_label": "tabular-classification",
     "regression": "tabular-regression",
 }
-"""Names of tasks on the hub; it has no names for other tasks."""
+"""A mapping from task to its name on the hub, which has no names for other tasks."""
 
 
 def model_card(
@@ -254,22 +254,22 @@ def model_card(
     name: str | None = None,
     is_adapter: bool = False,
 ) -> str:
-    """Return the text of ``README.md`` in a model folder: front matter for hubs, and text for readers.
+    """Return the text of ``README.md`` in a model folder, i.e. front matter for hubs and text for readers.
 
     Parameters
     ----------
     spec
         Specification of the model.
     n_epochs, parameters
-        Epochs of training in scforge, and number of weights (of adapters and head only, for an adapter folder).
+        Number of training epochs in scforge, and number of weights (for an adapter folder, only of adapters and head).
     is_trained
-        Whether the model is trained, in scforge or another package.
+        Whether the model was trained, in scforge or another package.
     last_figures
         Losses of the last epoch.
     facts
         Facts given by users.
     name
-        Name that others load the model by; None means the folder of the card.
+        Name by which others load the model. If None, the card refers to its own folder.
     is_adapter
         Whether the folder contains only adapters.
     """
@@ -310,7 +310,7 @@ def in_epochs(n_epochs: int) -> str:
 
 
 def _card_data(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_adapter: bool) -> Any:
-    """Return the front matter."""
+    """Return the front matter of a model card."""
     from huggingface_hub import EvalResult, ModelCardData
 
     task = None if spec.tuning is None else spec.tuning.task

@@ -1,4 +1,4 @@
-"""The model class for every registered architecture: AnnData in, AnnData out."""
+"""The model class for every registered architecture, which reads and writes AnnData."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("scforge")
 
 _MOST_OF_QUERY = 5_000
-"""Cells of a query by which it is moved onto its reference."""
+"""Maximum number of query cells used to fit the mapping onto the reference."""
 
 
 class Encoder(CellModel):
@@ -94,12 +94,12 @@ class Encoder(CellModel):
         AnnData that :meth:`setup_anndata` was called on.
     architecture
         Name of a registered architecture (``scforge.models.list_models()``). If None, uses the light encoder:
-        ``gene_pooling`` over 2,000 highly variable genes with the ``neighbor_denoising`` objective, which on small data
+        ``gene_pooling`` over 2,000 highly variable genes with the ``neighbor_denoising`` objective. On small data, it
         is better and much faster than a transformer trained from scratch. It also integrates the batches of
         ``setup_anndata(batch_key=...)``.
     tokenizer
         Name of a registered tokenizer, or a dict with ``name`` and its options. If None, uses the default of the
-        architecture (``rank_value`` for a transformer). Its special tokens are added to the vocabulary; its gene
+        architecture (``rank_value`` for a transformer). Its special tokens are added to the vocabulary, and its gene
         vectors (``gene_embedding``) become the gene embedding of the module.
     objective
         Name of a registered objective, or a dict with ``name`` and its options. If None, uses the default of the
@@ -109,16 +109,16 @@ class Encoder(CellModel):
         such as ``"human_protein_coding"``, or a :class:`scforge.data.GeneVocab`.
     n_top_genes
         Number of highly variable genes to keep from `vocab`; 0 keeps all. If None, uses the default of the
-        architecture, or keeps all genes if `vocab` was made from a list (``GeneVocab.from_genes``).
+        architecture, or keeps all genes if `vocab` was created from a list (``GeneVocab.from_genes``).
     keep_genes
         Names of genes that are always kept, e.g. ``["GCG", "INS"]``. They count toward `n_top_genes`.
     seed
         Random seed for the initial weights, splits, cell orders, masks and views.
     registry
-        Registry of a saved model, instead of `adata`; used by :meth:`load`.
+        Registry of a saved model, used instead of `adata` by :meth:`load`.
     datamodule
-        A :class:`scforge.training.CellDataModule`, instead of `adata`, to train on cells on disk. Its vocabulary is the
-        default; genes are chosen from a sample of 100,000 training cells.
+        A :class:`scforge.training.CellDataModule`, used instead of `adata` to train on cells on disk. Its vocabulary is
+        the default, and genes are chosen from a sample of 100,000 training cells.
     tuning
         Task of a fine-tuned model; used by :meth:`finetune` and :meth:`load`.
     **options
@@ -138,8 +138,8 @@ class Encoder(CellModel):
 
     Notes
     -----
-    Genes are always matched by name, so new data may have other genes in another order. Vocabulary, tokenizer, highly
-    variable genes, medians and entropies are computed once, when the model is created.
+    Genes are always matched by name, so new data may contain different genes in a different order. Vocabulary,
+    tokenizer, highly variable genes, medians and entropies are computed once, when the model is created.
     """
 
     def __init__(
@@ -211,41 +211,43 @@ class Encoder(CellModel):
     ) -> None:
         """Train the model; a second call continues training.
 
-        Afterwards the module has the weights from the epoch of this call with the lowest validation loss. Ctrl-C stops
-        training after the current step and keeps the best weights so far. A second Ctrl-C also interrupts the caller.
+        Afterwards, the module contains the weights from the epoch of this call with the lowest validation loss. Ctrl-C
+        stops training after the current step and keeps the best weights so far. A second Ctrl-C also interrupts the
+        caller.
 
         Parameters
         ----------
         max_epochs
-            Maximum number of epochs; None chooses by objective and number of cells.
+            Maximum number of epochs. If None, it depends on the objective and the number of cells.
         batch_size
-            Cells per step and process; ``"auto"`` uses the largest batch that fits into memory. If None, uses the
-            objective's default.
+            Number of cells per step and process; ``"auto"`` uses the largest batch that fits into memory. If None, uses
+            the objective's default.
         lr
             Peak learning rate. If None, uses the objective's default.
         validation_size
             Fraction of cells in the validation set. The cells are sampled with the model's seed, so every call holds
-            out the same cells. None holds out 0.1.
+            out the same cells. If None, holds out 0.1.
         early_stopping
-            Stop when the validation loss has not improved for ten epochs (``early_stopping_patience``).
+            Whether to stop when the validation loss has not improved for ten epochs (``early_stopping_patience``).
         accelerator, devices
             As in :class:`lightning.Trainer`.
         precision
-            As in :class:`lightning.Trainer`, or ``"auto"``: bfloat16 mixed precision if a short measurement shows that
-            it is faster. If None, computes in 32 bits.
+            As in :class:`lightning.Trainer`, or ``"auto"``: bfloat16 mixed precision if it is faster in a short
+            benchmark. If None, computes in 32 bits.
         checkpoint_dir
-            Folder for checkpoints to resume from and for the best epochs; all are model folders.
+            Folder for checkpoints to resume from and for the best epochs, all of which are model folders.
         resume
             ``"auto"`` resumes from the last checkpoint in `checkpoint_dir`, if any; a path resumes from the checkpoint
-            in that folder. Create the model as before; the result is then identical to that of an uninterrupted run.
+            in that folder. If the model is created as before, the result is identical to the result of an uninterrupted
+            run.
         overwrite
-            Replace the outputs of another training run in `checkpoint_dir`.
+            Whether to replace the outputs of another training run in `checkpoint_dir`.
         datamodule
-            Cells to train on instead of those that the model was created with.
+            Cells to train on instead of the cells that the model was created with.
         callbacks
             Additional Lightning callbacks, e.g. :class:`scforge.eval.BenchmarkCallback`.
         progress_bar
-            Show a progress bar (in a log file, one line per epoch).
+            Whether to show a progress bar (in a log file, one line per epoch).
         plan_kwargs
             Dictionary of options, as in scvi-tools; equivalent to passing them as arguments.
         **options
@@ -255,10 +257,10 @@ class Encoder(CellModel):
         Raises
         ------
         OptionError
-            If an argument cannot be used, or a checkpoint belongs to another training run.
+            If an argument is invalid, or a checkpoint belongs to another training run.
         TrainingError
-            If the loss is NaN, a checkpoint cannot be saved, or memory runs out. In the first two cases the model has
-            the best weights so far.
+            If the loss is NaN, a checkpoint cannot be saved, or memory runs out. In the first two cases, the model
+            contains the best weights so far.
 
         Examples
         --------
@@ -312,7 +314,7 @@ class Encoder(CellModel):
         return objective, options | get_objective(objective, **options).options_from(column)
 
     def _training_data(self, given: CellDataModule | None, objective: Objective, **options: Any) -> CellDataModule:
-        """Return the data module to train on, with batches for this model."""
+        """Return the data module to train on, bound to the tokenizer and objective of the model."""
         data = self._data if given is None else given
         is_other = given is not None and given is not self._data
         options = {name: value for name, value in options.items() if value is not None}
@@ -338,9 +340,9 @@ class Encoder(CellModel):
         return data
 
     def _learned_labels_of(self, cells: Cells) -> np.ndarray:
-        """Return which cells' labels the model learned from in any fine-tuning, bool, shape (N,).
+        """Return a mask of the cells whose labels the model learned from in any fine-tuning, bool, shape (N,).
 
-        Cells are recognized by their counts, or by their names if the measured genes differ from the fine-tuning.
+        Cells are recognized by their counts, or by their names if the measured genes differ from those in fine-tuning.
         """
         learned = self._learned
         if learned is None:
@@ -351,7 +353,7 @@ class Encoder(CellModel):
 
     @property
     def _learned(self) -> CellFingerprints | None:
-        """Fingerprints of all cells whose labels the model learned from; None if there are none."""
+        """Fingerprints of all cells whose labels the model learned from; None if there are no such cells."""
         if self._seen is None:
             return None
         learned: CellFingerprints = self._seen.learned
@@ -361,7 +363,7 @@ class Encoder(CellModel):
         return learned if len(learned) else None
 
     def _rows_of_split(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the training and validation cells of a model with a task."""
+        """Return the training and validation rows of a model with a task, or an empty dict without a task."""
         if self.spec.tuning is None:
             return {}
         if options.get("validation_size") is not None:
@@ -372,7 +374,7 @@ class Encoder(CellModel):
         return {"train_rows": split.train, "validation_rows": split.validation}
 
     def _learn_from_others(self, data: CellDataModule) -> None:
-        """Record the cells of a data module that a fine-tuned model is trained on; raise if they include test cells."""
+        """Record the cells that a fine-tuned model is trained on. Raises an OptionError if they include test cells."""
         if self._seen is None:
             return
         marks = CellFingerprints.of(self._open(data.cells))
@@ -384,7 +386,7 @@ class Encoder(CellModel):
             self._seen = self._seen.with_learned(marks.take(learned))
 
     def _rows_to_score(self, cells: Cells, *, within: bool) -> tuple[np.ndarray, Split | None]:
-        """Return the rows of cells that the model did not learn from, and the split if it belongs to these cells."""
+        """Return the rows of cells that the model did not learn from, and the split if it applies to these cells."""
         if self._seen is None:
             return np.arange(len(cells)), None
         marks = CellFingerprints.of(cells)
@@ -413,7 +415,7 @@ class Encoder(CellModel):
         return rows, split
 
     def _known_split(self) -> Split | None:
-        """Return the split of the fine-tuning; None if the model does not have its cells."""
+        """Return the split of the fine-tuning, or None if its cells are not available."""
         source = self.adata if self._data is None else self._data.cells
         if self._seen is None or source is None:
             return None
@@ -450,25 +452,25 @@ class Encoder(CellModel):
         labels_key, batch_key
             Columns of ``adata.obs``. If None, uses the columns of ``setup_anndata``.
         validation_size, test_size
-            Fractions of the cells in the validation set, which selects the best epoch, and in the test set for
-            :meth:`evaluate`.
+            Fractions of the cells in the validation set, which is used to select the best epoch, and in the test set
+            for :meth:`evaluate`.
         split_by
-            Column of ``adata.obs`` with groups, such as donors, that are held out as a whole; None splits by cell,
+            Column of ``adata.obs`` with groups, such as donors, that are held out as a whole. If None, splits by cell,
             stratified by class.
         split_key
             Column of ``adata.obs`` with the values ``"train"``, ``"validation"`` or ``"test"``, instead of a random
             split.
         freeze
-            True trains only the head; a number freezes the embeddings and this many layers.
+            If True, trains only the head; a number freezes the embeddings and this many layers.
         lora
-            Train low-rank adapters instead of the weights. True, or a dict with any of ``r``, ``alpha``, ``dropout``,
-            ``targets`` and ``use_dora``, see ``peft.LoraConfig``.
+            Whether to train low-rank adapters instead of the weights: True, or a dict with any of ``r``, ``alpha``,
+            ``dropout``, ``targets`` and ``use_dora``, see ``peft.LoraConfig``.
         head
-            Options of the head, ``hidden_dim`` and ``dropout``.
+            Options of the head: ``hidden_dim`` and ``dropout``.
         max_epochs
-            Maximum number of epochs; None chooses by task and number of cells.
+            Maximum number of epochs. If None, it depends on the task and the number of cells.
         seed
-            Random seed for the split, the head and the order of cells. If None, uses the seed of the model.
+            Random seed for the split, the head and the order of cells. If None, uses the model's seed.
         **options
             Options of the task and of :meth:`train`, e.g. ``lr``, ``layer_lr_decay``, ``gradual_unfreezing``,
             ``precision``, ``checkpoint_dir``.
@@ -480,9 +482,9 @@ class Encoder(CellModel):
         Raises
         ------
         OptionError
-            If an argument cannot be used.
+            If an argument is invalid.
         DataError
-            If the columns cannot be used.
+            If a column is invalid.
 
         Examples
         --------
@@ -531,20 +533,20 @@ class Encoder(CellModel):
         adata
             Cells, see :meth:`get_latent_representation`. If None, uses the cells used for fine-tuning.
         key_added
-            Key to write to instead of the default.
+            Key of the predictions, instead of the default key.
         batch_size
-            Cells per batch.
+            Number of cells per batch.
         **options
             Options of the task, e.g. ``threshold`` and ``majority_voting`` of ``"annotation"``.
 
         Returns
         -------
-        A data frame with one row per cell; for ``"perturbation"`` the predicted cells.
+        A data frame with one row per cell; for ``"perturbation"``, the predicted cells.
 
         Raises
         ------
         OptionError
-            If the model was not fine-tuned, or an argument cannot be used.
+            If the model was not fine-tuned, or an argument is invalid.
 
         Examples
         --------
@@ -588,7 +590,7 @@ class Encoder(CellModel):
             Labeled cells. If None, uses the test cells of the fine-tuning (``test_size``). Training and validation
             cells of the fine-tuning are never scored, even if they are passed.
         baselines
-            Compute baselines, which require the cells of the fine-tuning.
+            Whether to compute baselines, which require the cells used for fine-tuning.
         base
             The model before fine-tuning, used for the baseline on its frozen embedding. If None, uses the model that
             :meth:`finetune` was called on, if it is in memory.
@@ -596,13 +598,13 @@ class Encoder(CellModel):
             Key in ``adata.uns["scforge"]`` for the table; additional tables are stored as ``<key_added>_<table>``. None
             writes nothing.
         batch_size
-            Cells per batch.
+            Number of cells per batch.
         seed
             Random seed of the baselines.
 
         Returns
         -------
-        One row per method, ``"scforge"`` first, and one column per score.
+        A data frame with one row per method, starting with ``"scforge"``, and one column per score.
 
         Raises
         ------
@@ -669,11 +671,11 @@ class Encoder(CellModel):
         return evaluated.metrics
 
     def _own_task(self) -> Task | None:
-        """Return the task that the heads of the architecture predict without fine-tuning, or None."""
+        """Return the task that the heads of the architecture support without fine-tuning, or None."""
         return None
 
     def _task(self, method: str) -> Task:
-        """Return the task. Raises if the model has none."""
+        """Return the task. Raises an OptionError if the model has no task."""
         if self.spec.tuning is None:
             raise OptionError(f'the model has no task, so it cannot {method}; call model.finetune("annotation") first.')
         if not self.is_trained_ and method != "finetune":
@@ -686,13 +688,13 @@ class Encoder(CellModel):
         return Predictor(self.module, self.tokenizer, self.objective, cells, batch_size)
 
     def _over_all_genes(self, source: Any, vocab: GeneVocab | None) -> Cells:
-        """Open cells over these genes for baselines (None: all genes of an AnnData, else the genes of the model)."""
+        """Open cells over `vocab` for baselines. If None, uses all genes of an AnnData, or the genes of the model."""
         if vocab is not None:
             return self._open(source, vocab=vocab, min_overlap=0.0)
         return self._open(source, vocab=None) if isinstance(source, AnnData) else self._open(source)
 
     def _calibrate(self, data: CellDataModule, *, after_failure: bool = False) -> None:
-        """Calibrate the head on validation cells; after failed training, a failure here only warns."""
+        """Calibrate the head on validation cells; after failed training, failed calibration only causes a warning."""
         if self.spec.tuning is None or not len(data.validation_rows) or not self.is_trained_:
             return
         if is_sharded(self.module):  # the first process alone has the whole model
@@ -708,7 +710,7 @@ class Encoder(CellModel):
             warn(f"the confidence of the model could not be calibrated: {first_line(error)}")
 
     def merge_adapter(self) -> None:
-        """Merge the adapters into the weights, so predictions stay the same and are as fast as without adapters.
+        """Merge the adapters into the weights; predictions stay the same and are as fast as without adapters.
 
         Examples
         --------
@@ -778,23 +780,24 @@ class Encoder(CellModel):
         """Return a model for query cells with the weights of a reference model.
 
         If the reference was trained with ``neighbor_denoising``, the default, no training is needed. The encoder of the
-        reference embeds the query, and each cluster of the query is shifted by the differences to its mutual nearest
+        reference embeds the query, and each query cluster is shifted by the mean difference to its mutual nearest
         neighbors in the reference (:func:`scforge.data.neighbors.query_shifts`). If the tokenizer computes log1p CP10K,
         the expression of each gene is first multiplied by a factor between 1/5 and 5. The factor is the ratio of the
         expression that the reference decoder predicts for these cells to the measured expression (median over
-        clusters). It corrects differences in gene detection between studies or protocols. All batches of the query
-        share factors and shifts, and the embedding is comparable with that of the reference model. Embed reference
+        clusters). It corrects differences in gene detection between studies or protocols. All query batches share
+        factors and shifts, and the embedding is comparable with the embedding of the reference model. Embed reference
         cells with the reference model, because a query model shifts all cells that it embeds. ``train()`` only learns
-        decoder vectors for the new batches of the query, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology
-        40, 121-130).
+        decoder vectors for the new query batches, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40,
+        121-130).
 
         With `reference_cells`, ``train()`` continues training all weights on query and reference together, with
-        neighbors across both. This takes longer, and is better for queries that differ much from the reference
-        (``benchmarks/transfer.py``). The embedding is then no longer in the space of the reference, see below.
+        neighbors across both. This takes longer, and is better for queries that differ strongly from the reference
+        (``benchmarks/transfer.py``). The embedding is then no longer in the reference space, see below.
 
-        References with other objectives, or fine-tuned for ``"integration"``, have to adapt the encoder. ``train()``
-        then fits adapters to the query, and the embedding leaves the space of the reference. It is written to
-        ``obsm["X_scforge_query"]`` with a warning. Embed the reference again with the query model to compare them.
+        If the reference has a different objective, or was fine-tuned for ``"integration"``, its encoder must be
+        adapted. ``train()`` then fits adapters to the query, and the embedding leaves the reference space. It is
+        written to ``obsm["X_scforge_query"]`` with a warning. Embed the reference again with the query model to compare
+        both.
 
         A query batch with the same name as a reference batch is treated as that batch, and this is logged.
 
@@ -806,17 +809,17 @@ class Encoder(CellModel):
         reference_model
             A trained model, possibly fine-tuned for ``"integration"``, or its folder. It is not changed.
         batch_key
-            Column of ``obs`` with the batches of the query. If None, uses the batch column of the query's setup, or
-            else that of the reference. Only for references with a decoder that is conditioned on batches.
+            Column of ``obs`` with the query batches. If None, uses the batch column of the query's setup, or else the
+            batch column of the reference. Only for references with a decoder that is conditioned on batches.
         reference_cells
             Reference cells to train on together with the query, see :meth:`get_latent_representation`. At most 20,000
-            cells of each are sampled into memory. None trains on the query only.
+            cells of each are sampled into memory. If None, trains on the query only.
         lora
-            Options of the adapters, see :meth:`finetune`. They have no effect if the encoder is not trained.
+            Adapter options, see :meth:`finetune`. They have no effect if the encoder is not trained.
         validation_size
-            Fraction of the query in the validation set.
+            Fraction of query cells in the validation set.
         seed
-            Random seed for the split and the adapters. If None, uses the seed of the reference.
+            Random seed for the split and the adapters. If None, uses the seed of the reference model.
 
         Returns
         -------
@@ -825,11 +828,11 @@ class Encoder(CellModel):
         Raises
         ------
         GeneMismatchError
-            If the query has too few genes of the reference.
+            If the query contains too few genes of the reference model.
         DataError
-            If the query has no column `batch_key`.
+            If the query does not contain the column `batch_key`.
         OptionError
-            If the reference was fine-tuned for a task that needs labels, or an argument cannot be used.
+            If the reference was fine-tuned for a task that needs labels, or an argument is invalid.
 
         Examples
         --------
@@ -951,10 +954,10 @@ class Encoder(CellModel):
 
         Each of the `n_neighbors` nearest reference cells votes with the weight ``exp(-d^2 / (2 s^2))``, where d is its
         distance and s the mean distance of the neighbors. The uncertainty is one minus the weighted fraction of the
-        winning label, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130). The kernel of
-        scArches, ``exp(-d (std / 2)^2)`` with the standard deviation of the distances, hardly distinguishes neighbors
-        in an embedding with small values. The kernel used here is scale-invariant. This model embeds both reference
-        and query. Writes ``obs["scforge_<labels_key>_transferred"]`` (categories) and
+        winning label, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130). The scArches kernel,
+        ``exp(-d (std / 2)^2)`` with the standard deviation of the distances, hardly distinguishes neighbors in an
+        embedding with small values. The kernel used here is scale-invariant. This model embeds both reference and
+        query. The results are written to ``obs["scforge_<labels_key>_transferred"]`` (categories) and
         ``obs["scforge_<labels_key>_transferred_uncertainty"]`` (float32), separate from the columns of :meth:`predict`.
 
         Parameters
@@ -963,32 +966,32 @@ class Encoder(CellModel):
             Cells to label, see :meth:`get_latent_representation`. If None, uses the cells of a model from
             :meth:`load_query_data`. Existing labels of these cells are ignored.
         labels_key
-            Column of ``obs`` of the reference with the labels. If None, uses the labels of ``setup_anndata``. Reference
+            Column of the reference's ``obs`` with the labels. If None, uses the labels of ``setup_anndata``. Reference
             cells without a label do not vote.
         n_neighbors
             Number of reference cells that vote.
         key_added
-            Name of the column, instead of ``"scforge_<labels_key>_transferred"``; the other column is
+            Name of the label column, instead of ``"scforge_<labels_key>_transferred"``. The uncertainty column is
             ``"<key_added>_uncertainty"``.
         threshold
             Cells with higher uncertainty are labeled ``"unassigned"``. Cells of a class that is not in the reference
             are more uncertain only if they lie between classes of the reference.
         reference
-            The labeled cells, or a model that has them. If None, uses the training cells of this model or, for a query
-            model, of its reference.
+            The labeled cells, or a model that was trained on them. If None, uses the training cells of this model or,
+            for a query model, of its reference model.
         batch_size
-            Cells per batch.
+            Number of cells per batch.
 
         Returns
         -------
-        Columns ``label`` and ``uncertainty``, one row per cell.
+        A data frame with the columns ``label`` and ``uncertainty``, and one row per cell.
 
         Raises
         ------
         DataError
-            If the reference does not have the column, or has fewer than two labels.
+            If the reference does not contain the column, or contains fewer than two labels.
         OptionError
-            If reference or query are not available, or an argument cannot be used.
+            If reference or query are not available, or an argument is invalid.
 
         Examples
         --------
@@ -1068,31 +1071,31 @@ class Encoder(CellModel):
         Parameters
         ----------
         adata
-            Cells with the genes to embed. With `contextual`, vectors are means over the tokens of these cells. If None,
-            uses the training cells, if the model has them.
+            Cells with the genes to embed. With `contextual`, vectors are averaged over the tokens of these cells. If
+            None, uses the training cells, if they are available.
         contextual
-            False returns the input embedding of the gene's token. True returns the mean hidden state of this token over
-            the cells that contain it.
+            If False, returns the input embedding of the gene's token. If True, returns the hidden state of this token,
+            averaged over the cells that contain it.
         layer
             Layer of the hidden states with `contextual`; -1 for the last layer.
         max_cells
-            Number of cells to sample at random with `contextual`.
+            Maximum number of cells to sample with `contextual`.
         seed
             Random seed for sampling the cells.
         batch_size
-            Cells per batch.
+            Number of cells per batch.
         key_added
-            Key in ``adata.varm``; genes outside the model's vocabulary are NaN. None writes nothing.
+            Key in ``adata.varm``; genes outside the model's vocabulary are NaN. If None, nothing is written.
 
         Returns
         -------
-        Float32, shape (G, H), indexed by the genes of the model. With `contextual`, NaN for genes that no cell
-        expresses.
+        A data frame of vectors, float32, shape (G, H), indexed by the genes of the model. With `contextual`, genes that
+        no cell expresses are NaN.
 
         Raises
         ------
         OptionError
-            If the architecture has no token states, or an argument cannot be used.
+            If the architecture has no token states, or an argument is invalid.
 
         Examples
         --------
@@ -1144,14 +1147,14 @@ class Encoder(CellModel):
     ) -> sparse.csr_matrix:
         """Return the attention between genes, averaged over cells, as a sparse graph.
 
-        Attention is not a causal network. It shows which genes contribute to the state of a gene.
+        Attention is not a causal network. It shows which genes contribute to the hidden state of a gene.
 
         Parameters
         ----------
         adata
             Cells. If None, uses the training cells.
         layer
-            Layer to read attention from; -1 for the last layer.
+            Layer of the attention; -1 for the last layer.
         heads
             ``"mean"`` or ``"max"`` over the heads, or the index of one head.
         top_k
@@ -1159,26 +1162,28 @@ class Encoder(CellModel):
         min_cells
             Minimum number of cells in which both genes are tokens.
         max_cells
-            Number of cells to sample at random.
+            Maximum number of cells to sample.
         max_genes
             Maximum number of genes; the most widely expressed genes are used. Memory grows with the square of this
             number.
         seed
             Random seed for sampling the cells.
         batch_size
-            Cells per batch; reduced for cells with many tokens, since memory grows with the square of their number.
+            Number of cells per batch. It is reduced for cells with many tokens, because memory grows with the square of
+            the number of tokens.
         key_added
-            Key in ``adata.varp`` for the same graph over ``adata.var_names``. None writes nothing.
+            Key in ``adata.varp`` for the same graph over ``adata.var_names``. If None, nothing is written.
 
         Returns
         -------
-        Float32, shape (G, G), in the order of ``model.vocab.genes``. The entry in row i and column j is the attention
-        of gene i to gene j, averaged over the cells in which both are tokens, without self-attention.
+        A sparse matrix, float32, shape (G, G), in the order of ``model.vocab.genes``. The entry in row i and column j
+        is the attention of gene i to gene j, averaged over the cells in which both are tokens. Self-attention is
+        excluded.
 
         Raises
         ------
         OptionError
-            If the architecture has no attention, or an argument cannot be used.
+            If the architecture has no attention, or an argument is invalid.
 
         Examples
         --------
@@ -1227,9 +1232,9 @@ class Encoder(CellModel):
     ) -> pd.DataFrame:
         """Impute the expression of genes without counts in a cell, whether they were measured or not.
 
-        Available for models trained with ``masked_value_prediction`` or ``masked_diffusion``. The model sees all genes
-        with counts. Values are in the unit of the tokenizer: log1p CP10K for ``continuous_projection`` and
-        ``rank_value``, counts with ``transform="counts"``, bin indices for ``binned_expression``.
+        This requires a model trained with ``masked_value_prediction`` or ``masked_diffusion``. The input contains all
+        genes with counts. Values have the unit of the tokenizer: log1p CP10K for ``continuous_projection`` and
+        ``rank_value``, counts with ``transform="counts"``, and bin indices for ``binned_expression``.
 
         Parameters
         ----------
@@ -1240,21 +1245,22 @@ class Encoder(CellModel):
         seed
             Random seed for the groups in which genes are predicted.
         batch_size
-            Cells per batch.
+            Number of cells per batch.
         key_added
             Key in ``adata.layers`` for the same values over ``adata.var_names``, as a dense array, with NaN for genes
-            that are not in `genes` or not in the model. None writes nothing.
+            that are not in `genes` or not in the model. If None, nothing is written.
 
         Returns
         -------
-        Float32, shape (N, number of genes); genes with counts keep their value. The array takes four bytes per value.
+        A data frame of values, float32, shape (N, number of genes). Genes with counts keep their value. The data frame
+        requires four bytes per value.
 
         Raises
         ------
         OptionError
-            If the model predicts no expression.
+            If the model does not predict expression.
         GeneMismatchError
-            If the model does not know a gene.
+            If a gene is not in the vocabulary of the model.
 
         Examples
         --------
@@ -1298,11 +1304,12 @@ class Encoder(CellModel):
         batch_size: int = 256,
         key_added: str | None = "denoised",
     ) -> sparse.csr_matrix:
-        """Denoise the expression of genes with counts, predicted from the other genes of the cell.
+        """Denoise the expression of genes with counts by predicting it from the other genes of the cell.
 
-        Available for models trained with ``masked_value_prediction`` or ``masked_diffusion``. The genes are split into
-        folds. Each fold is masked in turn and predicted from the rest, so no value is predicted from itself. Values are
-        in the same units as in :meth:`impute`. Bins that are quantiles of a cell are computed from its visible genes.
+        This requires a model trained with ``masked_value_prediction`` or ``masked_diffusion``. The genes are split into
+        folds. Each fold is masked in turn and predicted from the rest, so no value is predicted from itself. Values
+        have the same units as in :meth:`impute`. If bins are quantiles of a cell, they are computed from its unmasked
+        genes.
 
         Parameters
         ----------
@@ -1313,18 +1320,19 @@ class Encoder(CellModel):
         seed
             Random seed for the folds.
         batch_size
-            Cells per batch.
+            Number of cells per batch.
         key_added
-            Key in ``adata.layers`` for the same values over ``adata.var_names``. None writes nothing.
+            Key in ``adata.layers`` for the same values over ``adata.var_names``. If None, nothing is written.
 
         Returns
         -------
-        Float32, shape (N, G), in the order of ``model.vocab.genes``, with an entry for each count.
+        A sparse matrix, float32, shape (N, G), in the order of ``model.vocab.genes``, with an entry for each nonzero
+        count.
 
         Raises
         ------
         OptionError
-            If the model predicts no expression, or an argument cannot be used.
+            If the model does not predict expression, or an argument is invalid.
 
         Examples
         --------
@@ -1370,15 +1378,15 @@ class Encoder(CellModel):
         batch_size: int = 256,
         key_added: str | None = "in_silico",
     ) -> pd.DataFrame:
-        """Change the counts of genes in cells, and measure the shift of their embeddings.
+        """Change the counts of genes in cells, and measure the shift of the cell embeddings.
 
         The method follows Geneformer (Theodoris et al. 2023). Counts are changed before tokenization, so it works with
-        every tokenizer and architecture. ``"delete"`` sets a gene to 0 in the cells that express it. ``"overexpress"``
-        raises it in every cell above all other genes, or to the first rank if the tokenizer ranks genes. With
-        ``"entropy_ranked"``, it is raised at most to the counts of the rest of the cell. ``"activate"`` changes cells
-        without counts of the gene, and gives them the usual count of cells that express it. The library size of a cell
-        changes by the same number of counts, as if the data had been changed. A deletion therefore gives the embedding
-        of the same AnnData with that count set to 0.
+        every tokenizer and architecture. ``"delete"`` sets the count of a gene to 0 in the cells that express it.
+        ``"overexpress"`` raises the count in every cell above all other genes, or to the first rank if the tokenizer
+        ranks genes. With ``"entropy_ranked"``, it is raised at most to the sum of the other counts of the cell.
+        ``"activate"`` changes cells without counts of the gene, and sets them to the usual count in cells that express
+        it. The library size of a cell changes by the same number of counts, as if the data had been changed. A deletion
+        therefore yields the embedding of the same AnnData with this count set to 0.
 
         **What the p-values mean.** Cells are not replicates here: a perturbation moves all cells in a similar way, and
         every perturbation moves them somewhat. The null hypothesis is therefore that a gene has no larger effect than
@@ -1386,77 +1394,76 @@ class Encoder(CellModel):
         group on the fraction of cells that express them and on their level in these cells. The controls are perturbed
         in the same way, each in up to 100 cells. Their means are standardized to the types (clusters of the embedding)
         and depths of the cells of the tested gene, and a regression removes the remaining difference in expression.
-        ``p_value`` is the share of controls that shift the cells at least as far. ``goal_p_value`` is twice the share
-        of controls that move the cells at least as far to the same side. The gene itself counts as one control, so no
-        p-value is below ``1 / (n_permutations + 1)``.
+        ``p_value`` is the fraction of controls that shift the cells at least as far. ``goal_p_value`` is twice the
+        fraction of controls that move the cells at least as far to the same side. The gene itself counts as one
+        control, so no p-value is below ``1 / (n_permutations + 1)``.
 
-        A gene that stands out alone cannot have an ``fdr`` below the number of tests divided by
-        ``n_permutations + 1`` (with a goal, twice that). The default of `n_permutations` is high enough for an ``fdr``
-        of 0.1 if half of the model's genes are enough controls. ``attrs["lowest_fdr"]`` of the table is the lowest
-        possible rate; a warning is given if it is above 0.1. With ``genes=None``, p-values are only ranks: sort by
-        ``shift_z``.
+        If only one gene stands out, its ``fdr`` cannot be below the number of tests divided by ``n_permutations + 1``
+        (with a goal, twice that). The default of `n_permutations` is high enough for an ``fdr`` of 0.1 if half of the
+        model's genes are enough controls. The lowest possible rate is in ``attrs["lowest_fdr"]`` of the table, and a
+        warning is issued if it is above 0.1. With ``genes=None``, p-values are only ranks, so sort by ``shift_z``.
 
         **What the p-values do not mean.** A gene may also stand out in a model with random weights, because of its
         expression. ``shift_z_untrained`` is the z-score of the gene in such a model, with the same controls and cells.
         An effect was learned only if its z-score is larger than this value. Tokenizers with random choices
-        (``side="both"``, truncation by a sample) add noise to all shifts.
+        (``side="both"``, truncation by sampling) add noise to all shifts.
 
         Parameters
         ----------
         adata
             Cells, see :meth:`get_latent_representation`. If None, uses the training cells.
         genes
-            Names of genes that the model knows. If None, uses the genes that at least 1 % of the cells express, at most
-            the 2,000 most widely expressed.
+            Names of genes in the vocabulary of the model. If None, uses the genes that at least 1 % of the cells
+            express, at most the 2,000 most widely expressed genes.
         mode
             ``"delete"``, ``"overexpress"`` or ``"activate"``.
         groups
             Column of ``adata.obs``; genes are perturbed and compared within each group. Cells without a group are left
             out.
         goal
-            A column of obs and a value, e.g. ``{"cell_type": "B"}``. Also measures whether cells move toward the mean
-            direction of the cells with that value.
+            An obs column and a value, e.g. ``{"cell_type": "B"}``. If given, also measures whether cells move toward
+            the mean direction of the cells with this value.
         start
-            A column of obs and a value that select the cells to perturb. If None, uses all cells, or with a goal all
+            An obs column and a value that select the cells to perturb. If None, uses all cells or, with a goal, all
             cells outside the goal.
         combinations
-            2 perturbs all pairs of `genes`. A deletion uses cells that express both genes, an activation cells that
-            express neither.
+            If 2, perturbs all pairs of `genes`. A deletion uses cells that express both genes, and an activation uses
+            cells that express neither.
         max_cells
-            Number of cells to perturb, sampled at random, in total or per group. It also limits the cells that the goal
-            is averaged over.
+            Maximum number of cells to perturb, sampled at random, in total or per group. It also limits the number of
+            cells over which the goal is averaged.
         n_permutations
-            Number of control genes for each gene; 0 for no p-values. If None, uses 100, or as many as allow an ``fdr``
-            of 0.1 if these are no more than half of the genes of the model.
+            Number of control genes for each gene; 0 for no p-values. If None, uses 100, or as many as are needed for an
+            ``fdr`` of 0.1 if these are no more than half of the genes of the model.
         untrained
-            Compute ``shift_z_untrained`` (and ``goal_z_untrained``), the z-scores of the same genes in the same
-            architecture with random weights. This doubles the run time; False leaves it out.
+            Whether to compute ``shift_z_untrained`` (and ``goal_z_untrained``), the z-scores of the same genes in the
+            same architecture with random weights. This doubles the run time.
         seed
             Random seed.
         batch_size
-            Cells per batch.
+            Number of cells per batch.
         key_added
-            Key in ``adata.uns["scforge"]`` for the table (``"results"``) and its settings. None writes nothing.
+            Key in ``adata.uns["scforge"]`` for the table (``"results"``) and its settings. If None, nothing is written.
 
         Returns
         -------
-        One row per gene (or pair: ``gene``, ``gene_2``) and group, sorted by decreasing shift (with a goal, by
-        decreasing goal shift). ``n_cells``: number of cells in which the gene was perturbed. ``n_controls``: number of
-        control genes. ``shift``, ``shift_sd``: mean and standard deviation over these cells of one minus the cosine
-        between the embeddings before and after; NaN without cells. ``shift_z``: the shift in standard deviations of the
-        control genes, NaN with fewer than 3 cells. ``shift_z_untrained``: see above. ``p_value``: see above. ``fdr``:
-        Benjamini-Hochberg correction over all rows.
-        With a goal, also ``goal_shift`` (change of the cosine to the goal; above 0 is closer), ``goal_shift_sd``,
-        ``goal_z``, ``goal_z_untrained``, ``goal_p_value`` and ``goal_fdr``.
+        A data frame with one row per gene (or pair: ``gene``, ``gene_2``) and group, sorted by decreasing shift (with a
+        goal, by decreasing goal shift). ``n_cells``: number of cells in which the gene was perturbed. ``n_controls``:
+        number of control genes. ``shift``, ``shift_sd``: mean and standard deviation over these cells of one minus the
+        cosine between the embeddings before and after; NaN without cells. ``shift_z``: the shift in standard deviations
+        of the control genes, NaN with fewer than 3 cells. ``shift_z_untrained``: see above. ``p_value``: see above.
+        ``fdr``: Benjamini-Hochberg correction over all rows. With a goal, also ``goal_shift`` (change of the cosine to
+        the goal; above 0 is closer), ``goal_shift_sd``, ``goal_z``, ``goal_z_untrained``, ``goal_p_value`` and
+        ``goal_fdr``.
 
         Raises
         ------
         GeneMismatchError
-            If the model does not know a gene.
+            If a gene is not in the vocabulary of the model.
         DataError
-            If cells, groups or states cannot be found, or a gene to activate is expressed nowhere.
+            If cells, groups or states cannot be found, or no cell expresses a gene to activate.
         OptionError
-            If an argument cannot be used.
+            If an argument is invalid.
 
         Examples
         --------
@@ -1577,36 +1584,36 @@ class Encoder(CellModel):
         n_cells
             Number of cells. If None, uses the number of cells in `prompt`, which must then be an AnnData.
         prompt
-            Start of the cells: a list of genes, a mapping of genes to values (log1p CP10K; or the nearest bin, if the
-            model has bins), or cells to complete. None means no prompt.
+            Start of the cells: a list of genes, a mapping from genes to values (log1p CP10K, converted to the nearest
+            bin if the model uses bins), or cells to complete. If None, uses no prompt.
         temperature
-            Values below 1 make likely genes more likely.
+            Sampling temperature; values below 1 make likely genes more likely.
         top_k
-            Sample only from the `top_k` most likely genes.
+            Number of most likely genes to sample from. If None, samples from all genes.
         seed
             Random seed. Apart from rounding, a cell depends only on the seed and its index, not on `n_cells` or
             `batch_size`.
         condition
             One class for all cells, or one per cell, for an objective with ``condition_key``. None means any class.
         max_len
-            Maximum number of tokens per cell, including CLS and EOS; None means as many as the model allows. With
-            unmasking, each cell has exactly this many tokens; None then samples the number of tokens from the training
-            cells, up to ``max_tokens`` genes.
+            Maximum number of tokens per cell, including CLS and EOS. If None, uses as many as the model allows. With
+            unmasking, each cell has exactly this many tokens. If None, the number of tokens is then sampled from the
+            training cells, up to ``max_tokens`` genes.
         n_steps
-            Number of unmasking steps; None means 16.
+            Number of unmasking steps. If None, uses 16.
         batch_size
-            Cells per batch.
+            Number of cells per batch.
 
         Returns
         -------
-        The cells over the genes of the model. ``X`` contains log1p CP10K (for models with bins, the bin means; CSR,
-        float32), ``layers["bins"]`` the bins, if any, ``obs`` the column ``n_genes`` and, with a `condition`, the
-        classes, and ``uns["scforge"]["generated"]`` the settings.
+        The cells over the genes of the model. ``X`` contains log1p CP10K values (for models with bins, the bin means)
+        as a float32 CSR matrix, and ``layers["bins"]`` contains the bins, if any. ``obs`` contains the column
+        ``n_genes`` and, with a `condition`, the classes. ``uns["scforge"]["generated"]`` contains the settings.
 
         Raises
         ------
         OptionError
-            If the architecture generates no cells, or an argument cannot be used.
+            If the architecture cannot generate cells, or an argument is invalid.
 
         Examples
         --------
@@ -1641,19 +1648,19 @@ class Encoder(CellModel):
         save_anndata: bool = False,
         adapter_only: bool = False,
     ) -> None:
-        """Save the model to a folder: weights (safetensors), description (JSON), vocabulary (JSON), model card.
+        """Save the model to a folder: weights (safetensors), description (JSON), vocabulary (JSON) and model card.
 
         Parameters
         ----------
         dir_path
             Folder to create. It is written completely or not at all.
         overwrite
-            Replace the model in an existing folder; other files are kept.
+            Whether to replace the model in an existing folder; other files are kept.
         save_anndata
-            Also write the training data as ``adata.h5ad``, which :meth:`load` reads.
+            Whether to also write the training data as ``adata.h5ad``, which :meth:`load` reads.
         adapter_only
-            Save only the adapters and the head of a model fine-tuned with ``lora``, 0.2 to 0.4 MB for a light encoder.
-            Loading them requires the base model.
+            Whether to save only the adapters and the head of a model fine-tuned with ``lora``, which take 0.2 to 0.4 MB
+            for a light encoder. Loading them requires the base model.
 
         Raises
         ------
@@ -1702,22 +1709,23 @@ class Encoder(CellModel):
         Parameters
         ----------
         dir_path
-            A folder; ``"org/name"``, a repository of the hub; or ``"scforge://name"``, a model of the registry. See
+            A folder, a hub repository (``"org/name"``), or a registry model (``"scforge://name"``). See
             :func:`scforge.hub.resolve`.
         adata
-            Data to continue with. Without setup, it is set up like the training data, except for missing columns of
-            obs. If None, uses the training data if they were saved with the model. If False, no data are loaded; pass
-            the cells to :meth:`get_latent_representation`.
+            Data to continue with. Without setup, the data are set up like the training data, except for missing obs
+            columns. If None, uses the training data if they were saved with the model. If False, no data are loaded,
+            and cells must be passed to :meth:`get_latent_representation`.
         base
-            The base model of the adapters, or its name; the adapters share its weights. If None, uses the name stored
+            The base model of the adapters, or its name. The adapters share its weights. If None, uses the name stored
             with the adapters.
         device
             Device for the module.
         accelerator
-            Device in the notation of scvi-tools: ``"cpu"``, ``"gpu"``, ``"mps"`` or ``"auto"``. With it, `device` is
-            the index of the GPU, or is omitted.
+            Device in scvi-tools notation: ``"cpu"``, ``"gpu"``, ``"mps"`` or ``"auto"``. With `accelerator`, `device`
+            is the index of the GPU or is omitted.
         revision, cache_dir, token, local_files_only
-            See :func:`scforge.hub.resolve`. For adapters they also apply to the base model, except `revision`.
+            See :func:`scforge.hub.resolve`. For adapters, these options also apply to the base model, except
+            `revision`.
 
         Returns
         -------
@@ -1726,13 +1734,13 @@ class Encoder(CellModel):
         Raises
         ------
         MissingFileError, ModelFileError
-            If there is no such folder, repository or revision, or its content cannot be used.
+            If the folder, repository or revision does not exist, or its content is invalid.
         GeneMismatchError
-            If `adata` has too few genes of the model.
+            If `adata` contains too few genes of the model.
         OptionError
             If a name is unknown, a token is refused, or the base model of adapters is unknown.
         HubError
-            If the hub fails.
+            If the hub cannot be reached or returns an error.
 
         Examples
         --------
@@ -1769,7 +1777,7 @@ class Encoder(CellModel):
 
     @staticmethod
     def load_registry(dir_path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Return the registry of a saved model, as in scvi-tools: its class and the arguments of its setup.
+        """Return the registry of a saved model, as in scvi-tools, i.e. its class and its setup arguments.
 
         Parameters
         ----------
@@ -1801,11 +1809,11 @@ class Encoder(CellModel):
         max_len: int | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Export the cell embedding for use without scforge, and with ONNX also without PyTorch.
+        """Export the cell embedding for use without scforge and, with ONNX, also without PyTorch.
 
-        The folder holds ``model.onnx`` (or ``model.pt2``), ``vocab.json``, and ``export.json`` with the tokenizer, the
-        inputs and the hash of the vocabulary. The exported model accepts any number of cells and tokens. Its results
-        are compared with :meth:`get_latent_representation` before the folder is written.
+        The folder contains ``model.onnx`` (or ``model.pt2``), ``vocab.json``, and ``export.json`` with the tokenizer,
+        the inputs and the hash of the vocabulary. The exported model accepts any number of cells and tokens. Its
+        results are compared with :meth:`get_latent_representation` before the folder is written.
 
         Parameters
         ----------
@@ -1815,16 +1823,16 @@ class Encoder(CellModel):
             ``"onnx"``; ``"torch"`` for :func:`torch.export.load`; or ``"transformers"`` for a folder that
             ``transformers.BertForMaskedLM.from_pretrained`` loads.
         max_len
-            Maximum number of tokens per cell. If None, uses that of the model. Not for ``"transformers"``.
+            Maximum number of tokens per cell. If None, uses the maximum of the model. Not for ``"transformers"``.
         overwrite
-            Replace the model in an existing folder; files that scforge did not write are kept.
+            Whether to replace the model in an existing folder; files that scforge did not write are kept.
 
         Raises
         ------
         OptionError
-            If an argument cannot be used, a package is missing, or the architecture cannot be exported.
+            If an argument is invalid, a package is missing, or the architecture cannot be exported.
         ModelFileError
-            If the exported model computes other embeddings, in which case nothing is written.
+            If the exported model computes different embeddings, in which case nothing is written.
 
         Examples
         --------
@@ -1865,21 +1873,22 @@ class Encoder(CellModel):
         Parameters
         ----------
         repo_id
-            Repository, ``"org/name"``; it is created if necessary.
+            Repository, ``"org/name"``. It is created if necessary.
         license
-            Identifier of the license, e.g. ``"apache-2.0"``, or its name. If None, the card reports that no license is
+            License identifier, e.g. ``"apache-2.0"``, or license name. If None, the card reports that no license is
             given.
         data
-            Name of the training data, or a list of names; data sets on the hub become links.
+            Name of the training data, or a list of names. Data sets on the hub become links.
         metrics
-            The result of :meth:`evaluate`: scores of the model and of the baselines.
+            The result of :meth:`evaluate`, i.e. scores of the model and the baselines.
         citation
-            How to cite the model.
+            Citation of the model.
         adapter_only
-            Push only the adapters and the head of a model fine-tuned with ``lora``, and the name of the base model.
+            Whether to push only the adapters and the head of a model fine-tuned with ``lora``, and the name of the base
+            model.
         base
-            Name of the base model, a repository or ``"scforge://name"``. It is not checked, and is used for this push
-            only. If None, uses the location that the base model was loaded from or pushed to.
+            Name of the base model: a repository or ``"scforge://name"``. It is not checked, and is used for this push
+            only. If None, uses the location from which the base model was loaded or to which it was pushed.
         **options
             ``private``, ``token``, ``revision``, ``commit_message`` and ``create_pr``, see :func:`scforge.hub.upload`.
 
@@ -1890,7 +1899,7 @@ class Encoder(CellModel):
         Raises
         ------
         OptionError
-            If an argument cannot be used, or the token may not write.
+            If an argument is invalid, or the token has no write permission.
         HubError
             If the hub cannot be reached or returns an error.
         NotTrainedWarning
@@ -1900,7 +1909,7 @@ class Encoder(CellModel):
         -----
         Cells are never uploaded. For a fine-tuned model, ``split.safetensors`` is uploaded; it contains fingerprints
         (hashes of counts) of the training cells. License, data, scores and citation are kept with the model, and
-        :meth:`save` writes them as well.
+        :meth:`save` also writes them.
 
         Examples
         --------
@@ -1920,64 +1929,64 @@ class Encoder(CellModel):
         device: str | torch.device = "cpu",
         **options: Any,
     ) -> Self:
-        """Create a model from a published checkpoint, e.g. of Geneformer, scGPT or scFoundation.
+        """Create a model from a published checkpoint, e.g. Geneformer, scGPT or scFoundation.
 
-        Every weight of the checkpoint is used, or is listed by its family as left out with the reason. No weight of the
-        model is random. The model can embed cells, and be trained, fine-tuned and saved like any other model.
+        Every checkpoint weight is either used or listed by its family as unused, with the reason. No weight of the
+        model is random. The model can embed cells, and it can be trained, fine-tuned and saved like any other model.
 
         Parameters
         ----------
         path
             Folder or file of the checkpoint. For ``"geneformer"``, the folder with ``config.json`` and
             ``model.safetensors`` or ``pytorch_model.bin``. For ``"scgpt"``, the folder with ``best_model.pt``,
-            ``vocab.json`` and ``args.json``, or the file of the weights. For ``"scfoundation"``, ``models.ckpt`` or its
+            ``vocab.json`` and ``args.json``, or the weights file. For ``"scfoundation"``, ``models.ckpt`` or its
             folder.
         adata
             Cells of the model, which are set up with :meth:`setup_anndata` if necessary. If None, pass cells to
             :meth:`get_latent_representation`.
         family
-            One of :func:`scforge.foreign.list_families`; None detects it.
+            One of :func:`scforge.foreign.list_families`. If None, it is detected.
         device
             Device for the module.
         **options
             Additional arguments of the family.
 
-            ``"geneformer"``: `tokens_medians`, the published dictionaries: the folder of their pickle files, from which
-            only text and numbers are unpickled; a tuple of two files or dictionaries, gene to token and gene to median;
-            or a table as in :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer`. If None, they are read from
-            `path`. `version`, ``"V1"`` (2,048 genes) or ``"V2"`` (4,096 tokens with CLS and EOS); None detects it from
-            the number of positions and tokens. `ensembl_map`, which maps former to current Ensembl ids, and
-            `gene_names`, which maps symbols to Ensembl ids: each a dictionary, its file, or a table. `pooling`:
-            ``"genes"`` (mean over genes, as in Geneformer's own code for V1), ``"cls"`` (as for V2) or ``"mean"`` (over
-            all tokens). `embedding_layer`: how many layers before the last the embedding is taken. If None, uses 1, as
-            in Geneformer's own code. For fine-tuning pass 0, so that the last layer is used.
+            ``"geneformer"``: `tokens_medians` are the published dictionaries: the folder of their pickle files, from
+            which only text and numbers are unpickled; a tuple of two files or dictionaries (gene to token, and gene to
+            median); or a table as in :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer`. If None, they are
+            read from `path`. `version` is ``"V1"`` (2,048 genes) or ``"V2"`` (4,096 tokens with CLS and EOS). If None,
+            it is detected from the number of positions and tokens. `ensembl_map` maps former to current Ensembl ids,
+            and `gene_names` maps symbols to Ensembl ids; each is a dictionary, its file, or a table. `pooling` is
+            ``"genes"`` (mean over genes, as in Geneformer's own code for V1), ``"cls"`` (as for V2) or ``"mean"`` (mean
+            over all tokens). `embedding_layer` counts layers back from the last layer. If None, uses 1, i.e. the
+            second-to-last layer, as in Geneformer's own code. For fine-tuning, pass 0 to use the last layer.
 
-            ``"scgpt"``, which embeds a cell by the state of CLS: `vocab` and `args`, JSON files or dictionaries (if
-            None, uses the files next to the weights). The weights may use the parameter names of flash attention.
-            `cls_value`, the value of the CLS token. If None, uses ``pad_value`` of `args`, as scGPT does to embed
-            cells; its fine-tuning scripts use 0. `normalize`: divide each embedding by its length, as scGPT's
-            ``embed_data`` does.
+            ``"scgpt"``, which embeds a cell by the hidden state of CLS: `vocab` and `args` are JSON files or
+            dictionaries. If None, uses the files next to the weights. The weights may use the parameter names of flash
+            attention. `cls_value` is the value of the CLS token. If None, uses ``pad_value`` of `args`, as scGPT does
+            to embed cells; its fine-tuning scripts use 0. With `normalize`, each embedding is divided by its length, as
+            in scGPT's ``embed_data``.
 
-            ``"scfoundation"``, without the decoder, so the model does not predict expression: `vocab`, the gene panel,
-            as the published table with ``gene_name`` and ``index``, or as names in order (if None, uses the table next
-            to the weights). `part`: ``"cell"``, ``"gene"`` or ``"rde"``. `pooling`: ``"depths"``, which concatenates
-            the states of the two depth tokens, and the maximum and the mean over genes, as scFoundation embeds cells;
-            or another pooling of ``transformer_encoder``.
+            ``"scfoundation"``, without the decoder, so the model does not predict expression: `vocab` is the gene
+            panel, as the published table with ``gene_name`` and ``index``, or as names in order. If None, uses the
+            table next to the weights. `part` is ``"cell"``, ``"gene"`` or ``"rde"``. `pooling` is ``"depths"``, which
+            concatenates the hidden states of the two depth tokens, and the maximum and the mean over genes, as
+            scFoundation does to embed cells; or another pooling of ``transformer_encoder``.
 
-            ``"scdiva"``: `vocab`, the genes in the order of the columns.
+            ``"scdiva"``: `vocab` contains the genes in the order of the columns.
 
         Returns
         -------
-        The model, with the weights of the checkpoint.
+        The model with the weights of the checkpoint.
 
         Raises
         ------
         MissingFileError, ModelFileError
-            If the checkpoint or its files cannot be used.
+            If the checkpoint or one of its files is missing or invalid.
         OptionError
-            If no family recognizes it, or an option cannot be used.
+            If the checkpoint does not belong to a known family, or an option is invalid.
         GeneMismatchError
-            If `adata` has too few genes of the model.
+            If `adata` contains too few genes of the model.
 
         Examples
         --------
@@ -1992,7 +2001,7 @@ class Encoder(CellModel):
 
     @classmethod
     def _of_foreign(cls, found: Foreign, adata: AnnData | None, device: str | torch.device) -> Self:
-        """Create a model from a checkpoint, with the model class of its architecture."""
+        """Create a model from a checkpoint, using the model class of its architecture."""
         special = class_of_architecture(found.architecture["name"])
         kind = cast("type[CellModel]", special if issubclass(special, cls) else cls)
         setup = {"layer": None, "gene_key": None, "batch_key": None, "labels_key": None}

@@ -31,10 +31,10 @@ BENCHMARKS_OF_EMBEDDINGS = ("cell_type_probe", "scib", "geometry")
 _BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi")
 _UNTRAINED = "X_untrained"
 _MIN_FOR_SCIB = 91
-"""Cells with a label that scib-metrics needs for its 90 neighbors."""
+"""Minimum number of labeled cells for scib-metrics, which uses 90 neighbors."""
 
 _OPTIONS = {"gene_network": ["tfs", "targets"], "generation": ["labels_key", "n_comps", "max_cells"]}
-"""Benchmarks of other subjects that a model is enough for, with their options."""
+"""A mapping from benchmarks of models, not of embeddings, to their options."""
 
 _KEYS = ("labels_key", "batch_key", "groups_key")
 
@@ -59,46 +59,46 @@ def evaluate_models(
     key_added: str | None = "metrics",
     progress_bar: bool = True,
 ) -> Report:
-    """Score models by benchmarks, each with its baselines.
+    """Score models on benchmarks, each with its baselines.
 
     Parameters
     ----------
     models
-        A model, with a row named ``"scforge"``, or a mapping of row names to models. A list of models, trained with
-        different seeds, gives one row with their means. Training cells of a fine-tuned model are not scored.
+        A model, whose row is named ``"scforge"``, or a mapping from row names to models. A list of models, trained with
+        different seeds, results in one row with their means. Training cells of a fine-tuned model are not scored.
     adata
         Cells with raw counts. Embeddings are written into ``adata.obsm``, as ``X_<name>``.
     benchmarks
-        Names (:func:`scforge.eval.list_benchmarks`), ``{name: {option: value}}`` or benchmarks. None scores embeddings
-        by ``cell_type_probe``, ``scib`` and ``geometry``. ``gene_network`` compares the similarity of gene embeddings
-        with `network`. ``generation`` compares cells that a model generates with `adata`, which must not be the
-        training cells of the model.
+        Names (:func:`scforge.eval.list_benchmarks`), ``{name: {option: value}}`` or benchmarks. If None, scores
+        embeddings with ``cell_type_probe``, ``scib`` and ``geometry``. ``gene_network`` compares the similarity of gene
+        embeddings with `network`. ``generation`` compares cells that a model generates with `adata`, which must not be
+        the training cells of the model.
     obsm_keys
         Additional embeddings in ``adata.obsm``, with one row each.
     baselines
-        Baseline embeddings, as in :func:`scforge.eval.evaluate`. True uses highly variable genes, PCA, scVI and, with
-        batches, Harmony. Other benchmarks have separate baselines.
+        Baseline embeddings, as in :func:`scforge.eval.evaluate`. If True, uses highly variable genes, PCA, scVI and,
+        with batches, Harmony. Other benchmarks have separate baselines.
     labels_key, batch_key, groups_key
         Columns of ``adata.obs`` with cell types, batches, and groups (e.g. donors) that must not be split across folds.
-        If None, uses cell types and batches from the setup of the models, if `adata` has these columns.
+        If None, uses cell types and batches from the setup of the models, if `adata` contains these columns.
     seeds
         Random seeds for the benchmarks.
     intervals
-        Add confidence intervals and tests.
+        Whether to add confidence intervals and tests.
     untrained
-        Add a row for the first model with random weights.
+        Whether to add a row for the first model with random weights.
     network
         True edges for ``gene_network``: a file that :func:`scforge.eval.read_network` reads, or a table.
     gene_key
-        Column of ``adata.var`` with the names of genes that `network` uses. If None, uses ``adata.var_names``.
+        Column of ``adata.var`` with the gene names used in `network`. If None, uses ``adata.var_names``.
     batch_size
-        Cells per batch.
+        Number of cells per batch.
     title
         Heading of the report.
     key_added
-        Key in ``adata.uns["scforge"]`` for the scores; None writes neither scores nor embeddings.
+        Key in ``adata.uns["scforge"]`` for the scores. If None, neither scores nor embeddings are written.
     progress_bar
-        Print a line for each model, baseline and score, with its time.
+        Whether to print a line for each model, baseline and score, with its run time.
 
     Returns
     -------
@@ -206,7 +206,7 @@ def _evaluate_embeddings(
     progress_bar: bool,
     **options: Any,
 ) -> Report:
-    """Embed cells with models and score the embeddings with baselines."""
+    """Embed cells with models, and score the embeddings together with baselines."""
     if baselines is False or (isinstance(baselines, Sequence) and not len(baselines)):
         raise OptionError("baselines=False leaves no baseline for embeddings; pass one, e.g. ['pca'].")
     keys = _keys(every, adata, given)
@@ -277,7 +277,7 @@ def _evaluate_embeddings(
 def _fit_to(
     chosen: list[Any], keys: dict[str, str | None], adata: AnnData, rows: np.ndarray | None, *, given: str | None
 ) -> list[str]:
-    """Leave out default benchmarks that these cells do not allow; return sentences that report it."""
+    """Remove default benchmarks that cannot be computed for these cells, and return notes for the report."""
     notes = []
     obs = adata.obs if rows is None else adata.obs.iloc[rows]
     batch = keys["batch_key"]
@@ -292,7 +292,7 @@ def _fit_to(
 
 
 def _lists(models: Any) -> dict[str, list[CellModel]]:
-    """Return the training runs of each model by its name."""
+    """Return a mapping from name to the training runs of each model."""
     lists = {}
     if isinstance(models, Mapping):
         lists = {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
@@ -302,7 +302,7 @@ def _lists(models: Any) -> dict[str, list[CellModel]]:
 
 
 def _keys(models: Mapping[str, CellModel], adata: AnnData, given: Mapping[str, str | None]) -> dict[str, str | None]:
-    """Return the given columns of obs, else the columns of the models' setups, if the cells have them."""
+    """Return the given obs columns, or else the columns in the setup of the models, if the cells contain them."""
     keys = dict(given)
     for name in _KEYS:
         if keys[name] is not None:
@@ -317,18 +317,18 @@ def _keys(models: Mapping[str, CellModel], adata: AnnData, given: Mapping[str, s
 
 
 def knows_labels(model: CellModel) -> bool:
-    """Return whether a model learned from labels of cells, in fine-tuning or in pretraining."""
+    """Return whether a model learned from cell labels, in fine-tuning or in pretraining."""
     return model._learned is not None or _pretraining_labels(model) is not None
 
 
 def _pretraining_labels(model: CellModel) -> str | None:
-    """Return the column of obs whose labels a model learned in its pretraining; None if there is no such column."""
+    """Return the obs column whose labels a model learned in pretraining, or None if there is no such column."""
     key: str | None = getattr(model._pretraining, "labels_key", None)
     return key
 
 
 def _unseen(models: Mapping[str, CellModel], adata: AnnData) -> np.ndarray | None:
-    """Return the rows of cells whose labels no model learned from; None means all rows."""
+    """Return the rows of cells whose labels no model learned from, or None if these are all rows."""
     kept = np.ones(adata.n_obs, dtype=bool)
     for name, model in models.items():
         if model._learned is None:
@@ -357,7 +357,7 @@ def _facts(
 
 
 def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Sequence[str]) -> list[str]:
-    """Return which cells and labels each row was trained on, for the report."""
+    """Return sentences for the report on the cells and labels that each row was trained on."""
     sentences = ["All baselines are fitted on the expression of all cells, without labels."]
     supervised = [name for name, model in models.items() if model._learned is not None]
     if supervised:

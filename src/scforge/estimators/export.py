@@ -1,4 +1,4 @@
-"""Export the computation of the embedding with ONNX or torch.export."""
+"""Export the embedding computation with ONNX or torch.export."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _NEEDED = ("onnx", "onnxscript", "onnxruntime")
 _OPSET = 20
 _OUTPUT = "cell_embedding"
 _TOLERANCE = 1e-4
-"""Largest accepted difference from scforge, relative to the largest value of the embedding (at least 1)."""
+"""Maximum difference from scforge, relative to the largest value of the embedding (at least 1)."""
 _TRACED, _COMPARED = (3, 24), ((1, 1), (2, 7), (5, 0))
-"""Numbers of cells and expressed genes of the traced batch and of compared batches; 0 means as many as fit."""
+"""Number of cells and expressed genes, for the traced batch and the compared batches; 0 means as many as fit."""
 
 
 class _Encode(nn.Module):
-    """Wraps ``encode`` of an architecture as a ``forward`` that takes the inputs in this order."""
+    """Wrapper of an architecture whose ``forward`` calls ``encode`` with the inputs in the order of `names`."""
 
     def __init__(self, encoder: nn.Module, names: tuple[str, ...], longest: int) -> None:
         super().__init__()
@@ -64,14 +64,14 @@ class _Encode(nn.Module):
 
 
 class _PlainBag(nn.Module):
-    """The weighted sum of embeddings in ONNX operations; it needs memory of size B x S x D."""
+    """The weighted sum of embeddings in ONNX operations, which requires memory for B x S x D values."""
 
     def __init__(self, bag: nn.EmbeddingBag | GeneVectorBag) -> None:
         super().__init__()
         self.bag = bag
 
     def forward(self, input_ids: torch.Tensor, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Sum embeddings with weights, shape (B, D)."""
+        """Return the weighted sum of embeddings, shape (B, D)."""
         if isinstance(self.bag, GeneVectorBag):
             embedded = F.embedding(self.bag.row[input_ids], self.bag._table())
         else:
@@ -88,7 +88,7 @@ def _plain_bag(part: GeneEmbedding, genes_bs: torch.Tensor, values_bs: torch.Ten
 
 
 def _sorted_by_topk(values: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """Sort in ONNX: TopK keeps the order of equal values, as with ``stable=True``."""
+    """Sort with ONNX TopK, which keeps the order of equal values, as with ``stable=True``."""
     from onnxscript import INT64
     from onnxscript import opset20 as op
 
@@ -143,7 +143,7 @@ def _longest(model: CellModel, max_len: int | None) -> int:
 
 
 def _batch(model: CellModel, n_cells: int, n_genes: int, longest: int) -> dict[str, torch.Tensor]:
-    """Return tokens of random cells with `n_genes` expressed genes (0: as many as fit), each cell a bit shorter."""
+    """Return tokens of random cells with `n_genes` expressed genes (as many as fit if 0), fewer in each next cell."""
     generator = np.random.default_rng(n_cells)
     n_all = model.vocab.n_genes
     counts = np.zeros((n_cells, n_all))
@@ -161,7 +161,7 @@ def _batch(model: CellModel, n_cells: int, n_genes: int, longest: int) -> dict[s
 def _program(
     model: CellModel, encoder: nn.Module, names: tuple[str, ...], batch: dict[str, torch.Tensor], longest: int
 ) -> Any:
-    """Trace the computation for any number of cells and of tokens up to `longest`."""
+    """Trace the computation for any number of cells, and any number of tokens up to `longest`."""
     plain = copy.deepcopy(encoder).cpu().float().eval().requires_grad_(False)
     for name, part in list(plain.named_modules()):
         if isinstance(part, nn.EmbeddingBag | GeneVectorBag):
@@ -209,7 +209,7 @@ def _write_onnx(model: CellModel, program: Any, names: tuple[str, ...], file: Pa
 def _parity(
     model: CellModel, encoder: nn.Module, names: tuple[str, ...], batches: list[dict[str, torch.Tensor]], file: Path
 ) -> dict[str, Any]:
-    """Compare the results of the file with `encoder` on other batches than the traced one."""
+    """Compare the results of the file and `encoder` on batches other than the traced batch."""
     computed = _runner(file, names)
     worst, scale = 0.0, 1.0
     encoder = copy.deepcopy(encoder).cpu().float().eval()
@@ -256,7 +256,7 @@ def _description(
     file: Path,
     parity: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the metadata that a program needs to use the file."""
+    """Return the metadata that is needed to use the file."""
     parts = model.spec.to_json()
     dtypes = {name: str(batch[name].dtype).removeprefix("torch.") for name in names}
     return {
@@ -278,7 +278,7 @@ def _description(
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Silence messages of torch's exporters for their developers."""
+    """Silence messages of the torch exporters that are meant for their developers."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
     with ExitStack() as stack:
         for logger in loggers:

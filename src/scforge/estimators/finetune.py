@@ -1,4 +1,4 @@
-"""Create fine-tuned models and query models, write and read adapters, and transfer labels."""
+"""Create fine-tuned models and query models, save and load adapters, and transfer labels."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ logger = logging.getLogger("scforge")
 
 
 def warn_of_undecided(unclear: np.ndarray) -> None:
-    """Warn about cells that may be training cells of the fine-tuning."""
+    """Warn about cells that may have been used as training cells in fine-tuning."""
     if unclear.any():
         n_unclear = f"{int(unclear.sum())} of the {len(unclear)} cells"
         warn(f"{n_unclear} may have been used for fine-tuning: they have other genes and no names to compare.")
@@ -56,7 +56,7 @@ _LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
 
 
 def options_of(method: Any) -> list[str]:
-    """Return the option names of a method of a task."""
+    """Return the option names of a task method."""
     return [name for name in inspect.signature(method).parameters if name not in _LEFT_OUT]
 
 
@@ -140,7 +140,7 @@ def finetune(
 def _task_options(
     task: str | Mapping[str, Any], options: dict[str, Any], common: dict[str, Any], setup: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """Return name and options of the task, and remove them from `options`; the remaining options are for train."""
+    """Return the task's name and options, and remove these from `options`; the remaining options are for training."""
     name, found = named_options("task", dict(task) if isinstance(task, Mapping) else task, "")
     cls = TASKS.get(name)
     known = cls.option_names()
@@ -161,7 +161,7 @@ def _task_options(
 
 
 def make_split(task: Task, cells: Cells, *, split_by: str | None, split_key: str | None, **how: Any) -> Split:
-    """Split cells, over the genes of the model, as the task requires."""
+    """Split cells (over the genes of the model) as the task requires."""
     task.vocab = cells.vocab
     names = {value: name for name in task.keys if isinstance(value := getattr(task, name, None), str)}
 
@@ -202,7 +202,7 @@ def set_up(
 
 
 def register(cls: type[CellModel], adata: AnnData, setup: Mapping[str, Any]) -> None:
-    """Set up an AnnData with these columns, unless it is already, and keep its modality."""
+    """Set up an AnnData with these columns unless it already is, and keep its modality."""
     there = cls._setup_of(adata) or {}
     wanted = {key: value for key, value in setup.items() if key != "modality"}
     if not there or any(there.get(key) != value for key, value in wanted.items()):
@@ -212,7 +212,7 @@ def register(cls: type[CellModel], adata: AnnData, setup: Mapping[str, Any]) -> 
 
 
 def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
-    """Return the options of a decoder that also has the batches of a query."""
+    """Return the options of a decoder that also contains the query batches."""
     batches = text_labels(cells.column(key), key=key, argument="batch_key").categories
     if shared := [str(name) for name in batches if name in known]:
         told = "Batches of the query in obs[%r] with the name of a reference batch are treated as that batch: %s."
@@ -221,7 +221,7 @@ def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
 
 
 def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
-    """Return a copy of a model with decoder vectors for new batches, initialized at the mean of its batch vectors."""
+    """Return a copy of a model with decoder vectors for new batches, initialized to the mean of its batch vectors."""
     spec, own = reference.spec, merged(reference._backbone)
     sizes = {**spec.model_options, "n_batches": len(found["batches"])}
     objective = {**spec.objective_options, **found}
@@ -245,15 +245,15 @@ def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
 
 _QUERY, _REFERENCE, _SIDE = "query", "reference", "scforge_side"
 _MOST = 20_000
-"""Number of cells of a query, and of a reference, for joint training in memory."""
+"""Maximum number of query cells, and of reference cells, for joint training in memory."""
 
 
 def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, seed: int) -> tuple[Any, Any]:
-    """Return the joined cells of a query and its reference, and the options of a decoder with all batches.
+    """Return the concatenated query and reference cells, and the options of a decoder with all batches.
 
-    Cells without a batch, or a query or reference without the column, form a separate batch. `key` is the column of the
-    query. The joined column has the name of the reference's column, so the model can be the reference of another joint
-    training.
+    Cells without a batch, or a query or reference without the column, form a separate batch. `key` is the query column.
+    The concatenated column has the name of the reference column, so the model can serve as the reference in another
+    joint training.
     """
     known = list(pretraining.batches or [])
     query, reference = (cells.sample(_MOST, seed=seed) for cells in (query, reference))
@@ -284,7 +284,7 @@ def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, s
 
 
 def votes_of(distances: np.ndarray) -> np.ndarray:
-    """Return the weights of votes, ``exp(-d^2 / (2 s^2))`` with s the mean of the distances of a cell, shape (N, K)."""
+    """Return the vote weights ``exp(-d^2 / (2 s^2))``, with s the mean distance of a cell, shape (N, K)."""
     # Cells that lie on all their neighbors count each the same.
     scale = np.maximum(distances.mean(axis=1, keepdims=True), np.finfo(np.float32).tiny)
     return np.exp(-0.5 * np.square(distances / scale))
@@ -324,7 +324,7 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
 
 
 def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None) -> CellModel:
-    """Add adapters and a head to their base model, with shared weights."""
+    """Load adapters and a head, and add them to their base model with shared weights."""
     cls = type(base) if issubclass(type(base), cls) else cls
     content = read_description(ADAPTER, folder / _CONFIG)
     weights = read_weights(folder / _WEIGHTS)

@@ -25,7 +25,7 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 
 Prompt = dict[str, torch.Tensor]
-"""``input_ids``, ``values`` and ``attention_mask`` of shape (B, P)."""
+"""A prompt with ``input_ids``, ``values`` and ``attention_mask`` of shape (B, P)."""
 
 
 def generate_with(
@@ -37,7 +37,7 @@ def generate_with(
     batch_size: int,
     **options: Any,
 ) -> AnnData:
-    """Generate cells as :meth:`scforge.models.Encoder.generate` does."""
+    """Generate cells, see :meth:`scforge.models.Encoder.generate`."""
     module: Any = model._backbone
     tokenizer, objective = model.tokenizer, model._pretraining
     check_generates(model)
@@ -109,7 +109,7 @@ def generate_with(
 
 
 def check_generates(model: CellModel) -> None:
-    """Raise unless the model can generate cells by its architecture, objective and fine-tuning."""
+    """Raise an OptionError if the architecture, objective or fine-tuning of a model does not support generation."""
     spec, module = model.spec, model._backbone
     if not isinstance(module, GeneratingModule) or not model._pretraining.generates:
         raise OptionError(
@@ -122,7 +122,7 @@ def check_generates(model: CellModel) -> None:
 
 
 def _matrices(cells: GeneratedCells, vocab: GeneVocab) -> tuple[sparse.csr_matrix, sparse.csr_matrix]:
-    """Return values (float32) and bins (int32) of tokens, shape (B, G)."""
+    """Return the values (float32) and bins (int32) of gene tokens, shape (B, G)."""
     ids, values, bins = (tensor.cpu().numpy() for tensor in cells[:3])
     cell, place = np.nonzero(ids >= vocab.n_special)
     where = (cell, ids[cell, place] - vocab.n_special)
@@ -138,8 +138,8 @@ def _prompt_of_genes(
 ) -> Prompt:
     """Return a prompt of named genes for each of `n_cells` cells.
 
-    A list keeps its order, and its values are sampled. A mapping sets values, which are replaced by the nearest bin (if
-    there are `bin_values`), and its genes are in the order of the objective.
+    A list keeps its order, and its values are sampled. A mapping sets the values, which are replaced by the nearest bin
+    if there are `bin_values`; its genes are arranged in the order of the objective.
     """
     tokenizer, objective = model.tokenizer, model._pretraining
     # A set has no order that stays, and of a Series either names or values could be meant.
@@ -176,7 +176,7 @@ def prompt_of_cells(cells: Cells, tokenizer: Tokenizer, objective: Objective, se
 
 
 def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int) -> np.ndarray | None:
-    """Return the class code of each cell, int64, shape (B,); None without classes."""
+    """Return the class code of each cell, int64, shape (B,), or None without classes."""
     if _is_missing(condition):
         return None
     if not conditions:
@@ -191,5 +191,5 @@ def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int
 
 
 def _is_missing(name: Any) -> bool:
-    """Whether a class is None or missing in a column of obs."""
+    """Return whether a class is None or a missing value."""
     return bool(pd.api.types.is_scalar(name) and pd.isna(name))

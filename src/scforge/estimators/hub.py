@@ -33,10 +33,10 @@ def push_model(
     card: str | None = None,
     **options: Any,
 ) -> str:
-    """Push a model to the hub; see :meth:`scforge.models.Encoder.push_to_hub`.
+    """Push a model to the hub, see :meth:`scforge.models.Encoder.push_to_hub`.
 
-    `told` contains license, data, citation and metrics. `card` is the text of the card (None writes one). `options` are
-    the options of :func:`scforge.hub.upload`.
+    `told` contains license, data, citation and metrics. `card` is the text of the card; if None, it is generated.
+    `options` are the options of :func:`scforge.hub.upload`.
     """
     if not model.is_trained_:
         warn("The model is not trained; random weights are pushed.", NotTrainedWarning)
@@ -88,7 +88,7 @@ def load_found(
     found
         The folder and its source.
     prefix
-        The name that the user gave, as the beginning of error messages.
+        Prefix of error messages, which contains the name given by the user.
     adata, base, device
         See :meth:`scforge.models.Encoder.load`.
     access
@@ -135,7 +135,7 @@ def _load_base(
 
 
 def place_of(name: str | os.PathLike[str]) -> str | None:
-    """Return the public location that a name refers to, regardless of local folders; None for other names.
+    """Return the public location that a name refers to, regardless of local folders, or None for other names.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Resolve the genes and groups of cells that a user names, and write results into adata.uns."""
+"""Resolve genes and groups of cells given by name, and write results into adata.uns."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from scforge.training.objectives.base import Objective
 from scforge.training.predict import embed
 
 type Source = AnnData | Cells | str | os.PathLike[str]
-"""Source of cells."""
+"""A source of cells."""
 
 type State = Mapping[str, Any] | tuple[str, Any]
-"""A column of obs and the value (or a list of values) of some cells."""
+"""An obs column and the value, or the list of values, that selects cells."""
 
 _MAX_GENES = 2000
 _MIN_SHARE = 0.01
@@ -42,7 +42,7 @@ _MAX_NAMES = 5
 def gene_numbers(
     model: CellModel, genes: Sequence[str] | str, *, source: Any = None, argument: str = "genes"
 ) -> np.ndarray:
-    """Return the index of each gene in the model, int32; `source` may have more genes, which messages mention."""
+    """Return the index of each gene in the model, int32; messages mention genes that are only in `source`."""
     names = [genes] if isinstance(genes, str) else list(genes)
     if not names or not all(isinstance(name, str) for name in names):
         raise OptionError(f"{argument}={names!r} is not a list of gene names; pass at least one.")
@@ -57,7 +57,7 @@ def gene_numbers(
 
 
 def _unknown_genes(model: CellModel, unknown: list[str], source: Any, argument: str) -> GeneMismatchError:
-    """Return the error for names that are not genes of a model; only unknown names get a suggestion."""
+    """Return the error for names that are not genes of a model, with a suggestion."""
     vocab, measured = model.vocab, set()
     if isinstance(source, AnnData):
         measured = set(gene_names(source, (model._setup_of(source) or model._setup)["gene_key"]))
@@ -72,7 +72,7 @@ def _unknown_genes(model: CellModel, unknown: list[str], source: Any, argument: 
 
 
 def widely_expressed(vocab: GeneVocab, cells: CellSource) -> np.ndarray:
-    """Return the genes that at least 1 % of the cells express, the 2,000 most widely expressed at most, int32."""
+    """Return the genes expressed by at least 1 % of the cells, at most the 2,000 most widely expressed, int32."""
     n_cells = np.bincount(cells.counts.indices, minlength=vocab.n_genes)
     least = max(3, int(np.ceil(_MIN_SHARE * len(cells))))
     found = np.flatnonzero(n_cells >= least)
@@ -85,7 +85,7 @@ def widely_expressed(vocab: GeneVocab, cells: CellSource) -> np.ndarray:
 
 
 def gene_combinations(numbers: np.ndarray, size: bool | int) -> np.ndarray:
-    """Return single genes (``False``) or all pairs (2) of them, shape (C, 1 or 2)."""
+    """Return single genes if `size` is False, or all pairs of genes if it is 2, shape (C, 1 or 2)."""
     if size is False:
         return numbers[:, None]
     if size is True or size != 2 or len(numbers) < 2:
@@ -94,7 +94,7 @@ def gene_combinations(numbers: np.ndarray, size: bool | int) -> np.ndarray:
 
 
 def cells_in_state(cells: Cells, argument: str, state: State | None) -> np.ndarray | None:
-    """Return a mask of the cells in a state, bool, shape (N,); None without a state."""
+    """Return a mask of the cells in a state, bool, shape (N,), or None without a state."""
     if state is None:
         return None
     pairs = list(state.items()) if isinstance(state, Mapping) else [state]
@@ -113,14 +113,14 @@ def cells_in_state(cells: Cells, argument: str, state: State | None) -> np.ndarr
 
 
 def _same_value(value: Any, wanted: Any) -> bool:
-    """Return whether two values of obs are equal, directly or as text: 1, 1.0, "1" and True are."""
+    """Return whether two obs values are equal, directly or as text, e.g. 1, 1.0, "1" and True."""
     if not pd.api.types.is_scalar(wanted) or pd.isna(wanted):
         return False
     return bool(value == wanted) or text_of(value) == text_of(wanted)
 
 
 def cell_groups(cells: Cells, key: str | None, chosen: np.ndarray) -> Iterator[tuple[str | None, np.ndarray]]:
-    """Yield the name and the rows of each group of the chosen cells; without key, one group named None.
+    """Yield the name and the rows of each group of chosen cells; without `key`, yield one group named None.
 
     Cells without a group are left out.
     """
@@ -137,7 +137,7 @@ def cell_groups(cells: Cells, key: str | None, chosen: np.ndarray) -> Iterator[t
 
 
 def column_genes(model: CellModel, adata: AnnData) -> np.ndarray:
-    """Return the vocabulary index of each column of `adata`, -1 for none, int32, shape (n_vars,)."""
+    """Return the vocabulary index of each column of `adata`, or -1 if unknown, int32, shape (n_vars,)."""
     setup = model._setup_of(adata) or model._setup
     return GeneMap.of(gene_names(adata, setup["gene_key"]), model.vocab).columns
 
@@ -145,7 +145,7 @@ def column_genes(model: CellModel, adata: AnnData) -> np.ndarray:
 def expression_table(
     model: CellModel, source: Any, values: np.ndarray, numbers: np.ndarray, key_added: str | None
 ) -> pd.DataFrame:
-    """Return expression of genes of the model, and write it into ``adata.layers``: NaN in columns of other genes."""
+    """Return expression of model genes, and write it into ``adata.layers``, with NaN in columns of other genes."""
     index = source.obs_names if isinstance(source, AnnData) else pd.RangeIndex(len(values))
     if key_added is not None and isinstance(source, AnnData):
         place = np.full(model.vocab.n_genes + 1, -1)  # the last one: columns without a gene
@@ -169,7 +169,7 @@ def over_columns(
 ) -> sparse.csr_matrix:
     """Map a matrix over vocabulary genes to the columns of an AnnData.
 
-    Columns of the same gene get the same values. With `both`, the rows are genes as well.
+    Columns of the same gene get the same values. With `both`, the rows are genes, too.
     """
     columns = column_genes(model, adata)
     known = np.flatnonzero(columns >= 0)
@@ -179,7 +179,7 @@ def over_columns(
 
 
 def predicting(model: CellModel, adata: Source | None, seed: int) -> tuple[Source, Objective]:
-    """Return cells, and the objective of a model that predicts expression."""
+    """Return the cells and the objective of a model. Raises an OptionError if it does not predict expression."""
     check_seed(seed)
     source, objective = model._ready(adata, "its predictions are"), model._pretraining
     check_predicts(objective)
@@ -189,12 +189,12 @@ def predicting(model: CellModel, adata: Source | None, seed: int) -> tuple[Sourc
 
 
 USUAL_CELLS = 10_000
-"""Cells that usual counts are taken from."""
+"""Maximum number of cells from which usual counts are computed."""
 
 _HIGH_FDR = 0.1
 _CONTROLS = 100
 _MOST_CONTROLS = 0.5
-"""Fraction of the genes of a model that each is compared with at most: more of them are no longer like it."""
+"""Maximum fraction of model genes used as controls for a gene, because other genes are too dissimilar."""
 
 
 def untrained_embedder(model: CellModel, batch_size: int) -> Callable[[Cells], np.ndarray]:
@@ -205,13 +205,13 @@ def untrained_embedder(model: CellModel, batch_size: int) -> Callable[[Cells], n
 
 
 def enough_controls(model: CellModel, n_tests: int, sides: int) -> int:
-    """Return how many genes to compare each with: as many as allow an fdr of 0.1, if a fraction of the genes does."""
+    """Return the number of controls per gene: enough for an fdr of 0.1, or the default if that is too many."""
     wanted = math.ceil(sides * n_tests / _HIGH_FDR)
     return max(_CONTROLS, wanted) if wanted <= _MOST_CONTROLS * model.vocab.n_genes else _CONTROLS
 
 
 def lowest_fdr(results: pd.DataFrame, sides: int) -> float:
-    """Return the false discovery rate if only one test has the lowest possible p-value; warn if it is high."""
+    """Return the false discovery rate if only one test has the lowest possible p-value, and warn if it is high."""
     n_controls = results.loc[results["p_value"].notna(), "n_controls"]
     lowest = min(1.0, sides * len(n_controls) / (n_controls.max() + 1)) if len(n_controls) else float("nan")
     if lowest > _HIGH_FDR:
@@ -233,7 +233,7 @@ def starting(chosen: np.ndarray | None, there: np.ndarray | None, n_cells: int) 
 
 
 def check_activated(perturbation: Perturbation, numbers: np.ndarray, genes: Sequence[str]) -> None:
-    """Raise if a gene to activate is expressed in no cell, so its usual count is unknown."""
+    """Raise a DataError if no cell expresses a gene to activate, because its usual count is then unknown."""
     shares = perturbation.shares
     if shares is not None and (silent := [genes[number] for number in numbers if np.isnan(shares[number])]):
         raise DataError(f"mode='activate': no cell expresses {listing(silent, most=5)}; remove them.")

@@ -1,4 +1,4 @@
-"""ScDiVa: latent posteriors, decoded expression and generation."""
+"""The ScDiVa model class: latent posteriors, decoded expression and generation."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def labels_task(objective: Objective) -> Annotation | None:
-    """Return the task of the labels learned in pretraining; None if it learned no labels."""
+    """Return an annotation task for the labels learned in pretraining, or None if no labels were learned."""
     key, classes = getattr(objective, "labels_key", None), getattr(objective, "labels", None)
     if key is None or not classes or not getattr(objective, "classification_weight", 0.0):
         return None
@@ -40,7 +40,7 @@ def labels_task(objective: Objective) -> Annotation | None:
 
 
 def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | None) -> list[int] | None:
-    """Return the codes of named batches; None if there is no name."""
+    """Return the codes of named batches, or None if `transform_batch` is None."""
     if transform_batch is None:
         return None
     known = getattr(objective, "batches", None) or []
@@ -54,7 +54,7 @@ def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | N
 
 
 class _OwnHead(nn.Module):
-    """The uncalibrated annotation head of an architecture, with the interface of a fine-tuned module."""
+    """Wrapper of an architecture's uncalibrated annotation head, with the interface of a fine-tuned module."""
 
     def __init__(self, encoder: Any) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class _OwnHead(nn.Module):
         self.temperature = torch.tensor(1.0)
 
     def forward(self, embeddings: torch.Tensor, batch: Any) -> torch.Tensor:
-        """Return logits of the classes, shape (B, T)."""
+        """Return class logits, shape (B, T)."""
         return self.classify(embeddings)
 
 
@@ -78,27 +78,28 @@ _UNCERTAINTY = "scforge_uncertainty"
 
 
 class ScDiVa(Encoder):
-    """Embed cells as distributions, annotate them, and correct batch effects in their expression, with one transformer.
+    """Embed cells as distributions, annotate them, and correct batch effects in expression, with one transformer.
 
-    The model class for :class:`~scforge.models.ScDiVaModel`. It has all methods of :class:`~scforge.models.Encoder`,
-    and additional methods of a variational model. The embedding of a cell is the mean of its posterior.
+    This is the model class for :class:`~scforge.models.ScDiVaModel`. It has all methods of
+    :class:`~scforge.models.Encoder`, and additional methods of a variational model. The embedding of a cell is the mean
+    of its posterior.
 
     Parameters
     ----------
     adata
-        AnnData that :meth:`setup_anndata` was called on. The decoder is conditioned on its ``batch_key``, so expression
-        can be predicted as if all cells were from one batch.
+        AnnData that :meth:`setup_anndata` was called on. The decoder is conditioned on its ``batch_key``, so that
+        expression can be predicted as if all cells were from one batch.
     architecture
         ``"scdiva"``.
     tokenizer
         See :class:`~scforge.models.Encoder`. If None, genes are ordered by value and entropy (``"entropy_ranked"``).
     objective
-        ``"variational"`` (the default, None) trains reconstruction, and classification if `supervised`.
-        ``"masked_diffusion"`` predicts masked genes and values, so the model can :meth:`generate` and :meth:`impute`.
-        Or a dict with ``name`` and options, e.g. ``beta``.
+        Name of the objective, or a dict with ``name`` and options, e.g. ``beta``. ``"variational"`` (used if None)
+        trains reconstruction and, if `supervised`, classification. ``"masked_diffusion"`` predicts masked genes and
+        values, so the model can :meth:`generate` and :meth:`impute`.
     supervised
-        Learn the labels of ``labels_key`` in addition to the reconstruction, for ``predict(task="annotation")`` without
-        fine-tuning. The embedding then contains label information.
+        Whether to learn the labels of ``labels_key`` in addition to the reconstruction, for
+        ``predict(task="annotation")`` without fine-tuning. The embedding then contains label information.
     **options
         Other arguments of :class:`~scforge.models.Encoder`, e.g. ``vocab``, ``n_top_genes`` and ``seed``, and options
         of the architecture, e.g. ``mode="vector"``, ``latent_dim`` or ``max_tokens``.
@@ -106,7 +107,7 @@ class ScDiVa(Encoder):
     Raises
     ------
     OptionError
-        If `supervised` has no labels to learn from, or an option cannot be used.
+        If `supervised` is true but there are no labels, or an option is invalid.
 
     Examples
     --------
@@ -154,30 +155,30 @@ class ScDiVa(Encoder):
         return_dist: bool = False,
         uncertainty_key: str | None = _UNCERTAINTY,
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
-        """Embed cells by the means of their posteriors, and write them into ``adata.obsm``.
+        """Embed cells as the means of their posteriors, and write the embedding into ``adata.obsm``.
 
         Parameters
         ----------
         adata, key_added, batch_size, indices
             See :meth:`Encoder.get_latent_representation`.
         return_dist
-            Also return the variances, and write `uncertainty_key`.
+            Whether to also return the variances, and write `uncertainty_key`.
         uncertainty_key
-            With `return_dist`, the column of obs for the mean variance of each cell (float32). A value near 1, the
-            variance of the prior, means that the cell was uninformative. Use it to compare cells of one model, not
-            different models. None writes nothing.
+            With `return_dist`, the obs column for the mean variance of each cell (float32). A value near 1, the
+            variance of the prior, means that the cell was uninformative. Use it to compare cells with one model, not to
+            compare models. If None, nothing is written.
 
         Returns
         -------
-        Means in the order of ``adata.obs_names``, float32, shape (n_obs, latent_dim); with `return_dist` means and
-        variances.
+        The means in the order of ``adata.obs_names``, float32, shape (n_obs, latent_dim); with `return_dist`, the means
+        and the variances.
 
         Raises
         ------
         OptionError
-            If variances are requested from a model that has none.
+            If variances are requested from a model that was not trained to predict them.
         GeneMismatchError
-            If `adata` has too few genes of the model.
+            If `adata` contains too few genes of the model.
 
         Examples
         --------
@@ -231,15 +232,15 @@ class ScDiVa(Encoder):
         batch_size: int = 256,
         **options: Any,
     ) -> pd.DataFrame | AnnData:
-        """Predict with the heads of the model, or with the task head of a fine-tuned model.
+        """Predict with the heads of the model, or with the task head after fine-tuning.
 
         Parameters
         ----------
         adata
             Cells, see :meth:`get_latent_representation`.
         task
-            ``"annotation"`` predicts the labels that the model learned from (`supervised`), and writes them as the
-            annotation task does. ``"batch_integration"`` returns expression without batch effects, see
+            ``"annotation"`` predicts the labels that the model learned (`supervised`), and writes them like the
+            annotation task. ``"batch_integration"`` returns expression without batch effects, see
             :meth:`get_normalized_expression`. If None, uses annotation, or the task of a fine-tuned model.
         key_added, batch_size
             See :meth:`Encoder.predict`.
@@ -254,7 +255,7 @@ class ScDiVa(Encoder):
         Raises
         ------
         OptionError
-            If the model learned no labels and was not fine-tuned, or an argument cannot be used.
+            If the model learned no labels and was not fine-tuned, or an argument is invalid.
 
         Examples
         --------
@@ -303,35 +304,36 @@ class ScDiVa(Encoder):
     ) -> pd.DataFrame:
         """Return the expression of each cell, decoded from its embedding.
 
-        It has no counting noise, and no batch effects if the model was created with a ``batch_key``.
+        The expression contains no counting noise and, if the model was created with a ``batch_key``, no batch effects.
 
         Parameters
         ----------
         adata
             Cells, see :meth:`get_latent_representation`.
         transform_batch
-            The batch to decode all cells into, or several batches to average over. None averages over all batches of
-            the model.
+            The batch for which all cells are decoded, or several batches to average over. If None, averages over all
+            batches of the model.
         gene_list
             Genes to return. If None, returns all genes of the model.
         library_size
-            ``"log1p"`` returns log1p of counts per 10,000. A number returns counts per that number, without logarithm.
+            ``"log1p"`` returns log1p of counts per 10,000. If a number, returns counts per this number, without
+            logarithm.
         key_added
             Key in ``adata.layers`` for the same values over ``adata.var_names``, as a dense array, with NaN for genes
-            that are not in `gene_list` or not in the model. None writes nothing.
+            that are not in `gene_list` or not in the model. If None, nothing is written.
         batch_size
-            Cells per batch.
+            Number of cells per batch.
 
         Returns
         -------
-        Float32, at least 0, shape (N, number of genes). The array takes four bytes per value.
+        A data frame of nonnegative values, float32, shape (N, number of genes), which requires four bytes per value.
 
         Raises
         ------
         OptionError
-            If the decoder was not trained, a batch is not known, or an argument cannot be used.
+            If the decoder was not trained, a batch is unknown, or an argument is invalid.
         GeneMismatchError
-            If the model does not know a gene.
+            If a gene is not in the vocabulary of the model.
 
         Examples
         --------
@@ -369,24 +371,24 @@ class ScDiVa(Encoder):
         return expression_table(self, source, values, numbers, key_added)
 
     def _own_task(self) -> Task | None:
-        """Return the annotation task, if the model learned labels."""
+        """Return the annotation task if the model learned labels in pretraining."""
         return None if self.spec.tuning is not None else labels_task(self._pretraining)
 
     @property
     def _trains_latent(self) -> bool:
-        """Whether pretraining trains the latent; masked diffusion does so only with a reconstruction term."""
+        """Whether pretraining trains the latent space; masked diffusion does so only with a reconstruction term."""
         objective = self._pretraining
         return bool(getattr(objective, "reconstruction_weight", 1.0)) or not objective.denoises_values
 
     def _check_variational(self) -> None:
-        """Raise :class:`~scforge.errors.OptionError` unless the variances of the model were trained."""
+        """Raise an :class:`~scforge.errors.OptionError` if the variances of the model were not trained."""
         trained = self.spec.model_options["variational"] and hasattr(self._pretraining, "beta") and self._trains_latent
         if not trained:
             raise OptionError(f"return_dist=True but {self.spec.objective!r} does not train variances; omit it.")
         self._check_follows("return_dist=True")
 
     def _check_follows(self, what: str) -> None:
-        """Raise unless fine-tuning also trained all heads of the architecture."""
+        """Raise an OptionError if fine-tuning did not also train all heads of the architecture."""
         tuning = self.spec.tuning
         if tuning is not None and tuning.task != "adaptation":
             raise OptionError(
@@ -394,7 +396,7 @@ class ScDiVa(Encoder):
             )
 
     def _with_found_options(self, objective: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Add the labels of the setup that the objective learns, then options derived from the cells."""
+        """Add the ``labels_key`` of the setup if supervised, and the options derived from the cells."""
         if self._supervised:
             if "labels_key" not in OBJECTIVES.get(objective).option_names():
                 raise OptionError(

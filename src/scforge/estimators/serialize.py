@@ -1,4 +1,4 @@
-"""Write and read model folders: descriptions, strict weights and vocabularies."""
+"""Write and read model folders, i.e. descriptions, weights and vocabularies, with strict checks."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 FORMAT = 2
 MODEL, ADAPTER = "model", "adapter"
-"""Kinds of descriptions."""
+"""Kinds of model descriptions."""
 _CHECKSUM = "checksum"
 LANDMARKS = "scforge.landmarks"
-"""Name of the embeddings of some cells of the training among the weights."""
+"""Name of the embeddings of sampled training cells among the weights."""
 _NUMBER = "$number"
-"""A number that JSON has no word for: ``{"$number": "nan"}``."""
+"""Key for a number that JSON cannot represent, e.g. ``{"$number": "nan"}``."""
 
 
 class _Part(BaseModel):
@@ -88,7 +88,7 @@ class _Adapter(_Description):
 
 
 def sealed(content: Mapping[str, Any]) -> str:
-    """Return the text of a description, with its format and its checksum."""
+    """Return the JSON text of a description, with its format and checksum."""
     whole = {"format": FORMAT, "scforge_version": __version__, **_encoded(dict(content))}
     whole = json.loads(json.dumps(whole, allow_nan=False))  # as it will be read: keys are text
     return json.dumps({**whole, _CHECKSUM: sha256_of_json(whole, sort_keys=True)}, indent=2, allow_nan=False) + "\n"
@@ -142,7 +142,7 @@ def _on_meta(
     tuning: FineTuneSpec | None,
     prefix: str,
 ) -> nn.Module | None:
-    """Return a module without memory for its weights (meta device); None if its constructor computes with them."""
+    """Return a module on the meta device, or None if its constructor computes with weights."""
     (name, options), *parts = (named_options("", dict(part), "") for part in (architecture, tokenizer, objective))
     try:
         defaults = defaults_for(name, options)
@@ -160,12 +160,12 @@ def _on_meta(
 
 
 def shapes_of(module: nn.Module) -> Shapes:
-    """Return the shape of each weight of a module."""
+    """Return a mapping from name to shape for the weights of a module."""
     return {name: tuple(value.shape) for name, value in module.state_dict().items()}
 
 
 def expected_of(found: Foreign) -> Shapes | None:
-    """Return the shapes of the weights by a checkpoint's config; None if only its weights determine them.
+    """Return the weight shapes that a checkpoint's config determines, or None if they depend on the weights.
 
     Raises
     ------
@@ -180,7 +180,7 @@ def expected_of(found: Foreign) -> Shapes | None:
 def load_weights(
     module: nn.Module, weights: dict[str, torch.Tensor], *, source: str, adapters: bool = False, assign: bool = False
 ) -> None:
-    """Load weights strictly, or raise an error that names the mismatch.
+    """Load weights strictly. Raises an error that names any mismatch.
 
     Parameters
     ----------
@@ -189,9 +189,9 @@ def load_weights(
     source
         The folder, for messages.
     adapters
-        Whether the weights are only those of adapters and head.
+        Whether the weights contain only adapters and the head.
     assign
-        Whether to replace the weight tensors of the module, e.g. of a module on the meta device.
+        Whether to replace the weight tensors of the module instead of copying into them, e.g. on the meta device.
 
     Raises
     ------
@@ -241,13 +241,13 @@ def write_folder(
     card
         Text of the model card.
     overwrite
-        Replace the model in an existing folder.
+        Whether to replace the model in an existing folder.
     seen
         The cells used for fine-tuning.
     adata
-        Training data to write as well.
+        Training data to save with the model.
     extra
-        Called with the folder before it is put in place, to write further files.
+        A function that is called with the temporary folder to write additional files.
     """
     with atomic_folder(path, overwrite=overwrite) as folder:
         tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
@@ -265,14 +265,14 @@ def write_folder(
 
 
 def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]:
-    """Read a model folder; return its description, vocabulary and weights.
+    """Return the description, vocabulary and weights in a model folder.
 
-    No code in it is executed; description, vocabulary and weights are checked to fit each other.
+    No code in the folder is executed. Description, vocabulary and weights are checked for consistency.
 
     Raises
     ------
     MissingFileError
-        If there is no such folder.
+        If the folder does not exist.
     ModelFileError
         If a file is missing or corrupted.
     OptionError
@@ -286,7 +286,7 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
 
 
 def read_adata(path: str | os.PathLike[str], config: Mapping[str, Any]) -> AnnData | None:
-    """Read the training data that were saved with a model; None if none were."""
+    """Read the training data that were saved with a model, or return None if no data were saved."""
     file = Path(path) / ADATA
     if ADATA not in config["sha256"]:
         return None
@@ -319,6 +319,6 @@ def _read(folder: Path) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tens
 
 
 def check_sum(path: Path, checksum: str | None) -> None:
-    """Raise unless the checksum of a file matches."""
+    """Raise a ModelFileError if the checksum of a file does not match."""
     if sha256_of(path) != checksum:
         raise ModelFileError(f"{str(path)!r} is corrupted: its checksum does not match; copy it again.")

@@ -1,4 +1,4 @@
-"""Fields and registries of scvi-tools, and the setup of MuData and saved models."""
+"""Fields and registries for scvi-tools, and setup of MuData and saved models."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class GeneField(LayerField):
     registry_key
         Key of the field in the registry.
     layer
-        Key in ``adata.layers``, or None for ``adata.X``.
+        Key in ``adata.layers``. If None, uses ``adata.X``.
     gene_key
-        Column of ``adata.var``, or None for ``adata.var_names``.
+        Column of ``adata.var``. If None, uses ``adata.var_names``.
     """
 
     GENE_KEY = "gene_key"
@@ -41,7 +41,7 @@ class GeneField(LayerField):
         self.gene_key = gene_key
 
     def validate_field(self, adata: AnnData) -> None:
-        """Raise unless the layer contains counts and every gene has a name; warn if counts look transformed."""
+        """Raise a DataError if values are not counts or gene names are missing, and warn if counts look transformed."""
         warn_if_transformed(counts_of(adata, self.attr_key), self.attr_key)
         gene_names(adata, self.gene_key)
 
@@ -51,12 +51,12 @@ class GeneField(LayerField):
         return {self.N_OBS_KEY: adata.n_obs, self.N_VARS_KEY: adata.n_vars, self.GENE_KEY: self.gene_key}
 
     def transfer_field(self, state_registry: dict[str, Any], adata_target: AnnData, **kwargs: Any) -> dict[str, Any]:
-        """Register another data set with any genes; they are mapped by name when cells are read."""
+        """Register another data set, whose genes may differ; they are mapped by name when cells are read."""
         return self.register_field(adata_target)
 
 
 class ObsField(CategoricalObsField):
-    """A categorical column of obs; missing values have the code -1 if allowed.
+    """A categorical obs column, in which missing values, if allowed, have the code -1.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class ObsField(CategoricalObsField):
     obs_key
         Column of ``adata.obs``.
     allow_missing
-        Whether cells may have no value (labels may, batches may not).
+        Whether values may be missing, as for labels but not for batches.
     """
 
     def __init__(self, registry_key: str, obs_key: str, *, allow_missing: bool) -> None:
@@ -73,7 +73,7 @@ class ObsField(CategoricalObsField):
         self.allow_missing = allow_missing
 
     def register_field(self, adata: AnnData, known: Sequence[Any] = ()) -> dict[str, Any]:
-        """Write the codes into obs and register the categories, after the known ones."""
+        """Write the codes into obs, and register the categories after the known categories."""
         self.validate_field(adata)
         key = self._original_attr_key
         column = adata.obs[key]
@@ -86,14 +86,14 @@ class ObsField(CategoricalObsField):
         return {self.CATEGORICAL_MAPPING_KEY: np.array(mapping, dtype=object), self.ORIGINAL_ATTR_KEY: key}
 
     def transfer_field(self, state_registry: dict[str, Any], adata_target: AnnData, **kwargs: Any) -> dict[str, Any]:
-        """Register another data set; new categories are appended to the known ones."""
+        """Register another data set; new categories are appended to the known categories."""
         return self.register_field(adata_target, state_registry[self.CATEGORICAL_MAPPING_KEY])
 
 
 def check_setup_keys(adata: AnnData, setup: dict[str, Any], front: str) -> None:
-    """Raise unless an AnnData without setup has counts and gene names in the same places as the training data.
+    """Raise a DataError if an AnnData without setup lacks the layer or gene column of the training data.
 
-    `front` is the name of the model class, for the message.
+    `front` is the name of the model class for the message.
     """
     fix = f"the training data have it; call {front}.setup_anndata(adata, ...) on them"
     for argument, table, where in (("layer", adata.layers, "adata.layers"), ("gene_key", adata.var, "adata.var")):
@@ -102,17 +102,17 @@ def check_setup_keys(adata: AnnData, setup: dict[str, Any], front: str) -> None:
 
 
 LAST = "_scvi_scforge_modality"
-"""Key in ``mdata.uns`` with the modality that was set up last."""
+"""Key in ``mdata.uns`` for the modality that was set up last."""
 
 
 def shared(mdata: MuData, modality: str) -> Any:
-    """Return the shared columns of all modalities, for the cells of one modality."""
+    """Return the obs columns shared by all modalities, for the cells of one modality."""
     adata = mdata.mod[modality]
     return shared_columns(mdata.obs, modality, adata.obs_names, list(adata.obs.columns))
 
 
 def adopted(mdata: MuData, modality: str, argument: str, key: str | None) -> str | None:
-    """Return the name of a column in the obs of the modality, after copying it there if only ``mdata.obs`` has it."""
+    """Return the name of a column in the modality's obs, after copying it there if it is only in ``mdata.obs``."""
     if key is None:
         return None
     adata = mdata.mod[modality]
@@ -129,7 +129,7 @@ def adopted(mdata: MuData, modality: str, argument: str, key: str | None) -> str
 
 
 def bare_registry(model: str, setup: dict[str, Any]) -> dict[str, Any]:
-    """Return a registry of the fields of an AnnData, of the class named `model`."""
+    """Return a registry with setup arguments but no fields, for the model class named `model`."""
     return {
         "scvi_version": None,
         "model_name": model,
@@ -142,7 +142,7 @@ def bare_registry(model: str, setup: dict[str, Any]) -> dict[str, Any]:
 def datamodule_registry(
     model: str, adata: Any, data: CellDataModule, registry: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the registry of a data module, with its fields."""
+    """Return the given registry, or a new registry with the columns of a data module."""
     if adata is not None:
         raise OptionError("adata and datamodule both contain cells; pass one of them.")
     if not isinstance(data, CellDataModule):
@@ -155,7 +155,7 @@ _PLACES = {"Encoder": "scforge.estimators.encoder", "ScDiVa": "scforge.estimator
 
 
 def class_named(name: str) -> Any:
-    """Return the model class of this name; None if scforge has none.
+    """Return the model class of this name, or None if it does not exist.
 
     Examples
     --------
@@ -180,10 +180,10 @@ def class_of_architecture(architecture: str | None) -> Any:
 
 
 def class_in_place_of(cls: Any, name: str, architecture: str) -> Any:
-    """Return the model class for ``cls.load`` on a folder with the class `name`.
+    """Return the class that ``cls.load`` creates from a folder of the class `name`.
 
-    It is the folder's class if this is a subclass of `cls`, or `cls` if `cls` is a subclass of the folder's class and
-    fits the architecture. Otherwise it is None.
+    This is the folder's class if it is a subclass of `cls`, or `cls` if it is a subclass of the folder's class and
+    matches the architecture. Otherwise, returns None.
     """
     if name == cls.__name__:
         return cls

@@ -1,4 +1,4 @@
-"""Specification of a model: names and options of its parts, its fine-tuning, and its genes."""
+"""Specification of a model: names and options of its components, its fine-tuning, and its genes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ArchitectureDefaults:
     architecture, tokenizer, objective
         Names in the registries.
     n_top_genes
-        Highly variable genes of the vocabulary; None means all detected genes.
+        Number of highly variable genes. If None, uses all detected genes.
     options
         Options of the architecture.
     tokenizer_options
@@ -122,9 +122,9 @@ _DEFAULTS = (
 
 
 def defaults_for(architecture: str | None, options: dict[str, Any]) -> ArchitectureDefaults:
-    """Return the defaults of an architecture; None is the light encoder.
+    """Return the defaults of an architecture. If None, uses the light encoder.
 
-    ``gene_pooling`` is not the light encoder if `options` contain a pooling other than ``"weighted_sum"``.
+    ``gene_pooling`` with a pooling other than ``"weighted_sum"`` in `options` is not the light encoder.
     """
     name = architecture or "gene_pooling"
     is_light = options.get("pooling", "weighted_sum") == "weighted_sum"
@@ -134,24 +134,24 @@ def defaults_for(architecture: str | None, options: dict[str, Any]) -> Architect
 
 @dataclass(frozen=True)
 class FineTuneSpec:
-    """A task with its options, the width of the embeddings, adapters, and frozen layers.
+    """Fine-tuning task with its options, the embedding width, adapters, and frozen layers.
 
     Attributes
     ----------
     task, task_options
-        Name in the registry, and options.
+        Name of the task in the registry, and its options.
     n_latent
-        Width of the embeddings of the base model.
+        Embedding width of the base model.
     lora
-        All options of the adapters; None means no adapters.
+        All adapter options. If None, uses no adapters.
     freeze
-        True freezes the whole encoder, a number that many of its first layers, False nothing.
+        True freezes the entire encoder, a number freezes this many of its first layers, and False freezes nothing.
     split
         Record of the split and its cells, see :func:`scforge.estimators.finetune.finetune`.
     base
-        Checksum and epochs of the base model.
+        Checksum and number of epochs of the base model.
     backbone
-        Architecture with weights to put the head on, instead of a new one; not saved.
+        Architecture module with weights to which the head is added, instead of a new module. It is not saved.
     """
 
     task: str
@@ -164,7 +164,7 @@ class FineTuneSpec:
     backbone: nn.Module | None = field(default=None, repr=False, compare=False)
 
     def build_task(self, pretraining: Objective) -> Task:
-        """Create the task, on a base model that was trained with the objective `pretraining`."""
+        """Create the task for a base model that was trained with the objective `pretraining`."""
         task = get_task(self.task, **self.task_options)
         task.pretraining = pretraining
         if self.lora is not None:
@@ -172,7 +172,7 @@ class FineTuneSpec:
         return task
 
     def build_module(self, encoder: nn.Module) -> FineTunedModule:
-        """Add a head and adapters to an architecture, and freeze layers."""
+        """Add a head and adapters to an architecture module, and freeze layers."""
         task = get_task(self.task, **self.task_options)
         if self.freeze is True:
             encoder.requires_grad_(False)
@@ -186,7 +186,7 @@ class FineTuneSpec:
         return module
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content, JSON-safe."""
+        """Return a JSON-safe dict."""
         return {
             "task": {"name": self.task, **self.task_options},
             "n_latent": self.n_latent,
@@ -205,7 +205,7 @@ class FineTuneSpec:
 
 
 def check_freeze(freeze: bool | int, lora: Any, gradual_unfreezing: int | None) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless the frozen layers are consistent."""
+    """Raise an :class:`~scforge.errors.OptionError` if the options for frozen layers are inconsistent."""
     if not isinstance(freeze, bool):
         check_count("freeze", freeze, "layers")
     frozen = "freeze=True" if freeze is True else f"lora={lora!r}" if lora not in (None, False) else None
@@ -241,9 +241,9 @@ def named_options(argument: str, value: str | dict[str, Any] | None, default: st
 def default_options(architecture: str) -> dict[str, Any]:
     """Return the default options of an architecture after a round trip through JSON.
 
-    Defaults that JSON cannot represent and options in ``**kwargs`` are not included. For an architecture of a plugin,
-    shared options are left out if their default differs from :class:`~scforge.config.ModelConfig`, because its
-    ``from_config`` may use either.
+    Defaults that JSON cannot represent and options in ``**kwargs`` are not included. For a plugin architecture, shared
+    options are left out if their default differs from :class:`~scforge.config.ModelConfig`, because ``from_config`` may
+    use either default.
 
     Examples
     --------
@@ -270,10 +270,10 @@ def default_options(architecture: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Names and options of architecture, tokenizer and objective, the vocabulary, and the fine-tuning task.
+    """Names and options of the architecture, tokenizer and objective, with vocabulary and fine-tuning task.
 
-    Every option is stored (except those that :func:`default_options` leaves out), so a new default in a later version
-    does not change a saved model.
+    Every option is stored (except options that :func:`default_options` leaves out), so that new defaults in a later
+    version do not change a saved model.
     """
 
     architecture: str
@@ -295,11 +295,11 @@ class ModelSpec:
         objective: tuple[str, dict[str, Any]],
         options: dict[str, Any],
     ) -> tuple[ModelSpec, np.ndarray | None]:
-        """Fill in defaults and check that the parts are compatible.
+        """Fill in defaults, and check that the components are compatible.
 
         Returns
         -------
-        The specification, and the pretrained gene vectors that a new model starts from, float32, shape (V, D), or None.
+        The specification, and the pretrained gene vectors for a new model, float32, shape (V, D), or None.
         """
         name, tokenizer_options = tokenizer
         if name == defaults.tokenizer:
@@ -375,7 +375,7 @@ class ModelSpec:
         return spec, vectors
 
     def build_module(self, gene_vectors: np.ndarray | None = None) -> nn.Module:
-        """Create the module with random weights and these gene vectors, or with the backbone of the fine-tuning."""
+        """Create the module with random weights and these gene vectors, or with the backbone for fine-tuning."""
         if self.tuning is not None and self.tuning.backbone is not None:
             return self.tuning.build_module(self.tuning.backbone)
         try:
@@ -394,7 +394,7 @@ class ModelSpec:
         return module if self.tuning is None else self.tuning.build_module(module)
 
     def build_untrained(self) -> tuple[nn.Module, Tokenizer]:
-        """Create the module of the pretraining with random weights, and the tokenizer."""
+        """Create the pretraining module with random weights, and the tokenizer."""
         spec = replace(self, tuning=None)
         tokenizer = spec.build_tokenizer()
         vectors = tokenizer.gene_vectors()
@@ -414,7 +414,7 @@ class ModelSpec:
         return objective if self.tuning is None else self.tuning.build_task(objective)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything but the vocabulary, JSON-safe."""
+        """Return a JSON-safe dict of everything except the vocabulary."""
         parts = {
             "architecture": {"name": self.architecture, **self.model_options},
             "tokenizer": {"name": self.tokenizer, **self.tokenizer_options},
@@ -424,7 +424,7 @@ class ModelSpec:
 
 
 def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objective: Objective) -> None:
-    """Raise if the loss needs counts but the values are not counts, or is zero-truncated but zeros occur."""
+    """Raise an OptionError if a count loss is used for other values, or a zero-truncated loss for zeros."""
     if value_loss not in COUNT_LOSSES:
         return
     if not tokenizer.gives_counts:
@@ -442,7 +442,7 @@ def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objec
 
 
 def _settle(options: dict[str, Any], name: str, value: Any, because: str) -> None:
-    """Set an option that another part of the model determines; raise if a different value was given."""
+    """Set an option that another component determines. Raises an OptionError if a different value was given."""
     if options.setdefault(name, value) != value:
         raise OptionError(f"{name}={options[name]!r} but {because}; omit it.")
 
@@ -450,7 +450,7 @@ def _settle(options: dict[str, Any], name: str, value: Any, because: str) -> Non
 def _check_expression_head(
     head: Any, architecture: str, name: str, tokenizer: Tokenizer, objective_name: str, objective: Objective
 ) -> None:
-    """Raise if an optional expression head is missing, or has no loss."""
+    """Raise an OptionError if an expression head is missing, or the tokenizer provides no bins for it."""
     n_bins = getattr(tokenizer, "n_bins", None)
     if head == "bin" and n_bins is None:
         raise OptionError(f"expression_head='bin' but the tokenizer {name!r} provides no bins; choose 'value'.")
@@ -464,7 +464,7 @@ SAMPLED_CELLS = 100_000
 """Maximum number of training cells, sampled at random, from which genes are chosen in memory."""
 
 _MIXED = 0.1
-"""Fraction of the genes from which on both species are there; symbols of one in data of the other are below 0.02."""
+"""Minimum fraction of genes of each species in mixed data; in data of one species, the other is below 0.02."""
 
 
 def needed_statistics(tokenizer: str, options: dict[str, Any]) -> frozenset[str]:
@@ -475,7 +475,7 @@ def needed_statistics(tokenizer: str, options: dict[str, Any]) -> frozenset[str]
 
 
 def n_top_genes_of(vocab: str | GeneVocab, n_default: int | None) -> int | None:
-    """Return the default number of highly variable genes; for a list of genes 0, so all are kept."""
+    """Return the default number of highly variable genes, or None to keep all genes of a list."""
     if vocab != FROM_DATA and open_vocab(vocab).chosen_from_data:
         return None
     return n_default
@@ -526,7 +526,7 @@ def vocab_of_cells(
     needed: frozenset[str],
     keep_genes: Sequence[str] = (),
 ) -> GeneVocab:
-    """Choose the genes of a model for the cells of a data module, from all or a sample of its training cells."""
+    """Choose the genes of a model for a data module, from all or a sample of its training cells."""
     cells: Cells = data.cells
     if vocab != FROM_DATA:
         cells = cells.with_vocab(open_vocab(vocab))
@@ -546,7 +546,7 @@ def vocab_of_cells(
 
 
 def _with_statistics(vocab: GeneVocab, needed: frozenset[str], measured_on: Callable[[], Any]) -> GeneVocab:
-    """Return the vocabulary with gene statistics, computed on cells if it has none."""
+    """Return the vocabulary with the needed gene statistics, which are computed from cells if missing."""
     missing = [name for name in needed if getattr(vocab, name) is None]
     cells: Any = measured_on() if missing else None
     if "medians" in missing:

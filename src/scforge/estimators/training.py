@@ -1,4 +1,4 @@
-"""Training runs of a model: resume, save checkpoints and best epochs."""
+"""Run training of a model: resume, and save checkpoints and the best epochs."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ logger = logging.getLogger("scforge")
 
 _AUTO = "auto"
 _OF_OUTCOME = ("check_val_every_n_epoch", "gradient_clip_algorithm", "limit_train_batches", "val_check_interval")
-"""Further options of Lightning's Trainer that decide the outcome of a training run."""
+"""Additional Lightning Trainer options that affect the result of a training run."""
 
 _DECISIVE = ("max_steps", "gradient_clip_val", "accumulate_grad_batches", "ema_decay", "gradual_unfreezing")
-"""Options of :class:`TrainOptions` that affect the result, in addition to those of the plan."""
+"""Options of :class:`TrainOptions` that affect the result, in addition to the options of the plan."""
 OF_PLAN = ("optimizer", "lr", "weight_decay", "schedule", "warmup_steps", "layer_lr_decay")
 """Options of :class:`TrainOptions` that a :class:`TrainingPlan` takes."""
 _OF_FIT = (
@@ -63,12 +63,12 @@ _OF_FIT = (
 """Options of :class:`TrainOptions` that are passed to :func:`fit` unchanged."""
 
 _NOT_RESUMED = {"limit_train_batches": None, "val_check_interval": 1.0, "overfit_batches": 0.0}
-"""Options of Lightning's Trainer that do not support resuming, and their default values."""
+"""Lightning Trainer options that do not support resuming, and their default values."""
 _MAX_LENGTH = 200
-"""Maximum length of a setting in characters; the checksum of a longer one is saved instead."""
+"""Maximum length of a setting in characters; for longer settings, a checksum is saved instead."""
 
 type _Found = tuple[Path, dict[str, Any], tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]]
-"""The folder of a checkpoint, the training state, and the model in the folder."""
+"""The folder of a checkpoint, its training state, and the content of its model."""
 
 
 _OF_OTHERS = {
@@ -83,13 +83,13 @@ _OF_OTHERS = {
     "use_distributed_sampler": "each process reads its own cells anyway, omit it",
     "num_sanity_val_steps": "there are none, omit it",
 }
-"""Arguments of scvi-tools and Lightning, and advice for scforge."""
+"""A mapping from arguments of scvi-tools and Lightning to advice for scforge."""
 
 
 def train_options(
     given: Mapping[str, Any], options: Mapping[str, Any], plan_kwargs: Mapping[str, Any] | None
 ) -> TrainOptions:
-    """Return the options of a training run: the arguments of ``Encoder.train``, and additional ones by name."""
+    """Return the options of a training run, from the arguments of ``Encoder.train`` and additional options."""
     further = dict(options)
     if "enable_progress_bar" in further:  # as scvi-tools and its autotune call it
         given = {**given, "progress_bar": further.pop("enable_progress_bar")}
@@ -107,7 +107,7 @@ def train_options(
 
 
 def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how: TrainOptions) -> None:
-    """Train with a data module that is bound, or resume a training run."""
+    """Train with a bound data module, or resume a training run."""
     precision, batch_size, max_epochs = how.precision, how.batch_size, how.max_epochs
     check_count("save_top_k", how.save_top_k, "epochs", least=-1)
     check_count("keep_last", how.keep_last, "states")
@@ -240,7 +240,7 @@ def _take_over(model: CellModel, result: FitResult) -> None:
 
 
 def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool) -> _Found | None:
-    """Return the checkpoint to resume from, if wanted and present."""
+    """Return the checkpoint to resume from, or None if it is not requested or does not exist."""
     if isinstance(resume, bool):
         raise OptionError(f"resume={resume!r} is neither 'auto' nor the folder of a checkpoint; pass one, or None.")
     if resume is not None and overwrite:
@@ -255,7 +255,7 @@ def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, o
 def _freeing(
     model: CellModel, folder: RunFolder, found: _Found | None, resume: Any, *, overwrite: bool
 ) -> Callable[[], None]:
-    """Return a function that clears the folder right before the first step. Raises if that is not allowed."""
+    """Return a function that clears the folder before the first step. Raises an error if this is not allowed."""
     if found is not None and folder.holds(found[0]):
         state = found[1]
         return lambda: folder.go_back_to(state["step"], model.n_epochs_ + state["epoch"])
@@ -297,7 +297,7 @@ def _best(model: CellModel, folder: RunFolder, top_k: int) -> Any:
 
 @contextlib.contextmanager
 def _saved(model: CellModel, folder: RunFolder, name: str, n_epochs: int) -> Any:
-    """Describe the model after this many epochs; raise SavingError if it cannot be written."""
+    """Set the model's epoch count while saving. Raises a SavingError if the model cannot be written."""
     before = model.is_trained_, model.n_epochs_
     model.is_trained_, model.n_epochs_ = True, n_epochs
     try:
@@ -314,7 +314,7 @@ def _saved(model: CellModel, folder: RunFolder, name: str, n_epochs: int) -> Any
 
 
 def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **further: Any) -> dict[str, Any]:
-    """Return the settings that determine the result of a training run, JSON-safe."""
+    """Return the settings that determine the result of a training run, as a JSON-safe dict."""
     parts = model.spec.to_json()
     named = {f"{part}.{name}": value for part, options in parts.items() for name, value in options.items()}
     budget = data.max_tokens_per_batch
@@ -341,6 +341,6 @@ def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **furt
 
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Remove settings that may change on resuming, such as the epochs with a constant learning rate."""
+    """Remove settings that may change when resuming, such as `max_epochs` with a constant learning rate."""
     is_free = settings.get("schedule") == "constant"
     return {name: value for name, value in settings.items() if not (is_free and name == "max_epochs")}

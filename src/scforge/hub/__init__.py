@@ -1,4 +1,4 @@
-"""Models by name: from the Hugging Face Hub, a registry or a folder. Works on folders and knows no models."""
+"""Find models by name on the Hugging Face Hub, in a registry or in a folder. This package handles only folders."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def hub_api(token: str | bool | None) -> HfApi:
-    """Return a client for a token; None means ``HF_TOKEN`` or that of ``hf auth login``, False no token."""
+    """Return a hub client. If None, uses ``HF_TOKEN`` or the token of ``hf auth login``; if False, uses no token."""
     from huggingface_hub import HfApi
 
     return HfApi(token=token, library_name="scforge", library_version=__version__)
@@ -22,16 +22,16 @@ def hub_api(token: str | bool | None) -> HfApi:
 
 @contextmanager
 def hub_errors(prefix: str, repo_id: str, revision: str | None = None) -> Iterator[None]:
-    """Turn an error of huggingface_hub into one sentence that begins with `prefix`, e.g. ``"name='org/model'"``.
+    """Convert huggingface_hub errors into one sentence that begins with `prefix`, e.g. ``"name='org/model'"``.
 
     Raises
     ------
     MissingFileError
-        If there is no such repository or revision, or nothing in the cache.
+        If the repository or revision does not exist, or is not in the cache.
     OptionError
-        If a name is malformed, access is not granted, or there is no token.
+        If a name is malformed, access is not granted, or the token is missing.
     HubError
-        If the hub cannot be reached, refuses, or fails.
+        If the hub cannot be reached, or refuses the request or returns an error.
     """
     from huggingface_hub import constants, errors
 

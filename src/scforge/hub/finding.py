@@ -1,4 +1,4 @@
-"""Find models by name: folders, repositories of the hub, and the registry."""
+"""Find models by name in folders, hub repositories and the registry."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ CARD = "README.md"
 SHARED_FILES = (*_NEEDED["model"], *_NEEDED["adapter"], CARD, "split.safetensors")
 """All files that are uploaded or downloaded; ``split.safetensors`` identifies the cells used for fine-tuning."""
 ORIGIN_FILE = "origin.json"
-"""What a folder on this machine was copied from; never sent."""
+"""File with the source of a folder copied to this machine; it is never uploaded."""
 
 
 def kind_of(names: Iterable[str]) -> Kind | None:
-    """Return the kind of folder that has files of these names, or None if a file is missing.
+    """Return the kind of folder that contains files with these names, or None if a file is missing.
 
     Examples
     --------
@@ -49,17 +49,17 @@ def kind_of(names: Iterable[str]) -> Kind | None:
 
 
 def kind_of_folder(folder: Path) -> Kind | None:
-    """Return the kind of a folder, or None."""
+    """Return the kind of a folder, or None if it is neither a model nor an adapter."""
     return kind_of(path.name for path in folder.iterdir() if path.is_file())
 
 
 def described_kind() -> str:
-    """Return which files make a model or an adapter, for a message."""
+    """Return text for a message on the files that a model or an adapter requires."""
     return " or ".join(f"{kind} ({listing(needed)})" for kind, needed in _NEEDED.items())
 
 
 type Origin = tuple[str | None, str | None]
-"""Repository and commit, None for what was on no hub."""
+"""Repository and commit, or None if the model is not from a hub."""
 
 
 def copy_model(
@@ -69,9 +69,9 @@ def copy_model(
     overwrite: bool = False,
     origin: Origin = (None, None),
 ) -> Path:
-    """Copy the shared files of a model or an adapter to `output`; links of the cache become files.
+    """Copy the shared files of a model or an adapter to `output`; links into the cache become files.
 
-    `origin` is where the model is from, for :func:`origin_of`.
+    `origin` is the source of the model for :func:`origin_of`.
     """
     source = Path(folder)
     with atomic_folder(output, overwrite=overwrite, argument="output") as place:
@@ -92,7 +92,7 @@ def copy_model(
 
 
 def origin_of(folder: Path) -> Origin:
-    """Return the source of a copied folder; None if it now contains another model."""
+    """Return the source of a copied folder, or None values if it is unknown or now contains another model."""
     kind = kind_of_folder(folder)
     if kind is None or not (folder / ORIGIN_FILE).is_file():
         return None, None
@@ -106,7 +106,7 @@ _VARIABLE = "SCFORGE_MODELS"
 
 
 class _Version(BaseModel):
-    """A commit of a repository (a branch or a tag can move), or a folder next to the registry file."""
+    """A repository commit (because branches and tags can move), or a folder next to the registry file."""
 
     model_config = ConfigDict(extra="forbid")
     repo_id: str | None = None
@@ -127,15 +127,15 @@ class _RegistryFile(BaseModel):
 
 
 def known_models() -> dict[str, str]:
-    """Return the names that ``scforge://`` knows, each with its description.
+    """Return the names of models for ``scforge://``, each with its description.
 
-    They are listed in the registry file of scforge, and in files of the same format in the environment variable
-    ``SCFORGE_MODELS`` (several with the separator of ``PATH``). If several files list a name, the first is used; files
-    in ``SCFORGE_MODELS`` precede the shipped file.
+    Models are listed in scforge's registry file, and in files of the same format in the environment variable
+    ``SCFORGE_MODELS`` (separated as in ``PATH``). If several files list a name, the first file is used. Files in
+    ``SCFORGE_MODELS`` precede the shipped file.
 
     Returns
     -------
-    Descriptions by name, e.g. for ``resolve("scforge://name")``.
+    A mapping from name, e.g. for ``resolve("scforge://name")``, to description.
 
     Raises
     ------
@@ -171,7 +171,7 @@ def find_registered(text: str, prefix: str) -> tuple[FoundModel | None, str | No
 
 
 def _entries() -> dict[str, tuple[_Entry, Path]]:
-    """Return the entries of all registry files, each with its file."""
+    """Return a mapping from name to entry and file for all registry files."""
     entries: dict[str, tuple[_Entry, Path]] = {}
     own = [Path(name) for name in os.environ.get(_VARIABLE, "").split(os.pathsep) if name]
     with as_file(files("scforge.hub").joinpath("registry.json")) as shipped:
@@ -185,17 +185,17 @@ def _entries() -> dict[str, tuple[_Entry, Path]]:
 _HUB = "hf://"
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _OF_TRAINING = re.compile(r".*/(final|last|best|(step|epoch)[=_-]?\d+)", re.IGNORECASE)
-"""Folders that a training writes; a name of such a form that is not here is mistyped, and not a stranger's model."""
+"""Pattern of folders written in training; a missing folder of this form is a typo, not a hub repository."""
 
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A folder, and how others can find it.
+    """A model folder and its source.
 
     Attributes
     ----------
     folder
-        Where the files are.
+        Folder of the files.
     repo_id, commit
         Repository and commit on the hub; None for a local folder that is not a copy of a repository.
     name
@@ -209,10 +209,10 @@ class FoundModel:
 
 
 def is_hub_name(name: object) -> bool:
-    """Return whether a name is meant for the hub and not for a folder here.
+    """Return whether a name refers to the hub, not to a local folder.
 
-    ``org/name`` is a folder if that folder or a folder ``org`` exists, or if its name is one of a training run's
-    folders; otherwise it is a repository.
+    ``org/name`` is a folder if this folder or a folder ``org`` exists, or if the name matches a folder of a training
+    run. Otherwise, it is a repository.
 
     Examples
     --------
@@ -230,7 +230,7 @@ def is_hub_name(name: object) -> bool:
 
 
 def is_registry_name(name: object) -> bool:
-    """Return whether a name is one of the registry, ``scforge://name``."""
+    """Return whether a name refers to the registry, i.e. ``scforge://name``."""
     return isinstance(name, str) and name.startswith(SCHEME)
 
 
@@ -242,38 +242,37 @@ def resolve(
     token: str | bool | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """Return the folder of a model or an adapter; fetch it first if it is on the hub.
+    """Return the folder of a model or an adapter, fetching it first if it is on the hub.
 
     Parameters
     ----------
     name_or_folder_or_repo_id
-        A folder; a repository of the Hugging Face Hub, ``"org/name"`` (or ``"hf://org/name@revision"``, if a folder has
-        the same name); or a name of the registry, ``"scforge://name"`` or ``"scforge://name@version"`` (see
-        :func:`known_models`).
+        A folder; a Hugging Face Hub repository, ``"org/name"`` (or ``"hf://org/name@revision"``, if a folder has the
+        same name); or a registry name, ``"scforge://name"`` or ``"scforge://name@version"`` (see :func:`known_models`).
     revision
         Branch, tag or commit of the repository. If None, uses the main branch.
     cache_dir
-        Cache folder of the hub. If None, uses the default of the hub (``HF_HUB_CACHE``).
+        Cache folder for the hub. If None, uses the default of the hub (``HF_HUB_CACHE``).
     token
         Token for private and gated repositories. If None, uses ``HF_TOKEN`` or the token of ``hf auth login``.
     local_files_only
-        Do not query the hub; use the cache only. ``HF_HUB_OFFLINE=1`` does the same.
+        Whether to use only the cache, without querying the hub. ``HF_HUB_OFFLINE=1`` has the same effect.
 
     Returns
     -------
-    The folder. For a repository, it is in the cache and must not be changed. It only contains files of scforge; pickles
+    The folder. For a repository, it is in the cache and must not be modified. It contains only scforge files; pickles
     and code in the repository are never downloaded.
 
     Raises
     ------
     MissingFileError
-        If there is no such folder, repository or revision, or it is not in the cache and cannot be fetched.
+        If the folder, repository or revision does not exist, or is not in the cache and cannot be fetched.
     ModelFileError
-        If the repository has no model of scforge.
+        If the repository contains no scforge model.
     OptionError
-        If a name is not known, or access is not granted.
+        If a name is unknown, or access is not granted.
     HubError
-        If the hub cannot be reached, refuses, or fails.
+        If the hub cannot be reached, or refuses the request or returns an error.
 
     Examples
     --------
@@ -297,7 +296,7 @@ def find_model(
     revision: str | None = None,
     **access: Any,
 ) -> FoundModel:
-    """Find a model as :func:`resolve` does, with its further options; `prefix` begins the messages."""
+    """Find a model as in :func:`resolve`, with the same options; `prefix` is the prefix of messages."""
     repo_id: str | None
     if is_registry_name(name):
         registered, repo_id, revision = find_registered(str(name), prefix)
@@ -326,7 +325,7 @@ def find_model(
 
 
 def _checked(folder: Path, prefix: str) -> Path:
-    """Return a folder. Raises unless it is one."""
+    """Return a folder. Raises a MissingFileError if it does not exist."""
     if folder.is_dir():
         return folder
     what = "is a file" if folder.exists() else "does not exist"
@@ -336,7 +335,7 @@ def _checked(folder: Path, prefix: str) -> Path:
 def _fetch(
     repo_id: str, prefix: str, revision: str | None, *, token: str | bool | None = None, **options: Any
 ) -> FoundModel:
-    """Return the folder of a repository in the cache; download missing files."""
+    """Return the cached folder of a repository, downloading missing files."""
     with hub_errors(prefix, repo_id, revision):
         api = hub_api(token)
         folder = Path(api.snapshot_download(repo_id, revision=revision, allow_patterns=list(SHARED_FILES), **options))

@@ -1,4 +1,4 @@
-"""Sending the folder of a model to the hub: one commit, of our files only."""
+"""Upload a model folder to the hub in one commit that contains only scforge files."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from scforge.hub.finding import CARD, ORIGIN_FILE, SHARED_FILES, described_kind,
 logger = logging.getLogger("scforge")
 
 _MARK = "<!-- Written by scforge ({}). -->\n"
-"""Last line of a card, with a checksum of all above it: a card that somebody has edited is not replaced."""
+"""Last line of a card, with a checksum of the text above, so that edited cards are not replaced."""
 
 
 def marked(card: str) -> str:
-    """Return the text of a card that scforge wrote, with the mark by which :func:`is_own_card` knows it."""
+    """Return the text of a card with the last line by which :func:`is_own_card` recognizes it."""
     return card + _MARK.format(hashlib.sha256(card.encode()).hexdigest()[:16])
 
 
@@ -38,27 +38,27 @@ def upload(
     commit_message: str | None = None,
     create_pr: bool = False,
 ) -> str:
-    """Send the folder of a model or an adapter to the hub, as one commit.
+    """Upload the folder of a model or an adapter to the hub in one commit.
 
     Parameters
     ----------
     folder
         The folder. Other files in it, such as ``adata.h5ad``, are not uploaded.
     repo_id
-        Repository, ``"org/name"``; it is created if necessary. Files of scforge that are not in `folder` are removed
-        from the repository. Other files are kept. A ``README.md`` that a user wrote or edited in the repository is also
-        kept, unless that of `folder` was edited as well.
+        Repository, ``"org/name"``. It is created if necessary. scforge files that are not in `folder` are removed from
+        the repository. Other files are kept. A ``README.md`` that a user wrote or edited in the repository is also
+        kept, unless the ``README.md`` in `folder` was edited, too.
     private
-        Whether only you and your organization can see the repository. If None, uses the settings of the hub. It cannot
-        change an existing repository.
+        Whether only you and your organization can see the repository. If None, uses the hub settings. This option does
+        not change an existing repository.
     token
         A token with write access. If None, uses ``HF_TOKEN`` or the token of ``hf auth login``.
     revision
-        Branch to write to, which is created if necessary; None means the main branch.
+        Branch to write to, which is created if necessary. If None, uses the main branch.
     commit_message
         First line of the commit.
     create_pr
-        Propose the files in a pull request instead of writing them; the repository must exist.
+        Whether to propose the files in a pull request instead of writing them. The repository must exist.
 
     Returns
     -------
@@ -69,9 +69,9 @@ def upload(
     MissingFileError, ModelFileError
         If `folder` is missing, or contains no model.
     OptionError
-        If an argument cannot be used, or the repository has a model of another package.
+        If an argument is invalid, or the repository contains a model from another package.
     HubError
-        If the hub cannot be reached, refuses, or fails, or somebody else writes to the repository at the same time.
+        If the hub cannot be reached, refuses the request or returns an error, or the repository is changed meanwhile.
 
     Examples
     --------
@@ -99,7 +99,7 @@ def send_model(
     commit_message: str | None = None,
     create_pr: bool = False,
 ) -> tuple[str, str]:
-    """Send a folder as :func:`upload` does; return the URL and the commit."""
+    """Upload a folder as in :func:`upload`, and return the URL and the commit."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     if not folder.is_dir():
@@ -157,6 +157,6 @@ def _text(card: Path) -> str:
 
 
 def tell_left_behind(folder: Path) -> None:
-    """Report the files of a folder that are not uploaded."""
+    """Log the files in a folder that are not uploaded."""
     if kept := sorted(path.name for path in folder.iterdir() if path.name not in {*SHARED_FILES, ORIGIN_FILE}):
         logger.info("Not sent, because it is not part of a shared model: %s.", listing(kept))

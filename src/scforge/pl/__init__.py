@@ -1,4 +1,4 @@
-"""Matplotlib plots of scforge's results in an AnnData, and of its tables."""
+"""Matplotlib plots of scforge results in an AnnData, and of scforge tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared parts of the plots: colors for color-blind readers, axes, and checks of tables."""
+"""Shared helpers for plots: colors for color-blind readers, axes, and table checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito (2008), "Color Universal Design", without the yellow, which is too light for thin lines.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
-"""For models."""
+"""Colors of models."""
 
 KINDS = {
     "model": "#0072B2",
@@ -24,11 +24,11 @@ KINDS = {
     "untrained": "#B0B0B0",
     "ceiling": "#009E73",
 }
-"""For the kinds of rows of a report."""
+"""A mapping from kind of report row to color."""
 
 
 def new_axes(ax: Axes | None, width: float, height: float, *, layout: str = "constrained") -> Axes:
-    """Return `ax`, or new axes of a size in inches."""
+    """Return `ax`, or create new axes with a size in inches."""
     import matplotlib.pyplot as plt
 
     return plt.subplots(figsize=(width, height), layout=layout)[1] if ax is None else ax
@@ -54,12 +54,12 @@ def say_undefined(ax: Axes, row: int) -> None:
 
 
 def legend_beside(ax: Axes, **options: Any) -> None:
-    """Put a legend to the right of axes."""
+    """Add a legend to the right of the axes."""
     ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small", **options)
 
 
 def check_columns(argument: str, given: Any, needed: Iterable[str]) -> pd.DataFrame:
-    """Return a table, or that of a report; raise unless it has rows and the columns of the plot."""
+    """Return a table, or the table of a report. Raises an error if it is empty or lacks a column."""
     frame = given.to_frame() if hasattr(given, "to_frame") else given
     if not hasattr(frame, "columns"):
         raise DataError(f"{argument} is of type {type(frame).__name__!r}; pass a report or a table (pandas DataFrame).")

@@ -1,4 +1,4 @@
-"""Loss curves."""
+"""Plot loss curves."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def training_curves(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Plot a metric of training and held-out cells over epochs.
+    """Plot a metric for training and held-out cells over epochs.
 
     Parameters
     ----------
     history
         ``model.history``, or the model.
     metric
-        Plots ``train_<metric>`` and ``validation_<metric>``.
+        Metric to plot, i.e. ``train_<metric>`` and ``validation_<metric>``.
     reference, reference_label
         Value and label of a dashed line, e.g. the loss at chance.
     title
@@ -39,7 +39,7 @@ def training_curves(
 
     Returns
     -------
-    The axes. The legend notes losses that are sums of different terms and cannot be compared.
+    The axes. The legend indicates losses that are sums of different terms and cannot be compared.
 
     Raises
     ------

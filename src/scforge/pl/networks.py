@@ -1,4 +1,4 @@
-"""Networks of genes: curves against true edges, and attention."""
+"""Plot gene networks: precision-recall curves for true edges, and attention."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ def precision_recall(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Plot precision-recall curves of networks; the legend shows the area under each, largest first.
+    """Plot precision-recall curves of networks; the legend shows the area under each curve, largest first.
 
     Parameters
     ----------
     curves
-        The columns ``method``, ``recall``, ``precision`` and ``auprc``, the area in the legend, as of
+        Table with the columns ``method``, ``recall``, ``precision`` and ``auprc`` (the area in the legend), e.g. from
         :func:`scforge.eval.networks.network_curves`.
     kinds
         Kind of each method, ``"model"`` or ``"baseline"``; baselines are gray. If None, uses the column ``kind`` of
-        `curves`, or plots all in color.
+        `curves`, or plots all methods in color.
     chance
-        Precision of random scores, a dotted line. If None, uses the precision at recall 1, where all pairs are taken.
+        Precision of random scores, drawn as a dotted line. If None, uses the precision at recall 1, where all pairs are
+        included.
     title
         Title of the axes.
     ax
@@ -102,25 +103,25 @@ def attention_heatmap(
     Parameters
     ----------
     adata
-        Annotated data with ``varp[key]``, as ``model.get_attention`` writes it: row i, column j is the attention of
-        gene i to gene j.
+        Annotated data with ``varp[key]`` from ``model.get_attention``, in which row i and column j contain the
+        attention of gene i to gene j.
     genes
-        Genes to plot, among ``adata.var_names``. If None, uses the `n_genes` with the highest attention.
+        Genes to plot, from ``adata.var_names``. If None, uses the `n_genes` genes with the highest attention.
     key
         Key in ``adata.varp``.
     n_genes
-        How many, if `genes` is None.
+        Maximum number of genes if `genes` is None.
     ax
         Axes to draw on. If None, creates new axes.
 
     Returns
     -------
-    The axes. Pairs that are not in the graph are white: no attention was kept for them.
+    The axes. Pairs that are not in the graph are white, because no attention was kept for them.
 
     Raises
     ------
     DataError
-        If the key or a gene is missing, or there is no attention among the genes.
+        If the key or a gene is missing, or there is no attention between the genes.
 
     Examples
     --------
@@ -167,7 +168,7 @@ def attention_heatmap(
 
 
 def _genes_of(adata: AnnData, genes: Sequence[str] | None, graph: sparse.csr_matrix, n_genes: int) -> np.ndarray:
-    """Return columns of genes, int64."""
+    """Return the column indices of the genes, int64."""
     if genes is None:
         total = np.asarray(graph.sum(axis=0)).ravel() + np.asarray(graph.sum(axis=1)).ravel()
         chosen = np.argsort(-total, kind="stable")[:n_genes]
@@ -178,7 +179,7 @@ def _genes_of(adata: AnnData, genes: Sequence[str] | None, graph: sparse.csr_mat
 
 
 def _alike(values: np.ndarray) -> np.ndarray:
-    """Return the order of a clustering (average linkage of distances, ends turned to fit) of rows and columns."""
+    """Return the leaf order of a clustering of rows and columns (average linkage, optimal ordering)."""
     from scipy.cluster.hierarchy import leaves_list, linkage
 
     if len(values) < 3:

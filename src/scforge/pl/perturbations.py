@@ -1,4 +1,4 @@
-"""Effects of perturbations: predicted and measured ones, and those in silico."""
+"""Plot perturbation effects: predicted, measured and in silico."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _LOWER_IS_BETTER = ("rank", "mse", "mae", "wmse", "energy_distance")
 _KINDS = {"scforge": "model", "prediction": "model", "technical_duplicate": "ceiling"}
-"""Default kinds of methods for tables without this column."""
+"""A mapping from method to kind, for tables without the column ``kind``."""
 
 
 def perturbation_scatter(
@@ -29,17 +29,17 @@ def perturbation_scatter(
     title: str | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """Plot the predicted against the measured effect of a perturbation on each gene.
+    """Plot the predicted effect of a perturbation on each gene against the measured effect.
 
     Parameters
     ----------
     effects
-        One row per gene, named by the index: change against the controls, e.g. of the mean log1p CP10K. Genes without
-        one of the two are not plotted, with a message.
+        Changes relative to the controls, e.g. of mean log1p CP10K, with one row per gene, named by the index. Genes
+        without one of the two effects are not plotted, which is logged.
     predicted, measured
-        Its columns.
+        Columns of `effects`.
     n_labels
-        Genes to name: those with the largest measured effect.
+        Number of genes with the largest measured effect to label.
     title
         Title of the axes, e.g. the perturbation.
     ax
@@ -89,7 +89,7 @@ def perturbation_scatter(
 
 
 def _name(ax: Axes, x: np.ndarray, y: np.ndarray, names: list[str]) -> None:
-    """Write names in a column on either side of the points, from the lowest up, each with a line to its point."""
+    """Label points in columns on both sides, from bottom to top, with a line from each name to its point."""
     (low, high), (bottom, above) = ax.get_xlim(), ax.get_ylim()
     width, limits = high - low, [low, high]
     for side, place, away, align in ((x >= 0, high, 1, "left"), (x < 0, low, -1, "right")):
@@ -110,15 +110,15 @@ def _name(ax: Axes, x: np.ndarray, y: np.ndarray, names: list[str]) -> None:
 
 
 def perturbation_ranks(table: pd.DataFrame, *, metric: str = "rank", ax: Axes | None = None) -> Axes:
-    """Plot a metric of each perturbation, one row per method, the method with the best mean on top.
+    """Plot a metric of each perturbation with one row per method, and the best mean on top.
 
     Parameters
     ----------
     table
-        One row per perturbation and method: the columns ``method`` and `metric`, as in
-        ``adata.uns["scforge"]["metrics_per_perturbation"]``; ``kind``, if present, is the kind of each method.
+        Table with one row per perturbation and method, and the columns ``method`` and `metric`, as in
+        ``adata.uns["scforge"]["metrics_per_perturbation"]``. ``kind``, if present, is the kind of each method.
     metric
-        Column to draw. For ``rank``, the share of measured effects that are more similar to the prediction than the
+        Column to plot. For ``rank``, the fraction of measured effects that are more similar to the prediction than the
         true effect, a dashed line marks chance.
     ax
         Axes to draw on. If None, creates new axes.
@@ -173,16 +173,16 @@ def perturbation_ranks(table: pd.DataFrame, *, metric: str = "rank", ax: Axes | 
 def in_silico_ranking(
     table: pd.DataFrame, *, metric: str = "shift_z", n_genes: int = 20, title: str | None = None, ax: Axes | None = None
 ) -> Axes:
-    """Plot the genes that move the embedding most, the first on top, with the shifts of an untrained network.
+    """Plot the genes that shift the embedding most, in decreasing order, with the shifts of an untrained network.
 
     Parameters
     ----------
     table
-        Result of :meth:`scforge.models.Encoder.perturb_in_silico`. With several groups, the rows of one group. Genes
-        without `metric` are left out.
+        Result of :meth:`scforge.models.Encoder.perturb_in_silico`. With several groups, pass the rows of one group.
+        Genes without `metric` are left out.
     metric
-        Column to rank by, ``"shift_z"`` or ``"goal_z"``. Where the table has ``<metric>_untrained``, it is the second
-        marker.
+        Column to rank by, ``"shift_z"`` or ``"goal_z"``. If the table contains ``<metric>_untrained``, it is plotted as
+        a second marker.
     n_genes
         Maximum number of genes, or pairs of genes, to plot.
     title
@@ -197,7 +197,7 @@ def in_silico_ranking(
     Raises
     ------
     DataError
-        If a column is missing, no gene has a value, or the table has several groups.
+        If a column is missing, no gene has a value, or the table contains several groups.
     OptionError
         If the metric is unknown.
 

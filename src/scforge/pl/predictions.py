@@ -1,4 +1,4 @@
-"""Predicted and true classes."""
+"""Plot predicted against true classes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def confusion_matrix(
     Parameters
     ----------
     data
-        Annotated data, or a table. Without `truth`, the table that ``annotator.evaluate(adata)`` wrote into
-        ``adata.uns["scforge"]["metrics_confusion"]``, or such a table: the columns ``label``, ``predicted`` and
+        Annotated data, or a table. Without `truth`, uses the table that ``annotator.evaluate(adata)`` wrote into
+        ``adata.uns["scforge"]["metrics_confusion"]``, or such a table with the columns ``label``, ``predicted`` and
         ``n_cells``.
     truth, predicted
-        Columns with the true and the predicted class of each cell, in obs or in the table; `predicted` is
-        ``scforge_<truth>`` if None.
+        Columns with the true and the predicted class of each cell, in obs or in the table. If `predicted` is None, uses
+        ``scforge_<truth>``.
     table
         Key in ``adata.uns["scforge"]``.
     ax
@@ -116,7 +116,7 @@ def _counts(
 
 
 def _columns(data: Any, *names: str) -> pd.DataFrame:
-    """Return columns of obs, or of a table, as they are."""
+    """Return columns of obs, or of a table, as objects."""
     frame = getattr(data, "obs", data)
     check_columns("data" if frame is data else "adata.obs", frame, names)
     return frame[list(names)].astype(object)
@@ -133,19 +133,19 @@ def calibration(
 ) -> Axes:
     """Plot accuracy by confidence (a reliability diagram, Guo et al. 2017, figure 1).
 
-    Points are bins of confidence, their lines 95 % intervals of the accuracy (Wilson 1927); bars are shares of the
-    cells. The title has the expected calibration error, as ``annotator.evaluate`` has it.
+    Points are confidence bins, lines are 95 % intervals of the accuracy (Wilson 1927), and bars are fractions of the
+    cells. The title shows the expected calibration error, as in ``annotator.evaluate``.
 
     Parameters
     ----------
     data
-        Annotated data, or a table with a row per cell.
+        Annotated data, or a table with one row per cell.
     truth, predicted, confidence
         Columns of ``obs`` with the true class, the predicted class (``scforge_<truth>`` if None), and its probability
         (``<predicted>_confidence`` if None, as ``annotator.predict`` writes it). Cells without one of them, and
         unassigned cells, are left out; their number is shown.
     n_bins
-        Bins of equal width.
+        Number of bins of equal width.
     ax
         Axes to draw on. If None, creates new axes.
 
@@ -156,7 +156,7 @@ def calibration(
     Raises
     ------
     DataError
-        If a column is missing, no cell has all three, or a confidence is not between 0 and 1.
+        If a column is missing, no cell has all three values, or a confidence is not between 0 and 1.
 
     Examples
     --------
@@ -199,7 +199,7 @@ def calibration(
 
 
 def _wilson(share: np.ndarray, n: np.ndarray, z: float = 1.96) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ends of the interval of shares of `n` (Wilson 1927)."""
+    """Return the ends of the confidence interval of fractions of `n` (Wilson 1927)."""
     middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
     half = z * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
     return middle - half, middle + half

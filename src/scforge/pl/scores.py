@@ -1,4 +1,4 @@
-"""Scores of methods and baselines."""
+"""Plot the scores of methods and baselines."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def metrics(
     lower_is_better: Collection[str] | None = None,
     ax: Axes | Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """Plot scores of methods as dots with confidence intervals, one panel per metric, best method on top.
+    """Plot scores as dots with confidence intervals, with one panel per metric and the best method on top.
 
     Parameters
     ----------
     report
-        A :class:`~scforge.eval.Report`, or its table: the columns ``method``, ``metric`` and ``value``, and where they
-        are known ``kind`` (baselines are gray), ``low`` and ``high`` (ends of the interval), ``benchmark`` and
+        A :class:`~scforge.eval.Report`, or its table with the columns ``method``, ``metric`` and ``value``. Optional
+        columns are ``kind`` (baselines are gray), ``low`` and ``high`` (ends of the interval), ``benchmark`` and
         ``lower_is_better`` (bool).
     metrics
-        Metrics to plot; None plots all. The first determines the order of the methods.
+        Metrics to plot. If None, plots all metrics. The first metric determines the order of the methods.
     benchmark
         Benchmark to plot, if there are several.
     lower_is_better
-        Metrics for which lower is better. If None, reads them from the report, or from the column ``lower_is_better``
-        of its table.
+        Metrics for which lower values are better. If None, reads them from the report, or from the column
+        ``lower_is_better`` of its table.
     ax
-        Axes to draw on, one per metric; if None, creates new axes.
+        Axes to draw on, one per metric. If None, creates new axes.
 
     Returns
     -------
@@ -55,7 +55,7 @@ def metrics(
     Raises
     ------
     DataError
-        If the table lacks a column or has no rows.
+        If the table lacks a column or is empty.
     OptionError
         If a metric or benchmark is not in the table, or must be chosen.
 
@@ -102,7 +102,7 @@ def metrics(
 
 
 def _of_benchmark(report: Any, benchmark: str | None) -> pd.DataFrame:
-    """Return the scores of a benchmark; by default, of the only one."""
+    """Return the scores of a benchmark. If None, uses the only benchmark."""
     frame = check_columns("report", report, ("method", "metric", "value"))
     if "benchmark" not in frame:
         return frame
@@ -113,7 +113,7 @@ def _of_benchmark(report: Any, benchmark: str | None) -> pd.DataFrame:
 
 
 def _panel(ax: Axes, lines: pd.DataFrame, order: list[str], kinds: dict[str, str]) -> None:
-    """Plot one metric: dots with interval lines per method, and a line through all for a ceiling."""
+    """Plot one metric as dots with interval lines for each method, and a vertical line for a ceiling."""
     ax.grid(axis="x", color="0.92", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right", "left"]].set_visible(False)
@@ -134,16 +134,16 @@ def _panel(ax: Axes, lines: pd.DataFrame, order: list[str], kinds: dict[str, str
 
 
 def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = None) -> Axes:
-    """Plot scores between 0 and 1 as a table of colored circles, totals as bars, best method on top.
+    """Plot scores between 0 and 1 as a table of colored circles, with totals as bars and the best method on top.
 
-    It follows figure 3 of scIB (Luecken et al. 2022), like the plot of scib-metrics.
+    The plot follows figure 3 of scIB (Luecken et al. 2022), like the plot in scib-metrics.
 
     Parameters
     ----------
     report
-        A :class:`~scforge.eval.Report` with a benchmark of integration, its table (columns ``method``, ``metric`` and
+        A :class:`~scforge.eval.Report` with an integration benchmark, its table (columns ``method``, ``metric`` and
         ``value``), or a table with one row per method and one column per metric. ``bio``, ``batch`` and ``total`` are
-        totals; the methods are sorted by the last of them that is there, or by their mean.
+        totals. Methods are sorted by the last of these totals that is present, or by their mean.
     benchmark
         Benchmark to plot, if there are several.
     ax
@@ -156,7 +156,7 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
     Raises
     ------
     DataError
-        If the table lacks a column or has no rows.
+        If the table lacks a column or is empty.
     OptionError
         If the benchmark is not in the table, or must be chosen.
 
@@ -213,7 +213,7 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
 
 
 def _wide(report: Any, benchmark: str | None) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Return one row per method and one column per metric, and the kind of each method."""
+    """Return a table with one row per method and one column per metric, and the kind of each method."""
     frame = check_columns("report", report, ())
     if "metric" in frame or "value" in frame:
         frame = _of_benchmark(frame, benchmark)

@@ -1,4 +1,4 @@
-"""Embeddings side by side."""
+"""Plot embeddings side by side."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def embeddings(
     seed: int = 0,
     axes: Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """Plot a UMAP of each embedding, with cells colored by columns of obs and one legend per column.
+    """Plot a UMAP of each embedding, with cells colored by obs columns and one legend per column.
 
     Parameters
     ----------
     adata
         Annotated data. ``obsm["<key>_umap"]`` is computed with scanpy for each embedding and kept.
     obsm_keys
-        Key or keys in ``adata.obsm``; as a mapping, with the title of each.
+        Key or keys in ``adata.obsm``, or a mapping from key to title.
     color
-        Column of ``adata.obs`` with categories; a list plots one row of UMAPs per column.
+        Column of ``adata.obs`` with categories. A list plots one row of UMAPs per column.
     n_neighbors, seed
-        Random seed of the neighbor graph and of UMAP.
+        Number of neighbors, and random seed, for the neighbor graph and UMAP.
     axes
         Axes to plot on, one for each column and embedding, row by row. If None, creates new axes.
 

@@ -1,4 +1,4 @@
-"""Contract tests for packages with plugins, and simulated data with known truth."""
+"""Contract tests for plugin packages, and simulated data with known ground truth."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the checks of :mod:`scforge.testing` complain."""
+"""Rules of the checks in :mod:`scforge.testing`, and errors for broken rules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scforge.errors import OptionError
 
 
 class BrokenRuleError(Exception):
-    """The broken rule, and how it was broken."""
+    """Error that describes how a rule was broken."""
 
 
 def require(condition: object, sentence: str) -> None:
@@ -19,7 +19,7 @@ def require(condition: object, sentence: str) -> None:
 
 
 def apply_rules(name: str, rules: Mapping[str, Callable[..., None]], *subject: Any) -> None:
-    """Raise an AssertionError for the first of `rules` (by description) that `subject` violates."""
+    """Raise an AssertionError for the first rule (a mapping from description to check) that `subject` violates."""
     for rule, check in rules.items():
         try:
             check(*subject)
@@ -32,7 +32,7 @@ def apply_rules(name: str, rules: Mapping[str, Callable[..., None]], *subject: A
 
 
 def class_of[T](argument: str, given: Any, options: dict[str, Any], base: type[T], registry: Any) -> type[T] | None:
-    """Return the class to check; None for an instance, which takes no options."""
+    """Return the class to check, or None for an instance, which accepts no options."""
     if isinstance(given, base):
         if options:
             raise OptionError(f"options={options!r} have no effect with an instance; pass them to its constructor.")

@@ -1,4 +1,4 @@
-"""Check that an architecture keeps the rules."""
+"""Check that an architecture satisfies the rules."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Subject:
-    """A model on trial: in evaluation mode, without gradients, for each rule.
+    """A model to check, in evaluation mode and without gradients for each rule.
 
-    ``again`` makes one of other weights. ``tokens`` is a batch to encode, ``masked`` the same with masked tokens, and
-    ``shown`` has labels at all tokens and hides none.
+    ``again`` creates a model with different weights. ``tokens`` is a batch to encode, ``masked`` is the same batch with
+    masked tokens, and ``shown`` contains labels at all tokens but no masked tokens.
     """
 
     model: nn.Module
@@ -45,7 +45,7 @@ class Subject:
 
 
 def subject_of(model: nn.Module, remake: Callable[[], nn.Module] | None) -> Subject:
-    """Return a copy for the rules; `model` itself does not change."""
+    """Return a copy of `model` for the checks, so that `model` itself is not modified."""
     vocab_size = getattr(model, "vocab_size", VOCAB_SIZE)
     if vocab_size < N_SPECIAL + N_TOKENS:
         raise OptionError(f"vocab_size={vocab_size} is too small for the checks; create the model with {VOCAB_SIZE}.")
@@ -58,7 +58,7 @@ def subject_of(model: nn.Module, remake: Callable[[], nn.Module] | None) -> Subj
 
 
 def jittered(model: nn.Module, std: float = 0.02) -> nn.Module:
-    """Perturb all weights slightly, because some are initialized at zero and would pass no signal."""
+    """Perturb all weights slightly, because weights that are initialized to zero would pass no signal."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -67,7 +67,7 @@ def jittered(model: nn.Module, std: float = 0.02) -> nn.Module:
 
 
 def _filled(model: nn.Module) -> nn.Module:
-    """Set random vectors for gene vector embeddings without vectors."""
+    """Set random vectors in gene vector embeddings without vectors."""
     for part in model.modules():
         if isinstance(part, GeneVectorEmbedding) and not part.scale:
             vectors = torch.randn(part.vocab_size, part.vectors.embedding_dim)
@@ -115,7 +115,7 @@ def _labels(tokens: Batch, chosen: torch.Tensor) -> Batch:
 
 
 def _per_token(batch: Batch) -> Batch:
-    """Return the tensors of shape (B, S)."""
+    """Return the tensors of shape (B, S) in a batch."""
     return {key: tensor for key, tensor in batch.items() if tensor.ndim == 2}
 
 
@@ -134,12 +134,12 @@ def _encode(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def _took_part(parameter: torch.Tensor) -> bool:
-    """Return whether a parameter has a gradient that is not zero."""
+    """Return whether a parameter has a nonzero gradient."""
     return parameter.grad is not None and bool(parameter.grad.any())
 
 
 def _require_close(one: torch.Tensor, two: torch.Tensor, sentence: str, *, tolerance: float = _TOLERANCE) -> None:
-    """Raise unless two tensors are the same but for rounding."""
+    """Raise an error if two tensors differ by more than rounding."""
     require(one.shape == two.shape, f"{sentence} (its shape: {tuple(one.shape)} and {tuple(two.shape)}).")
     one, two = one.detach().double(), two.detach().double()
     require(one.isfinite().all() and two.isfinite().all(), f"{sentence} (there are numbers that are not finite).")
@@ -159,25 +159,26 @@ _SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4}
 def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> None:
     """Check that an architecture satisfies the requirements of objectives, model classes and fine-tuning.
 
-    Call it in the tests of a package that brings an architecture. It runs five cells of up to 12 tokens through the
-    model: all at once and alone, with more padding, with masks of other dtypes, with other labels (those that the model
-    reads as names of masked genes if it says ``labels_name_genes = True`` excepted), with genes in another order (where
-    it says ``uses_order = False``), without a single token (alone and among others), after a round trip of the weights
-    through safetensors, with LoRA adapters on all linear layers, and exported with ``torch.export``. Weights are moved
-    by a little first, as some start at zero on purpose.
+    Call this function in the tests of a package that provides an architecture. It runs five cells of up to 12 tokens
+    through the model: together and individually, with more padding, with masks of other dtypes, with other labels
+    (except labels that the model reads as names of masked genes if ``labels_name_genes = True``), with genes in a
+    different order (if ``uses_order = False``), without any token (individually and together with other cells), after a
+    round trip of the weights through safetensors, with LoRA adapters on all linear layers, and exported with
+    ``torch.export``. Weights are perturbed slightly first, because some are initialized to zero on purpose.
 
     Parameters
     ----------
     model
-        Registered name, class or instance. A name or a class is made by its ``from_config`` with a vocabulary of 60
-        tokens. An instance is copied, and does not change.
+        Registered name, class or instance. For a name or a class, the model is created by ``from_config`` with a
+        vocabulary of 60 tokens. An instance is copied, and is not modified.
     **options
-        Options to make it with, where `model` is a name or a class. Without any, a width of 16, 2 layers and 4 heads.
+        Options to create the model if `model` is a name or a class. By default, it has a width of 16, 2 layers and 4
+        heads.
 
     Raises
     ------
     AssertionError
-        Naming the rule that was broken, and how.
+        If a rule is broken; the message describes the rule and how it was broken.
     OptionError
         If the name or an option is unknown, or options are given with an instance.
 
@@ -202,7 +203,7 @@ def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> Non
 def _make(
     model: str | type[nn.Module] | nn.Module, options: dict[str, Any]
 ) -> tuple[nn.Module, Callable[[], nn.Module] | None]:
-    """Return the model, and a function that creates another one (None for an instance)."""
+    """Return the model, and a function that creates another model (None for an instance)."""
     cls = class_of("model", model, options, nn.Module, MODELS)
     if cls is None:
         return cast(nn.Module, model), None

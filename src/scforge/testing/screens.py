@@ -17,21 +17,21 @@ _BLOCKS = 20
 
 @dataclass(frozen=True)
 class SimulatedScreen:
-    """Cells of a simulated screen, and the truth behind them.
+    """Cells of a simulated screen, with the ground truth.
 
     Attributes
     ----------
     adata
-        Counts, CSR, float32; ``obs["perturbation"]`` is ``"control"``, a gene, or two genes joined by ``+``.
+        Counts as a float32 CSR matrix. ``obs["perturbation"]`` is ``"control"``, a gene, or two genes joined by ``+``.
     effects
-        True change of the log mean of each gene by each perturbation, one row per perturbation, shape (P, G).
+        True change in the log mean of each gene for each perturbation, one row per perturbation, shape (P, G).
     program
-        Program of each perturbed gene; -1 where the perturbation has no effect.
+        Program of each perturbed gene; -1 if the perturbation has no effect.
     responses
-        Change of the log means by each program at strength 1, float64, shape (n_programs, G).
+        Change in the log means for each program at strength 1, float64, shape (n_programs, G).
     tables
-        Vectors of the perturbed genes: ``"vectors"`` encode the program with noise, ``"screen"`` are noisy effects,
-        as of a second screen, ``"random"`` carry no information.
+        Vectors of the perturbed genes: ``"vectors"`` encodes the program with noise, ``"screen"`` contains noisy
+        effects, as from a second screen, and ``"random"`` contains no information.
 
     Examples
     --------
@@ -57,31 +57,32 @@ def simulate_screen(
     n_programs: int = 20,
     n_response: int = 40,
 ) -> SimulatedScreen:
-    """Simulate a screen of the shape of Norman et al. (2019) and Replogle et al. (2022).
+    """Simulate a screen similar to Norman et al. (2019) and Replogle et al. (2022).
 
-    Each knockout shifts the log means of the response genes of one program by its strength, and those of 5 other genes;
-    40 % of the knockouts do nothing. A pair shifts them by the sum of both. Counts are negative binomial.
+    Each knockout shifts the log means of the response genes of one program by its strength, and the log means of 5
+    other genes; 40 % of the knockouts have no effect. A pair shifts the log means by the sum of both effects. Counts
+    are negative binomial.
 
     Parameters
     ----------
     seed
-        Seed of the random numbers.
+        Random seed.
     n_knockouts
-        Perturbed genes, the first ones of the panel.
+        Number of perturbed genes, which are the first genes of the panel.
     n_pairs
-        Most pairs of them.
+        Maximum number of pairs of perturbed genes.
     n_cells
-        Cells per perturbation; control cells are 20 times as many.
+        Number of cells per perturbation; there are 20 times as many control cells.
     n_genes
-        Genes of the panel, at least `n_knockouts`.
+        Number of genes in the panel, at least `n_knockouts`.
     n_programs
-        Programs.
+        Number of programs.
     n_response
-        Response genes of a program.
+        Number of response genes per program.
 
     Returns
     -------
-    Cells and truth.
+    The cells and the ground truth.
 
     Examples
     --------

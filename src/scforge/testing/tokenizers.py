@@ -1,4 +1,4 @@
-"""Check that a tokenizer keeps the rules."""
+"""Check that a tokenizer satisfies the rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Batch = dict[str, torch.Tensor]
 
 N_GENES = 60
 EQUAL = np.arange(4, 8)
-"""Rows of :func:`_small_cells` with the same genes, each with one count."""
+"""Rows of :func:`_small_cells` with the same genes, in which each gene has a count of 1."""
 
 
 def _small_cells(vocab: GeneVocab) -> CellSource:
@@ -49,7 +49,7 @@ def _tokens_of(
 
 
 def _taken(tokenizer: Tokenizer) -> np.ndarray:
-    """Return which genes can be tokens, bool, shape (G,): a strategy may leave genes out of all cells."""
+    """Return a mask of genes that can be tokens, bool, shape (G,), because a tokenizer may omit genes in all cells."""
     n_genes = tokenizer.vocab.n_genes
     # Each gene has the most counts in a cell of two, so that it fits whatever the limit is.
     pairs = 9 * np.eye(n_genes, dtype=np.float32) + np.roll(np.eye(n_genes, dtype=np.float32), 1, axis=1)
@@ -62,7 +62,7 @@ def _all_cells(cells: CellSource) -> CellBlock:
 
 
 def _require_same(one: Batch, two: Batch, sentence: str) -> None:
-    """Raise unless two batches are equal up to padding."""
+    """Raise an error if two batches are not equal up to padding."""
     require(set(one) == set(two), f"{sentence} (its keys: {sorted(one)} and {sorted(two)}).")
     for key in one:
         pair = [batch[key] for batch in (one, two)]
@@ -73,7 +73,7 @@ def _require_same(one: Batch, two: Batch, sentence: str) -> None:
 
 
 def _genes_of(tokenizer: Tokenizer, batch: Batch, row: int) -> np.ndarray:
-    """Return the gene indices of the tokens of one cell, in their order."""
+    """Return the ordered gene indices of the tokens of one cell."""
     ids = batch["input_ids"][row].numpy()
     return ids[ids >= tokenizer.vocab.n_special] - tokenizer.vocab.n_special
 
@@ -85,22 +85,23 @@ _KINDS = {"input_ids": torch.int64, "attention_mask": torch.bool, "values": torc
 def check_tokenizer(tokenizer: str | type[Tokenizer] | Tokenizer, **options: Any) -> None:
     """Check that a tokenizer satisfies the requirements of models, loaders and training.
 
-    Call it in the tests of a package that brings a tokenizer. The cells that it looks at contain no genes, one, and
-    all; counts up to 2^31; many equal counts. It tokenizes them in blocks and alone, in other orders, with permuted,
-    renamed, repeated and foreign columns, in each dtype, after pickling, on more threads, cut short, and masked.
+    Call this function in the tests of a package that provides a tokenizer. The test cells include cells with no gene,
+    one gene and all genes, counts up to 2^31, and many equal counts. The function tokenizes them in blocks and
+    individually, in other orders, with permuted, renamed, duplicate and unknown columns, in each dtype, after pickling,
+    on more threads, truncated, and masked.
 
     Parameters
     ----------
     tokenizer
-        Registered name, class or instance. A name or a class is tried with a small vocabulary that has symbols,
-        medians, entropies and the special tokens that it asks for.
+        Registered name, class or instance. A name or a class is tested with a small vocabulary that contains symbols,
+        medians, entropies and the required special tokens.
     **options
-        Options to make it with, where `tokenizer` is a name or a class.
+        Options to create the tokenizer if `tokenizer` is a name or a class.
 
     Raises
     ------
     AssertionError
-        Naming the rule that was broken, and how.
+        If a rule is broken; the message describes the rule and how it was broken.
     OptionError
         If the name or an option is unknown, or options are given with an instance.
 
@@ -304,7 +305,7 @@ def _rule_matrices(tokenizer: Tokenizer, cells: CellSource) -> None:
 
 
 def _halves(counts: sparse.csr_matrix) -> sparse.csr_matrix:
-    """Return two columns for each one, which sum to it, shape (B, 2G)."""
+    """Split each column into two columns that sum to it, shape (B, 2G)."""
     low, high = counts.copy(), counts.copy()
     low.data = np.floor(counts.data / 2)
     high.data = counts.data - low.data

@@ -1,4 +1,4 @@
-"""Tokenizers: one strategy per file, vectorized over blocks of cells."""
+"""Tokenizers, with one strategy per file, vectorized over blocks of cells."""
 
 from __future__ import annotations
 

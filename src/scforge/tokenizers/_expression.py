@@ -1,4 +1,4 @@
-"""Kernels that several tokenizers share: sort, normalize and sample the expressed genes of a cell."""
+"""Kernels shared by several tokenizers to sort, normalize and sample the expressed genes of a cell."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from scforge.data.sampling import uniform
 from scforge.errors import OptionError
 
 _PATIENCE = 8
-"""Moves an entry, on average, that the insertion sort may need before a general sort takes over."""
+"""Maximum average number of moves per entry in insertion sort before switching to a general sort."""
 
 
 @numba.njit(cache=True, nogil=True)
 def make_scratch(most):
-    """Return working memory to sort up to `most` keys: the keys, their float32 form, starts of buckets, the order."""
+    """Return scratch memory to sort up to `most` keys: keys, float32 keys, bucket starts, and order."""
     n_buckets = 64
     while n_buckets < most:
         n_buckets *= 2
@@ -34,7 +34,7 @@ def make_scratch(most):
 
 @numba.njit(cache=True, nogil=True)
 def finish_sort(packed, size):
-    """Sort the first `size` entries, which buckets have nearly sorted; all are uint64."""
+    """Sort the first `size` entries, which are nearly sorted by buckets; all entries are uint64."""
     one: Any = np.uint64(1)
     patience = np.int64(_PATIENCE) * np.int64(size)
     last = packed[0]
@@ -56,10 +56,10 @@ def finish_sort(packed, size):
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def sort_descending(scratch, n):
-    """Sort the first `n` keys of the scratch from high to low, with equal keys in their original order.
+    """Sort the first `n` keys of the scratch memory from high to low; equal keys keep their original order.
 
-    Keys are numbers of at least 0 and not NaN. The low 32 bits of entry ``p`` of the order are the original position of
-    the key at rank ``p``.
+    Keys must be nonnegative and not NaN. The low 32 bits of entry ``p`` of the order are the original position of the
+    key at rank ``p``.
     """
     keys, rounded, starts, packed = scratch
     if n == 0:
@@ -114,16 +114,16 @@ def sort_descending(scratch, n):
 
 
 MEMO = 256
-"""Counts of a cell whose values are computed once: nearly all entries of a cell are such small counts."""
+"""Counts below this limit are transformed only once per cell, because nearly all counts are small."""
 
 TRANSFORMS = ("log1p_cp10k", "cp10k", "log1p_counts", "counts")
-"""What the value of a gene can be: whether scaled to a library size, and whether the logarithm is taken."""
+"""Transformations of gene counts, with or without scaling to a library size and logarithm."""
 
 _STREAM = 0x73616D70  # "samp": its random numbers are others than those of masks and views
 
 
 def check_transform(transform: str, target_sum: float) -> float:
-    """Raise if the transform is unknown or `target_sum` has no effect; return `target_sum` as a float."""
+    """Return `target_sum` as a float. Raises an OptionError if the transform is unknown or ignores `target_sum`."""
     check_choice("transform", transform, TRANSFORMS)
     if check_positive("target_sum", target_sum) != TARGET_SUM and "cp10k" not in transform:
         raise OptionError(f"target_sum={target_sum!r} has no effect with transform={transform!r}; omit it.")
@@ -131,7 +131,7 @@ def check_transform(transform: str, target_sum: float) -> float:
 
 
 def expression(block: CellBlock, transform: str, target_sum: float) -> np.ndarray:
-    """Return the value of each entry by one of :data:`TRANSFORMS`, with counts scaled to `target_sum`, float32 (Z,)."""
+    """Return the value of each entry for one of :data:`TRANSFORMS`, scaled to `target_sum`, float32, shape (Z,)."""
     if transform == "log1p_cp10k" and target_sum == TARGET_SUM:
         return log1p_cp10k(block)
     counts = block.counts.astype(np.float64)
@@ -157,7 +157,7 @@ def _log1p_cp10k(indptr, totals, values):
 
 @numba.njit(cache=True, nogil=True)
 def log1p_in_place(values, start, stop, scale, memo):
-    """Turn the counts of one cell, entries `start` to `stop`, into ``log1p(count * scale)``; `memo` is of size MEMO."""
+    """Convert the counts of one cell, from `start` to `stop`, to ``log1p(count * scale)``; `memo` has size MEMO."""
     memo[:] = -1.0
     for entry in range(start, stop):
         count = values[entry]
@@ -174,7 +174,7 @@ def log1p_in_place(values, start, stop, scale, memo):
 
 @numba.njit(cache=True, nogil=True)
 def kept_indptr(indptr, most):
-    """Return row boundaries with at most `most` entries per cell, and the length of the longest cell before that."""
+    """Return row boundaries with at most `most` entries per cell, and the original length of the longest cell."""
     out = np.zeros(len(indptr), dtype=np.int64)
     longest = 0
     for cell in range(len(indptr) - 1):
@@ -187,26 +187,27 @@ def kept_indptr(indptr, most):
 def keep(
     indptr: np.ndarray, counts: np.ndarray, block: CellBlock, most: int, *, sample: bool = False, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray | slice]:
-    """Choose at most `most` entries of each cell: those with the highest counts, or a sample.
+    """Choose at most `most` entries of each cell, either the highest counts or a random sample.
 
     Samples depend on the seed, the cell and the draw of the block.
 
     Parameters
     ----------
     indptr, counts
-        Row boundaries, shape (B + 1,), and counts of the entries to choose from, which may be those of `block` or more.
+        Row boundaries, shape (B + 1,), and counts of the entries to choose from, which may include more than `block`.
     block
         The cells.
     most
         Maximum number of entries to keep per cell.
     sample
-        Sample without replacement. Otherwise, earlier entries win ties between equal counts, but zeros are sampled.
+        Whether to sample without replacement. If false, earlier entries are preferred among equal counts, except that
+        zeros are sampled.
     seed
         Random seed.
 
     Returns
     -------
-    Row boundaries, shape (B + 1,), and positions of the kept entries in their order, int64; a slice if all are kept.
+    Row boundaries, shape (B + 1,), and ordered positions of the kept entries, int64 (a slice if all are kept).
     """
     if np.diff(indptr).max(initial=0) <= most:
         return indptr, slice(None)
@@ -222,7 +223,7 @@ def keep(
 
 @numba.njit(cache=True, nogil=True)
 def _draw(indptr, keys, kept_to, kept):
-    """Draw entries by selection sampling (Knuth, algorithm S): all sets are equally likely, and order is kept."""
+    """Draw entries with selection sampling (Knuth, algorithm S): all subsets are equally likely, and order is kept."""
     for cell in range(len(indptr) - 1):
         pool = indptr[cell + 1] - indptr[cell]
         left = kept_to[cell + 1] - kept_to[cell]
@@ -267,9 +268,9 @@ def _keep_highest(indptr, counts, keys, kept_to, longest, kept):
 
 
 def reorder(indptr: np.ndarray, counts: np.ndarray, keys: np.ndarray | None) -> np.ndarray:
-    """Return the positions of all entries, int64, shape (Z,), by count within each cell, from high to low.
+    """Return the positions of all entries, sorted by decreasing count within each cell, int64, shape (Z,).
 
-    With random `keys` of the cells, uint64, shape (B,), the order is random instead.
+    With random `keys` of cells, uint64, shape (B,), the order is random instead.
     """
     order = np.empty(len(counts), dtype=np.int64)
     _, longest = kept_indptr(indptr, np.iinfo(np.int64).max)
@@ -292,16 +293,16 @@ def _reorder(indptr, counts, keys, longest, order):
 def ranked(
     block: CellBlock, amounts: np.ndarray, weights: np.ndarray, values: np.ndarray, most: int, n_special: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rank the genes of each cell by amount times weight of the gene, from high to low; ties keep their order.
+    """Rank the genes of each cell by decreasing amount times gene weight; ties keep their order.
 
     Parameters
     ----------
     block
         The cells.
     amounts, values
-        Amount of each entry, at least 0, and its value, shape (Z,).
+        Nonnegative amount, and value, of each entry, shape (Z,).
     weights
-        Shape (G,), at least 0.
+        Nonnegative weight of each gene, shape (G,).
     most
         Maximum number of genes to keep per cell.
     n_special
@@ -309,7 +310,7 @@ def ranked(
 
     Returns
     -------
-    Row boundaries, int64, shape (B + 1,); token ids, int32, and values.
+    Row boundaries, int64, shape (B + 1,); token ids, int32; and values.
     """
     indptr, longest = kept_indptr(block.indptr, most)
     ids, told = np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=values.dtype)
@@ -336,21 +337,21 @@ def _rank(indptr, genes, amounts, weights, values, n_special, longest, out_indpt
 def with_zeros(
     block: CellBlock, n_genes: int, columns: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """List all measured genes of each cell, in the order of the vocabulary.
+    """List all measured genes of each cell in vocabulary order.
 
     Parameters
     ----------
     block
-        The cells. All genes are treated as measured, unless the block lists the measured genes.
+        The cells. All genes are treated as measured unless the block specifies the measured genes.
     n_genes
-        Number of genes of the vocabulary.
+        Number of vocabulary genes.
     columns
         Properties of the entries of `block`, arrays of shape (Z,).
 
     Returns
     -------
-    Row boundaries, int64, shape (B + 1,); gene of each entry, int32, shape (B * M,); the columns, with zeros for genes
-    without counts in a cell.
+    Row boundaries, int64, shape (B + 1,); the gene of each entry, int32, shape (B * M,); and the columns, with zeros
+    for genes without counts in a cell.
     """
     measured = np.arange(n_genes) if block.measured is None else np.flatnonzero(block.measured)
     indptr, genes, entries = _with_zeros(block.indptr, block.genes, measured.astype(np.int32))

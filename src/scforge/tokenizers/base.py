@@ -1,4 +1,4 @@
-"""The base class of tokenizers, their batches of tokens, and the registry."""
+"""The base class of tokenizers, token batches, and the registry."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from scforge.tokenizers._expression import keep
 
 
 class TokenBatch(TypedDict):
-    """A batch of tokenized cells: the keyword arguments of a model's ``forward`` and ``encode``.
+    """A batch of tokenized cells, i.e. the keyword arguments of a model's ``forward`` and ``encode``.
 
     ``input_ids``
-        Token ids, int64, shape (B, S); PAD (0) after the last token of a cell.
+        Token ids, int64, shape (B, S), followed by PAD (0) after the last token of a cell.
     ``attention_mask``
         True for tokens, False for padding, bool, shape (B, S).
     ``values``
         Expression value of each token, float32, shape (B, S); 0 at CLS, EOS, padding and masked positions.
     ``bin_ids``
-        Expression bin of each token, int64, shape (B, S); 0 for genes without counts, and if `values` is 0. Only from
-        tokenizers that bin expression.
+        Expression bin of each token, int64, shape (B, S); 0 for genes without counts, and if `values` is 0. Only
+        present if the tokenizer bins expression.
     ``attention_bias``
-        Value to add to the attention scores of each token as a key, float32, shape (B, S); 0 adds nothing. Only from
-        tokenizers with this option.
+        Value added to the attention scores of each token as a key, float32, shape (B, S). Only present if the tokenizer
+        has this option.
     ``labels``
-        Token ids to predict, int64, shape (B, S); -100 at positions without a target. Only from masking.
+        Token ids to predict, int64, shape (B, S); -100 at positions without a target. Only present after masking.
     ``bin_labels``
-        Bins to predict, int64, shape (B, S); -100 at positions without a target. Only from masking, if there are
-        `bin_ids`.
+        Bins to predict, int64, shape (B, S); -100 at positions without a target. Only present after masking, if there
+        are `bin_ids`.
     ``value_labels``
-        Original values of masked tokens, float32, shape (B, S); 0 elsewhere. Only from masking.
+        Original values of masked tokens, float32, shape (B, S); 0 elsewhere. Only present after masking.
     ``masked_positions``
-        True for tokens chosen for prediction, bool, shape (B, S). Only from masking.
+        True for tokens chosen for prediction, bool, shape (B, S). Only present after masking.
 
     Examples
     --------
@@ -74,12 +74,12 @@ class TokenBatch(TypedDict):
 
 
 class RaggedTokens(NamedTuple):
-    """Tokens of several cells one after the other, without padding.
+    """Concatenated tokens of several cells, without padding.
 
     Parameters
     ----------
     indptr
-        Start of each cell and end of the last cell, int64, shape (B + 1,).
+        Start of each cell, and end of the last cell, int64, shape (B + 1,).
     ids
         Token ids, int32, shape (Z,).
     values
@@ -103,7 +103,7 @@ class RaggedTokens(NamedTuple):
 
 
 def frame(tokens: RaggedTokens, first: int, last: int) -> RaggedTokens:
-    """Add the tokens `first` before and `last` after each cell; -1 adds none."""
+    """Add the token `first` before and `last` after each cell; -1 adds no token."""
     wanted = np.array([first >= 0, last >= 0])
     if not wanted.any():
         return tokens
@@ -114,7 +114,7 @@ def frame(tokens: RaggedTokens, first: int, last: int) -> RaggedTokens:
 def insert(
     tokens: RaggedTokens, places: np.ndarray, ids: Sequence[int] | np.ndarray, values: np.ndarray | float = 0.0
 ) -> RaggedTokens:
-    """Insert the tokens `ids` into each cell, before the entries at ascending `places`; their extras are 0."""
+    """Insert the tokens `ids` into each cell, before the entries at ascending `places`, with extras set to 0."""
     n_cells = len(tokens.indptr) - 1
     return RaggedTokens(
         tokens.indptr + len(ids) * np.arange(n_cells + 1),
@@ -136,9 +136,9 @@ def concatenate(parts: Sequence[RaggedTokens]) -> RaggedTokens:
 
 
 def pad(tokens: RaggedTokens, first: int = -1, last: int = -1) -> TokenBatch:
-    """Pad ragged tokens to the longest cell (at least one position), with `first` and `last` around each as in `frame`.
+    """Pad ragged tokens to the longest cell (at least one position), with `first` and `last` added as in `frame`.
 
-    Integers become int64 and numbers float32.
+    Integers become int64, and floating-point numbers become float32.
     """
     before, around = int(first >= 0), int(first >= 0) + int(last >= 0)
     longest = max(1, int(np.diff(tokens.indptr).max(initial=0)) + around)
@@ -184,7 +184,7 @@ def _pad(indptr, array, before, out):
 
 
 def checked_counts(cells: Any) -> sparse.csr_matrix:
-    """Return counts as a CSR matrix of shape (B, number of columns). Raises unless they are raw counts."""
+    """Return counts as a CSR matrix, shape (B, number of columns). Raises an error if they are not raw counts."""
     is_matrix = sparse.issparse(cells) or isinstance(cells, np.ndarray)
     if not is_matrix or cells.ndim != 2 or cells.dtype.kind not in "biuf":
         raise OptionError(
@@ -205,7 +205,7 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
 
 
 def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
-    """Return library sizes, float64, shape (B,). Raises unless each cell has a finite library size."""
+    """Return library sizes, float64, shape (B,). Raises a DataError if one is missing, negative or not finite."""
     array = np.asarray(totals, dtype=np.float64)
     if array.shape != (n_cells,):
         raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; pass one number per cell.")
@@ -215,7 +215,7 @@ def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
 
 
 def checked_map(gene_ids: Any, vocab: GeneVocab, n_columns: int) -> GeneMap:
-    """Return the map of columns to genes. Raises unless `gene_ids` fit the vocabulary and the columns."""
+    """Return the map from columns to genes. Raises an error if it does not match the vocabulary or the columns."""
     gene_map = gene_ids if isinstance(gene_ids, GeneMap) else GeneMap.of(gene_ids, vocab)
     highest = gene_map.columns.max(initial=-1)
     if gene_map.n_genes != vocab.n_genes or highest >= vocab.n_genes:
@@ -233,7 +233,7 @@ def checked_map(gene_ids: Any, vocab: GeneVocab, n_columns: int) -> GeneMap:
 
 
 def no_known_gene(argument: str, names: Sequence[str] | None, vocab: GeneVocab) -> GeneMismatchError:
-    """Return the error that no name, or no column of a map (None), is a gene of the vocabulary, with the fix."""
+    """Return the error, with advice, for names (or, if None, a map) without any vocabulary gene."""
     start = f"{argument} has none of the {vocab.n_genes} genes of the vocabulary"
     if names is None:
         return GeneMismatchError(f"{start}; create it with GeneMap.of(names, tokenizer.vocab).")
@@ -246,7 +246,7 @@ def no_known_gene(argument: str, names: Sequence[str] | None, vocab: GeneVocab) 
 
 
 def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return a dtype that can be summed and used in a sparse matrix."""
+    """Return a dtype that supports sums and sparse matrices."""
     if dtype.kind == "b":
         return np.dtype(np.uint8)
     if dtype.kind == "f":
@@ -255,7 +255,7 @@ def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 class Tokenizer(ABC):
-    """Turns counts into tokens, vectorized over a block of cells.
+    """Base class of tokenizers, which convert counts to tokens, vectorized over a block of cells.
 
     A subclass implements :meth:`_tokenize` and is registered with :func:`~scforge.tokenizers.register_tokenizer`.
     Its options are keyword-only arguments of the constructor, and are stored as attributes with the same names.
@@ -265,12 +265,12 @@ class Tokenizer(ABC):
     vocab
         The genes, with their statistics.
     max_len
-        Maximum number of tokens per cell, including special tokens; the most expressed genes are kept (by the order of
-        the tokenizer). If None, uses the default of the tokenizer.
+        Maximum number of tokens per cell, including special tokens. The most expressed genes, as ordered by the
+        tokenizer, are kept. If None, uses the default of the tokenizer.
     append_cls
-        Put a CLS token before the genes of each cell.
+        Whether to add a CLS token before the genes of each cell.
     append_eos
-        Put an EOS token after the genes of each cell.
+        Whether to add an EOS token after the genes of each cell.
 
     Raises
     ------
@@ -297,19 +297,19 @@ class Tokenizer(ABC):
     """Whether the order of the tokens reveals the genes, so that the neighbors of a masked token
     would narrow it down."""
     ranks: bool = False
-    """Whether the order of the tokens is a ranking of the genes of the cell."""
+    """Whether the tokens are ordered by a ranking of the genes of the cell."""
     samples: bool = False
-    """Whether truncation draws genes at random, rather than keeping the most expressed."""
+    """Whether truncation samples genes at random, instead of keeping the most expressed genes."""
     lists_all_genes: bool = False
-    """Whether all measured genes are tokens, so that a masked gene is known to be one of those that are missing."""
+    """Whether all measured genes are tokens, so that a masked gene must be one of the missing genes."""
     gives_counts: bool = False
-    """Whether the values of genes are their counts, whole numbers."""
+    """Whether the values of genes are their counts, i.e. integers."""
     gives_expression: bool = False
-    """Whether the values of genes are log1p CP10K, and nothing else about a token depends on them."""
+    """Whether the values of genes are log1p CP10K, and no other token property depends on them."""
     needs_medians: bool = False
-    """Whether the strategy uses the medians of the vocabulary."""
+    """Whether the tokenizer uses the medians of the vocabulary."""
     needs_entropies: bool = False
-    """Whether the strategy uses the entropies of the vocabulary."""
+    """Whether the tokenizer uses the entropies of the vocabulary."""
 
     def __init__(
         self, vocab: GeneVocab, *, max_len: int | None = None, append_cls: bool = True, append_eos: bool = False
@@ -326,7 +326,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
-        """Return the gene tokens of each cell, in order, at most `most_genes` per cell, without CLS and EOS."""
+        """Return the ordered gene tokens of each cell, at most `most_genes` per cell, without CLS and EOS."""
 
     @classmethod
     def special_tokens(cls, options: dict[str, Any]) -> tuple[str, ...]:
@@ -335,7 +335,7 @@ class Tokenizer(ABC):
         Parameters
         ----------
         options
-            Options of the constructor; other options have their defaults.
+            Options of the constructor. Missing options have their default values.
 
         Returns
         -------
@@ -352,7 +352,7 @@ class Tokenizer(ABC):
             )
 
     def truncate(self, block: CellBlock) -> tuple[np.ndarray, np.ndarray | slice]:
-        """Choose the entries of each cell that fit into `max_len`: those with the highest counts.
+        """Choose the entries of each cell that fit into `max_len`, i.e. the highest counts.
 
         Parameters
         ----------
@@ -361,7 +361,7 @@ class Tokenizer(ABC):
 
         Returns
         -------
-        Row boundaries, int64, shape (B + 1,), and positions of the kept entries, in their order.
+        Row boundaries, int64, shape (B + 1,), and ordered positions of the kept entries.
         """
         return keep(block.indptr, block.counts, block, self.most_genes)
 
@@ -377,7 +377,7 @@ class Tokenizer(ABC):
 
     @classmethod
     def option_names(cls) -> list[str]:
-        """Names of the options of the constructor."""
+        """Return the names of the constructor options."""
         names: dict[str, None] = {}
         for base in cls.__mro__:
             if "__init__" in vars(base) and base is not object:
@@ -388,13 +388,13 @@ class Tokenizer(ABC):
         return list(names)
 
     def config(self) -> dict[str, Any]:
-        """Options that recreate this tokenizer, JSON-safe; the vocabulary is stored separately."""
+        """Return JSON-safe options that recreate this tokenizer; the vocabulary is stored separately."""
         return {name: getattr(self, name) for name in self.option_names()}
 
     def gene_vectors(self) -> np.ndarray | None:
         """Return pretrained vectors to initialize the gene embedding of a model, or None.
 
-        Float32, shape (V, D), with rows of NaN for tokens without a vector, including special tokens.
+        The vectors are float32, shape (V, D), with NaN rows for tokens without a vector, including special tokens.
         """
         return None
 
@@ -408,7 +408,7 @@ class Tokenizer(ABC):
 
         Returns
         -------
-        The tokens of all cells, one after the other.
+        The concatenated tokens of all cells.
         """
         return frame(self._tokenize(block), *self._frame)
 
@@ -418,7 +418,7 @@ class Tokenizer(ABC):
         Parameters
         ----------
         n_expressed
-            Number of expressed vocabulary genes of each cell, any integers, shape (B,).
+            Number of expressed vocabulary genes of each cell, any integer type, shape (B,).
 
         Returns
         -------
@@ -439,15 +439,15 @@ class Tokenizer(ABC):
         *,
         totals: np.ndarray | None = None,
     ) -> TokenBatch:
-        """Tokenize cells, padded to the longest.
+        """Tokenize cells, and pad them to the longest cell.
 
         Parameters
         ----------
         cells
             A block, or raw counts as a sparse matrix or an array of shape (B, number of columns).
         gene_ids
-            Name of the gene of each column of `cells`. Names outside the vocabulary are left out; columns of the same
-            gene are summed. If None, the columns are the genes of the vocabulary.
+            Gene name of each column of `cells`. Names outside the vocabulary are left out, and columns of the same gene
+            are summed. If None, the columns must be the vocabulary genes.
         totals
             Library size of each cell, shape (B,). If None, uses the row sums of `cells`.
 
@@ -460,9 +460,9 @@ class Tokenizer(ABC):
         OptionError
             If `cells` is not a matrix, or `gene_ids` is not a list of names.
         DataError
-            If `cells` does not contain raw counts, or `gene_ids` or `totals` do not fit.
+            If `cells` does not contain raw counts, or `gene_ids` or `totals` do not match the cells.
         GeneMismatchError
-            If no column is a gene of the vocabulary.
+            If no column is a vocabulary gene.
 
         Examples
         --------
@@ -493,7 +493,7 @@ class Tokenizer(ABC):
         return pad(self._tokenize_mapped(counts, gene_map, totals), *self._frame)
 
     def _batch(self, block: CellBlock) -> TokenBatch:
-        """Tokenize a block and pad it; a tokenizer may do both at once."""
+        """Tokenize and pad a block; a subclass may do both in one step."""
         return pad(self._tokenize(block), *self._frame)
 
     def _tokenize_mapped(self, counts: sparse.csr_matrix, gene_map: GeneMap, totals: np.ndarray) -> RaggedTokens:
@@ -501,7 +501,7 @@ class Tokenizer(ABC):
 
     @property
     def _frame(self) -> tuple[int, int]:
-        """Ids of the tokens before and after the genes; -1 for none."""
+        """Ids of the tokens before and after the genes; -1 for no token."""
         return (
             self.vocab.special_tokens.index(CLS_TOKEN) if self.append_cls else -1,
             self.vocab.special_tokens.index(EOS_TOKEN) if self.append_eos else -1,
@@ -545,12 +545,12 @@ def get_tokenizer(name: str, vocab: GeneVocab, **options: Any) -> Tokenizer:
 
     Returns
     -------
-    The tokenizer; call it with counts.
+    The tokenizer, which is called with counts.
 
     Raises
     ------
     OptionError
-        If the name, or an option, is unknown.
+        If the name or an option is unknown.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""The tokenizer of scGPT: genes with expression in quantile bins of each cell."""
+"""The scGPT tokenizer: genes with their expression in quantile bins of each cell."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from scforge.tokenizers.base import RaggedTokens, Tokenizer, register_tokenizer
 SIDES = ("both", "one", "tahoe")
 
 _TABLE = 1024
-"""Whole counts below this are binned by a table of how often each occurs in the cell, which needs no sorting."""
+"""Integer counts below this limit are binned with a frequency table of the cell, which avoids sorting."""
 
 
 def check_binning(n_bins: int, side: str) -> None:
-    """Raise unless there are at least three bins, and `side` is known."""
+    """Raise an OptionError if there are fewer than three bins, or `side` is unknown."""
     check_count("n_bins", n_bins, "bins", least=3)
     check_choice("side", side, SIDES)
 
@@ -31,29 +31,29 @@ def check_binning(n_bins: int, side: str) -> None:
 def quantile_bins(
     counts: sparse.csr_matrix, *, n_bins: int = 51, side: str = "both", random_state: int = 0
 ) -> sparse.csr_matrix:
-    """Bin the nonzero entries of each cell by the quantiles of the cell, like scGPT's preprocessing.
+    """Bin the nonzero entries of each cell by the quantiles of the cell, as in scGPT's preprocessing.
 
     Parameters
     ----------
     counts
-        Counts, or any increasing function of them, shape (B, n_vars); not negative.
+        Nonnegative counts, or any increasing function of them, shape (B, n_vars).
     n_bins
         Number of bins, including the bin for zeros.
     side
-        ``"both"``: entries that span several bins are spread over them at random; ``"one"``: they get the highest of
-        these bins; ``"tahoe"``: the lowest, as in Tahoe-x1.
+        Treatment of values that span several bins. ``"both"`` spreads them over these bins at random, ``"one"`` assigns
+        the highest of these bins, and ``"tahoe"`` assigns the lowest, as in Tahoe-x1.
     random_state
-        Random seed for ``"both"``. The bins are the same as those of scGPT's code after
-        ``np.random.seed(random_state)``: one number for each nonzero entry, cell after cell.
+        Random seed for ``"both"``. The bins are the same as in scGPT's code after ``np.random.seed(random_state)``,
+        with one random number for each nonzero entry, cell by cell.
 
     Returns
     -------
-    Bins from 1 to ``n_bins - 1``, int64, with the entries of `counts`, whose indices are sorted and duplicates summed.
+    Bins from 1 to ``n_bins - 1`` for the entries of `counts`, int64, with sorted indices and summed duplicates.
 
     Raises
     ------
     DataError
-        If `counts` contains a value that is negative or not a number.
+        If `counts` contains a negative value or NaN.
 
     Examples
     --------
@@ -89,7 +89,7 @@ def bin_entries(
     Parameters
     ----------
     indptr, counts
-        Row boundaries and positive entries.
+        Row boundaries, and positive entries.
     n_bins, side
         See :func:`quantile_bins`.
     draws
@@ -151,7 +151,7 @@ def _bin(indptr, counts, shares, side, draws, keys, bins):
 
 @numba.njit(cache=True, nogil=True)
 def _between(low, high, share):
-    """Interpolate as NumPy's quantile does, bit for bit: the difference has the precision of the data."""
+    """Interpolate bit for bit like NumPy's quantile; the difference has the precision of the data."""
     return high - (high - low) * (1.0 - share) if share >= 0.5 else low + (high - low) * share
 
 
@@ -166,7 +166,7 @@ def _edges_of_sorted(ranked, shares, edges):
 
 @numba.njit(cache=True, nogil=True)
 def _edges_of_table(table, highest, n, shares, edges):
-    """Like :func:`_edges_of_sorted`, from the number of entries with the count ``c`` in ``table[c + 1]``."""
+    """Compute edges as in :func:`_edges_of_sorted`, but from the frequency of each count ``c`` in ``table[c + 1]``."""
     last = n - 1
     count = 0
     upto = table[1]  # entries with at most `count`
@@ -204,9 +204,9 @@ _STREAM = 0x62696E73  # "bins": its random numbers are others than those of mask
 class BinnedExpressionTokenizer(Tokenizer):
     """Represent a cell by its genes in vocabulary order, each with the bin of its expression.
 
-    By default the bins are quantiles of the nonzero counts of each cell, so they do not depend on library size. Bin 0
-    is for genes without counts. ``bin_ids`` contain the bins as integers, ``values`` as floats. With `edges`, the bins
-    are the same in all cells.
+    By default, bins are quantiles of the nonzero counts of each cell, so they do not depend on library size. Bin 0 is
+    for genes without counts. ``bin_ids`` contains the bins as integers, and ``values`` contains them as floats. With
+    `edges`, bins are the same in all cells.
 
     Parameters
     ----------
@@ -215,29 +215,29 @@ class BinnedExpressionTokenizer(Tokenizer):
     max_len
         Maximum number of tokens per cell, including special tokens. If None, uses 2,048.
     append_cls, append_eos
-        Put a CLS token before the genes, and an EOS token after them.
+        Whether to add a CLS token before the genes, and an EOS token after them.
     n_bins
         Number of bins, including bin 0. If None, uses 51, or the number that `edges` define.
     side
         Treatment of counts that span several quantiles: ``"both"`` spreads them over these bins at random (scGPT's
-        default), ``"one"`` uses the highest of these bins, ``"tahoe"`` the lowest (Tahoe-x1); see
+        default), ``"one"`` uses the highest of these bins, and ``"tahoe"`` uses the lowest (Tahoe-x1). See
         :func:`scforge.tokenizers.binned_expression.quantile_bins`.
     edges
-        Ascending log1p CP10K values that separate the bins in all cells. A gene gets bin 1 plus the number of edges
-        that its value reaches.
+        Ascending log1p CP10K values that separate the bins in all cells. The bin of a gene is 1 plus the number of
+        edges that its value reaches.
     include_zero_genes
-        Also include measured genes without counts. Do not use this to predict the identity of masked genes, because the
-        masked genes would then be the missing ones.
+        Whether to include measured genes without counts. Do not use this to predict the identity of masked genes,
+        because the masked genes would then be exactly the missing genes.
     truncation
-        Genes to keep if a cell has too many: ``"random"``, resampled in each epoch, as in scGPT, or ``"highest"``, the
-        most expressed genes, and then a sample of genes without counts, up to the limit.
+        Genes to keep if a cell has too many. ``"random"`` resamples genes in each epoch, as in scGPT. ``"highest"``
+        keeps the most expressed genes, and then a sample of genes without counts, up to the limit.
     seed
         Random seed. Random choices for a cell depend only on the seed, the epoch and the cell.
 
     Raises
     ------
     OptionError
-        If an option cannot be used.
+        If an option is invalid.
 
     Examples
     --------
@@ -297,7 +297,7 @@ class BinnedExpressionTokenizer(Tokenizer):
         return RaggedTokens(indptr, genes[kept] + self.vocab.n_special, chosen.astype(np.float32), {"bin_ids": chosen})
 
     def _bins(self, block: CellBlock) -> np.ndarray:
-        """Return the bin of each entry of the block, int32."""
+        """Return the bin of each entry in the block, int32."""
         if self.edges is not None:
             reached = np.searchsorted(np.array(self.edges, dtype=np.float32), log1p_cp10k(block), side="right")
             return (reached + 1).astype(np.int32)

@@ -1,4 +1,4 @@
-"""The tokenizer of continuous values: genes with their normalized expression."""
+"""The tokenizer for continuous values: genes with their normalized expression."""
 
 from __future__ import annotations
 
@@ -25,52 +25,52 @@ _STREAM = 0x6F726472  # "ordr": its random numbers are others than those of mask
 
 @register_tokenizer("continuous_projection")
 class ContinuousProjectionTokenizer(Tokenizer):
-    """Represent a cell by its expressed genes, each with its value, log1p CP10K by default.
+    """Represent a cell by its expressed genes and their values, which are log1p CP10K by default.
 
-    A model projects the value (a transformer adds it to the gene embedding; ``gene_pooling`` weights the embedding by
-    it). :meth:`scfoundation` and :meth:`transcriptformer` create tokens like these two packages.
+    A model projects the value: a transformer adds it to the gene embedding, and ``gene_pooling`` weights the embedding
+    by it. :meth:`scfoundation` and :meth:`transcriptformer` create the same tokens as these two packages.
 
     Parameters
     ----------
     vocab
         The genes.
     max_len
-        Maximum number of tokens per cell, including special tokens; the genes with the highest counts are kept. If
+        Maximum number of tokens per cell, including special tokens. The genes with the highest counts are kept. If
         None, keeps all genes.
     append_cls, append_eos
-        Put a CLS token before the genes, and an EOS token after them.
+        Whether to add a CLS token before the genes, and an EOS token after them.
     transform
         Values of genes: ``"log1p_cp10k"``; ``"cp10k"``, without the logarithm; ``"log1p_counts"``, without library-size
-        normalization; ``"counts"``, without either.
+        normalization; or ``"counts"``, without both.
     target_sum
-        Total counts per cell after scaling, instead of the 10,000 of CP10K.
+        Total counts per cell after scaling, instead of 10,000 as in CP10K.
     clip
-        Maximum value; None means no limit.
+        Maximum value. If None, values are not clipped.
     order
         Order of the genes: ``"vocabulary"``, ``"expression"`` (from high to low) or ``"random"`` (resampled in each
         epoch).
     library_size
-        Counts that CP10K divides by: ``"data"``, those of all genes of the data, including genes outside the
-        vocabulary, or ``"vocabulary"``, those of the vocabulary.
+        Library size for CP10K: ``"data"``, the counts of all genes of the data, including genes outside the vocabulary,
+        or ``"vocabulary"``, the counts of vocabulary genes.
     include_zero_genes
-        Also include measured genes without counts, with the value 0. Do not use this to predict the identity of masked
-        genes, because the masked genes would then be the missing ones.
+        Whether to include measured genes without counts, with the value 0. Do not use this to predict the identity of
+        masked genes, because the masked genes would then be exactly the missing genes.
     unmeasured_as_zero
-        With `include_zero_genes`, also include genes of the vocabulary that are not in the data.
+        Whether `include_zero_genes` also applies to vocabulary genes that are not in the data.
     target_depth
-        Add two tokens after the genes, for the target depth and the depth of the cell, with the values T and S of
-        scFoundation. S is log10 of the library size. T is 4 with ``"t4"``, S of twice the library size with ``"f2"``,
+        If given, adds two tokens after the genes, for the target depth and the depth of the cell, with scFoundation's
+        values T and S. S is log10 of the library size. T is 4 with ``"t4"``, S of twice the library size with ``"f2"``,
         and S + 1 with ``"a1"``.
     attention_bias
-        Also return ``attention_bias``, the log of the count (or of `clip`) of each gene, which TranscriptFormer adds to
-        the attention scores of that gene.
+        Whether to return ``attention_bias``, the log of the count (or of `clip`) of each gene, which TranscriptFormer
+        adds to the attention scores of this gene.
     seed
         Random seed.
 
     Raises
     ------
     OptionError
-        If an option cannot be used.
+        If an option is invalid.
 
     Examples
     --------
@@ -135,9 +135,9 @@ class ContinuousProjectionTokenizer(Tokenizer):
     ) -> Self:
         """Tokenize cells as in scFoundation (Hao et al. 2024).
 
-        The vocabulary is the gene panel of scFoundation, and values are log1p CP10K of the counts in the panel. Tokens
-        are the expressed genes for the encoder (with `include_zero_genes`, all genes of the panel, for the decoder),
-        then T and S. The two depth tokens are added to `vocab`.
+        The vocabulary is scFoundation's gene panel, and values are log1p CP10K of the counts in the panel. Tokens are
+        the expressed genes for the encoder (with `include_zero_genes`, all genes in the panel, for the decoder),
+        followed by T and S. The two depth tokens are added to `vocab`.
 
         Parameters
         ----------
@@ -148,7 +148,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
 
         Returns
         -------
-        The tokenizer; its ``vocab`` includes the depth tokens.
+        The tokenizer, whose ``vocab`` includes the depth tokens.
         """
         return cls(
             vocab.with_special_tokens(*DEPTH_TOKENS),
@@ -164,7 +164,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
     def transcriptformer(
         cls, vocab: GeneVocab, *, max_len: int = 2048, order: str = "random", seed: int = 0, **options: Any
     ) -> Self:
-        """Tokenize cells like TranscriptFormer (Pearce et al. 2025), with counts clipped at 30, also as attention bias.
+        """Tokenize cells as in TranscriptFormer (Pearce et al. 2025), with counts clipped at 30, and attention bias.
 
         Parameters
         ----------

@@ -1,6 +1,6 @@
-"""The tokenizer of ScDiVa: genes ranked by expression times a weight for how well they distinguish cells.
+"""The ScDiVa tokenizer: genes ranked by expression times a weight for how well they distinguish cells.
 
-Shapes: B cells, Z entries of all cells together, G genes of the vocabulary.
+Shapes: B cells, Z entries of all cells, G vocabulary genes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scforge.tokenizers._expression import log1p_cp10k, ranked
 from scforge.tokenizers.base import RaggedTokens, Tokenizer, register_tokenizer
 
 _MIN_ENTROPY = 0.01
-"""Entropies below it count as this one where they are divided by: a gene of a single cell has none."""
+"""Minimum entropy in divisions, because the entropy of a gene in a single cell is 0."""
 
 
 def serialization_weights(vocab: GeneVocab, weighting: str = "complement") -> np.ndarray:
@@ -30,12 +30,12 @@ def serialization_weights(vocab: GeneVocab, weighting: str = "complement") -> np
 
     Returns
     -------
-    Float32, shape (G,), at least 0.
+    Nonnegative weights, float32, shape (G,).
 
     Raises
     ------
     OptionError
-        If the vocabulary has no entropies, or `weighting` is unknown.
+        If the vocabulary contains no entropies, or `weighting` is unknown.
 
     Examples
     --------
@@ -58,11 +58,11 @@ class EntropyRankedTokenizer(Tokenizer):
     """Rank the expressed genes of a cell by log1p CP10K times a weight, which is low for housekeeping genes.
 
     The weight is computed from the normalized Shannon entropy of the gene over cells (see
-    ``scforge.data.statistics.measure_entropies``), so genes that distinguish cells come first, as in ScDiVa
-    (arXiv:2602.03477); the formula is our own. ``values`` are log1p CP10K. Value, weight and their product are float32,
-    and ties are in the order of the vocabulary, so a model computes the same order from a dense cell.
+    ``scforge.data.statistics.measure_entropies``), so that genes that distinguish cells come first, as in ScDiVa
+    (arXiv:2602.03477); the formula is specific to scforge. ``values`` are log1p CP10K. Value, weight and their product
+    are float32, and ties are in vocabulary order, so a model can compute the same order from a dense cell.
 
-    The positions of two genes contain information on their weights, so masking moves masked tokens to the end (see
+    The positions of two genes contain information about their weights, so masking moves masked tokens to the end (see
     :class:`~scforge.tokenizers.Masking`).
 
     Parameters
@@ -70,17 +70,17 @@ class EntropyRankedTokenizer(Tokenizer):
     vocab
         The genes, with their `entropies`.
     max_len
-        Maximum number of tokens per cell, including special tokens; the top of the ranking is kept. If None, keeps all
+        Maximum number of tokens per cell, including special tokens. The top of the ranking is kept. If None, keeps all
         expressed genes.
     append_cls, append_eos
-        Put a CLS token before the genes, and an EOS token after them.
+        Whether to add a CLS token before the genes, and an EOS token after them.
     weighting
         See :func:`~scforge.tokenizers.entropy_ranked.serialization_weights`.
 
     Raises
     ------
     OptionError
-        If the vocabulary has no entropies, or an option cannot be used.
+        If the vocabulary contains no entropies, or an option is invalid.
 
     Examples
     --------

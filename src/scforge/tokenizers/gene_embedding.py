@@ -28,7 +28,7 @@ type GeneTable = str | os.PathLike[str] | pd.DataFrame | Mapping[str, Any]
 """A file, a data frame indexed by gene name, or a dictionary from gene name to vector."""
 
 _FEW = 0.5
-"""Share of the vocabulary below which a warning is given."""
+"""Fraction of the vocabulary below which a warning is issued."""
 
 
 def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
@@ -41,7 +41,7 @@ def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
     MissingFileError
         If the file does not exist.
     DataError
-        If the content is not a table of finite numbers with a name for each row.
+        If the content is not a table of finite numbers with one name per row.
     """
     where = "table" if isinstance(table, pd.DataFrame | Mapping) else f"table={str(table)!r}"
     if isinstance(table, str | os.PathLike):
@@ -75,7 +75,7 @@ _SUFFIXES = (".npz", ".parquet", ".safetensors")
 
 
 def _read(table: Any) -> tuple[list[str], np.ndarray]:
-    """Return names and vectors; raises ValueError and the errors of the readers."""
+    """Return names and vectors. Raises a ValueError or an error of a reader if the table cannot be read."""
     if isinstance(table, pd.DataFrame):
         return _of_frame(table)
     if isinstance(table, Mapping):
@@ -96,7 +96,7 @@ def _read(table: Any) -> tuple[list[str], np.ndarray]:
 
 
 def _of_frame(frame: pd.DataFrame) -> tuple[list[str], np.ndarray]:
-    """Return names (the index or the only text column) and vectors (numeric columns or one column of vectors)."""
+    """Return names (index or only text column) and vectors (numeric columns or one column of vectors)."""
     is_number = np.array([dtype.kind in "biuf" for dtype in frame.dtypes], dtype=bool)
     numbers, others = frame.loc[:, is_number], frame.loc[:, ~is_number]
     nested = [name for name in others if len(frame) and isinstance(frame[name].iloc[0], list | tuple | np.ndarray)]
@@ -121,23 +121,23 @@ def _stack(rows: Iterable[Any]) -> np.ndarray:
 
 
 def match_vectors(names: Sequence[str], vectors: np.ndarray, vocab: GeneVocab) -> np.ndarray:
-    """Return the vector of each token, float32, shape (V, D), with rows of NaN for tokens without one.
+    """Return the vector of each token, float32, shape (V, D), with NaN rows for tokens without a vector.
 
     Parameters
     ----------
     names
-        Name of the gene of each row: Ensembl ids, with or without version, or symbols.
+        Gene name of each row: Ensembl ids, with or without version, or symbols.
     vectors
-        Shape (N, D).
+        Vector of each row, shape (N, D).
     vocab
         The genes.
 
     Raises
     ------
     GeneMismatchError
-        If no name is a gene of the vocabulary.
+        If no name is a vocabulary gene.
     DataError
-        If rows of one gene differ.
+        If several rows of the same gene differ.
     """
     genes = vocab.gene_indices(names)
     found = np.flatnonzero(genes >= 0)
@@ -165,10 +165,10 @@ def match_vectors(names: Sequence[str], vectors: np.ndarray, vocab: GeneVocab) -
 class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
     """Tokenize the expressed genes of a cell, with a pretrained vector for each gene.
 
-    Tokens and options are those of :class:`~scforge.tokenizers.ContinuousProjectionTokenizer`. The vectors (e.g. ESM-2
-    embeddings of protein sequences, or embeddings of GO terms or texts) become the gene embedding of the model, through
-    a learned projection; see :class:`scforge.models.components.GeneVectorEmbedding`. A saved model contains them in its
-    weights and does not need the table again.
+    Tokens and options are the same as in :class:`~scforge.tokenizers.ContinuousProjectionTokenizer`. The vectors (e.g.
+    ESM-2 embeddings of protein sequences, or embeddings of GO terms or text) become the gene embedding of the model
+    through a learned projection, see :class:`scforge.models.components.GeneVectorEmbedding`. A saved model contains the
+    vectors in its weights and does not need the table again.
 
     Parameters
     ----------
@@ -177,17 +177,17 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
     table
         The vectors: a data frame indexed by gene name, a dict from gene name to vector, or a file. ``.npz``: arrays
         ``genes`` (text) and ``vectors`` (N, D). ``.parquet``: one row per gene, with an index or a column of names, and
-        numbers in the other columns or vectors in one column. ``.safetensors``: a matrix with the names as JSON list
+        numbers in the other columns or vectors in one column. ``.safetensors``: a matrix with the names as a JSON list
         under ``genes`` in the metadata, or one vector per gene. Names are Ensembl ids (versions are ignored) or symbols
-        of the vocabulary. None tokenizes without vectors, as a saved model does.
+        of the vocabulary. If None, tokenizes without vectors, as in a saved model.
     missing
         Treatment of vocabulary genes without a vector. With ``"learned"``, the model learns a separate vector for each
-        gene. With ``"drop"``, they do not become tokens, but their counts stay in the library size.
+        of these genes. With ``"drop"``, they do not become tokens, but their counts stay in the library size.
     freeze
-        Whether the vectors are frozen in training. Their projection is always learned.
+        Whether the vectors are frozen during training. Their projection is always learned.
     dropped
-        Names of the genes that do not become tokens; with ``missing="drop"`` derived from `table`, and stored instead
-        of it.
+        Names of the genes that do not become tokens. With ``missing="drop"``, they are derived from `table` and stored
+        instead of it.
     **options
         Options of :class:`~scforge.tokenizers.ContinuousProjectionTokenizer`, e.g. ``max_len``, ``append_cls``,
         ``order``, ``attention_bias``.
@@ -195,13 +195,13 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
     Raises
     ------
     OptionError
-        If an option cannot be used.
+        If an option is invalid.
     MissingFileError
         If the file does not exist.
     DataError
-        If the table cannot be read, or rows of one gene differ.
+        If the table cannot be read, or several rows of the same gene differ.
     GeneMismatchError
-        If the table has no gene of the vocabulary.
+        If the table contains no vocabulary gene.
 
     Examples
     --------
@@ -271,7 +271,7 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         )
 
     def gene_vectors(self) -> np.ndarray:
-        """Return the vector of each token, float32, shape (V, D); rows of NaN for tokens without one.
+        """Return the vector of each token, float32, shape (V, D), with NaN rows for tokens without a vector.
 
         Raises
         ------
@@ -286,7 +286,7 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         return self._vectors
 
     def lengths(self, n_expressed: np.ndarray) -> np.ndarray:
-        """Return the number of tokens of cells with `n_expressed` expressed genes, at most if genes are dropped."""
+        """Return the number of tokens of cells with `n_expressed` genes, or its maximum if genes are dropped."""
         lengths = super().lengths(n_expressed)
         return lengths if self._kept is None else np.minimum(lengths, int(self._kept.sum()) + self._n_around)
 
@@ -311,7 +311,7 @@ def _kept(vocab: GeneVocab, dropped: Sequence[str]) -> np.ndarray:
 
 
 def _restrict(block: CellBlock, kept: np.ndarray) -> CellBlock:
-    """Return the block without the genes that are not `kept`; library sizes stay."""
+    """Return the block restricted to the genes that are `kept`, with the original library sizes."""
     chosen = kept[block.genes]
     before = np.concatenate([[0], np.cumsum(chosen, dtype=np.int64)])
     return replace(

@@ -1,4 +1,4 @@
-"""Published dictionaries of Geneformer's tokenizers, and their treatment of duplicate genes.
+"""Published dictionaries of the Geneformer tokenizers, and their treatment of duplicate genes.
 
 Theodoris et al. 2023, https://doi.org/10.1038/s41586-023-06139-9
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 MODEL_INPUT = {"V1": 2048, "V2": 4096}
-"""Maximum number of tokens per cell, special tokens included."""
+"""Maximum number of tokens per cell, including special tokens."""
 
 _BOTH = "the two dictionaries (gene to token, gene to median) as a tuple"
 _IN_MEMORY = {"tokens_medians": _BOTH, "ensembl_map": "the dictionary of former ids to current ones"}
@@ -35,7 +35,7 @@ def geneformer_vocab(
     version: str,
     ensembl_map: pd.DataFrame | str | os.PathLike[str] | Mapping[str, str] | None,
 ) -> GeneVocab:
-    """Return the vocabulary of published dictionaries: token ids, medians, and former ids as aliases.
+    """Return the vocabulary of published dictionaries, with token ids, medians, and former ids as aliases.
 
     See :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer` for the parameters.
     """
@@ -79,21 +79,21 @@ def geneformer_vocab(
 def geneformer_columns(
     cells: sparse.csr_matrix, columns: np.ndarray, *, collapse: bool
 ) -> tuple[sparse.csr_matrix, np.ndarray]:
-    """Return the columns that have a gene, in the order in which Geneformer's code sees them.
+    """Return the columns of vocabulary genes in the order in which Geneformer's code processes them.
 
     Parameters
     ----------
     cells
         Counts, shape (B, n_vars).
     columns
-        Gene of each column, -1 for none, shape (n_vars,).
+        Gene of each column, or -1 if unknown, shape (n_vars,).
     collapse
-        Sum the columns of the same gene, and put the sums after the genes with one column, in the order of their first
-        column (V2). Otherwise all columns stay (V1).
+        Whether to sum the columns of the same gene, and put the sums after the genes with one column, in the order of
+        their first column (V2). If false, keeps all columns (V1).
 
     Returns
     -------
-    Counts, canonical and without zeros, shape (B, n); gene of each of the n columns.
+    Canonical counts without zeros, shape (B, n), and the gene of each of the n columns.
     """
     found = np.flatnonzero(columns >= 0)
     genes = columns[found]
@@ -120,7 +120,7 @@ def geneformer_columns(
 
 
 def _column(table: pd.DataFrame, name: str) -> dict[str, Any]:
-    """Return the values of a table column by gene, without missing values."""
+    """Return a mapping from gene to the value in a table column, without missing values."""
     known = table[table[name].notna()]
     return dict(zip(known["gene_id"].astype(str), known[name].tolist(), strict=True))
 

@@ -1,4 +1,4 @@
-"""Masking: the only place in which labels are created.
+"""Masking of tokens, the only step that creates labels.
 
 Shapes: B cells, S tokens.
 """
@@ -23,28 +23,28 @@ _STREAM = 0x6D61736B  # "mask": its random numbers are others than those of the 
 _RATIO_STREAM = 0x72617469
 
 _LABELS_OF = {"values": ("value_labels", 0), "bin_ids": ("bin_labels", IGNORE_LABEL)}
-"""From the outputs of a tokenizer to the labels at masked tokens, and the value of the labels elsewhere."""
+"""A mapping from tokenizer output to the name of its labels, and the label value at unmasked positions."""
 
 
 class Masking:
     """Select tokens to predict and mask them, as in BERT (Devlin et al. 2019).
 
     A fraction `mask_ratio` of the gene tokens of a cell is chosen (at least one). A chosen token is replaced by MASK
-    with `mask_token_prob`, by a random gene with `random_token_prob`, and is unchanged otherwise. Its value, its bin
-    and its other properties are always masked, so they do not reveal the target. Special tokens are never chosen or
-    inserted.
+    with probability `mask_token_prob`, by a random gene with probability `random_token_prob`, and is unchanged
+    otherwise. Its value, bin and other properties are always masked, so they do not reveal the target. Special tokens
+    are never chosen or inserted.
 
-    The choice depends on the seed, the epoch and the cell only.
+    The choice depends only on the seed, the epoch and the cell.
 
     Parameters
     ----------
     vocab
-        The vocabulary of the tokens, or its size if it has the usual special tokens.
+        The vocabulary of the tokens, or its size if it contains the usual special tokens.
     mask_ratio
         Fraction of gene tokens to choose, in (0, 1). With a list, one of its values is sampled for each cell in each
         epoch. With a dict such as ``{"start": 0.15, "end": 0.5, "epochs": 10}``, the fraction changes from start to end
-        over this number of epochs, linearly or with ``"shape": "cosine"``; validation uses the fraction of the first
-        epoch.
+        over this number of epochs, linearly or, with ``"shape": "cosine"``, along a cosine. Validation uses the
+        fraction of the first epoch.
     mask_token_prob, random_token_prob
         Probabilities of the two replacements; their sum is at most 1.
     seed
@@ -53,7 +53,7 @@ class Masking:
     Raises
     ------
     OptionError
-        If a fraction or the seed cannot be used, or the two probabilities sum to more than 1.
+        If a fraction or the seed is invalid, or the two probabilities sum to more than 1.
 
     Examples
     --------
@@ -98,18 +98,18 @@ class Masking:
         Parameters
         ----------
         batch
-            Unmasked tokens; they are not changed.
+            Unmasked tokens, which are not modified.
         rows
             Identity of each cell, shape (B,).
         epoch
             The epoch; each epoch masks different tokens.
         hidden_last
-            Put the chosen tokens after the others, in random order. This is required if the order of the tokens is
-            informative, because a masked gene could be inferred from its neighbors.
+            Whether to put the chosen tokens after the other tokens, in random order. This is required if the order of
+            the tokens is informative, because a masked gene could otherwise be inferred from its neighbors.
 
         Returns
         -------
-        The batch with ``labels`` and ``masked_positions``, and with ``value_labels`` and ``bin_labels`` if it has
+        The batch with ``labels`` and ``masked_positions``, and with ``value_labels`` and ``bin_labels`` if it contains
         values and bins.
         """
         tokens = batch["input_ids"].numpy()
@@ -135,7 +135,7 @@ class Masking:
         return cast(TokenBatch, {**tensors, "attention_mask": batch["attention_mask"]})
 
     def ratios(self, rows: np.ndarray, *, epoch: int) -> np.ndarray:
-        """Return the fraction of tokens to choose of each cell, float64, shape (B,).
+        """Return the fraction of tokens to choose in each cell, float64, shape (B,).
 
         Parameters
         ----------
@@ -213,7 +213,7 @@ def _mask(
 
 @numba.njit(cache=True, nogil=True)
 def _hide(array, order, chosen, ignore, visible, hidden):
-    """Split an array into the visible and, if requested, the masked entries."""
+    """Split an array into visible entries and, if requested, masked entries."""
     n_tokens = array.shape[1]
     wanted = len(hidden) > 0
     for cell in range(len(array)):

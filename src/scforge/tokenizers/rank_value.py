@@ -1,4 +1,4 @@
-"""The tokenizer of Geneformer: genes in the order of their expression relative to a median."""
+"""The Geneformer tokenizer: genes ranked by their expression relative to a median."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 TABLE_CELLS = 4096
-"""Cells of the table: 128 for each power of two from 2^-16 to 2^16. Keys beyond it are dealt into its ends."""
+"""Number of table cells: 128 per power of two, from 2^-16 to 2^16. Keys beyond this range use the end cells."""
 
 FIRST = (127 - 16) << 7
 """Leading bits (sign, exponent and seven of the mantissa) of the first cell of the table."""
 
 CLOSE = 8
-"""Units in the last place that single precision may be wrong by, and more."""
+"""Upper bound of the error in single precision, in units in the last place."""
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -42,7 +42,7 @@ def rank_packed(
 ):  # fmt: skip
     """Write the highest-ranked genes of each cell.
 
-    If `distinct`, equal keys with equal counts mean equal medians.
+    If `distinct`, equal keys with equal counts imply equal medians.
     """
     one: Any = np.uint64(1)
     low16, shift16, shift32 = np.uint64(0xFFFF), np.uint64(16), np.uint64(32)
@@ -133,28 +133,28 @@ def rank_packed(
 
 
 LARGEST = 1e20
-"""Medians must lie between this and its inverse, so that keys are ordinary numbers in single precision."""
+"""Medians must be between this value and its inverse, so that keys are normal numbers in single precision."""
 
 _SAMPLE = 8192
-"""Most entries of a block that the table is learnt from; of a small block, one in 32."""
+"""Approximate number of entries per block from which the table is computed; one in 32 in a small block."""
 
 _MAX = 2**16
-"""Genes and counts below this travel with the keys."""
+"""Genes and counts below this limit are packed together with the keys."""
 
 
 _APART = 1e-6
-"""Share by which medians differ whose keys cannot be rounded to the same number: eight units in the last place."""
+"""Minimum relative difference of medians whose keys cannot round to the same number (eight units in last place)."""
 
 
 class Scales(NamedTuple):
-    """The factors of counts in the ranking.
+    """Factors of counts for ranking.
 
     Attributes
     ----------
     inverse
         1 / median of each gene, float64, shape (G,).
     single
-        The same in single precision.
+        The same values in single precision.
     distinct
         Whether different medians differ by more than the error of keys in single precision.
     """
@@ -189,7 +189,7 @@ def rank_cells(
 
     Returns
     -------
-    Row boundaries, int64, shape (B + 1,); token ids, int32, and log1p CP10K, float32, from the highest to the lowest.
+    Row boundaries, int64, shape (B + 1,); and token ids, int32, and log1p CP10K, float32, from highest to lowest rank.
     """
     indptr, longest = kept_indptr(block.indptr, most)
     ids, values = np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=np.float32)
@@ -200,14 +200,14 @@ def rank_cells(
 def rank_padded(
     block: CellBlock, scales: Scales, most: int, n_special: int, first: int, last: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rank the genes of each cell directly into padded arrays, to avoid writing them twice.
+    """Rank the genes of each cell directly into padded arrays, which avoids writing them twice.
 
     Parameters
     ----------
     block, scales, most, n_special
         See :func:`rank_cells`.
     first, last
-        Ids of the tokens before and after each cell; -1 for none.
+        Ids of the tokens before and after each cell; -1 for no token.
 
     Returns
     -------
@@ -226,7 +226,7 @@ def rank_padded(
 
 
 def can_pack(block: CellBlock, scales: Scales) -> bool:
-    """Return whether genes and counts are small enough to be packed with their keys, as nearly all are."""
+    """Return whether genes and counts are small enough to be packed with their keys, which is usually the case."""
     return len(scales.inverse) <= _MAX and bool(block.counts.max(initial=0) < _MAX)
 
 
@@ -240,7 +240,7 @@ def _rank_into(
     ids: np.ndarray,
     values: np.ndarray,
 ) -> None:
-    """Write the `sizes` highest-ranked genes of each cell to `ids` and `values`, beginning at `starts`."""
+    """Write the `sizes` highest-ranked genes of each cell to `ids` and `values`, starting at `starts`."""
     inverse, single, distinct = scales
     n_buckets = max(64, 1 << int(longest - 1).bit_length()) if longest else 64
     table = _learn(block.indptr, block.genes, block.counts, single, n_buckets)
@@ -270,7 +270,7 @@ def _fill_around(sizes, first, last, ids, mask, values):
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def _learn(indptr, genes, counts, single, n_buckets):
-    """Return the bucket of the lowest key of each cell of the table, and the buckets that a unit of its bits spans."""
+    """Return the bucket of the lowest key in each table cell, and the number of buckets per unit of its low bits."""
     seen = np.zeros(TABLE_CELLS, dtype=np.float64)
     key = np.empty(1, dtype=np.float32)
     bits = key.view(np.uint32)
@@ -297,11 +297,11 @@ def _learn(indptr, genes, counts, single, n_buckets):
 class RankValueTokenizer(Tokenizer):
     """Rank the expressed genes of a cell by ``count / total * 1e4 / median``, from high to low.
 
-    The median is that of the nonzero library-size-normalized values of the gene, if the vocabulary has medians. Genes
-    that are high in all cells are therefore ranked below genes that are high in this cell. ``values`` are log1p CP10K
-    by default.
+    If the vocabulary contains medians, the median is computed over the nonzero library-size-normalized values of the
+    gene. Genes with high expression in all cells are therefore ranked below genes with high expression in this cell.
+    ``values`` are log1p CP10K by default.
 
-    The positions of two genes contain information on their medians, so masking moves masked tokens to the end (see
+    The positions of two genes contain information about their medians, so masking moves masked tokens to the end (see
     :class:`~scforge.tokenizers.Masking`).
 
     Parameters
@@ -309,21 +309,21 @@ class RankValueTokenizer(Tokenizer):
     vocab
         The genes, with their `medians` if `use_medians`.
     max_len
-        Maximum number of tokens per cell, including special tokens; the top of the ranking is kept. If None, uses
+        Maximum number of tokens per cell, including special tokens. The top of the ranking is kept. If None, uses
         2,048.
     append_cls, append_eos
-        Put a CLS token before the genes, and an EOS token after them.
+        Whether to add a CLS token before the genes, and an EOS token after them.
     use_medians
-        Divide by the median of the gene before ranking; otherwise rank the counts.
+        Whether to divide by the median of the gene before ranking. If false, ranks the counts.
     parity
-        ``"stable"``: ties are in the order of the vocabulary, on every machine. ``"exact"``: ties are in the same order
+        With ``"stable"``, ties are in vocabulary order on every machine. With ``"exact"``, ties are in the same order
         as in Geneformer's code, which uses NumPy's default sort of float64 over the columns of the data. The order of
-        equal keys then depends on the CPU. ``"exact"`` is for comparisons, and is much slower.
+        equal keys then depends on the CPU. ``"exact"`` is meant for comparisons, and is much slower.
     collapse_duplicates
         With ``parity="exact"``, whether columns of the same gene are summed (Geneformer V2) or become separate tokens
         (V1). ``parity="stable"`` always sums them.
     transform, target_sum
-        Values of genes, see :class:`~scforge.tokenizers.ContinuousProjectionTokenizer`; ranks do not depend on them.
+        Values of genes, see :class:`~scforge.tokenizers.ContinuousProjectionTokenizer`. Ranks do not depend on them.
 
     Examples
     --------
@@ -383,19 +383,19 @@ class RankValueTokenizer(Tokenizer):
     ) -> RankValueTokenizer:
         """Create the tokenizer of a published Geneformer model, with its token ids.
 
-        V1 has 2,048 gene tokens and no special tokens; V2 has 4,096 tokens with CLS at the start and EOS at the end.
+        V1 uses 2,048 gene tokens without special tokens; V2 uses 4,096 tokens with CLS at the start and EOS at the end.
         Genes that are not in the dictionary are left out, but their counts stay in the library size.
 
         Parameters
         ----------
         tokens_medians
-            The published dictionaries: a tuple of two dictionaries, gene to token and gene to median, or a table (or a
-            parquet or CSV file of it) with the columns ``gene_id``, ``token`` and ``median``. Geneformer publishes
-            pickle files. scforge never unpickles, so load them with ``pickle.load`` if you trust them.
+            The published dictionaries: a tuple of two dictionaries (gene to token, and gene to median), or a table, or
+            its parquet or CSV file, with the columns ``gene_id``, ``token`` and ``median``. Geneformer publishes pickle
+            files. scforge never unpickles files, so load them with ``pickle.load`` if you trust them.
         version
             ``"V1"`` or ``"V2"``.
         ensembl_map
-            Map from former to current Ensembl ids (V2): a table or file with the columns ``ensembl_id`` and
+            A mapping from former to current Ensembl ids (V2): a table or file with the columns ``ensembl_id`` and
             ``gene_id``, or a dictionary.
         parity
             ``"stable"`` or ``"exact"``, see the class.
@@ -407,11 +407,11 @@ class RankValueTokenizer(Tokenizer):
         MissingFileError
             If a file does not exist.
         DataError
-            If the dictionaries are not those of a Geneformer model.
+            If the dictionaries are not from a Geneformer model.
 
         Notes
         -----
-        A model for these tokens is created from the vocabulary and the options of the tokenizer::
+        To create a model for these tokens, pass the vocabulary and the options of the tokenizer::
 
             Encoder(adata, vocab=tokenizer.vocab, tokenizer={"name": "rank_value", **tokenizer.config()})
 
@@ -468,7 +468,7 @@ class RankValueTokenizer(Tokenizer):
         return self._exact(ordered.indptr.astype(np.int64), genes[ordered.indices], ordered.data, totals)
 
     def _exact(self, indptr: np.ndarray, genes: np.ndarray, counts: np.ndarray, totals: np.ndarray) -> RaggedTokens:
-        """Rank as Geneformer's code does, cell by cell."""
+        """Rank genes as in Geneformer's code, cell by cell."""
         block = CellBlock(indptr, genes, counts.astype(np.float32), totals, rows=np.arange(len(indptr) - 1))
         values = expression(block, self.transform, self.target_sum)
         chosen = [np.empty(0, dtype=np.int64)]

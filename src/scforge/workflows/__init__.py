@@ -1,4 +1,4 @@
-"""From files to files: train, fine-tune, embed, predict and evaluate by a configuration or the command line."""
+"""Train, fine-tune, embed, predict and evaluate from files, with a configuration or on the command line."""
 
 from __future__ import annotations
 

@@ -57,18 +57,18 @@ _MASKED = "masked_gene_prediction"
 
 
 def chosen(config: Config) -> ArchitectureDefaults:
-    """Return the defaults of the architecture of a configuration, under its name."""
+    """Return the defaults of the architecture in a configuration."""
     return defaults_for(config.model.architecture, config.model.user_options())
 
 
 def model_options(config: Config) -> dict[str, Any]:
-    """Return the options of the architecture that the user set, without :func:`_unread` ones."""
+    """Return the architecture options that the user set, except those in :func:`_unread`."""
     unread = _unread(config)
     return {name: value for name, value in config.model.user_options().items() if name not in unread}
 
 
 def _unread(config: Config) -> list[str]:
-    """Return fields that most architectures share, that the user set and that this architecture does not take."""
+    """Return shared options that the user set but that this architecture does not accept."""
     architecture = chosen(config).architecture
     known = option_names(architecture)
     if known is None:
@@ -79,7 +79,7 @@ def _unread(config: Config) -> list[str]:
 
 
 def tokenizer_of(config: Config) -> dict[str, Any]:
-    """Return name and options of the tokenizer, as far as the user set them.
+    """Return the name and options of the tokenizer that the user set.
 
     Raises
     ------
@@ -114,7 +114,7 @@ def _values_of(config: Config) -> dict[str, Any]:
 
 
 def objective_of(config: Config) -> dict[str, Any]:
-    """Return name and options of the objective; the options of masking stand in the tokenizer's section."""
+    """Return the name and options of the objective, with masking options from the tokenizer section."""
     options = config.objective.user_options()
     masking = config.tokenizer.masking.user_set() if "masking" in config.tokenizer.model_fields_set else {}
     name = config.objective.name
@@ -137,19 +137,20 @@ def objective_of(config: Config) -> dict[str, Any]:
 
 
 def planned_model(config: Config) -> tuple[ModelSpec, bool]:
-    """Return the model of a configuration over a stand-in of its genes, and whether their number is known.
+    """Return the model specification of a configuration with placeholder genes, and whether their number is known.
 
     Raises
     ------
     OptionError
-        If architecture, tokenizer or objective are not registered, lack an option that is set, or do not fit.
+        If the architecture, tokenizer or objective is not registered, does not have an option that is set, or they are
+        incompatible.
     ConfigError
         If sections contradict each other.
 
     Warns
     -----
     ScforgeWarning
-        If an option that most architectures share has no effect on this one.
+        If a shared option has no effect on this architecture.
     """
     if config.model.vocab_size is not None:
         raise ConfigError(
@@ -178,14 +179,14 @@ _SAID = {
     "transform": "data.preprocessing",
     "vocab": "data.gene_vocab",
 }
-"""Arguments of `Encoder` to where a configuration has them."""
+"""A mapping from arguments of `Encoder` to configuration options."""
 
 _SECTIONS = ("finetune", "model", "tokenizer", "objective", "data", "training", "output")
 
 
 @contextlib.contextmanager
 def placed(config: Config, option: str | None = None) -> Iterator[None]:
-    """Put the place of an option before the message of an error: of the one that the message begins with, if None."""
+    """Prefix error messages with the location of an option. If None, uses the option that the message begins with."""
     try:
         yield
     except ScforgeError as error:
@@ -218,13 +219,13 @@ NOT_OF_TUNING = {
     "data.split": "has no effect in fine-tuning; name the column in finetune.split_by",
     "training.validation_size": "has no effect in fine-tuning; set finetune.validation_size",
 }
-"""Sections and options without effect in fine-tuning, mapped to advice."""
+"""A mapping from sections and options without effect in fine-tuning to advice."""
 
 TUNING_OF_TASKS = ("labels_key", "batch_key", "head")
-"""Options of the section that only some tasks have."""
+"""Options of the section ``finetune`` that only some tasks have."""
 
 FOUND_IN_CELLS = {"perturbation": ("perturbation_key", "control")}
-"""Options of tasks that are looked for in the cells where they are not set."""
+"""Task options that are inferred from the cells if they are not set."""
 
 
 def finetune_section(config: Config) -> FinetuneConfig:
@@ -233,7 +234,7 @@ def finetune_section(config: Config) -> FinetuneConfig:
     Raises
     ------
     ConfigError
-        If there is none.
+        If the section is missing.
     """
     if config.finetune is None:
         raise ConfigError(
@@ -244,14 +245,14 @@ def finetune_section(config: Config) -> FinetuneConfig:
 
 
 def check_finetuning(config: Config) -> None:
-    """Check the section ``finetune``, and that the other sections go with it; quick.
+    """Quickly check the section ``finetune`` and its consistency with other sections.
 
     Raises
     ------
     ConfigError, OptionError
-        If something is not known, or does not go together.
+        If a name or an option is unknown, or options are inconsistent.
     MissingFileError
-        If there is no base model.
+        If the base model does not exist.
     """
     section = finetune_section(config)
     written = config.user_set()
@@ -267,9 +268,9 @@ def check_finetuning(config: Config) -> None:
 
 
 def columns_of(config: Config) -> dict[str, str]:
-    """Return the options of fine-tuning that name a column of obs, including those of the section ``data``.
+    """Return the fine-tuning options that name an obs column, including options of the section ``data``.
 
-    Keys that the task does not have, are left out.
+    Options of the section ``data`` that the task does not have are left out.
     """
     section = finetune_section(config)
     known = TASKS.get(section.task).option_names()
@@ -282,7 +283,7 @@ def columns_of(config: Config) -> dict[str, str]:
 
 
 def named_columns(config: Config) -> list[str]:
-    """Return all columns of obs that the section ``finetune`` needs."""
+    """Return all obs columns that the section ``finetune`` requires."""
     section = finetune_section(config)
     options = section.user_options()
     of_task = [options.get(key) for key in TASKS.get(section.task).keys]
@@ -292,14 +293,14 @@ def named_columns(config: Config) -> list[str]:
 
 
 def columns_of_data(data: DataConfig, more: Sequence[str] = ()) -> list[str]:
-    """Return the columns of obs that a configuration needs, `more` ones included."""
+    """Return the obs columns that a configuration requires, including `more`."""
     split = None if data.split.by == "cell" else data.split.by
     named = [*(data.obs_columns or []), *more, data.batch_key, data.labels_key, data.sampling.balance_key, split]
     return list(dict.fromkeys(name for name in named if name is not None))
 
 
 def described(config: Config) -> str:
-    """Return what would be fine-tuned, in a few words; reads the base model.
+    """Return a short description of the fine-tuning, after reading the base model.
 
     Raises
     ------
@@ -321,14 +322,14 @@ def described(config: Config) -> str:
 
 
 _UNKNOWN_GENES = 2_048
-"""Genes of a model whose vocabulary comes from the data: at least what a tokenizer keeps of a cell by default."""
+"""Number of placeholder genes if the vocabulary comes from the data; at least the tokenizers' default maximum."""
 
 
 def check_config(config: Config) -> str:
     """Check a configuration as far as possible without reading the cells, and without a GPU.
 
-    Checks names, options and sizes of architecture, tokenizer and objective, and whether they fit together, or the base
-    model and the task. Also checks files, their columns, folders, benchmarks and loggers.
+    The check covers names, options, sizes and compatibility of the architecture, tokenizer and objective, or of the
+    base model and the task. It also covers files, their columns, folders, benchmarks and loggers.
 
     Parameters
     ----------
@@ -337,12 +338,12 @@ def check_config(config: Config) -> str:
 
     Returns
     -------
-    Short description of the model and its training.
+    A short description of the model and its training.
 
     Raises
     ------
     ScforgeError
-        If the configuration has a mistake; the message describes the first.
+        If the configuration contains an error; the message describes the first error.
 
     Examples
     --------
@@ -367,19 +368,19 @@ def check_config(config: Config) -> str:
 
 
 def check_settings(config: Config, *, replaces: bool = False) -> None:
-    """Check names, options, files and folders; quick, so that no mistake comes to light after minutes of reading.
+    """Quickly check names, options, files and folders, so that errors are found before cells are read.
 
     Parameters
     ----------
     config
         See :func:`scforge.config.load_config`.
     replaces
-        Whether ``output.embedding`` may be a file that exists.
+        Whether ``output.embedding`` may be an existing file.
 
     Raises
     ------
     ConfigError, OptionError
-        If something is not known, or does not go together.
+        If a name or an option is unknown, or options are inconsistent.
     MissingFileError
         If a file does not exist.
     """
@@ -414,13 +415,13 @@ def check_settings(config: Config, *, replaces: bool = False) -> None:
 
 
 def _named(config: Config) -> list[tuple[str, dict[str, Any]]]:
-    """Return the benchmarks, each with its options."""
+    """Return the names of the benchmarks, each with its options."""
     entries = [{entry: None} if isinstance(entry, str) else entry for entry in config.eval.benchmarks or []]
     return [(name, options or {}) for entry in entries for name, options in entry.items()]
 
 
 def _absent(config: Config) -> dict[str, DatasetCard]:
-    """Return the cards of data sets that benchmarks name and that are not on this machine; warn about each."""
+    """Return the cards of benchmark data sets that are not on this machine, and warn about each."""
     absent: dict[str, DatasetCard] = {}
     for _, options in _named(config):
         name = options.get("dataset")
@@ -435,14 +436,14 @@ def _absent(config: Config) -> dict[str, DatasetCard]:
 
 
 def benchmark_callbacks(config: Config, *, absent: Mapping[str, DatasetCard] | None = None) -> list[Any]:
-    """Return the callback that runs the benchmarks of a configuration, or nothing.
+    """Return a list with the callback that runs the benchmarks of a configuration, or an empty list.
 
-    `absent` are cards of data sets whose files are elsewhere, for a callback that is not run.
+    `absent` contains cards of data sets whose files are missing, for a callback that is not run.
 
     Raises
     ------
     OptionError, MissingFileError
-        If a benchmark, an option of it or a data set is not known.
+        If a benchmark, one of its options, or a data set is unknown.
     """
     section = config.eval
     if not section.benchmarks:
@@ -475,7 +476,7 @@ def benchmark_callbacks(config: Config, *, absent: Mapping[str, DatasetCard] | N
 
 
 def _check_embedding(config: Config, *, replaces: bool) -> None:
-    """Raise if an embedding would overwrite the cells, or an existing file without permission."""
+    """Raise a ConfigError if an embedding would overwrite an input file, or an existing file without permission."""
     if config.output.embedding is None:
         return
     output = Path(config.output.embedding)
@@ -497,7 +498,7 @@ def _check_file(path: str) -> None:
 
 
 def _check_columns(config: Config) -> None:
-    """Look for the layer and the columns that are named, in files and stores that are here."""
+    """Check that the specified layer and columns exist in local files and stores."""
     data = config.data
     paths = data.paths or []
     if any(is_url(path) for path in paths):
@@ -547,10 +548,10 @@ def _genes(data: DataConfig, n_default: int | None, tokenizer: dict[str, Any]) -
 
 
 def show_config(config: Config) -> str:
-    """Return a configuration as YAML, with the defaults of its sections and of the classes that they name.
+    """Return a configuration as YAML, including defaults of its sections and of the classes that they name.
 
-    The result is meant for reading. Options that depend on the data, or are neither set nor have a default, are left
-    out.
+    The result is meant for reading. Options are left out if they depend on the data, or are neither set nor have a
+    default.
 
     Parameters
     ----------
@@ -564,7 +565,7 @@ def show_config(config: Config) -> str:
     Raises
     ------
     ScforgeError
-        If architecture, tokenizer, objective, task or base model are unknown, or do not fit together.
+        If the architecture, tokenizer, objective, task or base model is unknown, or they are incompatible.
 
     Examples
     --------
@@ -599,7 +600,7 @@ def show_config(config: Config) -> str:
 
 
 def _shown_options(content: Any) -> Any:
-    """Return nested options without those that are None or an empty section, tuples as lists."""
+    """Return nested options without None and empty sections, with tuples converted to lists."""
     if isinstance(content, Mapping):
         inner = {name: _shown_options(value) for name, value in content.items() if value is not None}
         return {name: value for name, value in inner.items() if value != {}}

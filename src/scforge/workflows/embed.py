@@ -1,4 +1,4 @@
-"""Embed files and stores of any size, resumable and with several processes."""
+"""Embed files and stores of any size, with several processes and the option to resume."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def chosen_device(device: str | torch.device) -> str | torch.device:
-    """Return a device; ``"auto"`` is a GPU if available, a different one for each process on a machine."""
+    """Return a device; ``"auto"`` selects a GPU if available, a different one for each process on a machine."""
     if device != "auto":
         return device
     if not torch.cuda.is_available():
@@ -59,7 +59,7 @@ def chosen_device(device: str | torch.device) -> str | torch.device:
 
 
 def model_identity(model: CellModel) -> str:
-    """Return the SHA-256 of everything that determines an embedding: weights, vocabulary, names and options."""
+    """Return the SHA-256 hash of all that determines an embedding: weights, vocabulary, names and options."""
     digest = hashlib.sha256(json.dumps(model.spec.to_json(), sort_keys=True).encode())
     digest.update(model.vocab.hash.encode())
     for name, value in sorted(model.module.state_dict().items()):
@@ -72,22 +72,22 @@ def model_identity(model: CellModel) -> str:
 def source_identity(source: Any, cells: Cells, *, layer: str | None, gene_key: str | None) -> dict[str, Any]:
     """Return a JSON-safe fingerprint of the cells.
 
-    For a store it is the hash of its content, for files their sizes and modification times (so nothing is read twice),
-    and for cells in memory a digest.
+    For a store, it is the hash of the content. For files, it contains sizes and modification times, so that files are
+    not read twice. For cells in memory, it is a digest.
 
     Parameters
     ----------
     source
-        What the user named.
+        The source given by the user.
     cells
-        What was opened.
+        The opened cells.
     layer, gene_key
-        Where counts and names of genes were read from.
+        Locations of the counts and gene names.
 
     Raises
     ------
     OptionError
-        If the type of the cells does not allow a fingerprint.
+        If cells of this type have no fingerprint.
     """
     if isinstance(cells, StoreCells):
         if is_store(cells.place):
@@ -107,25 +107,25 @@ def source_identity(source: Any, cells: Cells, *, layer: str | None, gene_key: s
 
 
 _MARK = "scforge_embedding"
-"""Attribute of the root of an output: the hash of its plan. Nothing else may be replaced."""
+"""Root attribute of an output with the hash of its plan. Only outputs with this attribute may be replaced."""
 
 _ENCODING = {"encoding-type": "array", "encoding-version": "0.2.0"}
 
 
 class EmbeddingFiles:
-    """The output of an embedding, and a hidden folder next to it with a file for each finished block.
+    """The output of an embedding, with a hidden folder next to it that contains a file for each finished block.
 
     Parameters
     ----------
     output
         Path that ends with ``.zarr`` or ``.h5ad``.
     overwrite
-        Replace another embedding at `output`, or an unfinished one that differs.
+        Whether to replace another embedding at `output`, or a different unfinished embedding.
 
     Raises
     ------
     OptionError
-        If `output` is no such path, or something else is there.
+        If `output` has another suffix, or exists and is not an embedding.
     """
 
     def __init__(self, output: Path, *, overwrite: bool) -> None:
@@ -141,12 +141,12 @@ class EmbeddingFiles:
         self.mark()
 
     def mark(self) -> str | None:
-        """Return the hash of the plan of what is at the output; None if nothing is, or an empty folder.
+        """Return the plan hash of the existing output, or None if it does not exist or is an empty folder.
 
         Raises
         ------
         OptionError
-            If something else is there, which no embedding may replace.
+            If the output exists and is not an embedding, and so must not be replaced.
         """
         output = self.output
         put_back(output)
@@ -163,19 +163,19 @@ class EmbeddingFiles:
         return found
 
     def begin(self, plan: dict[str, Any], *, alone: bool) -> bool:
-        """Create the folder, or resume what is in it; return False if the output is complete already.
+        """Create the folder, or resume from an existing folder; return False if the output is already complete.
 
         Parameters
         ----------
         plan
-            What is embedded with what, JSON-safe.
+            JSON-safe description of model, cells and options.
         alone
-            Whether this is the only process, which may make again what is complete.
+            Whether this is the only process, which may recompute a complete output.
 
         Raises
         ------
         OptionError
-            If another embedding is at the output, or was begun there.
+            If the output contains another embedding, or another embedding was started there.
         """
         with self._locked():
             # Of several processes the last may come when the others have finished: it must not begin again.
@@ -201,7 +201,7 @@ class EmbeddingFiles:
         return True
 
     def path_of(self, block: int) -> Path:
-        """Return the file of a block of cells, which is there once the block is done."""
+        """Return the file of a block of cells, which exists once the block is done."""
         return self.folder / f"{block}.npy"
 
     def write(self, block: int, embedding: np.ndarray) -> None:
@@ -210,14 +210,14 @@ class EmbeddingFiles:
             np.save(file, embedding)
 
     def finish(self, plan: dict[str, Any], n_blocks: int, make: Callable[[], AnnData]) -> None:
-        """Put the output in its place if all blocks are done and no other process was faster.
+        """Assemble the output if all blocks are done and no other process has done so.
 
         Parameters
         ----------
         plan, n_blocks
-            What was embedded, in so many blocks.
+            Description of the embedding, and number of blocks.
         make
-            Makes the AnnData that the embedding becomes a part of.
+            Function that creates the AnnData into which the embedding is written.
         """
         with self._locked():
             if not self.folder.exists() or not all(self.path_of(block).exists() for block in range(n_blocks)):
@@ -229,12 +229,12 @@ class EmbeddingFiles:
             shutil.rmtree(self.folder)
 
     def is_complete(self, plan: dict[str, Any]) -> bool:
-        """Whether the output is there, made as `plan` says."""
+        """Return whether the output exists and matches `plan`."""
         return self.mark() == sha256_of_json(plan, sort_keys=True)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Wait for the lock of the output, and hold it."""
+        """Acquire the lock of the output, and hold it."""
         self.output.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(self._lock):
             try:
@@ -250,7 +250,7 @@ class EmbeddingFiles:
 
 
 def _write(path: Path, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[str, Any]) -> None:
-    """Write an AnnData as zarr or h5ad with an embedding that comes block by block."""
+    """Write an AnnData as zarr or h5ad, with an embedding that is passed block by block."""
     import zarr
 
     if path.suffix == ".zarr":
@@ -283,7 +283,7 @@ def _fill(root: Any, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[str
 
 
 def _mark_of(path: Path) -> str | None:
-    """Return the mark in what is at a path, None if there is none."""
+    """Return the plan hash stored at a path, or None if there is no such hash."""
     try:
         if path.is_dir():
             return str(read_json(path / "zarr.json")["attributes"][_MARK])
@@ -303,7 +303,7 @@ def _difference(begun: dict[str, Any], plan: dict[str, Any]) -> str:
 
 
 _BLOCK = 8192
-"""Cells of a block: few enough for little memory, many enough that cells of similar length find each other."""
+"""Number of cells per block: few enough to save memory, and enough to batch cells of similar length."""
 
 
 @dataclass(frozen=True)
@@ -317,13 +317,13 @@ class EmbeddingInfo:
     key
         Key in ``obsm`` of the output.
     n_cells, n_latent
-        Number of cells and dimensions of the whole embedding.
+        Number of cells and dimensions of the entire embedding.
     n_embedded
         Number of cells that this process embedded in this call.
     seconds
         Run time of this call.
     complete
-        Whether the output is complete; if not, other processes are still running.
+        Whether the output is complete. If not, other processes are still running.
 
     Examples
     --------
@@ -366,12 +366,12 @@ def embed_to(
     progress_bar: bool = True,
     device: str | torch.device = "auto",
 ) -> EmbeddingInfo:
-    """Embed cells into a file; the function behind ``scforge embed``.
+    """Embed cells into a file. This function implements ``scforge embed``.
 
-    The cells are split into blocks, of which one at a time is in memory. Several independent processes share the work:
-    process k modulo `world_size` embeds block k. The last process assembles the output, so it is complete or does not
-    exist. Until then, blocks are in a hidden folder next to it. If a process was killed, the same call resumes, also
-    with another number of processes. If the output is already complete, nothing is done.
+    The cells are split into blocks, and only one block at a time is in memory. Several independent processes share the
+    work: block k is embedded by process k modulo `world_size`. The last process assembles the output, so it is complete
+    or does not exist. Until then, the blocks are in a hidden folder next to it. If a process was killed, the same call
+    resumes, even with a different number of processes. If the output is already complete, nothing is done.
 
     Parameters
     ----------
@@ -381,40 +381,40 @@ def embed_to(
         Cells: a store, which is read in blocks, or any other source for :func:`scforge.data.open_cells`, which each
         process reads into memory.
     output
-        ``.zarr`` or ``.h5ad``: an AnnData with ``obs`` as in the source, the embedding (float32, shape (N, D)) in
-        ``obsm[key]``, and in ``uns["scforge"][key]`` what it was created with. It has no genes, as the source may be
-        far larger than memory; to plot a gene, copy ``obsm[key]`` into the cells of the source, whose order is the
-        same. Several processes need to see the same folder.
+        Path that ends with ``.zarr`` or ``.h5ad``, for an AnnData with ``obs`` as in the source, the embedding
+        (float32, shape (N, D)) in ``obsm[key]``, and its settings in ``uns["scforge"][key]``. It contains no genes,
+        because the source may be much larger than memory. To plot a gene, copy ``obsm[key]`` into the source, which has
+        the same order of cells. Several processes must have access to the same folder.
     key
-        Key in ``obsm``; ``"auto"`` as for :meth:`Encoder.get_latent_representation`.
+        Key in ``obsm``; ``"auto"`` is the same as in :meth:`Encoder.get_latent_representation`.
     batch_size
-        Cells per batch.
+        Number of cells per batch.
     block_size
-        Cells per block, and per chunk of the output. A killed process loses less than one block.
+        Number of cells per block, and per chunk of the output. A killed process loses less than one block.
     rank, world_size
-        Index of this process, starting at 0, and number of processes. If None, reads them from ``torchrun`` or
-        ``srun``, else uses 0 of 1.
+        Index of this process, starting at 0, and number of processes. If None, reads both from ``torchrun`` or
+        ``srun``, or uses a single process.
     overwrite
-        Replace an embedding of other cells or by another model, even if it is unfinished. A single process also
-        recomputes an identical embedding.
+        Whether to replace an embedding of other cells or from another model, even if it is unfinished. A single process
+        also recomputes an identical embedding.
     progress_bar
-        Show a progress bar, in the first process only.
+        Whether to show a progress bar, in the first process only.
     device
         Device to compute on; ``"auto"`` uses a CUDA device if available, a different one for each process on a machine.
 
     Returns
     -------
-    Summary of this process.
+    A summary of this process.
 
     Raises
     ------
     OptionError
-        If an argument cannot be used, something else is at `output`, or an unfinished output is from other cells or
-        another model.
+        If an argument is invalid, `output` exists and is not an embedding, or an unfinished output is from other cells
+        or another model.
     MissingFileError, ModelFileError
-        If the model or the source is missing, or is corrupted.
+        If the model or the source is missing or corrupted.
     GeneMismatchError
-        If `source` has too few genes of the model.
+        If `source` contains too few genes of the model.
 
     Warns
     -----
@@ -474,7 +474,7 @@ def _embed_blocks(
     batch_size: int,
     hidden: bool,
 ) -> EmbeddingInfo:
-    """Embed the blocks of this process that are not done yet, and finish if it is the last."""
+    """Embed the remaining blocks of this process, and assemble the output if all blocks are done."""
     from tqdm import tqdm
 
     def embedded(rows: np.ndarray) -> np.ndarray:
@@ -518,7 +518,7 @@ def _embed_blocks(
 
 
 def _open(model: CellModel, source: Any) -> Cells:
-    """Open the cells over the genes of the model."""
+    """Open cells over the genes of the model."""
     try:
         if is_query(source):
             cells = open_cells(source, model.vocab, cache=AUTO)
@@ -540,13 +540,13 @@ def _open(model: CellModel, source: Any) -> Cells:
 
 
 def _setup(model: CellModel) -> dict[str, Any]:
-    """Return where counts and names of genes were in the training data."""
+    """Return the layer and gene column of the training data."""
     setup = model.registry_["setup_args"]
     return {"layer": setup.get("layer"), "gene_key": setup.get("gene_key")}
 
 
 def _which_process(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return which process this is, and of how many, as given or as a launcher says."""
+    """Return the index of this process and the number of processes, as given or as set by a launcher."""
     if (rank is None) != (world_size is None):
         raise OptionError(f"rank={rank!r} and world_size={world_size!r} must be given together; pass both, or neither.")
     if rank is None or world_size is None:

@@ -1,4 +1,4 @@
-"""Evaluate models, from files to a report."""
+"""Evaluate models from files, and write a report."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OF_EMBEDDINGS = (
     *("trained_on", "obsm_keys", "labels_key", "batch_key", "groups_key", "untrained", "intervals", "seeds"),
     *("network", "gene_key"),
 )
-"""Options that one of the two kinds of evaluation has."""
+"""Options of the evaluation of embeddings; `_OF_TASKS` contains options of the evaluation of tasks."""
 
 
 def evaluate_to(
@@ -49,39 +49,39 @@ def evaluate_to(
     progress_bar: bool = True,
     **options: Any,
 ) -> pd.DataFrame | Report:
-    """Score models on cells of a file, with baselines.
+    """Score models on the cells in a file, with baselines.
 
-    A fine-tuned model is scored by its task if `benchmarks` are not given, other models by their embedding.
+    Without `benchmarks`, a fine-tuned model is scored on its task, and other models are scored by their embedding.
 
     Parameters
     ----------
     model
-        Folder of a model. For embeddings, also several folders, with one row each.
+        Folder of a model. For embeddings, it may also be several folders, with one row each.
     source
-        Labeled cells: an h5ad file, for tasks also a store, or the name of a data set
+        Labeled cells: an h5ad file, a store (for tasks), or the name of a data set
         (:func:`scforge.datasets.list_cards`). Of the cells used for fine-tuning, only test cells are scored.
     output
-        A ``.csv`` file for the scores, or for embeddings also a folder for the report. None writes nothing.
+        A ``.csv`` file for the scores or, for embeddings, a folder for the report. If None, nothing is written.
     benchmarks
         Benchmarks of embeddings, as in :func:`scforge.workflows.evaluate_models`.
     baselines
-        Compute baselines; for embeddings, names of baselines are also possible.
+        Whether to compute baselines. For embeddings, it may also be a list of baselines.
     batch_size
-        Cells per batch.
+        Number of cells per batch.
     device
         Device to compute on; ``"auto"`` uses a GPU if available.
     seed
         Random seed for baselines; for embeddings, the first seed.
     overwrite
-        Replace `output`.
+        Whether to replace `output`.
     progress_bar
-        Show a line for each baseline and score of embeddings.
+        Whether to print a line for each baseline and score of embeddings.
     **options
-        ``trained_on``: h5ad file with the training cells, if `source` has others; for baselines of tasks, and
-        for ``generation``. For tasks: ``base_model`` (folder of the model before fine-tuning, for the baseline of its
-        frozen embedding). For embeddings: ``obsm_keys``
-        (further embeddings in the file), ``labels_key``, ``batch_key``, ``groups_key``, ``untrained``, ``intervals``,
-        ``seeds`` (number of seeds), and ``network`` and ``gene_key`` of :func:`evaluate_models`.
+        ``trained_on``: h5ad file with the training cells, if they are not in `source`; used for baselines of tasks, and
+        for ``generation``. For tasks: ``base_model`` (folder of the model before fine-tuning, for the baseline on its
+        frozen embedding). For embeddings: ``obsm_keys`` (additional embeddings in the file), ``labels_key``,
+        ``batch_key``, ``groups_key``, ``untrained``, ``intervals``, ``seeds`` (number of seeds), and ``network`` and
+        ``gene_key`` of :func:`evaluate_models`.
 
     Returns
     -------
@@ -90,9 +90,9 @@ def evaluate_to(
     Raises
     ------
     OptionError
-        If an option cannot be used here, or `trained_on` are not the cells of the fine-tuning.
+        If an option is invalid here, or `trained_on` does not contain the cells used for fine-tuning.
     MissingFileError, ModelFileError, DataError
-        If a file cannot be read or used.
+        If a file cannot be read or is invalid.
 
     Examples
     --------
@@ -196,7 +196,7 @@ def _evaluate_embeddings(
 
 
 def _cells_of(source: Folder) -> tuple[AnnData, dict[str, str | None]]:
-    """Return cells of a file or of a data set, and the columns that the card of a data set names."""
+    """Return the cells of a file or data set, and the columns given in the card of the data set."""
     from scforge.datasets import get_card, list_cards, load
 
     name = os.fspath(source)
@@ -217,7 +217,7 @@ def _load(model: Folder, adata: AnnData | None = None) -> Encoder:
 
 
 def _names(models: Sequence[Folder]) -> list[str]:
-    """Return a name for each model, from that of its folder or repository; ``"scforge"`` if there is only one."""
+    """Return a name for each model, derived from its folder or repository; ``"scforge"`` for a single model."""
     if len(models) == 1:
         return ["scforge"]
     places = [Path(model) if is_shared_name(model) else Path(model).resolve() for model in models]

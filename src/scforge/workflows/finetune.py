@@ -1,4 +1,4 @@
-"""Fine-tune a model by a configuration."""
+"""Fine-tune a model from a configuration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EVALUATION_FILE = "evaluation.csv"
 
 _PERTURBED = ("perturbation", "condition")
 _CONTROLS = ("control", "ctrl", "non-targeting", "NT")
-"""How scPerturb, GEARS and pertpy call the column of perturbations, and cells without any."""
+"""Names of the perturbation column, and of control cells, in scPerturb, GEARS and pertpy."""
 
 _OF_TUNING = ("validation_size", "test_size", "split_by", "split_key", "freeze", "lora", "head")
 
@@ -54,7 +54,7 @@ class FinetuningResult:
     model
         The fine-tuned model.
     metrics
-        Scores of the test cells, one row per method; None if ``finetune.evaluate`` did not request them.
+        Scores on the test cells, one row per method; None if ``finetune.evaluate`` did not request them.
     """
 
     model: Encoder
@@ -64,7 +64,7 @@ class FinetuningResult:
 def finetuning_config(
     path: str | os.PathLike[str] | None, overrides: Sequence[str], *, flags: Mapping[str, tuple[str, Any]]
 ) -> Config:
-    """Read the configuration of ``scforge finetune``, which names a folder where neither file nor flags do.
+    """Read the configuration of ``scforge finetune``, with a default folder if neither file nor flags set one.
 
     Parameters
     ----------
@@ -96,21 +96,21 @@ def finetune_from_config(
     Parameters
     ----------
     config
-        See :func:`scforge.config.load_config`; with a section ``finetune``.
+        Configuration with a section ``finetune``, see :func:`scforge.config.load_config`.
     progress_bar, resume, overwrite
         See :func:`scforge.workflows.train_from_config`.
 
     Returns
     -------
-    Model and scores. With ``output.checkpoint_dir`` the model is saved in this folder as ``final``, and the scores as
-    ``evaluation.csv``. With several processes, only the first evaluates and writes.
+    Model and scores. With ``output.checkpoint_dir``, the model is saved in this folder as ``final``, and the scores as
+    ``evaluation.csv``. With several processes, only the first process evaluates and writes.
 
     Raises
     ------
     ConfigError, OptionError
-        If an option cannot be used.
+        If an option is invalid.
     MissingFileError, ModelFileError, DataError
-        If the base model or the cells cannot be read or used.
+        If the base model or the cells cannot be read or are invalid.
 
     Examples
     --------
@@ -139,14 +139,14 @@ def finetune_from_config(
 
 
 def finetuning_report(result: FinetuningResult, config: Config) -> list[str]:
-    """Return the results of fine-tuning and the folder of the model, one line each, and the scores of the test cells.
+    """Return the results of fine-tuning, the folder of the model, and the scores on the test cells, as lines.
 
     Parameters
     ----------
     result
-        What :func:`finetune_from_config` returned.
+        Result of :func:`finetune_from_config`.
     config
-        What it was given.
+        Its configuration.
     """
     model, output = result.model, config.output
     tuning, split = model.spec.tuning, model._known_split()
@@ -170,12 +170,12 @@ def finetuning_report(result: FinetuningResult, config: Config) -> list[str]:
 
 
 def _names(given: str, option: str) -> bool:
-    """Whether an override sets an option, by itself or with its section."""
+    """Return whether an override sets an option, individually or with its section."""
     return option == given or option.startswith(f"{given}.") or ALIASES.get(given) == option
 
 
 def _batches(config: Config) -> dict[str, Any]:
-    """Return the options of minibatches that the configuration sets."""
+    """Return the batch options that the configuration sets."""
     given = {
         "batch_size": config.training.batch_size,
         "max_tokens_per_batch": config.data.max_tokens_per_batch,
@@ -186,7 +186,7 @@ def _batches(config: Config) -> dict[str, Any]:
 
 
 def _set_up(base: Encoder, source: AnnData | Cells, config: Config) -> None:
-    """Tell the model where counts and names of genes are, if it is not where they were for the base model."""
+    """Set up the cells if the configuration specifies a layer or gene column."""
     data, setup = config.data, base.registry_["setup_args"]
     if isinstance(source, AnnData) and (data.layer is not None or data.gene_key is not None):
         type(base).setup_anndata(
@@ -198,12 +198,12 @@ def _set_up(base: Encoder, source: AnnData | Cells, config: Config) -> None:
 
 
 def _found_in_cells(task: str, options: dict[str, Any], source: AnnData | Cells) -> dict[str, Any]:
-    """Return options that name what data sets of perturbations have by convention, if these cells have one of it.
+    """Return options for the perturbation column and the control label, if the cells use a conventional name.
 
     Raises
     ------
     OptionError
-        If they have none, or several.
+        If the cells contain no conventional name, or several.
     """
     missing = [name for name in FOUND_IN_CELLS.get(task, ()) if options.get(name) is None]
     if not missing:

@@ -1,4 +1,4 @@
-"""Find models by name; push and pull folders."""
+"""Find models by name, and push and pull model folders."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ if TYPE_CHECKING:
 
 
 def is_shared_name(path: str | os.PathLike[str]) -> bool:
-    """Return whether a name is of the hub or the registry, and not of a folder here."""
+    """Return whether a name refers to the hub or the registry, not to a local folder."""
     return is_registry_name(path) or is_hub_name(path)
 
 
 def check_model_folder(path: str | os.PathLike[str], prefix: str) -> Path:
-    """Return the folder of a model; fetch it first if it is on the hub.
+    """Return the folder of a model, fetching it first if it is on the hub.
 
     Parameters
     ----------
     path
-        What the user gave: a folder, ``"org/name"``, ``"hf://org/name@revision"`` or ``"scforge://name@version"``.
+        Name given by the user: a folder, ``"org/name"``, ``"hf://org/name@revision"`` or ``"scforge://name@version"``.
     prefix
-        How the user gave it, the beginning of a message: ``"model='ckpt' (--model)"``.
+        Prefix of error messages, which shows how the name was given, e.g. ``"model='ckpt' (--model)"``.
 
     Raises
     ------
     MissingFileError
-        If there is none, saying what could have been meant.
+        If the model does not exist; the message may suggest another name.
     ModelFileError, OptionError, HubError
-        If it cannot be fetched.
+        If the model cannot be fetched.
     """
     return _found(path, prefix).folder
 
 
 def load_named(path: str | os.PathLike[str], prefix: str, adata: AnnData | None = None) -> Encoder:
-    """Load the model, or the adapters with their model, that a user names; arguments as for `check_model_folder`."""
+    """Load a model, or adapters with their base model, by name, see :func:`check_model_folder`."""
     from scforge.estimators.encoder import Encoder
     from scforge.estimators.hub import load_found
 
@@ -78,7 +78,7 @@ def _folder(path: str | os.PathLike[str], prefix: str, fix: str) -> Path:
 
 
 def _check_holds_model(folder: Path, prefix: str) -> None:
-    """Raise :class:`~scforge.errors.MissingFileError` if a folder has no model, saying which could have been meant."""
+    """Raise a :class:`~scforge.errors.MissingFileError`, with a suggestion, if a folder contains no model."""
     if not (folder / "config.json").exists():
         if models := RunFolder(folder).models():
             raise MissingFileError(f"{prefix} is the folder of a training run; did you mean {str(models[-1])!r}?")
@@ -98,20 +98,20 @@ def push_folder(
 ) -> str:
     """Push a model folder, after checking that it loads.
 
-    The card is updated with the name of the repository, unless a user wrote or edited it.
+    The card is updated with the repository name, unless a user wrote or edited the card.
 
     Parameters
     ----------
     folder, repo_id
         See :func:`scforge.hub.upload`.
     license, data, citation
-        For the card; see :meth:`scforge.models.Encoder.push_to_hub`.
+        Facts for the card, see :meth:`scforge.models.Encoder.push_to_hub`.
     metrics
-        Table of ``scforge evaluate``, a CSV file, for the card.
+        CSV table from ``scforge evaluate`` for the card.
     base
         Name of the base model of adapters.
     **options
-        Further options of :func:`scforge.hub.upload`.
+        Other options of :func:`scforge.hub.upload`.
 
     Returns
     -------
@@ -120,9 +120,9 @@ def push_folder(
     Raises
     ------
     MissingFileError, ModelFileError
-        If the folder, or what is in it, cannot be used.
+        If the folder or its content is missing or invalid.
     OptionError, HubError
-        If it cannot be sent.
+        If the folder cannot be uploaded.
     """
     from scforge.estimators.encoder import Encoder
 
@@ -152,7 +152,7 @@ def push_folder(
 
 
 def _card_of_others(folder: Path) -> str | None:
-    """Return the card in a folder, None if there is none, or scforge wrote it."""
+    """Return the card in a folder, or None if it is missing or was written by scforge."""
     path = folder / "README.md"
     try:
         text = path.read_text(encoding="utf-8")
@@ -166,7 +166,7 @@ def _card_of_others(folder: Path) -> str | None:
 def pull_folder(
     name: str, output: str | os.PathLike[str] | None = None, *, overwrite: bool = False, **options: Any
 ) -> Path:
-    """Fetch a model, and copy it from the cache to `output` if given.
+    """Fetch a model, and copy it from the cache to `output` if specified.
 
     Parameters
     ----------
@@ -175,7 +175,7 @@ def pull_folder(
     output
         Folder to create. Its ``origin.json`` stores the repository and the commit.
     overwrite
-        Replace the model in an existing folder; other files are kept.
+        Whether to replace the model in an existing folder; other files are kept.
     **options
         Other options of :func:`scforge.hub.resolve`.
 
@@ -186,7 +186,7 @@ def pull_folder(
     Raises
     ------
     MissingFileError, ModelFileError, OptionError, HubError
-        As :func:`scforge.hub.resolve` does.
+        See :func:`scforge.hub.resolve`.
     """
     if output is not None:
         check_folder("output", output)

@@ -1,4 +1,4 @@
-"""Predict with a fine-tuned model, from file to file."""
+"""Predict with a fine-tuned model, and write the predictions into a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def predict_to(
     overwrite: bool = False,
     **options: Any,
 ) -> str:
-    """Predict cells of a file with a fine-tuned model, into a file.
+    """Predict the cells in a file with a fine-tuned model, and write the predictions into a file.
 
     Parameters
     ----------
@@ -40,27 +40,27 @@ def predict_to(
     source
         h5ad file, or any other source for :func:`scforge.data.open_cells`.
     output
-        Path that ends with ``.csv`` for a table with one row per cell, or with ``.h5ad`` for the cells with the
-        predictions in ``obs``, or for an AnnData that the task generates.
+        Path that ends with ``.csv``, for a table with one row per cell, or with ``.h5ad``, for the cells with
+        predictions in ``obs`` or for an AnnData that the task generates.
     batch_size
-        Cells per batch.
+        Number of cells per batch.
     device
         Device to compute on; ``"auto"`` uses a GPU if available.
     overwrite
-        Replace `output`.
+        Whether to replace `output`.
     **options
         Options of the task's ``predict``, e.g. ``threshold``.
 
     Returns
     -------
-    Short description of the predictions.
+    A short description of the predictions.
 
     Raises
     ------
     OptionError
-        If the model was not fine-tuned, an option is unknown, or the output format does not fit the predictions.
+        If the model was not fine-tuned, an option is unknown, or the output format does not support the predictions.
     MissingFileError, ModelFileError, DataError
-        If a file cannot be read or used.
+        If a file cannot be read or is invalid.
 
     Examples
     --------
@@ -102,13 +102,13 @@ def predict_to(
 
 
 def in_memory(source: str | os.PathLike[str]) -> AnnData | None:
-    """Read an h5ad file into memory; None for sources that are read on demand."""
+    """Read an h5ad file into memory, or return None for sources that are read on demand."""
     path = os.fspath(source)
     return read_h5ad([path]) if path.endswith(_CELLS) and "://" not in path and "*" not in path else None
 
 
 def output_file(output: Any, endings: list[str], *, overwrite: bool, inputs: list[Any]) -> Path:
-    """Return the path of a file to write, or raise :class:`~scforge.errors.OptionError` if it cannot be written."""
+    """Return the path of a file to write. Raises an :class:`~scforge.errors.OptionError` if it is not writable."""
     path, prefix = Path(output), f"output={str(output)!r}"
     if path.suffix not in endings:
         raise OptionError(f"{prefix} does not end in {' or '.join(endings)}; choose such a name.")

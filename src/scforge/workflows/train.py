@@ -1,4 +1,4 @@
-"""Train a model by a configuration."""
+"""Train a model from a configuration."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ from scforge.workflows.check import (
 logger = logging.getLogger("scforge")
 
 _LARGE = 2**28
-"""Bytes of files that may not fit into memory, however well they are packed."""
+"""Size in bytes above which files may not fit into memory, because they are compressed."""
 
 
 def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Sequence[str] = ()) -> AnnData | Cells:
-    """Open the cells: an AnnData of plain h5ad files, which an embedding can be written into, or cells elsewhere.
+    """Open the cells, as an AnnData for plain h5ad files, so that an embedding can be written into it.
 
     Parameters
     ----------
     data
-        The section.
+        The section ``data``.
     vocab
-        Genes of an existing model. If None, uses the genes named in the section.
+        Genes of an existing model. If None, uses the genes specified in the section.
     columns
-        Further columns of obs to keep, in addition to those that the section names.
+        Obs columns to keep in addition to the columns in the section.
     """
     if data.source != "local":
         from scforge.data.census import CensusQuery
@@ -98,7 +98,7 @@ def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Se
 
 
 def make_datamodule(cells: Cells, config: Config) -> CellDataModule:
-    """Create the data module that the configuration describes."""
+    """Create the data module of a configuration."""
     data, training = config.data, config.training
     names = ("max_tokens_per_batch", "batch_key", "labels_key", "num_threads", "pin_memory")
     given: dict[str, Any] = {name: getattr(data, name) for name in names} | {
@@ -115,7 +115,7 @@ def make_datamodule(cells: Cells, config: Config) -> CellDataModule:
 
 
 def embedded_adata(cells: Cells, embedding: np.ndarray, key: str) -> AnnData:
-    """Return an AnnData with the obs and the embedding of each cell, but without counts."""
+    """Return an AnnData with obs and the embedding of each cell, but without counts."""
     obs = getattr(cells, "obs", None)
     obs = pd.DataFrame(index=pd.RangeIndex(len(cells))) if obs is None else obs.copy()
     obs.index = pd.Index(cells.names() if isinstance(cells, StoreCells) else obs.index.astype(str))
@@ -127,23 +127,23 @@ def _vocab(data: DataConfig) -> str | None:
 
 
 def _columns(data: DataConfig, more: Sequence[str]) -> list[str] | None:
-    """Return the columns of obs to have available; None for all."""
+    """Return the obs columns to make available, or None for all columns."""
     return None if data.obs_columns is None and data.source == "local" else columns_of_data(data, more)
 
 
 CONFIG_FILE = "config.yaml"
-"""Name of the configuration in ``output.checkpoint_dir``."""
+"""File name of the configuration in ``output.checkpoint_dir``."""
 
 _AUTO = "auto"
 
 
 class KeepConfig(Callback):
-    """Writes the configuration next to the checkpoints when training starts, so that it can be repeated.
+    """Callback that writes the configuration next to the checkpoints when training starts, so it can be repeated.
 
     Parameters
     ----------
     config
-        The configuration, overrides included.
+        The configuration, including overrides.
     """
 
     def __init__(self, config: Config) -> None:
@@ -151,13 +151,13 @@ class KeepConfig(Callback):
         self.text = f"# Resolved configuration, including overrides (scforge {__version__}).\n{dump_config(config)}"
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Write it, on the first process; the folder belongs to this training run by now."""
+        """Write the configuration in the first process, now that the folder belongs to this training run."""
         if trainer.is_global_zero:
             atomic_write_text(self.path, self.text)
 
 
 def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
-    """Check whether a training run may begin, or be resumed, before the cells are read.
+    """Check whether a training run may start or resume, before the cells are read.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
     Raises
     ------
     ConfigError, OptionError
-        If the two contradict each other, no folder is set, or the folder contains another run.
+        If `resume` and `overwrite` contradict each other, no folder is set, or the folder contains another run.
     MissingFileError
         If there is no checkpoint to resume from.
     """
@@ -194,9 +194,9 @@ def training_report(model: Encoder, config: Config) -> list[str]:
     Parameters
     ----------
     model
-        What :func:`scforge.workflows.train_from_config` returned.
+        Result of :func:`scforge.workflows.train_from_config`.
     config
-        What it was given.
+        Its configuration.
     """
     lines = [str(model).splitlines()[0], *best_epoch(model, "loss", "min"), *written_files(config)]
     if config.output.checkpoint_dir is not None:
@@ -207,14 +207,14 @@ def training_report(model: Encoder, config: Config) -> list[str]:
 
 
 def best_epoch(model: Encoder, figure: str, mode: str) -> list[str]:
-    """Return a line about the epoch whose weights a model has, or none.
+    """Return a list with a line about the epoch of a model's weights, or an empty list.
 
     Parameters
     ----------
     model
         A trained model.
     figure
-        What chose the epoch, without the part of the cells: ``"loss"``, ``"macro_f1"``.
+        Metric by which the epoch was chosen, without prefix, e.g. ``"loss"`` or ``"macro_f1"``.
     mode
         ``"min"`` or ``"max"``.
     """
@@ -248,7 +248,7 @@ def written_files(config: Config) -> list[str]:
 
 
 def mute_other_processes() -> bool:
-    """Let only the first of several processes say something; return whether this is the one."""
+    """Silence all processes except the first, and return whether this is the first process."""
     if rank_zero_only.rank == 0:
         return True
     logging.getLogger("scforge").setLevel(logging.ERROR)
@@ -270,25 +270,26 @@ def train_from_config(
     config
         See :func:`scforge.config.load_config`.
     progress_bar
-        Show a progress bar while training.
+        Whether to show a progress bar during training.
     resume
-        ``"auto"`` resumes from the last checkpoint in ``output.checkpoint_dir``, or starts a new run if there is none.
-        A path resumes from this checkpoint. None starts a new run, and raises if the folder contains another run.
+        ``"auto"`` resumes from the last checkpoint in ``output.checkpoint_dir``, or starts a new run if there is no
+        checkpoint. A path resumes from this checkpoint. If None, starts a new run, and raises an error if the folder
+        contains another run.
     overwrite
-        Replace the run in ``output.checkpoint_dir``, and the file ``output.embedding``.
+        Whether to replace the run in ``output.checkpoint_dir``, and the file ``output.embedding``.
 
     Returns
     -------
     The trained model. With ``output.checkpoint_dir``, it is saved in this folder as ``final``, next to the best epochs
     and the configuration (``config.yaml``). Otherwise nothing is saved, except by ``scforge train``, which uses
-    ``checkpoints/NAME`` for a file ``NAME.yaml``. With several processes, only the first writes.
+    ``checkpoints/NAME`` for a file ``NAME.yaml``. With several processes, only the first process writes.
 
     Raises
     ------
     ConfigError, OptionError
-        If an option cannot be used.
+        If an option is invalid.
     MissingFileError, DataError
-        If the cells cannot be read or used.
+        If the cells cannot be read or are invalid.
 
     Examples
     --------
@@ -310,7 +311,7 @@ def train_from_config(
 
 
 def checked_arguments(config: Config, *, resume: Any, overwrite: bool) -> dict[str, Any]:
-    """Check a configuration before the cells are read; return a function that trains it."""
+    """Check a configuration before the cells are read, and return the arguments for training."""
     with placed(config):
         check_settings(config, replaces=overwrite or resume is not None)
         check_run(config, resume=resume, overwrite=overwrite)
@@ -336,7 +337,7 @@ def outputs_of(model: Encoder, source: AnnData | Cells, config: Config) -> None:
 
 
 def train_arguments(config: Config) -> dict[str, Any]:
-    """Return the arguments of ``Encoder.train`` that a configuration gives, loggers and callbacks among them."""
+    """Return the arguments of ``Encoder.train`` in a configuration, including loggers and callbacks."""
     training, output = config.training, config.output
     written = config.user_set()
     # Where the user set nothing, the default of the training holds. The data module takes sizes of batches.
@@ -396,7 +397,7 @@ def _loggers(output: OutputConfig) -> Any:
 
 
 def write(path: str | os.PathLike[str], content: AnnData | pd.DataFrame) -> None:
-    """Write cells or a table, whole or not at all."""
+    """Write cells or a table atomically."""
     with atomic_path(path) as temporary:
         if isinstance(content, AnnData):
             write_h5ad(temporary, content)

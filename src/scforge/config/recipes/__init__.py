@@ -1,4 +1,4 @@
-"""Configurations that ship with the package, each a starting point to copy and change."""
+"""Configurations that ship with the package, as templates to copy and edit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def list_recipes() -> list[str]:
 
     Returns
     -------
-    Names, sorted; :func:`recipe_path` finds the files.
+    Sorted names for :func:`recipe_path`.
 
     Examples
     --------
@@ -41,7 +41,7 @@ def recipe_path(name: str) -> Path:
     Raises
     ------
     ConfigError
-        If there is no recipe of that name.
+        If the recipe does not exist.
 
     Examples
     --------
