@@ -95,8 +95,7 @@ class KnownEffects:
         return np.array([i for i, some in enumerate(self.targets) if some == targets], dtype=np.int64)
 
     def of(self, targets: tuple[str, ...], context: str, default: np.ndarray) -> np.ndarray:
-        """Return the mean effect of a perturbation in a context, in all other contexts, or else `default`, shape
-        (G,)."""
+        """Return the mean effect of a perturbation in a context, else in other contexts, else `default`, shape (G,)."""
         same = self.same(targets)
         here = [i for i in same if self.contexts[i] == context]
         return self.deltas[here or same].mean(axis=0) if len(same) else default
