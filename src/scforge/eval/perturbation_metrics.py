@@ -478,7 +478,9 @@ class EffectKeys:
     perturbation_key, control, separator
         As in ``scforge.data.perturbation.PerturbationKeys``.
     context_key
-        Column of ``obs`` with the context, e.g. the cell type. If None, all cells have the same context. layer Key in
+        Column of ``obs`` with the context, e.g. the cell type. If None, all cells have the same context.
+    layer
+        Key in
         layers with the counts or log-normalized values. If None, reads X.
     """
 
