@@ -1,4 +1,4 @@
-"""Lazy public names (PEP 562), so that importing a package costs nothing until something in it is used."""
+"""Lazy public names (PEP 562), so that modules are imported only when one of their names is used."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 
 def lazy_names(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` for a package whose public names live in other modules.
+    """Return ``__getattr__`` and ``__dir__`` for a package whose public names are defined in other modules.
 
     Parameters
     ----------
     package
         ``__name__`` of the package.
     names
-        Public name to the module that defines it. A name that maps to its own module (``package.name``) is that module.
+        A mapping from public name to the module that defines it. A name that maps to its own module (``package.name``)
+        is that module.
     """
 
     def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Progress messages of long tasks."""
+"""Progress messages for long-running tasks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ logger = logging.getLogger("scforge")
 
 
 def announce(text: str) -> None:
-    """Print a line: through the log if logging is configured, else to the screen."""
+    """Print a line, to the log if logging is configured, otherwise to the screen."""
     if (logger.hasHandlers() and logger.isEnabledFor(logging.INFO)) or logger.level:
         logger.info("%s", text)
     else:
@@ -32,5 +32,5 @@ def duration(seconds: float) -> str:
 
 
 def in_notebook() -> bool:
-    """Return whether this is the kernel of a notebook."""
+    """Return whether the code runs in a notebook kernel."""
     return "ipykernel" in sys.modules
