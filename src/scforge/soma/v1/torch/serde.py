@@ -1,4 +1,4 @@
-"""Weights of torch modules as safetensors, see :mod:`scforge.soma.v1.serde`: matrices are those of torch transposed."""
+"""Weights of torch modules as safetensors; torch matrices are transposed (see :mod:`scforge.soma.v1.serde`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Serde[M: nn.Module](serde.Serde[M]):
     Parameters
     ----------
     module
-        Any module; it keeps its dtype and device.
+        Any module, whose dtype and device do not change.
 
     Examples
     --------
@@ -61,12 +61,12 @@ class Serde[M: nn.Module](serde.Serde[M]):
 
 
 def load_safetensor_into(module: nn.Module, data: bytes) -> None:
-    """Set the weights of a module to those of :meth:`Serde.serialize`."""
+    """Set the weights of a module to the output of :meth:`Serde.serialize`."""
     Serde(module).deserialize(data)
 
 
 class Serializable(serde.Serializable):
-    """Adds ``save`` and ``load`` to a class of modules; name it before ``nn.Module``.
+    """Adds ``save`` and ``load`` to a module class; list it before ``nn.Module``.
 
     Examples
     --------
