@@ -38,7 +38,7 @@ def pbmc3k() -> AnnData:
     License: Creative Commons Attribution 4.0 (CC BY 4.0). Changes: genes without any count were left out, symbols were
     made unique, and cell types were added.
 
-    The cell types are those of the Seurat guided clustering tutorial (https://satijalab.org/seurat), in which clusters
+    The cell types come from the Seurat guided clustering tutorial (https://satijalab.org/seurat), in which clusters
     were named by their marker genes. The quality control of the tutorial removed the 62 cells without a cell type. The
     cell types are an expert annotation of clusters of the same counts, not an independent measurement.
 

@@ -51,8 +51,8 @@ def load(
         Folder that contains ``<name>.h5ad``. If None, uses the folder in the environment variable ``SCFORGE_DATA``.
         Bundled data are always read from the package.
     verify
-        Whether to compare the SHA-256 of the file with that of the card, if the card has one. Pass False to read a file
-        that you created from the source.
+        Whether to compare the SHA-256 of the file with the SHA-256 in the card, if the card contains one. Pass False to
+        read a file that you created from the source.
     download
         Whether to read the data set with pertpy if the file is not in the folder. Pertpy downloads it once to
         ``scanpy.settings.datasetdir`` (Replogle et al.: gigabytes). Counts are then in ``X``, labels are genes, and

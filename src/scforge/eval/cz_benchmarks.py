@@ -45,7 +45,7 @@ _MAX_P, _MIN_CHANGE = 1e-4, 1.0
 """Thresholds for changed genes in SingleCellPerturbationDataset of cz-benchmarks."""
 
 _SEED = 42
-"""Default of cz-benchmarks."""
+"""Default random seed of cz-benchmarks."""
 
 _TOP_GENES, _COMPONENTS = 3_000, 50
 """Numbers of genes and components of the cz-benchmarks baseline."""
@@ -201,7 +201,7 @@ def run_cz_task(
     perturbation_expression_prediction   `perturbation_key`, `control`; `keys` name ``adata.layers``
     ===================================  ===================================================================
 
-    Baselines are those of the package: principal components, or raw expression for label_prediction. For tasks without
+    The package provides the baselines: principal components, or raw expression for label_prediction. For tasks without
     a baseline, scforge adds one. Between organisms, it is the principal components of the cells of all organisms, which
     share the columns. For perturbations, it is the mean of the cells of the other perturbations.
 
@@ -330,7 +330,8 @@ def evaluate_cz(
 class CzTask(Benchmark):
     """A cz-benchmarks task on an embedding, registered as ``"cz_clustering"``, ``"cz_embedding"`` etc.
 
-    The metrics are those of :func:`evaluate_cz`; the baselines are those of :func:`scforge.eval.evaluate`.
+    The metrics are the same as in :func:`evaluate_cz`, and the baselines are the same as in
+    :func:`scforge.eval.evaluate`.
 
     Parameters
     ----------

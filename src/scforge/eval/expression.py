@@ -28,7 +28,7 @@ _ROOM_OF_MADE = 10.0
 stricter."""
 
 _MAX_RATIO = 1.2
-"""Limit for the difference of totals over the same genes between cells with the same normalization."""
+"""Maximum ratio of totals over the same genes between cells with the same normalization."""
 
 _SAME_TOTAL = 1e-3
 """Maximum variation of totals in cells normalized to the same total; totals over some of the genes vary more."""
@@ -79,7 +79,7 @@ def log_normalized(
 
 
 def _scale_problem(values: np.ndarray, rows: np.ndarray, n_cells: int, *, made: bool) -> str | None:
-    """Return why values are not log1p of counts per 10,000, or None."""
+    """Return the reason why values are not log1p of counts per 10,000, or None."""
     if not np.isfinite(values).all():
         return f"{int((~np.isfinite(values)).sum())} missing or infinite values"
     if values.min() < 0:
@@ -249,7 +249,7 @@ class Effects:
     Attributes
     ----------
     deltas
-        Mean log1p CP10K of the perturbed cells minus that of their controls, float64, shape (Q, G).
+        Mean log1p CP10K of the perturbed cells minus the mean of their controls, float64, shape (Q, G).
     scores
         Welch's t statistic of each gene, float64, shape (Q, G); 0 if neither group varies.
     n_cells, n_controls

@@ -257,7 +257,7 @@ def _halves(n_cells: int, n: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _kernels(made: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return Gaussian kernels with the median distance of real cells as bandwidth."""
+    """Return Gaussian kernels with the median distance between real cells as bandwidth."""
     from sklearn.metrics.pairwise import euclidean_distances, rbf_kernel
 
     width = float(np.median(euclidean_distances(real, squared=True)[np.triu_indices(len(real), 1)]))
@@ -312,10 +312,10 @@ def _correlations(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 _MIN_GENES_OF_A_CELL = 10
-"""Cells with fewer expressed genes may equal another cell by chance."""
+"""Minimum number of expressed genes; cells with fewer genes may equal another cell by chance."""
 
 _TELLING_SHARE = 0.01
-"""Fraction of the cells that may be equal by chance."""
+"""Maximum fraction of cells that may be equal by chance."""
 
 _DECIMALS = 3
 _SAME = 1e-4

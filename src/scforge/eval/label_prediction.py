@@ -396,9 +396,9 @@ class Geometry(Benchmark):
         the sum of the unit vectors of the cells. It is 1 if all vectors have the same direction. Cells at the origin
         are left out.
     ``top_component_share``
-        Share of the variance along the first principal component; 1 if nothing varies.
+        Fraction of the variance along the first principal component; 1 if nothing varies.
     ``constant_dims``
-        Share of the dimensions whose standard deviation is less than 1e-6 of the root mean square of all values.
+        Fraction of the dimensions whose standard deviation is less than 1e-6 of the root mean square of all values.
 
     References
     ----------

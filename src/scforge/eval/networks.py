@@ -527,8 +527,7 @@ class RankedPairs:
     def figures(self, weights: np.ndarray) -> dict[str, float]:
         """Return the metrics with transcription factors weighted by `weights` (T,).
 
-        The metrics equal those of scikit-learn with `sample_weight`, without sorting all pairs again in each of 100
-        draws.
+        The metrics agree with scikit-learn with `sample_weight`, without sorting all pairs again in each of 100 draws.
         """
         taken = np.concatenate([[0.0], np.cumsum(weights[self.tfs])])
         drawn = weights[self.tfs[self.true]]
@@ -950,7 +949,7 @@ def network_curves(scores: Mapping[str, pd.DataFrame], truth: pd.DataFrame, *, n
     A table with the columns ``method``, ``recall``, ``precision`` and ``auprc``, by increasing recall. ``auprc`` is the
     average precision of the whole network, as in :class:`GeneNetwork`, repeated in all of its rows. Points are at
     changes of the weight, so tied pairs form one step. The last point, at recall 1, includes all pairs, so its
-    precision equals that of random scores.
+    precision is the same as for random scores.
 
     Examples
     --------

@@ -207,7 +207,7 @@ def gene_scores(known: KnownEffects) -> np.ndarray:
 
 
 def _scores(values: np.ndarray, n_comps: int = N_COMPONENTS) -> np.ndarray:
-    """Return the scores of rows on their leading principal components."""
+    """Return the scores of the rows on the leading principal components."""
     left, sizes, _ = np.linalg.svd(values - values.mean(axis=0), full_matrices=False)
     return (left * sizes)[:, :n_comps]
 
@@ -242,7 +242,7 @@ def linear_effects(deltas: np.ndarray, genes: np.ndarray, seen: np.ndarray, want
 
 
 def _additive(known: KnownEffects, targets: tuple[str, ...], context: str) -> np.ndarray:
-    """Return the sum of the effects of the parts of a combination."""
+    """Return the sum of the effects of a combination's parts."""
     singles = [i for i in known.within(context) if len(known.targets[i]) == 1]
     typical = known.deltas[singles].mean(axis=0) if singles else known.mean(context)
     return np.sum([known.of((target,), context, typical) for target in targets], axis=0)
@@ -692,8 +692,8 @@ class PerturbationPrediction(Benchmark):
 
     The metrics are averaged over effects:
 
-    - the metrics of :func:`~scforge.eval.perturbation_metrics.score_deltas`; changed genes are those of Welch's t-test
-      at a false discovery rate of 5 %,
+    - the metrics of :func:`~scforge.eval.perturbation_metrics.score_deltas`; changed genes are determined by Welch's
+      t-test at a false discovery rate of 5 %,
     - ``discrimination_l1``, ``_l2`` and ``_cosine`` (:func:`~scforge.eval.perturbation_metrics.discrimination_scores`,
       over all scored effects of the context, without the perturbed genes),
     - ``energy_distance`` between predicted and measured cells on principal components of the training cells (unbiased).
@@ -1083,7 +1083,7 @@ def perturbation_baselines(
 ) -> dict[str, pd.DataFrame]:
     """Return the predictions of all baselines, including a linear model for each entry of target `features`.
 
-    The format is that of :class:`PerturbationPrediction`.
+    The format is the same as in :class:`PerturbationPrediction`.
     """
     known = known_effects(train, {effect.context for effect in effects})
     targets = tuple(effect.targets for effect in effects)

@@ -1,6 +1,6 @@
 """Metrics of predicted perturbation effects, and reading of cells with their perturbations.
 
-The metrics equal those of cell-eval and pertpy to 1e-6. Functions that call these packages, and need cells, are below.
+The metrics agree with cell-eval and pertpy to 1e-6. Functions that call these packages, and need cells, are below.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ METRICS = {
 TOP_GENES = 20
 
 FEW_EFFECTS = 10
-"""With fewer held-out effects, `rank` has too few values, and intervals are unreliable."""
+"""Minimum number of held-out effects; with fewer, `rank` has too few values, and intervals are unreliable."""
 
 
 def warn_of_few(n_effects: int) -> None:
@@ -349,7 +349,7 @@ def technical_duplicate(
     a prediction of the effect in the other half. Gene weights come only from the measured half, so that they are
     independent of the prediction. A half contains only half of the cells, so the scores are corrected to whole groups.
     Correlations and cosines r become ``2 r / (1 + r)`` (Spearman and Brown), squared errors are divided by 2, and
-    absolute errors by sqrt(2). The unexplained share ``u = 1 - weighted_r2_delta`` becomes ``3 u / (6 - 2 u)``. The
+    absolute errors by sqrt(2). The unexplained fraction ``u = 1 - weighted_r2_delta`` becomes ``3 u / (6 - 2 u)``. The
     reason is as follows. Let v be the noise of the predicted half. The weights, which grow with the measured noise,
     increase the measured noise to k v. So ``u = (1 + k) v / (k v + T)`` for effects of size T, and v is halved in whole
     groups. k is 1 for strong effects and about 3, the kurtosis of noise, without effects; the function uses 2. Ranks,

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 _LONGEST = 4
-"""Maximum length of n-grams of genes in BLEU."""
+"""Maximum length of gene n-grams in BLEU."""
 
 _PAD = -1
 
 _MIN_GENES = 10
-"""Shorter orders may equal those of another cell by chance."""
+"""Minimum length of orders in the check for copies; shorter orders may match another cell by chance."""
 
 
 @register_benchmark("rank_reconstruction")

@@ -110,7 +110,7 @@ def compare_paired(
 
     The test is Student's t-test of the difference, divided by its standard deviation between draws. The latter
     estimates the standard error of the difference on all data, both for the bootstrap and for halves sampled without
-    replacement. The interval is that of the same test, so it excludes 0 if p is below 0.05.
+    replacement. The interval is derived from the same test, so it excludes 0 if p is below 0.05.
 
     Examples
     --------
@@ -573,7 +573,7 @@ def to_text(report: Report) -> str:
 
 
 def to_html(report: Report, *, pictures: bool = True) -> str:
-    """Return a report as HTML that needs no other file; facts and notes are collapsed unless there are plots."""
+    """Return a report as self-contained HTML; facts and notes are collapsed unless there are plots."""
     verdicts = "".join(f"<li>{html.escape(one)}</li>" for one in report.verdicts())
     facts = "".join(f"<li>{html.escape(f'{name}: {value}')}</li>" for name, value in report.facts.items())
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)

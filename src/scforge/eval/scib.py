@@ -199,7 +199,8 @@ class Scib(Benchmark):
 
     ``bio`` is the mean of the scores of biological conservation, ``batch`` the mean of the scores of batch correction,
     and ``total`` is 0.6 bio + 0.4 batch, as in [1]_. All scores lie in [0, 1], and higher is better. The values are
-    those of scib-metrics, not scaled to the range of the compared methods, so they do not depend on the other methods.
+    computed by scib-metrics and are not scaled to the range of the compared methods, so they do not depend on the other
+    methods.
 
     Without ``batch_key`` there are only the scores of biological conservation, without ``isolated_labels``, which needs
     batches. ``pcr_comparison`` needs ``pre_integrated``. Means are over the available scores. Cells without a label or
@@ -464,5 +465,5 @@ def _drawn(labels: pd.Series, size: int, rng: np.random.Generator) -> np.ndarray
 
 
 def _group_of(name: str) -> str:
-    """Return scib-metrics' name of the function of a score; two functions compute NMI and ARI."""
+    """Return the name of the scib-metrics function that computes a score; two functions compute both NMI and ARI."""
     return _NAMES[name].removesuffix("_nmi").removesuffix("_ari")

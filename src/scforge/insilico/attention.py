@@ -104,7 +104,7 @@ def _over_heads(weights_bnss: torch.Tensor, heads: str | int) -> torch.Tensor:
 
 @numba.njit(cache=True, nogil=True)
 def _add(weights, at, sums, numbers):
-    """Add the weights between tokens with a selected gene; -1 marks other genes."""
+    """Add the weights between tokens with a selected gene; other genes have the value -1."""
     for cell in range(len(at)):
         for query in range(at.shape[1]):
             row = at[cell, query]

@@ -101,7 +101,7 @@ def contextual_gene_embeddings(
 
 
 def visit(module: nn.Module, cells: Cells, tokenizer: Tokenizer, do: Any, **options: Any) -> None:
-    """Call `do` with each batch of tokens; `options` are those of :func:`scforge.training.predict.run_over`."""
+    """Call `do` with each batch of tokens; `options` are passed to :func:`scforge.training.predict.run_over`."""
 
     def compute(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         do(batch)

@@ -74,7 +74,7 @@ def generate_cells(
     seed
         Random seed.
     condition
-        Class of each cell, int64, shape (B,), or one class for all cells; 0 or None means no class.
+        Class of each cell, int64, shape (B,), or one class for all cells. 0 or None specifies no class.
     max_len
         Maximum number of tokens per cell, including special tokens. If None, uses as many as `model` and the genes
         allow.
@@ -334,7 +334,7 @@ class AutoregressiveTransformer(Architecture):
     unpad
         Whether to remove padding from the computation. If None, removes it if this is faster.
     shift_labels
-        If false, each token predicts its own label and bin instead of those of the next token, and the loss contains
+        If false, each token predicts its own label and bin instead of predicting the next token, and the loss contains
         only the gene and bin terms. The input must then be masked, as in ``masked_gene_prediction``. The model cannot
         generate cells, and ``"cls"`` is the first token.
     causal_encode
@@ -534,7 +534,7 @@ class AutoregressiveTransformer(Architecture):
         attention_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return cell embeddings, shape (B, H). The arguments are those of :meth:`forward`."""
+        """Return cell embeddings, shape (B, H). For the arguments, see :meth:`forward`."""
         causal = self.causal_encode
         states = self._states(input_ids, attention_mask, values, condition, attention_bias, causal=causal)
         return self._pool(states, attention_mask)

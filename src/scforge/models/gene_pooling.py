@@ -277,7 +277,7 @@ class GenePoolingModel(Architecture):
     def encode(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """Return cell embeddings, shape (B, L). The arguments are those of :meth:`forward`."""
+        """Return cell embeddings, shape (B, L). For the arguments, see :meth:`forward`."""
         return self._run(input_ids, attention_mask != 0, values)[1]
 
     def infer(
@@ -285,7 +285,7 @@ class GenePoolingModel(Architecture):
     ) -> dict[str, torch.Tensor]:
         """Return ``latent`` (in training a sample, else the mean), ``mu`` (the embedding) and ``logvar``, each (B, L).
 
-        The arguments are those of :meth:`forward`.
+        For the arguments, see :meth:`forward`.
 
         Raises
         ------

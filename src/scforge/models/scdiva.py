@@ -103,7 +103,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Attended:
-    """The positions of the tokens that are attended to, int64, (B, K), and the number S of positions."""
+    """Positions of the attended tokens, int64, (B, K), and the total number S of positions."""
 
     places: torch.Tensor
     width: int
@@ -122,7 +122,7 @@ class Attended:
         return Seen(**{name: self.take(tensor) for name, tensor in vars(seen).items()})
 
     def has(self) -> torch.Tensor:
-        """Return which positions are attended to, bool, (B, S)."""
+        """Return a mask of the attended positions, bool, (B, S)."""
         nowhere = torch.zeros((self.places.shape[0], self.width), dtype=torch.bool, device=self.places.device)
         return nowhere.scatter(1, self.places, True)
 
@@ -677,7 +677,7 @@ class ScDiVaModel(Architecture):
             Weight of each cell, (B,). If given, the loss is the average over cells of the weight times the mean over
             the masked tokens of the cell. Otherwise, token losses are averaged over tokens.
         target
-            Expression to reconstruct from the latent variable, (B, G), e.g. that of the cell before masking.
+            Expression to reconstruct from the latent variable, (B, G), e.g. of the cell before masking.
         beta
             Weight of the KL divergence of the latent distribution.
         batch

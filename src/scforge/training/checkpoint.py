@@ -89,13 +89,13 @@ class GracefulStop(Callback):
                 self._listen(signum, ending)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Let all processes stop at the same step."""
+        """Make all processes stop at the same step."""
         self._agree(trainer)
         if self.stopped and not trainer.fit_loop._should_accumulate():
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Let all processes stop after the same validation."""
+        """Make all processes stop after the same validation."""
         self._agree(trainer)
         if self.stopped:
             trainer.should_stop = True
@@ -380,7 +380,7 @@ class SaveState(Checkpoint):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Save a checkpoint if it is due, or if training has to end."""
+        """Save a checkpoint if one is due, or if training has to end."""
         step, every = trainer.global_step, self.saving.every_n_steps
         at_end = trainer.is_last_batch or step == trainer.max_steps
         if self.saving.write is None or at_end or trainer.fit_loop._should_accumulate():
@@ -479,7 +479,7 @@ def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: s
 
 
 def _set_counters(trainer: lightning.Trainer, *, epoch: int, step: int) -> None:
-    """Set the counters of Lightning's loops."""
+    """Set the counters of the Lightning loops."""
     loop = trainer.fit_loop
     for progress in (loop.epoch_progress.current, loop.epoch_progress.total):
         progress.ready = progress.started = progress.processed = progress.completed = epoch

@@ -188,7 +188,7 @@ def _warn_of_shared_batches(cells: Cells, batch_key: str) -> None:
 class CellDataModule(lightning.LightningDataModule):
     """Batches of training and validation cells, in memory, in a store, or behind a URL.
 
-    `Encoder` sets the tokenizer and the objective to those of its model: ``Encoder(datamodule=data).train()``.
+    `Encoder` sets the tokenizer and objective of its model: ``Encoder(datamodule=data).train()``.
 
     Parameters
     ----------

@@ -437,7 +437,7 @@ class Monitor(Callback):
         batch: dict[str, torch.Tensor],
         batch_idx: int,
     ) -> None:
-        """Count cells and tokens, and log a row if it is due."""
+        """Count cells and tokens, and log a row if one is due."""
         if trainer.loggers:
             self._cells += pl_module.objective.n_cells(batch)
             self._tokens = self._tokens + batch["attention_mask"].sum()

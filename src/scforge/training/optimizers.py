@@ -120,7 +120,7 @@ _OF_TORCH: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def parameter_groups(
     module: nn.Module, weight_decay: float, *, lr: float | None = None, factors: Mapping[int, float] = _PLAIN
 ) -> list[dict[str, Any]]:
-    """Split parameters into those with and without weight decay (norms, embeddings and biases have none).
+    """Split parameters into groups with and without weight decay (norms, embeddings and biases have no decay).
 
     With `factors`, a mapping from the ``id`` of a parameter to a factor, parameters are also split by learning rate,
     `lr` times the factor.

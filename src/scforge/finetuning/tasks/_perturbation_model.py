@@ -319,7 +319,7 @@ class BoundEffects:
         self.inputs = [np.searchsorted(pooled, rows) for rows in chosen]
 
     def variance_gains(self, basis: np.ndarray) -> np.ndarray:
-        """Return the variance of perturbed cells along each basis vector, minus that of the controls, shape (P, R)."""
+        """Return the variance of perturbed cells along each basis vector, minus the control variance, shape (P, R)."""
         n_groups, pieces = len(self.groups), range(0, len(self._rows), _PIECE)
         scores = [log_expression(self._cells, self._rows[start : start + _PIECE]) @ basis.T for start in pieces]
         n_all = n_groups + len(self.conditions.contexts)

@@ -1,4 +1,4 @@
-"""Annotate cell types: train a classifier, calibrate, predict and score it."""
+"""Cell type annotation: training, calibration, prediction and scoring of a classifier."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class GeneVectorEmbedding(nn.Module):
     """Projected pretrained vectors for tokens that have such a vector, and learned vectors for other tokens.
 
     The embedding of a token with the pretrained vector v is ``W (v - center) * scale``. `center` is the mean vector,
-    because otherwise the part that all genes share (most of an ESM-2 vector) would dominate their differences. `scale`
+    because otherwise the part shared by all genes (most of an ESM-2 vector) would dominate their differences. `scale`
     sets the root mean square length to 1. W is initialized with standard deviation 0.02, so that embeddings have the
     usual scale and train at the usual rate, regardless of the vector length.
 
@@ -109,7 +109,7 @@ class GeneVectorEmbedding(nn.Module):
         return torch.where((rows < self.n_learned).unsqueeze(-1), own, projected)
 
     def table(self) -> torch.Tensor:
-        """Return the embeddings of all tokens in the order of `row`, shape (V, H); cheaper for large batches."""
+        """Return the embeddings of all tokens in the order of `row`, shape (V, H); this is faster for large batches."""
         projected = self.projection(self.vectors.weight)
         return torch.cat([self.learned.weight, projected.to(self.learned.weight.dtype)])
 

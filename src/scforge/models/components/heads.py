@@ -289,7 +289,7 @@ class MaskedGenePredictionHead(nn.Module):
         hidden_states
             Shape (..., H).
         weight
-            Weight of the last layer, for a head that has none, shape (V, H).
+            Weight of the last layer, shape (V, H), for a head without its own weight.
         labels
             Token ids, int64, shape (M,), for states of shape (M, H).
 

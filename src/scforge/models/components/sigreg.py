@@ -174,7 +174,7 @@ def _n_processes() -> int:
 
 
 class _SumOverProcesses(torch.autograd.Function):
-    """A sum over processes whose gradient is that of the summed losses of all processes."""
+    """A sum over processes whose gradient equals the gradient of the summed losses of all processes."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:

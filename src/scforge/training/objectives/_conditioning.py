@@ -138,7 +138,7 @@ class TellsBatches(Objective):
             warn(f"{problem}; {IN_THE_MEAN}")
 
     def look_up_batches(self, cells: Cells, *, needed: bool = True) -> str:
-        """Look up the batch of each cell; return a message if cells have unknown batches, else "".
+        """Look up the batch of each cell; return a message if cells have unknown batches, otherwise "".
 
         If the column is missing and not `needed`, no cell has a batch.
         """

@@ -69,7 +69,7 @@ def _trials(n, p, key, position):
 
 @numba.njit(cache=True)
 def _ones(bits):
-    """Count the ones among 64 bits, by sums of neighboring fields (Warren 2012, Hacker's Delight, 5-1)."""
+    """Count the set bits of a 64-bit integer by sums of neighboring fields (Warren 2012, Hacker's Delight, 5-1)."""
     bits -= (bits >> np.uint64(1)) & np.uint64(0x5555555555555555)
     bits = (bits & np.uint64(0x3333333333333333)) + ((bits >> np.uint64(2)) & np.uint64(0x3333333333333333))
     bits = (bits + (bits >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)

@@ -61,8 +61,8 @@ class MaskedDiffusion(TellsBatches):
     with probability t, and the sum over tokens has the weight 1 / t. All states with n masked tokens together therefore
     have the weight 1 / n, the integral of (S over n) t^(n - 1) (1 - t)^(S - n). The sum over n tokens times 1 / n is
     their mean. Times are stratified: t_i = (u + i / B) mod 1 over the B cells of a batch, so each batch covers all
-    fractions. The last two terms are those of :class:`~scforge.training.Variational`. These terms train the embedding,
-    which is computed from the visible part of a cell and decoded to the whole cell.
+    fractions. The last two terms are the same as in :class:`~scforge.training.Variational`. These terms train the
+    embedding, which is computed from the visible part of a cell and decoded to the whole cell.
 
     For architectures that take ``loss_weights``, such as ``scdiva``. The trained models can generate cells and impute
     genes.
@@ -85,7 +85,7 @@ class MaskedDiffusion(TellsBatches):
     reconstruction_weight
         Weight of the reconstruction; 0 leaves the latent variable untrained.
     beta
-        Weight of the KL divergence of the latent.
+        Weight of the KL divergence of the latent distribution.
     token_prior
         Whether to initialize the gene prediction at the token frequencies of the training cells.
     batch_key, batches

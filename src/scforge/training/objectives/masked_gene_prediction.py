@@ -1,4 +1,4 @@
-"""Masked gene prediction: mask tokens of a cell and predict their genes."""
+"""Masked gene prediction: mask tokens in a cell and predict their genes."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ class NeighborDenoising(TellsBatches, SeesViews):
     batch_key
         Column of ``obs`` with the batch of each cell; `Encoder` uses the batch key of ``setup_anndata``.
     batches
-        Names of the batches, in the order of their codes. If None, uses those of the cells that the model is created
-        with.
+        Names of the batches, in the order of their codes. If None, uses the batches of the cells that the model is
+        created with.
     across, within
         Number of mutual neighbors of a cell in each other batch, and in the same batch; at most a tenth of a batch.
     space

@@ -35,9 +35,9 @@ class Serde[M: nn.Module](serde.Serde[M]):
     def __init__(self, module: M) -> None:
         super().__init__(module)
         self._names: dict[str, str] = {}
-        """Name in a file by the name in torch, where they differ."""
+        """Mapping from torch names to file names, where they differ."""
         self._transposed: set[str] = set()
-        """Weights of linear layers, by their name in torch."""
+        """Torch names of the weights of linear layers."""
         for name, child in module.named_modules():
             prefix = f"{name}." if name else ""
             if isinstance(child, nn.LayerNorm):
