@@ -197,7 +197,7 @@ def gene_losses(
     chosen_bs: torch.Tensor,
     n_special: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross-entropy of the gene at the selected tokens, (M,), and the cell index of each token, (M,).
+    """Return the cross entropy of the gene at the selected tokens, (M,), and the cell index of each token, (M,).
 
     Impossible genes are left out of the softmax, so excluding them does not reduce the loss. The logits are computed
     for some tokens at a time, and are recomputed in the backward pass if there are many.
@@ -692,9 +692,9 @@ class ScDiVaModel(Architecture):
         Returns
         -------
         For tokens, ``logits`` (B, S, V), ``embeddings`` (B, L), which are the latent means, and with ``denoising=True``
-        ``expression`` (B, S). ``losses`` contains the loss terms that have a target: ``"identity"`` (cross-entropy),
+        ``expression`` (B, S). ``losses`` contains the loss terms that have a target: ``"identity"`` (cross entropy),
         ``"value"`` (squared error), and with `target` ``"reconstruction"`` and ``"kl"``. With labels but without
-        `target` and `loss_weights`, the latent variable is trained on the labels: ``"latent"`` is the cross-entropy of
+        `target` and `loss_weights`, the latent variable is trained on the labels: ``"latent"`` is the cross entropy of
         the masked genes given only the latent variable, and ``"kl"`` is weighted by 1e-3.
 
         For a profile, ``logits`` of cell types (B, T) or None, ``embeddings``, and ``expression`` (B, G), with a loss

@@ -70,7 +70,7 @@ class TransformerEncoder(Architecture):
         Whether to use the gene embedding as the last layer of the head.
     expression_head
         Head that also predicts the expression of masked tokens: ``"value"`` (mean squared error), ``"deep"`` (the same
-        with the three layers of scGPT) or ``"bin"`` (cross-entropy).
+        with the three layers of scGPT) or ``"bin"`` (cross entropy).
     n_bins
         Number of expression bins for ``"bin"``.
     expression_loss_weight

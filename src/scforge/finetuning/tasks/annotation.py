@@ -106,7 +106,7 @@ def majority_vote(labels: np.ndarray, clusters: pd.Series | np.ndarray, *, min_s
 
 @register_task("annotation")
 class Annotation(SupervisedTask):
-    """Cross-entropy of the class of each cell.
+    """Cross entropy of the class of each cell.
 
     Labels are compared and written as text. Cells without a label (NaN) are not used for training.
 
@@ -242,7 +242,7 @@ class Annotation(SupervisedTask):
         return {"target": torch.from_numpy(np.maximum(self._targets[rows], UNLABELED))}
 
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """Return the weighted mean cross-entropy over the labeled cells, and their confusion matrix."""
+        """Return the weighted mean cross entropy over the labeled cells, and their confusion matrix."""
         logits, target = outputs.float(), batch["target"]
         weights = None if self._weights is None else self._weights.to(logits.device)
         labeled = target >= 0

@@ -38,7 +38,7 @@ def _truth(values: pd.Series, key: str) -> np.ndarray:
 
 @register_task("multi_label")
 class MultiLabel(SupervisedTask):
-    """Binary cross-entropy of each label of each cell.
+    """Binary cross entropy of each label of each cell.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Cross-entropy over a large vocabulary, at the tokens that have a target.
+"""Cross entropy over a large vocabulary, at the tokens that have a target.
 
 Shapes: B cells, S tokens, M tokens with a target, H hidden, V vocabulary.
 """
@@ -27,7 +27,7 @@ def token_loss(
     return_logits: bool,
     weight_vh: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the mean cross-entropy at labeled positions, and the logits.
+    """Return the mean cross entropy at labeled positions, and the logits.
 
     Without `return_logits`, the logits are None, and the vocabulary head, which dominates the cost of a small model,
     runs only at labeled positions.
@@ -63,7 +63,7 @@ def token_loss(
 
 
 def mean_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy at labeled positions, or 0 without labels, e.g. in a batch of empty cells.
+    """Return the mean cross entropy at labeled positions, or 0 without labels, e.g. in a batch of empty cells.
 
     Parameters
     ----------
@@ -79,7 +79,7 @@ def mean_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def linear_cross_entropy(
     hidden_mh: torch.Tensor, weight_vh: torch.Tensor, bias_v: torch.Tensor | None, labels_m: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mean cross-entropy of ``softmax(hidden @ weight.T + bias)``, a scalar.
+    """Return the mean cross entropy of ``softmax(hidden @ weight.T + bias)``, a scalar.
 
     The gradient is computed together with the loss, for some tokens at a time, so the logits are neither stored nor
     read again. Under autocast, products use the autocast dtype. Softmax and loss are float32 (float64 if `hidden_mh` is

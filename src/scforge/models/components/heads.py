@@ -282,7 +282,7 @@ class MaskedGenePredictionHead(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, weight: torch.Tensor | None = None, *, labels: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return logits, or with `labels` the mean cross-entropy, computed without storing all logits.
+        """Return logits, or with `labels` the mean cross entropy, computed without storing all logits.
 
         Parameters
         ----------

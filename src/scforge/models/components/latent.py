@@ -85,7 +85,7 @@ def reconstruction_loss(predicted: torch.Tensor, target: torch.Tensor) -> torch.
 
 
 def classification_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross-entropy of cell types, ignoring cells with the label -100; 0 without labeled cells.
+    """Return the mean cross entropy of cell types, ignoring cells with the label -100; 0 without labeled cells.
 
     Parameters
     ----------

@@ -47,7 +47,7 @@ _MAX_GENES = 1200
 
 @register_objective("masked_diffusion")
 class MaskedDiffusion(TellsBatches):
-    """Cross-entropy of masked genes and squared error of masked values, at all masking fractions.
+    """Cross entropy of masked genes and squared error of masked values, at all masking fractions.
 
     The objective is the absorbing-state diffusion of discrete tokens (Austin et al. 2021; Sahoo et al. 2024) over the
     genes of a cell and their values, as in ScDiVa (arXiv:2602.03477). We derived the formulas. Each cell has a time t
@@ -57,7 +57,7 @@ class MaskedDiffusion(TellsBatches):
                                    + value_weight * mean squared error of masked values)
                + reconstruction_weight * reconstruction + beta * kl
 
-    The mean cross-entropy is the likelihood bound of a cell, per token. In the bound, tokens are masked independently
+    The mean cross entropy is the likelihood bound of a cell, per token. In the bound, tokens are masked independently
     with probability t, and the sum over tokens has the weight 1 / t. All states with n masked tokens together therefore
     have the weight 1 / n, the integral of (S over n) t^(n - 1) (1 - t)^(S - n). The sum over n tokens times 1 / n is
     their mean. Times are stratified: t_i = (u + i / B) mod 1 over the B cells of a batch, so each batch covers all

@@ -25,7 +25,7 @@ from scforge.training.objectives.token_frequencies import token_counts
 
 @register_objective("masked_gene_prediction")
 class MaskedGenePrediction(Objective):
-    """Cross-entropy of the genes at masked positions.
+    """Cross entropy of the genes at masked positions.
 
     Parameters
     ----------

@@ -45,7 +45,7 @@ _SAMPLED_CELLS = 10_000
 
 @register_objective("next_gene_prediction")
 class NextGenePrediction(Objective):
-    """Cross-entropy of each next gene of a cell, and of its bin, given the previous genes.
+    """Cross entropy of each next gene of a cell, and of its bin, given the previous genes.
 
     Requires a causal architecture (``predicts_next``), such as ``autoregressive_transformer``. If cells end with an EOS
     token, it is predicted as well, so the model learns how many genes a cell expresses.

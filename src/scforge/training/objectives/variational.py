@@ -38,7 +38,7 @@ _ACTIVE = 0.01
 
 @register_objective("variational")
 class Variational(TellsBatches):
-    """Mean squared error of all genes, cross-entropy of the class, and KL divergence of the latent distribution.
+    """Mean squared error of all genes, cross entropy of the class, and KL divergence of the latent distribution.
 
     Requires an architecture with a latent distribution, such as ``scdiva``. Let x be the log1p CP10K values of all
     genes in the vocabulary. Let mu and v be the mean and variance of the latent distribution with L dimensions, and z a

@@ -12,10 +12,10 @@ from scforge.soma.v1.flax.sigreg import SIGReg
 
 
 def compute_loss(model: Model, sig_reg: SIGReg, token_ids: Array, targets: Array) -> tuple[Array, Array]:
-    """Return the cross-entropy of the next bytes without padding plus the regularizer, and the mean embedding.
+    """Return the cross entropy of the next bytes without padding plus the regularizer, and the mean embedding.
 
     Positions start at 0 in each sequence, regardless of its offset in the data. Padding is included in the regularizer
-    and the mean, as in the published package. If all targets are padding, the cross-entropy is 0 (in torch: NaN).
+    and the mean, as in the published package. If all targets are padding, the cross entropy is 0 (in torch: NaN).
 
     Parameters
     ----------

@@ -18,7 +18,7 @@ def compute_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss and the embedding of a batch.
 
-    The loss is the mean cross-entropy in nats at targets other than PAD, plus the regularizer over all states.
+    The loss is the mean cross entropy in nats at targets other than PAD, plus the regularizer over all states.
     Positions start at 0 in each chunk. The embedding is averaged over tokens, then over chunks. PAD is treated like any
     other token in the regularizer and the embedding, unless ``model.pad_mask`` is set.
 
