@@ -25,7 +25,7 @@ from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
 
 _DENSE = 16
-"""Maximum vocabulary size, relative to the tokens of a cell, that is trained by a dense product on a CPU."""
+"""Maximum ratio of vocabulary size to tokens per cell for a dense product; the gradient of a bag is slow on a CPU."""
 
 
 class _TokenStates(nn.Module):
