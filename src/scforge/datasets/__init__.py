@@ -1,4 +1,4 @@
-"""Data sets by their names: real data that ship with the package, cards of others, and versioned splits."""
+"""Data sets by name: real data bundled with the package, cards of other data sets, and versioned splits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data sets that are part of the package: raw counts and labels, read without a network."""
+"""Bundled data sets: raw counts and labels, read without network access."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def pbmc3k() -> AnnData:
 
     Returns
     -------
-    Annotated data of 2,700 cells and 16,634 genes, all genes with at least one count:
+    Annotated data with 2,700 cells and 16,634 genes, all of which have at least one count:
 
     ``X``
-        Raw counts (UMIs), whole numbers as float32, CSR with sorted indices.
+        Raw counts (UMIs), integers as float32, CSR with sorted indices.
     ``obs_names``, ``var_names``
         Cell barcodes; gene symbols, made unique.
     ``obs["cell_type"]``
-        Categorical with nine cell types; missing for the 62 cells that the annotation left out.
+        Categorical with nine cell types; missing for the 62 cells without an annotation.
     ``var["gene_ids"]``
         Ensembl gene ids.
     ``uns["scforge_dataset"]``
@@ -38,7 +38,7 @@ def pbmc3k() -> AnnData:
     License: Creative Commons Attribution 4.0 (CC BY 4.0). Changes: genes without any count were left out, symbols were
     made unique, and cell types were added.
 
-    The cell types are those of the Seurat guided clustering tutorial (https://satijalab.org/seurat), in which clusters
+    The cell types come from the Seurat guided clustering tutorial (https://satijalab.org/seurat), in which clusters
     were named by their marker genes. The quality control of the tutorial removed the 62 cells without a cell type. The
     cell types are an expert annotation of clusters of the same counts, not an independent measurement.
 
@@ -55,34 +55,35 @@ def pbmc3k() -> AnnData:
 
 
 def lung_cell_lines() -> AnnData:
-    """Return five lung cancer cell lines in five batches of two protocols: raw counts of 1,021 cells.
+    """Return five lung cancer cell lines in five batches from two protocols: raw counts of 1,021 cells.
 
-    A small example of batch effects: in principal components, about half of the nearest neighbors of a cell are from
-    its own batch. The file is part of the package; nothing is downloaded. Each call returns a new object.
+    The data are a small example of batch effects: in principal components, about half of the nearest neighbors of a
+    cell come from its own batch. The file is part of the package; nothing is downloaded. Each call returns a new
+    object.
 
     Returns
     -------
-    Annotated data of 1,021 cells and 11,504 genes, all genes with at least one count:
+    Annotated data with 1,021 cells and 11,504 genes, all of which have at least one count:
 
     ``X``
-        Raw counts (UMIs), whole numbers as float32, CSR with sorted indices.
+        Raw counts (UMIs), integers as float32, CSR with sorted indices.
     ``obs_names``, ``var_names``
-        Cell names of the source; Ensembl gene ids.
+        Cell names from the source; Ensembl gene ids.
     ``obs["cell_line"]``
         Categorical with the five cell lines, identified by their genotypes.
     ``obs["batch"]``
-        Categorical with the five batches: four of CEL-seq2 and one, ``"sc_dropseq"``, of Drop-seq.
+        Categorical with the five batches: four from CEL-seq2 and one, ``"sc_dropseq"``, from Drop-seq.
     ``uns["scforge_dataset"]``
         Name, source, license, citation and changes, as text.
 
     Notes
     -----
     Source: https://github.com/LuyiTian/sc_mixology, described by Tian et al. (2019), Nature Methods 16, 479-487.
-    License: MIT, Copyright (c) 2018 Luyi Tian. ``uns["scforge_dataset"]["license"]`` has its full text.
+    License: MIT, Copyright (c) 2018 Luyi Tian. ``uns["scforge_dataset"]["license"]`` contains the full text.
 
     Changes: only singlets of the CEL-seq2 and Drop-seq batches and genes with a count in each batch are included. The
-    counts are downsampled to 3%, because at full depth every method separates the cell lines. The median cell
-    has 708 counts instead of 23,426. No cell was selected for its label. The dataset card has the details.
+    counts are downsampled to 3%, because at full depth every method separates the cell lines. The median cell has 708
+    counts instead of 23,426. No cell was selected for its label. The dataset card contains the details.
 
     Examples
     --------

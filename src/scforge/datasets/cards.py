@@ -1,4 +1,4 @@
-"""Metadata of a named data set: its source, its columns, and its split."""
+"""Metadata of named data sets: source, columns and split."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from scforge.errors import OptionError
 RULES = ("stratified", "groups", "perturbations", "targets")
 
 type Amount = float | int | tuple[str, ...]
-"""How much is held out: a share of it, a number of it, or the names of it."""
+"""Amount to hold out: a fraction, a number, or a list of names."""
 
 
 @dataclass(frozen=True)
 class SplitRule:
-    """How the cells of a data set are divided into training, validation and test.
+    """Rule that divides the cells of a data set into training, validation and test.
 
     Sampling uses the SHA-256 of names, so it depends neither on the order of the cells nor on the machine.
 
@@ -26,7 +26,7 @@ class SplitRule:
     ----------
     kind
         ``"stratified"``
-            A fraction of the cells of each value of `column`; cells without a value are treated as another value.
+            A fraction of the cells for each value of `column`; cells without a value are treated as a separate value.
         ``"groups"``
             All cells of some values of `column`, e.g. of whole donors. Cells without a value are left out.
         ``"perturbations"``
@@ -34,9 +34,9 @@ class SplitRule:
             part has its own control cells. Cells without a value are left out.
         ``"targets"``
             All cells of every perturbation that contains one of the held-out genes. `validation` and `test` count these
-            genes, and no training cell has a perturbation of them. Also `combination_share` of the combinations of
-            other genes. Therefore 0, 1 or 2 genes of a test pair occur in training cells, as in GEARS (Roohani et al.
-            2024).
+            genes, and no training cell has a perturbation of them. In addition, a fraction `combination_share` of the
+            combinations of other genes is held out. Therefore, 0, 1 or 2 genes of a test pair occur in training cells,
+            as in GEARS (Roohani et al. 2024).
     column
         Column of ``obs``.
     validation, test
@@ -46,7 +46,8 @@ class SplitRule:
     control_share
         Fraction of the control cells in each held-out part, in every context with held-out cells of this part.
     separator
-        Text between the names of a combined perturbation. With ``"perturbations"``, only combinations are held out.
+        Separator between the names in a combined perturbation. With ``"perturbations"``, only combinations are held
+        out.
     combination_share
         With ``"targets"``, fraction of the combinations without a held-out gene in each held-out part.
 
@@ -95,10 +96,10 @@ class PertpySource:
     function
         Name of the function in ``pertpy.data``.
     layer
-        Layer with the counts; None means ``X``.
+        Layer with the counts. If None, uses ``X``.
     suffix
-        Regular expression of what follows the gene in a label, e.g. the name of a plasmid; None if labels contain only
-        the gene.
+        Regular expression for the text that follows the gene in a label, e.g. a plasmid name; None if labels contain
+        only the gene.
     controls
         Labels (without suffix) of untreated cells.
     unassigned
@@ -143,13 +144,13 @@ class DatasetCard:
     how_to_get
         How to obtain the data set, in one sentence.
     pertpy
-        How to read the data set with pertpy; None if pertpy does not have it.
+        How to read the data set with pertpy; None if pertpy does not provide it.
     split
         Rule that divides the cells.
     more_splits
-        Rules of splits that differ from `split`, by version.
+        A mapping from version to split rule, for rules that differ from `split`.
     splits
-        SHA-256 of the shipped file of cell ids, ``splits/<name>-v<version>.csv.gz``, by version.
+        A mapping from version to the SHA-256 of the bundled file with cell ids, ``splits/<name>-v<version>.csv.gz``.
     shares_cells_with
         Names of data sets that contain some of the same cells; do not train on one of them and test on the other.
     note
@@ -196,7 +197,7 @@ class DatasetCard:
 
     @property
     def columns(self) -> dict[str, str]:
-        """Return the columns of obs that the card names, by the argument that takes them."""
+        """Return a mapping from argument name to the column of obs that the card specifies."""
         keys = {name: getattr(self, name) for name in ("labels_key", "batch_key", "groups_key", "perturbation_key")}
         return {name: key for name, key in keys.items() if key is not None}
 

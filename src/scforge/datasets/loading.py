@@ -1,4 +1,4 @@
-"""Data sets by name: bundled ones, and those in a user's folder."""
+"""Loading data sets by name: bundled data sets, and data sets in a user's folder."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 DATA_FOLDER = "SCFORGE_DATA"
-"""Environment variable with the folder of data sets that are known by their names."""
+"""Environment variable with the folder in which data sets are looked up by name."""
 
 
 def find_file(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
-    """Return the h5ad file of a data set: that of the package, in `folder`, or in ``SCFORGE_DATA``."""
+    """Return the h5ad file of a data set, from the package, from `folder`, or from ``SCFORGE_DATA``."""
     card, place = get_card(name), _place(folder)
     if card.embedded:
         # The package is a folder: its data are read in place everywhere.
@@ -48,28 +48,28 @@ def load(
     name
         One of :func:`~scforge.datasets.list_cards`.
     folder
-        Folder that holds ``<name>.h5ad``. If None, uses the folder in the environment variable ``SCFORGE_DATA``.
+        Folder that contains ``<name>.h5ad``. If None, uses the folder in the environment variable ``SCFORGE_DATA``.
         Bundled data are always read from the package.
     verify
-        Compare the SHA-256 of the file with that of the card, if it has one. Pass False to read a file that you created
-        from the source.
+        Whether to compare the SHA-256 of the file with the SHA-256 in the card, if the card contains one. Pass False to
+        read a file that you created from the source.
     download
-        If the file is not in the folder, read the data set with pertpy, which downloads it once to
+        Whether to read the data set with pertpy if the file is not in the folder. Pertpy downloads it once to
         ``scanpy.settings.datasetdir`` (Replogle et al.: gigabytes). Counts are then in ``X``, labels are genes, and
         cells without a known perturbation are removed. To keep the result, write it to ``<name>.h5ad``.
 
     Returns
     -------
-    Annotated data with the columns that the card names.
+    Annotated data with the columns that the card specifies.
 
     Raises
     ------
     OptionError
-        If there is no card of that name.
+        If there is no card with this name.
     MissingFileError
         If the file is missing; the message explains how to obtain it.
     DataError
-        If the file is not that of the card, a column is missing, or there are no control cells.
+        If the file does not match the card, a column is missing, or there are no control cells.
 
     Examples
     --------
@@ -94,7 +94,7 @@ def load(
 
 
 def _checked(adata: AnnData, card: DatasetCard) -> AnnData:
-    """Return a data set; raise unless it has the columns and the control cells of its card."""
+    """Return a data set. Raises an error if columns or control cells of its card are missing."""
     for argument, key in card.columns.items():
         check_obs_column(adata, key, argument=argument)
     if card.perturbation_key is not None:
@@ -106,7 +106,7 @@ def _checked(adata: AnnData, card: DatasetCard) -> AnnData:
 
 
 def _from_pertpy(card: DatasetCard, source: PertpySource) -> AnnData:
-    """Return what pertpy reads, with counts in X and genes as labels, without unassigned cells."""
+    """Return the data that pertpy reads, with counts in X and genes as labels, without unassigned cells."""
     import pandas as pd
     import pertpy
 

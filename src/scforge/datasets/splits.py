@@ -1,4 +1,4 @@
-"""Versioned splits of datasets: shipped files and rules."""
+"""Versioned splits of data sets: bundled files and rules."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ class Split:
     name, version
         The data set, and the version of its split.
     train, validation, test
-        Names of cells (``obs_names``), object, sorted. None is in two parts, and no part is empty.
+        Cell names (``obs_names``), object, sorted. No cell is in two parts, and no part is empty.
     left_out
-        Cells that are in no part, e.g. those without a perturbation.
+        Cells that are in no part, e.g. cells without a perturbation.
 
     Raises
     ------
@@ -87,12 +87,12 @@ class Split:
 
         Returns
         -------
-        Categorical with the parts that the cells have, N rows; missing where a cell was left out.
+        Categorical with the part of each cell, N rows; missing for cells that were left out.
 
         Raises
         ------
         DataError
-            If a cell is not one of the data set.
+            If a cell is not in the data set.
         """
         of = {cell: part for part in (*PARTS, LEFT_OUT) for cell in getattr(self, part)}
         unknown = [cell for cell in adata.obs_names if cell not in of]
@@ -120,7 +120,7 @@ class Split:
         OptionError
             If there is no such part.
         DataError
-            If a cell is not one of the data set, or none is in the part.
+            If a cell is not in the data set, or no cell is in the part.
 
         Examples
         --------
@@ -139,30 +139,31 @@ class Split:
     def seen_targets(
         self, adata: AnnData, perturbation_key: str, control: str, *, separator: str | None = "+", part: str = "test"
     ) -> pd.Series:
-        """Return how many targets of each held-out perturbation occur in perturbations of the training cells.
+        """Return the number of targets of each held-out perturbation that occur in perturbations of training cells.
 
-        Scores of pairs differ much between 0, 1 and 2 known genes, and are reported separately (Roohani et al. 2024).
+        Scores of pairs differ strongly between 0, 1 and 2 known genes, and are reported separately (Roohani et al.
+        2024).
 
         Parameters
         ----------
         adata
             The data set.
         perturbation_key, control, separator
-            Column of ``adata.obs`` with the perturbation, its label of control cells, and the text between the targets
-            of a combination; None if there are no combinations.
+            Column of ``adata.obs`` with the perturbation, its label for control cells, and the separator between the
+            targets of a combination. The separator is None if there are no combinations.
         part
             ``"test"`` or ``"validation"``.
 
         Returns
         -------
-        Number of known targets, int64; the index has the targets, sorted and joined by `separator`.
+        Number of known targets, int64; the index contains the targets, sorted and joined by `separator`.
 
         Raises
         ------
         OptionError
             If there is no such part.
         DataError
-            If a cell is not one of the data set, or the column or the control is missing.
+            If a cell is not in the data set, or the column or the control is missing.
 
         Examples
         --------
@@ -187,14 +188,15 @@ class Split:
 
 
 def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Split:
-    """Return the split of a data set, shipped or created by the rule of its card.
+    """Return the split of a data set, either bundled or created by the rule of its card.
 
     Parameters
     ----------
     name
         One of :func:`~scforge.datasets.list_cards`.
     adata
-        The whole data set. Required if the package does not ship the split; otherwise the split is checked against it.
+        The whole data set. Required if the split is not bundled with the package; otherwise, the split is checked
+        against it.
     version
         Version of the split. A split never changes; a different split has another version.
 
@@ -205,9 +207,9 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
     Raises
     ------
     OptionError
-        If there is no card of that name, no such version, or `adata` is needed.
+        If there is no card with this name, there is no such version, or `adata` is required.
     DataError
-        If the cells of `adata` are not those of the split, or a held-out group or perturbation has training cells.
+        If the cells of `adata` do not match the split, or a held-out group or perturbation has training cells.
 
     Examples
     --------
@@ -233,7 +235,7 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
 
 
 def write_split(split: Split, path: str | os.PathLike[str]) -> None:
-    """Write a split as gzipped CSV with the columns ``cell`` and ``part``; :func:`read_split` reads it.
+    """Write a split as gzipped CSV with the columns ``cell`` and ``part``, for :func:`read_split`.
 
     Parameters
     ----------
@@ -277,7 +279,7 @@ def read_split(path: str | os.PathLike[str], *, name: str | None = None, version
     Raises
     ------
     DataError
-        If it is not a split, a part is empty, or a cell is in two parts.
+        If the file is not a split, a part is empty, or a cell is in two parts.
 
     Examples
     --------
@@ -315,23 +317,22 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
     Parameters
     ----------
     card
-        The card; its ``split`` defines the rule.
+        The card, whose ``split`` defines the rule.
     adata
         The whole data set.
     version
-        Version of the split. Another number samples other cells; the card may have a separate rule for it.
+        Version of the split. A different number samples different cells; the card may have a separate rule for it.
 
     Returns
     -------
-    The split. It depends on the names of the cells and on the columns that the rule reads, not on the order of the
-    cells.
+    The split. It depends on the cell names and on the columns that the rule reads, not on the order of the cells.
 
     Raises
     ------
     OptionError
         If the card has no rule.
     DataError
-        If a column is missing, a cell name is duplicated, or there is too little to hold out.
+        If a column is missing, a cell name is duplicated, or there are too few cells or units to hold out.
 
     Examples
     --------
@@ -356,7 +357,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
 
 
 def check_rule(split: Split, card: DatasetCard, adata: AnnData) -> None:
-    """Raise if a group, or a perturbation in a context, that the rule of a card holds out has cells in two parts."""
+    """Raise an error if a unit that the card's rule holds out (group, or perturbation in a context) is in two parts."""
     rule = card.rule(split.version)
     if rule is None or rule.kind == "stratified":
         return
@@ -370,7 +371,7 @@ def check_rule(split: Split, card: DatasetCard, adata: AnnData) -> None:
 
 
 def _units(rule: SplitRule, card: DatasetCard, obs: pd.DataFrame) -> pd.Series:
-    """Return the held-out unit of each cell as text; missing for controls and without a value."""
+    """Return the held-out unit of each cell as text; missing for controls and cells without a value."""
     values = obs[rule.column].astype(object).where(obs[rule.column].notna())
     values = values.map(str, na_action="ignore")
     if rule.kind == "groups":
@@ -395,7 +396,7 @@ def _rank(salt: str, name: str) -> str:
 
 
 def _drawn(units: list[str], amounts: dict[str, Amount], salt: str, what: str) -> dict[str, str]:
-    """Return the part of the units that are held out."""
+    """Return a mapping from each held-out unit to its part."""
     held: dict[str, str] = {}
     for part, amount in amounts.items():
         if isinstance(amount, tuple):
@@ -414,7 +415,7 @@ def _drawn(units: list[str], amounts: dict[str, Amount], salt: str, what: str) -
 
 
 def _cut(ids: np.ndarray, shares: dict[str, float], salt: str) -> np.ndarray:
-    """Return the part of each cell of a stratum, chosen by hash; with three or more cells, each part has one."""
+    """Return the part of each cell in a stratum, chosen by hash; with three or more cells, no part is empty."""
     order = np.array(sorted(range(len(ids)), key=lambda row: (_rank(salt, str(ids[row])), ids[row])), dtype=np.int64)
     parts = np.full(len(ids), "train", dtype=object)
     start = 0
@@ -426,7 +427,7 @@ def _cut(ids: np.ndarray, shares: dict[str, float], salt: str) -> np.ndarray:
 
 
 def _stratified(rule: SplitRule, adata: AnnData, salt: str) -> np.ndarray:
-    """Return the part of each cell: fractions of the cells of each value, and of those without a value."""
+    """Return the part of each cell: fractions of the cells for each value, and of the cells without a value."""
     ids = np.asarray(adata.obs_names, dtype=object)
     codes = adata.obs[rule.column].astype("category").cat.codes.to_numpy()
     parts = np.full(len(ids), "train", dtype=object)
@@ -457,7 +458,7 @@ def _whole_units(rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) 
 def _with_targets(
     units: list[str], amounts: dict[str, Amount], rule: SplitRule, salt: str, what: str
 ) -> dict[str, str]:
-    """Return the part of perturbations with held-out genes, and of a share of the combinations of other genes."""
+    """Return the part of perturbations with held-out genes, and of a fraction of the combinations of other genes."""
     genes = {unit: unit.split(rule.separator) for unit in units}
     of_gene = _drawn(sorted({gene for some in genes.values() for gene in some}), amounts, salt, what)
     held: dict[str, str] = {}
@@ -471,7 +472,7 @@ def _with_targets(
 
 
 def _share_controls(parts: np.ndarray, rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) -> None:
-    """Divide the control cells, in each context between the parts that have cells there."""
+    """Divide the control cells in each context between the parts that have cells in the context."""
     obs, ids = adata.obs, np.asarray(adata.obs_names, dtype=object)
     control = np.asarray(obs[rule.column].astype(object).map(str, na_action="ignore") == str(card.control))
     if not control.any():

@@ -1,4 +1,4 @@
-"""The base class of benchmarks, their registry, and the benchmarks of a list with their data sets."""
+"""The benchmark base class and registry, and evaluations that pair a benchmark with a data set."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ KEYS = ("labels_key", "batch_key", "groups_key")
 """Options that name a column of obs. If they are left out, the caller of a benchmark fills them in from the data."""
 
 MIN_GROUPS = 4
-"""Fewest groups with intervals: fewer do not show how groups differ."""
-"""Groups whose halves are several groups, and differ."""
+"""Minimum number of groups for intervals, because fewer groups do not show how groups differ."""
 
 
 class Benchmark(ABC):
@@ -41,15 +40,15 @@ class Benchmark(ABC):
         Types of the arguments ``made`` (the scored result) and ``reference``:
 
         ``"embedding"``
-            Coordinates of cells, shape (N, D); their ``obs``, N rows.
+            Cell coordinates, shape (N, D), and the ``obs`` of these cells, N rows.
         ``"perturbation"``
             Predicted cells and measured cells, each an :class:`~anndata.AnnData`.
         ``"network"``
-            Edges with the columns ``source``, ``target`` and ``weight``; true edges.
+            Edges with the columns ``source``, ``target`` and ``weight``, and the true edges.
         ``"expression"``
             Generated cells and measured cells, each an :class:`~anndata.AnnData` with counts.
         ``"ranking"``
-            Orders of genes that were reconstructed, and the true orders, int, shape (N, S), padded with -1.
+            Reconstructed and true gene orders, int, shape (N, S), padded with -1.
     metrics
         Names of the metrics that :meth:`run` returns.
     lower_is_better
@@ -57,7 +56,7 @@ class Benchmark(ABC):
     main
         Metric used in the verdict; the first metric by default.
     n_draws
-        Default number of draws of :meth:`resampled`.
+        Default number of draws in :meth:`resampled`.
     ranks
         Whether the scores rank methods. If false, methods are not compared, because the scores only warn of problems.
 
@@ -86,7 +85,7 @@ class Benchmark(ABC):
 
     @abstractmethod
     def run(self, made: Any, reference: Any) -> dict[str, float]:
-        """Return one score for each metric; NaN if it is not defined.
+        """Return one score for each metric, or NaN if the metric is undefined.
 
         Parameters
         ----------
@@ -97,7 +96,7 @@ class Benchmark(ABC):
         """
 
     def check(self, reference: Any) -> None:
-        """Raise if the reference cannot be scored against; called before expensive steps such as training.
+        """Raise an error if the reference is unsuitable; called before expensive steps such as training.
 
         The default, for embeddings, checks that ``labels_key``, ``batch_key`` and ``groups_key`` are columns, if the
         benchmark has these options. Benchmarks with further requirements override it.
@@ -105,7 +104,7 @@ class Benchmark(ABC):
         Parameters
         ----------
         reference
-            The reference for :meth:`run`; for embeddings the annotation of the cells, N rows.
+            The reference for :meth:`run`; for embeddings, the cell annotation, N rows.
 
         Raises
         ------
@@ -124,23 +123,23 @@ class Benchmark(ABC):
         Parameters
         ----------
         reference
-            Arguments of :meth:`run`.
+            The reference for :meth:`run`.
 
         Returns
         -------
-        Name of a fact to the fact.
+        A mapping from the name of each fact to its text.
         """
         return {}
 
     def resampled(self, made: Any, reference: Any, *, n: int, seed: int) -> pd.DataFrame | None:
-        """Return the scores on resampled data, for intervals and paired tests; None if there are none.
+        """Return the scores on resampled data, for intervals and paired tests, or None if there are no draws.
 
         The sampled rows depend only on `reference` and `seed`, so that methods can be compared draw by draw. The
         default, for embeddings, samples random halves of the cells without replacement. Scores of halves vary around
         the score of all cells as much as the latter varies around the true value (delete-half jackknife, Shao and Wu
-        1989). Halves keep the share of each label of ``labels_key``. With ``groups_key``, they are halves of the
-        groups; with fewer than four groups there are no draws. Draws of b of n groups are rescaled to the standard
-        deviation of a bootstrap of the groups, as :meth:`n_units` requires: by sqrt(b / (n - b)), the delete-d
+        1989). Halves preserve the proportion of each label in ``labels_key``. With ``groups_key``, the groups are
+        halved instead; with fewer than four groups there are no draws. Draws of b of n groups are rescaled to the
+        standard deviation of a bootstrap of the groups, as :meth:`n_units` requires: by sqrt(b / (n - b)), the delete-d
         jackknife, and by sqrt((n - 1) / n), which intervals reverse.
 
         Parameters
@@ -188,11 +187,11 @@ class Benchmark(ABC):
         return pd.DataFrame(figures, columns=list(self.metrics))
 
     def n_units(self, reference: Any) -> int | None:
-        """Return the number of independent units that :meth:`resampled` samples from; None means cells.
+        """Return the number of independent units that :meth:`resampled` samples from, or None if these are cells.
 
         Few units, e.g. eight donors, are less informative than the number of draws suggests, so intervals are wider and
         tests have fewer degrees of freedom. If a number is returned, draws must vary as in a bootstrap of the units.
-        Their standard deviation is too small by sqrt((n - 1) / n), which is corrected later.
+        Their standard deviation is too small by a factor of sqrt((n - 1) / n), which is corrected later.
         """
         key = getattr(self, "groups_key", None)
         return None if key is None or self.subject != "embedding" else int(reference[key].nunique())
@@ -201,11 +200,11 @@ class Benchmark(ABC):
 def half_samples(
     obs: pd.DataFrame, n: int, *, seed: int, labels_key: str | None = None, groups_key: str | None = None
 ) -> Iterator[np.ndarray]:
-    """Yield rows of random halves of the cells, ascending, int64, `n` times; of whole groups with `groups_key`.
+    """Yield the rows of `n` random halves of the cells (of whole groups with `groups_key`), ascending, int64.
 
-    Halves of cells keep the share of each label of `labels_key`; missing labels count as one label. Of an odd number of
-    groups, the smaller half is sampled. With fewer than four groups nothing is sampled, because halves do not show how
-    groups differ.
+    Halves of cells preserve the proportion of each label in `labels_key`; missing labels count as one label. If the
+    number of groups is odd, the smaller half is sampled. With fewer than four groups nothing is sampled, because halves
+    do not show how groups differ.
     """
     rng = np.random.default_rng(seed)
     for _ in range(n):
@@ -245,7 +244,7 @@ def as_array(made: Any, name: str = "the embedding") -> np.ndarray:
 
 
 def check_column(argument: str, key: str, obs: pd.DataFrame) -> None:
-    """Raise :class:`~scforge.errors.DataError` unless obs has the column `key`."""
+    """Raise :class:`~scforge.errors.DataError` if obs does not contain the column `key`."""
     if key not in obs:
         columns = [column for column in obs.columns if not str(column).startswith("_scvi_")]
         raise DataError(f"{argument}={key!r} is not a column of obs{suggest(key, columns, 'obs has')}")
@@ -286,7 +285,7 @@ def get_benchmark(name: str, **options: Any) -> Benchmark:
     name
         Registry key, e.g. ``"label_prediction"``.
     **options
-        Options of its constructor.
+        Options for its constructor.
 
     Returns
     -------
@@ -295,7 +294,7 @@ def get_benchmark(name: str, **options: Any) -> Benchmark:
     Raises
     ------
     OptionError
-        If the name, or an option, is unknown, or an option is missing.
+        If the name or an option is unknown, or a required option is missing.
 
     Examples
     --------
@@ -307,7 +306,7 @@ def get_benchmark(name: str, **options: Any) -> Benchmark:
 
 
 def _check_given(name: str, options: Mapping[str, Any], besides: Sequence[str] = ()) -> None:
-    """Raise if an option of a benchmark is unknown, or a required option is missing that the data do not provide."""
+    """Raise an error if a benchmark option is unknown, or if a required option is not given by the user or the data."""
     known = options_of(name)
     check_options("benchmark option", name, options, list(known))
     for option, needed in known.items():
@@ -317,13 +316,13 @@ def _check_given(name: str, options: Mapping[str, Any], besides: Sequence[str] =
 
 
 def options_of(name: str) -> dict[str, bool]:
-    """Return the options of a benchmark, and whether each is required."""
+    """Return a mapping from each option of a benchmark to whether it is required."""
     parameters = inspect.signature(BENCHMARKS.get(name)).parameters
     return {option: parameter.default is parameter.empty for option, parameter in parameters.items()}
 
 
 def check_scores_embeddings(title: str, subject: str) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless a benchmark scores embeddings."""
+    """Raise :class:`~scforge.errors.OptionError` if a benchmark does not score embeddings."""
     if subject != "embedding":
         raise OptionError(
             f"the benchmark {title!r} does not score embeddings (but: {subject}); pass it to eval.compare."
@@ -331,12 +330,12 @@ def check_scores_embeddings(title: str, subject: str) -> None:
 
 
 def check_has_metrics(benchmark: Benchmark) -> None:
-    """Raise :class:`~scforge.errors.OptionError` if a benchmark names no metrics."""
+    """Raise :class:`~scforge.errors.OptionError` if a benchmark does not define metrics."""
     check_defines(f"the benchmark {title_of(benchmark)!r}", benchmark, ("metrics",))
 
 
 def title_of(benchmark: Benchmark) -> str:
-    """Return the registered name of a benchmark, or that of its class."""
+    """Return the registered name of a benchmark, or the name of its class."""
     return BENCHMARKS.name_of(type(benchmark)) or type(benchmark).__name__
 
 
@@ -353,7 +352,7 @@ class Evaluation:
     benchmark
         A registered name, or a benchmark.
     name
-        Prefix of its scores, ``<name>_<metric>``. If None, uses the name of the benchmark, followed by the name of the
+        Prefix of the scores, ``<name>_<metric>``. If None, uses the name of the benchmark, followed by the name of the
         data set if another evaluation has the same name.
     dataset
         ``"held_out"`` for the cells that the data module keeps for validation; the path or URL of an h5ad file, an
@@ -364,9 +363,9 @@ class Evaluation:
         Options of the benchmark, if it is passed by name. If ``labels_key`` and ``batch_key`` are left out, they come
         from the card of the data set, if it has one, and otherwise from the data module.
     max_cells
-        Score at most this many cells, sampled once; None scores all.
+        Maximum number of cells to score, sampled once. If None, scores all cells.
     card_columns
-        Columns named by a card, used if neither `options` nor the data module name one.
+        Columns specified by a card, used if neither `options` nor the data module specifies one.
 
     Examples
     --------
@@ -398,19 +397,19 @@ class Evaluation:
 
     @property
     def held_out(self) -> bool:
-        """Whether it scores the cells that the data module keeps for validation."""
+        """Whether the scored cells are those that the data module keeps for validation."""
         return isinstance(self.dataset, str) and self.dataset == HELD_OUT
 
     @property
     def place(self) -> str:
-        """Identifier of its data set."""
+        """Identifier of the data set."""
         if isinstance(self.dataset, str | os.PathLike):
             return repr(os.fspath(self.dataset))
         return f"the {type(self.dataset).__name__} at {id(self.dataset):#x}"
 
     @property
     def title(self) -> str:
-        """Prefix of its scores, before repeated names are made unique."""
+        """Prefix of the scores, before repeated names are made unique."""
         if self.name is not None:
             return self.name
         return self.benchmark if isinstance(self.benchmark, str) else title_of(self.benchmark)
@@ -422,40 +421,40 @@ class Evaluation:
         return made.subject if isinstance(made, Benchmark) else BENCHMARKS.get(made).subject
 
     def missing(self, keys: Mapping[str, str | None]) -> list[str]:
-        """Return the missing options of the benchmark; `keys` as in :meth:`made`."""
+        """Return the missing options of the benchmark; for `keys`, see :meth:`made`."""
         if isinstance(self.benchmark, Benchmark):
             return []
         given = {**self._from_data(keys), **self.options}
         return [key for key, needed in options_of(self.benchmark).items() if needed and given.get(key) is None]
 
     def made(self, keys: Mapping[str, str | None]) -> Benchmark:
-        """Return the benchmark; `keys` are ``labels_key`` and ``batch_key`` of the data.
+        """Return the benchmark; `keys` contains ``labels_key`` and ``batch_key`` of the data.
 
         Raises
         ------
         OptionError
-            If it needs a key that is not given anywhere.
+            If the benchmark needs a key that is not specified anywhere.
         """
         if isinstance(self.benchmark, Benchmark):
             return self.benchmark
         return get_benchmark(self.benchmark, **{**self._from_data(keys), **self.options})
 
     def _from_data(self, keys: Mapping[str, str | None]) -> dict[str, str]:
-        """Return the columns named by the data that the benchmark uses."""
+        """Return the columns that the card or data module specifies and the benchmark uses."""
         known = options_of(cast("str", self.benchmark))
         found = {**self.card_columns, **{name: key for name, key in keys.items() if key is not None}}
         return {name: key for name, key in found.items() if name in known}
 
 
 type Entry = str | Benchmark | Evaluation | Mapping[str, Mapping[str, Any] | None]
-"""Allowed entries of a list of benchmarks."""
+"""Allowed entries in a list of benchmarks."""
 
 
 def to_evaluation(entry: Entry) -> Evaluation:
-    """Create an evaluation of an entry of a list: a name, a benchmark, or ``{name: {option: value, "dataset": ...}}``.
+    """Create an evaluation from a list entry: a name, a benchmark, or ``{name: {option: value, "dataset": ...}}``.
 
-    In addition to the options of the benchmark, a mapping may have ``dataset``, ``name`` and ``max_cells`` of
-    :class:`Evaluation`. If the benchmark has an option of one of these names, the benchmark receives it.
+    In addition to the options of the benchmark, a mapping may contain ``dataset``, ``name`` and ``max_cells`` for
+    :class:`Evaluation`. If the benchmark has an option with one of these names, the benchmark receives the value.
 
     Raises
     ------
@@ -478,7 +477,7 @@ def to_evaluation(entry: Entry) -> Evaluation:
 
 
 def resolve(evaluations: Sequence[Evaluation], datasets: Mapping[str, Any]) -> list[Evaluation]:
-    """Find the data set of each evaluation, and assign unique names.
+    """Look up the data set of each evaluation, and assign unique names.
 
     Raises
     ------
@@ -500,7 +499,7 @@ def resolve(evaluations: Sequence[Evaluation], datasets: Mapping[str, Any]) -> l
 
 
 def _columns(evaluation: Evaluation, datasets: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of the card of a data set: as options if it was found by its card, else as defaults."""
+    """Return the card's columns for a data set: as options if it was looked up by its card, otherwise as defaults."""
     name, benchmark = evaluation.dataset, evaluation.benchmark
     if not isinstance(name, str) or not isinstance(benchmark, str) or name not in list_cards():
         return {}
@@ -511,7 +510,7 @@ def _columns(evaluation: Evaluation, datasets: Mapping[str, Any]) -> dict[str, A
 
 
 def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
-    """Return the path or name to open, or ``"held_out"``."""
+    """Return the path or name of the data to open, or ``"held_out"``."""
     given = evaluation.dataset
     if not isinstance(given, str | os.PathLike) or evaluation.held_out:
         return given
@@ -535,12 +534,12 @@ def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class ScoredCells:
-    """Cells to embed, and their annotation.
+    """Cells to embed, with their annotation.
 
     Attributes
     ----------
     cells
-        Where they come from.
+        Source of the cells.
     rows
         Rows of the chosen cells, int64, shape (N,).
     obs
@@ -553,7 +552,7 @@ class ScoredCells:
 
     @classmethod
     def choose(cls, cells: Cells, rows: np.ndarray | None, max_cells: int | None) -> ScoredCells:
-        """Sample at most `max_cells` of `rows` of `cells` (of all rows if None), with a fixed seed."""
+        """Sample at most `max_cells` of the rows of `cells` (of `rows` if not None), with a fixed seed."""
         rows = np.arange(len(cells)) if rows is None else rows
         if max_cells is not None and len(rows) > max_cells:
             # Whole chunks are quick to read, and as good as single cells where the order is random.
@@ -565,5 +564,5 @@ class ScoredCells:
 
     @classmethod
     def open(cls, source: Any, vocab: GeneVocab | None, max_cells: int | None) -> ScoredCells:
-        """Open a source over the genes of a model."""
+        """Open a source and restrict it to the genes in the model vocabulary."""
         return cls.choose(open_cells(source, vocab), None, max_cells)

@@ -48,10 +48,10 @@ def pca_embedding(
     scale: bool = False,
     seed: int = 0,
 ) -> np.ndarray:
-    """Return principal components of the log-normalized highly variable genes, as scanpy computes them.
+    """Compute principal components of the log-normalized highly variable genes, as in scanpy.
 
-    Library-size normalization to 10,000, log1p, highly variable genes (``flavor="seurat"``), optional scaling (clipped
-    at 10), PCA.
+    The steps are library-size normalization to 10,000, log1p, selection of highly variable genes (``flavor="seurat"``),
+    optional scaling (clipped at 10), and PCA.
 
     Parameters
     ----------
@@ -64,10 +64,10 @@ def pca_embedding(
     layer
         Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     batch_key
-        Column of ``adata.obs`` with the batches, within which genes are chosen (:func:`variable_genes`); the components
-        are not corrected for them.
+        Column of ``adata.obs`` with the batches, within which genes are selected (:func:`variable_genes`). The
+        components are not corrected for batches.
     scale
-        Scale each gene to unit variance first.
+        Whether to scale each gene to unit variance before PCA.
     seed
         Seed of the solver.
 
@@ -80,7 +80,8 @@ def pca_embedding(
     DataError
         If there are no raw counts, or `batch_key` is not a column.
     OptionError
-        If there are too few cells or genes for this many components. Genes in fewer than three cells do not count.
+        If there are too few cells or genes for this many components. Genes expressed in fewer than three cells do not
+        count.
 
     Examples
     --------
@@ -111,12 +112,12 @@ def check_n_comps(n_comps: int, adata: AnnData) -> None:
 def variable_genes(
     adata: AnnData, *, n_top_genes: int = 2_000, layer: str | None = None, batch_key: str | None = None
 ) -> AnnData:
-    """Return the highly variable genes of cells, log-normalized, CSR float32, and their counts in ``layers["counts"]``.
+    """Return the highly variable genes: log-normalized values as CSR float32, and the counts in ``layers["counts"]``.
 
-    Genes in fewer than three cells are left out; library-size normalization to 10,000, log1p, highly variable genes
-    (``flavor="seurat"``). With several batches, genes are ranked in each batch and chosen by the number of batches in
-    which they are variable. This avoids genes that only differ between batches. Cells without a batch form a separate
-    batch.
+    Genes expressed in fewer than three cells are left out. The steps are library-size normalization to 10,000, log1p,
+    and selection of highly variable genes (``flavor="seurat"``). With several batches, genes are ranked in each batch
+    and selected by the number of batches in which they are variable. This avoids genes that differ only between
+    batches. Cells without a batch form a separate batch.
     """
     import anndata
     import scanpy as sc
@@ -146,13 +147,13 @@ def variable_genes(
 
 BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi", "random")
 _SHARE, _BATCH_SIZE, _MAX_EPOCHS = 0.9, 128, 400
-"""Maximum training cells, batch size and epochs of scVI (its defaults)."""
+"""Training fraction, batch size and maximum number of epochs for scVI (its defaults)."""
 _PATIENCE = 15
-"""Epochs without a better held-out ELBO after which scVI stops; its own default is 45."""
+"""Number of epochs without a better held-out ELBO after which scVI stops; the default of scvi-tools is 45."""
 _SECONDS_BETWEEN = 15
-"""Seconds between two progress messages of scVI."""
+"""Seconds between two scVI progress messages."""
 _WARM_UP = 50
-"""Epochs of the KL warm-up of scVI. Its default of 400 is longer than the training."""
+"""Number of KL warm-up epochs of scVI. The default of 400 is longer than the training."""
 
 
 def embedding_baselines(
@@ -167,12 +168,12 @@ def embedding_baselines(
     scvi_max_epochs: int | None = None,
     progress_bar: bool = False,
 ) -> dict[str, np.ndarray]:
-    """Embed cells with simple methods fitted on these cells, all on the same highly variable genes.
+    """Embed cells with simple methods, all fitted on these cells and the same highly variable genes.
 
     Parameters
     ----------
     adata
-        Annotated data with raw counts; not changed. All its cells are fitted; labels are not used.
+        Annotated data with raw counts; not changed. Methods are fitted on all of its cells; labels are not used.
     names
         Some of:
 
@@ -181,42 +182,42 @@ def embedding_baselines(
         ``"pca"``, ``"pca_scaled"``
             Principal components of these genes, without and with scaling to unit variance (:func:`pca_embedding`).
         ``"harmony"``
-            The components of ``"pca"`` after Harmony; needs `batch_key`.
+            The components of ``"pca"`` after Harmony; requires `batch_key`.
         ``"scvi"``
             The latent space of scVI (:func:`scvi_embedding`), corrected for `batch_key` if there is one.
         ``"random"``
-            Standard normal numbers: the level of chance.
+            Standard normal random numbers: chance level.
 
         An integer stands for this number of principal components and adds two baselines: without and with scaling.
     batch_key
-        Column of ``adata.obs`` with the batches. If given, genes are chosen across batches for all methods, and Harmony
-        and scVI correct for the batch.
+        Column of ``adata.obs`` with the batches. If given, genes are selected across batches for all methods, and
+        Harmony and scVI correct for the batch.
     layer
         Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     n_comps
         Number of principal components, and of dimensions of ``"random"``; at most one less than the number of cells and
         of genes.
     n_top_genes
-        Number of highly variable genes; all, if there are fewer.
+        Number of highly variable genes; all genes if there are fewer.
     seed
-        Seed of all of them.
+        Random seed of all methods.
     scvi_max_epochs
-        Maximum number of epochs of scVI; None means scVI's own number: 400 for up to 20,000 cells, and 8 million cells
-        in total for more.
+        Maximum number of scVI epochs. If None, uses the default of scVI: 400 epochs for up to 20,000 cells, and as many
+        epochs as process 8 million cells in total for more.
     progress_bar
-        Show a line for each baseline, with its time.
+        Whether to print a line for each baseline, with its time.
 
     Returns
     -------
-    Name to embedding, float32, shape (N, D), in the order of `names`. Baselines of a number D are called ``"PCA, D
-    components"`` and ``"PCA of scaled genes, D components"``.
+    A mapping from name to embedding, float32, shape (N, D), in the order of `names`. For a number D, the baselines are
+    called ``"PCA, D components"`` and ``"PCA of scaled genes, D components"``.
 
     Raises
     ------
     OptionError
         If a name is unknown or named twice, Harmony is requested without `batch_key`, or there are too many components.
     DataError
-        If there are no raw counts, or `batch_key` is no column or contains one batch or missing values.
+        If there are no raw counts, or `batch_key` is not a column, or contains only one batch or missing values.
 
     References
     ----------
@@ -278,12 +279,12 @@ def embedding_baselines(
 
 
 def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: str | None = None) -> None:
-    """Raise the errors of :func:`embedding_baselines` for these names before any computation.
+    """Raise the errors of :func:`embedding_baselines` for these names, before any computation starts.
 
     Raises
     ------
     OptionError, DataError
-        As there, but counts are not checked.
+        As in :func:`embedding_baselines`, except that counts are not checked.
     """
     if isinstance(names, str | int):
         raise OptionError(f"baselines={names!r} is not a list of baselines; write [{names!r}].")
@@ -317,12 +318,12 @@ def scvi_embedding(
     seed: int = 0,
     progress_bar: bool = False,
 ) -> np.ndarray:
-    """Return the latent means of scVI, trained on these cells, float32, shape (N, 10).
+    """Train scVI on these cells and return its latent means, float32, shape (N, 10).
 
-    All settings are the defaults of scvi-tools, except for the end of training. A tenth of the cells is held out, and
-    training stops after 15 epochs without a better ELBO on these cells. The weight of the KL term rises over the first
-    50 epochs (at most a quarter of all epochs) instead of 400, and training does not stop before. The weights of the
-    epoch with the best ELBO after this warm-up are kept; scvi-tools keeps the last ones.
+    All settings are scvi-tools defaults, except for the stopping rule. A tenth of the cells is held out, and training
+    stops after 15 epochs without a better ELBO on these cells. The weight of the KL term rises over the first 50 epochs
+    (at most a quarter of all epochs) instead of 400, and training does not stop during this warm-up. The weights of the
+    epoch with the best ELBO after the warm-up are kept; scvi-tools keeps the weights of the last epoch.
     """
     import scvi
     import torch
@@ -364,11 +365,11 @@ def scvi_embedding(
 
 
 def _best_epoch(warm_up: int, *, progress_bar: bool) -> Any:
-    """Return a Lightning callback that keeps the ``weights`` of the best held-out ELBO after this many epochs.
+    """Return a Lightning callback that keeps the ``weights`` with the best held-out ELBO after the warm-up.
 
-    With `progress_bar` it reports progress; messages of scvi-tools are hidden.
+    With `progress_bar`, it reports progress; scvi-tools messages are hidden.
 
-    scvi-tools has one that writes each better model to disk.
+    The corresponding scvi-tools callback would write each better model to disk.
     """
     from lightning.pytorch.callbacks import Callback
 
@@ -400,7 +401,7 @@ def _best_epoch(warm_up: int, *, progress_bar: bool) -> Any:
 
 @contextmanager
 def quiet(*names: str) -> Iterator[None]:
-    """Silence these loggers below errors, and printed output, because scvi-tools prints why it stopped."""
+    """Silence these loggers below the error level, and printed output, because scvi-tools prints why it stopped."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -414,26 +415,27 @@ def quiet(*names: str) -> Iterator[None]:
 
 
 _MAX_FITTED = 50_000
-"""Maximum number of training cells of the baselines."""
+"""Maximum number of training cells for the baselines."""
 _N_NEIGHBORS = 15
 _RIDGE = np.logspace(-2, 4, 13)
-"""Penalties that ridge regression chooses among, by leave-one-out cross-validation on the training cells."""
+"""Candidate penalties for ridge regression, selected by leave-one-out cross-validation on the training cells."""
 
 
 @dataclass(frozen=True)
 class BaselineInputs:
-    """Input of baselines from training cells and scored cells.
+    """Baseline input from training cells and scored cells.
 
     Attributes
     ----------
     rows
         Rows of the training cells that baselines are fitted on, int64, shape (M,).
     components
-        Principal components of the variable genes: of the training cells (M, D), and of the scored cells (N, D).
+        Principal components of the variable genes: for the training cells, shape (M, D), and for the scored cells,
+        shape (N, D).
     genes
-        The scaled variable genes, CSR: (M, H) and (N, H).
+        The scaled variable genes, CSR, shapes (M, H) and (N, H).
     embeddings
-        Further representations of the training cells (M, D) and scored cells (N, D), by name of the baseline.
+        A mapping from baseline name to further representations of the training cells (M, D) and scored cells (N, D).
     """
 
     rows: np.ndarray
@@ -469,12 +471,12 @@ class BaselineInputs:
 
 
 def classification_baselines(inputs: BaselineInputs, classes: np.ndarray, n_classes: int) -> dict[str, np.ndarray]:
-    """Return the probability of each class for each scored cell, float64, shape (N, C), by the name of the baseline.
+    """Return the probability of each class for each scored cell, float64, shape (N, C), by baseline name.
 
     ``logistic_regression_pca`` and ``knn_pca`` (15 neighbors) use 50 principal components;
-    ``logistic_regression_genes`` is CellTypist's model (Dominguez Conde et al. 2022: one logistic regression for each
-    class, L2, C = 1, on scaled log1p CP10K) over the variable genes. ``majority_class`` predicts the class frequencies.
-    For each further embedding there is a logistic regression on its standardized dimensions.
+    ``logistic_regression_genes`` is the CellTypist model on the variable genes (Dominguez Conde et al. 2022: one
+    logistic regression for each class, L2, C = 1, on scaled log1p CP10K). ``majority_class`` predicts the class
+    frequencies. For each further embedding, there is a logistic regression on its standardized dimensions.
     """
     from sklearn.multiclass import OneVsRestClassifier
     from sklearn.neighbors import KNeighborsClassifier
@@ -500,10 +502,10 @@ def classification_baselines(inputs: BaselineInputs, classes: np.ndarray, n_clas
 
 
 def regression_baselines(inputs: BaselineInputs, target: np.ndarray) -> dict[str, np.ndarray]:
-    """Return a prediction for each scored cell, float64, shape (N,), by the name of the baseline.
+    """Return a prediction for each scored cell, float64, shape (N,), by baseline name.
 
     ``ridge_pca`` and ``knn_pca`` use 50 principal components; ``mean`` is the mean of the training cells. For each
-    further embedding there is a ridge regression on its standardized dimensions. Penalties are chosen on the training
+    further embedding, there is a ridge regression on its standardized dimensions. Penalties are chosen on the training
     cells.
     """
     from sklearn.neighbors import KNeighborsRegressor
@@ -522,10 +524,10 @@ def regression_baselines(inputs: BaselineInputs, target: np.ndarray) -> dict[str
 
 
 def multi_label_baselines(inputs: BaselineInputs, targets: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the probability of each label for each scored cell, float64, shape (N, C), by the name of the baseline.
+    """Return the probability of each label for each scored cell, float64, shape (N, C), by baseline name.
 
-    One logistic regression per label on 50 principal components (``logistic_regression_pca``) and on each further
-    embedding. ``label_frequency`` predicts the share of training cells with the label.
+    A separate logistic regression is fitted for each label, on 50 principal components (``logistic_regression_pca``)
+    and on each further embedding. ``label_frequency`` predicts the fraction of training cells with the label.
     """
 
     def probabilities(features: tuple[np.ndarray, np.ndarray]) -> np.ndarray:

@@ -26,21 +26,21 @@ from scforge.training.predict import embed
 class BenchmarkCallback(Callback):
     """Scores the embedding of held-out cells, or of other data sets, every few epochs.
 
-    The scores are in the history and in the loggers, with the losses, as ``<benchmark>_<metric>``. They are computed
-    after validation, and do not affect training, because the states of random generators are restored. With several
-    processes, one computes the scores and the others wait.
+    The scores are logged with the losses, in the history and the loggers, as ``<benchmark>_<metric>``. They are
+    computed after validation and do not affect training, because the states of the random generators are restored. With
+    several processes, one process computes the scores while the others wait.
 
     Parameters
     ----------
     benchmarks
-        What to run: registered names, benchmarks, ``{name: {option: value}}`` where options may be ``dataset``,
-        ``name`` and ``max_cells`` as well, or :class:`Evaluation`.
+        Benchmarks to run: registered names, benchmark objects, ``{name: {option: value}}`` where the options may also
+        include ``dataset``, ``name`` and ``max_cells``, or :class:`Evaluation` objects.
     every_n_epochs
-        Run every n epochs, and in the last epoch.
+        Run the benchmarks every n epochs, and in the last epoch.
     datasets
-        Name of a data set to its path, for evaluations that name one.
+        A mapping from data set name to path, for evaluations that refer to a data set by name.
     labels_key, batch_key
-        Columns of ``obs`` for benchmarks without these options. If None, uses those of the data module.
+        Columns of ``obs`` for benchmarks without these options. If None, uses the columns of the data module.
 
     Raises
     ------
@@ -149,5 +149,5 @@ class BenchmarkCallback(Callback):
 
 
 def _embeds(trainer: lightning.Trainer) -> bool:
-    """Return whether this process embeds cells: the first, or all if the module is sharded."""
+    """Return whether this process embeds cells: only the first process, or all processes if the module is sharded."""
     return trainer.is_global_zero or isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)

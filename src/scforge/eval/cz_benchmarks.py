@@ -1,4 +1,4 @@
-"""Benchmarks of the package cz-benchmarks."""
+"""Benchmarks from the cz-benchmarks package."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ KEYS = {
 _COLUMNS = ("labels_key", "batch_key", "organism_key", "groups_key", "perturbation_key", "control")
 
 _MAX_P, _MIN_CHANGE = 1e-4, 1.0
-"""Thresholds for changed genes of SingleCellPerturbationDataset of cz-benchmarks."""
+"""Thresholds for changed genes in SingleCellPerturbationDataset of cz-benchmarks."""
 
 _SEED = 42
-"""Default of cz-benchmarks."""
+"""Default random seed of cz-benchmarks."""
 
 _TOP_GENES, _COMPONENTS = 3_000, 50
-"""Genes and components of its baseline."""
+"""Numbers of genes and components of the cz-benchmarks baseline."""
 
 
 def _input(
@@ -61,7 +61,7 @@ def _input(
     seed: int,
     options: Mapping[str, Any],
 ) -> Any:
-    """Return the input of a task, an instance of its pydantic `model`."""
+    """Return the input of a task as an instance of its pydantic `model`."""
     from pydantic import ValidationError
 
     if missing := [argument for argument in KEYS[name] if keys[argument] is None]:
@@ -80,7 +80,7 @@ def _input(
 
 
 def _made(name: str, adata: AnnData, keys: Mapping[str, str | None], *, layer: str | None, seed: int) -> dict[str, Any]:
-    """Return the input of a task from the data."""
+    """Create the input of a task from the data."""
     if name == EXPRESSION_TASK:
         cells = _with_effects(adata, str(keys["perturbation_key"]), str(keys["control"]), layer=layer, seed=seed)
         # The layer holds logs, whose differences are the log ratios that the true effects are.
@@ -98,7 +98,7 @@ def _made(name: str, adata: AnnData, keys: Mapping[str, str | None], *, layer: s
 
 
 def _column(adata: AnnData, argument: str, key: str) -> pd.Series:
-    """Return a complete column as text, numbered from 0."""
+    """Return a column without missing values as text, with rows numbered from 0."""
     check_column(argument, key, adata.obs)
     column = adata.obs[key]
     if column.isna().any():
@@ -138,10 +138,10 @@ def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[st
 
 
 def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer: str | None, seed: int) -> AnnData:
-    """Return cells with the fields of the task: changed genes per perturbation, and a control for each cell.
+    """Return cells with the fields that the task requires: changed genes per perturbation, and a control for each cell.
 
-    Genes are chosen by a Wilcoxon test against the controls, with the thresholds of cz-benchmarks; all of them are
-    targets. Controls are sampled at random, without replacement if there are enough.
+    Changed genes are selected by a Wilcoxon test against the controls, with the cz-benchmarks thresholds; all of these
+    genes are targets. Controls are sampled at random, without replacement if there are enough.
     """
     import scanpy as sc
 
@@ -187,7 +187,7 @@ def run_cz_task(
     seed: int = _SEED,
     **options: Any,
 ) -> pd.DataFrame:
-    """Run one task of cz-benchmarks on embeddings, and on its baseline in the package.
+    """Run one cz-benchmarks task on embeddings, and on the baseline that the package defines for it.
 
     ===================================  ===================================================================
     task                                 what it needs
@@ -201,26 +201,26 @@ def run_cz_task(
     perturbation_expression_prediction   `perturbation_key`, `control`; `keys` name ``adata.layers``
     ===================================  ===================================================================
 
-    Baselines are those of the package: principal components, or raw expression for label_prediction. For tasks without
-    a baseline, scforge adds one: principal components of the cells of all organisms, which share the columns; and for
-    perturbations the mean of the cells of the other perturbations.
+    The package provides the baselines: principal components, or raw expression for label_prediction. For tasks without
+    a baseline, scforge adds one. Between organisms, it is the principal components of the cells of all organisms, which
+    share the columns. For perturbations, it is the mean of the cells of the other perturbations.
 
     Parameters
     ----------
     name
-        Task, one of the first column above.
+        Task name from the first column above.
     adata
         Annotated data with raw counts, the input of the baselines.
     keys
-        Key or keys of embeddings in ``adata.obsm``, shape (N, D); as a mapping, with ``"model"``, ``"baseline"`` or
-        ``"untrained"`` for each. For perturbations keys of ``adata.layers`` with the predicted log1p CP10K of each
-        cell, shape (N, G), that of control cells included.
+        Key or keys of embeddings in ``adata.obsm``, shape (N, D); or a mapping from key to ``"model"``, ``"baseline"``
+        or ``"untrained"``. For perturbations, keys of ``adata.layers`` with the predicted log1p CP10K of each cell,
+        control cells included, shape (N, G).
     layer
         Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     baseline
-        Also run the baseline.
+        Whether to run the baseline as well.
     seed
-        Seed of the task.
+        Random seed of the task.
     **options
         Columns of ``adata.obs`` as above (`control`: the value of ``obs[perturbation_key]`` of control cells), and
         options of the task, e.g. ``n_folds=3``.
@@ -228,7 +228,7 @@ def run_cz_task(
     Returns
     -------
     One row per score, with the columns ``task``, ``method``, ``kind``, ``metric``, ``value``, ``params`` (a dict, e.g.
-    the classifier), ``n_dims`` and ``seconds`` (of the task). Higher is better for all metrics.
+    the classifier), ``n_dims`` and ``seconds`` (run time of the task). Higher is better for all metrics.
 
     Raises
     ------
@@ -280,7 +280,7 @@ def evaluate_cz(
     title: str = "Tasks of cz-benchmarks",
     **options: Any,
 ) -> Report:
-    """Run several tasks of cz-benchmarks, each with its baseline, as a report.
+    """Run several cz-benchmarks tasks, each with its baseline, and return a report.
 
     Scores of several classifiers or perturbations are averaged; :func:`~scforge.eval.cz_benchmarks.run_cz_task` returns
     each of them.
@@ -290,13 +290,13 @@ def evaluate_cz(
     adata
         Annotated data with raw counts.
     tasks
-        Names of tasks; as a mapping, with options of :func:`~scforge.eval.cz_benchmarks.run_cz_task` for each.
+        Task names, or a mapping from task name to options for :func:`~scforge.eval.cz_benchmarks.run_cz_task`.
     keys
         Keys of embeddings, or of layers, as in :func:`~scforge.eval.cz_benchmarks.run_cz_task`.
     title
         Heading.
     **options
-        Options of :func:`~scforge.eval.cz_benchmarks.run_cz_task` for all tasks, e.g. ``labels_key``.
+        Options for :func:`~scforge.eval.cz_benchmarks.run_cz_task` that apply to all tasks, e.g. ``labels_key``.
 
     Returns
     -------
@@ -305,7 +305,7 @@ def evaluate_cz(
     Raises
     ------
     DataError, OptionError
-        As :func:`~scforge.eval.cz_benchmarks.run_cz_task`.
+        As in :func:`~scforge.eval.cz_benchmarks.run_cz_task`.
 
     Examples
     --------
@@ -328,18 +328,19 @@ def evaluate_cz(
 
 
 class CzTask(Benchmark):
-    """A task of cz-benchmarks on an embedding, under the names ``"cz_clustering"``, ``"cz_embedding"`` etc.
+    """A cz-benchmarks task on an embedding, registered as ``"cz_clustering"``, ``"cz_embedding"`` etc.
 
-    The metrics are those of :func:`evaluate_cz`; the baselines are those of :func:`scforge.eval.evaluate`.
+    The metrics are the same as in :func:`evaluate_cz`, and the baselines are the same as in
+    :func:`scforge.eval.evaluate`.
 
     Parameters
     ----------
     labels_key
-        Column of ``obs`` with the cell types; with numbers, e.g. time points, for ``"cz_sequential_organization"``.
+        Column of ``obs`` with the cell types, or with numbers, e.g. time points, for ``"cz_sequential_organization"``.
     options
-        Options of the task, e.g. ``{"n_folds": 3}``.
+        Task options, e.g. ``{"n_folds": 3}``.
     seed
-        Seed of the task.
+        Random seed of the task.
     """
 
     task: ClassVar[str]
@@ -354,16 +355,16 @@ class CzTask(Benchmark):
         return {argument: getattr(self, argument) for argument in KEYS[self.task]}
 
     def check(self, obs: pd.DataFrame) -> None:
-        """Raise unless cz-benchmarks is installed, the columns are complete and the task has the options."""
+        """Raise an error if cz-benchmarks is not installed, a column is incomplete, or the task lacks an option."""
         model = _registry().get_task_class(self.task).input_model
         _input(self.task, _cells(obs), model, self._keys(), layer=None, seed=self.seed, options=self.options)
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
-        """Return the version of cz-benchmarks, and the resampled units of the intervals."""
+        """Return the cz-benchmarks version, and the units that are resampled for the intervals."""
         return {"version": f"cz-benchmarks {metadata.version('cz-benchmarks')}", "resampled": "cells"}
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
-        """Return the metrics of the task, each the mean over its classifiers if there are several."""
+        """Return the metrics of the task, averaged over classifiers if there are several."""
         cells = _cells(obs)
         cells.obsm["made"] = as_array(embedding)
         options: dict[str, Any] = {**self.options, **self._keys(), "seed": self.seed, "baseline": False}
@@ -372,7 +373,7 @@ class CzTask(Benchmark):
 
 @register_benchmark("cz_clustering")
 class CzClustering(CzTask):
-    """Leiden clusters of the embedding against labels."""
+    """Compares Leiden clusters of the embedding with labels."""
 
     task = "clustering"
     metrics = ("adjusted_rand_index", "normalized_mutual_info")
@@ -380,7 +381,7 @@ class CzClustering(CzTask):
 
 @register_benchmark("cz_embedding")
 class CzEmbedding(CzTask):
-    """Silhouette of labels in the embedding."""
+    """Computes the silhouette score of labels in the embedding."""
 
     task = "embedding"
     metrics = ("silhouette_score",)
@@ -388,7 +389,7 @@ class CzEmbedding(CzTask):
 
 @register_benchmark("cz_label_prediction")
 class CzLabelPrediction(CzTask):
-    """Labels that three classifiers predict from the embedding, in folds."""
+    """Predicts labels from the embedding with three classifiers, in cross-validation."""
 
     task = "label_prediction"
     metrics = ("mean_fold_accuracy", "mean_fold_f1", "mean_fold_precision", "mean_fold_recall", "mean_fold_auroc")
@@ -397,7 +398,7 @@ class CzLabelPrediction(CzTask):
 
 @register_benchmark("cz_sequential_organization")
 class CzSequentialOrganization(CzTask):
-    """Order of numbers, e.g. time points, in the embedding."""
+    """Scores how well the embedding preserves the order of numbers, e.g. time points."""
 
     task = "sequential_organization"
     metrics = ("silhouette_score", "sequential_alignment")
@@ -405,7 +406,7 @@ class CzSequentialOrganization(CzTask):
 
 @register_benchmark("cz_batch_integration")
 class CzBatchIntegration(CzTask):
-    """Batches that are mixed in the embedding, among all cells and within labels.
+    """Scores how well batches are mixed in the embedding, among all cells and within labels.
 
     Parameters
     ----------
@@ -414,9 +415,9 @@ class CzBatchIntegration(CzTask):
     batch_key
         Column of ``obs`` with the batches.
     options
-        Options of the task.
+        Task options.
     seed
-        Seed of the task.
+        Random seed of the task.
     """
 
     task = "batch_integration"
@@ -430,19 +431,19 @@ class CzBatchIntegration(CzTask):
 
 
 def _cells(obs: pd.DataFrame) -> AnnData:
-    """Return cells that have annotation only, with new names, because names in `obs` may be duplicates."""
+    """Return cells without expression values, with new names, because names in `obs` may be duplicated."""
     return anndata.AnnData(obs=obs.set_axis([str(row) for row in range(len(obs))]))
 
 
 def _scores(frame: pd.DataFrame) -> dict[str, float]:
-    """Return the columns of a report and their values, means over the rows of :func:`run_cz_task`."""
+    """Return report columns with their values, averaged over the rows of :func:`run_cz_task`."""
     figures = [_figure(*one) for one in zip(frame["metric"], frame["params"], strict=True)]
     means = frame["value"].groupby(figures, sort=False).mean()
     return {str(figure): float(value) for figure, value in means.items() if figure}
 
 
 def _figure(metric: str, params: Mapping[str, Any]) -> str:
-    """Return the column of a report for a score; an empty string for the score of one of several classifiers."""
+    """Return the report column of a score, or an empty string for one of several classifiers."""
     if not str(params.get("classifier", "MEAN")).startswith("MEAN"):
         return ""
     if "train_species" not in params or params["train_species"] == params["test_species"]:
@@ -479,7 +480,7 @@ def _baseline(
 
 
 def _mean_of_others(cells: AnnData) -> np.ndarray:
-    """Predict each perturbation as the mean of the cells of the others; controls do not change. Shape (N, G)."""
+    """Predict each perturbation as the mean cell of the other perturbations, shape (N, G); controls are unchanged."""
     expression, conditions = cells.X.toarray(), cells.obs["condition"].astype(str).to_numpy()
     control = cells.uns["config"]["control_name"]
     predicted = expression.copy()
@@ -491,7 +492,7 @@ def _mean_of_others(cells: AnnData) -> np.ndarray:
 
 @contextmanager
 def _told(name: str, seed: int) -> Iterator[None]:
-    """Silence the package, seed NumPy's global generator for it, and turn its errors into one sentence."""
+    """Silence the package, seed NumPy's global generator for it, and convert its errors into one sentence."""
     from sklearn.exceptions import ConvergenceWarning
 
     state = np.random.get_state()

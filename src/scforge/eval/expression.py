@@ -1,4 +1,4 @@
-"""Normalized expression, its means by condition, and pseudobulks."""
+"""Normalized expression, means by condition, and pseudobulks."""
 
 from __future__ import annotations
 
@@ -21,26 +21,27 @@ if TYPE_CHECKING:
 
 
 _ROOM = 1.01
-"""Rounding that a total of 10,000 may show."""
+"""Tolerance for rounding errors of a total of 10,000."""
 
 _ROOM_OF_MADE = 10.0
-"""Predictions on the log scale need not have a total of 10,000; comparisons with real cells check more."""
+"""Factor by which totals of predictions on the log scale may differ from 10,000; comparisons with real cells are
+stricter."""
 
 _MAX_RATIO = 1.2
-"""Limit for the difference of totals over the same genes between cells with the same normalization."""
+"""Maximum ratio of totals over the same genes between cells with the same normalization."""
 
 _SAME_TOTAL = 1e-3
-"""Maximum variation of totals of cells normalized to the same total; over a part of the genes they vary more."""
+"""Maximum variation of totals in cells normalized to the same total; totals over some of the genes vary more."""
 
 
 def log_normalized(
     adata: AnnData, layer: str | None = None, *, argument: str = "adata", made: bool = False
 ) -> sparse.csr_matrix:
-    """Return log1p CP10K values of counts or of log1p CP10K values: CSR without stored zeros, shape (N, G).
+    """Return log1p CP10K values from counts or log1p CP10K values, as CSR without stored zeros, shape (N, G).
 
-    Whole numbers are counts. Other values are log1p CP10K if ``expm1`` of them has a total of 10,000 in each cell, or
-    less if the data contain only some genes. With `made` the cells are predicted: their median total may differ from
-    10,000 by a factor of at most ten. `argument` is the name of the cells in messages.
+    Integers are taken as counts. Other values are taken as log1p CP10K if their ``expm1`` sums to 10,000 in each cell,
+    or to less if the data contain only some genes. With `made`, the cells are predictions: their median total may
+    differ from 10,000 by a factor of at most ten. `argument` is the name of the cells in messages.
     """
     where = f"X of {argument}" if layer is None else f"layers[{layer!r}] of {argument}"
     if layer is not None:
@@ -78,7 +79,7 @@ def log_normalized(
 
 
 def _scale_problem(values: np.ndarray, rows: np.ndarray, n_cells: int, *, made: bool) -> str | None:
-    """Return why values are not log1p of counts per 10,000, or None."""
+    """Return the reason why values are not log1p of counts per 10,000, or None."""
     if not np.isfinite(values).all():
         return f"{int((~np.isfinite(values)).sum())} missing or infinite values"
     if values.min() < 0:
@@ -114,7 +115,7 @@ def scale_difference(one: sparse.csr_matrix, other: sparse.csr_matrix, *, profil
 
 
 def principal_components(cells: sparse.csr_matrix, n_comps: int, seed: int) -> PCA:
-    """Fit the principal components of a sparse matrix; fewer if the data have fewer."""
+    """Fit `n_comps` principal components of a sparse matrix, or fewer if the data have fewer."""
     from sklearn.decomposition import PCA
 
     return PCA(min(n_comps, min(cells.shape) - 1), svd_solver="arpack", random_state=seed).fit(cells)
@@ -127,10 +128,10 @@ def totals_of(logs: sparse.csr_matrix) -> np.ndarray:
 
 _MIN_CELLS = 3
 _MAX = 10.0
-"""Standard deviations above the mean at which scaled values are cut, as scanpy's and CellTypist's tutorials do."""
+"""Standard deviations above the mean at which scaled values are clipped, as in the scanpy and CellTypist tutorials."""
 
 _PIECE = 1 << 14
-"""Cells that are read at once, to limit memory."""
+"""Number of cells that are read at once, to limit memory."""
 
 
 def log_expression(cells: Cells, rows: np.ndarray | None = None) -> sparse.csr_matrix:
@@ -160,7 +161,7 @@ class ExpressionSpace:
     expression
         log1p CP10K of the training cells, shape (N, G).
     n_top_genes
-        Number of genes, among those that three cells express.
+        Number of genes, selected among genes expressed in at least three cells.
     n_comps
         Number of components; fewer if the data have fewer.
     seed
@@ -171,7 +172,7 @@ class ExpressionSpace:
     genes
         The variable genes, ascending, int64, shape (H,).
     mean, scale
-        Mean and standard deviation of each, float32, shape (H,).
+        Mean and standard deviation of each variable gene, float32, shape (H,).
     pca
         The fitted :class:`sklearn.decomposition.PCA`.
 
@@ -205,7 +206,7 @@ class ExpressionSpace:
         """Return the variable genes in units of their standard deviation, CSR float32, shape (N, H).
 
         Values more than ten standard deviations above the mean are clipped. The mean is not subtracted, because this
-        would make the matrix dense; PCA and models with an intercept do it themselves.
+        would make the matrix dense; PCA and models with an intercept handle it themselves.
         """
         chosen = expression[:, self.genes]
         columns = chosen.indices
@@ -218,7 +219,7 @@ class ExpressionSpace:
 
 
 _BLOCK = 4096
-"""Cells that are read at once."""
+"""Number of cells that are read at once."""
 
 
 @dataclass(frozen=True)
@@ -228,11 +229,12 @@ class Moments:
     Attributes
     ----------
     n
-        Cells of each group, int64, shape (P,).
+        Number of cells in each group, int64, shape (P,).
     mean
-        Float64, shape (P, G); 0 for a group without cells.
+        Mean of each gene, float64, shape (P, G); 0 for a group without cells.
     variance
-        With n - 1 in the denominator, float64, shape (P, G); 0 for a group of fewer than two cells.
+        Variance of each gene, with n - 1 in the denominator, float64, shape (P, G); 0 for groups of fewer than two
+        cells.
     """
 
     n: np.ndarray
@@ -247,13 +249,13 @@ class Effects:
     Attributes
     ----------
     deltas
-        Mean log1p CP10K of the perturbed cells minus that of their controls, float64, shape (Q, G).
+        Mean log1p CP10K of the perturbed cells minus the mean of their controls, float64, shape (Q, G).
     scores
-        Welch's t of each gene, float64, shape (Q, G); 0 if neither group varies.
+        Welch's t statistic of each gene, float64, shape (Q, G); 0 if neither group varies.
     n_cells, n_controls
         Number of cells of each of the two means, int64, shape (Q,).
     freedom
-        Degrees of freedom of each t after Welch and Satterthwaite, float64, shape (Q, G); 0 if neither group varies.
+        Welch-Satterthwaite degrees of freedom of each t statistic, float64, shape (Q, G); 0 if neither group varies.
     """
 
     deltas: np.ndarray
@@ -278,7 +280,7 @@ class Effects:
 
 
 def moments(cells: Cells, rows: np.ndarray, codes: np.ndarray, n_groups: int) -> Moments:
-    """Return mean and variance of groups of cells: of `rows`, ascending, whose groups are `codes`."""
+    """Return mean and variance of groups of cells; `rows` are ascending, and `codes` are their groups."""
     starts = range(0, max(len(rows), 1), _BLOCK)
     taken = (slice(start, start + _BLOCK) for start in starts)
     return _moments(((log_expression(cells, rows[some]), codes[some]) for some in taken), n_groups)
@@ -291,7 +293,7 @@ def moments_of(expression: sparse.csr_matrix, codes: np.ndarray, n_groups: int) 
 
 
 def effects_of(groups: Moments, perturbed: np.ndarray, controls: np.ndarray) -> Effects:
-    """Compare groups of perturbed cells, Q of them, each with the group of its controls."""
+    """Compare each of Q groups of perturbed cells with the group of its controls."""
     deltas = groups.mean[perturbed] - groups.mean[controls]
     errors = [groups.variance[side] / np.maximum(groups.n[side], 1)[:, None] for side in (perturbed, controls)]
     spread = errors[0] + errors[1]
@@ -305,7 +307,7 @@ def effects_of(groups: Moments, perturbed: np.ndarray, controls: np.ndarray) -> 
 
 
 def _moments(blocks: Iterable[tuple[sparse.csr_matrix, np.ndarray]], n_groups: int) -> Moments:
-    """Return the moments of cells that are read in blocks, each with the groups of its cells."""
+    """Return the moments of cells that are read in blocks; each block comes with the groups of its cells."""
     n, total, squares = np.zeros(n_groups, dtype=np.int64), np.float64(0), np.float64(0)
     for expression, codes in blocks:
         members = sparse.csr_matrix((np.ones(len(codes)), (codes, np.arange(len(codes)))), shape=(n_groups, len(codes)))

@@ -30,7 +30,7 @@ _ROUNDING = 1e-12
 
 
 def mark_of(made: AnnData | pd.DataFrame | str) -> Any:
-    """Return a fingerprint of cells or effects; None if it is unknown."""
+    """Return a fingerprint of cells or effects, or None if there is none."""
     if isinstance(made, str):
         return made
     if isinstance(made, pd.DataFrame):
@@ -41,7 +41,7 @@ def mark_of(made: AnnData | pd.DataFrame | str) -> Any:
 
 
 class _Parts(NamedTuple):
-    """Statistics behind the scores; rows of generated cells first, then of real cells, if both are in one array."""
+    """Statistics used by the scores. Arrays with both kinds of cells contain the generated cells first."""
 
     made: sparse.csr_matrix
     real: sparse.csr_matrix
@@ -54,35 +54,36 @@ class _Parts(NamedTuple):
 
 @register_benchmark("generation")
 class Generation(Benchmark):
-    """Compares generated cells with real ones that the generator did not see.
+    """Compares generated cells with real cells that were not used to train the generator.
 
     All scores are computed on log1p CP10K: counts are normalized; other values must be log1p CP10K.
 
     ``gene_mean_r``, ``gene_variance_r``, ``gene_dropout_r``
-        Pearson correlation over genes, between generated and real cells, of the mean, of the variance, and of the share
-        of cells without the gene, over genes expressed in at least one real cell. NaN if either does not vary.
+        Pearson correlation over genes, between generated and real cells, of the mean, the variance, and the fraction of
+        cells without the gene, over genes expressed in at least one real cell. NaN if either side does not vary.
     ``mmd``
-        Squared maximum mean discrepancy, unbiased, thus sometimes below zero [1]_, of a Gaussian kernel with the median
-        distance of real cells as bandwidth, on their principal components. Lower is better. The components are fitted
-        on these cells, so even other real cells do not score exactly zero. Compare with the upper bound.
+        Squared maximum mean discrepancy, unbiased and thus sometimes below zero [1]_. It uses a Gaussian kernel, with
+        the median distance between real cells as bandwidth, on the principal components of the real cells. Lower is
+        better. The components are fitted on these cells, so even other real cells do not score exactly zero. Compare
+        with the upper bound.
     ``c2st``
         Classifier two-sample test [2]_: the area under the ROC curve of extremely randomized trees that distinguish
         held-out real and generated cells by joint principal components, the distance from them, and the number of
         genes. 0.5 is best; values below 0.5 are mirrored (1 - x), because a classifier that is systematically wrong
         indicates copies.
     ``label_gene_mean_r``, ``label_mmd``
-        With `labels_key`: both within each label, averaged. Labels with fewer than 20 real cells are left out, with a
-        warning. If one of the other labels has fewer than 20 generated cells, both scores are NaN, with a warning, so
-        that all methods are averaged over the same labels.
+        With `labels_key`: the two scores within each label, averaged over labels. Labels with fewer than 20 real cells
+        are left out, with a warning. If one of the other labels has fewer than 20 generated cells, both scores are NaN,
+        with a warning, so that all methods are averaged over the same labels.
 
     Parameters
     ----------
     labels_key
-        Column of ``obs`` of both, e.g. cell types that were requested.
+        Column of ``obs`` in both data sets, e.g. the requested cell types.
     n_comps
-        Components of the real cells; fewer if the data have fewer.
+        Number of principal components of the real cells; fewer if the data have fewer.
     max_cells
-        Number of real and of generated cells for ``mmd`` and ``c2st``, sampled at random; fewer if either has fewer. A
+        Number of real and generated cells for ``mmd`` and ``c2st``, sampled at random; fewer if either has fewer. A
         classifier with fewer training cells is less accurate, so compare methods only at the same number of cells, as
         :func:`~scforge.eval.generation.evaluate_generation` does.
     seed
@@ -136,7 +137,7 @@ class Generation(Benchmark):
         Raises
         ------
         DataError
-            If genes differ, there are fewer than 20 cells, or ``X`` contains other values.
+            If the genes differ, there are fewer than 20 cells, or ``X`` contains neither counts nor log1p CP10K.
         """
         parts = self._parts(made, reference)
         weights = tuple(np.ones((1, matrix.shape[0])) for matrix in (parts.made, parts.real))
@@ -145,7 +146,7 @@ class Generation(Benchmark):
     def resampled(self, made: AnnData, reference: AnnData, *, n: int, seed: int) -> pd.DataFrame:
         """Return the scores on random halves of the cells; the halves of the real cells are the same for all methods.
 
-        Trees and components are not refitted; they are those of all cells.
+        Trees and components are not refitted; the ones fitted on all cells are used.
         """
         parts = self._parts(made, reference)
         # Generated cells use a separate random generator, because their number may differ between methods.
@@ -154,7 +155,7 @@ class Generation(Benchmark):
         return pd.DataFrame(self._figures(parts, of_made, of_real))[list(self.metrics)]
 
     def _cells(self, adata: AnnData, what: str) -> sparse.csr_matrix:
-        """Return log1p CP10K of cells, after a check of their number."""
+        """Return log1p CP10K of cells, after checking their number."""
         if self.labels_key is not None:
             check_column("labels_key", self.labels_key, adata.obs)
         if adata.n_obs < MIN_CELLS:
@@ -162,7 +163,7 @@ class Generation(Benchmark):
         return log_normalized(adata, argument=f"the {what} cells", made=what == "generated")
 
     def _parts(self, made: AnnData, reference: AnnData) -> _Parts:
-        """Compute the quantities that do not depend on the draw once for all scores."""
+        """Compute the quantities that do not depend on the draw, once for all scores."""
         key = ((self.seed, self.n_comps, self.max_cells), mark_of(made), mark_of(reference))
         if self._last is not None and self._last[0] == key and None not in key:
             return self._last[1]
@@ -183,7 +184,7 @@ class Generation(Benchmark):
         return parts
 
     def _groups(self, made: AnnData, reference: AnnData) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return the masks of generated and of real cells for each label."""
+        """Return the masks of generated and real cells for each label."""
         if self.labels_key is None:
             return []
         of_made, of_real = (some.obs[self.labels_key].astype(str) for some in (made, reference))
@@ -198,7 +199,7 @@ class Generation(Benchmark):
         return [((of_made == name).to_numpy(), (of_real == name).to_numpy()) for name in names]
 
     def _figures(self, parts: _Parts, of_made: np.ndarray, of_real: np.ndarray) -> dict[str, np.ndarray]:
-        """Return each score for each draw, shape (R,), from weights 0 or 1 of the cells, shapes (R, N)."""
+        """Return each score for each draw, shape (R,), from cell weights of 0 or 1, shapes (R, N)."""
         moments = [_moments(parts.made, of_made), _moments(parts.real, of_real)]
         both = [weights[:, rows] for weights, rows in ((of_made, parts.rows_made), (of_real, parts.rows_real))]
         figures = {
@@ -231,8 +232,8 @@ def mmd_squared(kernels: tuple[np.ndarray, ...], made: np.ndarray, real: np.ndar
         Kernel between m generated cells, between n real cells, and between generated and real cells, shapes (m, m), (n,
         n) and (m, n).
     made, real
-        Members of the subsets, 0 or 1, shapes (R, m) and (R, n). The result is NaN if a subset has fewer than two
-        cells.
+        Membership of the cells in each subset, 0 or 1, shapes (R, m) and (R, n). The result is NaN if a subset has
+        fewer than two cells.
 
     Examples
     --------
@@ -256,7 +257,7 @@ def _halves(n_cells: int, n: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _kernels(made: np.ndarray, real: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return Gaussian kernels with the median distance of real cells as bandwidth."""
+    """Return Gaussian kernels with the median distance between real cells as bandwidth."""
     from sklearn.metrics.pairwise import euclidean_distances, rbf_kernel
 
     width = float(np.median(euclidean_distances(real, squared=True)[np.triu_indices(len(real), 1)]))
@@ -284,7 +285,7 @@ def _told_apart(made: sparse.csr_matrix, real: sparse.csr_matrix, n_comps: int, 
 
 
 def _areas(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return the area under the ROC curve for each set of cell weights, mirrored above 0.5, shape (R,)."""
+    """Return the area under the ROC curve for each set of cell weights, shape (R,); values below 0.5 are mirrored."""
     from sklearn.metrics import roc_auc_score
 
     real = np.arange(len(scores)) >= len(scores) // 2
@@ -293,7 +294,7 @@ def _areas(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def _moments(cells: sparse.csr_matrix, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return mean, variance and dropout of each gene in each draw, shape (R, G) each."""
+    """Return the mean, variance and dropout of each gene in each draw, each of shape (R, G)."""
     cells = cells.astype(np.float64)
     n = np.maximum(weights.sum(axis=1, keepdims=True), 1.0)
     mean, squares, with_gene = (
@@ -304,17 +305,17 @@ def _moments(cells: sparse.csr_matrix, weights: np.ndarray) -> tuple[np.ndarray,
 
 
 def _correlations(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return Pearson correlations of rows, float64, shape (R,); NaN if one of them does not vary."""
+    """Return Pearson correlations of rows, float64, shape (R,), or NaN if one of the two rows does not vary."""
     one, other = (rows - rows.mean(axis=1, keepdims=True) for rows in (one, other))
     lengths = np.sqrt((one**2).sum(axis=1) * (other**2).sum(axis=1))
     return np.where(lengths > 0, (one * other).sum(axis=1) / np.where(lengths > 0, lengths, 1.0), np.nan)
 
 
 _MIN_GENES_OF_A_CELL = 10
-"""Cells with fewer expressed genes may equal another cell by chance."""
+"""Minimum number of expressed genes; cells with fewer genes may equal another cell by chance."""
 
 _TELLING_SHARE = 0.01
-"""Fraction of the cells that may be equal by chance."""
+"""Maximum fraction of cells that may be equal by chance."""
 
 _DECIMALS = 3
 _SAME = 1e-4
@@ -323,15 +324,15 @@ _BLOCK = 512
 
 
 def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | AnnData, *, what: str = "cells") -> None:
-    """Raise if training and test data overlap.
+    """Raise an error if training and test data overlap.
 
     Parameters
     ----------
     train, test
-        Identifiers, e.g. names of cells, donors or perturbations; or AnnData, whose ``obs_names`` are compared and,
-        over the genes that both have, the expression of their cells in ``X``.
+        Identifiers, e.g. names of cells, donors or perturbations; or AnnData. For AnnData, ``obs_names`` are compared,
+        and the expression in ``X`` over shared genes.
     what
-        Kind of the identifiers, for the message.
+        Kind of identifiers, used in the message.
 
     Raises
     ------
@@ -341,7 +342,8 @@ def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | A
     Warns
     -----
     ScforgeWarning
-        If at most 1 % have. Cells with fewer than 10 expressed genes are not checked.
+        If at most 1 % of the test cells have the same expression as a training cell. Cells with fewer than 10 expressed
+        genes are not checked.
 
     Examples
     --------
@@ -366,7 +368,7 @@ SAME_CELL = "have the same expression of all genes as a training cell"
 
 
 def check_copies(same: np.ndarray, what: str) -> None:
-    """Raise if more than 1 % of the cells are copies; warn about fewer copies, which may occur by chance."""
+    """Raise an error if more than 1 % of the cells are copies; warn about fewer copies, which may occur by chance."""
     message = f"{int(same.sum())} of {len(same)} {what}"
     if same.any() and same.mean() > _TELLING_SHARE:
         raise DataError(
@@ -377,17 +379,16 @@ def check_copies(same: np.ndarray, what: str) -> None:
 
 
 def copied_rows(matrix: sparse.csr_matrix, known: sparse.csr_matrix) -> np.ndarray:
-    """Return which rows also occur in another matrix, bool, shape (N,); rows of fewer than 10 genes are ignored.
+    """Return which rows also occur in another matrix, bool, shape (N,); rows with fewer than 10 genes are ignored.
 
-    Values are equal if they round to the same three decimals, because log values of scanpy and scforge differ by
-    rounding.
+    Values are equal if they agree to three decimals, because log values from scanpy and scforge differ by rounding.
     """
     (found, looked_at), (others, telling) = _row_hashes(matrix), _row_hashes(known)
     return np.isin(found, others[telling]) & looked_at
 
 
 def _row_hashes(matrix: sparse.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
-    """Return a hash of each row, uint64, and which rows have enough genes for it, bool, shape (N,)."""
+    """Return a hash of each row, uint64, and whether the row has enough genes for a comparison, bool, shape (N,)."""
     matrix = matrix.tocsr().astype(np.float64)
     matrix.sum_duplicates()
     matrix.data = np.round(matrix.data, _DECIMALS)
@@ -403,22 +404,23 @@ def _row_hashes(matrix: sparse.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
 def check_features(
     features: pd.DataFrame, real: AnnData, keys: PerturbationKeys, argument: str = "gene_features"
 ) -> None:
-    """Raise if the features of a held-out perturbation were computed from its own cells.
+    """Raise an error if the features of a held-out perturbation were computed from its own cells.
 
     The mean embedding of the perturbed cells is not known before the experiment, so a regression on it uses the answer.
     Leakage is detected if a row is, up to a factor, the mean over the cells of that perturbation, or this mean minus
-    that of the controls. Means of ``X``, of each layer (of counts also their log1p CP10K) and of each entry of ``obsm``
-    are checked. For at least five perturbations, it is also detected if a column equals a column of such means up to a
-    factor and an offset. Columns with fewer than five distinct values, e.g. indicators, match too easily by chance.
+    the mean of the controls. The check covers means of ``X``, of each layer (for counts, also of their log1p CP10K) and
+    of each entry of ``obsm``. With at least five perturbations, leakage is also detected if a column equals a column of
+    such means up to a factor and an offset. Columns with fewer than five distinct values, e.g. indicators, match too
+    easily by chance.
 
     Parameters
     ----------
     features
-        One row per perturbation or target, by name; any columns.
+        One row per perturbation or target, with names as index; any columns.
     real
         Held-out cells.
     keys
-        Its columns.
+        Columns of ``obs`` with the perturbations.
     argument
         Name of `features` in the message.
 
@@ -457,7 +459,7 @@ def check_features(
 
 
 def _representations(adata: AnnData) -> list[tuple[str, np.ndarray | sparse.csr_matrix]]:
-    """Return the matrices of cells, and their scale."""
+    """Return the name of each cell matrix, with the matrix on its scale."""
     found = [(f"obsm[{key!r}]", np.asarray(adata.obsm[key])) for key in adata.obsm]
     for key, matrix in {None: adata.X, **dict(adata.layers)}.items():
         if matrix is not None:
@@ -473,7 +475,7 @@ def _mean(matrix: np.ndarray | sparse.csr_matrix, rows: np.ndarray) -> np.ndarra
 
 
 def _same_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return which rows are equal up to a factor; exactly equal if directions match too easily by chance."""
+    """Return which rows are equal up to a factor; short rows, which match by chance, must be exactly equal."""
     if one.shape[1] < 3:
         return np.isclose(one, other, rtol=_SAME, atol=0).all(axis=1) & one.any(axis=1)
     lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
@@ -481,7 +483,7 @@ def _same_rows(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _same_columns(ours: np.ndarray, means: np.ndarray) -> bool:
-    """Return whether a column equals one of the others up to scale and offset, e.g. standardized."""
+    """Return whether a column equals a column of means up to scale and offset, e.g. after standardization."""
     if len(ours) < _MIN_ROWS or not np.isfinite(ours).all():
         return False
     one, other = (_unit_columns(values) for values in (ours, means))
@@ -510,9 +512,9 @@ def compare_beside(
     ceiling: str | None = None,
     **options: Any,
 ) -> Report:
-    """Compare methods (models unless `kinds` states otherwise) with baselines, one of which may be an upper bound.
+    """Compare methods (models unless `kinds` specifies otherwise) with baselines, one of which may be an upper bound.
 
-    `argument` is the name of the methods in messages; other options are those of :func:`scforge.eval.compare`.
+    `argument` is the name of the methods in messages. For the other options, see :func:`scforge.eval.compare`.
     """
     for name in kinds or {}:
         check_known("kinds", name, made, argument, error=OptionError)
@@ -531,7 +533,7 @@ CEILING = "training cells"
 _MIN_GENES = 10
 
 _MISSING = 0.01
-"""Maximum fraction of the counts in missing genes for which totals are still accurate enough."""
+"""Maximum fraction of counts in missing genes at which totals are still accurate enough."""
 
 
 def generation_baselines(
@@ -545,13 +547,14 @@ def generation_baselines(
     """Generate cells from training cells without a model.
 
     ``"training cells"``
-        The training cells themselves, each once if there are enough. This is an upper bound, not a baseline, because
-        they are real data of another split. A model that copies its training cells also reaches it.
+        The training cells themselves, each used once if there are enough. This is an upper bound, not a baseline,
+        because they are real data from another split. A model that copies its training cells also reaches it.
     ``"independent genes"``
-        Each gene takes its log1p CP10K from a different training cell: every gene is right, no two are correlated.
+        Each gene takes its log1p CP10K from a different training cell, so each gene has the right distribution, but no
+        two genes are correlated.
     ``"mean and Poisson"``
-        Poisson counts with the mean share of each gene times the library size of a training cell: all cells have the
-        same profile.
+        Poisson counts around the mean fraction of each gene times the library size of a training cell, so all cells
+        have the same expected profile.
 
     Generates `labels` cells, or one cell per entry of `labels` from the training cells with this value of
     ``obs[labels_key]``: log1p CP10K in ``X`` (CSR, float32) and the labels in ``obs[labels_key]``.
@@ -604,45 +607,45 @@ def evaluate_generation(
     intervals: bool = True,
     title: str = "Generated cells compared",
 ) -> Report:
-    """Score generated cells against real cells, with cells derived from the training cells as baselines.
+    """Score generated cells against real cells, with baselines derived from the training cells.
 
     Library sizes are computed over all genes of each data set, so counts must contain all genes. Scores then use the
-    shared genes. ``mmd`` and ``c2st`` use the same number of cells of each method and of the real cells, the minimum
+    shared genes. ``mmd`` and ``c2st`` use the same number of cells for each method and for the real cells, the minimum
     over all of them.
 
     Parameters
     ----------
     generated
-        Generated cells of one method, or of several by name, with counts or log1p CP10K in ``X``, e.g. from
-        :meth:`scforge.models.Encoder.generate`.
+        Generated cells of one method, or a mapping from method name to generated cells, with counts or log1p CP10K in
+        ``X``, e.g. from :meth:`scforge.models.Encoder.generate`.
     real
-        Real cells that were not used for training, raw counts.
+        Real cells that were not used for training, with raw counts.
     train
-        Real cells used for training, raw counts.
+        Real cells used for training, with raw counts.
     labels_key
         Column of ``obs`` in all three data sets, for scores within labels.
     layer
         Key in ``layers`` of `real` and `train` with raw counts. If None, reads ``X``.
     kinds
-        Kind of each method by name, e.g. ``"untrained"``. The default is ``"model"``.
+        A mapping from method name to kind, e.g. ``"untrained"``. The default is ``"model"``.
     n_comps, max_cells
         As in :class:`Generation`.
     seeds
-        Random seeds for ``mmd`` and ``c2st``; the first is also that of the baselines.
+        Random seeds for ``mmd`` and ``c2st``; the first is also used for the baselines.
     intervals
-        Add 95 % intervals, and tests against the best baseline.
+        Whether to add 95 % intervals, and tests against the best baseline.
     title
         Heading of the report.
 
     Returns
     -------
-    The report: scores of :class:`Generation` of each method and baseline.
+    The report with the :class:`Generation` scores of each method and baseline.
 
     Raises
     ------
     DataError
         If real cells are also training cells (under any name), generated cells are copies of real cells, counts cover
-        only some genes, or data have another scale.
+        only some genes, or the data have a different scale.
     OptionError
         If an option is invalid, or `kinds` names an unknown method.
 
@@ -720,13 +723,13 @@ def evaluate_generation(
 
 
 def _on_genes(adata: AnnData, what: str, names: pd.Index, layer: str | None = None, *, made: bool = False) -> AnnData:
-    """Return log1p CP10K of some genes, in their order; library sizes are over all genes."""
+    """Return log1p CP10K of the named genes in the given order; library sizes are computed over all genes."""
     logs = log_normalized(adata, layer, argument=what, made=made)[:, adata.var_names.get_indexer(names)]
     return anndata.AnnData(logs, obs=adata.obs.copy(), var=pd.DataFrame(index=names))
 
 
 def holds_counts(adata: AnnData, layer: str | None = None) -> bool:
-    """Return whether values can be counts."""
+    """Return whether the values can be counts."""
     matrix = adata.X if layer is None else adata.layers[layer]
     return value_problem(matrix.data if sparse.issparse(matrix) else np.ravel(matrix)) is None
 
@@ -734,7 +737,7 @@ def holds_counts(adata: AnnData, layer: str | None = None) -> bool:
 def check_complete(
     adata: AnnData, what: str, whole: AnnData, *, layer: str | None = None, layer_of_whole: str | None = None
 ) -> None:
-    """Raise if counts cover only some genes of other data, so that their totals are not library sizes."""
+    """Raise an error if counts cover only some genes of the other data, so that totals are not library sizes."""
     lacking = ~whole.var_names.isin(adata.var_names)
     if not lacking.any() or not holds_counts(adata, layer):
         return
@@ -760,7 +763,7 @@ def _independent(logs: sparse.csc_matrix, n_cells: int, rng: np.random.Generator
 
 
 def _poisson(share: np.ndarray, totals: np.ndarray, rng: np.random.Generator) -> sparse.csr_matrix:
-    """Sample counts with the same mean fractions, and return their log1p CP10K."""
+    """Sample counts with the given mean fractions, and return their log1p CP10K."""
     blocks = []
     for start in range(0, len(totals), 1_000):
         counts = rng.poisson(totals[start : start + 1_000, None] * share).astype(np.float64)

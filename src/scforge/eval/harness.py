@@ -1,4 +1,4 @@
-"""Run benchmarks on embeddings with their baselines."""
+"""Running benchmarks on embeddings, with baselines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Replicates(tuple[Any, ...]):
-    """Results of several runs of a method, e.g. with different seeds: one row with mean scores."""
+    """Results of several runs of a method, e.g. with different seeds, averaged in one row."""
 
 
 def runs_of(one: Any) -> tuple[Any, ...]:
@@ -117,7 +117,7 @@ def score(
 
 
 def _resampled_runs(of_runs: list[pd.DataFrame], draws: pd.DataFrame, *, seed: int) -> pd.DataFrame:
-    """Return a deviation of the mean over training runs for each draw of the cells, by a bootstrap of the runs."""
+    """Bootstrap training runs, and return the deviation of their mean for each draw of the cells."""
     means = pd.DataFrame([table.mean() for table in of_runs])[list(draws.columns)].to_numpy()
     n_runs = len(means)
     chosen = np.random.default_rng([seed, n_runs]).integers(n_runs, size=(len(draws), n_runs))
@@ -183,36 +183,36 @@ def evaluate(
     adata
         Annotated data with raw counts.
     benchmarks
-        What to score: registered names, ``{name: {option: value}}``, or benchmarks, e.g.
+        Benchmarks to run: registered names, ``{name: {option: value}}``, or benchmark objects, e.g.
         :class:`scforge.eval.LabelPrediction`; one or a list.
     obsm_keys
-        Key or keys in ``adata.obsm``; as a mapping, with ``"model"``, ``"baseline"`` or ``"untrained"`` for each.
-        Embeddings of any model can be compared, e.g. ``X_scVI``.
+        Key or keys in ``adata.obsm``, or a mapping from key to ``"model"``, ``"baseline"`` or ``"untrained"``.
+        Embeddings from any model can be compared, e.g. ``X_scVI``.
     layer
         Key in ``adata.layers`` with raw counts, for the baselines. If None, reads ``adata.X``.
     baselines
         Baselines, at least one: names of :func:`~scforge.eval.embedding_baselines`, and numbers of principal
-        components. Components are computed with and without scaling of genes to unit variance, because either may be
-        the stronger baseline.
+        components. Components are computed with and without scaling genes to unit variance, because either may be the
+        stronger baseline.
     labels_key, batch_key, groups_key
         Columns of ``adata.obs`` for benchmarks that are given by name without them.
     seeds
-        Seeds of benchmarks that have one; scores are means over them.
+        Seeds for benchmarks that have a seed; scores are averaged over them.
     intervals
-        Add 95 % intervals and tests against the best baseline, from resampled cells.
+        Whether to add 95 % intervals and tests against the best baseline, from resampled cells.
     replicates
-        Name of a row to the keys in `obsm_keys` of one method with several seeds. They are merged into one row, and its
-        interval includes the variation over seeds.
+        A mapping from row name to the keys in `obsm_keys` of one method run with several seeds. These are merged into
+        one row, whose interval includes the variation over seeds.
     rows
         Positions in `adata` of the cells to score; baselines use all cells. If None, scores all cells.
     seconds
-        Wall time of an embedding, by key.
+        A mapping from embedding key to wall time.
     title
         Heading of the report.
     key_added
-        Key in ``adata.uns["scforge"]`` for the scores; None writes nothing.
+        Key in ``adata.uns["scforge"]`` for the scores. If None, nothing is written.
     progress_bar
-        Show a line for each baseline and score, with its time.
+        Whether to print a line for each baseline and score, with its time.
 
     Returns
     -------
@@ -296,28 +296,28 @@ def compare(
     intervals: bool = True,
     title: str = "Methods compared",
 ) -> Report:
-    """Score the results of methods by a benchmark of any subject.
+    """Score the results of several methods with a benchmark of any subject.
 
     Parameters
     ----------
     benchmark
         The benchmark.
     made
-        Name of a method to its result, of the type that :attr:`Benchmark.subject` describes.
+        A mapping from method name to result, of the type that :attr:`Benchmark.subject` describes.
     reference
-        What it is scored against.
+        Reference that the results are scored against.
     kinds
-        Name of a method to ``"model"``, ``"baseline"``, ``"untrained"`` or ``"ceiling"``.
+        A mapping from method name to ``"model"``, ``"baseline"``, ``"untrained"`` or ``"ceiling"``.
     seeds
-        Seeds of a benchmark that has one; scores are means over them.
+        Seeds for a benchmark that has a seed; scores are averaged over them.
     intervals
-        Add 95 % intervals, and tests of the models against the best baseline.
+        Whether to add 95 % intervals, and tests of the models against the best baseline.
     title
         Heading of the report.
 
     Returns
     -------
-    The report, a row for each method.
+    The report, with one row for each method.
 
     Raises
     ------
@@ -360,7 +360,7 @@ def compare(
 
 
 def entries_of(benchmarks: Entry | Sequence[Entry]) -> list[Entry]:
-    """Return one or several benchmarks as a list. Raises :class:`~scforge.errors.OptionError` if there are none."""
+    """Return one or several benchmarks as a list. Raises :class:`~scforge.errors.OptionError` if the list is empty."""
     several = isinstance(benchmarks, Sequence) and not isinstance(benchmarks, str)
     entries: list[Any] = list(cast("Sequence[Entry]", benchmarks)) if several else [benchmarks]
     if not entries:
@@ -369,7 +369,7 @@ def entries_of(benchmarks: Entry | Sequence[Entry]) -> list[Entry]:
 
 
 def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None]) -> dict[str, Benchmark]:
-    """Create the benchmarks of a list, with unique names; `keys` are columns of the data, used if none is given."""
+    """Create the benchmarks in a list, with unique names; `keys` contains default columns from the data."""
     found: dict[str, Benchmark] = {}
     for entry in entries_of(benchmarks):
         evaluation = to_evaluation(entry)
@@ -382,7 +382,7 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
 
 
 def check_seeds(seeds: Sequence[int]) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless there is a seed, and each is one."""
+    """Raise :class:`~scforge.errors.OptionError` if there are no seeds, or a seed is invalid."""
     if not isinstance(seeds, Sequence) or isinstance(seeds, str) or not len(seeds):
         raise OptionError(f"seeds={seeds!r} is not a list of seeds; pass e.g. (0, 1, 2).")
     for seed in seeds:
@@ -400,7 +400,7 @@ def _check_kinds(kinds: Mapping[str, Any]) -> None:
 
 
 def _of_rows(one: Any, rows: np.ndarray | None) -> Any:
-    """Return rows of one or several embeddings."""
+    """Return the given rows of an embedding, or of each run of a method."""
     if rows is None:
         return one
     return Replicates(run[rows] for run in one) if isinstance(one, Replicates) else one[rows]
@@ -413,7 +413,7 @@ def _versions_of_packages() -> str:
 def _join_replicates(
     embeddings: dict[str, Any], kinds: dict[str, Kind], replicates: Mapping[str, Sequence[str]]
 ) -> None:
-    """Merge the rows of the same method into one, also in `kinds`."""
+    """Merge the embeddings of each method into one entry, in `kinds` as well."""
     for name, keys in replicates.items():
         missing = [key for key in keys if key not in embeddings]
         if missing or not keys:

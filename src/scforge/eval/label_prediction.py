@@ -15,17 +15,17 @@ from scforge.errors import DataError, listing, warn
 from scforge.eval.base import MIN_GROUPS, Benchmark, as_array, check_column, register_benchmark
 
 MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "", "unknown")
-"""Labels that may mean that the label is missing."""
+"""Texts that may mean that a label is missing."""
 _MAX_DUPLICATES = 0.01
-"""Fraction of cells that may have the coordinates of a cell of another fold before a warning."""
+"""Fraction of cells that may share coordinates with a cell in another fold without a warning."""
 _MAX_CACHED = 64
-"""Embeddings whose predictions are kept."""
+"""Number of embeddings whose predictions are cached."""
 
 
 def check_embedding(embedding: np.ndarray, n_cells: int, name: str = "the embedding") -> np.ndarray:
-    """Return an embedding of this many cells as floats, shape (N, D), or raise :class:`~scforge.errors.DataError`.
+    """Return an embedding as floats, shape (N, D). Raises :class:`~scforge.errors.DataError` if it is invalid.
 
-    Sparse matrices and tables of numbers are accepted.
+    Sparse matrices and numeric tables are accepted.
     """
     embedding = as_array(embedding, name)
     if embedding.ndim != 2 or embedding.shape[0] != n_cells or embedding.shape[1] == 0:
@@ -43,7 +43,7 @@ def labeled(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> np.
     Raises
     ------
     DataError
-        If the column is missing, contains fewer than two labels, or different values with the same text.
+        If the column is missing, contains fewer than two labels, or contains different values with the same text.
     """
     check_column(argument, key, obs)
     known = obs[key].notna().to_numpy()
@@ -74,18 +74,18 @@ def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key"
 
 @register_benchmark("cell_type_probe")
 class CellTypeProbe(Benchmark):
-    """Logistic regression and k nearest neighbors, cross-validated by donor, with separate scores for rare types.
+    """Logistic regression and k-nearest neighbors, cross-validated by donor, with separate scores for rare types.
 
     Each cell is predicted once, by classifiers trained on the other folds. With a ``groups_key``, folds hold out whole
-    groups: one group per fold if there are no more groups than folds. Otherwise folds are stratified. They are the same
-    for every embedding. The logistic regression uses scikit-learn's defaults on dimensions that are standardized on the
-    training folds.
+    groups: one group per fold if there are no more groups than folds. Otherwise, folds are stratified. The folds are
+    the same for every embedding. The logistic regression uses the scikit-learn defaults, on dimensions standardized on
+    the training folds.
 
-    Cells without a label or group are left out. Labels that cannot be tested are left out with a warning: labels with
+    Cells without a label or group are left out. Labels that cannot be tested are left out with a warning: those with
     fewer cells than folds, or with cells in only one group or fold.
 
     The scores of each classifier are ``macro_f1``, the mean F1 over labels; ``accuracy`` over cells; and
-    ``rare_recall``, the mean recall of the rare labels, NaN if there are none.
+    ``rare_recall``, the mean recall of the rare labels, NaN if there are no rare labels.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ class CellTypeProbe(Benchmark):
     n_folds
         Number of folds.
     n_neighbors
-        Neighbors k.
+        Number of neighbors k.
     rare_share
         A label with less than this fraction of the cells is rare.
     seed
@@ -117,7 +117,7 @@ class CellTypeProbe(Benchmark):
         for classifier in ("linear", "knn")
         for score in ("macro_f1", "accuracy", "rare_recall")
     }
-    """Metric to its classifier and the score of its predictions."""
+    """Mapping from each metric to its classifier and the score of the predictions."""
     metrics = tuple(_scores)
     n_draws: ClassVar[int] = 1_000
 
@@ -142,7 +142,7 @@ class CellTypeProbe(Benchmark):
         self._warned_of: tuple[str, ...] = ()
 
     def check(self, obs: pd.DataFrame) -> None:
-        """Raise :class:`~scforge.errors.DataError` if :meth:`run` would."""
+        """Raise :class:`~scforge.errors.DataError` in the cases in which :meth:`run` would."""
         self._plan(obs)
         warn_of_missing(obs, self.labels_key)
         if self.groups_key is not None:
@@ -154,7 +154,7 @@ class CellTypeProbe(Benchmark):
                 )
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
-        """Return the number of scored cells, the labels left out, and the resampled units of the intervals."""
+        """Return the number of scored cells, the labels left out, and the units resampled for the intervals."""
         plan = self._plan(obs)
         facts = {"cells scored": f"{len(plan.rows):,} of {len(obs):,}"}
         if plan.left_out:
@@ -168,7 +168,7 @@ class CellTypeProbe(Benchmark):
         return facts | {"resampled": f"groups of {self.groups_key} ({n_groups})"}
 
     def n_units(self, obs: pd.DataFrame) -> int | None:
-        """Return the number of scored groups; None without groups."""
+        """Return the number of scored groups, or None without groups."""
         groups = self._plan(obs).groups
         return None if groups is None else len(np.unique(groups))
 
@@ -193,7 +193,8 @@ class CellTypeProbe(Benchmark):
     def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame | None:
         """Return the scores of the predictions on bootstrap samples of the cells, or of whole groups.
 
-        Labels that are missing in a sample do not count in its means. None if there are fewer than four groups.
+        Labels that are missing from a sample are left out of its means. Returns None if there are fewer than four
+        groups.
         """
         plan = self._plan(obs)
         if plan.groups is not None and len(np.unique(plan.groups)) < MIN_GROUPS:
@@ -206,7 +207,7 @@ class CellTypeProbe(Benchmark):
         return pd.DataFrame(figures, columns=list(self.metrics))
 
     def _plan(self, obs: pd.DataFrame) -> _Plan:
-        """Choose the scored cells and their folds; warn about labels that are left out."""
+        """Select the cells to score and their folds; warn about labels that are left out."""
         taken = labeled(obs, self.labels_key)
         if self.groups_key is not None:
             check_names(obs)  # one cell could be learned from and tested
@@ -247,7 +248,7 @@ class CellTypeProbe(Benchmark):
         return folds
 
     def _warn_of_left_out(self, left_out: tuple[str, ...], n_labels: int) -> None:
-        """Raise if too few labels are left, and warn about labels that are left out."""
+        """Raise an error if too few labels remain, and warn about labels that are left out."""
         what = f"labels of obs[{self.labels_key!r}]"
         if n_labels < 2:
             out = ", ".join(left_out)
@@ -273,7 +274,7 @@ class CellTypeProbe(Benchmark):
         return self._cache[key]
 
     def _figures(self, plan: _Plan, predicted: dict[str, np.ndarray], weights: np.ndarray) -> dict[str, float]:
-        """Score predictions of cells, weighted by `weights`."""
+        """Score the cell predictions, weighted by `weights`."""
         n_labels = plan.n_labels
         rare = np.bincount(plan.labels, minlength=n_labels) < self.rare_share * len(plan.labels)
         found: dict[tuple[str, str], float] = {}
@@ -292,7 +293,7 @@ class CellTypeProbe(Benchmark):
 
 @dataclass(frozen=True)
 class _Plan:
-    """Rows of the tested cells with their labels, folds and groups as int64, shape (N,); labels left out, and why."""
+    """Rows of the tested cells with labels, folds and groups (int64, shape (N,)), and the labels left out."""
 
     rows: np.ndarray
     labels: np.ndarray
@@ -303,7 +304,7 @@ class _Plan:
 
 
 def _untested(labels: np.ndarray, groups: np.ndarray | None, n_folds: int) -> dict[str, str]:
-    """Return the labels that folds cannot test, and a description of them."""
+    """Return a mapping from the labels that the folds cannot test to a description."""
     left_out = {}
     for name, size in zip(*np.unique(labels, return_counts=True), strict=True):
         if size < n_folds:
@@ -329,7 +330,7 @@ def _out_of_fold(classifier: str, cells: np.ndarray, plan: _Plan, n_neighbors: i
 
 
 def _warn_of_duplicates(cells: np.ndarray, folds: np.ndarray) -> None:
-    """Warn if many cells have the coordinates of a cell of another fold."""
+    """Warn if many cells have the same coordinates as a cell in another fold."""
     rows = pd.factorize(np.array([hash(row.tobytes()) for row in cells]))[0]
     pairs = pd.DataFrame({"row": rows, "fold": folds}).drop_duplicates()["row"]
     share = float(np.isin(rows, pairs[pairs.duplicated()]).mean())
@@ -342,7 +343,7 @@ def _warn_of_duplicates(cells: np.ndarray, folds: np.ndarray) -> None:
 
 @register_benchmark("label_prediction")
 class LabelPrediction(CellTypeProbe):
-    """Macro-F1 of k nearest neighbors and of logistic regression, otherwise like :class:`CellTypeProbe`.
+    """Macro-F1 of k-nearest neighbors and logistic regression; otherwise like :class:`CellTypeProbe`.
 
     Examples
     --------
@@ -359,7 +360,7 @@ class LabelPrediction(CellTypeProbe):
 
 @register_benchmark("cell_type_annotation")
 class CellTypeAnnotation(CellTypeProbe):
-    """Macro-F1 and accuracy of k nearest neighbors, fast enough for training; otherwise like :class:`CellTypeProbe`.
+    """Macro-F1 and accuracy of k-nearest neighbors, fast enough for training; otherwise like :class:`CellTypeProbe`.
 
     Examples
     --------
@@ -375,27 +376,29 @@ class CellTypeAnnotation(CellTypeProbe):
 
 
 _CONSTANT = 1e-6
-"""Limit of constant dimensions: standard deviation divided by the root mean square of all values."""
+"""Threshold for constant dimensions: standard deviation divided by the root mean square of all values."""
 _MIN_RANK, _MAX_COSINE, _MAX_CONSTANT = 2.0, 0.99, 0.9
 
 
 @register_benchmark("geometry")
 class Geometry(Benchmark):
-    """Effective rank, mean cosine and share of the first component, which detect a collapsed embedding.
+    """Effective rank, mean cosine similarity and variance share of the first component, to detect collapsed embeddings.
 
-    They need no labels and do not measure the quality of an embedding: noise has a higher effective rank than any
-    embedding of cells. Therefore there are no intervals and no tests.
+    These scores require no labels and do not measure the quality of an embedding: noise has a higher effective rank
+    than any embedding of cells. Therefore there are no intervals and no tests.
 
     ``effective_rank``
-        exp of the entropy of the singular values divided by their sum [1]_, of the embedding without centering, as in
-        RankMe [2]_. It ranges from 1, if all cells lie on one line through the origin, to D. 0 if all values are zero.
+        Exponential of the entropy of the singular values divided by their sum [1]_, computed without centering the
+        embedding, as in RankMe [2]_. It ranges from 1, if all cells lie on one line through the origin, to D. It is 0
+        if all values are zero.
     ``mean_cosine``
-        Mean cosine of all pairs of different cells: (S - N) / (N (N - 1)), where S is the squared length of the sum
-        of the unit vectors of the cells. 1 if all point the same way. Cells at the origin are left out.
+        Mean cosine similarity of all pairs of different cells: (S - N) / (N (N - 1)), where S is the squared length of
+        the sum of the unit vectors of the cells. It is 1 if all vectors have the same direction. Cells at the origin
+        are left out.
     ``top_component_share``
-        Share of the variance along the first principal component; 1 if nothing varies.
+        Fraction of the variance along the first principal component; 1 if nothing varies.
     ``constant_dims``
-        Share of the dimensions whose standard deviation is less than 1e-6 of the root mean square of all values.
+        Fraction of the dimensions whose standard deviation is less than 1e-6 of the root mean square of all values.
 
     References
     ----------
@@ -425,12 +428,12 @@ class Geometry(Benchmark):
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
         """Return one score for each of :attr:`metrics`.
 
-        ``mean_cosine`` is NaN if fewer than two cells have a direction.
+        ``mean_cosine`` is NaN if fewer than two cells have nonzero vectors.
 
         Raises
         ------
         DataError
-            If there are fewer than two cells, or the embedding is not finite or has another number of cells.
+            If there are fewer than two cells, or the embedding is not finite or has a different number of cells.
         """
         self.check(obs)
         cells = check_embedding(embedding, len(obs)).astype(np.float64)
@@ -447,14 +450,14 @@ class Geometry(Benchmark):
         }
 
     def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> None:
-        """Return None: see the class."""
+        """Return None, because there are no intervals; see the class."""
 
 
 def is_collapsed(scores: Mapping[str, float]) -> bool:
     """Return whether the scores of :class:`Geometry` show a collapsed embedding.
 
-    An embedding is collapsed if its effective rank is below 2, its mean cosine above 0.99, or more than 0.9 of its
-    dimensions constant: all cells are close to one point, one direction or one line. These limits are a choice of
+    An embedding is collapsed if its effective rank is below 2, its mean cosine above 0.99, or more than 90 % of its
+    dimensions constant. All cells are then close to one point, direction or line. These thresholds were chosen by
     scforge.
 
     Parameters
@@ -464,7 +467,7 @@ def is_collapsed(scores: Mapping[str, float]) -> bool:
 
     Returns
     -------
-    Whether it has.
+    Whether the embedding has collapsed.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Benchmarks of gene regulatory networks: files of known edges, scores of edges, baselines and reports."""
+"""Benchmarks of gene regulatory networks: known edges from files, edge scores, baselines and reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 _MAX_PAIRS = 100_000_000
-"""Maximum number of edges of a table, at about ten bytes each."""
+"""Maximum number of edges in a table, at about ten bytes each."""
 
 _MEASURES = ("cosine", "correlation", "dot")
 
@@ -44,7 +44,7 @@ def edges_from_embeddings(
 ) -> pd.DataFrame:
     """Score pairs of genes by the similarity of their vectors.
 
-    The weights are symmetric, so only the choice of sources gives a direction.
+    The weights are symmetric, so only the choice of sources defines a direction.
 
     Parameters
     ----------
@@ -53,19 +53,20 @@ def edges_from_embeddings(
         mean shifts of cells when each gene is perturbed (:func:`scforge.insilico.screening.mean_moves`; use `center`).
         Genes with NaN are left out.
     tfs
-        Sources; those without a vector are left out. If None, uses all genes.
+        Source genes; genes without a vector are left out. If None, uses all genes.
     targets
-        Targets; those without a vector are left out. If None, uses all genes.
+        Target genes; genes without a vector are left out. If None, uses all genes.
     measure
         ``"cosine"``, ``"correlation"`` over the dimensions, or ``"dot"``, the inner product.
     center
-        Subtract the mean over all genes first, because the common part of all vectors carries no information on pairs.
+        Whether to subtract the mean over all genes first, because the shared part of all vectors is not informative
+        about pairs.
     absolute
-        Use absolute values, so that opposite vectors are as similar as equal ones.
+        Whether to use absolute values, so that opposite vectors are as similar as equal vectors.
 
     Returns
     -------
-    ``source``, ``target`` and ``weight`` (float32), one row for each pair of different genes.
+    A table with the columns ``source``, ``target`` and ``weight`` (float32), one row for each pair of different genes.
 
     Raises
     ------
@@ -102,7 +103,7 @@ def edges_from_embeddings(
 def edges_from_matrix(
     matrix: Any, names: Any, targets: Any = None, *, tfs: Sequence[str] | None = None
 ) -> pd.DataFrame:
-    """Read a matrix of weights, with regulators in rows and targets in columns, shape (S, T), as edges.
+    """Convert a weight matrix of shape (S, T), with regulators in rows and targets in columns, to edges.
 
     In a sparse matrix, stored nonzero values are edges; in an array, all values except NaN.
     """
@@ -126,11 +127,11 @@ def edges_from_attention(
     source: str = "columns",
     gene_key: str | None = None,
 ) -> pd.DataFrame:
-    """Read the graph that ``model.get_attention()`` wrote.
+    """Read edges from the graph that ``model.get_attention()`` wrote.
 
-    Row i, column j is the attention of gene i to gene j. Targets attend to their regulators, so by default the columns
-    are the sources. ``get_attention`` keeps the 20 genes with the highest attention of each gene; raise its `top_k` to
-    score more pairs.
+    The entry in row i and column j is the attention of gene i to gene j. Targets attend to their regulators, so by
+    default the columns are the sources. ``get_attention`` keeps the 20 genes with the highest attention of each gene;
+    increase its `top_k` to score more pairs.
 
     Parameters
     ----------
@@ -141,13 +142,13 @@ def edges_from_attention(
     tfs
         Sources to keep. If None, keeps all.
     source
-        ``"columns"`` or ``"rows"``: which of them regulate.
+        Axis of the regulators, ``"columns"`` or ``"rows"``.
     gene_key
         Column of ``adata.var`` with the names of the genes. If None, uses ``adata.var_names``.
 
     Returns
     -------
-    ``source``, ``target`` and ``weight`` (float32), one row for each pair in the graph.
+    A table with the columns ``source``, ``target`` and ``weight`` (float32), one row for each pair in the graph.
 
     Raises
     ------
@@ -174,7 +175,7 @@ def edges_from_perturbations(effects: pd.DataFrame | AnnData, *, tfs: Sequence[s
     Parameters
     ----------
     effects
-        One of
+        One of the following:
 
         - the prediction of the perturbation task (``predictor.predict(...)``), with ``layers["delta"]``. The weight is
           the absolute change of a gene, the largest over contexts. Combinations are left out.
@@ -188,7 +189,7 @@ def edges_from_perturbations(effects: pd.DataFrame | AnnData, *, tfs: Sequence[s
 
     Returns
     -------
-    ``source``, ``target`` and ``weight`` (float32).
+    A table with the columns ``source``, ``target`` and ``weight`` (float32).
 
     Raises
     ------
@@ -218,7 +219,7 @@ def edges_of(
 ) -> pd.DataFrame:
     """Return a table of edges without NaN and self-loops.
 
-    `weights` have the shape (S, T), or (E,) with positions `rows` and `columns` in the names.
+    `weights` has the shape (S, T), or the shape (E,) with `rows` and `columns` as positions in the names.
     """
     if rows is None or columns is None:
         rows, columns = (axis.ravel() for axis in np.indices(weights.shape, dtype=np.int32))
@@ -234,7 +235,7 @@ def edges_of(
 
 
 def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.ndarray:
-    """Return the positions of names among known ones, without unknown names."""
+    """Return the positions of names among the known names, without unknown names."""
     if names is None:
         return np.arange(len(known))
     asked = pd.Index(names).astype(str).unique()
@@ -248,7 +249,7 @@ def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.n
 
 
 def _unique(names: Any) -> pd.Index:
-    """Return names as text; each must occur once."""
+    """Return names as text. Raises an error if a name occurs more than once."""
     index = pd.Index(names).astype(str)
     if not index.is_unique:
         raise DataError(f"the genes {listing(index[index.duplicated()].unique(), most=3)} occur twice; keep one.")
@@ -268,7 +269,7 @@ def _deltas(predicted: AnnData) -> pd.DataFrame:
 
 
 def _of_pairs(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
-    """Return the residuals of the shifts of pairs from an additive model."""
+    """Return the residuals of pair shifts from an additive model."""
     if "gene_2" not in table:
         raise DataError("effects has no pairs of genes; call model.perturb_in_silico(genes, combinations=2).")
     names = pd.Index(pd.unique(pd.concat([table["gene"], table["gene_2"]]))).astype(str)
@@ -304,34 +305,34 @@ def read_network(
     Parameters
     ----------
     path
-        A tab- or comma-separated text file, which may be compressed, or a Parquet file. Edges of a list of files are
+        A tab- or comma-separated text file, which may be compressed, or a Parquet file. The edges of several files are
         combined (ChIP-Atlas has one file per factor). The format is detected from the columns:
 
         TRRUST
-            ``trrust_rawdata.*.tsv``, without a header: factor, target, mode, PubMed ids; or with one.
+            ``trrust_rawdata.*.tsv``, with or without a header: factor, target, mode, PubMed ids.
         CollecTRI
             ``source``, ``target``, ``weight`` of 1 or -1, as from decoupler.
         DoRothEA
             ``source`` (or ``tf``), ``confidence``, ``target``, and ``weight`` (or ``mor``).
         OmniPath
-            CollecTRI or DoRothEA from there: ``source_genesymbol``, ``target_genesymbol``, ``is_stimulation`` ...
+            CollecTRI or DoRothEA from OmniPath: ``source_genesymbol``, ``target_genesymbol``, ``is_stimulation`` ...
         ENCODE
-            ``gene_attribute_edges.txt.gz`` of Harmonizome. It has genes in ``source`` and the factors that bind near
-            them in ``target``; scforge swaps them.
+            ``gene_attribute_edges.txt.gz`` from Harmonizome. It contains genes in ``source`` and the factors that bind
+            near them in ``target``; scforge swaps the two.
         ChIP-Atlas
-            Its target genes: one row per gene, ``FACTOR|Average`` and a column for each experiment. Targets whose
-            average binding score (of MACS2, -10 log10 q) is 0 are left out.
+            Target gene files: one row per gene, with ``FACTOR|Average`` and a column for each experiment. Targets with
+            an average binding score (from MACS2, -10 log10 q) of 0 are left out.
         other tables
-            with a column of sources and one of targets, and maybe ``weight``.
+            with a source column, a target column and optionally ``weight``.
     source, target
-        Columns of transcription factors and of targets, for tables with other column names. For files without a header,
-        positions starting at 0.
+        Columns of the transcription factors and targets, for tables with other column names. For files without a
+        header, pass column positions, starting at 0.
 
     Returns
     -------
-    ``source`` and ``target``, one row per edge, in the order of the file. If the file has them, also ``sign`` (1
-    activation, -1 repression, NaN unknown or contradictory), ``weight`` (the largest of duplicate edges) and
-    ``confidence`` (the best of duplicate edges).
+    ``source`` and ``target``, one row per edge, in the order of the file. If the file contains them, also ``sign`` (1
+    activation, -1 repression, NaN unknown or contradictory), ``weight`` (the maximum over duplicate edges) and
+    ``confidence`` (the best over duplicate edges).
 
     Raises
     ------
@@ -361,7 +362,7 @@ def read_network(
 
 
 def _edges_of_file(path: Path, source: str | int | None, target: str | int | None) -> pd.DataFrame:
-    """Return the edges of a file without changes."""
+    """Return the edges in a file unchanged."""
     if not path.is_file():
         raise MissingFileError(f"path={str(path)!r} is not a file; pass the path of the network.")
     try:
@@ -376,7 +377,7 @@ def _edges_of_file(path: Path, source: str | int | None, target: str | int | Non
 
 
 def _table(path: Path, headless: bool) -> pd.DataFrame:
-    """Return the table of a file as text (of Parquet, as it is); columns are numbers if the file has no header."""
+    """Return a file's table as text (Parquet files are read unchanged); columns are numbered if there is no header."""
     if path.suffix == ".parquet":
         return pd.read_parquet(path)
     options: dict[str, Any] = {"header": None, "dtype": str, "keep_default_na": False, "encoding": "utf-8-sig"}
@@ -392,7 +393,7 @@ def _table(path: Path, headless: bool) -> pd.DataFrame:
 
 
 def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str | int | None) -> pd.DataFrame:
-    """Return the edges of a table, by its columns, see :func:`read_network`."""
+    """Return the edges of a table in the format that its columns indicate; see :func:`read_network`."""
     columns = {str(name).lower(): table[name] for name in table.columns}
 
     def column(*names: str) -> pd.Series:
@@ -443,12 +444,12 @@ def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str |
 
 @dataclass(frozen=True)
 class Universe:
-    """The pairs that are scored.
+    """The pairs to score.
 
     Attributes
     ----------
     tfs, genes
-        Names of the T transcription factors and of the G genes.
+        Names of the T transcription factors and the G genes.
     edges
         True edges, bool, shape (T, G).
     pairs
@@ -464,12 +465,12 @@ class Universe:
     n_left_out: int
 
     def matrix(self, made: pd.DataFrame) -> np.ndarray:
-        """Return the weights of edges as float64, shape (T, G); -inf for pairs without one.
+        """Return the edge weights as float64, shape (T, G); -inf for pairs without a weight.
 
         Raises
         ------
         DataError
-            If columns are missing, a weight is not a number, or a pair occurs twice.
+            If columns are missing, a weight is NaN, or a pair occurs twice.
         """
         check_edges("the scores", made, "weight")
         rows, columns = _places(made["source"], self.tfs), _places(made["target"], self.genes)
@@ -486,22 +487,22 @@ class Universe:
 
 
 class RankedPairs:
-    """Pairs of a universe by falling weight of edges.
+    """Pairs of a universe, sorted by decreasing edge weight.
 
     Attributes
     ----------
     tfs
-        Number of the transcription factor of each pair, shape (P,).
+        Index of the transcription factor of each pair, shape (P,).
     true
         Ranks of the true edges, ascending, shape (E,).
     starts, ends
-        First pair of the ties of each true edge, and the first pair after them, shape (E,).
+        Position of the first pair that ties with each true edge, and of the first pair after these ties, shape (E,).
     n_scored
         Number of pairs with a weight. Pairs without a weight come last and tie with each other.
     within
         AUROC among the pairs of each transcription factor, shape (T,); NaN if all pairs are true.
     bounds
-        Where ties begin, and the number of pairs.
+        Positions at which ties begin, followed by the number of pairs.
     """
 
     def __init__(self, made: pd.DataFrame, universe: Universe) -> None:
@@ -526,7 +527,7 @@ class RankedPairs:
     def figures(self, weights: np.ndarray) -> dict[str, float]:
         """Return the metrics with transcription factors weighted by `weights` (T,).
 
-        They equal scikit-learn's with `sample_weight`, without sorting all pairs again in each of 100 draws.
+        The metrics agree with scikit-learn with `sample_weight`, without sorting all pairs again in each of 100 draws.
         """
         taken = np.concatenate([[0.0], np.cumsum(weights[self.tfs])])
         drawn = weights[self.tfs[self.true]]
@@ -560,45 +561,47 @@ class RankedPairs:
 
 @register_benchmark("gene_network")
 class GeneNetwork(Benchmark):
-    """Recovery of known edges among all pairs of a transcription factor and a gene.
+    """Scores the recovery of known edges among all pairs of a transcription factor and a gene.
 
-    The pairs combine all transcription factors with a target in the truth and all genes with a regulator in the truth
-    (or all measured genes), without self-loops. Edges outside the truth count as wrong, although many true edges are
-    unknown: scores compare methods and are not error rates. Duplicate edges of the truth count once; signs are ignored.
+    The pairs combine all transcription factors that have a target in the truth with all genes that have a regulator in
+    the truth (or with all measured genes), without self-loops. Edges outside the truth count as wrong, although many
+    true edges are unknown. Scores therefore compare methods, and are not error rates. Duplicate edges of the truth
+    count once; signs are ignored.
 
-    ***Pairs without a score** get the lowest score and tie with each other. So a method with few edges is not scored on
-    these edges only.
+    **Pairs without a score** receive the lowest score and tie with each other. A method with few edges is therefore not
+    scored on these edges only.
 
     Parameters
     ----------
     genes
-        Measured genes. Other genes are not scored as targets or transcription factors, because no method could score
-        them. If None, all genes are used.
+        Measured genes. Other genes are not scored, either as targets or as transcription factors, because no method
+        could score them. If None, uses all genes.
     tfs
-        Transcription factors to restrict the pairs to. If None, uses all of the truth.
+        Transcription factors to restrict the pairs to. If None, uses all transcription factors in the truth.
     targets
         ``"truth"``: genes with an edge in the truth. ``"measured"``: all of `genes`. In this case, well-studied and
-        highly expressed genes are easy to find without knowledge of edges.
+        highly expressed genes are easy to find without any information about edges.
 
     Notes
     -----
     ``auprc_ratio``
-        ``auprc`` divided by the share of true edges, which is the ``auprc`` of random scores.
+        ``auprc`` divided by the fraction of true edges, which is the ``auprc`` of random scores.
     ``auprc``
         Average precision: ``sum_n (R_n - R_(n-1)) P_n`` over the distinct weights, as in scikit-learn. The trapezoidal
         rule is not used, because it overrates ties and pairs without a score (Davis and Goadrich 2006).
     ``auroc``
         Probability that a true edge is ranked above another edge; ties count half.
     ``early_precision``, ``early_precision_ratio``
-        Precision among the k pairs of highest weight, k the number of true edges; all pairs that tie with the last of
-        them are included (Pratapa et al., Nat Methods 2020, BEELINE). If fewer than k pairs have a score, BEELINE uses
-        only these; here the rest is sampled at random from the pairs without a score, in expectation. The ratio is
-        relative to random scores.
+        Precision among the k pairs with the highest weight, where k is the number of true edges. All pairs that tie
+        with the last of these pairs are included (Pratapa et al., Nat Methods 2020, BEELINE). If fewer than k pairs
+        have a score, BEELINE uses only these pairs. Here, the value is the expectation when the rest is sampled at
+        random from the pairs without a score. The ratio is relative to random scores.
     ``auroc_within_tf``
-        Mean over transcription factors of the AUROC among their own pairs. It does not reward knowing which factors
-        have more known targets.
+        AUROC among the pairs of each transcription factor, averaged over factors. It does not reward identifying the
+        factors with more known targets.
 
-    :meth:`resampled` is a bootstrap of transcription factors: the edges of one are not independent observations.
+    :meth:`resampled` bootstraps transcription factors, because the edges of one factor are not independent
+    observations.
 
     Examples
     --------
@@ -623,7 +626,7 @@ class GeneNetwork(Benchmark):
         self.targets = targets
 
     def check(self, reference: pd.DataFrame) -> None:
-        """Raise :class:`~scforge.errors.DataError` where :meth:`run` would for any scores."""
+        """Raise :class:`~scforge.errors.DataError` in the cases in which :meth:`run` would for any scores."""
         self.universe(reference)
 
     def universe(self, reference: pd.DataFrame) -> Universe:
@@ -637,7 +640,7 @@ class GeneNetwork(Benchmark):
         Raises
         ------
         DataError
-            If columns or names are missing, or no true edge is left.
+            If columns or names are missing, or no true edge remains.
         """
         check_edges("the truth", reference)
         given = reference[["source", "target"]].astype(str).drop_duplicates()
@@ -665,8 +668,8 @@ class GeneNetwork(Benchmark):
         Parameters
         ----------
         made
-            Scores of edges, with the columns ``source``, ``target`` and ``weight`` (higher is more likely). Edges
-            outside the scored pairs are ignored. Categorical columns are fastest.
+            Edge scores, with the columns ``source``, ``target`` and ``weight`` (higher is more likely). Edges outside
+            the scored pairs are ignored. Categorical columns are fastest.
         reference
             True edges, with the columns ``source`` and ``target``.
         """
@@ -674,7 +677,7 @@ class GeneNetwork(Benchmark):
         return RankedPairs(made, universe).figures(np.ones(len(universe.tfs)))
 
     def resampled(self, made: pd.DataFrame, reference: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame:
-        """Return the scores on bootstrapped transcription factors; NaN if the sampled factors regulate all genes."""
+        """Return the scores on bootstrapped transcription factors, or NaN if the sampled factors regulate all genes."""
         universe = self.universe(reference)
         ranked = RankedPairs(made, universe)
         draws = bootstrap_weights(len(universe.tfs), n, seed=seed).astype(np.float64)
@@ -686,7 +689,7 @@ class GeneNetwork(Benchmark):
 
 
 def check_edges(what: str, edges: pd.DataFrame, *more: str) -> None:
-    """Raise unless a table has the columns ``source``, ``target`` and `more`, without missing names."""
+    """Raise an error if a table lacks the columns ``source``, ``target`` or `more`, or if names are missing."""
     for column in ("source", "target", *more):
         if column not in edges or (column not in more and edges[column].isna().any()):
             raise DataError(f"{what} have no column {column!r}, or lack names in it (there is: {listing(edges)}).")
@@ -702,7 +705,7 @@ def _places(names: pd.Series, index: pd.Index) -> np.ndarray:
 
 NETWORK_BASELINES = ("pearson", "spearman", "mean_expression", "degree", "in_degree", "random")
 _N_FOLDS = 5
-"""Number of folds in which degrees are counted without the scored edges."""
+"""Number of cross-fitting folds, in which degrees are counted without the scored edges."""
 _N_RANDOM = 3
 """Number of random scores, each a separate method."""
 
@@ -717,21 +720,21 @@ def network_baselines(
     max_cells: int = 10_000,
     seed: int = 0,
 ) -> dict[str, pd.DataFrame]:
-    """Score all pairs of a universe of measured genes by simple baselines.
+    """Score all pairs of a universe of measured genes with simple baselines.
 
     ``"pearson"``, ``"spearman"``
-        Absolute correlation of log1p CP10K over the cells, since transcription factors also repress.
+        Absolute correlation of log1p CP10K over the cells, because transcription factors can also repress.
     ``"mean_expression"``
         Product of the mean log1p CP10K of both genes, because highly expressed genes are well studied.
     ``"degree"``
-        Number of other true edges of both genes (cross-fitted). It uses true edges, which a model does not, and no
-        cells. It shows the score of popularity alone.
+        Number of other true edges of both genes (cross-fitted). Unlike a model, it uses true edges, and it does not use
+        the cells. It shows the score of popularity alone.
     ``"in_degree"``
-        The same for the target only. It is the fair baseline for the order within a transcription factor.
+        The same number for the target only. This is the fair baseline for rankings within a transcription factor.
     ``"random"``
-        Chance.
+        Random scores: chance level.
 
-    Correlations use at most `max_cells` cells, sampled at random. Returns the name of each baseline and its edges.
+    Correlations use at most `max_cells` cells, sampled at random. Returns a mapping from baseline name to edges.
     """
     for name in names:
         check_known("baselines", name, NETWORK_BASELINES, "the baselines of networks", error=OptionError)
@@ -755,7 +758,7 @@ def network_baselines(
 
 
 def _correlations(values: sparse.csc_matrix, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """Return the correlations of columns of a sparse matrix over its rows; 0 for columns without variance."""
+    """Return correlations between columns of a sparse matrix over its rows; 0 for columns without variance."""
     mean = np.asarray(values.mean(axis=0)).ravel()
     square = np.asarray(values.multiply(values).mean(axis=0)).ravel()
     scale = np.sqrt(np.maximum(square - mean**2, 0.0))
@@ -766,16 +769,17 @@ def _correlations(values: sparse.csc_matrix, rows: np.ndarray, columns: np.ndarr
 
 
 def degree_weights(universe: Universe, *, out: bool = True, seed: int = 0) -> np.ndarray:
-    """Score pairs of genes by the shares of true edges of both, without the scored pair itself, shape (T, G).
+    """Score pairs of genes by their fractions of true edges, without the scored pair itself, shape (T, G).
 
-    The weight of an edge is the out-degree of its source (with `out`) times the in-degree of its target, as shares.
-    They are cross-fitted: transcription factors and genes are split into folds. For a pair of fold a and fold b, the
-    out-degree is counted over the genes outside b and the in-degree over the transcription factors outside a.
-    Subtracting the scored edge from each count is not sufficient: true pairs of a gene would have lower counts, which
-    reveals them. Folds reduce this effect but do not remove it. Among the pairs of one transcription factor, the
-    out-degree scores somewhat below chance on random edges (AUROC 0.47 if 60 factors have 20 of 200 genes each). If
-    most genes of the truth have one edge, degrees also score below chance: the truth is then too small for degrees.
-    Shares are shrunk toward that of all pairs by one pseudo-observation.
+    The weight of an edge is the out-degree of its source (with `out`) times the in-degree of its target, both as
+    fractions. The degrees are cross-fitted: transcription factors and genes are split into folds. For a pair with the
+    factor in fold a and the gene in fold b, the out-degree is counted over the genes outside b and the in-degree over
+    the transcription factors outside a. Subtracting the scored edge from each count is not sufficient: true pairs of a
+    gene would then have lower counts, which would reveal them. Folds reduce this effect but do not remove it. Among the
+    pairs of one transcription factor, the out-degree scores somewhat below chance on random edges (AUROC 0.47 if 60
+    factors have 20 of 200 genes each). If most genes in the truth have one edge, degrees also score below chance,
+    because the truth is too small for degrees. The fractions are shrunk toward the fraction over all pairs with one
+    pseudo-observation.
     """
     rng = np.random.default_rng(seed)
     edges, pairs = universe.edges, universe.pairs
@@ -807,7 +811,7 @@ def _expression(
 
 
 def _ranks(expression: sparse.csc_matrix) -> sparse.csc_matrix:
-    """Return the ranks of cells for each gene minus the rank of cells without it, so that the result is sparse."""
+    """Return cell ranks for each gene, minus the rank of cells without the gene, so that the result is sparse."""
     from scipy.stats import rankdata
 
     ranks = expression.copy()
@@ -837,47 +841,49 @@ def evaluate_network(
     intervals: bool = True,
     title: str = "Gene networks compared",
 ) -> Report:
-    """Score networks of genes against known edges, with baselines on the same pairs.
+    """Score gene networks against known edges, with baselines on the same pairs.
 
     Parameters
     ----------
     scores
-        Name of a method to its edges, with the columns ``source``, ``target`` and ``weight``: e.g. from
+        A mapping from method name to edges, with the columns ``source``, ``target`` and ``weight``, e.g. from
         :func:`scforge.eval.edges_from_embeddings`.
     truth
-        True edges, with the columns ``source`` and ``target``: from :func:`scforge.eval.networks.read_network`.
+        True edges, with the columns ``source`` and ``target``, e.g. from :func:`scforge.eval.networks.read_network`.
     adata
-        Annotated data with raw counts: defines the measured genes and the input of the baselines.
+        Annotated data with raw counts. It defines the measured genes and the baseline input.
     layer
         Key in ``adata.layers`` with raw counts. If None, reads ``adata.X``.
     gene_key
         Column of ``adata.var`` with names as in the truth. If None, uses ``adata.var_names``.
     genes
-        Measured genes to restrict the pairs to, e.g. the genes of a model. Otherwise pairs with other genes have no
-        score and rank last. If None, uses all.
+        Measured genes to restrict the pairs to, e.g. the genes of a model. Otherwise, pairs with other genes have no
+        score and rank last. If None, uses all measured genes.
     tfs
-        Transcription factors to restrict the pairs to. If None, uses all of the truth that are among the genes.
+        Transcription factors to restrict the pairs to. If None, uses all transcription factors in the truth that are
+        among the genes.
     targets
         ``"truth"``: genes with an edge in the truth. ``"measured"``: all genes.
     kinds
-        Name of a method to ``"model"``, ``"baseline"``, ``"untrained"`` or ``"ceiling"``. The default is ``"model"``.
+        A mapping from method name to ``"model"``, ``"baseline"``, ``"untrained"`` or ``"ceiling"``. The default is
+        ``"model"``.
     baselines
         ``"pearson"`` and ``"spearman"`` correlation over cells, ``"mean_expression"``, ``"degree"`` and ``"in_degree"``
-        (number of other true edges of the genes), and ``"random"``. At least one is required unless `scores` has a
+        (number of other true edges of the genes), and ``"random"``. At least one is required unless `scores` contains a
         baseline.
     max_cells
         Maximum number of cells for correlations.
     seed
-        Seed of the baselines.
+        Random seed of the baselines.
     intervals
-        Add 95 % intervals from a bootstrap of transcription factors, and tests against the best baseline.
+        Whether to add 95 % intervals from a bootstrap of transcription factors, and tests against the best baseline.
     title
         Heading of the report.
 
     Returns
     -------
     The report with the metrics of :class:`scforge.eval.GeneNetwork`. Its facts describe the pairs; its notes list the
-    methods with pairs without a score.
+    methods that leave pairs without a score.
 
     Raises
     ------
@@ -927,22 +933,23 @@ def evaluate_network(
 
 
 def network_curves(scores: Mapping[str, pd.DataFrame], truth: pd.DataFrame, *, n_points: int = 500) -> pd.DataFrame:
-    """Return precision over recall of networks, for a plot.
+    """Return precision-recall curves of networks, for a plot.
 
     Parameters
     ----------
     scores
-        Name of a method to its edges, as in :func:`evaluate_network`.
+        A mapping from method name to edges, as in :func:`evaluate_network`.
     truth
         True edges.
     n_points
-        Maximum number of points of a curve, evenly spaced along the ranks of true edges.
+        Maximum number of points per curve, evenly spaced along the ranks of true edges.
 
     Returns
     -------
-    ``method``, ``recall``, ``precision`` and ``auprc``, by rising recall. ``auprc`` is the average precision of the
-    whole network, as in :class:`GeneNetwork`, repeated in all its rows. Points are at changes of the weight, so tied
-    pairs are one step. The last point, at recall 1, includes all pairs, so its precision is that of random scores.
+    A table with the columns ``method``, ``recall``, ``precision`` and ``auprc``, by increasing recall. ``auprc`` is the
+    average precision of the whole network, as in :class:`GeneNetwork`, repeated in all of its rows. Points are at
+    changes of the weight, so tied pairs form one step. The last point, at recall 1, includes all pairs, so its
+    precision is the same as for random scores.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Benchmark of predicted perturbation responses, its baselines and limits."""
+"""Benchmark of predicted perturbation responses, with baselines and limits."""
 
 from __future__ import annotations
 
@@ -54,29 +54,29 @@ if TYPE_CHECKING:
 PENALTY = 0.1
 N_COMPONENTS = 10
 BANDS = (N_COMPONENTS, 20, 50)
-"""Ends of the bands of components of a source. Each band has a scale, so few or many components can be used."""
+"""Ends of the component bands of a source. Each band has a separate scale, so few or many components can be used."""
 
 TECHNICAL_DUPLICATE = "technical_duplicate"
-"""Name of the technical duplicate, the best score that the noise of few cells allows."""
+"""Name of the technical duplicate, the best score that noise from the limited number of cells allows."""
 
 
 @dataclass(frozen=True)
 class KnownEffects:
-    """Effects measured on training cells.
+    """Effects measured in training cells.
 
     Attributes
     ----------
     targets
-        Targets of each effect, N tuples.
+        Targets of each effect, as N tuples.
     contexts
-        Context of each effect, e.g. the cell type, N names; identical if there is only one context.
+        Context of each effect, e.g. the cell type, as N names; all are identical if there is only one context.
     deltas
         Change of the mean log1p CP10K against the controls of the context, float, shape (N, G).
     controls
-        Mean log1p CP10K of the controls of each context, also of contexts without effects, shape (G,) each. Contexts
-        without effects may come from other data and have NaN for genes that were not measured.
+        Mean log1p CP10K of the controls in each context, including contexts without effects, shape (G,) each. Contexts
+        without effects may come from other data and contain NaN for genes that were not measured.
     n_cells
-        Number of cells of each effect, shape (N,). If None, all effects have the same weight.
+        Number of cells per effect, shape (N,). If None, all effects have the same weight.
     """
 
     targets: tuple[tuple[str, ...], ...]
@@ -86,22 +86,22 @@ class KnownEffects:
     n_cells: np.ndarray | None = None
 
     def within(self, context: str) -> np.ndarray:
-        """Return the effects in a context, or in all contexts if it has none, int64."""
+        """Return the indices of the effects in a context, or in all contexts if it has no effects, int64."""
         own = [i for i, name in enumerate(self.contexts) if name == context]
         return np.array(own or range(len(self.contexts)), dtype=np.int64)
 
     def same(self, targets: tuple[str, ...]) -> np.ndarray:
-        """Return the effects of a perturbation in any context, int64."""
+        """Return the indices of the effects of a perturbation in any context, int64."""
         return np.array([i for i, some in enumerate(self.targets) if some == targets], dtype=np.int64)
 
     def of(self, targets: tuple[str, ...], context: str, default: np.ndarray) -> np.ndarray:
-        """Return the mean effect of a perturbation in a context, or else in all other contexts, shape (G,)."""
+        """Return the mean effect of a perturbation in a context, else in other contexts, else `default`, shape (G,)."""
         same = self.same(targets)
         here = [i for i in same if self.contexts[i] == context]
         return self.deltas[here or same].mean(axis=0) if len(same) else default
 
     def mean(self, context: str) -> np.ndarray:
-        """Return the mean effect in a context (in all contexts, if it has none), shape (G,)."""
+        """Return the mean effect in a context, or in all contexts if it has no effects, shape (G,)."""
         return self.deltas[self.within(context)].mean(axis=0)
 
 
@@ -112,15 +112,15 @@ class WantedEffects:
     Attributes
     ----------
     targets, contexts
-        As in :class:`KnownEffects`, Q of each.
+        Targets and contexts of the Q effects, as in :class:`KnownEffects`.
     genes
-        Column of the effects for each target that is a gene.
+        A mapping from each target that is a gene to its column in the effects.
     gene_features
-        Vectors of targets from a model, shape (D,) each.
+        Target vectors from a model, shape (D,) each.
     context_features
-        Vectors of contexts from a model, shape (D,) each.
+        Context vectors from a model, shape (D,) each.
     tables
-        Further vectors of targets by name of the source, for ``kernels``.
+        A mapping from source name to further target vectors, for ``kernels``.
     """
 
     targets: tuple[tuple[str, ...], ...]
@@ -132,33 +132,35 @@ class WantedEffects:
 
 
 def baseline_effects(known: KnownEffects, wanted: WantedEffects, *, fitted: bool = True) -> dict[str, np.ndarray]:
-    """Return the predictions of all baselines; without `fitted`, only of the first two.
+    """Return the predictions of all baselines, or only of the first two without `fitted`.
 
     Returns
     -------
-    Deltas, float64, shape (Q, G). NaN if they depend on `controls` of a context without the gene. The baselines are
+    Deltas, float64, shape (Q, G). Values are NaN if they depend on the `controls` of a context without the gene. The
+    baselines are
 
     ``no_change``
-        Nothing happens.
+        No gene changes.
     ``train_mean``
         The mean of all training effects in the same context, or in all contexts if there are none.
     ``overall_mean``
-        The mean of all training effects in all contexts. Only if it differs from that of a requested context.
+        The mean of all training effects in all contexts. Included only if it differs from the mean of a requested
+        context.
     ``control_mean``
-        The mean of the controls of all contexts minus that of the context.
+        The mean of the controls of all contexts, minus the mean of the controls of the context.
     ``perturbation_mean``
-        The mean effect of the same perturbation in other contexts. Only if a requested perturbation has one.
+        The mean effect of the same perturbation in other contexts. Included only if a requested perturbation has one.
     ``additive``
-        The sum of the effects of the parts of a combination; parts without a single effect get the mean single effect.
-        Only if a combination is requested.
+        The sum of the effects of the parts of a combination; parts without a known single effect use the mean single
+        effect. Included only if a combination is requested.
     ``linear_pca``, ``linear_embedding``
-        :func:`linear_effects` with gene vectors from the training effects, and from the model. For perturbations seen
-        in other contexts, vectors of the contexts are used.
+        :func:`linear_effects` with gene vectors from the training effects or from the model. For perturbations seen in
+        other contexts, context vectors are used.
     ``kernels``
         :func:`kernel_effects` with all of these features and `tables`. Sources are weighted by how well they predict
-        held-out training effects. If none does, the prediction is the mean.
+        held-out training effects. If no source predicts them, the prediction is the mean.
     ``nearest``
-        The effect of the training perturbation with the most similar genes in :func:`gene_scores` (cosine); for
+        The effect of the training perturbation whose genes are most similar in :func:`gene_scores` (cosine). For
         perturbations seen in other contexts, the effect in the context with the most similar controls.
 
     Examples
@@ -194,7 +196,7 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects, *, fitted: bool
 
 
 def gene_scores(known: KnownEffects) -> np.ndarray:
-    """Return scores of genes in the PCA of the expression under all training perturbations, float64, shape (G, D).
+    """Return gene scores from a PCA of the expression under all training perturbations, float64, shape (G, D).
 
     Genes are observations and the mean expression of each group of cells is a variable, as in the linear model of
     Ahlmann-Eltze et al. 2025.
@@ -205,26 +207,26 @@ def gene_scores(known: KnownEffects) -> np.ndarray:
 
 
 def _scores(values: np.ndarray, n_comps: int = N_COMPONENTS) -> np.ndarray:
-    """Return the scores of rows on their leading principal components."""
+    """Return the scores of the rows on the leading principal components."""
     left, sizes, _ = np.linalg.svd(values - values.mean(axis=0), full_matrices=False)
     return (left * sizes)[:, :n_comps]
 
 
 def bands_of(n_comps: int) -> list[slice]:
-    """Return the bands of this number of components."""
+    """Return the bands that cover this number of components."""
     return [slice(start, end) for start, end in zip((0, *BANDS), BANDS, strict=False) if start < n_comps]
 
 
 def linear_effects(deltas: np.ndarray, genes: np.ndarray, seen: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Predict effects by the bilinear model of Ahlmann-Eltze, Huber and Anders (Nat Methods 2025).
 
-    With Y the training effects (N, G) less their mean b over perturbations, transposed, A features of genes (G, D), B
-    features of perturbations (N, E), transposed, and I the identity::
+    Y are the transposed training effects (N, G) minus their mean b over perturbations. A are the gene features (G, D),
+    B the transposed perturbation features (N, E), and I is the identity::
 
         W = (A'A + 0.1 I)^-1 A' Y B' (B B' + 0.1 I)^-1,    prediction = A W B_wanted + b
 
-    Rows of `seen` and `wanted` are NaN for perturbations without features: in training they only contribute to b, and
-    their prediction is b. Float64, shape (Q, G).
+    Rows of `seen` and `wanted` are NaN for perturbations without features: in training they contribute only to b, and
+    their prediction is b. Returns float64, shape (Q, G).
     """
     center = deltas.mean(axis=0)
     fitted = np.isfinite(seen).all(axis=1)
@@ -240,21 +242,21 @@ def linear_effects(deltas: np.ndarray, genes: np.ndarray, seen: np.ndarray, want
 
 
 def _additive(known: KnownEffects, targets: tuple[str, ...], context: str) -> np.ndarray:
-    """Return the sum of the effects of the parts of a combination."""
+    """Return the sum of the effects of a combination's parts."""
     singles = [i for i in known.within(context) if len(known.targets[i]) == 1]
     typical = known.deltas[singles].mean(axis=0) if singles else known.mean(context)
     return np.sum([known.of((target,), context, typical) for target in targets], axis=0)
 
 
 def _sums(targets: tuple[tuple[str, ...], ...], features: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the sum of the features of the targets of each perturbation; NaN if a target has none, shape (., D)."""
+    """Return the summed target features of each perturbation, shape (., D); NaN if a target has no features."""
     n_dims = len(next(iter(features.values()))) if features else 1
     nothing = np.full(n_dims, np.nan)
     return np.array([np.sum([features.get(target, nothing) for target in some], axis=0) for some in targets])
 
 
 def _context_scores(known: KnownEffects) -> dict[str, np.ndarray]:
-    """Return components of the controls of contexts, including those of the requested effects."""
+    """Return principal components of the context controls, including the contexts of the requested effects."""
     names = sorted(known.controls)
     means = np.array([known.controls[name] for name in names])
     means = means[:, np.isfinite(means).all(axis=0)]
@@ -269,7 +271,7 @@ def linear_baseline(
     *,
     genes: np.ndarray,
 ) -> np.ndarray:
-    """Predict effects by :func:`linear_effects` with scores of `genes` and these features, shape (Q, G)."""
+    """Predict effects with :func:`linear_effects` from scores of `genes` and these features, shape (Q, G)."""
     seen = _sums(known.targets, gene_features)
     asked = _sums(wanted.targets, gene_features)
     by_context = _sums(tuple((name,) for name in known.contexts), context_features)
@@ -284,12 +286,12 @@ def linear_baseline(
 
 
 BASE = 100.0
-"""Prior variance of the shared part of all effects. It is large, so that predictions shrink to the mean."""
+"""Prior variance of the shared part of all effects. It is large, so that predictions shrink toward the mean."""
 
 _PENALTIES = (1000.0, 100.0, 10.0, 1.0, 0.1, 0.01)
 _SCALES = (0.0, 0.1, 1.0, 10.0)
 _MAX_COMPARED = 512
-"""Maximum number of effects among which scales and penalty are chosen; with more effects, blocks are sampled."""
+"""Maximum number of effects used to choose scales and the penalty; with more effects, blocks are sampled."""
 
 _SWEEPS = 2
 
@@ -299,21 +301,21 @@ def choose_scales(
 ) -> tuple[list[float], float]:
     """Return the scale of each kernel and the penalty with the smallest error on held-out blocks.
 
-    Up to two kernels are optimized jointly, more of them one after the other in two sweeps. Scales of 0 are tried first
-    and win ties, so sources without information get the scale 0.
+    Up to two kernels are optimized jointly, and more kernels one after the other in two sweeps. Scales of 0 are tried
+    first and win ties, so uninformative sources receive the scale 0.
 
     Parameters
     ----------
     fixed
         Sum of the kernels with a fixed scale, shape (N, N).
     kernels
-        Kernels whose scale is chosen, shape (N, N) each.
+        Kernels whose scales are optimized, shape (N, N) each.
     noise
         Variance of each effect, in units of the penalty, shape (N,).
     scores
         The effects, shape (N, R).
     blocks
-        Block of each effect; the effects of a block are held out together, integers, shape (N,).
+        Block of each effect, integers, shape (N,); the effects of a block are held out together.
     """
     if len(np.unique(blocks)) < 2:
         # With a single effect, scales cannot be compared.
@@ -348,7 +350,7 @@ def _candidates(best: list[float], used: list[int]) -> Iterator[tuple[list[float
 
 
 def _left_out(inverse: np.ndarray, noise: np.ndarray, scores: np.ndarray, blocks: np.ndarray) -> float:
-    """Return the squared error, divided by noise, of held-out blocks, without refitting.
+    """Return the squared error of held-out blocks, divided by noise, without refitting.
 
     For kernel ridge regression with ``A = (K + noise)^-1`` the residuals of a left-out block S are
     ``A[S, S]^-1 (A Y)[S]``.
@@ -372,11 +374,11 @@ def kernel_effects(
     sources: Mapping[str, tuple[np.ndarray, np.ndarray]],
     blocks: np.ndarray,
 ) -> tuple[np.ndarray, dict[str, list[float]]]:
-    """Predict effects by ridge regression on several sources of features of perturbations.
+    """Predict effects by ridge regression on perturbation features from several sources.
 
-    The covariance of two effects is ``100 n n' + m m' + sum over bands of a f f'``. Here n is the number of targets, m
-    the indicators of the targets, and f a band of the features of a source (the components 1 to 10, 11 to 20 and 21 to
-    50), scaled to a mean square length of 1. The scales a and the penalty minimize the error on held-out blocks. If no
+    The covariance of two effects is ``100 n n' + m m' + sum over bands of a f f'``. Here, n is the number of targets, m
+    contains the target indicators, and f is a band of source features (the components 1 to 10, 11 to 20 and 21 to 50),
+    scaled to a mean square length of 1. The scales a and the penalty minimize the error on held-out blocks. If no
     source is informative, the prediction is the mean effect, shrunk according to the number of cells; for a
     combination, it is the sum of its parts.
 
@@ -385,20 +387,20 @@ def kernel_effects(
     deltas
         Training effects, shape (N, G).
     noise
-        Relative variance of each, e.g. the mean number of cells divided by its own, shape (N,).
+        Relative variance of each effect, e.g. the mean number of cells divided by its own number, shape (N,).
     counts
-        Number of targets of the training effects, shape (N,), and of the requested effects, shape (Q,).
+        Number of targets of each training effect, shape (N,), and of each requested effect, shape (Q,).
     members
-        1 for the targets of each effect, among T targets, shapes (N, T) and (Q, T).
+        Indicators of the targets of each effect, 1 for its targets among all T targets, shapes (N, T) and (Q, T).
     sources
-        Features of the training effects and of the requested effects by name, shapes (N, D) and (Q, D), leading
-        components first; NaN for perturbations without features.
+        A mapping from source name to features of the training effects and requested effects, shapes (N, D) and (Q, D),
+        with leading components first; NaN for perturbations without features.
     blocks
-        Block of each effect; the effects of a block are held out together, integers, shape (N,).
+        Block of each effect, integers, shape (N,); the effects of a block are held out together.
 
     Returns
     -------
-    The effects, float64, shape (Q, G), and the scales of the bands of each source.
+    The effects, float64, shape (Q, G), and the band scales of each source.
 
     Examples
     --------
@@ -428,7 +430,7 @@ def kernel_effects(
 
 
 def size_of(features: np.ndarray) -> float:
-    """Return the mean square length of features, shape (N, D)."""
+    """Return the mean squared length of features, shape (N, D)."""
     return max(float(np.square(features).sum(axis=1).mean()), 1e-300)
 
 
@@ -440,7 +442,7 @@ def fit_kernels(
     bands: Sequence[np.ndarray],
     blocks: np.ndarray,
 ) -> tuple[np.ndarray, list[float]]:
-    """Fit the model of :func:`kernel_effects` in a basis; return dual weights, (N, R), and the scales of bands."""
+    """Fit the model of :func:`kernel_effects` in a basis; return dual weights, shape (N, R), and band scales."""
     fixed = BASE * np.outer(counts, counts) + members @ members.T
     kernels = [band @ band.T / size_of(band) for band in bands]
     scales, penalty = choose_scales(fixed, kernels, noise, scores, blocks)
@@ -449,7 +451,7 @@ def fit_kernels(
 
 
 def _by_kernels(known: KnownEffects, wanted: WantedEffects, of_genes: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Predict effects by all kernels: kernels of contexts for perturbations seen in other contexts, else of genes."""
+    """Predict effects with context kernels for perturbations seen in other contexts, and gene kernels otherwise."""
     found = np.empty((len(wanted.targets), known.deltas.shape[1]))
     groups: dict[tuple[bool, tuple[int, ...]], list[int]] = {}
     for place, (targets, context) in enumerate(zip(wanted.targets, wanted.contexts, strict=True)):
@@ -522,17 +524,17 @@ class CellSpace:
         return self.pca.transform(expression[:, self.genes].astype(np.float64))
 
     def shift(self, deltas: np.ndarray) -> np.ndarray:
-        """Return effects on the mean as shifts of the components, shape (Q, D)."""
+        """Return effects on the mean as shifts along the components, shape (Q, D)."""
         return deltas[:, self.genes] @ self.pca.components_.T
 
 
 class Reference:
-    """Measured effects with the input of the metrics; see :class:`PerturbationPrediction`.
+    """Measured effects, with the input for the metrics; see :class:`PerturbationPrediction`.
 
     Attributes
     ----------
     cells, effects
-        The measured cells, over the scored genes, and their effects.
+        The measured cells over the scored genes, and their effects.
     contexts
         Context of each effect.
     changed, own_genes
@@ -541,9 +543,9 @@ class Reference:
         The mean training effect in the context of each effect as a prediction, and as an array of shape (Q, G); None
         without training cells.
     controls
-        Mean of the controls of each context, the reference of predictions, shape (G,).
+        Mean of the controls in each context, shape (G,), relative to which predictions are defined.
     space, coordinates, of_controls
-        Principal components, and the coordinates of measured cells and of the controls of predictions.
+        Principal components, and the coordinates of the measured cells and of the controls for predictions.
 
     Raises
     ------
@@ -602,14 +604,14 @@ class Reference:
         }
 
     def figures(self, deltas: np.ndarray, made: PerturbedCells | None) -> pd.DataFrame:
-        """Score predicted effects and, if there are any, predicted cells."""
+        """Score predicted effects and, if available, predicted cells."""
         effects = self.effects
         asked = (effects.deltas, effects.scores, self.changed, self.center, self.contexts, self.trained)
         table = score_deltas(deltas, *asked)
         return table.assign(**self.discriminated(deltas, effects.deltas), energy_distance=self.energy(deltas, made))
 
     def energy(self, deltas: np.ndarray, made: PerturbedCells | None) -> np.ndarray:
-        """Return the energy distance of each effect; of shifted controls if no cells are predicted, shape (Q,)."""
+        """Return the energy distance of each effect, shape (Q,), from shifted controls if no cells are predicted."""
         shifts = self.space.shift(deltas)
         found = np.empty(len(deltas))
         for number, effect in enumerate(self.cells.effects):
@@ -624,7 +626,7 @@ class Reference:
         return found
 
     def duplicate(self) -> pd.DataFrame:
-        """Score one half of the cells as a prediction of the other, see :func:`technical_duplicate`."""
+        """Score one half of the cells as a prediction of the other half; see :func:`technical_duplicate`."""
         cells = self.cells
 
         def more(
@@ -643,7 +645,7 @@ class Reference:
 
 
 def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
-    """Measure the effects in training cells, as a basis to predict effects in `contexts`."""
+    """Measure the effects in training cells, as a basis for predicting effects in `contexts`."""
     groups = train.moments()
     effects = train.measured(groups, argument="train")
     plain = {
@@ -672,7 +674,7 @@ _CALIBRATED = ("pearson_delta", "wmse")
 
 
 def _mark_of(made: AnnData | PerturbedCells | pd.DataFrame | str) -> Any:
-    """Return a value that changes with predicted or measured effects; None if there is no such value."""
+    """Return a fingerprint of predicted or measured effects, or None if there is none."""
     if not isinstance(made, PerturbedCells):
         return mark_of(made)
     names = hash((made.effects, made.contexts, tuple(made.genes)))
@@ -683,21 +685,21 @@ def _mark_of(made: AnnData | PerturbedCells | pd.DataFrame | str) -> Any:
 class PerturbationPrediction(Benchmark):
     """Accuracy of predicted effects of perturbations that were not used for training.
 
-    Predictions are either cells, as an AnnData with the columns below, or effects: a DataFrame of changes of the mean
-    log1p CP10K with one row per perturbation (with a context: an index of perturbation and context) and one column per
-    gene. Effects of predicted cells are relative to the predicted controls of the context; without them, to those of
-    the training data, and without training data to the measured ones.
+    Predictions are either cells or effects. Cells are an AnnData with the columns below. Effects are a DataFrame of
+    changes in mean log1p CP10K with one column per gene and one row per perturbation (with contexts: an index of
+    perturbation and context). Effects of predicted cells are relative to the predicted controls of the context. Without
+    predicted controls, they are relative to the training controls, and without training data to the measured controls.
 
-    The metrics are means over effects of
+    The metrics are averaged over effects:
 
-    - the metrics of :func:`~scforge.eval.perturbation_metrics.score_deltas`; changed genes are those of Welch's t-test
-      at a false discovery rate of 5 %,
+    - the metrics of :func:`~scforge.eval.perturbation_metrics.score_deltas`; changed genes are determined by Welch's
+      t-test at a false discovery rate of 5 %,
     - ``discrimination_l1``, ``_l2`` and ``_cosine`` (:func:`~scforge.eval.perturbation_metrics.discrimination_scores`,
       over all scored effects of the context, without the perturbed genes),
     - ``energy_distance`` between predicted and measured cells on principal components of the training cells (unbiased).
-      Predicted effects without cells are added to controls. Groups of one cell are left out,
-    - ``calibrated_pearson_delta`` and ``calibrated_wmse``: calibrated metrics: 0 for the mean training effect and 1 for
-      the technical duplicate, over the effects with enough cells for a duplicate. NaN without training cells
+      Predicted effects without cells are added to the controls. Groups with one cell are left out,
+    - ``calibrated_pearson_delta`` and ``calibrated_wmse``, scaled to 0 for the mean training effect and 1 for the
+      technical duplicate, over the effects with enough cells for a duplicate. NaN without training cells
       (:meth:`trained_on`), or if the technical duplicate is not better than the mean.
 
     Parameters
@@ -709,17 +711,17 @@ class PerturbationPrediction(Benchmark):
     context_key
         Column of ``obs`` with the context, e.g. the cell type; effects are relative to controls of the same context.
     separator
-        Text between the targets of a combination. If None, uses labels unchanged.
+        Separator between the targets of a combination. If None, labels are not split.
     layer
         Key in layers with counts or log1p CP10K. If None, reads X.
     n_top_genes
-        Score only this number of genes: those with the highest mean in the controls. None scores all.
+        Number of genes to score, those with the highest mean in the controls. If None, scores all genes.
     n_comps
-        Principal components of the energy distance; fewer if the data have fewer.
+        Number of principal components for the energy distance; fewer if the data have fewer.
     max_cells
-        Maximum number of cells of a group in the energy distance.
+        Maximum number of cells per group in the energy distance.
     seed
-        Random seed for the choice of these cells and of halves.
+        Random seed for the choice of these cells and of the halves.
 
     Warns
     -----
@@ -780,9 +782,9 @@ class PerturbationPrediction(Benchmark):
         self._tables: list[tuple[Any, pd.DataFrame]] = []
 
     def trained_on(self, train: AnnData) -> PerturbationPrediction:
-        """Set the training cells, which define components, the mean effect and controls.
+        """Set the training cells, which define the components, the mean effect and the controls.
 
-        Returns the benchmark itself.
+        Returns the same benchmark object.
         """
         self._train, self._kept, self._tables = train, None, []
         return self
@@ -792,7 +794,7 @@ class PerturbationPrediction(Benchmark):
         self._reference(reference)
 
     def run(self, made: AnnData | pd.DataFrame | str, reference: AnnData) -> dict[str, float]:
-        """Return the mean of each metric over effects; see :meth:`table` for NaN.
+        """Return each metric averaged over effects; see :meth:`table` for NaN values.
 
         Raises
         ------
@@ -807,7 +809,7 @@ class PerturbationPrediction(Benchmark):
     ) -> pd.DataFrame | None:
         """Return the metrics over bootstrapped perturbations, or contexts if there is only one perturbation.
 
-        None if there is only one effect.
+        Returns None if there is only one effect.
         """
         groups = self._perturbations(reference)
         if len(groups) < 2:
@@ -815,7 +817,7 @@ class PerturbationPrediction(Benchmark):
         return self._means(made, reference, bootstrap_weights(len(groups), n, seed=seed, groups=groups))
 
     def n_units(self, reference: AnnData) -> int:
-        """Return the number of perturbations, or of contexts if there is only one perturbation."""
+        """Return the number of perturbations, or the number of contexts if there is only one perturbation."""
         return int(self._perturbations(reference).max()) + 1
 
     def _perturbations(self, reference: AnnData) -> np.ndarray:
@@ -829,9 +831,9 @@ class PerturbationPrediction(Benchmark):
 
         Returns
         -------
-        One row per effect: ``perturbation``, ``context``, ``n_cells``, ``n_controls`` and the metrics except calibrated
-        ones, which are computed from means. NaN if a metric is not defined, and for the technical duplicate of an
-        effect with fewer than two cells.
+        One row per effect: ``perturbation``, ``context``, ``n_cells``, ``n_controls`` and all metrics except the
+        calibrated ones, which are computed from means. Values are NaN if a metric is undefined, and for the technical
+        duplicate of an effect with fewer than two cells.
         """
         known = self._reference(reference)
         mark = _mark_of(made)
@@ -861,7 +863,7 @@ class PerturbationPrediction(Benchmark):
         return one, other
 
     def _means(self, made: Any, reference: AnnData, weights: np.ndarray | None) -> pd.DataFrame:
-        """Return weighted means over effects, one row for each set of weights, shape (R, Q)."""
+        """Return weighted means over effects, one row for each set of `weights`, shape (R, Q)."""
         table, base = self.table(made, reference), self._reference(reference).base
         weights = np.ones((1, len(table))) if weights is None else weights
         plain = [name for name in self.metrics if name in table]
@@ -885,7 +887,7 @@ class PerturbationPrediction(Benchmark):
         return self._kept[2]
 
     def _predicted(self, made: Any, known: Reference) -> tuple[np.ndarray, PerturbedCells | None]:
-        """Return predicted effects in the order of the measured ones, shape (Q, G), and the cells, if there are any."""
+        """Return predicted effects in the order of the measured effects, shape (Q, G), and predicted cells, if any."""
         cells = None
         if isinstance(made, pd.DataFrame):
             number = {effect: row for row, effect in enumerate(self.keys.effects_of(made))}
@@ -911,7 +913,7 @@ class PerturbationPrediction(Benchmark):
 
 
 def _weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Return means over rows without NaN, shape (R, metrics); NaN if none is sampled."""
+    """Return weighted means over rows, ignoring NaN, shape (R, metrics); NaN if no values are sampled."""
     known = np.isfinite(values)
     total = weights @ known
     sums = weights @ np.where(known, values, 0.0)
@@ -947,19 +949,19 @@ def evaluate_perturbations(
     Parameters
     ----------
     real
-        Held-out cells: perturbations (in a context) that are not in `train`, and controls that are not in `train`.
-        Counts, or log1p of counts per 10,000.
+        Held-out cells, as counts or log1p of counts per 10,000: perturbations (in a context) that are not in `train`,
+        and controls that are not in `train`.
     predictions
         Predicted cells, with the columns `perturbation_key` and `context_key`, or predicted effects as for
-        :class:`PerturbationPrediction`, or the result of ``model.predict()`` of the task ``"perturbation"``; several
-        methods by name.
+        :class:`PerturbationPrediction`, or the result of ``model.predict()`` for the task ``"perturbation"``. For
+        several methods, a mapping from method name to predictions.
     train
         Training cells with their controls, from which baselines are computed.
     perturbation_key, control, context_key, separator, layer, n_top_genes
         See :class:`PerturbationPrediction`.
     gene_features
-        Vectors of targets from a model, e.g. its gene embeddings, one row per target, for the linear baseline
-        ``linear_embedding``; several by name for ``linear_<name>``.
+        Target vectors from a model, e.g. its gene embeddings, one row per target, for the linear baseline
+        ``linear_embedding``. A mapping from name to vectors adds a baseline ``linear_<name>`` for each.
     kinds
         Mapping from method name to ``"model"`` or ``"untrained"``. The default is ``"model"``.
     seeds, intervals, title
@@ -1079,9 +1081,9 @@ def evaluate_perturbations(
 def perturbation_baselines(
     train: PerturbedCells, effects: Sequence[Effect], keys: EffectKeys, features: Mapping[str, pd.DataFrame]
 ) -> dict[str, pd.DataFrame]:
-    """Return the predictions of all baselines, with a linear model for each of the `features` of targets.
+    """Return the predictions of all baselines, including a linear model for each entry of target `features`.
 
-    The format is that of :class:`PerturbationPrediction`.
+    The format is the same as in :class:`PerturbationPrediction`.
     """
     known = known_effects(train, {effect.context for effect in effects})
     targets = tuple(effect.targets for effect in effects)
@@ -1114,7 +1116,7 @@ def _reduced(features: pd.DataFrame) -> dict[str, np.ndarray]:
 
 
 def _effects_of_task(one: AnnData | pd.DataFrame, keys: EffectKeys) -> AnnData | pd.DataFrame:
-    """Return the effects if the input is a prediction of the perturbation task; else the input."""
+    """Return the effects if the input is a prediction of the perturbation task, otherwise the input."""
     if isinstance(one, pd.DataFrame) or "predicted" not in one.uns.get(UNS_KEY, {}) or "delta" not in one.layers:
         return one
     labels = [one.obs["perturbation"].astype(str)]
@@ -1125,7 +1127,7 @@ def _effects_of_task(one: AnnData | pd.DataFrame, keys: EffectKeys) -> AnnData |
 
 
 def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> tuple[pd.Index, list[str]]:
-    """Return the shared genes in the order of the measured cells, and sentences on missing genes."""
+    """Return the shared genes in the order of the measured cells, and notes about missing genes."""
     columns = {"train": train} | {
         name: one.columns if isinstance(one, pd.DataFrame) else one.var_names for name, one in named.items()
     }
@@ -1145,7 +1147,7 @@ def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> 
 def _checked_cells(
     one: AnnData, what: str, genes: pd.Index, keys: EffectKeys, held_out: PerturbedCells, real: AnnData
 ) -> PerturbedCells:
-    """Return predicted cells over the scored genes, after checks of their scale and for copies."""
+    """Return predicted cells over the scored genes, after checking their scale and checking for copies."""
     layer = keys.layer if keys.layer in one.layers else None
     check_complete(one, what, real, layer=layer, layer_of_whole=keys.layer)
     cells = PerturbedCells.read(one, keys, argument=what, made=True).over(genes, argument=what)
@@ -1156,7 +1158,7 @@ def _checked_cells(
 
 
 def _check_scale(one: sparse.csr_matrix, real: sparse.csr_matrix, what: str, *, profiles: bool = False) -> None:
-    """Raise if cells have another scale than the measured cells over the common genes."""
+    """Raise an error if the scale of the cells over the shared genes differs from that of the measured cells."""
     if difference := scale_difference(one, real, profiles=profiles):
         raise DataError(
             f"over the common genes {what} have {difference}; scale both to 10,000, or pass counts of all genes."
@@ -1166,7 +1168,7 @@ def _check_scale(one: sparse.csr_matrix, real: sparse.csr_matrix, what: str, *, 
 def _check_effects(
     benchmark: PerturbationPrediction, name: str, one: PerturbedCells | pd.DataFrame, real: PerturbedCells
 ) -> None:
-    """Raise if predicted effects equal the measured effects."""
+    """Raise an error if predicted effects equal the measured effects."""
     predicted, measured = (table.to_numpy() for table in benchmark.deltas(one, real))
     size = np.abs(measured).max(axis=1)
     same = (np.abs(predicted - measured).max(axis=1) <= 1e-4 * size) & (size > 0)

@@ -1,6 +1,6 @@
-"""Metrics of predicted effects of perturbations, and how cells with their perturbations are read.
+"""Metrics of predicted perturbation effects, and reading of cells with their perturbations.
 
-They equal those of cell-eval and pertpy to 1e-6. Functions that call these packages, which need cells, are below.
+The metrics agree with cell-eval and pertpy to 1e-6. Functions that call these packages, and need cells, are below.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 DISCRIMINATION = {"l1": "cityblock", "l2": "euclidean", "cosine": "cosine"}
-"""The distances, and their names in SciPy."""
+"""Mapping from distances to their names in SciPy."""
 
 
 def discrimination_scores(
@@ -44,7 +44,7 @@ def discrimination_scores(
 ) -> np.ndarray:
     """Return the perturbation discrimination score of the Virtual Cell Challenge, as in cell-eval.
 
-    If r is the number of measured effects that are nearer to the prediction than its true effect, the score is ``1 - r
+    If r is the number of measured effects that are closer to the prediction than its true effect, the score is ``1 - r
     / Q``: 1 is perfect, ``1 / Q`` the minimum, and ``(1 + 1 / Q) / 2`` chance. Ties count half; in cell-eval their
     order is arbitrary.
 
@@ -58,12 +58,12 @@ def discrimination_scores(
         Genes to ignore for each prediction, bool, shape (Q, G). cell-eval ignores the perturbed gene, because its
         change is trivial to predict (:func:`own_genes`).
     contexts
-        Context of each effect, Q of them: each is compared with those of the same context, and Q above is their number.
-        If None, all have the same context.
+        Context of each of the Q effects. Each effect is compared with the effects in the same context, and Q above is
+        their number. If None, all effects have the same context.
 
     Returns
     -------
-    Float64, shape (Q,); NaN without another effect in the context.
+    Float64, shape (Q,); NaN if there is no other effect in the context.
 
     Examples
     --------
@@ -81,7 +81,7 @@ def discrimination_scores(
 
 
 def _within(contexts: Sequence[object] | None, n_effects: int) -> list[np.ndarray]:
-    """Return the rows of the effects of each context, int64; of all effects if there are no contexts."""
+    """Return the rows of the effects in each context, int64, or of all effects if there are no contexts."""
     if contexts is None:
         return [np.arange(n_effects)]
     codes = pd.factorize(np.asarray(contexts, dtype=object), use_na_sentinel=False)[0]
@@ -89,14 +89,14 @@ def _within(contexts: Sequence[object] | None, n_effects: int) -> list[np.ndarra
 
 
 def _nearer(distances: np.ndarray, *, atol: float) -> np.ndarray:
-    """Return how many columns are nearer than the diagonal in each row; ties count half."""
+    """Return how many entries in each row are smaller than the diagonal entry; ties count half."""
     mine = np.diagonal(distances)[:, None]
     near = np.isclose(distances, mine, rtol=1e-12, atol=atol)
     return ((distances < mine) & ~near).sum(axis=1) + 0.5 * (near.sum(axis=1) - 1)
 
 
 def _distances(predicted: np.ndarray, measured: np.ndarray, metric: str, left_out: np.ndarray) -> np.ndarray:
-    """Return the distance of each prediction to each measured effect without the ignored genes, shape (Q, Q)."""
+    """Return the distance between each prediction and each measured effect, without the ignored genes, shape (Q, Q)."""
     from scipy.spatial.distance import cdist
 
     measured, found = measured.copy(), np.empty((len(predicted), len(measured)))
@@ -131,12 +131,12 @@ METRICS = {
     "rank": False,
     "rank_in_screen": False,
 }
-"""The metrics, and whether higher is better."""
+"""Mapping from metrics to whether higher is better."""
 
 TOP_GENES = 20
 
 FEW_EFFECTS = 10
-"""With fewer held-out effects, `rank` has too few values, and intervals are unreliable."""
+"""Minimum number of held-out effects; with fewer, `rank` has too few values, and intervals are unreliable."""
 
 
 def warn_of_few(n_effects: int) -> None:
@@ -149,14 +149,14 @@ def warn_of_few(n_effects: int) -> None:
 
 
 _NOISE = 2.0
-"""Factor by which weights that grow with the noise of a measured effect increase this noise."""
+"""Factor by which weights that grow with the noise of a measured effect amplify this noise."""
 
 
 def de_weights(scores: np.ndarray) -> np.ndarray:
-    """Return weights of genes that grow with their differential expression, with mean 1 for each perturbation.
+    """Return gene weights that increase with differential expression, with mean 1 for each perturbation.
 
-    As in the weighted error of Mejia et al. (arXiv:2506.22641): if s is the absolute score of a gene, its weight is
-    ``((s - min s) / (max s - min s))^2``, divided by its mean over genes.
+    The weights follow the weighted error of Mejia et al. (arXiv:2506.22641). If s is the absolute score of a gene, its
+    weight is ``((s - min s) / (max s - min s))^2``, divided by its mean over genes.
 
     Returns
     -------
@@ -201,17 +201,18 @@ def score_deltas(
     Parameters
     ----------
     predicted, measured
-        Change of the mean log1p CP10K against controls, shape (Q, G).
+        Change in mean log1p CP10K relative to controls, shape (Q, G).
     scores
-        Score of the differential expression of the measured effects, e.g. Welch's t, shape (Q, G).
+        Differential expression score of the measured effects, e.g. Welch's t, shape (Q, G).
     changed
-        Genes that change, as :func:`de_genes` finds them, bool, shape (Q, G). If None, there is no
-        ``direction_accuracy``.
+        Genes that change, as returned by :func:`de_genes`, bool, shape (Q, G). If None, ``direction_accuracy`` is not
+        computed.
     center
-        Mean effect that ``weighted_r2_delta`` subtracts, shape (Q, G), or (G,) for all. If None, it is the mean of the
-        measured effects.
+        Mean effect that ``weighted_r2_delta`` subtracts, shape (Q, G), or (G,) for all effects. If None, uses the mean
+        of the measured effects.
     contexts
-        Context of each effect, Q of them, within which ``rank`` compares. If None, all have the same context.
+        Context of each of the Q effects, within which ``rank`` compares effects. If None, all effects have the same
+        context.
     trained
         Measured training effects, shape (N, G), and their N contexts, for ``rank_in_screen``.
 
@@ -220,36 +221,36 @@ def score_deltas(
     One row for each perturbation, with the columns
 
     ``pearson_delta``, ``pearson_delta_top20``, ``cosine``
-        Correlation over all genes, over the 20 genes with the largest absolute score, and cosine similarity. They are 0
-        for a prediction that is the same for all genes.
+        Correlation over all genes, over the 20 genes with the largest absolute score, and cosine similarity. Scores are
+        0 for a prediction that is the same for all genes.
     ``mse``, ``mae``, ``wmse``
         Mean squared error, mean absolute error, and mean squared error weighted by :func:`de_weights`.
     ``weighted_r2_delta``
-        Explained share of the variance over genes, as the weighted R2 of deltas of Mejia et al. Let w be the weights
-        above, d the measured effect minus `center`, p the predicted effect minus `center` and m the weighted mean of d.
-        The metric is ``1 - sum w (d - p)^2 / sum w (d - m)^2``. 1 is perfect; predicting the center itself scores 0 or
-        less. NaN if d is the same for all genes, e.g. for a single effect without a `center`.
+        Fraction of the variance over genes that is explained, like the weighted R2 of deltas of Mejia et al. Let w be
+        the weights above, d the measured effect minus `center`, p the predicted effect minus `center` and m the
+        weighted mean of d. The metric is ``1 - sum w (d - p)^2 / sum w (d - m)^2``. 1 is perfect; predicting the center
+        itself scores 0 or less. NaN if d is the same for all genes, e.g. for a single effect without a `center`.
     ``direction_accuracy``
-        Share of the genes that change for which the sign of the change is predicted; no change is a wrong sign. NaN if
-        no gene changes.
+        Fraction of the changed genes for which the sign of the change is predicted correctly; predicting no change
+        counts as wrong. NaN if no gene changes.
     ``de_overlap``
-        Share of the K genes that change which are among the K largest predicted changes; ties share their ranks.
+        Fraction of the K changed genes that are among the K largest predicted changes; ties share their ranks.
         Predicting no change scores K / G, which is chance. NaN if no gene changes.
     ``rank``
-        Share of the measured effects of the same context that are more similar to the prediction (cosine; ties count
-        half) than its true effect: 0 is perfect, and 0.5 is chance, the mean for one prediction for all effects of a
-        context. After the rank metrics of PerturBench (Wu et al., arXiv:2408.10609). NaN without another effect in the
-        context. Effects of other contexts are not candidates, because knowing only the context would then be better
-        than chance. Training effects are not candidates either, because the mean training effect is nearer to them than
-        to other effects.
+        Fraction of the measured effects in the same context that are more similar to the prediction (cosine; ties count
+        half) than its true effect. 0 is perfect, and 0.5 is chance: the mean if one prediction is used for all effects
+        of a context. The metric follows the rank metrics of PerturBench (Wu et al., arXiv:2408.10609). NaN if there is
+        no other effect in the context. Effects of other contexts are not candidates, because knowing only the context
+        would then be better than chance. Training effects are not candidates either, because the mean training effect
+        is closer to them than to other effects.
     ``rank_in_screen``
-        The same, with the training effects of the same context as further candidates, so that folds with few held-out
-        effects also have a rank. Compare it with the score of the mean, not with 0.5. NaN without `trained`.
+        The same fraction, with the training effects of the same context as further candidates, so that folds with few
+        held-out effects also have a rank. Compare it with the score of the mean, not with 0.5. NaN without `trained`.
 
     Raises
     ------
     DataError
-        If a prediction is not a number.
+        If a prediction is NaN or infinite.
 
     Examples
     --------
@@ -328,7 +329,7 @@ def _centered(values: np.ndarray) -> np.ndarray:
 
 
 _N_SPLITS = 5
-"""Number of splits into halves; scores are means over them."""
+"""Number of splits into halves; scores are averaged over them."""
 
 
 def technical_duplicate(
@@ -342,26 +343,27 @@ def technical_duplicate(
     seed: int = 0,
     more: Callable[[np.ndarray, np.ndarray, np.ndarray, np.random.Generator], dict[str, np.ndarray]] | None = None,
 ) -> pd.DataFrame:
-    """Score a second experiment as a prediction of the first: the best score that the noise of few cells allows.
+    """Score a second experiment as a prediction of the first: the best score that noise from few cells allows.
 
     The cells of each group, controls included, are split into two halves at random; the effect in one half is scored as
-    a prediction of the effect in the other. Weights of genes come only from the measured half, so that they are
-    independent of the prediction. A half has half of the cells, so the scores are corrected to whole groups.
+    a prediction of the effect in the other half. Gene weights come only from the measured half, so that they are
+    independent of the prediction. A half contains only half of the cells, so the scores are corrected to whole groups.
     Correlations and cosines r become ``2 r / (1 + r)`` (Spearman and Brown), squared errors are divided by 2, and
-    absolute errors by sqrt(2). The unexplained share ``u = 1 - weighted_r2_delta`` becomes ``3 u / (6 - 2 u)``. The
-    reason: v is the noise of the predicted half, and the weights, which grow with the measured noise, raise that to k
-    v. So ``u = (1 + k) v / (k v + T)`` for effects of size T, and v is halved in whole groups. k is 1 for strong
-    effects and about 3, the kurtosis of noise, without effects; the function uses 2. Ranks, `direction_accuracy` and
-    `de_overlap` are not corrected, so the first are a little too high and the others a little too low.
+    absolute errors by sqrt(2). The unexplained fraction ``u = 1 - weighted_r2_delta`` becomes ``3 u / (6 - 2 u)``. The
+    reason is as follows. Let v be the noise of the predicted half. The weights, which grow with the measured noise,
+    increase the measured noise to k v. So ``u = (1 + k) v / (k v + T)`` for effects of size T, and v is halved in whole
+    groups. k is 1 for strong effects and about 3, the kurtosis of noise, without effects; the function uses 2. Ranks,
+    `direction_accuracy` and `de_overlap` are not corrected, so ranks are slightly too high and the other two slightly
+    too low.
 
     Parameters
     ----------
     expression
         log1p CP10K of cells, shape (N, G).
     groups
-        Group of each cell: 0 to Q - 1 for perturbations, from Q on for their controls, shape (N,).
+        Group of each cell, shape (N,): 0 to Q - 1 for perturbations, Q and higher for their controls.
     controls
-        For each perturbation the group of its controls, shape (Q,).
+        Group of the controls of each perturbation, shape (Q,).
     center, contexts, trained
         See :func:`score_deltas`.
     seed
@@ -372,7 +374,7 @@ def technical_duplicate(
 
     Returns
     -------
-    As :func:`score_deltas`; NaN if a perturbation or its controls have fewer than two cells.
+    A table as from :func:`score_deltas`; NaN if a perturbation or its controls have fewer than two cells.
 
     Examples
     --------
@@ -405,7 +407,7 @@ def technical_duplicate(
 
 
 def of_whole(table: pd.DataFrame) -> pd.DataFrame:
-    """Convert metrics of halves to whole groups (:func:`technical_duplicate`); other metrics do not change."""
+    """Convert metrics of halves to whole groups (see :func:`technical_duplicate`); other metrics do not change."""
     whole = table.copy()
     for name in ("pearson_delta", "pearson_delta_top20", "cosine"):
         # Halves that contradict each other have nothing to correct; 2 r / (1 + r) runs to minus infinity there.
@@ -421,9 +423,9 @@ def of_whole(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def calibrated(table: pd.DataFrame, base: str, ceiling: str) -> pd.DataFrame:
-    """Return ``(m - base) / (ceiling - base)`` of each metric: 0 is as good as `base`, 1 as `ceiling`.
+    """Return ``(m - base) / (ceiling - base)`` for each metric: 0 is as good as `base`, 1 as good as `ceiling`.
 
-    NaN for metrics in which the ceiling is not better than the base.
+    The result is NaN for metrics in which the ceiling is not better than the base.
 
     Examples
     --------
@@ -439,9 +441,9 @@ def calibrated(table: pd.DataFrame, base: str, ceiling: str) -> pd.DataFrame:
 
 
 def comparable(effects: pd.DataFrame, ceiling: str) -> pd.DataFrame:
-    """Return the scores of the effects that the ceiling has, so that means are over the same effects.
+    """Return the scores of the effects that the ceiling covers, so that means are over the same effects.
 
-    `effects` has the scores of each effect by each method, and the columns ``method``, ``perturbation`` and
+    `effects` contains the scores of each effect for each method, and the columns ``method``, ``perturbation`` and
     ``context``.
 
     Examples
@@ -469,7 +471,7 @@ class Effect(NamedTuple):
 
 @dataclass(frozen=True)
 class EffectKeys:
-    """Columns of an AnnData with the perturbation of each cell.
+    """Columns of an AnnData that contain the perturbation of each cell.
 
     Attributes
     ----------
@@ -478,7 +480,8 @@ class EffectKeys:
     context_key
         Column of ``obs`` with the context, e.g. the cell type. If None, all cells have the same context.
     layer
-        Key in layers with the counts or log-normalized values. If None, reads X.
+        Key in
+        layers with the counts or log-normalized values. If None, reads X.
     """
 
     perturbation_key: str
@@ -489,7 +492,7 @@ class EffectKeys:
 
     @property
     def parts(self) -> PerturbationKeys:
-        """How labels are read."""
+        """The keys with which perturbation labels are parsed."""
         return PerturbationKeys(self.perturbation_key, control=self.control, separator=self.separator)
 
     def name_of(self, targets: Sequence[str]) -> str:
@@ -497,7 +500,7 @@ class EffectKeys:
         return (self.separator or "+").join(targets)
 
     def effects_of(self, table: pd.DataFrame) -> list[Effect]:
-        """Return the effects of the rows of a table; each must occur once."""
+        """Return the effect of each row of a table. Raises an error if an effect occurs more than once."""
         n_levels = 1 if self.context_key is None else 2
         if table.index.nlevels != n_levels:
             wanted = "one row per perturbation" if n_levels == 1 else "an index of perturbation and context"
@@ -512,7 +515,7 @@ class EffectKeys:
         return found
 
     def titles(self, effects: Sequence[Effect]) -> list[str]:
-        """Return the names of effects."""
+        """Return the names of effects, with their contexts if there are any."""
         context = "" if self.context_key is None else " in {}"
         return [self.name_of(effect.targets) + context.format(effect.context) for effect in effects]
 
@@ -533,15 +536,15 @@ class PerturbedCells:
     expression
         log1p CP10K, CSR, float32 or float64, shape (N, G).
     genes
-        Names, G of them.
+        Names of the G genes.
     names
-        Names of the cells, N of them.
+        Names of the N cells.
     effects
-        Effects of the perturbed cells, sorted, Q of them.
+        The Q effects of the perturbed cells, sorted.
     contexts
-        Names of the contexts, sorted, C of them.
+        Names of the C contexts, sorted.
     groups
-        Index of the effect of each cell; Q plus the index of the context for controls, int64, shape (N,).
+        Index of the effect of each cell, or for controls Q plus the index of the context, int64, shape (N,).
     """
 
     expression: sparse.csr_matrix
@@ -566,8 +569,8 @@ class PerturbedCells:
         argument
             Name of the cells in messages.
         made
-            Whether the cells are predicted. These need no controls and no exact total, and are read from X if the layer
-            is missing.
+            Whether the cells are predictions. Predictions need neither controls nor exact totals, and are read from X
+            if the layer is missing.
 
         Raises
         ------
@@ -607,7 +610,7 @@ class PerturbedCells:
         return np.array([len(self.effects) + self.contexts.index(e.context) for e in self.effects], dtype=np.int64)
 
     def rows(self, effect: Effect) -> np.ndarray:
-        """Return the cells of an effect, or without targets the controls of a context, int64."""
+        """Return the rows of the cells of an effect, or of the context's controls if it has no targets, int64."""
         known = [*self.effects, *(Effect((), place) for place in self.contexts)]
         return np.flatnonzero(self.groups == known.index(effect)) if effect in known else np.empty(0, dtype=np.int64)
 
@@ -617,17 +620,17 @@ class PerturbedCells:
         Raises
         ------
         DataError
-            If one is missing.
+            If a gene is missing.
         """
         columns = columns_of(self.genes, genes, argument)
         return replace(self, expression=self.expression[:, columns].tocsr(), genes=genes)
 
     def moments(self) -> Moments:
-        """Return mean and variance of each group."""
+        """Return the mean and variance of each group."""
         return moments_of(self.expression, self.groups, len(self.effects) + len(self.contexts))
 
     def measured(self, groups: Moments, *, argument: str) -> Effects:
-        """Return the effects against the controls of the same context.
+        """Return the effects relative to the controls of the same context.
 
         Raises
         ------
@@ -643,7 +646,7 @@ class PerturbedCells:
 
 
 def columns_of(names: pd.Index, genes: pd.Index, argument: str) -> np.ndarray:
-    """Return the positions of genes among names, int64. Raises if a gene is missing."""
+    """Return the positions of genes among names, int64. Raises an error if a gene is missing."""
     columns = names.get_indexer(genes)
     if (missing := columns < 0).any():
         first = f"{str(genes[missing][0])!r}{did_you_mean(genes[missing][0], names[:5000])}"
@@ -653,11 +656,11 @@ def columns_of(names: pd.Index, genes: pd.Index, argument: str) -> np.ndarray:
 
 
 def energy_distance(one: np.ndarray, other: np.ndarray) -> float:
-    """Return the energy distance between two groups of cells, without bias.
+    """Return the unbiased energy distance between two groups of cells.
 
-    Twice the mean Euclidean distance between cells of both groups, minus the mean distances between two cells of each
-    group. It is 0 on average for equal distributions and may be negative by chance. pertpy's ``edistance`` includes the
-    distance of each cell to itself, which makes the distances within small groups too small.
+    It is twice the mean Euclidean distance between cells of different groups, minus the mean distance between two cells
+    of each group. It is 0 on average for equal distributions and may be negative by chance. pertpy's ``edistance``
+    includes the distance of each cell to itself, which makes the distances within small groups too small.
 
     Parameters
     ----------
@@ -696,14 +699,14 @@ def cell_eval_scores(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Score predicted cells with cell-eval.
 
-    Both are passed as log1p CP10K (cell-eval would scale counts to the median of their totals). Needs ``pip install
-    'scforge[eval]'``.
+    Both data sets are passed as log1p CP10K (cell-eval would scale counts to the median of their totals). Needs ``pip
+    install 'scforge[eval]'``.
 
     Parameters
     ----------
     predicted
-        Predicted cells of all measured perturbations. Effects are relative to their controls, or to those of `real` if
-        they have none.
+        Predicted cells of all measured perturbations. Effects are relative to the predicted controls, or to the
+        controls of `real` if there are no predicted controls.
     real
         Measured cells with controls, over the same genes in any order.
     perturbation_key, control, context_key, separator, layer
@@ -711,14 +714,14 @@ def cell_eval_scores(
     profile
         ``"full"``, ``"minimal"``, ``"vcc"`` (the Virtual Cell Challenge), ``"de"``, ``"anndata"`` or ``"pds"``.
     skip_metrics
-        Names of metrics of cell-eval to leave out.
+        Names of cell-eval metrics to leave out.
     n_threads
-        Number of threads for tests of differential expression.
+        Number of threads for differential expression tests.
 
     Returns
     -------
-    cell-eval's two tables: one row per perturbation (with a context: the column ``context`` first), and its summary
-    (count, mean, spread and quantiles in the column ``statistic``) of each metric.
+    The two cell-eval tables: one with one row per perturbation (with contexts, the first column is ``context``), and a
+    summary of each metric (count, mean, spread and quantiles in the column ``statistic``).
 
     Raises
     ------
@@ -729,8 +732,8 @@ def cell_eval_scores(
 
     See Also
     --------
-    PerturbationPrediction : ours: ``pearson_delta``, ``mse`` (cell-eval's ``mse_delta``), ``mae`` (``mae_delta``) and
-        ``discrimination_*`` are the same metrics, unless controls have several contexts.
+    PerturbationPrediction : scforge's benchmark: ``pearson_delta``, ``mse`` (cell-eval's ``mse_delta``), ``mae``
+        (``mae_delta``) and ``discrimination_*`` are the same metrics, unless controls have several contexts.
 
     Examples
     --------
@@ -792,7 +795,7 @@ def cell_eval_scores(
 def _for_cell_eval(
     cells: PerturbedCells, effects: Sequence[Effect], keys: EffectKeys, measured: PerturbedCells
 ) -> AnnData:
-    """Return the cells of one context and their controls (those of the measured cells if there are none)."""
+    """Return the cells of one context and their controls (the measured controls if there are none)."""
     plain = Effect((), effects[0].context)
     source = cells if len(cells.rows(plain)) else measured
     rows = {keys.name_of(effect.targets): cells.rows(effect) for effect in effects} | {keys.control: source.rows(plain)}
@@ -823,26 +826,27 @@ def distances(
     real
         Measured cells, with controls.
     predictions
-        Predicted cells; several by name.
+        Predicted cells, or a mapping from method name to predicted cells.
     perturbation_key, control, context_key, separator
         Columns of ``obs``, see :func:`evaluate_perturbations`.
     metric
-        Name of a distance of :class:`pertpy.tl.Distance`, e.g. ``"edistance"``, ``"mmd"`` or ``"wasserstein"``.
+        Name of a :class:`pertpy.tl.Distance` metric, e.g. ``"edistance"``, ``"mmd"`` or ``"wasserstein"``.
     obsm_key
         Coordinates in obsm, e.g. an embedding of all cells by the same model. If None, uses log1p CP10K over the genes
-        shared by all, which is slow for distances between cells.
+        shared by all data sets, which is slow for distances between cells.
     layer
         Key in layers with counts or log1p CP10K. If None, reads X.
 
     Returns
     -------
     One row for each method and effect: ``method``, ``perturbation``, ``context`` and ``distance``. The method
-    ``"control"``, the distance of the controls, is the baseline: a prediction that is not nearer has learned nothing.
+    ``"control"``, the distance of the controls, is the baseline: a prediction that is not closer than the controls is
+    not informative.
 
     Raises
     ------
     OptionError
-        If pertpy does not know the metric.
+        If the metric is unknown to pertpy.
     DataError
         If coordinates are missing, or an effect is not predicted.
 

@@ -1,4 +1,4 @@
-"""Benchmark of reconstructed orders of the genes of each cell.
+"""Benchmark of reconstructed gene orders in each cell.
 
 Shapes: N cells, S positions, G genes, R draws.
 """
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 _LONGEST = 4
-"""Maximum length of n-grams of genes in BLEU."""
+"""Maximum length of gene n-grams in BLEU."""
 
 _PAD = -1
 
 _MIN_GENES = 10
-"""Shorter orders may equal those of another cell by chance."""
+"""Minimum length of orders in the check for copies; shorter orders may match another cell by chance."""
 
 
 @register_benchmark("rank_reconstruction")
@@ -40,18 +40,17 @@ class RankReconstruction(Benchmark):
 
     ``l_dist``
         Levenshtein distance [1]_: the minimum number of insertions, deletions and replacements, divided by the length
-        of the longer order. 0 is the same order; 1 has no gene in its place. Mean over cells, lower is better.
-        ``l_dist_edits`` is the mean of the distances themselves.
+        of the longer order. 0 is the same order; 1 means that no gene is at the right position. Averaged over cells;
+        lower is better. ``l_dist_edits`` is the mean of the distances themselves.
     ``bleu``
-        BLEU of all cells [2]_: geometric mean of the shares of n-grams of one to four genes that occur in the true
-        order of their cell, times the penalty for shorter orders; 1 is the same order. Cells are weighted by their
-        length.
+        BLEU of all cells [2]_: geometric mean of the fractions of n-grams of one to four genes that occur in the true
+        order of the cell, times the brevity penalty; 1 is the same order. Cells are weighted by their length.
     ``spearman``
-        Spearman correlation of the positions of the genes of the true order. Genes that are missing in the
-        reconstruction share the last position; additional genes are ignored. Mean over cells; 0 for a cell without any
-        reconstructed gene, or with all of them at one position. Cells with one gene are left out.
+        Spearman correlation of the positions of the genes in the true order. Genes that are missing in the
+        reconstruction share the last position; additional genes are ignored. Averaged over cells; 0 for a cell in which
+        no gene is reconstructed, or in which all genes share one position. Cells with one gene are left out.
 
-    Each is NaN if all cells are left out.
+    Each score is NaN if all cells are left out.
 
     References
     ----------
@@ -89,7 +88,7 @@ class RankReconstruction(Benchmark):
         Raises
         ------
         DataError
-            If the two do not match, or are not valid orders.
+            If the two arrays do not match, or are not valid orders.
         """
         table = self._by_cell(made, reference)
         return {name: float(values[0]) for name, values in _figures(table, np.ones((1, len(table)))).items()}
@@ -100,7 +99,7 @@ class RankReconstruction(Benchmark):
         return pd.DataFrame(_figures(table, bootstrap_weights(len(table), n, seed=seed).astype(np.float64)))
 
     def _by_cell(self, made: np.ndarray, reference: np.ndarray) -> np.ndarray:
-        """Return the components of the scores of each cell, float64, shape (N, 5 + 2 * 4), see :func:`_figures`."""
+        """Return the score components of each cell, float64, shape (N, 5 + 2 * 4); see :func:`_figures`."""
         true = _rows(reference, "the true orders", repeated=False)
         found = _rows(made, "the reconstructed orders", repeated=True)
         if len(found) != len(true):
@@ -109,20 +108,21 @@ class RankReconstruction(Benchmark):
 
 
 def ranking_baselines(train: np.ndarray, reference: np.ndarray, *, seed: int = 0) -> dict[str, np.ndarray]:
-    """Return orders that ignore the cell, or use only its set of genes.
+    """Return gene orders that ignore the cell, or use only its set of genes.
 
     ``"mean order"``
-        The genes with the highest mean rank in the training cells, as many as the cell has. The order is the same for
-        all cells.
+        The genes with the highest mean rank in the training cells, as many as the cell contains. The order is the same
+        for all cells.
     ``"mean order of the cell's genes"``
         The genes of the cell, ordered by their mean rank in the training cells.
     ``"random order of the cell's genes"``
-        The genes of the cell in random order: the level of chance.
+        The genes of the cell in random order: chance level.
 
-    The rank of a gene decreases from 1 at the first position to 0 after the last. It is 0 in cells without the gene.
+    The rank of a gene decreases from 1 at the first position to 0 after the last position. It is 0 in cells without the
+    gene.
 
     `train` are orders of training cells, int, shape (M, S), padded with -1; `reference` contains the true orders of the
-    scored cells, (N, S). Returns the name of each baseline and its orders, int64, shape (N, S).
+    scored cells, (N, S). Returns a mapping from baseline name to orders, int64, shape (N, S).
     """
     rng = np.random.default_rng(seed)
     learned, true = (_rows(some, what, repeated=False) for some, what in ((train, "train"), (reference, "reference")))
@@ -151,40 +151,41 @@ def evaluate_reconstruction(
     intervals: bool = True,
     title: str = "Reconstructed orders of genes compared",
 ) -> Report:
-    """Score reconstructed orders of genes, with :func:`ranking_baselines` of the training cells.
+    """Score reconstructed gene orders, with :func:`ranking_baselines` from the training cells.
 
     Parameters
     ----------
     reconstructed
-        Orders of one method, or of several by name, int, shape (N, S), padded with -1.
+        Orders from one method, or a mapping from method name to orders, int, shape (N, S), padded with -1.
     true
         The true orders of the same cells, e.g. ``input_ids`` of a tokenizer that ranks genes, without special tokens.
     train
-        Orders of training cells, which must be other cells, with the same gene indices.
+        Orders of training cells, which must differ from the scored cells, with the same gene indices.
     kinds
-        Name to what it is, e.g. ``"untrained"``; a model, if not told.
+        A mapping from method name to kind, e.g. ``"untrained"``. The default is ``"model"``.
     seed
-        Seed of the random order and of bootstrap draws.
+        Random seed of the random order and the bootstrap draws.
     intervals
-        Add 95 % intervals, and tests against the best baseline.
+        Whether to add 95 % intervals, and tests against the best baseline.
     title
         Heading of the report.
 
     Returns
     -------
-    The report: scores of :class:`RankReconstruction` of each method and baseline.
+    The report with the :class:`RankReconstruction` scores of each method and baseline.
 
     Raises
     ------
     DataError
         If orders do not match, or more than 1 % of the true orders are orders of training cells.
     OptionError
-        If a method has the name of a baseline, or a kind names no method.
+        If a method has the name of a baseline, or `kinds` names an unknown method.
 
     Warns
     -----
     ScforgeWarning
-        If at most 1 % of the true orders are orders of training cells. Orders of fewer than ten genes are not checked.
+        If at most 1 % of the true orders are orders of training cells. Orders with fewer than ten genes are not
+        checked.
 
     Examples
     --------
@@ -243,7 +244,7 @@ def _padded(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
 
 
 def _of_cell(made: np.ndarray, true: np.ndarray) -> np.ndarray:
-    """Return edits, edits by length, both lengths, Spearman, then matches of runs, then their numbers; (5 + 2 * 4,)."""
+    """Return edits, edits divided by length, both lengths, Spearman, n-gram matches and n-gram counts; (5 + 2 * 4,)."""
     edits = _edits(made, true)
     longest = max(len(made), len(true))
     runs = [_matches(made.tolist(), true.tolist(), length) for length in range(1, _LONGEST + 1)]
@@ -271,13 +272,13 @@ def _figures(table: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _matches(made: list[int], true: list[int], length: int) -> tuple[int, int]:
-    """Return the clipped number of n-grams of genes that are in the true order, and the number of all n-grams."""
+    """Return the clipped number of gene n-grams that occur in the true order, and the number of all n-grams."""
     of_made, of_true = (Counter(zip(*(row[i:] for i in range(length)), strict=False)) for row in (made, true))
     return (of_made & of_true).total(), of_made.total()
 
 
 def _spearman(made: np.ndarray, true: np.ndarray) -> float:
-    """Return the correlation of the positions of the true genes; NaN for a single gene, 0 if all have one position."""
+    """Return the correlation of the true genes' positions: NaN for a single gene, 0 if all share one position."""
     if len(true) < 2:
         return float("nan")
     # The first place of each gene counts.
@@ -288,7 +289,7 @@ def _spearman(made: np.ndarray, true: np.ndarray) -> float:
 
 @numba.njit(cache=True)
 def _edits(one: np.ndarray, other: np.ndarray) -> int:
-    """Return the Levenshtein distance, one row of its table at a time."""
+    """Return the Levenshtein distance, computed one row of the table at a time."""
     row = np.arange(len(other) + 1)
     for i in range(len(one)):
         corner = row[0]

@@ -1,4 +1,4 @@
-"""Reports of benchmarks: differences with intervals, verdicts, tables as text and HTML."""
+"""Benchmark reports: differences with intervals, verdicts, and tables as text and HTML."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Comparison:
     baseline
         The other method.
     difference
-        Score of the method minus score of the other method.
+        Score of the method minus the score of the other method.
     low, high
         95 % interval of the difference; NaN without draws.
     p_value
@@ -58,7 +58,7 @@ class Comparison:
     degrees: float = math.inf
 
     def interval(self, alpha: float = 0.05) -> tuple[float, float]:
-        """Return the interval that excludes 0 exactly if the p-value is below `alpha`."""
+        """Return the interval that excludes 0 if and only if the p-value is below `alpha`."""
         from scipy.stats import t
 
         error = (self.high - self.low) / 2 / t.isf(0.025, math.inf) if math.isnan(self.error) else self.error
@@ -69,14 +69,14 @@ class Comparison:
 def interval(value: float, draws: np.ndarray, *, n_units: int | None = None) -> tuple[float, float]:
     """Return the 95 % confidence interval of a score from its variation over resampled data.
 
-    Draws are centered at their own mean, because scores on resampled data may all be somewhat too low. With at least
-    100 draws and 100 units, the interval consists of percentiles of the deviations (percentile bootstrap, Efron and
-    Tibshirani 1993); with fewer, of Student's t. Bootstraps of few units vary too little, which is corrected
+    Draws are centered at their mean, because scores on resampled data may all be somewhat too low. With at least 100
+    draws and 100 units, the interval uses percentiles of the deviations (percentile bootstrap, Efron and Tibshirani
+    1993); with fewer, it uses Student's t distribution. Bootstraps of few units vary too little, which is corrected
     (Hesterberg 2015).
 
     Returns
     -------
-    Lower and upper end; NaN if fewer than two draws, or fewer than half of them, are numbers.
+    Lower and upper end, or NaN if fewer than two draws, or fewer than half of them, are finite.
 
     Examples
     --------
@@ -110,7 +110,7 @@ def compare_paired(
 
     The test is Student's t-test of the difference, divided by its standard deviation between draws. The latter
     estimates the standard error of the difference on all data, both for the bootstrap and for halves sampled without
-    replacement. The interval is that of the same test, so it excludes 0 if p is below 0.05.
+    replacement. The interval is derived from the same test, so it excludes 0 if p is below 0.05.
 
     Examples
     --------
@@ -147,7 +147,7 @@ def _spread(draws: np.ndarray, n_units: int | None) -> float:
 
 
 def holm(p_values: Sequence[float]) -> np.ndarray:
-    """Return p-values corrected for their number (Holm 1979), float64; NaN means no test and is kept.
+    """Return p-values corrected for multiple testing (Holm 1979), float64; NaN means no test and is kept.
 
     Examples
     --------
@@ -164,9 +164,9 @@ def holm(p_values: Sequence[float]) -> np.ndarray:
 
 
 def bootstrap_weights(n_rows: int, n: int, *, seed: int, groups: np.ndarray | None = None) -> np.ndarray:
-    """Return how often each row is sampled, with replacement.
+    """Return how often each row is sampled, with replacement, int64, shape (R, n_rows).
 
-    Rows of one group, whole numbers from 0, are sampled together. Int64, shape (R, n_rows).
+    Rows of one group are sampled together; groups are integers starting at 0.
 
     Examples
     --------
@@ -181,11 +181,11 @@ def bootstrap_weights(n_rows: int, n: int, *, seed: int, groups: np.ndarray | No
 
 Kind = Literal["model", "supervised", "untrained", "baseline", "ceiling"]
 KINDS: tuple[Kind, ...] = ("model", "supervised", "untrained", "baseline", "ceiling")
-"""Kinds of rows, in the order of a table."""
+"""Kinds of rows, in table order."""
 
 _ALPHA = 0.05
 _WIDTH = 100
-"""Number of characters of a line in a terminal."""
+"""Number of characters per line in a terminal."""
 
 
 @dataclass(frozen=True)
@@ -195,25 +195,25 @@ class Row:
     Attributes
     ----------
     name
-        What the method is.
+        Name of the method.
     kind
         ``"model"``; ``"supervised"``, a model trained on labels of other cells, which makes comparisons with baselines
         unfair; ``"baseline"``; ``"untrained"``, the same network with random weights; or ``"ceiling"``, the best score
-        that the data allow, e.g. of a technical duplicate.
+        that the data allow, e.g. from a technical duplicate.
     scores
-        Metric to figure.
+        A mapping from metric to score.
     n_dims
-        Dimensions of an embedding; None for other results.
+        Number of dimensions of an embedding; None for other results.
     seconds
-        Wall time to compute it, if measured.
+        Wall time to compute the result, if measured.
     benchmark
-        Name of the benchmark; may be empty if there is only one.
+        Name of the benchmark; may be empty if there is only one benchmark.
     intervals
-        Metric to its 95 % interval.
+        A mapping from metric to 95 % interval.
     spreads
-        Metric to its standard deviation over seeds.
+        A mapping from metric to standard deviation over seeds.
     comparisons
-        Metric to the comparison with the best baseline; for models.
+        A mapping from metric to the comparison with the best baseline; for models.
     """
 
     name: str
@@ -234,7 +234,7 @@ class Measured:
     Attributes
     ----------
     metrics
-        Their names, in order.
+        Names of the metrics, in order.
     main
         The main metric.
     lower_is_better
@@ -250,7 +250,7 @@ class Measured:
 
     @classmethod
     def by(cls, benchmark: Benchmark) -> Measured:
-        """Describe the scores of a benchmark."""
+        """Create the description of a benchmark's scores."""
         return cls(tuple(benchmark.metrics), benchmark.main, frozenset(benchmark.lower_is_better), benchmark.ranks)
 
     def sign(self, metric: str) -> float:
@@ -267,14 +267,14 @@ class Report:
     title
         Heading.
     facts
-        Name to value, e.g. data set, folds or losses.
+        A mapping from name to value, e.g. data set, folds or losses.
     notes
         Sentences below the table.
     rows
         The scores.
     measured
-        Benchmark to the description of its scores. For benchmarks that are not listed, higher is better and the first
-        score is the main one.
+        A mapping from benchmark to the description of its scores. For benchmarks that are not listed, higher is better
+        and the first score is the main one.
 
     Examples
     --------
@@ -302,7 +302,7 @@ class Report:
         Raises
         ------
         OptionError
-            If there already are rows of a benchmark with this name.
+            If there are already rows for a benchmark with this name.
         """
         if benchmark in self.benchmarks:
             raise OptionError(f"there are two reports on {benchmark!r}; rename one of them.")
@@ -328,7 +328,7 @@ class Report:
         return Measured(metrics, metrics[0])
 
     def check(self) -> None:
-        """Raise if there is a model but no baseline.
+        """Raise an error if there is a model but no baseline.
 
         Raises
         ------
@@ -354,7 +354,7 @@ class Report:
         The columns ``benchmark``, ``method``, ``kind``, ``metric``, ``value``, ``low`` and ``high`` (95 % interval),
         ``sd_seeds`` (over training runs if there are several, else over seeds of the benchmark), ``lower_is_better``,
         and for models ``best_baseline``, ``difference``, ``difference_low``, ``difference_high`` and ``p_value`` (not
-        corrected) of the comparison with it; NaN and empty text if there is no value.
+        corrected) of the comparison with the best baseline; NaN and empty text if there is no value.
 
         Raises
         ------
@@ -388,13 +388,13 @@ class Report:
         return pd.DataFrame(lines)
 
     def to_table(self, benchmark: str | None = None) -> pd.DataFrame:
-        """Return one row per method and one column per score of a benchmark (by default, the first)."""
+        """Return one row per method and one column per score for a benchmark (by default, the first)."""
         self.check()
         rows = self.of(self.benchmarks[0] if benchmark is None else benchmark)
         return pd.DataFrame({row.name: row.scores for row in rows}).T
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-safe values; NaN becomes None.
+        """Return the whole report as JSON-safe values; NaN becomes None.
 
         Raises
         ------
@@ -467,7 +467,7 @@ class Report:
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write ``report.md``, ``report.html``, ``report.json`` and ``report.csv`` into `folder`.
 
-        A new folder appears with all files. In an existing folder, each file is replaced as a whole.
+        A new folder appears only with all files in it. In an existing folder, each file is replaced as a whole.
         """
         self.check()
         texts = {
@@ -550,7 +550,7 @@ def to_markdown(report: Report) -> str:
 
 
 def to_text(report: Report) -> str:
-    """Return the verdicts of a report, and of each benchmark the columns that fit into 100 characters."""
+    """Return the verdicts of a report, and for each benchmark the columns that fit into 100 characters."""
     lines = [report.title]
     lines += [
         textwrap.fill(one, _WIDTH, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
@@ -573,7 +573,7 @@ def to_text(report: Report) -> str:
 
 
 def to_html(report: Report, *, pictures: bool = True) -> str:
-    """Return a report as HTML that needs no other file; facts and notes are collapsed unless there are plots."""
+    """Return a report as self-contained HTML; facts and notes are collapsed unless there are plots."""
     verdicts = "".join(f"<li>{html.escape(one)}</li>" for one in report.verdicts())
     facts = "".join(f"<li>{html.escape(f'{name}: {value}')}</li>" for name, value in report.facts.items())
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)
@@ -599,14 +599,14 @@ def to_html(report: Report, *, pictures: bool = True) -> str:
 
 
 class _Column(NamedTuple):
-    """A column of a report: its title, and its texts with a flag for the best of the column."""
+    """A report column: its title, and its texts with a flag for the best value in the column."""
 
     title: str
     cells: list[tuple[str, bool]]
 
 
 def _columns(report: Report, benchmark: str) -> list[_Column]:
-    """Return the columns of the table of a benchmark, without empty columns."""
+    """Return the table columns of a benchmark, without empty columns."""
     rows, about = report.of(benchmark), report.about(benchmark)
 
     def plain(title: str, texts: Iterable[str]) -> list[_Column]:

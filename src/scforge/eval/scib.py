@@ -1,4 +1,4 @@
-"""Benchmarks of batch correction with the metrics of scib."""
+"""Benchmarks of batch correction with scIB metrics."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 _NARROW = 15
-"""Neighbors of the graph for graph connectivity, as in the benchmark of scib-metrics."""
+"""Number of neighbors in the graph for graph connectivity, as in the scib-metrics benchmark."""
 
 _MIN_CELLS = 16
 
@@ -46,7 +46,7 @@ _BATCH = {
 }
 _MEANS = {"total": "Total", "bio": "Bio conservation", "batch": "Batch correction"}
 _NAMES = {**_MEANS, **_BIO, **_BATCH}
-"""Our names to those of scib-metrics."""
+"""Mapping from names in scforge to names in scib-metrics."""
 
 BIO = tuple(name for name in _BIO.values() if "leiden" not in name)
 BATCH = ("bras", "ilisi_knn", "graph_connectivity")
@@ -55,10 +55,10 @@ _BIO_WEIGHT = 0.6
 
 @register_benchmark("batch_integration")
 class BatchIntegration(Benchmark):
-    """scIB's scores of biological conservation and batch correction, as computed by scib-metrics.
+    """scIB scores of biological conservation and batch correction, as computed by scib-metrics.
 
-    They are the scores of [1]_ under the names of scib-metrics. All lie approximately in [0, 1], and higher is better.
-    The neighbors are exact. Cells without a label or batch are left out.
+    These are the scores of [1]_ under their names in scib-metrics. All scores lie approximately in [0, 1], and higher
+    is better. The neighbors are exact. Cells without a label or batch are left out.
 
     Parameters
     ----------
@@ -92,7 +92,7 @@ class BatchIntegration(Benchmark):
         self.n_neighbors = n_neighbors
 
     def check(self, obs: pd.DataFrame) -> None:
-        """Raise :class:`~scforge.errors.DataError` where :meth:`run` would."""
+        """Raise :class:`~scforge.errors.DataError` in the cases in which :meth:`run` would."""
         self._columns(obs)
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
@@ -149,7 +149,7 @@ def _scib_metrics() -> ModuleType:
 
 
 def _neighbors(cells: np.ndarray, n_neighbors: int) -> NeighborsResults:
-    """Find the nearest cells of each cell, including itself."""
+    """Find the nearest neighbors of each cell, including the cell itself."""
     from scib_metrics.nearest_neighbors import NeighborsResults
     from sklearn.neighbors import NearestNeighbors
 
@@ -162,7 +162,7 @@ def integration_scores(
 ) -> dict[str, float]:
     """Return ``bio``, ``batch`` and ``total``, and the metrics that they average.
 
-    ``bio`` is the mean of scIB's scores of biological conservation, ``batch`` the mean of its scores of batch
+    ``bio`` is the mean of the scIB scores of biological conservation, ``batch`` the mean of the scores of batch
     correction (BRAS, iLISI, graph connectivity), and ``total`` is 0.6 bio + 0.4 batch [1]_. Scores are not scaled to
     the range of the compared methods, so they do not depend on the other methods.
 
@@ -187,9 +187,9 @@ def integration_scores(
 
 
 _WIDEST = 90
-"""Number of neighbors of a cell, including itself, in the benchmark of scib-metrics."""
+"""Number of neighbors of a cell, including the cell itself, in the scib-metrics benchmark."""
 _DRAWN = 1_000
-"""Maximum number of cells of a resampled score, whose cost grows quadratically."""
+"""Maximum number of cells for a resampled score, whose cost grows quadratically."""
 NEIGHBORS = ("exact", "pynndescent")
 
 
@@ -198,8 +198,9 @@ class Scib(Benchmark):
     """All scores of :class:`scib_metrics.benchmark.Benchmarker` for an embedding, and their means.
 
     ``bio`` is the mean of the scores of biological conservation, ``batch`` the mean of the scores of batch correction,
-    and ``total`` is 0.6 bio + 0.4 batch, as in [1]_. All lie in [0, 1], and higher is better. The values are those of
-    scib-metrics, not scaled to the range of the compared methods, so they do not depend on the other methods.
+    and ``total`` is 0.6 bio + 0.4 batch, as in [1]_. All scores lie in [0, 1], and higher is better. The values are
+    computed by scib-metrics and are not scaled to the range of the compared methods, so they do not depend on the other
+    methods.
 
     Without ``batch_key`` there are only the scores of biological conservation, without ``isolated_labels``, which needs
     batches. ``pcr_comparison`` needs ``pre_integrated``. Means are over the available scores. Cells without a label or
@@ -212,21 +213,21 @@ class Scib(Benchmark):
     batch_key
         Column of ``obs`` with the batches. If None, leaves out scores that need batches.
     leiden
-        Compute NMI and ARI of Leiden clusters, at the best of ten resolutions.
+        Whether to compute NMI and ARI of Leiden clusters, at the best of ten resolutions.
     kbet
-        Compute kBET, which takes as long as all other scores together. The benchmark of scib-metrics computes it by
-        default and includes it in its means.
+        Whether to compute kBET, which takes as long as all other scores together. The scib-metrics benchmark computes
+        it by default and includes it in its means.
     neighbors
-        ``"exact"``, or ``"pynndescent"``, the approximation that scib-metrics takes by default. With the approximation,
-        scores equal those of a ``Benchmarker`` with its defaults exactly; with exact neighbors, those of one prepared
-        with exact neighbors.
+        ``"exact"``, or ``"pynndescent"``, the approximation that scib-metrics uses by default. With the approximation,
+        scores are exactly equal to those of a ``Benchmarker`` with its defaults. With exact neighbors, they equal those
+        of a ``Benchmarker`` prepared with exact neighbors.
     max_cells
-        Score at most this many cells, sampled in proportion to the labels, the same for all embeddings. If None, scores
-        all cells. Time and memory grow with the square of their number.
+        Maximum number of cells to score, sampled in proportion to the labels; the sample is the same for all
+        embeddings. If None, scores all cells. Time and memory grow with the square of their number.
     pre_integrated
-        Coordinates of the cells before integration, e.g. principal components, with the names of the cells as index,
-        shape (at least N, any D); for ``pcr_comparison``, the share of their variance due to batches that an embedding
-        has lost, 0 if it has gained.
+        Coordinates of the cells before integration, e.g. principal components, with cell names as index, shape (at
+        least N, any D). They are used for ``pcr_comparison``, the fraction of their batch variance that an embedding
+        has removed, or 0 if batch variance increased.
 
     References
     ----------
@@ -277,7 +278,7 @@ class Scib(Benchmark):
         return (*means, *(name for name in (*_BIO, *_BATCH) if wanted[_group_of(name)]))
 
     def before_integration(self, components: pd.DataFrame) -> Scib:
-        """Return this benchmark with coordinates before integration, unless it already has them or ignores batches."""
+        """Return a copy with coordinates before integration, or the benchmark itself if these are set or not used."""
         if self.batch_key is None or self.pre_integrated is not None:
             return self
         other = copy.copy(self)
@@ -286,7 +287,10 @@ class Scib(Benchmark):
         return other
 
     def check(self, obs: pd.DataFrame) -> None:
-        """Raise :class:`~scforge.errors.DataError` where :meth:`run` would, after :meth:`before_integration`, too."""
+        """Raise :class:`~scforge.errors.DataError` in the cases in which :meth:`run` would.
+
+        The checks also cover :meth:`run` after :meth:`before_integration`.
+        """
         self._rows(obs)
         if self.batch_key is not None:
             check_names(obs)
@@ -294,7 +298,7 @@ class Scib(Benchmark):
         warn_of_missing(obs, self.labels_key)
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
-        """Return the number of scored cells, and the resampled units of the intervals, if any."""
+        """Return the number of scored cells, and the units that are resampled for the intervals, if any."""
         n_cells = len(self._rows(obs))
         facts = {"cells scored": f"{n_cells:,} of {len(obs):,}"}
         return facts if min(n_cells // 2, _DRAWN) <= _WIDEST else facts | {"resampled": "cells"}
@@ -316,9 +320,9 @@ class Scib(Benchmark):
     def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame | None:
         """Return the scores on random subsets of the cells, rescaled to the spread expected for all cells.
 
-        A subset is half of the cells, at most 1,000, with the share of each label. Scores of b of N cells vary around
-        the score of all cells by sqrt((N - b) / b) times as much as that varies around the true value [2]_, so
-        deviations from the mean of the draws are divided by this factor.
+        A subset contains half of the cells, at most 1,000, and preserves the proportion of each label. Scores of b of N
+        cells vary around the score of all cells. Their spread is sqrt((N - b) / b) times the spread of the score of all
+        cells around the true value [2]_. Deviations from the mean of the draws are therefore divided by this factor.
 
         Parameters
         ----------
@@ -349,7 +353,7 @@ class Scib(Benchmark):
         Parameters
         ----------
         embeddings
-            Name to embedding, shape (N, D).
+            A mapping from name to embedding, shape (N, D).
         obs
             Annotation of the cells, N rows.
 
@@ -408,7 +412,7 @@ class Scib(Benchmark):
         return benchmarker
 
     def _wanted(self) -> dict[str, bool]:
-        """Return which of the scores, by their names in scib-metrics, are computed."""
+        """Return a mapping from scib-metrics score names to whether the score is computed."""
         batches = self.batch_key is not None
         return {
             "isolated_labels": batches,
@@ -449,7 +453,7 @@ class Scib(Benchmark):
 
 
 def _drawn(labels: pd.Series, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Sample about this many cells in proportion to the labels, rounded up; returns ascending positions.
+    """Sample about `size` cells in proportion to the labels, rounded up, and return their positions in ascending order.
 
     The number of cells per label is fixed, because JAX recompiles for each size.
     """
@@ -461,5 +465,5 @@ def _drawn(labels: pd.Series, size: int, rng: np.random.Generator) -> np.ndarray
 
 
 def _group_of(name: str) -> str:
-    """Return scib-metrics' name of the function of a score; two functions compute NMI and ARI."""
+    """Return the name of the scib-metrics function that computes a score; two functions compute both NMI and ARI."""
     return _NAMES[name].removesuffix("_nmi").removesuffix("_ari")

@@ -1,4 +1,4 @@
-"""Fine-tuning: tasks, their heads, and adapters."""
+"""Fine-tuning: tasks, prediction heads, and adapters."""
 
 from __future__ import annotations
 

@@ -22,20 +22,20 @@ _MARKS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".lora_embedding_")
 
 
 def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str, Any] | None:
-    """Spell out the option `lora`: False for none, True for the defaults, or some of the options.
+    """Return the full `lora` options: False for no adapters, True for the defaults, or a mapping with some options.
 
     Parameters
     ----------
     encoder
         The architecture, without adapters.
     lora
-        ``r`` (rank, 8), ``alpha`` (16; outputs are scaled by alpha / r), ``dropout`` (0), ``targets`` (names of linear
-        layers, or ends of names; if None, those of all transformer layers, or all linear layers of an architecture
-        without transformer layers), ``use_dora`` (also learn the norms of weights, Liu et al. 2024).
+        ``r`` (rank, 8), ``alpha`` (16; outputs are scaled by alpha / r), ``dropout`` (0), ``targets`` (names or name
+        suffixes of linear layers; if None, the linear layers of all transformer layers, or all linear layers of an
+        architecture without transformer layers), ``use_dora`` (also learn the norms of weights, Liu et al. 2024).
 
     Returns
     -------
-    All options, ``targets`` as full names; None means no adapters.
+    All options, with ``targets`` as full names, or None for no adapters.
 
     Raises
     ------
@@ -77,9 +77,9 @@ def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
 
 
 def inject_lora(encoder: nn.Module, options: Mapping[str, Any]) -> None:
-    """Put adapters into an architecture, in place; everything else in it is frozen.
+    """Insert adapters into an architecture, in place, and freeze all other parameters.
 
-    An adapter is initialized at zero, so the output of the architecture does not change.
+    Adapters are initialized at zero, so the output of the architecture does not change.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -95,7 +95,7 @@ def inject_lora(encoder: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def has_lora(encoder: nn.Module) -> bool:
-    """Whether an architecture contains adapters."""
+    """Return whether an architecture contains adapters."""
     return any(_is_lora(part) for part in encoder.modules())
 
 
@@ -104,7 +104,7 @@ def _is_lora(part: nn.Module) -> bool:
 
 
 def merge_lora(encoder: nn.Module) -> None:
-    """Add the adapters of an architecture to its weights, in place; plain layers are left, with names as before."""
+    """Merge the adapters of an architecture into its weights, in place; plain layers with the original names remain."""
     for name, part in list(encoder.named_modules()):
         if _is_lora(part):
             base = part.get_base_layer()
@@ -115,7 +115,7 @@ def merge_lora(encoder: nn.Module) -> None:
 
 
 def merged(encoder: nn.Module) -> nn.Module:
-    """Return an architecture with its adapters added to a copy of its weights, or itself if it contains none."""
+    """Return a copy of an architecture with merged adapters, or the architecture itself if it contains no adapters."""
     if not has_lora(encoder):
         return encoder
     encoder = copy.deepcopy(encoder)
@@ -125,7 +125,7 @@ def merged(encoder: nn.Module) -> nn.Module:
 
 @contextmanager
 def adapters_disabled(encoder: nn.Module) -> Iterator[None]:
-    """Compute without the adapters of an architecture."""
+    """Disable the adapters of an architecture within the context."""
     parts = [part for part in encoder.modules() if _is_lora(part)]
     for part in parts:
         part.enable_adapters(False)
@@ -141,12 +141,12 @@ def adapters_disabled(encoder: nn.Module) -> Iterator[None]:
 
 
 def is_adapter(name: str) -> bool:
-    """Whether the weight with this name belongs to an adapter."""
+    """Return whether the weight with this name belongs to an adapter."""
     return any(mark in f".{name}." for mark in _MARKS)
 
 
 def base_state(encoder: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the weights of an architecture by their plain names, without those of adapters."""
+    """Return the weights of an architecture by their plain names, without adapter weights."""
     state = encoder.state_dict()
     return {name.replace(".base_layer.", "."): value for name, value in state.items() if not is_adapter(name)}
 
@@ -158,7 +158,7 @@ def load_base(encoder: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def digest_of(encoder: nn.Module) -> str:
-    """Return a checksum of the weights of an architecture, without those of adapters."""
+    """Return a checksum of the weights of an architecture, without adapter weights."""
     total = hashlib.sha256()
     for name, value in sorted(base_state(encoder).items()):
         total.update(name.encode())

@@ -1,4 +1,4 @@
-"""The base class of fine-tuning tasks, their inputs and results, and their registry."""
+"""The base class of fine-tuning tasks, with their inputs, results and registry."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from scforge.training.predict import embed, run_over
 
 @dataclass
 class Predictor:
-    """A model over cells.
+    """A model applied to cells.
 
     Attributes
     ----------
     module
-        A :class:`~scforge.finetuning.heads.FineTunedModule`; of a base model, the architecture alone.
+        A :class:`~scforge.finetuning.heads.FineTunedModule`, or only the architecture for a base model.
     tokenizer
-        Its tokenizer.
+        Tokenizer of the model.
     objective
-        The task, or the objective of a base model.
+        The task, or the objective for a base model.
     cells
-        The cells, over the genes of the model.
+        The cells over the genes of the model.
     batch_size
-        Cells per batch.
+        Number of cells per batch.
 
     Examples
     --------
@@ -59,12 +59,12 @@ class Predictor:
 
     @property
     def task(self) -> Task:
-        """The task."""
+        """The fine-tuning task."""
         assert isinstance(self.objective, Task)
         return self.objective
 
     def outputs(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return the outputs of the head of each cell (of `rows`), float32, shape (N, K)."""
+        """Return the head outputs for each cell (in `rows`), float32, shape (N, K)."""
         return run_over(
             self.module,
             self.cells,
@@ -76,31 +76,32 @@ class Predictor:
         )
 
     def embedding(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return the embedding of each cell (of `rows`), float32, shape (N, D)."""
+        """Return the embedding of each cell (in `rows`), float32, shape (N, D)."""
         return embed(
             self.module, self.cells, self.tokenizer, objective=self.objective, batch_size=self.batch_size, rows=rows
         )
 
 
 FROZEN = "frozen_embedding"
-"""Name of the baseline that learns from the embedding of the model before fine-tuning."""
+"""Name of the baseline that is trained on the embedding of the model before fine-tuning."""
 
 
 @dataclass(frozen=True)
 class EvaluationContext:
-    """Input of an evaluation by a task.
+    """Input for the evaluation of a task.
 
     Attributes
     ----------
     predictor, rows
-        The model over the scored cells, and which of these are scored, int64.
+        The model applied to the evaluation cells, and the rows of these cells to score, int64.
     train, train_rows
-        The same model over the cells used for fine-tuning, and the training cells; None if they are not available.
+        The same model applied to the cells used for fine-tuning, and the rows of the training cells; None if not
+        available.
     base, base_train
-        The model before fine-tuning over the scored cells, and over the cells used for fine-tuning; None if not
+        The model before fine-tuning, applied to the evaluation cells and to the cells used for fine-tuning; None if not
         available.
     cells, train_cells
-        Scored cells and cells used for fine-tuning, over all genes of the latter, for baselines.
+        Evaluation cells and cells used for fine-tuning, over all genes of the latter, for baselines.
     baselines
         Whether to compute baselines.
     seed
@@ -141,7 +142,7 @@ class Evaluated:
     metrics
         One row per method, ``"scforge"`` first, and one column per score.
     tables
-        Further tables by name, e.g. ``"per_class"``.
+        A mapping from name to further tables, e.g. ``"per_class"``.
 
     Examples
     --------
@@ -163,40 +164,41 @@ def warn_of_missing_base() -> None:
 
 
 type Batch = dict[str, torch.Tensor]
-"""Tensors by their names."""
+"""Mapping from name to tensor."""
 
 type Loss = tuple[torch.Tensor, Batch]
-"""The loss of a batch, a scalar, and scores: means over its cells."""
+"""The loss of a batch, a scalar, and scores averaged over its cells."""
 
 type Column = Callable[[str], pd.Series]
-"""Returns a column of obs."""
+"""Function that returns a column of obs."""
 
 
 def with_adapters(defaults: TrainingDefaults) -> TrainingDefaults:
-    """Return defaults with the learning rate of low-rank adapters, ten times that of all weights.
+    """Return defaults with the learning rate for low-rank adapters, ten times the rate for full fine-tuning.
 
-    Measured in ``benchmarks/finetuning.py``.
+    The factor was benchmarked in ``benchmarks/finetuning.py``.
     """
     return replace(defaults, lr=10.0 * defaults.lr)
 
 
 class Task(Objective):
-    """A fine-tuning task: a head, its targets, a loss, scores, and the results to write.
+    """A fine-tuning task: a head, targets, a loss, scores, and the results to write.
 
-    A task is an objective, so that the engine that trains models also fine-tunes them. All options are keyword-only
-    arguments of the constructor, kept under their own names.
+    A task is an objective, so models are fine-tuned by the same engine that trains them. All options are keyword-only
+    arguments of the constructor, and are stored as attributes with the same names.
 
     Attributes
     ----------
     keys
-        Options that name a column of obs. ``"labels_key"`` and ``"batch_key"`` are filled in from ``setup_anndata``.
+        Options that refer to a column of obs. ``"labels_key"`` and ``"batch_key"`` are filled in from
+        ``setup_anndata``.
     makes_cells
         Whether :meth:`predict` returns an AnnData instead of a table with one row per cell.
     learns_labels
         Whether training uses the labels of cells, which must then not be scored later. False if labels are only used in
         :meth:`evaluate`.
     pretraining
-        The objective that the base model was trained with, which may order the tokens of a cell.
+        The objective that the base model was trained with, which may reorder the tokens of a cell.
     vocab
         Genes of the model, set before cells are split.
 
@@ -231,15 +233,15 @@ class Task(Objective):
     vocab: GeneVocab | None = None
 
     def for_adapters(self) -> None:
-        """Use the learning rate of low-rank adapters, ten times that of all weights."""
+        """Use the learning rate for low-rank adapters, ten times the rate for full fine-tuning."""
         self.defaults = with_adapters(self.defaults)  # type: ignore[misc]  # its own from here on
 
     def usable(self, column: Column) -> np.ndarray | None:
-        """Return which cells have a target, bool, shape (N,); None if all have. `column` returns that of all cells."""
+        """Return which cells have a target, bool, shape (N,), or None for all; `column` returns values of all cells."""
         return None
 
     def strata(self, column: Column) -> pd.Series | None:
-        """Return the classes by which a split is stratified, length N; None for no stratification."""
+        """Return the classes by which a split is stratified, length N, or None for no stratification."""
         return None
 
     def split(
@@ -249,11 +251,11 @@ class Task(Objective):
         return None
 
     def check_split(self, column: Column, split: Split) -> None:
-        """Report values of held-out cells that training cells lack; `column` returns a column of all cells."""
+        """Report values of held-out cells that training cells lack; `column` returns a column for all cells."""
 
     @abstractmethod
     def make_head(self, n_latent: int, module: nn.Module) -> nn.Module:
-        """Create the head: ``forward(embeddings, batch)`` takes (B, D) and returns (B, K).
+        """Create the head, whose ``forward(embeddings, batch)`` takes shape (B, D) and returns shape (B, K).
 
         Parameters
         ----------
@@ -270,26 +272,26 @@ class Task(Objective):
     def arrange(
         self, tokens: TokenBatch, tokenizer: Tokenizer, rows: np.ndarray, *, epoch: int, seed: int
     ) -> TokenBatch:
-        """Put tokens into the order that the base model was trained on."""
+        """Arrange tokens in the order that the base model was trained on."""
         if self.pretraining is None:
             return tokens
         return self.pretraining.arrange(tokens, tokenizer, rows, epoch=epoch, seed=seed)
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> Batch:
-        """Return the tokens of the cells and their targets."""
+        """Return the tokens and the targets of the cells."""
         tokens = self.arrange(tokenizer(block), tokenizer, block.rows, epoch=epoch, seed=seed)
         return {**tokens, **self.targets(block.rows)}
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """Return the loss of a batch, and scores."""
+        """Return the loss of a batch, and its scores."""
         return self.loss_of(module(**batch).logits, batch)
 
     @abstractmethod
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """Return the loss of the outputs of the head, shape (B, K), and scores.
+        """Return the loss of the head outputs, shape (B, K), and the scores.
 
-        A score is a tensor of any shape, its mean over the cells of the batch; :meth:`summarize` gets its mean over
-        those of the epoch.
+        A score is a tensor of any shape, averaged over the cells of the batch; :meth:`summarize` receives the score
+        averaged over the cells of the epoch.
         """
 
     def calibrate(self, predictor: Predictor, rows: np.ndarray) -> None:
@@ -297,12 +299,12 @@ class Task(Objective):
 
     @abstractmethod
     def predict(self, predictor: Predictor, adata: AnnData | None, *, key_added: str | None, **options: Any) -> Any:
-        """Predict the cells of `predictor`, write the result into `adata` if it is given, and return it.
+        """Predict the cells of `predictor`, write the result into `adata` if given, and return the result.
 
         Parameters
         ----------
         predictor
-            The model over the cells.
+            The model applied to the cells.
         adata
             The same cells, or None if they are on disk.
         key_added
@@ -345,11 +347,11 @@ def get_task(name: str, **options: Any) -> Task:
     name
         Registry key, e.g. ``"annotation"``.
     **options
-        Options of its constructor.
+        Options for its constructor.
 
     Returns
     -------
-    The task, as ``Encoder.finetune`` takes it.
+    The task, as accepted by ``Encoder.finetune``.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Prediction heads on an encoder: the module, linear probes and calibration."""
+"""Prediction heads for an encoder: the module, linear probes and calibration."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from scforge.training.predict import embed
 
 
 class FineTunedModule(nn.Module):
-    """An architecture, and a head that takes its cell embeddings.
+    """An architecture with a head that takes its cell embeddings.
 
     Parameters
     ----------
     encoder
         The architecture.
     head
-        ``forward(embeddings, batch)`` takes (B, D) and the batch, and returns (B, K).
+        Head whose ``forward(embeddings, batch)`` takes embeddings of shape (B, D) and the batch, and returns shape (B,
+        K).
 
     Attributes
     ----------
@@ -59,14 +60,14 @@ class FineTunedModule(nn.Module):
         self.frozen = False
 
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> torch.Tensor:
-        """Return cell embeddings, shape (B, D); embeddings of a query are in the space of its reference."""
+        """Return cell embeddings, shape (B, D); query embeddings are in the space of the reference."""
         whole = {"input_ids": input_ids, "attention_mask": attention_mask, **batch}
         if not isinstance(self.head, QueryMapping):
             return self.encoder.encode(**whole)
         return self.head.move(self.encoder.encode(**self.head.scaled(whole)))
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> ModelOutput:
-        """Return the outputs of the head as ``logits``, shape (B, K), and ``embeddings``, shape (B, D)."""
+        """Return the head outputs as ``logits``, shape (B, K), and ``embeddings``, shape (B, D)."""
         whole = {"input_ids": input_ids, "attention_mask": attention_mask, **batch}
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             embeddings = self.encode(**whole)
@@ -82,11 +83,11 @@ class FineTunedModule(nn.Module):
 
 _SMALLEST = 1e-6
 _FACTOR_PRIOR, _MOST_OF_CLUSTER, _LARGEST_FACTOR = 30.0, 20.0, 5.0
-"""Pseudo-expression for shrinkage; maximum weight of a cluster; maximum factor. Chosen on kang_ifnb."""
+"""Pseudo-expression for shrinkage, maximum weight of a cluster, and maximum factor; chosen on kang_ifnb."""
 
 
 def check_head(head: Any) -> dict[str, Any]:
-    """Return the option `head` of a task, or raise :class:`~scforge.errors.OptionError`."""
+    """Return the `head` option of a task. Raises :class:`~scforge.errors.OptionError` if it is invalid."""
     if head is None:
         return {}
     if not isinstance(head, Mapping):
@@ -98,7 +99,7 @@ def check_head(head: Any) -> dict[str, Any]:
 
 
 class Unchanged(nn.Module):
-    """Passes embeddings on."""
+    """Returns embeddings unchanged."""
 
     def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any] | None = None) -> torch.Tensor:
         """Return the embeddings, shape (B, D)."""
@@ -106,17 +107,17 @@ class Unchanged(nn.Module):
 
 
 class QueryMapping(Unchanged):
-    """Maps cells of a query onto their reference, without training.
+    """Maps query cells onto their reference, without training.
 
-    Before the encoder the expression of each gene is multiplied by a factor; after it, the embedding of a cell is
-    shifted like the clusters around it (:func:`scforge.data.neighbors.query_shifts`).
+    Before the encoder, the expression of each gene is multiplied by a factor. After the encoder, the embedding of a
+    cell is shifted like the clusters around it (:func:`scforge.data.neighbors.query_shifts`).
 
     Parameters
     ----------
     n_latent
         Dimensions D.
     n_clusters
-        Clusters K of the query.
+        Number of query clusters K.
     n_tokens
         Size of the vocabulary V.
     """
@@ -134,16 +135,16 @@ class QueryMapping(Unchanged):
         self.register_buffer("factors", torch.ones(n_tokens))
 
     def set_shifts(self, reference: np.ndarray, query: np.ndarray) -> None:
-        """Learn the shifts of embeddings of reference and query, shapes (R, D) and (Q, D)."""
+        """Compute the shifts from reference and query embeddings, shapes (R, D) and (Q, D)."""
         found = query_shifts(reference, query)
         for buffer, value in zip((self.center, self.clusters, self.shifts), found, strict=True):
             buffer.copy_(torch.from_numpy(value))
 
     def set_factors(self, expected: np.ndarray, observed: np.ndarray) -> None:
-        """Learn the factors from log1p CP10K summed over each cluster: decoded, and counted, both of shape (K, G).
+        """Compute the factors from decoded and observed log1p CP10K summed over each cluster, both of shape (K, G).
 
-        The factor of a gene is the weighted median over clusters of the ratio of the two, so that the genes of a cell
-        type that the reference lacks keep their expression where other types have it as well.
+        The factor of a gene is the weighted median over clusters of the ratio of the two sums. Genes of a cell type
+        that the reference lacks therefore keep their expression if other types express them as well.
         """
         prior = _FACTOR_PRIOR
         expected = expected.clip(min=0)
@@ -158,20 +159,20 @@ class QueryMapping(Unchanged):
         self.factors[len(self.factors) - len(factors) :] = torch.from_numpy(factors).to(self.factors)
 
     def scaled(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return a batch of tokens with the expression that the encoder expects."""
+        """Return a token batch with the expression that the encoder expects."""
         return {**batch, "values": batch["values"] * self.factors[batch["input_ids"]]} if "values" in batch else batch
 
     def move(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of cells of the query in the space of the reference, shape (B, D)."""
+        """Return the embeddings of query cells in the space of the reference, shape (B, D)."""
         return embeddings + (SHARPNESS * self.cosines(embeddings)).softmax(dim=1) @ self.shifts
 
     def cosines(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the cosine similarity of cells and clusters, shape (B, K)."""
+        """Return the cosine similarity between cells and clusters, shape (B, K)."""
         return F.normalize(embeddings - self.center, dim=1) @ self.clusters.T
 
 
 class Standardize(nn.Module):
-    """Subtracts a mean and divides by a scale that are set once, so that a head does not depend on units.
+    """Subtracts a mean and divides by a scale, both set once, so that a head does not depend on units.
 
     Parameters
     ----------
@@ -189,7 +190,7 @@ class Standardize(nn.Module):
 
     @torch.no_grad()
     def set_from(self, embeddings: np.ndarray) -> None:
-        """Take mean and standard deviation of embeddings, shape (N, D); a constant dimension keeps the scale 1."""
+        """Set mean and scale from embeddings, shape (N, D); a constant dimension keeps the scale 1."""
         mean, scale = embeddings.mean(axis=0, dtype=np.float64), embeddings.std(axis=0, dtype=np.float64)
         scale = np.where(scale > _SMALLEST, scale, 1.0)
         self.mean.copy_(torch.from_numpy(mean))
@@ -201,16 +202,16 @@ class Standardize(nn.Module):
 
 
 class PredictionHead(nn.Module):
-    """Standardized embeddings, a hidden layer if wanted, and a linear layer.
+    """Standardization of the embeddings, an optional hidden layer, and a linear layer.
 
     Parameters
     ----------
     n_in, n_out
-        Dimensions D and outputs K.
+        Number of dimensions D and outputs K.
     hidden_dim
-        Width of a hidden layer; 0 for none.
+        Width of the hidden layer; 0 for no hidden layer.
     dropout
-        Dropout before the last layer.
+        Dropout rate before the last layer.
 
     Examples
     --------
@@ -234,10 +235,10 @@ _LOG_RANGE = (float(np.log(1e-2)), float(np.log(1e2)))
 
 
 class CalibratedHead(PredictionHead):
-    """A head for classes with a temperature, which is fitted after training and saved with the weights.
+    """A classification head with a temperature that is fitted after training and saved with the weights.
 
-    ``forward`` returns uncalibrated logits, so further training does not depend on the temperature; divide them by it
-    to calibrate them.
+    ``forward`` returns uncalibrated logits, so further training does not depend on the temperature. Divide the logits
+    by the temperature to calibrate them.
 
     Attributes
     ----------
@@ -256,19 +257,19 @@ def fit_temperature(logits: np.ndarray, classes: np.ndarray) -> float:
     """Return the maximum-likelihood temperature on held-out cells (Guo et al. 2017, section 4.2).
 
     If all held-out cells are predicted correctly, the maximum-likelihood temperature is zero, which makes all
-    confidences one. So the targets are those of Platt (1999): a cell has its class with the probability (N + 1) / (N +
-    2).
+    confidences one. The targets therefore follow Platt (1999): a cell belongs to its class with the probability (N + 1)
+    / (N + 2).
 
     Parameters
     ----------
     logits
         Logits of cells that were not used for training, shape (N, C).
     classes
-        Their classes, shape (N,).
+        Classes of the cells, shape (N,).
 
     Returns
     -------
-    A number from 0.01 to 100; 1 if there is no cell.
+    A number from 0.01 to 100, or 1 if there are no cells.
 
     Examples
     --------
@@ -296,17 +297,17 @@ def probabilities_of(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray
 
 
 def normalized_entropy(probabilities: np.ndarray) -> np.ndarray:
-    """Return the entropy of each row divided by that of C equal probabilities, in [0, 1], shape (N,)."""
+    """Return the entropy of each row divided by the entropy of C equal probabilities, in [0, 1], shape (N,)."""
     logs = np.log(probabilities, out=np.zeros_like(probabilities), where=probabilities > 0)
     return np.clip(-(probabilities * logs).sum(axis=1) / np.log(probabilities.shape[1]), 0.0, 1.0)
 
 
 type Fit = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
-"""Takes features of cells (N, F), and returns weights (K, F) and biases (K,)."""
+"""Function that takes cell features (N, F), and returns weights (K, F) and biases (K,)."""
 
 
 def probe(module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer, task: Task, fit: Fit | None) -> None:
-    """Set the standardization of a :class:`~scforge.finetuning.PredictionHead`, and its last layer if `fit` is given.
+    """Fit the standardization of a :class:`~scforge.finetuning.PredictionHead`, and its last layer if `fit` is given.
 
     Parameters
     ----------
@@ -317,7 +318,8 @@ def probe(module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer, task
     tokenizer, task
         See :func:`scforge.training.predict.embed`.
     fit
-        Fits the linear model on the input of the last layer: the standardized embeddings, or the hidden layer.
+        Function that fits the linear model on the input of the last layer: the standardized embeddings, or the hidden
+        layer.
     """
     head: PredictionHead = module.head
     embeddings = embed(module, cells, tokenizer, objective=task)
@@ -338,7 +340,7 @@ def fit_logistic(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return weights (C, F) and biases (C,) of a logistic regression (L2, C = 1).
 
-    A class without a cell gets no weights, and the smallest bias.
+    A class without cells receives zero weights and the smallest bias.
 
     Parameters
     ----------
@@ -349,7 +351,7 @@ def fit_logistic(
     n_classes
         Number of classes C.
     class_weights
-        Weight of each class, shape (C,); None means 1.
+        Weight of each class, shape (C,). If None, all weights are 1.
     """
     from sklearn.linear_model import LogisticRegression
 
@@ -370,7 +372,7 @@ def fit_logistic(
 
 
 def fit_separate_logistic(features: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return weights (C, F) and biases (C,) of one logistic regression per label; `targets` is bool, shape (N, C)."""
+    """Return weights (C, F) and biases (C,) of a logistic regression for each label; `targets` is bool, (N, C)."""
     from sklearn.linear_model import LogisticRegression
 
     weights, biases = np.zeros((targets.shape[1], features.shape[1])), np.zeros(targets.shape[1])
@@ -385,7 +387,7 @@ def fit_separate_logistic(features: np.ndarray, targets: np.ndarray) -> tuple[np
 
 
 def fit_ridge(features: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return weights (1, F) and bias (1,) of a ridge regression, its penalty chosen by leave-one-out."""
+    """Return weights (1, F) and bias (1,) of a ridge regression, with the penalty chosen by leave-one-out."""
     from sklearn.linear_model import RidgeCV
 
     model = RidgeCV(np.logspace(-2, 4, 13)).fit(features, target)

@@ -1,4 +1,4 @@
-"""Fingerprints and splits that identify the cells from which a model learned labels."""
+"""Fingerprints and splits that identify the cells whose labels a model was trained on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ALL_GENES, _UNKNOWN_GENES = 0, -1
 
 
 def fingerprints(cells: Cells) -> np.ndarray:
-    """Return a number for each cell that depends on its counts over the genes of the model alone, int64, shape (N,).
+    """Return a number for each cell that depends only on its counts over the genes of the model, int64, shape (N,).
 
     Each gene with its count is mixed as in SplitMix64 (Steele et al. 2014), and the results are summed.
     """
@@ -48,12 +48,12 @@ class CellFingerprints:
     Attributes
     ----------
     numbers
-        Fingerprints, int64, shape (N,); see :func:`fingerprints`. They are only comparable if the same genes were
-        measured.
+        Fingerprints, int64, shape (N,); see :func:`fingerprints`. Fingerprints are comparable only if the same genes
+        were measured.
     names
-        Hashes of the names of the cells, int64, shape (N,); 0 for cells without a name, or with only a number as name.
+        Hashes of the cell names, int64, shape (N,); 0 for cells without a name, or with only a number as name.
     panels
-        Hashes of which genes of the model were measured, int64, shape (N,); 0 for all, -1 if unknown.
+        Hashes of the set of model genes that were measured, int64, shape (N,); 0 for all genes, -1 if unknown.
     """
 
     numbers: np.ndarray
@@ -65,12 +65,12 @@ class CellFingerprints:
 
     @classmethod
     def of(cls, cells: Cells) -> CellFingerprints:
-        """Return the marks of cells over the genes of the model."""
+        """Return the fingerprints of cells over the genes of the model."""
         return cls(fingerprints(cells), _names(cells), np.full(len(cells), _panel(cells), dtype=np.int64))
 
     @classmethod
     def none(cls) -> CellFingerprints:
-        """Return the marks of no cells."""
+        """Return an empty set of fingerprints."""
         return cls(*np.zeros((3, 0), dtype=np.int64))
 
     def take(self, rows: np.ndarray) -> CellFingerprints:
@@ -78,16 +78,16 @@ class CellFingerprints:
         return CellFingerprints(self.numbers[rows], self.names[rows], self.panels[rows])
 
     def union(self, others: CellFingerprints) -> CellFingerprints:
-        """Return the union of both."""
+        """Return the union of both sets."""
         if not len(others):
             return self
         both = np.concatenate([self.table, others.table], axis=1)
         return CellFingerprints(*np.ascontiguousarray(np.unique(both, axis=1)))
 
     def among(self, others: CellFingerprints) -> np.ndarray:
-        """Return which of these cells are among others, bool, shape (N,): the same counts, or the same name.
+        """Return which of these cells are among `others`, by equal counts or equal names, bool, shape (N,).
 
-        Names are only used if other genes were measured, because the counts of the same cell then differ.
+        Names are used only if different genes were measured, because the counts of the same cell then differ.
         """
         found = np.isin(self.numbers, others.numbers)
         for panel in np.unique(self.panels):
@@ -96,7 +96,7 @@ class CellFingerprints:
         return found
 
     def undecided(self, others: CellFingerprints) -> np.ndarray:
-        """Return which cells may be among others although counts and names do not decide it, bool, shape (N,)."""
+        """Return which cells may be among `others` although counts and names do not decide this, bool, shape (N,)."""
         found = np.zeros(len(self), dtype=bool)
         for panel in np.unique(self.panels):
             mine, names = self.panels == panel, others._names_elsewhere(panel)
@@ -104,17 +104,17 @@ class CellFingerprints:
         return found & ~self.among(others)
 
     def _names_elsewhere(self, panel: int) -> np.ndarray:
-        """Return the names of cells whose fingerprints are not comparable with those of a panel."""
+        """Return the names of cells whose fingerprints are not comparable with the fingerprints of a panel."""
         return self.names if panel == _UNKNOWN_GENES else self.names[self.panels != panel]
 
     @property
     def table(self) -> np.ndarray:
-        """All of it, int64, shape (3, N)."""
+        """Numbers, names and panels as one array, int64, shape (3, N)."""
         return np.stack([self.numbers, self.names, self.panels])
 
 
 def _hash(content: bytes) -> int:
-    """Return 64 bits of a hash, above 0."""
+    """Return a positive 64-bit hash."""
     return (int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1) or 1
 
 
@@ -139,17 +139,16 @@ _DIGEST = "sha256"
 
 @dataclass(frozen=True)
 class HeldOutRegistry:
-    """The cells used for fine-tuning, with their part of the split.
+    """The cells used for fine-tuning, with their assignment to the parts of the split.
 
     Attributes
     ----------
     rows
-        Rows of the parts in the cells used for fine-tuning.
+        Rows of each part of the split among the cells used for fine-tuning.
     marks
-        Fingerprints of all these cells, N of them.
+        Fingerprints of all N cells.
     learned
-        Fingerprints of further cells whose labels were learned: by earlier fine-tuning, or from another
-        data module; M of them.
+        Fingerprints of M further cells whose labels were learned, by earlier fine-tuning or from another data module.
     """
 
     rows: Split
@@ -163,17 +162,17 @@ class HeldOutRegistry:
 
     @property
     def trained(self) -> CellFingerprints:
-        """Marks of the cells that the fine-tuning trained on, or that chose its best epoch."""
+        """Fingerprints of the cells that were used for training or for choosing the best epoch."""
         return self.marks.take(np.concatenate([self.rows.train, self.rows.validation]))
 
     def with_learned(self, marks: CellFingerprints) -> HeldOutRegistry:
-        """Return the same, with further cells whose labels were learned."""
+        """Return a copy with further cells whose labels were learned."""
         return replace(self, learned=self.learned.union(marks))
 
     def split_of(self, numbers: np.ndarray) -> Split | None:
         """Return the split of cells with these fingerprints, if they are the cells used for fine-tuning, in any order.
 
-        Further cells are left out. None if a training cell is missing.
+        Further cells are left out. Returns None if a training cell is missing.
         """
         if np.array_equal(numbers, self.numbers):
             return self.rows
@@ -188,7 +187,7 @@ class HeldOutRegistry:
         return Split(**parts)
 
     def tested(self, numbers: np.ndarray) -> np.ndarray:
-        """Return which cells were held out for the test, bool."""
+        """Return which cells were held out for testing, bool."""
         return np.isin(numbers, self.numbers[self.rows.test]) & ~np.isin(numbers, self.trained.numbers)
 
     @property
@@ -198,7 +197,7 @@ class HeldOutRegistry:
         return _sha256(parts, start=np.ascontiguousarray(self.numbers).data)
 
     def save(self, folder: Path) -> None:
-        """Write them into a model folder."""
+        """Write the registry into a model folder."""
         from safetensors.numpy import save_file
 
         tensors = {part: np.asarray(getattr(self.rows, part), dtype=np.int64) for part in PARTS}
@@ -209,7 +208,7 @@ class HeldOutRegistry:
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], digest: str | None) -> HeldOutRegistry | None:
-        """Read the file that :meth:`save` wrote into a folder; None if there is none.
+        """Read the file that :meth:`save` wrote into a folder, or return None if there is no such file.
 
         Raises
         ------

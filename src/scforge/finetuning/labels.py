@@ -18,7 +18,7 @@ from scforge.errors import DataError, OptionError, listing
 def write_probabilities(adata: AnnData, key: str, table: pd.DataFrame) -> None:
     """Write a table with one column per class into ``obsm["<key>_probabilities"]``, and its column names into uns.
 
-    An h5ad file takes no table with a name such as ``"NK/T"``.
+    The table itself is not written, because h5ad files do not support column names such as ``"NK/T"``.
     """
     adata.obsm[f"{key}_probabilities"] = np.asarray(table)
     names = np.array([str(name) for name in table.columns], dtype=object)
@@ -29,25 +29,26 @@ UNASSIGNED = "unassigned"
 """Label of cells with a confidence below the threshold."""
 
 UNLABELED, UNKNOWN = -1, -2
-"""Codes of cells without label, and of cells whose label a model does not know."""
+"""Codes of cells without a label, and of cells whose label is unknown to the model."""
 
 
 def text_labels(values: pd.Series, *, key: str, argument: str = "labels_key") -> pd.Categorical:
     """Return labels as text, with the categories that occur, sorted; missing values stay missing.
 
-    Whole numbers lose the decimal point that a column with missing values gives them, so that 1 and 1.0 are one label.
+    Integers lose the decimal point that they have in a column with missing values, so that 1 and 1.0 are the same
+    label.
 
     Parameters
     ----------
     values
-        A column of obs: text, numbers, truth values or categories.
+        A column of obs: text, numbers, booleans or categories.
     key, argument
-        The name of the column, and of the argument that named it, for messages.
+        Names of the column and of the corresponding argument, for messages.
 
     Raises
     ------
     DataError
-        If the column contains numbers that are not whole.
+        If the column contains numbers that are not integers.
     """
     codes, found = pd.factorize(values)
     fractional = [value for value in found if _is_number(value) and not float(value).is_integer()]
@@ -61,7 +62,7 @@ def text_labels(values: pd.Series, *, key: str, argument: str = "labels_key") ->
 
 
 def codes_of(values: pd.Series, classes: Sequence[str], *, key: str, argument: str = "labels_key") -> np.ndarray:
-    """Return the class index of each cell, int64, shape (N,). -1 is no label; -2 is a label not in `classes`."""
+    """Return the class index of each cell, int64, shape (N,); -1 for no label, -2 for a label not in `classes`."""
     labels = text_labels(values, key=key, argument=argument)
     number = {name: i for i, name in enumerate(classes)}
     lookup = np.array([*(number.get(name, UNKNOWN) for name in labels.categories), UNLABELED], dtype=np.int64)
@@ -69,7 +70,7 @@ def codes_of(values: pd.Series, classes: Sequence[str], *, key: str, argument: s
 
 
 def check_names(argument: str, names: Any) -> list[str] | None:
-    """Return an option that lists names. Raises unless it is None or a list of different names."""
+    """Return an option that lists names. Raises an error if it is neither None nor a list of unique names."""
     if names is None:
         return None
     listed = pd.api.types.is_list_like(names, allow_sets=False) and all(isinstance(name, str) for name in names)
@@ -82,7 +83,7 @@ BALANCED = "balanced"
 
 
 def check_weights(argument: str, weights: Any, classes: Sequence[str] | None) -> str | dict[str, float] | None:
-    """Return an option that weighs classes: None, ``"balanced"`` or weights by class; raise for anything else."""
+    """Return an option that weights classes: None, ``"balanced"`` or a mapping. Raises an error for other values."""
     if weights is None or (isinstance(weights, str) and weights == BALANCED):
         return weights
     if not isinstance(weights, Mapping):
@@ -98,6 +99,6 @@ def _is_number(value: Any) -> bool:
 
 
 def text_of(value: Any) -> str:
-    """Return a label as text; whole numbers without decimal point, so that 1 and 1.0 are one label."""
+    """Return a label as text; integers have no decimal point, so that 1 and 1.0 are the same label."""
     whole = _is_number(value) and float(value).is_integer()
     return str(int(value)) if whole else str(value)

@@ -1,4 +1,4 @@
-"""Scores of predicted classes, labels and numbers.
+"""Scores for predicted classes, labels and numbers.
 
 Shapes: N cells, C classes.
 """
@@ -18,7 +18,7 @@ def confusion_of(truth: np.ndarray, predicted: np.ndarray, n_classes: int) -> np
 
 
 def class_table(confusion: np.ndarray) -> dict[str, np.ndarray]:
-    """Return ``precision``, ``recall``, ``f1`` and ``support`` of each class, shape (C,); 0 if there is no cell."""
+    """Return ``precision``, ``recall``, ``f1`` and ``support`` of each class, shape (C,); 0 if there are no cells."""
     right, support, predicted = np.diag(confusion), confusion.sum(axis=1), confusion.sum(axis=0)
     return {
         "precision": _ratio(right, predicted),
@@ -29,10 +29,10 @@ def class_table(confusion: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def confusion_figures(confusion: np.ndarray) -> dict[str, float]:
-    """Return accuracy, balanced accuracy, and macro and weighted F1 of a confusion matrix of counts or shares.
+    """Return accuracy, balanced accuracy, and macro and weighted F1 of a confusion matrix of counts or fractions.
 
-    As scikit-learn computes them: balanced accuracy is the mean recall of the classes that occur, macro F1 the mean F1
-    of the classes that occur or are predicted. NaN if there is no cell.
+    The scores are defined as in scikit-learn. Balanced accuracy is the recall averaged over the classes that occur, and
+    macro F1 is the F1 averaged over the classes that occur or are predicted. Scores are NaN if there are no cells.
 
     Examples
     --------
@@ -54,16 +54,16 @@ def confusion_figures(confusion: np.ndarray) -> dict[str, float]:
 
 
 def calibration_error(confidence: np.ndarray, correct: np.ndarray, *, n_bins: int = _N_BINS) -> float:
-    """Return the expected calibration error: mean distance of confidence and accuracy (Guo et al. 2017, eq. 3).
+    """Return the expected calibration error: the mean gap between confidence and accuracy (Guo et al. 2017, eq. 3).
 
     Parameters
     ----------
     confidence
         Probability of the predicted class, in [0, 1], shape (N,).
     correct
-        Whether it is right, bool, shape (N,).
+        Whether the prediction is correct, bool, shape (N,).
     n_bins
-        Bins of equal width, (0, 1/n], (1/n, 2/n], ...
+        Number of bins of equal width, (0, 1/n], (1/n, 2/n], ...
 
     Examples
     --------
@@ -78,7 +78,7 @@ def calibration_error(confidence: np.ndarray, correct: np.ndarray, *, n_bins: in
 
 
 def regression_figures(target: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
-    """Return ``mae``, ``rmse``, ``r2``, ``pearson`` and ``spearman``, NaN where they are not defined."""
+    """Return ``mae``, ``rmse``, ``r2``, ``pearson`` and ``spearman``, or NaN if a score is undefined."""
     from scipy.stats import spearmanr
     from sklearn.metrics import r2_score
 
@@ -104,11 +104,12 @@ def multi_label_figures(targets: np.ndarray, probabilities: np.ndarray) -> dict[
     targets
         Whether each cell has each label, bool, shape (N, C).
     probabilities
-        Of each label, shape (N, C). F1 takes those above 0.5.
+        Probability of each label, shape (N, C). F1 counts probabilities above 0.5 as predictions.
 
     Returns
     -------
-    AUROC is NaN for a label that all cells or none have, the others for one that none has.
+    The scores. AUROC is NaN for labels that all cells or no cells have; the other scores are NaN for labels that no
+    cell has.
     """
     from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
@@ -122,7 +123,7 @@ def multi_label_figures(targets: np.ndarray, probabilities: np.ndarray) -> dict[
 
 
 def mean_of_known(values: np.ndarray) -> float:
-    """Return the mean of the values that are not NaN, NaN if there is none."""
+    """Return the mean of the values that are not NaN, or NaN if there are none."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)
         return float(np.nanmean(values)) if len(values) else float("nan")

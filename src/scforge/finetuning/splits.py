@@ -1,4 +1,4 @@
-"""Training, validation and test cells of fine-tuning.
+"""Training, validation and test cells for fine-tuning.
 
 Shapes: N cells.
 """
@@ -20,16 +20,16 @@ PARTS = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class Split:
-    """Rows of cells, int64, sorted, disjoint.
+    """Disjoint rows of cells, int64, sorted.
 
     Attributes
     ----------
     train
-        The model learns from these,
+        Cells that the model is trained on.
     validation
-        chooses its best epoch by these, and is calibrated on them,
+        Cells used to choose the best epoch and to calibrate the model.
     test
-        and is scored on these, which it never saw.
+        Cells used to score the model, which it was never trained on.
 
     Examples
     --------
@@ -51,7 +51,7 @@ class Split:
 
 
 def check_shares(validation_size: float, test_size: float) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless the shares leave cells to train on."""
+    """Raise :class:`~scforge.errors.OptionError` if the fractions leave no cells to train on."""
     if check_share("validation_size", validation_size) + check_share("test_size", test_size) >= 1:
         raise OptionError(f"validation_size={validation_size} and test_size={test_size} leave no training cells.")
 
@@ -66,7 +66,7 @@ def split_for(
     strata: pd.Series | None = None,
     groups: pd.Series | None = None,
 ) -> Split:
-    """Split cells at random: by class (each keeps its share), by whole groups such as donors, or plainly.
+    """Split cells at random, optionally stratified by class, or by whole groups such as donors.
 
     Parameters
     ----------
@@ -75,14 +75,14 @@ def split_for(
     validation_size, test_size
         Fractions of the cells.
     seed
-        Seed of the choice.
+        Random seed of the split.
     usable
-        Cells that take part, bool, shape (N,); None means all.
+        Cells to split, bool, shape (N,). If None, splits all cells.
     strata
-        Class of each cell, length N. Of a class with few cells, training comes first: one with one cell is in training,
-        one with two in training and test.
+        Class of each cell, length N. In classes with few cells, training has priority: a single cell is used for
+        training, and two cells are used for training and test.
     groups
-        Group of each cell, length N; whole groups are held out then, and classes do not matter.
+        Group of each cell, length N. If given, whole groups are held out, and `strata` is ignored.
 
     Returns
     -------
@@ -133,7 +133,7 @@ def check_groups(groups: pd.Series, *, n_parts: int) -> None:
 
 
 def _held_out(n: int, test_size: float, validation_size: float) -> tuple[int, int]:
-    """Return how many of `n` cells of a class are tested and validated on; at least one of each if there are enough."""
+    """Return the numbers of test and validation cells among `n` cells of a class, at least one each if possible."""
     n_test = 0 if not test_size else max(1, round(n * test_size))
     n_validation = 0 if not validation_size else max(1, round(n * validation_size))
     n_test = min(n_test, n - 1)
@@ -141,16 +141,17 @@ def _held_out(n: int, test_size: float, validation_size: float) -> tuple[int, in
 
 
 def with_each_in_training(split: Split, has: np.ndarray) -> Split:
-    """Return a split in which training has a cell of each label: a label without training cells gets one held-out cell.
+    """Return a split in which each label without training cells has one held-out cell moved to training.
 
-    Validation and test keep one cell at least, so that of very many rare labels some may stay without.
+    Validation and test keep at least one cell each, so some labels may remain without training cells if very many are
+    rare.
 
     Parameters
     ----------
     split
         Rows of the three parts.
     has
-        Which cells have which label, bool, shape (N, C).
+        Whether each cell has each label, bool, shape (N, C).
     """
     parts = {part: getattr(split, part) for part in PARTS}
     for of_label in has.T:
@@ -170,23 +171,23 @@ def warn_of_unlearned(prefix: str, names: Sequence[str], n_cells: int) -> None:
     Parameters
     ----------
     prefix
-        The argument and its value.
+        The argument and its value, for the message.
     names
         The labels; may be empty.
     n_cells
-        How many held-out cells have one of them.
+        Number of held-out cells that have one of these labels.
     """
     if names:
         warn(f"{prefix}: no training cell has {listing(names)}, which {n_cells} held-out cells have; change the split.")
 
 
 def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Split:
-    """Take the split that a column of obs has: ``"train"``, ``"validation"``, ``"test"``; other cells take no part.
+    """Read the split from a column of obs: ``"train"``, ``"validation"`` or ``"test"``; other cells are not used.
 
     Raises
     ------
     DataError
-        If no cell is for training, or the column has other values.
+        If there are no training cells, or the column contains other values.
     """
     values = np.asarray(column, dtype=object)
     missing = np.asarray(column.isna())

@@ -1,4 +1,4 @@
-"""Base of the tasks with a target for each cell: annotation, multi_label and regression.
+"""Base class of the tasks with a target for each cell: annotation, multi_label and regression.
 
 Shapes: N cells, D dimensions, C classes, labels or numbers.
 """
@@ -27,14 +27,14 @@ from scforge.training.objectives.base import TrainingDefaults
 
 
 class SupervisedTask(Task):
-    """A task with a target for each cell; its head is initialized by a linear model on the embeddings.
+    """A task with a target for each cell, whose head is initialized from a linear model on the embeddings.
 
     Parameters
     ----------
     head
-        Options of the head, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
+        Head options, a dict with ``hidden_dim`` (0: linear) and ``dropout``.
     probe_first
-        Start the last layer of the head at a linear model on the embeddings of the training cells.
+        Whether to initialize the last layer of the head from a linear model on the embeddings of the training cells.
     """
 
     defaults = TrainingDefaults(batch_size=64, lr=3e-4, weight_decay=0.01, schedule="cosine_warmup", max_epochs=15)
@@ -48,12 +48,12 @@ class SupervisedTask(Task):
 
     @property
     def argument(self) -> str:
-        """The option that names the targets, and its value."""
+        """The option that specifies the targets, with its value, for messages."""
         return f"labels_key={self.labels_key!r}"
 
     @property
     def known_classes(self) -> list[str]:
-        """The classes, once they are known."""
+        """The classes, after they have been determined."""
         assert self.classes is not None
         return self.classes
 
@@ -75,18 +75,18 @@ class SupervisedTask(Task):
 
     @abstractmethod
     def baselines(self, inputs: BaselineInputs, targets: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the estimates of baselines that learn from the targets of the training cells."""
+        """Return the estimates of baselines that are fitted to the targets of the training cells."""
 
     @abstractmethod
     def scores(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, float]:
         """Return the scores of estimates."""
 
     def tables(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, pd.DataFrame]:
-        """Return further tables of the estimates of the model."""
+        """Return further tables for the estimates of the model."""
         return {}
 
     def count_unscored(self, targets: np.ndarray, column: Column) -> dict[str, int]:
-        """Return how many cells are not scored, and why."""
+        """Return the number of cells that are not scored, by reason."""
         return {"n_unlabeled": int((~self.has_target(targets)).sum())}
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
@@ -96,7 +96,7 @@ class SupervisedTask(Task):
             raise DataError(f"{lacking} of {len(train_rows)} training cells have no known value in {self.argument}.")
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Standardize the input of the head, and initialize it by a linear model on the embeddings."""
+        """Standardize the head input, and initialize the head from a linear model on the embeddings."""
         targets = self.read(cells.column)
         rows = np.flatnonzero(self.has_target(targets))
         fit = partial(self.fit, targets=targets[rows]) if self.probe_first else None
@@ -107,7 +107,7 @@ class SupervisedTask(Task):
         return {"target": torch.from_numpy(self._targets[rows])}
 
     def weights_of(self, option: Any, balanced: np.ndarray) -> torch.Tensor | None:
-        """Return the weight of each class according to an option, float32, shape (C,); None for no weights."""
+        """Return the weight of each class specified by an option, float32, shape (C,), or None for no weights."""
         if option is None:
             return None
         if option == BALANCED:
@@ -117,13 +117,14 @@ class SupervisedTask(Task):
     def evaluate(self, context: EvaluationContext) -> Evaluated:
         """Score the estimates of cells, with baselines trained on the same cells.
 
-        Scores are computed over the ``n_scored`` cells with a target that the model knows, see the method ``scores``.
-        No method can predict the others correctly, so they are not counted as wrong; columns report their number.
+        Scores are computed over the ``n_scored`` cells whose target is known to the model; see the method ``scores``.
+        No method can predict the other cells correctly, so they are not counted as wrong. Columns report the number of
+        these cells.
 
         Raises
         ------
         DataError
-            If there is none.
+            If there are no such cells.
         """
 
         def column(key: str) -> pd.Series:

@@ -1,4 +1,4 @@
-"""Published checkpoints of other packages, read into our architectures by name maps."""
+"""Published checkpoints of other packages, converted to scforge architectures with name maps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read checkpoints of other packages: safe files, names of weights, and formats."""
+"""Reading checkpoints of other packages: safe file loading, weight names, and formats."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from scforge.models import _weights
 
 @dataclass(frozen=True)
 class Transform:
-    """Two functions: from weights of the checkpoint, in the order of the rule, to one of ours, and back."""
+    """Two functions: one from checkpoint weights, in the order of the rule, to one scforge weight, and its inverse."""
 
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
     split: Callable[[torch.Tensor], Sequence[torch.Tensor]]
@@ -39,7 +39,7 @@ TRANSPOSED = Transform(lambda parts: parts[0].T, lambda ours: [ours.T])
 
 
 def stacked(n: int) -> Transform:
-    """Stack weights of the same shape, such as those of queries, keys and values.
+    """Stack weights of the same shape, such as query, key and value weights.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def stacked(n: int) -> Transform:
 
     Returns
     -------
-    The transform of a :class:`Rule`.
+    The transform for a :class:`Rule`.
 
     Examples
     --------
@@ -59,10 +59,10 @@ def stacked(n: int) -> Transform:
 
 
 def folded_row(n_rows: int) -> Transform:
-    """Add the first row of a second table, of `n_rows`, to each row of the first.
+    """Add the first row of a second table, which has `n_rows`, to each row of the first table.
 
-    All tokens of a cell have the token type 0 of BERT, so that its vector is part of every position. On the way back it
-    is zero.
+    All tokens of a cell have the BERT token type 0, so its vector is part of every position. In the inverse direction,
+    the second table is zero.
 
     Examples
     --------
@@ -74,7 +74,7 @@ def folded_row(n_rows: int) -> Transform:
 
 
 def rows_in_order(order: Sequence[int]) -> Transform:
-    """Put the rows of a table in another order: row i of ours is row ``order[i]`` of theirs, or zeros where it is -1.
+    """Reorder table rows: row i in scforge is row ``order[i]`` in the checkpoint, or zeros if ``order[i]`` is -1.
 
     Examples
     --------
@@ -100,7 +100,7 @@ def rows_in_order(order: Sequence[int]) -> Transform:
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of a map.
+    """One line of a name map.
 
     Attributes
     ----------
@@ -108,7 +108,7 @@ class Rule:
         Pattern of the weight in the checkpoint, or several patterns if the transform takes several weights. ``{i}`` is
         the index of a layer, ``{p}`` is ``weight`` or ``bias``.
     target
-        Pattern of our weight.
+        Pattern of the scforge weight.
     transform
         Transform of the weights: ``AS_IS``, ``TRANSPOSED``, ``stacked(n)``, ``rows_in_order(order)`` or
         ``folded_row(n)`` from ``scforge.foreign.base``, or a ``Transform`` of two functions.
@@ -125,7 +125,7 @@ class Rule:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The patterns of the weights in the checkpoint."""
+        """Patterns of the weights in the checkpoint."""
         return (self.source,) if isinstance(self.source, str) else self.source
 
     def found_in(self, names: Iterable[str]) -> list[dict[str, str]]:
@@ -142,16 +142,16 @@ class Rule:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A weight of the checkpoint that has no use in our model, with the reason.
+    """A checkpoint weight that is not used in the scforge model, with the reason.
 
     Attributes
     ----------
     source
         Pattern of its name; ``*`` matches anything.
     why
-        The reason as text.
+        Reason as text.
     same_as
-        Another weight of the checkpoint that must be equal to it, for weights that are stored twice.
+        Another checkpoint weight that must be equal to this weight, for weights that are stored twice.
 
     Examples
     --------
@@ -166,14 +166,14 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class NameMap:
-    """All lines of a family for one checkpoint.
+    """All rules of a family for one checkpoint.
 
     Attributes
     ----------
     family
         Name of the checkpoint in messages, e.g. ``"Geneformer"``.
     rules, left_out
-        The lines.
+        Rules for the converted weights, and weights that are left out.
 
     Examples
     --------
@@ -192,22 +192,22 @@ class NameMap:
     def convert(
         self, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]], *, where: str
     ) -> dict[str, torch.Tensor]:
-        """Convert the weights of a checkpoint to ours, float32.
+        """Convert the weights of a checkpoint to scforge weights, float32.
 
         Parameters
         ----------
         tensors
-            Weights of the checkpoint by name.
+            A mapping from name to checkpoint weight.
         expected
-            Names and shapes of all weights of ours.
+            A mapping from the name of each scforge weight to its shape.
         where
             The checkpoint, for messages.
 
         Raises
         ------
         ModelFileError
-            If a weight of theirs is neither used nor known to be left out, or one of ours would be left random, or has
-            another shape.
+            If a checkpoint weight is neither used nor explicitly left out, or if an scforge weight would remain random
+            or has a different shape.
         """
         used = self._left_out(tensors, where)
         ours: dict[str, torch.Tensor] = {}
@@ -241,12 +241,12 @@ class NameMap:
         return {name: ours[name] for name in expected}
 
     def invert(self, ours: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the weights under their names.
+        """Return scforge weights under their checkpoint names.
 
         Raises
         ------
         ModelFileError
-            If one of ours has no name there.
+            If a weight has no name in the checkpoint format.
         """
         theirs: dict[str, torch.Tensor] = {}
         for name, tensor in ours.items():
@@ -258,7 +258,7 @@ class NameMap:
         return theirs
 
     def _left_out(self, tensors: Mapping[str, torch.Tensor], where: str) -> set[str]:
-        """Return the weights that are left out."""
+        """Return the names of the weights that are left out."""
         names: set[str] = set()
         for line in self.left_out:
             found = [name for name in tensors if _compiled(line.source).fullmatch(name)]
@@ -271,14 +271,14 @@ class NameMap:
         return names
 
     def _rule_of(self, target: str) -> tuple[Rule | None, dict[str, str]]:
-        """Return the rule for one of our weights, and the values of its placeholders."""
+        """Return the rule for an scforge weight, and the values of its placeholders."""
         for rule in self.rules:
             if (found := _compiled(rule.target).fullmatch(target)) is not None:
                 return rule, found.groupdict()
         return None, {}
 
     def _name_of(self, target: str) -> str:
-        """Return the name in the checkpoint of a weight of ours."""
+        """Return the checkpoint name of an scforge weight."""
         rule, found = self._rule_of(target)
         return target if rule is None else rule.sources[0].format(**found)
 
@@ -294,14 +294,14 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def _floats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a weight as float32; whole numbers are of a checkpoint that was quantized."""
+    """Return a weight as float32; integers indicate a quantized checkpoint and raise an error."""
     if not tensor.is_floating_point():
         raise TypeError(f"{tensor.dtype} is not a weight")
     return tensor.float()
 
 
 def first_file(source: Path, names: Sequence[str], what: str) -> Path:
-    """Return the first of some files that a folder has."""
+    """Return the first of several files that exists in a folder."""
     for name in names:
         if (source / name).is_file():
             return source / name
@@ -317,7 +317,7 @@ def read_options(path: Path) -> dict[str, Any]:
 
 
 def in_order(tokens: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the names of a vocabulary in the order of their numbers."""
+    """Return the token names of a vocabulary in the order of their ids."""
     names = sorted((name for name, number in tokens.items() if isinstance(number, Integral)), key=tokens.__getitem__)
     if not names or [tokens[name] for name in names] != list(range(len(tokens))):
         raise DataError("vocab has indices that are not 0, 1, 2, ... without gaps; pass the published file.")
@@ -325,17 +325,17 @@ def in_order(tokens: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def read_dictionary(path: Path) -> dict[str, Any]:
-    """Return a dictionary from text to text or numbers, of a JSON or a pickle file.
+    """Return a dictionary from text to text or numbers, read from a JSON or pickle file.
 
     A pickle file may contain containers, text, numbers and NumPy scalars. Anything else is rejected before it is
-    created, so no code of the file runs.
+    created, so no code from the file runs.
 
     Raises
     ------
     MissingFileError
         If there is no such file.
     ModelFileError
-        If it holds something else.
+        If the file contains anything else.
     """
     if path.suffix == ".json":
         return read_options(path)
@@ -356,7 +356,7 @@ def read_dictionary(path: Path) -> dict[str, Any]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Makes containers, text, numbers and NumPy scalars; of anything else it does not even import the name."""
+    """Creates containers, text, numbers and NumPy scalars; the names of other objects are not even imported."""
 
     _KNOWN: dict[tuple[str, str], Any] = {
         ("collections", "OrderedDict"): collections.OrderedDict,
@@ -367,14 +367,14 @@ class _PlainUnpickler(pickle.Unpickler):
     }
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return one of the few things that numbers need, or refuse."""
+        """Return one of the few objects needed for numbers. Raises an error for other objects."""
         if (module, name) not in self._KNOWN:
             raise pickle.UnpicklingError(f"opening it would run {module}.{name}; save it as JSON")
         return self._KNOWN[module, name]
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a safetensors or torch file by name, on the CPU; of all files that an index names.
+    """Return a mapping from name to weight on the CPU, from a safetensors or torch file, or all files of an index.
 
     Raises
     ------
@@ -394,7 +394,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_torch(path: Path) -> Any:
-    """Return the content of a torch file, of which only tensors and plain containers are unpickled.
+    """Return the content of a torch file; only tensors and plain containers are unpickled.
 
     Raises
     ------
@@ -420,7 +420,7 @@ def read_torch(path: Path) -> Any:
 
 
 def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
-    """Return the weights in what a torch file held: the content itself, or its entry under a common name."""
+    """Return the weights in the content of a torch file: the content itself, or an entry under a common name."""
     for name in ("state_dict", "model_state_dict"):
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
@@ -443,15 +443,16 @@ class Foreign:
     family, version
         Name in the registry, and the version of the family if there are several.
     architecture, tokenizer, objective
-        Name (``"name"``) and options of each; those of the architecture give the modules whose weights `names` fills.
+        Name (``"name"``) and options of each. The architecture options create the modules whose weights are filled by
+        `names`.
     vocab
-        The genes, in the order of our token ids.
+        The genes, in the order of the scforge token ids.
     names
-        Mapping of weights.
+        Name map of the weights.
     tensors
-        The weights of the checkpoint by their names.
+        A mapping from name to checkpoint weight.
     source
-        File or folder of the checkpoint.
+        Checkpoint file or folder.
 
     Examples
     --------
@@ -482,16 +483,16 @@ class Foreign:
     source: str
 
     def weights(self, expected: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-        """Return the weights of a module whose weights have these shapes; see :meth:`NameMap.convert`."""
+        """Return the weights for a module with these weight shapes; see :meth:`NameMap.convert`."""
         return self.names.convert(self.tensors, expected, where=repr(self.source))
 
 
 class Family(Protocol):
-    """A family of published checkpoints: how one is recognized, and how it becomes a :class:`Foreign`.
+    """A family of published checkpoints: it recognizes a checkpoint and converts it to a :class:`Foreign`.
 
     A family is a class with these two methods, registered with :func:`register_family`. ``Encoder.from_checkpoint`` and
     ``scforge convert-checkpoint`` then support it. Additional arguments of `read` are keyword-only arguments, which
-    both pass on. Other packages register families through the entry-point group ``scforge.checkpoints``.
+    both callers pass on. Other packages register families through the entry-point group ``scforge.checkpoints``.
 
     Examples
     --------
@@ -506,7 +507,7 @@ class Family(Protocol):
     """
 
     def recognizes(self, source: Path) -> bool:
-        """Return whether a file or folder is a checkpoint of this family, at a glance."""
+        """Return whether a file or folder looks like a checkpoint of this family, by a quick check."""
         ...
 
     def read(self, source: Path, **options: Any) -> Foreign:
@@ -515,7 +516,7 @@ class Family(Protocol):
         Raises
         ------
         MissingFileError, ModelFileError, OptionError, DataError
-            If something of it is missing, or cannot be used.
+            If a part of the checkpoint is missing or cannot be used.
         """
         ...
 
@@ -540,11 +541,11 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     Parameters
     ----------
     source
-        Folder or file of the checkpoint.
+        Checkpoint folder or file.
     family
         One of :func:`list_families`. If None, uses the family that recognizes the checkpoint.
     **options
-        Additional arguments of the family, e.g. ``tokens_medians`` for Geneformer.
+        Additional arguments for the family, e.g. ``tokens_medians`` for Geneformer.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""Checkpoints of Geneformer, read and written."""
+"""Reading and writing of Geneformer checkpoints."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ if TYPE_CHECKING:
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 _BARE = ("embeddings.", "encoder.", "pooler.")
-"""How the weights of a BERT are called that was saved without a head around it."""
+"""Prefixes of weight names in a BERT model that was saved without a head."""
 _MASKED_LM = "BertForMaskedLM"
 _TOKENS_V2 = 20_275
-"""Size of the published vocabulary of V2."""
+"""Size of the published V2 vocabulary."""
 _POOLING = {"V1": "genes", "V2": "cls"}
-"""How Geneformer's ``EmbExtractor`` embeds cells, from the layer below the last."""
+"""Pooling of Geneformer's ``EmbExtractor`` by version, applied to the layer below the last layer."""
 _FILES = {"tokens": "token_dictionary*.pkl", "medians": "gene_median_dictionary*.pkl"}
 _FOLDERS = {"V1": (".", "gene_dictionaries_30m", "geneformer/gene_dictionaries_30m"), "V2": (".", "geneformer")}
 _LAYER, _OURS = "bert.encoder.layer.{i}.", "encoder.layers.{i}."
 
 
 def geneformer_names(*, tied: bool = True, n_types: int = 2, head: bool = True) -> NameMap:
-    """Return the name map of a ``BertForMaskedLM``, or of the BERT in a model for something else.
+    """Return the name map of a ``BertForMaskedLM``, or of the BERT model in a model for another task.
 
     Parameters
     ----------
     tied
         Whether the last layer of the head is the gene embedding.
     n_types
-        Number of token types, of which cells have the first alone.
+        Number of token types, of which cells use only the first.
     head
-        Whether there is the head of the masked language model.
+        Whether the masked language model head is present.
     """
     word = "bert.embeddings.word_embeddings.weight"
     queries = tuple(f"{_LAYER}attention.self.{part}.{{p}}" for part in ("query", "key", "value"))
@@ -106,10 +106,10 @@ def geneformer_names(*, tied: bool = True, n_types: int = 2, head: bool = True) 
 
 @register_family("geneformer")
 class Geneformer:
-    """Folders that ``BertForMaskedLM.save_pretrained`` wrote, with the dictionaries of a Geneformer."""
+    """Folders written by ``BertForMaskedLM.save_pretrained``, with the Geneformer dictionaries."""
 
     def recognizes(self, source: Path) -> bool:
-        """Return whether there is a BERT configuration next to weights."""
+        """Return whether the folder contains a BERT configuration and weights."""
         config = source / "config.json"
         if not config.is_file() or not any((source / name).is_file() for name in _WEIGHTS):
             return False
@@ -189,7 +189,7 @@ class Geneformer:
 
 
 def _prefixed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return weights by the names that they have in a model with a head."""
+    """Return weights under the names that they have in a model with a head."""
     bare = any(name.startswith(_BARE) for name in tensors)
     return {f"bert.{name}" if bare and name.startswith(_BARE) else name: value for name, value in tensors.items()}
 
@@ -220,7 +220,7 @@ class _Config(BaseModel):
 def _vocab(
     source: Path, version: str, tokens_medians: Any, ensembl_map: Dictionary | None, gene_names: Dictionary | None
 ) -> GeneVocab:
-    """Return the vocabulary of the dictionaries that were given, or lie in the folder."""
+    """Return the vocabulary from dictionaries that are passed or found in the folder."""
     if tokens_medians is None or (isinstance(tokens_medians, str | os.PathLike) and Path(tokens_medians).is_dir()):
         folder = source if tokens_medians is None else Path(tokens_medians)
         found = _dictionaries_in(folder, version)
@@ -237,7 +237,7 @@ def _vocab(
 
 
 def _dictionaries_in(folder: Path, version: str) -> dict[str, Path]:
-    """Return the files of the two dictionaries in a folder, or where the published repository has them."""
+    """Return the two dictionary files in a folder, or in the subfolders used by the published repository."""
     for part in _FOLDERS[version]:
         found = {what: path for what, pattern in _FILES.items() if (path := _only(folder / part / pattern))}
         if len(found) == len(_FILES):
@@ -249,20 +249,20 @@ def _dictionaries_in(folder: Path, version: str) -> dict[str, Path]:
 
 
 def _only(pattern: Path) -> Path | None:
-    """Return the file of a folder that a pattern fits, None if there are none or several."""
+    """Return the file that matches a pattern, or None if no file or several files match."""
     found = list(pattern.parent.glob(pattern.name))
     return found[0] if len(found) == 1 else None
 
 
 def _opened(dictionary: Any) -> Any:
-    """Return the content of a dictionary in a JSON or pickle file; anything else unchanged."""
+    """Return the content of a dictionary in a JSON or pickle file; other values are returned unchanged."""
     if isinstance(dictionary, str | os.PathLike) and Path(dictionary).suffix in (".pkl", ".pickle", ".json"):
         return read_dictionary(Path(dictionary))
     return dictionary
 
 
 def _gene_names(names: Any, genes: set[str]) -> dict[str, str]:
-    """Return further names of genes: symbol to id."""
+    """Return a mapping from gene symbol to gene id."""
     if names is None:
         return {}
     if isinstance(names, str | os.PathLike):
@@ -288,29 +288,29 @@ _NEEDED = {
     "embedding_norm": "sum",
     "final_norm": None,
 }
-"""Options that BERT has with this value alone."""
+"""Options for which BERT supports only this value."""
 
 
 def to_geneformer(model: Any, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-    """Write a model as a folder that ``transformers.BertForMaskedLM.from_pretrained`` loads.
+    """Write a model to a folder that ``transformers.BertForMaskedLM.from_pretrained`` can load.
 
-    In addition to ``config.json`` and ``model.safetensors``, it writes the dictionaries of Geneformer's code:
-    ``token_dictionary.pkl``, ``gene_median_dictionary.pkl`` where the vocabulary has medians, and
-    ``ensembl_mapping_dict.pkl`` where it has aliases. They contain text and numbers only.
+    In addition to ``config.json`` and ``model.safetensors``, the function writes the dictionaries used by the
+    Geneformer code: ``token_dictionary.pkl``, ``gene_median_dictionary.pkl`` if the vocabulary has medians, and
+    ``ensembl_mapping_dict.pkl`` if it has aliases. These contain only text and numbers.
 
     Parameters
     ----------
     model
-        A ``transformer_encoder`` with the options of a BERT; of a fine-tuned model the encoder without its head.
+        A ``transformer_encoder`` with BERT options. For a fine-tuned model, the encoder is written without its head.
     folder
-        Folder to make.
+        Folder to create.
     overwrite
-        Replace the model in a folder that exists; files that are not of scforge stay.
+        Whether to replace the model in an existing folder; files not written by scforge are kept.
 
     Raises
     ------
     OptionError
-        If the model has something that BERT has not, or `folder` exists.
+        If the model uses options that BERT does not support, or `folder` exists.
 
     Examples
     --------
@@ -342,7 +342,7 @@ def to_geneformer(model: Any, folder: str | os.PathLike[str], *, overwrite: bool
 
 
 def _options(model: Any) -> dict[str, Any]:
-    """Return all options of the architecture. Raises if BERT cannot have them."""
+    """Return all options of the architecture. Raises an error if BERT does not support them."""
     spec = model.spec
     if spec.architecture != "transformer_encoder":
         raise OptionError(
@@ -359,7 +359,7 @@ def _options(model: Any) -> dict[str, Any]:
 
 
 def _config(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the BERT."""
+    """Return the BERT configuration."""
     width = options["hidden_dim"]
     return {
         "scforge_version": __version__,  # this folder may be written again
@@ -384,7 +384,7 @@ def _config(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _dictionaries(vocab: GeneVocab) -> dict[str, dict[str, Any]]:
-    """Return the dictionaries of a vocabulary by the names of their files."""
+    """Return a mapping from file name to dictionary of a vocabulary."""
     files: dict[str, dict[str, Any]] = {
         "token_dictionary.pkl": {token: number for number, token in enumerate(vocab.tokens)}
     }

@@ -1,8 +1,8 @@
 """ScDiVa (arXiv:2602.03477): the layout of its released code, in which a cell is one vector.
 
-There the whole profile becomes a sequence of length 1, so that rotary positions turn nothing (position 0) and the
-attention is a linear map. Its own loader falls back to random weights where it cannot read a file; here that is an
-error. Of its weights few names were published for certain, so usual spellings of the others are known, too.
+In the released code, the whole profile becomes a sequence of length 1, so rotary positions have no effect (position 0)
+and the attention is a linear map. The original loader falls back to random weights if it cannot read a file; here, this
+is an error. Only a few weight names were published reliably, so common spellings of the others are also accepted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt", "model
 _ATTENTION = ("attn", "attention", "self_attn")
 _FFN = ("ffn", "mlp", "feed_forward")
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""Names of the gate, of what it is multiplied with, and of the way back; the second as in LLaMA."""
+"""Names of the gate, the up-projection and the down-projection; the second set is used by LLaMA."""
 _NORMS = {
     "norm_attention": ("norm1", "attn_norm", "attention_norm", "input_layernorm", "ln1"),
     "norm_ffn": ("norm2", "ffn_norm", "mlp_norm", "post_attention_layernorm", "ln2"),
@@ -76,7 +76,7 @@ class _Config(BaseModel):
 
 
 def scdiva_names() -> NameMap:
-    """Return the name map of the released layout, in all spellings."""
+    """Return the name map of the released layout, with all spellings."""
     projection = "gene_embedding.gene_projection"
     layer, ours = "encoder.layers.{i}.", "encoder.layers.{i}."
     rules = [Rule(f"{projection}.weight", "gene_embedding.weight", TRANSPOSED)]
@@ -108,10 +108,10 @@ def scdiva_names() -> NameMap:
 
 @register_family("scdiva")
 class ScDiVa:
-    """A folder with ``config.json`` and weights in the layout of ScDiVa's released code."""
+    """A folder with ``config.json`` and weights in the layout of the released ScDiVa code."""
 
     def recognizes(self, source: Path) -> bool:
-        """Return whether a configuration that names ScDiVa is next to weights."""
+        """Return whether there is a configuration that mentions ScDiVa next to the weights."""
         folder = source if source.is_dir() else source.parent
         if not (folder / _CONFIG).is_file() or not (source.is_file() or any((folder / w).is_file() for w in _WEIGHTS)):
             return False
@@ -127,15 +127,16 @@ class ScDiVa:
         Parameters
         ----------
         source
-            Folder with ``config.json`` and weights, or the file of the weights next to it.
+            Folder with ``config.json`` and weights, or the weight file next to ``config.json``.
         vocab
-            The genes in the order of the columns of the checkpoint: their names, names to columns, or a file: JSON of
-            either, or text with one name a line. Neither weights nor configuration hold them.
+            Genes in the order of the checkpoint columns: a list of names, a mapping from name to column, or a file
+            (JSON with either, or text with one name per line). Neither the weights nor the configuration contain the
+            gene names.
 
         Raises
         ------
         MissingFileError, ModelFileError, OptionError, DataError
-            If something of it is missing, or cannot be used.
+            If a part of the checkpoint is missing or cannot be used.
         """
         path = first_file(source, _WEIGHTS, "weights") if source.is_dir() else source
         config = parsed(_Config, read_json(path.parent / _CONFIG), f"{_CONFIG} is not of a ScDiVa")
@@ -177,7 +178,7 @@ class ScDiVa:
 
 
 def _without_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights by their names in the model, if all are in one part of a larger module."""
+    """Return the weights under their names in the model, even if all are in one part of a larger module."""
     for prefix in ("model.", "scdiva."):
         if all(name.startswith(prefix) for name in tensors):
             return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}

@@ -1,6 +1,6 @@
-"""scFoundation (Hao et al. 2024): the encoder of its masked autoencoder, with its embedding of genes and values.
+"""scFoundation (Hao et al. 2024): the encoder of its masked autoencoder, with its gene and value embedding.
 
-Its decoder is a Performer over all genes of the panel, which is not computed here.
+The decoder is a Performer over all genes in the panel, and is not supported here.
 
 https://doi.org/10.1038/s41592-024-02305-7
 """
@@ -37,7 +37,7 @@ _LAYER, _OURS = "encoder.transformer_encoder.{i}.", "encoder.layers.{i}."
 
 
 def scfoundation_names(order: tuple[int, ...]) -> NameMap:
-    """Return the name map of the autoencoder; `order` has the position there of each of our tokens."""
+    """Return the name map of the autoencoder; `order` contains the checkpoint position of each scforge token."""
     rules = (
         Rule("pos_emb.weight", "embedding.gene_embedding.weight", rows_in_order(order)),
         Rule("token_emb.mlp.{p}", "embedding.value_encoder.linear_in.{p}"),
@@ -62,10 +62,10 @@ def scfoundation_names(order: tuple[int, ...]) -> NameMap:
 
 @register_family("scfoundation")
 class ScFoundation:
-    """The file ``models.ckpt``, or its folder, with the panel of genes."""
+    """The file ``models.ckpt`` or its folder, with the gene panel."""
 
     def recognizes(self, source: Path) -> bool:
-        """Return whether it has the published name."""
+        """Return whether the file has the published name."""
         return source.name == _WEIGHTS if source.is_file() else (source / _WEIGHTS).is_file()
 
     def read(
@@ -156,7 +156,7 @@ class _Datasets(BaseModel):
 
 
 class _Config(BaseModel):
-    """Fields of the configuration in a checkpoint that are read."""
+    """Fields of a checkpoint configuration that are read."""
 
     model: Literal["mae_autobin"]
     options: _Named = Field(alias="model_config")
@@ -164,7 +164,7 @@ class _Config(BaseModel):
 
 
 def _panel(vocab: str | os.PathLike[str] | Sequence[str] | None, beside: Path) -> tuple[str, ...]:
-    """Return the genes of the panel in their order."""
+    """Return the genes in the panel, in order."""
     import pandas as pd
 
     if vocab is not None and not isinstance(vocab, str | os.PathLike):

@@ -1,4 +1,4 @@
-"""scGPT (Cui et al. 2024): the state of its ``TransformerModel``, with or without flash attention.
+"""scGPT (Cui et al. 2024): the weights of its ``TransformerModel``, with or without flash attention.
 
 https://doi.org/10.1038/s41592-024-02201-0
 """
@@ -35,7 +35,7 @@ _LAYER, _OURS = "transformer_encoder.layers.{i}.", "encoder.layers.{i}."
 
 
 def scgpt_names(order: tuple[int, ...]) -> NameMap:
-    """Return the name map of a ``TransformerModel``; `order` has the token id there of each of our tokens."""
+    """Return the name map of a ``TransformerModel``; `order` contains the scGPT token id of each scforge token."""
     rules = (
         Rule("encoder.embedding.weight", "embedding.gene_embedding.weight", rows_in_order(order)),
         Rule("encoder.enc_norm.{p}", "embedding.layer_norm.{p}"),
@@ -64,19 +64,20 @@ def scgpt_names(order: tuple[int, ...]) -> NameMap:
 
 
 def scgpt_vocab(tokens: Mapping[str, int]) -> tuple[GeneVocab, tuple[int, ...]]:
-    """Return our vocabulary of a published one, and the token id there of each of our tokens (-1 for none).
+    """Return the scforge vocabulary for a published vocabulary, and the scGPT id of each scforge token (-1 for none).
 
-    Special tokens come first here. scGPT hides values rather than genes, so it has no MASK; here MASK has no vector.
+    Special tokens come first in scforge. scGPT masks values rather than genes, so it has no MASK token; in scforge,
+    MASK has no vector.
 
     Parameters
     ----------
     tokens
-        Gene symbol or special token to token id.
+        A mapping from gene symbol or special token to token id.
 
     Raises
     ------
     DataError
-        If `tokens` is not a vocabulary of scGPT.
+        If `tokens` is not an scGPT vocabulary.
     """
     names = in_order(tokens)
     if missing := [name for name in (PAD_TOKEN, CLS_TOKEN) if name not in tokens]:
@@ -90,10 +91,10 @@ def scgpt_vocab(tokens: Mapping[str, int]) -> tuple[GeneVocab, tuple[int, ...]]:
 
 @register_family("scgpt")
 class ScGPT:
-    """Folders of a published scGPT: ``best_model.pt``, ``vocab.json``, ``args.json``."""
+    """Folders of a published scGPT model: ``best_model.pt``, ``vocab.json``, ``args.json``."""
 
     def recognizes(self, source: Path) -> bool:
-        """Return whether the vocabulary and the arguments of a training are there."""
+        """Return whether the folder contains a vocabulary and training arguments."""
         folder = source if source.is_dir() else source.parent
         return (folder / _VOCAB).is_file() and (folder / _ARGS).is_file()
 
@@ -149,7 +150,7 @@ class ScGPT:
 
 
 class _Args(BaseModel):
-    """Training options that are read, or that must have a fixed value; defaults are those of scGPT."""
+    """Training options that are read, or that must have a fixed value; defaults are the scGPT defaults."""
 
     model_config = ConfigDict(strict=True)
     embsize: PositiveInt

@@ -18,7 +18,7 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 
 _NUMBERS = 2**26
-"""Maximum number of attention weights of a layer and batch (256 MB), unless one cell has more."""
+"""Maximum number of attention weights per layer and batch (256 MB), unless a single cell has more."""
 
 
 def attention_between_genes(
@@ -36,13 +36,13 @@ def attention_between_genes(
 ) -> sparse.csr_matrix:
     """Return the attention of each gene (row) to each other gene (column), averaged over cells.
 
-    The mean is over the cells in which the layer attends to the tokens of both genes (an architecture may only keep the
-    first tokens). Attention of a gene to itself and to special tokens is left out, and the rest is not scaled to sum to
-    1.
+    The mean is over the cells in which the layer attends to the tokens of both genes (an architecture may keep only the
+    first tokens). Attention of a gene to itself and to special tokens is left out, and the remaining weights are not
+    rescaled to sum to 1.
 
-    Float32, shape (G, G), with at most `top_k` entries per row, for pairs of genes that are tokens together in at least
-    `min_cells` cells. Sums over all pairs need eight bytes per pair, so only the `max_genes` most widely expressed
-    genes are used. `heads` is ``"mean"``, ``"max"`` or the index of a head.
+    The result is float32, shape (G, G), with at most `top_k` entries per row, for pairs of genes whose tokens occur
+    together in at least `min_cells` cells. Sums over all pairs need eight bytes per pair, so only the `max_genes` most
+    widely expressed genes are used. `heads` is ``"mean"``, ``"max"`` or the index of a head.
 
     Examples
     --------
@@ -79,19 +79,19 @@ def attention_between_genes(
 
 
 def _n_heads(module: nn.Module) -> int:
-    """Return the heads of all layers in one dimension."""
+    """Return the total number of attention heads in all layers."""
     return max(1, sum(part.num_heads for part in module.modules() if isinstance(getattr(part, "num_heads", None), int)))
 
 
 def _widely_expressed(cells: CellSource, most: int) -> tuple[np.ndarray, int]:
-    """Return the genes that most cells express, ascending, at most `most`, and how many are expressed at all."""
+    """Return up to `most` genes expressed in the most cells, ascending, and the number of expressed genes."""
     n_cells = np.bincount(cells.counts.indices, minlength=cells.counts.shape[1])
     seen = np.flatnonzero(n_cells)
     return np.sort(seen[np.argsort(-n_cells[seen], kind="stable")[:most]]), len(seen)
 
 
 def _over_heads(weights_bnss: torch.Tensor, heads: str | int) -> torch.Tensor:
-    """Return the attention of the chosen heads, shape (B, S, S)."""
+    """Return the attention of the selected heads, shape (B, S, S)."""
     n_heads = weights_bnss.shape[1]
     if heads == "mean":
         return weights_bnss.mean(dim=1)
@@ -104,7 +104,7 @@ def _over_heads(weights_bnss: torch.Tensor, heads: str | int) -> torch.Tensor:
 
 @numba.njit(cache=True, nogil=True)
 def _add(weights, at, sums, numbers):
-    """Add the weights between tokens with a selected gene; -1 marks other genes."""
+    """Add the weights between tokens with a selected gene; other genes have the value -1."""
     for cell in range(len(at)):
         for query in range(at.shape[1]):
             row = at[cell, query]
@@ -120,7 +120,7 @@ def _add(weights, at, sums, numbers):
 def _strongest(
     sums: np.ndarray, numbers: np.ndarray, used: np.ndarray, n_genes: int, top_k: int, min_cells: int
 ) -> sparse.csr_matrix:
-    """Return the largest means of each row, shape (G, G)."""
+    """Return the largest mean weights of each row, shape (G, G)."""
     rows, columns, values = [], [], []
     for row in range(len(used)):
         known = np.flatnonzero(numbers[row] >= min_cells)

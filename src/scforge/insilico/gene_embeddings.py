@@ -1,4 +1,4 @@
-"""Gene embeddings of a model: input embeddings, and contextual ones averaged over cells.
+"""Gene embeddings of a model: input embeddings, and contextual embeddings averaged over cells.
 
 Shapes: B cells, S tokens, H hidden, G genes of the vocabulary, V tokens of the vocabulary.
 """
@@ -59,10 +59,10 @@ def contextual_gene_embeddings(
     batch_size: int = 256,
     layer: int = -1,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean state of the token of each gene over the cells that contain this token.
+    """Return the token state of each gene, averaged over the cells that contain the token.
 
-    Means, float32, shape (G, H), NaN for genes that are not a token in any cell, and the number of cells, int64, shape
-    (G,).
+    Returns the means, float32, shape (G, H), NaN for genes that are not a token in any cell, and the number of cells,
+    int64, shape (G,).
 
     Examples
     --------
@@ -101,7 +101,7 @@ def contextual_gene_embeddings(
 
 
 def visit(module: nn.Module, cells: Cells, tokenizer: Tokenizer, do: Any, **options: Any) -> None:
-    """Call `do` with each batch of tokens; `options` are those of :func:`scforge.training.predict.run_over`."""
+    """Call `do` with each batch of tokens; `options` are passed to :func:`scforge.training.predict.run_over`."""
 
     def compute(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         do(batch)
@@ -118,7 +118,7 @@ def of_layer(parts: Sequence[torch.Tensor] | None, layer: int) -> torch.Tensor:
 
 
 def check_offers(module: nn.Module, option: str, lack: str, fix: str = "") -> None:
-    """Raise unless ``forward`` of an architecture has an option; `lack` names the missing feature."""
+    """Raise an error if ``forward`` of an architecture lacks an option; `lack` describes the missing feature."""
     if _offers(type(module), option):
         return
     found = []
@@ -133,7 +133,7 @@ def _offers(architecture: type[nn.Module], option: str) -> bool:
 
 
 def _token_embedding(module: nn.Module, n_tokens: int) -> nn.Module | None:
-    """Return the module that embeds tokens: a known component, else the first with the size of the vocabulary."""
+    """Return the module that embeds tokens: a known component, or the first module with the vocabulary size."""
     parts = list(module.modules())
     found: list[nn.Module] = [part.gene_embedding for part in parts if isinstance(part, GeneExpressionEmbedding)]
     found += [part for part in parts if isinstance(part, GeneVectorBag)]

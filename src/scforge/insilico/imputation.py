@@ -1,4 +1,4 @@
-"""Expression that a model predicts: of genes without counts, and of counted genes after masking.
+"""Expression predicted by a model for genes without counts, and for counted genes after masking.
 
 Shapes: B cells, S tokens, W tokens including the masked ones at the end, G genes of the vocabulary, R requested genes.
 """
@@ -28,7 +28,7 @@ _Batch = dict[str, torch.Tensor]
 
 
 def check_predicts(objective: Objective) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless this objective predicts the expression of masked genes."""
+    """Raise :class:`~scforge.errors.OptionError` if this objective does not predict the expression of masked genes."""
     if not (objective.predicts_values or objective.denoises_values):
         raise OptionError(
             f"a model trained for {type(objective).__name__} does not predict expression of masked genes; use "
@@ -51,15 +51,15 @@ def predict_uncounted(
     batch_size: int = 256,
     seed: int = 0,
 ) -> np.ndarray:
-    """Predict the expression of genes without counts from all genes of the cell with counts.
+    """Predict the expression of genes without counts from all genes with counts in the cell.
 
-    The requested genes are masked tokens, as in training. They are predicted in parts, with about as many masked genes
-    for each visible gene as in training; the seed determines the parts.
+    The requested genes are masked tokens, as in training. They are predicted in parts, with about the same ratio of
+    masked to visible genes as in training; the seed determines the parts.
 
     Returns
     -------
-    Float32, shape (number of cells, R), in the unit of the tokenizer's values: unchanged for genes with counts,
-    predicted (at least 0) for others.
+    Float32, shape (number of cells, R), in the unit of the tokenizer values: unchanged for genes with counts, predicted
+    (at least 0) for other genes.
 
     Examples
     --------
@@ -101,16 +101,15 @@ def predict_counted(
     batch_size: int = 256,
     seed: int = 0,
 ) -> sparse.csr_matrix:
-    """Predict the expression of counted genes, each from the others.
+    """Predict the expression of counted genes, each from the other genes.
 
     The genes are divided into folds. Genes of one fold are masked and predicted from the other folds, so no value is
-    predicted from itself. Where a model has room for few tokens, a fold is masked in parts. (Its counts remain in the
-    library size by which the other values are scaled. Bins that are quantiles of a cell are those of the visible
-    genes.)
+    predicted from itself. If a model supports only few tokens, a fold is masked in parts. (The masked counts remain in
+    the library size by which the other values are scaled. Quantile bins of a cell are computed from the visible genes.)
 
     Returns
     -------
-    Float32, shape (number of cells, G), in the unit of the tokenizer's values, with an entry where there is a count.
+    Float32, shape (number of cells, G), in the unit of the tokenizer values, with an entry for each count.
 
     Examples
     --------
@@ -145,20 +144,20 @@ def predict_counted(
 
 
 def hide_genes(tokens: _Batch, hidden: torch.Tensor, tokenizer: Tokenizer) -> tuple[_Batch, torch.Tensor]:
-    """Remove genes from cells, and append them as masked tokens, as ``masked_value_prediction`` does.
+    """Remove genes from cells, and append them as masked tokens, as in ``masked_value_prediction``.
 
     Parameters
     ----------
     tokens
-        One batch of the tokenizer.
+        One batch from the tokenizer.
     hidden
-        Bool, shape (B, G): genes to mask in each cell, including genes without counts.
+        Mask of the genes to hide in each cell, including genes without counts, bool, shape (B, G).
     tokenizer
         The tokenizer.
 
     Returns
     -------
-    The batch, with ``masked_positions``, tensors of shape (B, W); and the gene of each masked token among those of the
+    The batch with ``masked_positions``, tensors of shape (B, W), and the gene index of each masked token in the
     vocabulary, -1 elsewhere, int64, shape (B, W).
     """
     n_special, n_front = tokenizer.vocab.n_special, int(tokenizer.append_cls)
@@ -210,7 +209,7 @@ def _predict(
 
 
 def _values_of_tokens(module: nn.Module, batch: _Batch) -> torch.Tensor:
-    """Return the value that the module predicts of each token, (B, W); of bins the expected one."""
+    """Return the value that the module predicts for each token, (B, W); for bins, the expected value."""
     head = getattr(module, "expression_head", None)
     if "masked_values" in batch:
         raw = cast(Any, module).predict_values(**batch)
@@ -243,7 +242,7 @@ def _tokens(block: CellBlock, tokenizer: Tokenizer, objective: Objective) -> _Ba
 
 
 def _without(block: CellBlock, genes: np.ndarray) -> CellBlock:
-    """Return cells without the counts of some genes, bool, shape (G,); their totals stay."""
+    """Return cells without the counts of `genes`, bool, shape (G,); the totals do not change."""
     stays = ~genes[block.genes]
     indptr = np.concatenate([[0], np.cumsum(stays)])[block.indptr].astype(block.indptr.dtype)
     return replace(block, indptr=indptr, genes=block.genes[stays], counts=block.counts[stays])
@@ -262,20 +261,20 @@ def _counted(block: CellBlock, tokenizer: Tokenizer) -> torch.Tensor:
 
 
 def _room_for_hidden(module: nn.Module, objective: Objective) -> int:
-    """Return how many genes of a cell can be masked at a time."""
+    """Return the maximum number of genes per cell that can be masked at a time."""
     room = getattr(module, "attended_tokens", None) if objective.denoises_values else None
     return _NO_LIMIT if room is None else max(1, room // 2)  # the others are visible
 
 
 def _some_at_a_time(hidden: torch.Tensor, most: int) -> Iterator[torch.Tensor]:
-    """Yield the genes to mask, bool (B, G), in parts with at most `most` genes of a cell."""
+    """Yield the genes to mask, bool (B, G), in parts with at most `most` genes per cell."""
     part = (hidden.cumsum(dim=1) - 1) // most
     for number in range(-(-int(hidden.sum(dim=1).max()) // most)):
         yield hidden & (part == number)
 
 
 def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objective: Objective) -> int:
-    """Return how many genes are predicted at a time: for a cell of mean length as many as in training."""
+    """Return the number of genes to predict at a time: as many as in training for a cell of mean length."""
     ratio: Any = getattr(objective, "mask_ratio", 0.5)
     share = np.mean([ratio["start"], ratio["end"]]) if isinstance(ratio, dict) else float(np.mean(ratio))
     lengths = tokenizer.lengths(cells.n_expressed.astype(np.int64))

@@ -1,4 +1,4 @@
-"""Perturb genes in silico, and rank them against matched controls."""
+"""In silico perturbation of genes, ranked against matched controls."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def draw_controls(
     tested_ck
         Genes of the tested combinations, shape (C, K).
     places
-        Detection and dose of each gene as :func:`places_of` returns them, shape (G, 2).
+        Detection and dose of each gene, as returned by :func:`places_of`, shape (G, 2).
     eligible
-        Genes to choose from, shape (any,).
+        Genes to choose from, one-dimensional.
     n_controls
         Number of controls for each combination.
     rng
@@ -78,9 +78,9 @@ def nearest(place: np.ndarray, places: np.ndarray, n: int) -> np.ndarray:
 
 
 def compare(value: float, controls: np.ndarray, *, two_sided: bool) -> tuple[float, float]:
-    """Return the z-score of a value among those of its controls, and its p-value.
+    """Return the z-score of a value relative to its controls, and its p-value.
 
-    The p-value is that of a randomization test: ``(1 + number of controls at least as large) / (1 + number of
+    The p-value is from a randomization test: ``(1 + number of controls at least as large) / (1 + number of
     controls)`` (Phipson and Smyth 2010); if two-sided, twice the smaller of the two tails.
 
     Examples
@@ -101,33 +101,34 @@ def compare(value: float, controls: np.ndarray, *, two_sided: bool) -> tuple[flo
 MODES = ("delete", "overexpress", "activate")
 
 _ROUNDING = 1e-6
-"""Relative margin that ensures that a larger product is also larger in float32."""
+"""Relative margin that ensures that a larger product is also larger in float32 arithmetic."""
 
 
 @dataclass(frozen=True)
 class Perturbation:
     """The change of the counts of perturbed genes.
 
-    ``"delete"`` sets them to 0. ``"overexpress"`` raises them above those of all other genes of the cell. If a
-    tokenizer ranks by count over median, they are raised until the gene ranks first. If it ranks by log1p CP10K times
-    weight (``"entropy_ranked"``), likewise, but at most to the counts of the rest of the cell, because genes with a
-    weight near 0 would need arbitrarily many. ``"activate"`` gives a gene without counts the usual number of expressing
-    cells: the median share of the counts of a cell times the counts of this cell, rounded, at least 1.
+    ``"delete"`` sets the counts to 0. ``"overexpress"`` raises them above the counts of all other genes in the cell. If
+    a tokenizer ranks by count over median, counts are raised until the gene ranks first. If it ranks by log1p CP10K
+    times weight (``"entropy_ranked"``), counts are also raised until the gene ranks first, but at most to the counts of
+    the rest of the cell, because genes with a weight near 0 would need arbitrarily many counts. ``"activate"`` assigns
+    a gene without counts its typical count in expressing cells: the median fraction of a cell's counts times the counts
+    of this cell, rounded, at least 1.
 
-    The library size of a cell changes by the same number of counts, as if the data had been changed. So the CP10K
-    values of its other genes change slightly.
+    The library size of a cell changes by the same number of counts, as if the data had been changed. The CP10K values
+    of its other genes therefore change slightly.
 
     Attributes
     ----------
     mode
-        One of the three.
+        One of the three modes.
     scales
         Divisors of counts before they are compared, float64, shape (G,); for ``"overexpress"``.
     weights
         Factors of log1p CP10K by which genes are ranked, float32, shape (G,); for ``"overexpress"``.
     shares
-        Median share of the counts of a cell that expresses a gene, float64, shape (G,), NaN if no cell does; for
-        ``"activate"``.
+        Median fraction of the counts of a cell that belong to a gene, in cells that express the gene, float64, shape
+        (G,); NaN if no cell expresses it. For ``"activate"``.
 
     Examples
     --------
@@ -149,7 +150,7 @@ class Perturbation:
 
     @classmethod
     def of(cls, mode: str, cells: CellSource, tokenizer: Tokenizer) -> Self:
-        """Make the perturbation for a tokenizer, with the usual counts in `cells`."""
+        """Create the perturbation for a tokenizer, with the typical counts in `cells`."""
         if mode == "overexpress":
             ranks_by_median = tokenizer.needs_medians and getattr(tokenizer, "use_medians", True)
             medians = tokenizer.vocab.medians if ranks_by_median else None
@@ -172,14 +173,14 @@ class Perturbation:
         return np.ones(len(expressed_nk), dtype=np.bool_)
 
     def apply(self, block: CellBlock, genes_bk: np.ndarray) -> CellBlock:
-        """Return the cells with other counts of some genes.
+        """Return the cells with changed counts of some genes.
 
         Parameters
         ----------
         block
             The cells.
         genes_bk
-            Genes to perturb in each cell, each once, index among the genes of the vocabulary, shape (B, K).
+            Genes to perturb in each cell, each once, as indices among the genes of the vocabulary, shape (B, K).
         """
         found_bk, place_bk = _find(block, genes_bk)
         before_bk = np.where(found_bk, np.append(block.counts, 0)[place_bk], 0).astype(np.float64)
@@ -193,7 +194,7 @@ class Perturbation:
         found_bk: np.ndarray,
         place_bk: np.ndarray,
     ) -> np.ndarray:
-        """Return the new counts, whole numbers in float64, shape (B, K)."""
+        """Return the new counts, integers in float64, shape (B, K)."""
         if self.scales is not None:
             ratios = block.counts / self.scales[block.genes]
             ratios[place_bk[found_bk]] = 0.0  # to be above the others, not above itself
@@ -215,9 +216,10 @@ class Perturbation:
     ) -> np.ndarray:
         """Return the smallest counts, at least `least_bk`, for which each gene has the highest value times weight.
 
-        `others_z` are the counts of the other genes, 0 for perturbed ones. More counts raise the value of a gene and
-        lower those of the others, so the least number is found by halving. (Several genes together lower the others
-        still more, by a larger share than their own, since their counts are the highest.)
+        `others_z` contains the counts of the other genes, and 0 for perturbed genes. More counts increase the value of
+        a gene and decrease the values of the other genes, so the smallest count is found by bisection. (Several genes
+        together decrease the others even more, by a larger fraction than their own, because their counts are the
+        highest.)
         """
         assert self.weights is not None
         of_others_z, after_bk = self.weights[block.genes].astype(np.float64), np.empty_like(least_bk)
@@ -238,7 +240,7 @@ class Perturbation:
 
 
 class PerturbedCells:
-    """Perturbed copies of cells, created when they are read: a :class:`scforge.data.Cells` that needs no memory.
+    """Perturbed copies of cells, created when they are read: a :class:`scforge.data.Cells` that requires no memory.
 
     Parameters
     ----------
@@ -292,11 +294,11 @@ class PerturbedCells:
                 yield self.block(rows, draw=window.draw)
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-        """Raise, because perturbed copies cannot be sampled."""
+        """Raise an error, because perturbed copies cannot be sampled."""
         raise OptionError("perturbed cells cannot be sampled; sample the original cells.")
 
     def with_vocab(self, vocab: GeneVocab) -> PerturbedCells:
-        """Raise unless `vocab` is that of the cells."""
+        """Raise an error if `vocab` is not the vocabulary of the cells."""
         if self.vocab is None or vocab.genes != self.vocab.genes:
             raise OptionError(
                 "perturbed cells are keep the genes of their source; map the source to the vocabulary first."
@@ -305,16 +307,16 @@ class PerturbedCells:
 
 
 def with_counts(block: CellBlock, genes_bk: np.ndarray, counts_bk: np.ndarray) -> CellBlock:
-    """Return the cells with these counts of these genes, 0 for none; library sizes change with them.
+    """Return the cells with new counts for some genes, where 0 removes a gene; library sizes change accordingly.
 
     Parameters
     ----------
     block
         The cells.
     genes_bk
-        Genes of each cell, each once, index among the genes of the vocabulary, shape (B, K).
+        Genes of each cell, each once, as indices among the genes of the vocabulary, shape (B, K).
     counts_bk
-        Their new counts, at least 0, shape (B, K).
+        New counts of these genes, at least 0, shape (B, K).
     """
     found_bk, place_bk = _find(block, genes_bk)
     counts = block.counts.copy()
@@ -340,9 +342,9 @@ def with_counts(block: CellBlock, genes_bk: np.ndarray, counts_bk: np.ndarray) -
 
 
 def usual_shares(cells: CellSource) -> np.ndarray:
-    """Return the median share of the counts of a cell of each gene in the cells that express it, NaN if there are none.
+    """Return the median fraction of a cell's counts for each gene, in the cells that express the gene.
 
-    Float64, shape (G,).
+    Float64, shape (G,); NaN for genes that no cell expresses.
     """
     totals = np.repeat(np.maximum(cells.totals, 1.0), np.diff(cells.counts.indptr))
     shares = pd.Series(cells.counts.data / totals).groupby(cells.counts.indices)
@@ -354,7 +356,7 @@ def _cell_of(block: CellBlock) -> np.ndarray:
 
 
 def _find(block: CellBlock, genes_bk: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether genes have an entry, bool (B, K), and at which place it is or would be, int64 (B, K)."""
+    """Return whether genes have an entry, bool (B, K), and the position where it is or would be, int64 (B, K)."""
     # Entries ascend by gene within a cell, so that cell and gene as one number ascend over the block.
     n_genes = 1 + max(int(block.genes.max(initial=0)), int(genes_bk.max(initial=0)))
     keys = _cell_of(block) * np.int64(n_genes) + block.genes
@@ -364,7 +366,7 @@ def _find(block: CellBlock, genes_bk: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def _row_max(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:
-    """Return the largest value of each cell, 0 without any, shape (B,)."""
+    """Return the largest value of each cell, shape (B,), or 0 if there are no values."""
     result = np.zeros(len(indptr) - 1)
     filled = np.diff(indptr) > 0
     if filled.any():
@@ -373,7 +375,7 @@ def _row_max(values: np.ndarray, indptr: np.ndarray) -> np.ndarray:
 
 
 _COPIES = 16_384
-"""Perturbed cells whose embeddings are held at a time."""
+"""Number of perturbed cells whose embeddings are kept in memory at a time."""
 
 _CONTROL_CELLS = 100
 """Maximum number of cells in which a control is perturbed. With fewer cells, p-values increase."""
@@ -384,7 +386,7 @@ _MIN_CELLS = 3
 _KINDS, _CELLS_PER_KIND, _DEPTHS = 8, 100, 3
 
 _MIN_FITTED = 5
-"""Controls for each coefficient of the regression on expression; with fewer nothing is removed."""
+"""Number of controls per coefficient of the regression on expression; with fewer controls, nothing is removed."""
 
 
 def screen(
@@ -399,27 +401,28 @@ def screen(
     embedding: np.ndarray | None = None,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """Perturb genes in cells, and compare how far the cells move with matched control genes.
+    """Perturb genes in cells, and compare the shift of the cells with that of matched control genes.
 
-    Genes, not cells, are the unit of the comparison: all cells move in a similar way, and every perturbation moves them
-    somewhat. The test is whether cells move further than with other genes. Controls are matched on the share of cells
-    that express them and on their dose, the root mean square of log1p CP10K in these cells (the cosine decreases with
-    the square of a change). Each is perturbed in the same way, in up to 100 of the cells that it applies to. Its mean
-    shift and dose are standardized to the strata (type and depth) of the cells in which the tested gene was perturbed.
-    The remaining difference in expression is removed by a linear regression of the log shift (of the goal shift itself)
-    over the controls. The p-value is the share of controls with at least this shift. Tested genes are also controls of
-    each other, because the genes most similar to a highly expressed gene may all be tested.
+    Genes, not cells, are the units of comparison: all cells shift in a similar way, and every perturbation shifts them
+    somewhat. The test is whether cells shift further than with other genes. Controls are matched on the fraction of
+    cells that express them and on their dose, the root mean square of log1p CP10K in these cells (the cosine decreases
+    with the square of a change). Each control is perturbed in the same way, in up to 100 of the cells that the
+    perturbation applies to. The mean shift and dose of a control are standardized to the strata (type and depth) of the
+    cells in which the tested gene was perturbed. The remaining difference in expression is removed by a linear
+    regression of the log shift (of the goal shift itself) over the controls. The p-value is the fraction of controls
+    with at least this shift. Tested genes are also controls of each other, because the genes most similar to a highly
+    expressed gene may all be tested.
 
-    `combinations` are genes that are perturbed together, as indices in the vocabulary, shape (C, K). `goal` is the
-    :func:`centroid` of the cells to move toward. `strata` are the strata within which cells are compared, int64, shape
-    (N,), from :func:`strata_of`; None means one stratum. `embedding` is the embedding of the cells, if it is already
-    known.
+    `combinations` contains genes that are perturbed together, as indices in the vocabulary, shape (C, K). `goal` is the
+    :func:`centroid` of the cells to move toward. `strata` contains the strata within which cells are compared, int64,
+    shape (N,), from :func:`strata_of`; if None, there is one stratum. `embedding` is the embedding of the cells, if
+    already computed.
 
     Returns
     -------
     One row per combination, in the same order: ``n_cells``, ``n_controls``, ``shift``, ``shift_sd``, ``shift_z``,
-    ``p_value``; with a goal ``goal_shift``, ``goal_shift_sd``, ``goal_z``, ``goal_p_value``. NaN if nothing was
-    perturbed; z-scores and p-values are also NaN for fewer than 3 perturbed cells. :func:`with_rates` adds false
+    ``p_value``; with a goal ``goal_shift``, ``goal_shift_sd``, ``goal_z``, ``goal_p_value``. Values are NaN if nothing
+    was perturbed; z-scores and p-values are also NaN for fewer than 3 perturbed cells. :func:`with_rates` adds false
     discovery rates over all tests.
 
     Examples
@@ -486,9 +489,9 @@ def screen(
 
 
 def strata_of(cells: CellSource, embedding: np.ndarray, *, seed: int = 0) -> np.ndarray:
-    """Return numbers of strata of cells, int64, shape (N,): clusters of their embedding (types), cut by depth.
+    """Return the stratum of each cell, int64, shape (N,): clusters of the embedding (types), split by depth.
 
-    There is a cluster for each 100 cells, 8 at most, and each is cut into thirds of the library size.
+    There is one cluster for every 100 cells, at most 8 clusters, and each cluster is split into thirds by library size.
     """
     from sklearn.cluster import KMeans
 
@@ -499,7 +502,7 @@ def strata_of(cells: CellSource, embedding: np.ndarray, *, seed: int = 0) -> np.
 
 
 def _at_origin(values: np.ndarray, away: np.ndarray, *, logs: bool) -> np.ndarray:
-    """Return what values of controls would be without the difference `away` of their expression, by least squares."""
+    """Return control values corrected for their expression difference `away`, by least squares."""
     known = np.isfinite(values) & ((values > 0) if logs else True)
     if known.sum() < _MIN_FITTED * (1 + away.shape[1]):
         return values
@@ -517,14 +520,14 @@ def mean_moves(
     perturbation: Perturbation,
     combinations: np.ndarray,
 ) -> np.ndarray:
-    """Return the mean shift of the direction of cells by each combination, float64, shape (C, D).
+    """Return the mean shift of the cell directions under each combination, float64, shape (C, D).
 
     Genes with similar effects have shifts with a high cosine similarity. Subtract the mean over genes before comparing
-    them: the shift that all perturbations share does not describe a gene.
+    shifts, because the shift shared by all perturbations is not specific to a gene.
 
     Returns
     -------
-    Mean over cells of the embedding after minus before the perturbation, both of length 1; NaN if nothing was
+    The embedding after minus before the perturbation, both of length 1, averaged over cells; NaN if nothing was
     perturbed.
 
     Examples
@@ -550,7 +553,7 @@ def mean_moves(
 
 
 def with_rates(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of tests with ``fdr`` (and ``goal_fdr``), over all of its rows (Benjamini and Hochberg 1995)."""
+    """Add ``fdr`` (and ``goal_fdr``) over all rows to a table of tests (Benjamini and Hochberg 1995)."""
     table = table.copy()
     for name in ("p_value", "goal_p_value"):
         if name in table:
@@ -562,23 +565,23 @@ def with_rates(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def units(embedding: np.ndarray) -> np.ndarray:
-    """Return the rows scaled to length 1, float64; rows of zeros stay."""
+    """Return the rows scaled to length 1, float64; rows of zeros do not change."""
     from sklearn.preprocessing import normalize
 
     return normalize(embedding.astype(np.float64))
 
 
 def centroid(embedding: np.ndarray) -> np.ndarray:
-    """Return the mean direction of cells, length 1, shape (D,); vectors are normalized, so all cells count the same."""
+    """Return the mean direction of cells, length 1, shape (D,); vectors are normalized first, for equal weights."""
     return units(units(embedding).mean(axis=0, keepdims=True))[0]
 
 
 def places_of(cells: CellSource) -> tuple[np.ndarray, float]:
-    """Return the values on which genes are matched, float64, shape (G, 2), and the divisor of the second.
+    """Return the values on which genes are matched, float64, shape (G, 2), and the divisor of the second value.
 
-    They are the logarithms of the share of cells that express a gene, and of the root mean square of its log1p CP10K in
-    these, both in units of their standard deviations over the expressed genes. Genes that no cell expresses have the
-    lowest of both.
+    The values are the logarithms of the fraction of cells that express a gene, and of the root mean square of its log1p
+    CP10K in these cells, both in units of their standard deviations over the expressed genes. Genes that no cell
+    expresses have the lowest values.
     """
     n_genes = cells.counts.shape[1]
     n_expressing = np.bincount(cells.counts.indices, minlength=n_genes).astype(np.float64)
@@ -611,7 +614,7 @@ def _eligible(cells: CellSource, perturbation: Perturbation, combinations: np.nd
 
 @dataclass(frozen=True)
 class _Measured:
-    """Sums over the cells of each of C combinations in each of S strata, float64, shape (C, S) each."""
+    """Sums over the cells for each of C combinations in each of S strata, float64, shape (C, S) each."""
 
     counts: np.ndarray
     sums: Mapping[str, np.ndarray]
@@ -619,17 +622,17 @@ class _Measured:
 
     @property
     def n_cells(self) -> np.ndarray:
-        """Cells of each combination, int64, shape (C,)."""
+        """Number of cells per combination, int64, shape (C,)."""
         return self.counts.sum(axis=1).astype(np.int64)
 
     def joined(self, other: _Measured) -> _Measured:
-        """Return the combinations of both."""
+        """Return the sums of both sets of combinations."""
         pairs = ((self.sums, other.sums), (self.squares, other.squares))
         parts = ({name: np.concatenate([one[name], two[name]]) for name in one} for one, two in pairs)
         return _Measured(np.concatenate([self.counts, other.counts]), *parts)
 
     def moments(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return mean and standard deviation over the cells of each combination, NaN if there are too few."""
+        """Return mean and standard deviation over the cells of each combination, or NaN if there are too few cells."""
         n_cells = self.counts.sum(axis=1)
         with np.errstate(invalid="ignore", divide="ignore"):
             mean = self.sums[name].sum(axis=1) / n_cells
@@ -639,7 +642,7 @@ class _Measured:
     def standardized(self, name: str, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
         """Return the mean of each of the combinations `rows`, standardized to the stratum weights `weights`.
 
-        Strata in which a combination has no cell do not count; NaN if no stratum is left.
+        Strata in which a combination has no cells are ignored; NaN if no stratum is left.
         """
         counts = self.counts[rows]
         there = np.where(counts > 0, weights, 0.0)
@@ -660,7 +663,7 @@ def _measure(
     most: int | None = None,
     rng: np.random.Generator | None = None,
 ) -> _Measured:
-    """Perturb each combination in the cells that it applies to, or in `most` of them; sum up what it does."""
+    """Perturb each combination in the cells that it applies to, or in `most` of them, and sum up the effects."""
     shape = len(combinations), int(strata.max(initial=0)) + 1
     near = None if goal is None else before @ goal
     sums = np.zeros((6, shape[0] * shape[1]))
@@ -691,7 +694,7 @@ def _pairs(
     most: int | None,
     rng: np.random.Generator | None,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield which combination is perturbed in which cell, a bounded number of pairs at a time."""
+    """Yield pairs of a combination and a cell in which it is perturbed, a bounded number of pairs at a time."""
     by_gene = cells.counts.tocsc()
     waiting: list[tuple[np.ndarray, np.ndarray]] = []
     n_waiting = 0

@@ -1,4 +1,4 @@
-"""Architectures (plain torch modules) and, lazily, the model classes that train them on AnnData."""
+"""Architectures (plain torch modules) and the lazily imported model classes that train them on AnnData."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small helpers for all architectures."""
+"""Helper functions for all architectures."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _INIT_STD = 0.02
 
 
 def init_weights(module: nn.Module) -> None:
-    """Initialize one module; meant for ``model.apply(init_weights)``.
+    """Initialize one module; intended for ``model.apply(init_weights)``.
 
-    Linear layers get Xavier uniform weights and zero biases. Embeddings are normal with standard deviation 0.02, and
-    zero at the padding index. Layer norms get ones and zeros. A module with a true attribute ``initializes_itself``
-    uses its ``reset_parameters``.
+    Linear layers are initialized with Xavier uniform weights and zero biases. Embeddings are normal with standard
+    deviation 0.02, and zero at the padding index. Layer norms are initialized with ones and zeros. Modules whose
+    attribute ``initializes_itself`` is true use their own ``reset_parameters``.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ def count_parameters(model: nn.Module, *, trainable_only: bool = True) -> int:
     model
         Any module.
     trainable_only
-        Count only parameters that require a gradient.
+        Whether to count only parameters that require a gradient.
 
     Returns
     -------
@@ -84,7 +84,7 @@ def count_parameters(model: nn.Module, *, trainable_only: bool = True) -> int:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Turn dropout off, then restore the mode of all parts of the model (frozen parts may differ)."""
+    """Switch to evaluation mode, then restore the mode of each part of the model (frozen parts may differ)."""
     in_training = [part for part in model.modules() if part.training]
     model.eval()
     try:
@@ -95,7 +95,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def number_of_each(argument: str, given: Any, n_cells: int, device: torch.device | None = None) -> torch.Tensor:
-    """Return an integer for each cell, int64, shape (B,), from one integer per cell or one for all cells."""
+    """Return an integer for each cell, int64, shape (B,), from one integer per cell or one integer for all cells."""
     numbers = torch.as_tensor(given, device=device)
     whole = not (numbers.is_floating_point() or numbers.dtype == torch.bool)
     if not whole or numbers.ndim > 1 or (numbers.ndim == 1 and len(numbers) != n_cells):
@@ -107,10 +107,10 @@ def number_of_each(argument: str, given: Any, n_cells: int, device: torch.device
 
 
 class Architecture(nn.Module):
-    """Base of scforge's architectures: creation from a configuration, and the number of parameters."""
+    """Base class of the scforge architectures: creation from a configuration, and number of parameters."""
 
     config_names: ClassVar[Mapping[str, str]] = {}
-    """Names that configurations share, and what the constructor calls them, e.g. ``{"hidden_dim": "encoder_dim"}``."""
+    """Mapping from shared configuration names to constructor names, e.g. ``{"hidden_dim": "encoder_dim"}``."""
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> Self:
@@ -121,7 +121,7 @@ class Architecture(nn.Module):
         ValueError
             If ``config.vocab_size`` is None.
         OptionError
-            If `config` sets an option that neither the constructor nor other architectures have.
+            If `config` sets an option that exists neither in the constructor nor in other architectures.
         """
         if config.vocab_size is None:
             raise OptionError("ModelConfig.vocab_size must be set before constructing a model.")

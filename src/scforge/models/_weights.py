@@ -1,4 +1,4 @@
-"""Read safetensors files, and refuse pickles."""
+"""Reading of safetensors files; pickles are rejected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
-"""Suffixes of files that torch and others write as pickles."""
+"""Suffixes of files that torch and other packages write as pickles."""
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
@@ -23,7 +23,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     Raises
     ------
     ModelFileError
-        If it is not a safetensors file, or is corrupted.
+        If the file is not a safetensors file, or is corrupted.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -36,7 +36,7 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
 
 
 def refuse_not_finite(weights: Mapping[str, torch.Tensor], module: nn.Module, *, source: str) -> None:
-    """Raise if new values of a parameter of a module are NaN or infinite; buffers may contain such values."""
+    """Raise an error if new parameter values of a module are NaN or infinite; buffers may contain such values."""
     for name, _ in module.named_parameters():
         if name in weights and not weights[name].isfinite().all():
             raise ModelFileError(f"the weights in {source!r} hold {name!r} with NaN or infinite values; copy it again.")

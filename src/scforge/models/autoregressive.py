@@ -24,11 +24,11 @@ from scforge.models.protocol import GeneratedCells, ModelOutput
 from scforge.models.registry import register_model
 
 _AT_ONCE = 128
-"""Tokens of a prompt that are read at once, so that masks and states of long prompts stay small."""
+"""Number of prompt tokens that are read at once, so that masks and states of long prompts stay small."""
 
 
 class _Prompt(NamedTuple):
-    """Prompts of cells: ids (B, P), bins (B, P) with -1 for bins to sample, and lengths (B,)."""
+    """Prompts of the cells: ids (B, P), bins (B, P) with -1 for bins to sample, and lengths (B,)."""
 
     ids: torch.Tensor
     bins: torch.Tensor
@@ -51,34 +51,35 @@ def generate_cells(
     n_special: int = N_SPECIAL,
     first_cell: int = 0,
 ) -> GeneratedCells:
-    """Generate cells gene by gene, each with the bin of its expression.
+    """Generate cells gene by gene, each gene with its expression bin.
 
     Each gene occurs at most once in a cell, and EOS, which ends the cell, is the only special token. Bin 0, for genes
     without counts, is never sampled. The random numbers of a cell depend only on `seed` and its index, not on the other
-    cells or on torch's generator.
+    cells or on the torch generator.
 
     Parameters
     ----------
     model
-        The model. It computes without dropout, and its mode is restored.
+        The model. Dropout is disabled, and the mode of the model is restored afterwards.
     n_cells
         Number of cells B.
     prompt
-        Tokens that the cells begin with, as a batch of a tokenizer: ``input_ids``, (P,) for all cells or (B, P), and
+        Tokens that the cells begin with, as a batch from a tokenizer: ``input_ids``, (P,) for all cells or (B, P), and
         optionally ``values`` and ``attention_mask`` of the same shape. ``values`` are the bins as numbers, NaN for bins
-        to sample; without them all bins are sampled. `first_id` is prepended unless all prompts begin with it.
+        to sample; without ``values``, all bins are sampled. `first_id` is prepended unless all prompts begin with it.
     temperature
-        Divisor of the logits of genes and bins; below 1, likely values become more likely.
+        Divisor of the gene and bin logits; below 1, likely values become more likely.
     top_k
         Sample only from the `top_k` most likely genes.
     seed
         Random seed.
     condition
-        Class of each cell, int64, shape (B,), or one class for all cells; 0 or None means no class.
+        Class of each cell, int64, shape (B,), or one class for all cells. 0 or None specifies no class.
     max_len
-        Maximum number of tokens per cell, including special tokens; None means as many as `model` and the genes allow.
+        Maximum number of tokens per cell, including special tokens. If None, uses as many as `model` and the genes
+        allow.
     eos_id
-        Token that ends a cell; None lets all cells grow to `max_len`. It is not sampled before a cell has a gene.
+        Token that ends a cell. It is not sampled before a cell contains a gene. If None, all cells grow to `max_len`.
     first_id
         First token of each cell. If None, cells begin with a gene, so generation requires a prompt.
     n_special
@@ -154,7 +155,7 @@ class _Cells:
     def begin_with_prompt(self) -> bool:
         """Copy each prompt up to the first bin to sample; return whether any cell has to grow.
 
-        Many tokens are read at once, instead of one by one.
+        Many tokens are read at once instead of one by one.
         """
         ids_bp, bins_bp, lengths_b = self.prompt
         places = torch.arange(ids_bp.shape[1], device=ids_bp.device)
@@ -178,8 +179,8 @@ class _Cells:
     def _shares(self, logits_bv: torch.Tensor) -> torch.Tensor:
         """Return the probability of each next token, float64, shape (B, V).
 
-        A cell ends with the probability that the model predicts. The probability of genes that a cell already has goes
-        only to other genes, because cells would end too early otherwise.
+        A cell ends with the probability that the model predicts. The probability of genes that a cell already contains
+        is redistributed only to other genes, because cells would otherwise end too early.
         """
         shares_bv = softmax(logits_bv, ~self.used_bv, self.temperature, self.top_k)
         if self.eos_id is None:
@@ -192,7 +193,7 @@ class _Cells:
         return shares_bv
 
     def add(self, gene_b: torch.Tensor, bin_b: torch.Tensor) -> bool:
-        """Add a token to the cells that grow; return whether any cell has to grow further."""
+        """Add a token to the growing cells; return whether any cell has to grow further."""
         new = self._append(gene_b.unsqueeze(1), bin_b.unsqueeze(1), self.grows_b.unsqueeze(1))
         if self.eos_id is not None:
             self.grows_b = self.grows_b & (gene_b != self.eos_id)
@@ -204,7 +205,7 @@ class _Cells:
     def _append(
         self, ids_bs: torch.Tensor, bins_bs: torch.Tensor, tokens_bs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Add tokens, and return them with zeros for cells without a new token."""
+        """Add tokens, and return them, with zeros for cells without a new token."""
         ids_bs = ids_bs.masked_fill(~tokens_bs, PAD_ID)
         is_gene_bs = tokens_bs & (ids_bs >= self.n_special)
         self.parts.append((ids_bs, bins_bs.masked_fill(~is_gene_bs, 0), tokens_bs))
@@ -214,7 +215,7 @@ class _Cells:
         return self.parts[-1]
 
     def _grow(self) -> bool:
-        """End cells that are full, or have all genes and no EOS to come; return whether any cells are left."""
+        """End cells that are full, or contain all genes and expect no EOS; return whether any cells are left."""
         self.grows_b = self.grows_b & (self.lengths_b < self.max_len)
         if self.eos_id is None:
             self.grows_b = self.grows_b & ~self.used_bv.all(dim=1)
@@ -266,11 +267,11 @@ def _begin(
 
 _READOUT = "cls"
 _INIT_STD = 0.5
-"""Standard deviation of what is added to embeddings of unit variance; 0.02 would cost hundreds of steps."""
+"""Standard deviation of vectors added to embeddings of unit variance; 0.02 would cost hundreds of training steps."""
 
 
 class _States(NamedTuple):
-    """States of the tokens (B, S, H), of the read-out (B, H) if any, and other requested output."""
+    """States of the tokens (B, S, H) and of the read-out (B, H), if any, and other requested output."""
 
     tokens: torch.Tensor
     readout: torch.Tensor | None
@@ -280,11 +281,11 @@ class _States(NamedTuple):
 
 @register_model("autoregressive_transformer")
 class AutoregressiveTransformer(Architecture):
-    """GPT-style decoder: each token attends to previous tokens, and predicts the gene and bin of the next token.
+    """GPT-style decoder: each token attends to previous tokens and predicts the gene and bin of the next token.
 
-    The state of token t depends on the genes and values up to t. One head predicts the gene of token t + 1 from it,
-    another head the bin. Embeddings use the same causal states as the predictions, so :meth:`encode` computes states
-    that were trained.
+    The state of token t depends on the genes and values up to t. From this state, one head predicts the gene of token t
+    + 1, and another head predicts the bin. Embeddings use the same causal states as the predictions, so :meth:`encode`
+    computes states that were trained.
 
     Parameters
     ----------
@@ -301,23 +302,24 @@ class AutoregressiveTransformer(Architecture):
     ffn_dim
         Width of the feed-forward layers. If None, uses ``4 * hidden_dim``.
     dropout
-        Dropout on embeddings and residual branches.
+        Dropout rate on embeddings and residual branches.
     max_seq_len
         Maximum number of tokens per cell.
     pooling
-        ``"mean"`` (mean over tokens), ``"last"`` (state of the last token) or ``"cls"``. A CLS token at the front would
-        not see the cell. With ``"cls"``, a read-out therefore follows the last token: a learned vector that attends to
-        all tokens, and that no token attends to. It learns to predict the genes of the cell (see `cell_loss_weight`).
+        ``"mean"`` (mean over tokens), ``"last"`` (state of the last token) or ``"cls"``. A CLS token at the front could
+        not attend to the cell. With ``"cls"``, a read-out therefore follows the last token: a learned vector that
+        attends to all tokens, and that no token attends to. It is trained to predict the genes of the cell (see
+        `cell_loss_weight`).
     activation
         ``"gelu"``, ``"relu"`` or ``"silu"``.
     use_expression_values
-        Add a learned vector for the bin of each token; vectors are interpolated for values between bins.
+        Whether to add a learned vector for the bin of each token; vectors are interpolated for values between bins.
     layer_norm_eps
         Epsilon of the layer norms.
     gene_loss_weight, expression_loss_weight
         Weights of the losses of the next gene and of its bin.
     gene_vectors
-        Embed genes with pretrained vectors. A dict with the arguments ``dim``, ``learned`` and ``frozen`` of
+        Options to embed genes with pretrained vectors: a dict with the arguments ``dim``, ``learned`` and ``frozen`` of
         :class:`scforge.models.components.GeneVectorEmbedding`; ``Encoder`` sets it for tokenizers with gene vectors.
     cell_loss_weight
         With ``pooling="cls"``, weight of the mean of ``-log p(gene | read-out)`` over the labeled tokens of a cell.
@@ -326,15 +328,15 @@ class AutoregressiveTransformer(Architecture):
     position_embedding
         ``"learned"``, ``"rotary"`` or ``"none"``; positions count the tokens of a cell without padding.
     norm_first
-        Use pre-norm layers and a final norm, instead of post-norm layers.
+        Whether to use pre-norm layers and a final norm instead of post-norm layers.
     gradient_checkpointing
-        Recompute the activations of each layer in the backward pass, which takes less memory and more time.
+        Whether to recompute the activations of each layer in the backward pass, which takes less memory and more time.
     unpad
         Whether to remove padding from the computation. If None, removes it if this is faster.
     shift_labels
-        If false, each token predicts its own label and bin instead of those of the next token, and the loss has only
-        the terms of the gene and the bin. The input then has to be masked, as in ``masked_gene_prediction``. The model
-        cannot generate cells, and ``"cls"`` is the first token.
+        If false, each token predicts its own label and bin instead of predicting the next token, and the loss contains
+        only the gene and bin terms. The input must then be masked, as in ``masked_gene_prediction``. The model cannot
+        generate cells, and ``"cls"`` is the first token.
     causal_encode
         If false, each token attends to all tokens in :meth:`encode`, and ``"cls"`` is the first token. The attention
         then differs from that in training.
@@ -358,7 +360,7 @@ class AutoregressiveTransformer(Architecture):
 
     uses_order = True
     predicts_next = True
-    """The state of a token has not seen what it is to predict, so that labels may be the tokens themselves."""
+    """The state of a token does not depend on its target, so the tokens themselves may be used as labels."""
 
     def __init__(
         self,
@@ -459,10 +461,11 @@ class AutoregressiveTransformer(Architecture):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Predict the next gene, and its bin, at each token of a batch.
+        """Predict the next gene and its bin at each token of a batch.
 
-        Labels are aligned with their tokens and are shifted here, unless ``shift_labels`` is false. The prediction of a
-        token is compared with the label of the next token of its cell, and the first token of a cell is not predicted.
+        Labels are aligned with their tokens and are shifted in this method, unless ``shift_labels`` is false. The
+        prediction of a token is compared with the label of the next token of its cell, and the first token of a cell is
+        not predicted.
 
         Parameters
         ----------
@@ -476,23 +479,23 @@ class AutoregressiveTransformer(Architecture):
             Token ids to predict, aligned with `input_ids`, shape (B, S); -100 at positions without a target.
         bin_ids, bin_labels
             Bins to predict at tokens with a label, aligned with `input_ids`, shape (B, S). If both are given,
-            `bin_labels` are used; they are -100 at positions without a target.
+            `bin_labels` is used, which is -100 at positions without a target.
         condition
-            Class of each cell, int64, shape (B,): 0 for no class, else 1 to `n_conditions`. None means 0 for all cells.
-            The vector of the class is added to the embedding of every token, so attention does not have to pass it on.
+            Class of each cell, int64, shape (B,): 0 for no class, otherwise 1 to `n_conditions`. If None, uses 0 for
+            all cells. The class vector is added to the embedding of every token, so attention need not propagate it.
         attention_bias
             Value to add to the attention scores of each token as a key, shape (B, S).
         return_logits
             If false, heads run only at positions with targets, and ``logits`` and ``expression`` are None.
         output_hidden_states, output_attentions
-            Also return the states after each layer, and the attention weights, without those of the read-out.
+            Whether to return the states after each layer, and the attention weights, both without the read-out.
         **kwargs
             Other keys of the batch, which are ignored.
 
         Returns
         -------
-        ``loss`` (with labels), ``logits`` of the next gene (B, S, V), ``expression``, the logits of its bin
-        (B, S, n_bins), and ``embeddings`` (B, H).
+        ``loss`` (with labels), ``logits`` of the next gene (B, S, V), ``expression``, which contains the logits of the
+        next bin (B, S, n_bins), and ``embeddings`` (B, H).
         """
         check_shapes(input_ids.shape, labels=labels, bin_ids=bin_ids, bin_labels=bin_labels)
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
@@ -531,7 +534,7 @@ class AutoregressiveTransformer(Architecture):
         attention_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return cell embeddings, shape (B, H). The arguments are those of :meth:`forward`."""
+        """Return cell embeddings, shape (B, H). For the arguments, see :meth:`forward`."""
         causal = self.causal_encode
         states = self._states(input_ids, attention_mask, values, condition, attention_bias, causal=causal)
         return self._pool(states, attention_mask)
@@ -546,10 +549,10 @@ class AutoregressiveTransformer(Architecture):
         cache: KeyValueCache,
         condition: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of the next gene (B, V) and of its bin (B, n_bins) after further tokens.
+        """Return the logits of the next gene (B, V) and the next bin (B, n_bins) after further tokens.
 
-        `input_ids`, `attention_mask` and `values`, shape (B, s), continue the tokens in `cache`, and are added to it.
-        For `condition` see :meth:`forward`. The output for a cell without further tokens has no meaning.
+        `input_ids`, `attention_mask` and `values`, shape (B, s), continue the tokens in `cache`, and are added to the
+        cache. For `condition`, see :meth:`forward`. The output for a cell without further tokens is meaningless.
 
         Raises
         ------
@@ -565,12 +568,12 @@ class AutoregressiveTransformer(Architecture):
         return self.head(last_bh), self.bin_head(last_bh)
 
     def init_token_prior(self, token_counts: torch.Tensor) -> None:
-        """Start the gene head at the frequencies of `token_counts`, see :meth:`MaskedGenePredictionHead.init_bias`."""
+        """Initialize the gene head from `token_counts`; see :meth:`MaskedGenePredictionHead.init_bias`."""
         self.head.init_bias(token_counts)
 
     @torch.no_grad()
     def init_bin_values(self, bin_values: torch.Tensor) -> None:
-        """Set the values of the bins, e.g. their mean log1p CP10K; shape (n_bins,)."""
+        """Set the bin values, shape (n_bins,), e.g. the mean log1p CP10K of each bin."""
         if bin_values.shape != self.bin_values.shape:
             raise OptionError(f"bin_values has the shape {tuple(bin_values.shape)} but there are {self.n_bins} bins.")
         self.bin_values.copy_(bin_values)

@@ -1,4 +1,4 @@
-"""Cells as pooled gene embeddings, without attention.
+"""Cell embeddings from pooled gene embeddings, without attention.
 
 Shapes: B cells, S tokens, H hidden, L latent, V vocabulary.
 """
@@ -25,11 +25,11 @@ from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
 
 _DENSE = 16
-"""Largest vocabulary, in tokens of a cell, that trains by a dense product: the gradient of a bag is slow on a CPU."""
+"""Maximum ratio of vocabulary size to tokens per cell for a dense product; the gradient of a bag is slow on a CPU."""
 
 
 class _TokenStates(nn.Module):
-    """A state for each token (residual feed-forward layers), then the mean over tokens."""
+    """Computes a state for each token (residual feed-forward layers), then the mean over tokens."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class _TokenStates(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, tokens_bs: torch.Tensor, values: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Return the states after each layer, and the cells."""
+        """Return the states after each layer, and the cell embeddings."""
         hidden_bsh = self.embedding(input_ids, values, token_positions(tokens_bs))
         states = []
         for layer in self.layers:
@@ -73,7 +73,7 @@ class _TokenStates(nn.Module):
 
 
 class _WeightedSum(nn.Module):
-    """The sum of gene embeddings weighted by expression, then an MLP: one hidden state per cell."""
+    """Computes the sum of gene embeddings weighted by expression, then an MLP: one hidden state per cell."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class _WeightedSum(nn.Module):
         return [latent_bl.unsqueeze(1).expand(-1, input_ids.shape[1], -1)], latent_bl
 
     def hidden(self, input_ids: torch.Tensor, tokens_bs: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
-        """Return the last hidden state, shape (B, ffn_dim), of which the latent is a linear function."""
+        """Return the last hidden state, shape (B, ffn_dim), which is mapped linearly to the latent variable."""
         dtype = self.mlp[0].weight.dtype
         weights = (torch.ones_like(input_ids) if values is None else values).to(dtype) * tokens_bs
         if weights.device.type == "cpu" and torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -118,14 +118,15 @@ class _WeightedSum(nn.Module):
 
 @register_model("gene_pooling")
 class GenePoolingModel(Architecture):
-    """Pool gene embeddings without attention, in two forms.
+    """Pools gene embeddings without attention, in two forms.
 
     ``pooling="mean"`` applies feed-forward layers to each token, then averages over tokens. It is a reference for the
-    benefit of attention: at a masked position it has the position, but no information on the other tokens.
+    benefit of attention: at a masked position, the model receives the position but no information about the other
+    tokens.
 
     ``pooling="weighted_sum"``, the fast form, sums gene embeddings weighted by expression. LayerNorm, GELU and a linear
-    layer follow, `num_layers` times and once more to `latent_dim`. It costs one sparse sum per cell. ``Encoder`` uses
-    it on small data. Masked genes are predicted from the embedding of the whole cell.
+    layer follow, `num_layers` times and once more to `latent_dim`. This form costs one sparse sum per cell. ``Encoder``
+    uses it for small data. Masked genes are predicted from the embedding of the whole cell.
 
     Parameters
     ----------
@@ -138,7 +139,7 @@ class GenePoolingModel(Architecture):
     dropout
         Dropout probability.
     max_seq_len
-        Maximum number of tokens per cell, only for ``"mean"``, which has position embeddings.
+        Maximum number of tokens per cell, used only by ``"mean"``, which has position embeddings.
     pooling
         ``"mean"`` or ``"weighted_sum"``. ``"cls"``, a default of configurations, is treated as ``"mean"``, because
         without attention the state of the first token would be the same for all cells.
@@ -152,18 +153,18 @@ class GenePoolingModel(Architecture):
     layer_norm_eps
         Epsilon of the layer norms.
     gene_vectors
-        Embed genes with pretrained vectors. A dict with the arguments ``dim``, ``learned`` and ``frozen`` of
+        Options to embed genes with pretrained vectors: a dict with the arguments ``dim``, ``learned`` and ``frozen`` of
         :class:`scforge.models.components.GeneVectorEmbedding`; ``Encoder`` sets it for tokenizers with gene vectors.
     n_batches
-        Add to ``"weighted_sum"`` a latent variance and an expression decoder that is conditioned on this many batches;
-        0 means a decoder without batches. If None, the model has no variance and no decoder. Objectives with a decoder
-        set it.
+        Number of batches on which an expression decoder is conditioned, for ``"weighted_sum"``; 0 for a decoder without
+        batches. The model then also has a latent variance. If None, the model has no variance and no decoder.
+        Objectives with a decoder set this option.
     decoder_dim
         Width of the decoder.
     n_special
-        Number of special tokens of the vocabulary, which are not decoded.
+        Number of special tokens in the vocabulary, which are not decoded.
     projector_dim
-        Width of an MLP projection head (:meth:`project`); None means no head. Objectives set it.
+        Width of an MLP projection head (:meth:`project`). If None, there is no head. Objectives set this option.
 
     Examples
     --------
@@ -255,9 +256,9 @@ class GenePoolingModel(Architecture):
         output_hidden_states: bool = False,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Predict the genes of a batch, see :meth:`scforge.models.TransformerEncoder.forward`.
+        """Predict the genes of a batch; see :meth:`scforge.models.TransformerEncoder.forward`.
 
-        The fast form only has the whole cell, so it has one hidden state, which is the same at all positions.
+        The fast form represents only the whole cell, so it has one hidden state, which is the same at all positions.
         """
         tokens_bs = attention_mask != 0
         states, embeddings_bl = self._run(input_ids, tokens_bs, values)
@@ -276,15 +277,15 @@ class GenePoolingModel(Architecture):
     def encode(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        """Return cell embeddings, shape (B, L). The arguments are those of :meth:`forward`."""
+        """Return cell embeddings, shape (B, L). For the arguments, see :meth:`forward`."""
         return self._run(input_ids, attention_mask != 0, values)[1]
 
     def infer(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, torch.Tensor]:
-        """Return ``latent`` (a sample in training, else the mean), ``mu`` (the embedding) and ``logvar``, each (B, L).
+        """Return ``latent`` (in training a sample, else the mean), ``mu`` (the embedding) and ``logvar``, each (B, L).
 
-        The arguments are those of :meth:`forward`.
+        For the arguments, see :meth:`forward`.
 
         Raises
         ------
@@ -298,15 +299,15 @@ class GenePoolingModel(Architecture):
         return {"latent": draw_latent(mu, logvar) if self.training else mu, "mu": mu, "logvar": logvar}
 
     def decode(self, latent: torch.Tensor, batch: torch.Tensor | int | None = None) -> torch.Tensor:
-        """Decode latents (B, L) to the log1p CP10K values of the genes, shape (B, G).
+        """Decode latent variables (B, L) to the log1p CP10K values of the genes, shape (B, G).
 
         Parameters
         ----------
         latent
-            Latents, shape (B, L).
+            Latent variables, shape (B, L).
         batch
-            Batch of each cell, int64, shape (B,), or one batch for all cells. -1 means the mean of all batches; None
-            uses this mean for all cells.
+            Batch of each cell, int64, shape (B,), or one batch for all cells. -1 denotes the mean of all batches. If
+            None, uses this mean for all cells.
 
         Raises
         ------
@@ -322,7 +323,7 @@ class GenePoolingModel(Architecture):
 
     @torch.no_grad()
     def init_expression_prior(self, mean: torch.Tensor) -> None:
-        """Start the decoder at the mean expression of each gene, shape (G,)."""
+        """Initialize the decoder at the mean expression of each gene, shape (G,)."""
         self._decoder()["expression"].decoder.bias.copy_(mean)
 
     def project(self, embeddings: torch.Tensor) -> torch.Tensor:
@@ -338,5 +339,5 @@ class GenePoolingModel(Architecture):
         return self.projector(embeddings)
 
     def init_token_prior(self, token_counts: torch.Tensor) -> None:
-        """Start the head at the frequencies of `token_counts`, (V,), see :meth:`MaskedGenePredictionHead.init_bias`."""
+        """Initialize the head from `token_counts`, (V,); see :meth:`MaskedGenePredictionHead.init_bias`."""
         self.head.init_bias(token_counts)

@@ -16,13 +16,13 @@ from scforge._checks import check_count, check_positive, check_seed
 from scforge.errors import OptionError, TrainingError
 
 LARGEST = 1.0 - 1e-12
-"""Largest random number, so that its product with a sum of probabilities stays below the sum."""
+"""Maximum random number, so that its product with a sum of probabilities stays below the sum."""
 
 
 class Prompt(NamedTuple):
-    """Prompts of cells, all of shape (B, P): tokens first, padding after them.
+    """Prompts of cells, all of shape (B, P), with tokens first and padding after them.
 
-    ``values`` are NaN for values to sample. ``first`` is true for the special token that cells begin with.
+    ``values`` is NaN for values to sample. ``first`` is true for the special token that cells begin with.
     """
 
     ids: torch.Tensor
@@ -34,7 +34,7 @@ class Prompt(NamedTuple):
 def read_prompt(
     prompt: Mapping[str, torch.Tensor] | None, n_cells: int, first_id: int | None, n_special: int, vocab_size: int
 ) -> Prompt:
-    """Return the prompts of `n_cells` cells; `first_id` is prepended unless all of them start with it."""
+    """Return the prompts of `n_cells` cells; `first_id` is prepended unless all prompts start with it."""
     ids, values = torch.empty((n_cells, 0), dtype=torch.int64), torch.empty((n_cells, 0))
     mask = torch.empty((n_cells, 0), dtype=torch.bool)
     if prompt is not None:
@@ -58,7 +58,7 @@ def read_prompt(
 
 
 def _tensors_of(prompt: Mapping[str, torch.Tensor], n_cells: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return ids, values and mask of a prompt, shape (B, P)."""
+    """Return the ids, values and mask of a prompt, shape (B, P)."""
     if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
         raise OptionError("prompt is not a mapping with 'input_ids'; pass a batch of the tokenizer.")
     ids = torch.as_tensor(prompt["input_ids"]).cpu().long()
@@ -75,7 +75,7 @@ def _tensors_of(prompt: Mapping[str, torch.Tensor], n_cells: int) -> tuple[torch
 
 
 def check_drawing(n_cells: int, temperature: float, seed: int, top_k: int | None) -> None:
-    """Raise unless cells can be sampled with these options."""
+    """Raise an error if cells cannot be sampled with these options."""
     check_count("n_cells", n_cells, "cells")
     check_positive("temperature", temperature)
     check_seed(seed)
@@ -84,7 +84,7 @@ def check_drawing(n_cells: int, temperature: float, seed: int, top_k: int | None
 
 
 def first_of_its_kind(genes_bs: torch.Tensor) -> torch.Tensor:
-    """Return whether each entry is the first one with its value in the row, bool, (B, S)."""
+    """Return whether each entry is the first entry with its value in the row, bool, (B, S)."""
     sorted_bs, order_bs = genes_bs.sort(dim=1, stable=True)
     first_bs = torch.ones_like(sorted_bs, dtype=torch.bool)
     first_bs[:, 1:] = sorted_bs.diff(dim=1) != 0
@@ -92,7 +92,7 @@ def first_of_its_kind(genes_bs: torch.Tensor) -> torch.Tensor:
 
 
 def generator_of(name: str) -> torch.Generator:
-    """Return random numbers that depend only on `name`."""
+    """Return a random generator that depends only on `name`."""
     digest = hashlib.blake2b(name.encode(), digest_size=7).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
 
@@ -100,7 +100,7 @@ def generator_of(name: str) -> torch.Generator:
 def softmax(
     logits_bv: torch.Tensor, allowed_bv: torch.Tensor, temperature: float, top_k: int | None = None
 ) -> torch.Tensor:
-    """Return the probabilities of the allowed entries, float64, shape (B, V); rows without any are zeros."""
+    """Return probabilities of the allowed entries, float64, shape (B, V); rows without allowed entries are zeros."""
     if not bool(logits_bv.isfinite().all()):
         raise TrainingError("the model predicts values that are not finite; train it again with a lower lr.")
     logits_bv = logits_bv.double().masked_fill(~allowed_bv, float("-inf"))

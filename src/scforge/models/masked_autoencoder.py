@@ -1,4 +1,4 @@
-"""A masked autoencoder of genes and their values, in which the encoder only sees visible tokens."""
+"""A masked autoencoder of genes and their values, in which the encoder receives only visible tokens."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Layout:
     width
         The first C positions contain all visible tokens.
     order
-        Position of each token in the batch, int64, shape (B, S). None means that the order is that of the batch.
+        Position of each token in the batch, int64, shape (B, S). If None, the order is the same as in the batch.
     """
 
     visible: torch.Tensor
@@ -57,15 +57,15 @@ class Layout:
     order: torch.Tensor | None = None
 
     def take(self, batch_bs: torch.Tensor) -> torch.Tensor:
-        """Sort the properties of each token in the order of the layout."""
+        """Reorder token properties from batch order to layout order."""
         return batch_bs if self.order is None else batch_bs.gather(1, self.order)
 
     def put_back(self, x_bs: torch.Tensor) -> torch.Tensor:
-        """Sort the values of each token back into the order of the batch."""
+        """Reorder token values from layout order to batch order."""
         return x_bs if self.order is None else torch.zeros_like(x_bs).scatter(1, self.order, x_bs)
 
     def put_back_states(self, states_bch: torch.Tensor) -> torch.Tensor:
-        """Put states of the first C positions back into batch order, (B, S, H), with zeros for tokens not visible."""
+        """Reorder states of the first C positions to batch order, (B, S, H), with zeros for masked tokens."""
         seen_bch = states_bch.masked_fill(~self.visible[:, : self.width, None], 0.0)
         if self.order is None:
             return seen_bch
@@ -74,7 +74,7 @@ class Layout:
         return seen_bch.new_zeros(batch, seq, seen_bch.shape[-1]).scatter(1, place_bch, seen_bch)
 
     def furthest(self) -> int:
-        """Return the maximum number of tokens up to the last visible token of a cell; waits for a GPU."""
+        """Return the maximum number of tokens up to the last visible token of a cell; synchronizes with a GPU."""
         return int(((self.positions + 1) * self.visible).amax()) if self.visible.numel() else 0
 
 
@@ -105,13 +105,13 @@ def lay_out(tokens_bs: torch.Tensor, hidden_bs: torch.Tensor | None = None) -> L
 class MaskedAutoencoder(Architecture):
     """Asymmetric masked autoencoder of expression, after scFoundation (Hao et al. 2024) and He et al. (2022).
 
-    The encoder only runs on visible tokens, so its cost depends on their number. The cell embedding is pooled from the
-    states of this pass. The decoder receives the encoder states of visible tokens, and a learned mask token for each
-    masked token, both with the embedding of the gene. It predicts the values of masked tokens.
+    The encoder runs only on visible tokens, so its cost depends on their number. The cell embedding is pooled from the
+    resulting states. The decoder receives the encoder states of visible tokens and a learned mask token for each masked
+    token, both combined with the gene embedding. It predicts the values of masked tokens.
 
-    The decoder identifies tokens by their gene, not by their position. If there are positions, only the encoder
-    receives them. In a ranking, the position of a masked token reveals its value. Move masked tokens to the end, as the
-    objective ``masked_value_prediction`` does, or use no positions, which is the default.
+    The decoder identifies tokens by their gene, not by their position. If positions are used, only the encoder receives
+    them. In a ranking, the position of a masked token reveals its value. Move masked tokens to the end, as in the
+    objective ``masked_value_prediction``, or use no positions, which is the default.
 
     Parameters
     ----------
@@ -120,41 +120,42 @@ class MaskedAutoencoder(Architecture):
     encoder_dim, encoder_layers, encoder_heads
         Width H, number of blocks and number of attention heads of the encoder.
     decoder_dim, decoder_layers, decoder_heads
-        The same for the decoder. If None, the width is half of `encoder_dim`, and the number of heads `encoder_heads`.
+        The same for the decoder. If None, the width is half of `encoder_dim`, and the number of heads is
+        `encoder_heads`.
     ffn_dim
         Width of the encoder's feed-forward layers. If None, uses ``4 * encoder_dim``. The decoder uses
         ``4 * decoder_dim``.
     dropout
-        Dropout on embeddings and residual branches.
+        Dropout rate on embeddings and residual branches.
     max_seq_len
-        Maximum number of tokens per cell that the encoder sees.
+        Maximum number of tokens per cell in the encoder.
     pooling
         ``"mean"`` (mean over visible tokens), ``"cls"`` (state of the first visible token) or ``"last"`` (state of the
         last visible token).
     activation
         ``"gelu"``, ``"relu"`` or ``"silu"``.
     use_expression_values
-        Add the projected expression value of each visible token.
+        Whether to add the projected expression value of each visible token.
     layer_norm_eps
         Epsilon of the layer norms.
     gene_vectors
-        Embed genes with pretrained vectors. A dict with the arguments ``dim``, ``learned`` and ``frozen`` of
+        Options to embed genes with pretrained vectors: a dict with the arguments ``dim``, ``learned`` and ``frozen`` of
         :class:`scforge.models.components.GeneVectorEmbedding`; ``Encoder`` sets it for tokenizers with gene vectors.
     position_embedding
         ``"none"``; ``"learned"`` adds a vector for the position in the cell; ``"rotary"`` counts positions among the
         visible tokens.
     norm_first
-        Use pre-norm layers and final norms, instead of post-norm layers.
+        Whether to use pre-norm layers and final norms instead of post-norm layers.
     gradient_checkpointing
-        Recompute the activations of each layer in the backward pass, which takes less memory and more time.
+        Whether to recompute the activations of each layer in the backward pass, which takes less memory and more time.
     unpad
         Whether to remove padding from the computation. If None, removes it if this is faster.
     value_loss
         ``"mse"``, or for counts ``"poisson"``, ``"negative_binomial"`` (with a dispersion for each gene),
         ``"zero_truncated_poisson"`` or ``"zero_truncated_negative_binomial"``. The truncated losses require that only
-        expressed genes are tokens, see :func:`scforge.models.components.heads.count_loss`. With a loss for counts, the
-        head predicts the logarithm of the rate divided by the mean count of the expressed visible tokens of the cell,
-        and the encoder receives log1p of the counts.
+        expressed genes are tokens; see :func:`scforge.models.components.heads.count_loss`. With a count loss, the head
+        predicts the logarithm of the rate divided by the mean count of the expressed visible tokens of the cell, and
+        the encoder receives log1p of the counts.
 
     Examples
     --------
@@ -173,7 +174,7 @@ class MaskedAutoencoder(Architecture):
     }
 
     labels_name_genes: ClassVar[bool] = True
-    """Labels name the masked gene, not the target."""
+    """Labels specify the masked gene, not the target."""
 
     def __init__(
         self,
@@ -257,7 +258,7 @@ class MaskedAutoencoder(Architecture):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Encode visible tokens, and predict the values of masked tokens.
+        """Encode visible tokens and predict the values of masked tokens.
 
         Parameters
         ----------
@@ -266,27 +267,28 @@ class MaskedAutoencoder(Architecture):
         attention_mask
             Bool, int or float of shape (B, S), nonzero for tokens.
         values
-            Expression values, shape (B, S). Values of masked tokens are only used as targets.
+            Expression values, shape (B, S). Values of masked tokens are used only as targets.
         labels
-            Gene of each masked token, if `input_ids` do not contain it, int64, shape (B, S), -100 elsewhere. If given,
+            Gene of each masked token if `input_ids` does not contain it, int64, shape (B, S); -100 elsewhere. If given,
             a loss is computed.
         attention_bias
-            Number to add to the attention scores of each visible token as a key in the encoder, shape (B, S).
+            Values to add to the attention scores of each visible token as a key in the encoder, shape (B, S).
         masked_positions
             Nonzero for masked tokens, shape (B, S). If None, tokens with `labels` other than -100 are masked.
         value_labels
             Values to predict, shape (B, S). If None, uses `values`.
         return_logits
-            If false, the head only runs at masked tokens, and ``logits`` is None.
+            If false, the head runs only at masked tokens, and ``logits`` is None.
         output_hidden_states, output_attentions
-            Also return the encoder's states after each layer, zeros for masked tokens, and the attention weights.
+            Whether to return the encoder states after each layer, with zeros for masked tokens, and the attention
+            weights.
         **kwargs
             Other keys of the batch, which are ignored.
 
         Returns
         -------
-        ``loss`` (with masked tokens and `labels` or `value_labels`), ``logits`` (B, S), the predicted values (for a
-        loss for counts, the expected counts), and ``embeddings`` (B, H) of the visible tokens.
+        ``loss`` (with masked tokens and `labels` or `value_labels`), ``logits`` (B, S), which are the predicted values
+        (expected counts for a count loss), and ``embeddings`` (B, H) from the visible tokens.
         """
         check_shapes(
             input_ids.shape,
@@ -346,7 +348,7 @@ class MaskedAutoencoder(Architecture):
         attention_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return cell embeddings of all tokens, shape (B, H). For the arguments see :meth:`forward`."""
+        """Return cell embeddings from all tokens, shape (B, H). For the arguments, see :meth:`forward`."""
         check_shapes(input_ids.shape, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
         layout = lay_out(attention_mask != 0)
         return self._pool(layout, self._encode(layout, input_ids, values, attention_bias).hidden)
@@ -427,7 +429,7 @@ class MaskedAutoencoder(Architecture):
     def _loss(
         self, raw_m: torch.Tensor, target_m: torch.Tensor, genes_m: torch.Tensor, offset_m: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the mean loss of masked values; 0 if there is none."""
+        """Return the mean loss over masked values, or 0 if there are none."""
         if offset_m is None:
             return (raw_m - target_m).square().sum() / max(1, len(target_m))
         if target_m.device.type == "cpu" and not torch.compiler.is_compiling():
@@ -439,6 +441,6 @@ class MaskedAutoencoder(Architecture):
         return None if self.log_dispersion is None else self.log_dispersion(genes).squeeze(-1).float()
 
     def init_value_prior(self, mean: float) -> None:
-        """Start from the mean of the values to predict; a loss for counts always starts from the mean of each cell."""
+        """Initialize the head at the mean of the values to predict; count losses start from the mean of each cell."""
         if self.value_loss not in COUNT_LOSSES:
             nn.init.constant_(self.head.decoder.bias, mean)

@@ -1,4 +1,4 @@
-"""An MLP over the expression of genes, the simplest encoder of cells.
+"""An MLP on gene expression, the simplest cell encoder.
 
 Shapes: B cells, L latent, V vocabulary.
 """
@@ -14,7 +14,7 @@ from scforge.models.registry import register_model
 
 @register_model("mlp")
 class MLPEncoder(GenePoolingModel):
-    """An MLP on the values of all genes of the vocabulary, like scVI's encoder on highly variable genes.
+    """An MLP on the values of all genes in the vocabulary, like the scVI encoder on highly variable genes.
 
     The first layer maps the V values of a cell to `hidden_dim`. Because most values are zero, it is computed as a sum
     over the tokens of the cell. LayerNorm, GELU, dropout and a linear layer follow, `num_layers` times and once more to
@@ -33,7 +33,7 @@ class MLPEncoder(GenePoolingModel):
     latent_dim
         Width L of the cell embedding.
     ffn_dim
-        Width of these hidden layers. If None, uses `hidden_dim`.
+        Width of the hidden layers. If None, uses `hidden_dim`.
     dropout
         Dropout probability.
     layer_norm_eps

@@ -1,4 +1,4 @@
-"""The protocol and the output of every architecture."""
+"""The protocol and the output shared by all architectures."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """Output of ``forward`` of every architecture.
+    """Output of ``forward`` for all architectures.
 
     Attributes
     ----------
     loss
         Scalar, present only if labels were given.
     logits
-        Predictions for each token, shape (B, S, V), or (B, S) for continuous values. None if they were not requested.
+        Predictions for each token, shape (B, S, V), or (B, S) for continuous values. None unless requested.
     embeddings
         One vector per cell, shape (B, H).
     hidden_states
-        Hidden states after each layer, each of shape (B, S, H), if they were requested.
+        Hidden states after each layer, each of shape (B, S, H), if requested.
     expression
-        Predicted expression of each token in addition to its gene, if the architecture predicts it: values, shape
-        (B, S), or logits of bins, shape (B, S, number of bins).
+        Predicted expression of each token in addition to its gene, if the architecture predicts it: values, shape (B,
+        S), or bin logits, shape (B, S, number of bins).
     attentions
-        Attention weights of each layer, float32, each of shape (B, heads, S, S), if they were requested.
+        Attention weights of each layer, float32, each of shape (B, heads, S, S), if requested.
     losses
-        The terms of the loss by name, scalars, if an architecture has several terms.
+        A mapping from name to loss term, a scalar, if an architecture has several terms.
 
     Examples
     --------
@@ -58,10 +58,10 @@ class CellModule(Protocol):
     """The protocol of an architecture: an ``nn.Module`` with ``forward``, ``encode`` and ``from_config``.
 
     These attributes are optional: ``uses_order`` (false if the order of the tokens does not matter), ``config_names``
-    (names of the constructor for fields of ``ModelConfig``, e.g. ``{"hidden_dim": "encoder_dim"}``),
-    ``labels_name_genes`` (true if labels are the names of masked genes, not targets), ``init_token_prior`` (starts the
-    head at token frequencies), ``token_table`` (returns the vectors of all tokens, (V, H), if no embedding of the
-    module contains them), ``attended_tokens`` (maximum number of tokens per cell that it attends to, None for all), and
+    (mapping from fields of ``ModelConfig`` to constructor names, e.g. ``{"hidden_dim": "encoder_dim"}``),
+    ``labels_name_genes`` (true if labels are the names of masked genes, not targets), ``init_token_prior`` (initializes
+    the head at token frequencies), ``token_table`` (returns the vectors of all tokens, (V, H), if no embedding of the
+    module contains them), ``attended_tokens`` (maximum number of attended tokens per cell, None for all), and
     ``model_class`` (the class of ``scforge.models`` that trains it, ``"Encoder"`` by default). An architecture that
     generates cells is a :class:`GeneratingModule`. :func:`scforge.testing.check_model` checks an architecture against
     this protocol.
@@ -94,7 +94,7 @@ class CellModule(Protocol):
         labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Return loss (with `labels`), logits and embeddings.
+        """Return the loss (with `labels`), logits and embeddings.
 
         Parameters
         ----------
@@ -185,7 +185,7 @@ class GeneratingModule(CellModule, Protocol):
         temperature
             Divisor of the logits; below 1, likely values become more likely.
         top_k
-            Sample only from the `top_k` most likely genes.
+            Number of most likely genes to sample from.
         seed
             Random seed. A cell depends only on the seed and its index.
         first_id
@@ -198,13 +198,13 @@ class GeneratingModule(CellModule, Protocol):
 
         Returns
         -------
-        Tokens, values and bins, see :class:`~scforge.models.protocol.GeneratedCells`.
+        Tokens, values and bins; see :class:`~scforge.models.protocol.GeneratedCells`.
         """
         ...
 
 
 class GeneratedCells(NamedTuple):
-    """Tokens of generated cells, padded to the longest, shape (B, S).
+    """Tokens of generated cells, padded to the longest cell, shape (B, S).
 
     Parameters
     ----------

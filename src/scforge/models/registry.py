@@ -74,7 +74,7 @@ def option_names(name: str) -> list[str] | None:
 
 
 def own_names(architecture: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return `options` with the shared names of configurations replaced by the names of a constructor.
+    """Return `options` with shared configuration names replaced by constructor names.
 
     Raises
     ------
@@ -92,7 +92,7 @@ def own_names(architecture: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_model_options(name: str, options: dict[str, Any]) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless all `options` are options of the architecture `name`."""
+    """Raise :class:`~scforge.errors.OptionError` if an option is not an option of the architecture `name`."""
     known = option_names(name)
     if known is not None:
         check_options("option", name, own_names(MODELS.get(name), options), known)

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 NEVER = -100.0
-"""Logit of genes that cannot be: special tokens, and genes that stand elsewhere in the cell."""
+"""Logit of impossible genes: special tokens, and genes that occur elsewhere in the cell."""
 
 _LOGITS_AT_ONCE = {"cpu": 2**22}
 _LOGITS_AT_ONCE_ON_GPU = 2**28
@@ -75,7 +75,7 @@ class Seen:
     hidden_value
         True for tokens with a masked value.
     hidden
-        True for tokens with anything masked.
+        True for tokens with a masked identity or value.
     """
 
     ids: torch.Tensor
@@ -93,7 +93,7 @@ class Seen:
         return blocked | (torch.arange(vocab_size, device=self.ids.device) < n_special)
 
     def first(self, most: int) -> Attended | None:
-        """Return the first `most` tokens of each cell, masked tokens before others; None if all are taken."""
+        """Return the first `most` tokens of each cell, masked tokens first, or None if all tokens are used."""
         if self.ids.shape[1] <= most:
             return None
         last = 2 * (~self.tokens).to(torch.uint8) + (~self.hidden).to(torch.uint8)
@@ -103,7 +103,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Attended:
-    """The positions of the tokens that are attended to, int64, (B, K), and the number S of positions."""
+    """Positions of the attended tokens, int64, (B, K), and the total number S of positions."""
 
     places: torch.Tensor
     width: int
@@ -113,16 +113,16 @@ class Attended:
         return tensor_bs.gather(1, self.places)
 
     def put_back(self, states_bkh: torch.Tensor) -> torch.Tensor:
-        """Put attended tokens back: from shape (B, K, H) to (B, S, H), with zeros elsewhere."""
+        """Restore attended tokens to their positions: from shape (B, K, H) to (B, S, H), with zeros elsewhere."""
         states = states_bkh.new_zeros((states_bkh.shape[0], self.width, states_bkh.shape[2]))
         return states.scatter(1, self.places.unsqueeze(-1).expand_as(states_bkh), states_bkh)
 
     def of(self, seen: Seen) -> Seen:
-        """Return the visible part of the tokens that are attended to."""
+        """Return the visible part of the attended tokens."""
         return Seen(**{name: self.take(tensor) for name, tensor in vars(seen).items()})
 
     def has(self) -> torch.Tensor:
-        """Return which positions are attended to, bool, (B, S)."""
+        """Return a mask of the attended positions, bool, (B, S)."""
         nowhere = torch.zeros((self.places.shape[0], self.width), dtype=torch.bool, device=self.places.device)
         return nowhere.scatter(1, self.places, True)
 
@@ -140,7 +140,7 @@ def what_is_seen(
     Parameters
     ----------
     input_ids, attention_mask, values
-        Shape (B, S); without values every gene has the value 1.
+        Token ids, attention mask and values, shape (B, S); without values, every gene has the value 1.
     masked_positions
         Nonzero for tokens with a masked identity, (B, S), or None.
     masked_values
@@ -176,7 +176,7 @@ def what_is_seen(
 def gene_logits(
     states_bsh: torch.Tensor, table_vh: torch.Tensor, prior_v: torch.Tensor | None, seen: Seen, n_special: int
 ) -> torch.Tensor:
-    """Return the logit of each gene at each token, the product of its state and the vector of the gene, (B, S, V).
+    """Return the logit of each gene at each token, the product of token state and gene vector, (B, S, V).
 
     Products are divided by the square root of H. Special tokens, and genes that are visible at another token of the
     cell, have the logit ``NEVER``.
@@ -197,7 +197,7 @@ def gene_losses(
     chosen_bs: torch.Tensor,
     n_special: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross entropy of the gene at the chosen tokens, (M,), and the index of the cell of each token, (M,).
+    """Return the cross entropy of the gene at the selected tokens, (M,), and the cell index of each token, (M,).
 
     Impossible genes are left out of the softmax, so excluding them does not reduce the loss. The logits are computed
     for some tokens at a time, and are recomputed in the backward pass if there are many.
@@ -232,15 +232,16 @@ def scores_of(states: torch.Tensor, table_vh: torch.Tensor, prior_v: torch.Tenso
 _TASKS = ["annotation", "batch_integration"]
 
 _NEARLY_ZERO = 1e-2
-"""Mean square of a vector after its norm, which is 1 unless what came in was about as small as the epsilon."""
+"""Mean square of a vector after the norm; it is 1 unless the input was about as small as epsilon."""
 
 
 class States(NamedTuple):
     """Output of the transformer for cells.
 
-    ``readout``: states of LAT, (B, H). ``tokens``: states of the tokens, (B, S, H), zeros for tokens that are not
-    attended to. ``attended``: tokens that are attended to, bool, (B, S). ``table``: vectors of all tokens, (V, H), if
-    requested. ``hidden_states`` and ``attentions``: as in :class:`scforge.models.ModelOutput`.
+    ``readout`` contains the states of LAT, (B, H), and ``tokens`` the states of the tokens, (B, S, H), with zeros for
+    tokens that are not attended to. ``attended`` specifies the attended tokens, bool, (B, S). ``table`` contains the
+    vectors of all tokens, (V, H), if requested. ``hidden_states`` and ``attentions`` are as in
+    :class:`scforge.models.ModelOutput`.
     """
 
     readout: torch.Tensor
@@ -252,26 +253,28 @@ class States(NamedTuple):
 
 
 _OWN_BETA = 1e-3
-"""Weight of the KL divergence if the latent learns from masked genes only."""
+"""Weight of the KL divergence if the latent variable is trained only on masked genes."""
 
 
 @register_model("scdiva")
 class ScDiVaModel(Architecture):
-    """Variational transformer of cells, in two modes.
+    """Variational transformer for cells, in two modes.
 
     ``mode="vector"``: a linear layer with a norm maps a profile of all genes to one vector, which passes through the
     transformer as a sequence of length 1. The softmax over one key is 1, so attention is a linear map of the vector,
-    and queries and keys learn nothing.
+    and queries and keys are not trained.
 
     ``mode="tokens"``: the same layer is computed as a sum over genes of gene vector times value. This sum is the first
     token, LAT. Each gene is a further token: the vector of the gene after the norm, plus a vector of the value. Genes
-    therefore attend to each other, and LAT is read out. This mode has H^2 + 6 H more parameters than the other mode.
+    therefore attend to each other, and LAT is the read-out. This mode has H^2 + 6 H more parameters than the other
+    mode.
 
-    The read-out has a mean and a variance of L dimensions. In evaluation the latent is the mean, which is the cell
-    embedding. Two heads decode the latent: one predicts the cell type, one the expression of all genes.
+    The read-out is mapped to a mean and a variance with L dimensions. In evaluation, the latent variable is the mean,
+    which is the cell embedding. Two heads decode the latent variable: one predicts the cell type, and one predicts the
+    expression of all genes.
 
-    All methods take either a batch of tokens, as in every architecture, or, without `attention_mask`, a dense profile
-    of log1p of counts per 10,000, float, (B, G).
+    All methods take either a token batch, as in every architecture, or, without `attention_mask`, a dense profile of
+    log1p of counts per 10,000, float, (B, G).
 
     Parameters
     ----------
@@ -281,10 +284,10 @@ class ScDiVaModel(Architecture):
         Width H, number of layers, number of heads, and width of the feed-forward layers (if None, ``4 * hidden_dim``)
         of the transformer.
     dropout
-        Dropout on embeddings and residual branches.
+        Dropout rate on embeddings and residual branches.
     max_tokens
         Maximum number of attended tokens per cell, in addition to LAT, which sums over all tokens. Masked tokens are
-        attended to first, then other tokens in the order of the batch. 0 is the mode ``"vector"``.
+        attended to first, then other tokens in the order of the batch. 0 selects the mode ``"vector"``.
     mode
         ``"tokens"`` or ``"vector"``.
     norm_style
@@ -293,26 +296,27 @@ class ScDiVaModel(Architecture):
     norm, activation, bias
         See :class:`scforge.models.components.TransformerBlock`; `norm` is also used in the embedding.
     final_norm
-        Whether a norm follows the last layer; None adds one with ``norm_style="pre"``.
+        Whether a norm follows the last layer. If None, a norm is added with ``norm_style="pre"``.
     latent_dim
-        Width L of the latent.
+        Width L of the latent variable.
     num_cell_types
-        Number of cell types T of the annotation head; 0 for no annotation head.
+        Number of cell types T in the annotation head; 0 for no annotation head.
     n_batches
         Number of batches that the expression decoder is conditioned on.
     variational
         If false, there is no variance and no noise.
     denoising
-        Add a vector for masked values, and a head that predicts them; the objective ``masked_diffusion`` requires both.
+        Whether to add a vector for masked values and a head that predicts these values; the objective
+        ``masked_diffusion`` requires both.
     layer_norm_eps
         Epsilon of the norms.
     position_embedding
-        ``"none"``, with which the order of tokens does not matter, or ``"rotary"``, positions in the order of the
-        tokens.
+        ``"none"``, in which case the order of tokens does not matter, or ``"rotary"``, with positions in the order of
+        the tokens.
     n_special
         Number of special tokens; their ids are below this number.
     gradient_checkpointing
-        Recompute the activations of each layer in the backward pass, which takes less memory and more time.
+        Whether to recompute the activations of each layer in the backward pass, which takes less memory and more time.
     unpad
         Whether to remove padding from the computation. If None, removes it if this is faster.
 
@@ -425,8 +429,8 @@ class ScDiVaModel(Architecture):
     ) -> dict[str, torch.Tensor]:
         """Return ``latent``, ``mu`` and ``logvar`` of cells, float32, each (B, L).
 
-        In training the latent is sampled, in evaluation it is the mean. The variance is ``exp(logvar)``. For the
-        arguments see :meth:`forward`.
+        In training, the latent variable is sampled; in evaluation, it is the mean. The variance is ``exp(logvar)``. For
+        the arguments, see :meth:`forward`.
         """
         if attention_mask is None:
             readout = self._dense_states(input_ids)
@@ -436,11 +440,11 @@ class ScDiVaModel(Architecture):
         return dict(zip(("latent", "mu", "logvar"), self.variational_layer(readout), strict=True))
 
     def decode(self, latent: torch.Tensor, batch: torch.Tensor | int | None = None) -> torch.Tensor:
-        """Decode latents (B, L) to the expression of all genes, (B, G), in a batch, or the mean of all (None)."""
+        """Decode latent variables (B, L) to the expression of all genes (B, G) for `batch`, or the mean batch."""
         return self.batch_integration_head(latent, batch)
 
     def classify(self, latent: torch.Tensor) -> torch.Tensor:
-        """Return logits of cell types, (B, T), for latents (B, L).
+        """Return logits of cell types, (B, T), for latent variables (B, L).
 
         Raises
         ------
@@ -462,16 +466,16 @@ class ScDiVaModel(Architecture):
         batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Predict from the mean of the latent, without dropout and gradients.
+        """Predict from the latent mean, without dropout and gradients.
 
         Parameters
         ----------
         input_ids
             Profile, float, (B, G), or, with `attention_mask` and `values`, token ids, (B, S).
         task
-            ``"annotation"`` returns logits of cell types, (B, T), ``"batch_integration"`` expression, (B, G).
+            ``"annotation"`` returns logits of cell types, (B, T); ``"batch_integration"`` returns expression, (B, G).
         batch
-            Batch for which expression is predicted; None means the mean of all batches.
+            Batch for which expression is predicted. If None, uses the mean of all batches.
         """
         check_choice("task", task, _TASKS)
         with evaluating(self):
@@ -479,9 +483,9 @@ class ScDiVaModel(Architecture):
             return self.classify(mu) if task == "annotation" else self.decode(mu, batch)
 
     def token_table(self) -> torch.Tensor:
-        """Return the vectors of all tokens after the norm, without a value, (V, H).
+        """Return the vectors of all tokens after the norm, without values, (V, H).
 
-        In mode ``"vector"``, which has no special tokens, their vectors are zeros.
+        In mode ``"vector"``, which has no special tokens, the vectors of special tokens are zeros.
         """
         genes = self.gene_embedding.weight + self.gene_embedding.bias
         if self.special_embedding is None:
@@ -489,7 +493,7 @@ class ScDiVaModel(Architecture):
         return self.gene_embedding.norm(torch.cat([self.special_embedding.weight, genes]))
 
     def _summed(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weighted sum of genes with visible identity and value, (B, H), and which cells have none."""
+        """Return the weighted sum of genes with visible identity and value, (B, H), and which cells lack such genes."""
         values_bs = seen.values.masked_fill(~(seen.has_gene & seen.has_value), 0.0)
         summed_bh = self.gene_embedding.bag((seen.ids - self.n_special).clamp(min=0), values_bs)
         return summed_bh, ~(values_bs != 0).any(dim=1, keepdim=True)
@@ -504,11 +508,11 @@ class ScDiVaModel(Architecture):
     def _alone(
         self, summed_bh: torch.Tensor, nothing_b1: torch.Tensor, *, output_hidden_states: bool = False
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
-        """Run the transformer on one vector per cell; return its state, (B, H), and if requested those of the layers.
+        """Run the transformer on one vector per cell; return its state, (B, H), and the layer states if requested.
 
-        Without genes, the vector is the bias, which starts at zero, where the gradient of a norm is unbounded. Cells
-        without genes therefore pass no gradient to the bias, and none to the transformer while the vector after the
-        norm is nearly zero.
+        Without genes, the vector equals the bias, which starts at zero, where the gradient of a norm is unbounded.
+        Cells without genes therefore pass no gradient to the bias. They also pass no gradient to the transformer while
+        the vector after the norm is nearly zero.
         """
         vector_bh = self.gene_embedding.norm(torch.where(nothing_b1, summed_bh.detach(), summed_bh))
         zero_b1 = nothing_b1 & (vector_bh.square().mean(dim=1, keepdim=True) < _NEARLY_ZERO)
@@ -596,9 +600,9 @@ class ScDiVaModel(Architecture):
         return self.encoder(states_bkh, F.pad(part.tokens, (1, 0), value=True)).hidden[:, 0]
 
     def serialize(self, x: torch.Tensor) -> Seen:
-        """Return the genes of profiles that become tokens: the first `max_tokens` by value times weight of the gene.
+        """Return the genes of profiles that become tokens: the first `max_tokens` by value times gene weight.
 
-        Ties are in the order of the genes. The weights are set by :meth:`init_gene_weights`.
+        Ties are resolved by gene order. The weights are set by :meth:`init_gene_weights`.
 
         Parameters
         ----------
@@ -617,7 +621,7 @@ class ScDiVaModel(Architecture):
 
     @torch.no_grad()
     def init_gene_weights(self, weights: torch.Tensor) -> None:
-        """Set the weights, (G,), that rank the genes of a profile; unused in mode ``"vector"``."""
+        """Set the weights, (G,), that rank the genes in a profile; unused in mode ``"vector"``."""
         weights = torch.as_tensor(weights)
         if tuple(weights.shape) != (self.num_genes,):
             raise OptionError(
@@ -628,7 +632,7 @@ class ScDiVaModel(Architecture):
 
     @torch.no_grad()
     def init_expression_prior(self, mean: torch.Tensor) -> None:
-        """Start the expression decoder at the mean expression of each gene, (G,)."""
+        """Initialize the expression decoder at the mean expression of each gene, (G,)."""
         self.batch_integration_head.decoder.bias.copy_(mean)
 
     def forward(
@@ -650,7 +654,7 @@ class ScDiVaModel(Architecture):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Predict masked genes and values of a batch of tokens, or cell type and expression of a profile.
+        """Predict masked genes and values for a token batch, or cell type and expression for a profile.
 
         Parameters
         ----------
@@ -661,37 +665,37 @@ class ScDiVaModel(Architecture):
         values
             Value of each token, shape (B, S). If None, all values are 1.
         labels
-            Genes to predict, int64, (B, S), -100 elsewhere (labels of special tokens are ignored). For a profile, cell
+            Genes to predict, int64, (B, S); -100 elsewhere (labels of special tokens are ignored). For a profile, cell
             types, (B,).
         value_labels
             Values to predict, (B, S), with ``denoising=True``.
         masked_positions, masked_values
-            Nonzero for tokens with a masked identity and a masked value, (B, S). If None, `masked_values` are
-            `masked_positions`. `input_ids` contain MASK for masked identities. Masked values are visible neither to LAT
-            nor to their token.
+            Nonzero for tokens with a masked identity and a masked value, (B, S). If None, `masked_values` equals
+            `masked_positions`. `input_ids` contains MASK for masked identities. Masked values are visible neither to
+            LAT nor to their token.
         loss_weights
-            Weight of each cell, (B,). If given, token losses are averaged over cells, each as weight times mean over
-            the masked tokens of the cell. Otherwise they are averaged over tokens.
+            Weight of each cell, (B,). If given, the loss is the average over cells of the weight times the mean over
+            the masked tokens of the cell. Otherwise, token losses are averaged over tokens.
         target
-            Expression to reconstruct from the latent, (B, G), e.g. of the cell before masking.
+            Expression to reconstruct from the latent variable, (B, G), e.g. of the cell before masking.
         beta
-            Weight of the KL divergence of the latent.
+            Weight of the KL divergence of the latent distribution.
         batch
             Batch of each cell for the reconstruction, (B,).
         return_logits
             If false, ``logits`` and ``expression`` of tokens are None.
         output_hidden_states, output_attentions
-            Also return states and attention weights of the tokens after each layer, without LAT.
+            Whether to return states and attention weights of the tokens after each layer, without LAT.
         **kwargs
             Other keys of the batch, which are ignored.
 
         Returns
         -------
-        For tokens, ``logits`` (B, S, V), ``embeddings`` (B, L), the mean of the latent, and with ``denoising=True``
-        ``expression`` (B, S). ``losses`` has the terms of the loss with a target: ``"identity"`` (cross entropy),
+        For tokens, ``logits`` (B, S, V), ``embeddings`` (B, L), which are the latent means, and with ``denoising=True``
+        ``expression`` (B, S). ``losses`` contains the loss terms that have a target: ``"identity"`` (cross entropy),
         ``"value"`` (squared error), and with `target` ``"reconstruction"`` and ``"kl"``. With labels but without
-        `target` and `loss_weights`, the latent learns from the labels: ``"latent"`` is the cross entropy of the masked
-        genes given only the latent, and ``"kl"`` is weighted by 1e-3.
+        `target` and `loss_weights`, the latent variable is trained on the labels: ``"latent"`` is the cross entropy of
+        the masked genes given only the latent variable, and ``"kl"`` is weighted by 1e-3.
 
         For a profile, ``logits`` of cell types (B, T) or None, ``embeddings``, and ``expression`` (B, G), with a loss
         if there are `labels` (``"classification"``) or a `target`.
@@ -767,7 +771,7 @@ class ScDiVaModel(Architecture):
         found: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
         batch: torch.Tensor | None,
     ) -> dict[str, torch.Tensor]:
-        """Return the loss of predicting labeled genes only from the latent, which trains it without a profile."""
+        """Return the loss of predicting labeled genes from the latent variable, which trains it without a profile."""
         chosen_bs = seen.tokens & (labels >= self.n_special)
         log_share_bg = self.decode(found[0], batch).float().log_softmax(dim=1)
         of_tokens_bs = log_share_bg.gather(1, (labels - self.n_special).clamp(min=0))
@@ -779,24 +783,24 @@ class ScDiVaModel(Architecture):
 
     @classmethod
     def from_config(cls, config: ModelConfig | ScDiVaConfig) -> ScDiVaModel:
-        """Create the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None."""
+        """Create the model that `config` describes. Raises a ``ValueError`` if ``config.vocab_size`` is None."""
         return config.build() if isinstance(config, ScDiVaConfig) else super().from_config(config)
 
     model_class: ClassVar[str] = "ScDiVa"
-    """The class of ``scforge.models`` that has methods for what only this architecture can do."""
+    """The class of ``scforge.models`` with the methods that only this architecture supports."""
 
     @property
     def attended_tokens(self) -> int | None:
-        """Maximum number of tokens per cell that are attended to; None if all tokens are used equally."""
+        """Maximum number of attended tokens per cell, or None if all tokens are used equally."""
         return self.max_tokens if self.mode == "tokens" else None
 
     @property
     def max_generated(self) -> int:
-        """Maximum number of tokens of a generated cell."""
+        """Maximum number of tokens per generated cell."""
         return self.attended_tokens or self.num_genes + 1
 
     def values_of(self, states: States, genes_bs: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
-        """Return the predicted values of the chosen tokens, given their genes, (M,)."""
+        """Return the predicted values of the selected tokens, given their genes, (M,)."""
         vectors_mh = states.table[genes_bs[chosen_bs]]
         return self.value_head(states.tokens[chosen_bs] + vectors_mh).float()
 
@@ -818,7 +822,7 @@ class ScDiVaModel(Architecture):
         masked_values: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the values of visible genes with masked values, (B, S), zeros elsewhere.
+        """Return the values of visible genes with masked values, (B, S), with zeros elsewhere.
 
         Parameters
         ----------
@@ -830,7 +834,7 @@ class ScDiVaModel(Architecture):
         Raises
         ------
         OptionError
-            If the model has no head for values, or a cell has too many masked values.
+            If the model has no value head, or a cell has too many masked values.
         """
         if not self.denoising:
             raise OptionError("denoising=False has no head to predict values; train with 'masked_diffusion'.")
@@ -855,13 +859,13 @@ class ScDiVaModel(Architecture):
 
     @torch.no_grad()
     def init_token_prior(self, token_counts: torch.Tensor) -> None:
-        """Start the prediction of genes at the token frequencies, of counts (V,); unused in mode ``"vector"``."""
+        """Initialize the gene prediction from token counts (V,); unused in mode ``"vector"``."""
         if self.token_prior is not None:
             smoothed = token_counts.double() + 1.0
             self.token_prior.copy_((smoothed / smoothed.sum()).log())
 
     def init_value_prior(self, mean: float) -> None:
-        """Start the prediction of masked values at the mean of the values to predict."""
+        """Initialize the prediction of masked values at the mean of the values to predict."""
         if self.value_head is not None:
             nn.init.constant_(self.value_head.decoder.bias, mean)
 
@@ -883,8 +887,8 @@ class ScDiVaModel(Architecture):
         """Generate cells by iterative unmasking.
 
         At first, all tokens except the prompt are masked. In each step a gene is sampled for every masked token, and
-        the most confident genes are kept, so that the number of masked tokens decreases evenly over the steps. In the
-        next step, the values of the kept genes are predicted. Each gene occurs at most once in a cell. The random
+        the most confident genes are kept, so that the number of masked tokens decreases evenly over the steps. The
+        values of these genes are predicted in the next step. Each gene occurs at most once in a cell. The random
         numbers of a cell depend only on `seed` and its index.
 
         Parameters
@@ -893,17 +897,17 @@ class ScDiVaModel(Architecture):
             Number of cells B.
         prompt
             Known part of the cells: ``input_ids``, (P,) for all cells or (B, P), and optionally ``values`` and
-            ``attention_mask`` of the same shape. ``values`` are NaN for values to predict; without them all values are
-            predicted.
+            ``attention_mask`` of the same shape. ``values`` are NaN for values to predict; without ``values``, all
+            values are predicted.
         n_tokens
-            Number of tokens of all cells, or of each cell, int64, (B,), including prompt and `first_id`. If None,
+            Number of tokens for all cells, or for each cell, int64, (B,), including the prompt and `first_id`. If None,
             samples from the lengths that the model was trained on.
         n_steps
-            Number of unmasking steps; a few more if sampled genes collide.
+            Number of unmasking steps; a few more are used if sampled genes collide.
         temperature
             Divisor of the logits, and factor of the noise in the order of unmasking.
         top_k
-            Sample only from the `top_k` most likely genes.
+            Number of most likely genes to sample from.
         seed
             Random seed.
         first_cell
@@ -940,7 +944,7 @@ class ScDiVaModel(Architecture):
     def _begin(
         self, n_cells: int, prompt: Mapping[str, torch.Tensor] | None, first_id: int | None, mask_id: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return ids, values (NaN for values to sample) and mask of the prompts, (B, P)."""
+        """Return the ids, values (NaN for values to sample) and mask of the prompts, (B, P)."""
         if not 0 < mask_id < self.n_special:
             raise OptionError(
                 f"mask_id={mask_id} is not one of the {self.n_special} special tokens; pass the id of MASK."
@@ -985,7 +989,7 @@ class ScDiVaModel(Architecture):
 
 
 def _sum(losses: dict[str, torch.Tensor], beta: float | torch.Tensor) -> torch.Tensor | None:
-    """Return the sum of the losses, with the KL divergence weighted by `beta`; None without losses."""
+    """Return the sum of the losses, with the KL divergence weighted by `beta`, or None without losses."""
     if not losses:
         return None
     task = torch.stack([part for name, part in losses.items() if name != "kl"]).sum()
@@ -993,7 +997,7 @@ def _sum(losses: dict[str, torch.Tensor], beta: float | torch.Tensor) -> torch.T
 
 
 _VALUES_AT_ONCE = 2**24
-"""Logits at a time."""
+"""Number of logits computed at a time."""
 
 
 class _Cells:
@@ -1022,11 +1026,11 @@ class _Cells:
         self.n_hidden_b = self.no_gene_bs.sum(dim=1)
 
     def unfinished(self) -> bool:
-        """Return whether anything is masked."""
+        """Return whether any gene or value is still masked."""
         return bool((self.no_gene_bs | self.no_value_bs).any())
 
     def look(self) -> None:
-        """Run the model, and use the values that it predicts for known genes."""
+        """Run the model, and set the predicted values of known genes."""
         self.seen: Seen = what_is_seen(
             self.ids_bs, self.tokens_bs, self.values_bs, self.no_gene_bs, self.no_value_bs, self.model.n_special
         )
@@ -1037,7 +1041,7 @@ class _Cells:
             self.no_value_bs = self.no_value_bs & ~known_bs
 
     def unmask(self, share: float, random_bs2: torch.Tensor, temperature: float, top_k: int | None) -> None:
-        """Sample a gene for every masked token, and keep the most confident, until `share` of all are unmasked."""
+        """Sample a gene for every masked token, and keep the most confident until a fraction `share` is unmasked."""
         gene_m, log_share_m = self._drawn(random_bs2[..., 0][self.no_gene_bs], temperature, top_k)
         gene_bs = self.ids_bs.masked_scatter(self.no_gene_bs, gene_m)
         # Gumbel noise that fades, as in MaskGIT (Chang et al. 2022): at first nearly any, at the end the most
@@ -1080,7 +1084,7 @@ class _Cells:
 
 
 def _random_numbers(draws: list[torch.Generator], hidden_bs: torch.Tensor, lengths_b: torch.Tensor) -> torch.Tensor:
-    """Return two numbers in [0, 1) for each token of the cells with anything masked, float64, (B, S, 2)."""
+    """Return two random numbers in [0, 1) for each token of cells with masked tokens, float64, (B, S, 2)."""
     numbers = torch.zeros((*hidden_bs.shape, 2), dtype=torch.float64)
     for cell, generator in enumerate(draws):
         if hidden_bs[cell].any():
@@ -1091,7 +1095,7 @@ def _random_numbers(draws: list[torch.Generator], hidden_bs: torch.Tensor, lengt
 
 @dataclass(frozen=True, kw_only=True)
 class ScDiVaConfig:
-    """Sizes and options of a ScDiVa model, with the names of its publication.
+    """Sizes and options of a ScDiVa model, with the names used in the publication.
 
     Parameters
     ----------
@@ -1102,13 +1106,13 @@ class ScDiVaConfig:
     intermediate_size
         Width of the feed-forward layers. If None, uses four times `hidden_size`.
     latent_dim
-        Width L of the latent.
+        Width L of the latent variable.
     num_cell_types
-        Number of cell types of the annotation head; 0 for no annotation head.
+        Number of cell types in the annotation head; 0 for no annotation head.
     n_batches
-        Number of batches that the expression decoder is conditioned on; 0 for no batches.
+        Number of batches on which the expression decoder is conditioned; 0 for no batches.
     dropout
-        Dropout on embeddings and residual branches.
+        Dropout rate on embeddings and residual branches.
     layer_norm_eps
         Epsilon of the norms.
     mode, norm_style, max_tokens, norm, activation, bias, final_norm, variational, denoising, position_embedding
@@ -1151,7 +1155,7 @@ class ScDiVaConfig:
         Parameters
         ----------
         **changes
-            Fields of the class with other values.
+            Fields to override.
         """
         return cls(**changes)
 
@@ -1164,7 +1168,7 @@ class ScDiVaConfig:
         Parameters
         ----------
         **changes
-            Fields of the class with other values.
+            Fields to override.
 
         Examples
         --------

@@ -1,4 +1,4 @@
-"""Parts of ScDiVa: the embedding of genes and of values, the variational layer, the head of cell types.
+"""Parts of ScDiVa: the gene and value embeddings, the variational layer, and the cell type head.
 
 Shapes: B cells, S tokens, G genes, H hidden, L latent, T cell types, M tokens with a target.
 """
@@ -17,7 +17,7 @@ _STD = 0.02
 
 
 class GeneEmbedding(nn.Module):
-    """The projection ``LayerNorm(x W + b)`` of an expression profile; rows of W also embed single genes.
+    """The projection ``LayerNorm(x W + b)`` of an expression profile; the rows of W also embed single genes.
 
     W has shape (G, H), the transpose of the weight of a linear layer from G to H.
 
@@ -26,7 +26,7 @@ class GeneEmbedding(nn.Module):
     num_genes, hidden_dim
         G and H.
     dropout
-        Dropout after the norm.
+        Dropout rate after the norm.
     layer_norm_eps, norm
         Epsilon and kind of the norm, see :class:`scforge.models.components.TransformerBlock`.
 
@@ -51,16 +51,16 @@ class GeneEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start from N(0, 0.02), and a bias of zero."""
+        """Initialize weights from N(0, 0.02) and the bias with zeros."""
         nn.init.normal_(self.weight, std=_STD)
         nn.init.zeros_(self.bias)
 
     def project(self, x_bg: torch.Tensor) -> torch.Tensor:
-        """Return ``x W + b`` of profiles (B, G), shape (B, H)."""
+        """Return ``x W + b`` for profiles (B, G), shape (B, H)."""
         return F.linear(x_bg.to(self.weight.dtype), self.weight.t(), self.bias)
 
     def bag(self, genes_bs: torch.Tensor, values_bs: torch.Tensor) -> torch.Tensor:
-        """Return the same from genes and their values, shape (B, H), without a profile over all genes.
+        """Return the same projection from genes and their values, shape (B, H), without a profile over all genes.
 
         Parameters
         ----------
@@ -73,12 +73,12 @@ class GeneEmbedding(nn.Module):
         return F.embedding_bag(genes_bs, self.weight, mode="sum", per_sample_weights=values_bs) + self.bias
 
     def forward(self, x_bg: torch.Tensor) -> torch.Tensor:
-        """Embed profiles of shape (B, G), shape (B, H)."""
+        """Return the embeddings (B, H) of profiles (B, G)."""
         return self.dropout(self.norm(self.project(x_bg)))
 
 
 class ValueEncoder(nn.Module):
-    """Embeds the value of a token: Linear, GELU, Linear, with the last one initialized at zero.
+    """Embeds the value of a token: Linear, GELU, Linear, with the last layer initialized at zero.
 
     Parameters
     ----------
@@ -97,14 +97,14 @@ class ValueEncoder(nn.Module):
 
 
 class VariationalLayer(nn.Module):
-    """Mean and variance of the latent, and a sample of it in training (Kingma and Welling 2013).
+    """Computes the latent mean and variance, and samples the latent variable in training (Kingma and Welling 2013).
 
     Parameters
     ----------
     hidden_dim, latent_dim
         H and L.
     variational
-        If false, there is no variance, and the latent is the mean.
+        If false, there is no variance, and the latent variable is the mean.
 
     Examples
     --------
@@ -120,7 +120,7 @@ class VariationalLayer(nn.Module):
         self.logvar_projection = nn.Linear(hidden_dim, latent_dim) if variational else None
 
     def forward(self, hidden_bh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return latent, mean and log-variance, each (B, L); in evaluation the latent is the mean.
+        """Return the latent variable, mean and log-variance, each (B, L); in evaluation, the first two are equal.
 
         Without a variance, the log-variance is at its lower bound, -15.
         """
@@ -138,7 +138,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 class AnnotationHead(nn.Module):
-    """Cell types of latents: Linear to H, GELU, Linear to T.
+    """Predicts cell types from latent variables: Linear to H, GELU, Linear to T.
 
     Parameters
     ----------
@@ -157,9 +157,9 @@ class AnnotationHead(nn.Module):
 
 
 def mean_over_cells(losses_m: torch.Tensor, cells_m: torch.Tensor, weights_b: torch.Tensor | None) -> torch.Tensor:
-    """Return the mean over cells of cell weight times mean loss of the tokens, a scalar; 0 for a cell without tokens.
+    """Return the cell weight times the mean token loss, averaged over cells, a scalar; 0 for a cell without tokens.
 
-    Without weights, it is the mean over all tokens, 0 if there are none.
+    Without weights, it is the mean over all tokens, or 0 if there are no tokens.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ def mean_over_cells(losses_m: torch.Tensor, cells_m: torch.Tensor, weights_b: to
 
 
 def init_scdiva(module: nn.Module) -> None:
-    """Initialize one module for ``model.apply``: weights from N(0, 0.02), zero biases, norms with ones and zeros."""
+    """Initialize one module, for ``model.apply``: weights from N(0, 0.02), zero biases, norms with ones and zeros."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=_STD)
     elif isinstance(module, nn.LayerNorm | nn.RMSNorm):

@@ -31,7 +31,7 @@ from scforge.models.registry import register_model
 
 @register_model("transformer_encoder")
 class TransformerEncoder(Architecture):
-    """BERT-style encoder: gene embedding, transformer layers, head for masked genes.
+    """BERT-style encoder: gene embedding, transformer layers, and a head for masked genes.
 
     Parameters
     ----------
@@ -46,54 +46,55 @@ class TransformerEncoder(Architecture):
     ffn_dim
         Width of the feed-forward layers. If None, uses ``4 * hidden_dim``.
     dropout
-        Dropout on embeddings and residual branches.
+        Dropout rate on embeddings and residual branches.
     max_seq_len
         Maximum number of tokens per cell.
     pooling
-        ``"cls"`` (state of the first token), ``"mean"`` (mean over tokens), ``"genes"`` (mean over tokens without
+        ``"cls"`` (state of the first token), ``"mean"`` (mean over tokens), ``"genes"`` (mean over tokens other than
         special tokens, see `n_special`), ``"last"`` (state of the last token) or ``"depths"`` (four vectors, as in
         scFoundation, see :func:`scforge.models.components.pooling.depth_pool`).
     activation
         ``"gelu"``, ``"relu"`` or ``"silu"``.
     use_expression_values
-        Add the projected expression value of each token.
+        Whether to add the projected expression value of each token.
     layer_norm_eps
         Epsilon of the layer norms.
     gene_vectors
-        Embed genes with pretrained vectors. A dict with the arguments ``dim``, ``learned`` and ``frozen`` of
+        Options to embed genes with pretrained vectors: a dict with the arguments ``dim``, ``learned`` and ``frozen`` of
         :class:`scforge.models.components.GeneVectorEmbedding`; ``Encoder`` sets it for tokenizers with gene vectors.
     position_embedding
-        ``"learned"``, ``"rotary"``, or ``"none"``, with which the order of the tokens does not matter.
+        ``"learned"``, ``"rotary"``, or ``"none"``, in which case the order of the tokens does not matter.
     norm_first
-        Use pre-norm layers and a final norm, instead of post-norm layers.
+        Whether to use pre-norm layers and a final norm instead of post-norm layers.
     tie_head
-        Use the gene embedding as the last layer of the head.
+        Whether to use the gene embedding as the last layer of the head.
     expression_head
-        Also predict the expression of masked tokens: ``"value"`` (mean squared error), ``"deep"`` (the same with the
-        three layers of scGPT) or ``"bin"`` (cross entropy).
+        Head that also predicts the expression of masked tokens: ``"value"`` (mean squared error), ``"deep"`` (the same
+        with the three layers of scGPT) or ``"bin"`` (cross entropy).
     n_bins
-        Number of expression bins, for ``"bin"``.
+        Number of expression bins for ``"bin"``.
     expression_loss_weight
-        Weight of the expression loss relative to the loss of the genes.
+        Weight of the expression loss relative to the gene loss.
     gradient_checkpointing
-        Recompute the activations of each layer in the backward pass, which takes less memory and more time.
+        Whether to recompute the activations of each layer in the backward pass, which takes less memory and more time.
     unpad
         Whether to remove padding from the computation. If None, removes it if this is faster.
     gene_head, head_activation
         Whether there is a head for masked genes, and its activation.
     value_encoder, n_value_bins, value_bins_alpha, embedding_norm
-        Options of the embedding of genes and values, see :class:`scforge.models.components.GeneExpressionEmbedding`.
+        Options of the gene and value embedding; see :class:`scforge.models.components.GeneExpressionEmbedding`.
     n_special
         Number of special tokens; their ids are below this number.
     special_value, mask_value
-        Values of special tokens and of masked tokens, which replace those of the batch (scGPT: -2 and -1). If None,
-        leaves them unchanged.
+        Values of special tokens and of masked tokens, which replace the values in the batch (scGPT: -2 and -1). If
+        None, the values are unchanged.
     final_norm
-        Whether a norm follows the last layer; None adds one to pre-norm layers.
+        Whether a norm follows the last layer. If None, a norm is added to pre-norm layers.
     embedding_layer
-        How many layers before the last layer the embedding is pooled (1 for Geneformer's published embeddings).
+        Number of layers before the last layer at which the embedding is pooled (1 for the published Geneformer
+        embeddings).
     normalize_embedding
-        Whether to divide the embedding by its length (as for scGPT's published embeddings).
+        Whether to divide the embedding by its length (as for the published scGPT embeddings).
 
     Examples
     --------
@@ -222,7 +223,7 @@ class TransformerEncoder(Architecture):
         output_attentions: bool = False,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Predict the masked genes of a batch, and with an expression head also their expression.
+        """Predict the masked genes of a batch, and also their expression with an expression head.
 
         Parameters
         ----------
@@ -237,21 +238,21 @@ class TransformerEncoder(Architecture):
         attention_bias
             Value to add to the attention scores of each token as a key, shape (B, S).
         masked_positions, value_labels
-            Positions of values to predict (bool), and these values, shape (B, S); for ``expression_head="value"`` and
+            Positions of the values to predict (bool), and the values, shape (B, S); for ``expression_head="value"`` and
             ``"deep"``.
         bin_labels
-            Bins to predict, shape (B, S), -100 at positions without a target; for ``expression_head="bin"``.
+            Bins to predict, shape (B, S); -100 at positions without a target; for ``expression_head="bin"``.
         return_logits
             If false, heads run only at positions with targets, and ``logits`` and ``expression`` are None.
         output_hidden_states, output_attentions
-            Also return the states after each layer, and the attention weights.
+            Whether to return the states after each layer, and the attention weights.
         **kwargs
             Other keys of the batch, which are ignored.
 
         Returns
         -------
-        ``loss`` (if there are targets), ``logits`` (B, S, V), ``embeddings`` (B, H) and ``expression``, values (B, S)
-        or logits of bins (B, S, n_bins).
+        ``loss`` (if there are targets), ``logits`` (B, S, V), ``embeddings`` (B, H) and ``expression``, which contains
+        values (B, S) or bin logits (B, S, n_bins).
         """
         out = self._states(
             input_ids,
@@ -314,7 +315,7 @@ class TransformerEncoder(Architecture):
         attention_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return cell embeddings, shape (B, H). For the arguments see :meth:`forward`."""
+        """Return cell embeddings, shape (B, H). For the arguments, see :meth:`forward`."""
         further = self.embedding_layer > 0
         out = self._states(input_ids, attention_mask, values, attention_bias, output_hidden_states=further)
         return self._pool(out, input_ids, attention_mask)
@@ -355,11 +356,11 @@ class TransformerEncoder(Architecture):
         return nn.functional.normalize(pooled_bh, dim=-1) if self.normalize_embedding else pooled_bh
 
     def init_token_prior(self, token_counts: torch.Tensor) -> None:
-        """Start the head at the frequencies of `token_counts`, (V,), see :meth:`MaskedGenePredictionHead.init_bias`."""
+        """Initialize the head from `token_counts`, (V,); see :meth:`MaskedGenePredictionHead.init_bias`."""
         if self.head is not None:
             self.head.init_bias(token_counts)
 
     def init_value_prior(self, mean: float) -> None:
-        """Start an expression head for values at the mean of the values to predict."""
+        """Initialize an expression head for values at the mean of the values to predict."""
         if isinstance(self.expression_head, ExpressionPredictionHead):
             nn.init.constant_(self.expression_head.decoder.bias, mean)

@@ -1,7 +1,7 @@
-"""soma: a byte-level transformer, the V1 architecture of the SOMA network, in torch and in flax.
+"""soma: a byte-level transformer, the V1 architecture of the SOMA network, in torch and flax.
 
-Its weight files, keys and tokens are those of the published package ``soma-models``; names have the same places,
- ``scforge.soma.v1.torch.Model`` for ``soma_models.v1.torch.Model``.
+Weight files, keys and tokens are the same as in the published package ``soma-models``, and names have the same import
+paths: ``scforge.soma.v1.torch.Model`` corresponds to ``soma_models.v1.torch.Model``.
 
 >>> from scforge.soma.v1.tokenizer import tokenize
 >>> tokenize(b"abc", max_seq_len=5)[0].token_ids

@@ -1,4 +1,4 @@
-"""Batches of bytes: chunks of documents, tokenized on demand.
+"""Byte batches: chunks of documents, tokenized on demand.
 
 Shapes: B chunks, S tokens.
 """
@@ -20,16 +20,16 @@ from scforge.soma.v1.configs import V1_EOS_TOKEN_ID, V1_PAD_TOKEN_ID
 
 
 class Chunks:
-    """The chunks of documents, as :func:`scforge.soma.v1.tokenizer.tokenize` returns them.
+    """The chunks of documents, as returned by :func:`scforge.soma.v1.tokenizer.tokenize`.
 
-    Only the bytes are kept in memory; tokens are created one batch at a time.
+    Only the bytes are stored in memory; tokens are created one batch at a time.
 
     Parameters
     ----------
     documents
-        Bytes, none empty.
+        Byte documents; no document may be empty.
     seq_len
-        S, at least 2.
+        Number of tokens S per chunk, at least 2.
 
     Examples
     --------
@@ -62,11 +62,11 @@ class Chunks:
 
     @property
     def n_bytes(self) -> int:
-        """Number of bytes of all documents."""
+        """Total number of bytes in all documents."""
         return len(self._data)
 
     def tokens(self, chunks: np.ndarray, *, shorten: bool = False) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens and targets of chunks, int64, each (B, S); with `shorten`, without columns of padding alone."""
+        """Return tokens and targets of chunks, int64, each (B, S); `shorten` removes columns that are only padding."""
         sizes = self.sizes[chunks]
         length = min(self.seq_len, int(sizes.max()) + 1) if shorten else self.seq_len
         # Targets reach one token further; what lies behind a chunk is no target of it.
@@ -80,16 +80,16 @@ class Chunks:
 
 
 def hold_out(documents: Sequence[Document], share: float, *, seed: int) -> tuple[list[Document], list[Document]]:
-    """Split documents into training and held-out documents; the latter have about `share` of the bytes.
+    """Split documents into training and held-out documents; the latter contain about a fraction `share` of the bytes.
 
-    Whole documents are held out in random order, except documents that would exceed the share by more than they
-    approach it. If they are less than half of the share, the end of the largest other document is held out too.
-    Identical documents stay together, so that held-out documents are not memorized.
+    Whole documents are held out in random order, except documents that would exceed the fraction by more than they
+    approach it. If the held-out documents contain less than half of the fraction, the end of the largest remaining
+    document is also held out. Identical documents stay together, so that held-out documents are not memorized.
 
     Raises
     ------
     OptionError
-        If `share` is not a number from 0 to below 1, or no training documents are left.
+        If `share` is not a number from 0 to below 1, or no training documents remain.
 
     Examples
     --------
@@ -127,7 +127,7 @@ def hold_out(documents: Sequence[Document], share: float, *, seed: int) -> tuple
 
 
 class ByteBatches:
-    """The batches of an epoch, which depend only on seed and epoch.
+    """The batches of an epoch, which depend only on the seed and the epoch.
 
     Parameters
     ----------
@@ -136,9 +136,9 @@ class ByteBatches:
     chunks
         The chunks to sample batches from.
     shuffle
-        Whether they are sampled at random.
+        Whether batches are sampled at random.
     start
-        Number of batches of the epoch to skip, because they were already used.
+        Number of batches in the epoch to skip, because they were already used.
     """
 
     def __init__(self, data: ByteData, chunks: Chunks, *, shuffle: bool, start: int = 0) -> None:
@@ -166,18 +166,18 @@ class ByteBatches:
 
 
 class ByteData(lightning.LightningDataModule):
-    """Training and held-out bytes, as :func:`scforge.training.fitting.fit` takes them.
+    """Training and held-out bytes, for :func:`scforge.training.fitting.fit`.
 
     Parameters
     ----------
     train, held_out
-        Documents.
+        Training and held-out documents.
     seq_len
         S.
     batch_size
         B.
     seed
-        Seed of the order of chunks.
+        Random seed of the chunk order.
     """
 
     max_tokens_per_batch = None
@@ -194,18 +194,18 @@ class ByteData(lightning.LightningDataModule):
         self._start = 0
 
     def train_dataloader(self) -> ByteBatches:
-        """Training batches, in a different order in each epoch."""
+        """Return the training batches, in a different order in each epoch."""
         start, self._start = self._start, 0
         return ByteBatches(self, self.train_chunks, shuffle=True, start=start)
 
     def val_dataloader(self) -> ByteBatches | list[Any]:
-        """Held-out batches."""
+        """Return the held-out batches."""
         return ByteBatches(self, self.held_out_chunks, shuffle=False) if len(self.held_out_chunks) else []
 
     def position(self, *, begins_epoch: bool) -> dict[str, int]:
-        """Return the number of batches of the epoch that are done; 0 if the next epoch is about to begin."""
+        """Return the number of completed batches in the epoch, or 0 if the next epoch is about to begin."""
         return {"done": 0 if begins_epoch else self.done}
 
     def go_on_with(self, position: dict[str, int]) -> None:
-        """Let the next :meth:`train_dataloader` leave out what is done."""
+        """Make the next :meth:`train_dataloader` skip the completed batches."""
         self._start = int(position["done"])

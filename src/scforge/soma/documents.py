@@ -1,4 +1,4 @@
-"""Input of byte-level language models: files, FASTA records, rows of tables. Each is a document with a name."""
+"""Input for byte-level language models: files, FASTA records and table rows, each a document with a name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from scforge._checks import check_choice
 from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing
 
 KINDS = ("auto", "bytes", "fasta", "table")
-"""How files are read; ``"auto"`` decides by their suffixes."""
+"""How files are read; ``"auto"`` decides by file suffix."""
 
 _FASTA = {".fa", ".faa", ".fas", ".fasta", ".ffn", ".fna"}
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -30,7 +30,7 @@ type Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 class Document(NamedTuple):
-    """Some bytes with a name."""
+    """Bytes with a name."""
 
     name: str
     data: bytes
@@ -49,20 +49,21 @@ def read_documents(
     Parameters
     ----------
     files
-        One file or several.
+        One or several files.
     kind
-        ``"bytes"``: each file is one document, named as the file without its suffix. ``"fasta"``: each record is
-        one, of the letters of its sequence. ``"table"``: each row of a table (``.tsv``, else separated by commas) is
-        one; quotes hold a cell of ``.csv`` together, in ``.tsv`` they are letters. ``"auto"``: ``.fa``, ``.fasta`` and
-        the like are FASTA, ``.csv`` and ``.tsv`` are tables, others bytes.
+        ``"bytes"``: each file is one document, named after the file without its suffix. ``"fasta"``: each record is one
+        document, which contains the letters of the sequence. ``"table"``: each row of a table (``.tsv``, otherwise
+        comma-separated) is one document; quotes delimit cells in ``.csv`` and are ordinary characters in ``.tsv``.
+        ``"auto"``: ``.fa``, ``.fasta`` and similar files are FASTA, ``.csv`` and ``.tsv`` are tables, and other files
+        are bytes.
     field
-        Field of FASTA headers with the names, see :func:`read_fasta`.
+        Field of FASTA headers that contains the names; see :func:`read_fasta`.
     gene_column, text_column
-        Columns of tables with the names and the texts; None means ``"gene"`` and ``"text"``.
+        Table columns with the names and the texts. If None, uses ``"gene"`` and ``"text"``.
 
     Returns
     -------
-    Name and bytes of each document.
+    The name and bytes of each document.
 
     Raises
     ------
@@ -91,7 +92,7 @@ def read_groups(
     gene_column: str | None = None,
     text_column: str | None = None,
 ) -> list[list[Document]]:
-    """Read the documents of each group of files, see :func:`read_documents`."""
+    """Read the documents of each group of files; see :func:`read_documents`."""
     check_choice("kind", kind, KINDS)
     kinds = [[(path, _kind_of(path, kind)) for path in _paths(files)] for files in groups]
     there = {this for group in kinds for _, this in group}
@@ -132,7 +133,7 @@ def _read(path: Path, kind: str, field: str | None, columns: dict[str, str]) -> 
 
 
 def _unpacked(path: Path) -> Path:
-    """Return the name without the suffix ``.gz``."""
+    """Return the path without the suffix ``.gz``."""
     return Path(path.stem) if path.suffix.lower() == ".gz" else path
 
 
@@ -141,7 +142,7 @@ def _suffix(path: Path) -> str:
 
 
 def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]:
-    """Read a table; csv files may have quoted cells, in tsv files quotes are ordinary characters."""
+    """Read a table; csv files may contain quoted cells, while quotes are ordinary characters in tsv files."""
     where = f"files: {str(path)!r}"
     quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     try:
@@ -179,9 +180,9 @@ class FastaRecord(NamedTuple):
     Attributes
     ----------
     name
-        The first word of its header, or the value of the field that was requested.
+        First word of the header, or value of the requested field.
     sequence
-        Its letters as in the file, without white space.
+        Letters as in the file, without whitespace.
     """
 
     name: str
@@ -210,20 +211,20 @@ def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> lis
     path
         The file.
     field
-        Name records by a field of their header, e.g. ``"gene_symbol"`` for ``gene_symbol:TP53`` (Ensembl) or ``"GN"``
-        for ``GN=TP53`` (UniProt). If None, uses the first word of the header. The value is a word; that of a UniProt
-        field, which has a name of two capitals, continues until the next such field.
+        Header field by which records are named, e.g. ``"gene_symbol"`` for ``gene_symbol:TP53`` (Ensembl) or ``"GN"``
+        for ``GN=TP53`` (UniProt). If None, uses the first word of the header. The value is one word. The value of a
+        UniProt field, whose name consists of two capital letters, continues until the next such field.
 
     Returns
     -------
-    Name and sequence of each record, in the order of the file.
+    The name and sequence of each record, in the order of the file.
 
     Raises
     ------
     MissingFileError
         If there is no such file.
     DataError
-        If it has no records, or one without name, field or sequence.
+        If the file contains no records, or a record without name, field or sequence.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Vectors of documents by a byte-level language model, and tables of genes that the tokenizer ``gene_embedding`` reads.
+"""Document vectors from a byte-level language model, and gene tables for the tokenizer ``gene_embedding``.
 
 Shapes: N documents, B chunks, S tokens, H hidden.
 """
@@ -40,31 +40,32 @@ def embed(
     progress_bar: bool = True,
     **reading: Any,
 ) -> pd.DataFrame:
-    r"""Embed files: one vector for each record of a FASTA file, each row of a table, or each other file.
+    r"""Embed files: one vector for each FASTA record, each table row, or each other file.
 
-    The vector of a document is the mean of the model's states over all its bytes; long ones are read in sequences of
-    the length of the training.
+    The vector of a document is the mean of the model states over all its bytes. Long documents are split into sequences
+    of the training length.
 
     Parameters
     ----------
     files
-        What to embed, see :func:`read_documents`.
+        Files to embed; see :func:`read_documents`.
     model
         Folder of the model or of its training run, or the result of :func:`scforge.soma.train`.
     output
-        Where to write the table: ``.parquet`` or ``.npz``, which the tokenizer ``gene_embedding`` reads, or ``.csv``.
+        File to write the table to: ``.parquet`` or ``.npz``, which the tokenizer ``gene_embedding`` reads, or ``.csv``.
     duplicates
-        ``"error"`` to reject duplicate names, or ``"mean"`` to average their vectors, e.g. of the isoforms of a gene.
+        ``"error"`` to reject duplicate names, or ``"mean"`` to average the vectors of entries with the same name, e.g.
+        the isoforms of a gene.
     batch_size
-        Sequences at once.
+        Number of sequences per batch.
     device
         ``"auto"`` (a GPU if there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
     overwrite
-        Replace `output`.
+        Whether to replace `output`.
     progress_bar
-        Show a bar.
+        Whether to show a progress bar.
     **reading
-        Options of :func:`read_documents`: ``kind``, ``field``, ``gene_column``, ``text_column``.
+        Options for :func:`read_documents`: ``kind``, ``field``, ``gene_column``, ``text_column``.
 
     Returns
     -------
@@ -107,23 +108,23 @@ def gene_table(
     overwrite: bool = False,
     progress_bar: bool = True,
 ) -> pd.DataFrame:
-    r"""Embed the description or the sequence of each gene, for the tokenizer ``gene_embedding``.
+    r"""Embed the description or sequence of each gene, for the tokenizer ``gene_embedding``.
 
     Parameters
     ----------
     genes
-        Gene name to text or bytes.
+        A mapping from gene name to text or bytes.
     model, output, batch_size, device, overwrite, progress_bar
-        As in :func:`embed`, with its errors.
+        As in :func:`embed`, which also lists the errors.
 
     Returns
     -------
-    One row per gene, float32. Both the table and the file `output` are valid for the tokenizer's option `table`.
+    One row per gene, float32. Both the table and the file `output` are valid values of the tokenizer option `table`.
 
     Raises
     ------
     DataError
-        If there are no genes, or one has no text.
+        If there are no genes, or a gene has no text.
 
     Examples
     --------

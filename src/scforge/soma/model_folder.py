@@ -1,4 +1,4 @@
-"""The folder of a byte-level language model (``weights.safetensors``, as in soma-models, and more), and its device."""
+"""The folder of a byte-level language model (with ``weights.safetensors``, as in soma-models), and devices."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from scforge.soma.v1.torch import Model
 
 WEIGHTS, CONFIG, README = "weights.safetensors", "config.json", "README.md"
 FINAL = "final"
-"""Name of the trained model in the folder of a training run."""
+"""Name of the trained model in a run folder."""
 
 _FORMAT = 1
 
 
 def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str, Any]) -> None:
-    """Write a model into a new folder; `facts` about its training are JSON-safe."""
+    """Write a model into a new folder; `facts` contains JSON-safe facts about its training."""
     model.save(folder / WEIGHTS)
     content = {
         "format": _FORMAT,
@@ -43,16 +43,16 @@ def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str,
 
 
 def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tuple[Model, int]:
-    """Return the model in a folder, or in the folder of a training run, and the length of its sequences.
+    """Return the model in a folder, or in the folder of a training run, and its sequence length.
 
     Raises
     ------
     OptionError
-        If `folder` is not a name of a folder.
+        If `folder` is not a path.
     MissingFileError
-        If there is none.
+        If there is no model.
     ModelFileError
-        If a file is corrupted, or weights and configuration do not fit.
+        If a file is corrupted, or weights and configuration do not match.
     """
     if not isinstance(folder, str | os.PathLike):
         raise OptionError(f"{argument} is of type {type(folder).__name__}; pass the folder of a training run.")
@@ -65,7 +65,7 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
 
 
 class _Description(BaseModel):
-    """Content of a configuration, with checksums of the weights and of the rest."""
+    """Content of a configuration, with checksums of the weights and of the remaining content."""
 
     format: int
     scforge_version: str
@@ -130,7 +130,7 @@ def _shown(value: Any) -> str:
 
 
 def device_of(device: str) -> torch.device:
-    """Return a device by its name. Raises if there is none; ``"auto"`` is a GPU if there is one.
+    """Return a device by name. Raises an error if it does not exist; ``"auto"`` is a GPU if available.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Train byte-level language models with Lightning."""
+"""Training of byte-level language models with Lightning."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from scforge.training.plan import NotFiniteError, TrainingPlan
 logger = logging.getLogger("scforge")
 
 _SECONDS = 60.0
-"""Seconds between two lines of the log."""
+"""Seconds between two log lines."""
 
 _BITS_OF_FIRST = 8.0
-"""Bits of the first byte of a chunk, which is not predicted."""
+"""Number of bits for the first byte of a chunk, which is not predicted."""
 
 
 class _Remembered(nn.Module):
-    """A regularizer that remembers its last value, which the loss contains."""
+    """A regularizer that stores its last value, which is part of the loss."""
 
     def __init__(self, config: SIGRegConfig) -> None:
         super().__init__()
@@ -68,17 +68,17 @@ class _Remembered(nn.Module):
 
 
 class NextByte:
-    """The loss of soma, and bits per byte.
+    """The soma loss, with bits per byte as a metric.
 
-    Bits per byte are the size of a file compressed with the model: the bits of all predicted tokens, the end of each
-    document included, and 8 for the first byte of each chunk, over the number of bytes.
+    Bits per byte are the size of a file compressed with the model: the bits of all predicted tokens, including the end
+    of each document, plus 8 bits for the first byte of each chunk, divided by the number of bytes.
 
     Parameters
     ----------
     sig_reg
         The regularizer.
     seq_len
-        Tokens of a sequence.
+        Number of tokens per sequence.
     """
 
     defaults: ClassVar[TrainingDefaults] = TrainingDefaults(
@@ -95,15 +95,15 @@ class NextByte:
         """Accept any byte-level module."""
 
     def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
-        """Return the number of sequences of a batch."""
+        """Return the number of sequences in a batch."""
         return len(batch["input_ids"])
 
     def max_tokens(self, tokenizer: Any) -> int:
-        """Return the tokens of a sequence."""
+        """Return the number of tokens per sequence."""
         return self.seq_len
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss of a batch, and its bits and bytes per sequence."""
+        """Return the loss of a batch, and the bits and bytes per sequence."""
         assert isinstance(module, Model)
         targets = batch["targets"]
         loss, _ = compute_loss(module, self.sig_reg.to(targets.device), batch["input_ids"], targets)
@@ -120,12 +120,12 @@ class ByteProgress(EpochProgress):
     """A progress bar with bits per byte; without a terminal, one log line per epoch and per minute."""
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Open the bar."""
+        """Open the progress bar."""
         super().on_train_start(trainer, pl_module)
         self._told = time.perf_counter()
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Move the bar."""
+        """Advance the progress bar."""
         super().on_train_batch_end(trainer, *args, **kwargs)
         if self._lines and time.perf_counter() - self._told > _SECONDS:
             self._told = time.perf_counter()
@@ -133,7 +133,7 @@ class ByteProgress(EpochProgress):
             logger.info("Step %d/%d%s.", trainer.global_step, total, self._left(trainer.global_step, total))
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Show the bits per byte."""
+        """Show the bits per byte of the epoch."""
         names = {"train_bits_per_byte": "trained on", "validation_bits_per_byte": "held out"}
         figures = trainer.callback_metrics
         told = ", ".join(f"{float(figures[name]):.3f} {words}" for name, words in names.items() if name in figures)
@@ -165,11 +165,11 @@ class TrainedModel:
     model
         The model of the best epoch, on the CPU.
     path
-        Its folder.
+        Folder of the model.
     bits_per_byte
-        Bits per byte of the held-out bytes, or of the training bytes if none were held out.
+        Bits per byte on the held-out bytes, or on the training bytes if no bytes were held out.
     history
-        Name of a metric to one value per epoch.
+        A mapping from metric name to one value per epoch.
 
     Examples
     --------
@@ -188,7 +188,7 @@ class TrainedModel:
     history: dict[str, list[float]]
 
     def __fspath__(self) -> str:
-        """Return the path of its folder."""
+        """Return the path of the model folder."""
         return str(self.path)
 
 
@@ -222,56 +222,57 @@ def train(
 ) -> TrainedModel:
     r"""Train a byte-level language model on files of any kind.
 
-    The folder gets a state at the end of each epoch (``step=NNNNNNNN``), from which a training run continues bit for
-    bit, and the model of the best epoch as ``final``. For the documents of a file, see :func:`read_documents`: a FASTA
-    file has one in each record, a table one in each row, any other file is one.
+    At the end of each epoch, a checkpoint is saved in the folder (``step=NNNNNNNN``), from which training resumes bit
+    for bit. The model of the best epoch is saved as ``final``. For the documents in a file, see :func:`read_documents`:
+    each FASTA record, each table row, or each other file is one document.
 
     Parameters
     ----------
     files
-        What to learn from.
+        Files to train on.
     checkpoint_dir
-        Folder of the training.
+        Folder of the training run.
     validation
-        Files to hold out; None holds out a share of the documents.
+        Files to hold out. If None, holds out a fraction of the documents.
     validation_size
-        Share of the bytes to hold out for validation. None means 0.1; 0 holds out nothing.
+        Fraction of the bytes to hold out for validation. If None, uses 0.1; 0 holds out nothing.
     embedding_dim, num_layers, num_heads, dropout_rate
-        Sizes, see :class:`scforge.soma.v1.configs.ModelConfig`. The defaults are small enough for a laptop.
+        Model sizes; see :class:`scforge.soma.v1.configs.ModelConfig`. The defaults are small enough for a laptop.
     pwff_hidden_dim
-        If None, uses four times `embedding_dim`.
+        Number of hidden units in a feed-forward block. If None, uses four times `embedding_dim`.
     seq_len
         Length of the sequences in bytes, the context of a prediction.
     sig_reg
-        Weight of the regularizer; 0.02 as published. It pulls the norm of each state to a constant, which the final
-        LayerNorm already does, and takes a third of the training time of a small model.
+        Weight of the regularizer; 0.02 in the publication. The regularizer pulls the norm of each state to a constant,
+        which the final LayerNorm already does, and takes a third of the training time of a small model.
     max_epochs, max_steps
-        When to stop; None and -1 mean a number that depends on the number of bytes. Training also stops after ten
-        epochs without improvement.
+        Maximum numbers of epochs and steps. With None and -1, the number depends on the number of bytes. Training also
+        stops after ten epochs without improvement.
     batch_size
-        Sequences per step; None means 16.
+        Number of sequences per step. If None, uses 16.
     optimizer
         ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"`` for the weights of all linear layers.
     lr
-        Peak learning rate; None means 0.002 (``"muon"``: 0.01).
+        Peak learning rate. If None, uses 0.002 (``"muon"``: 0.01).
     gradient_checkpointing
-        Recompute layers in the backward pass, which needs less memory but is slower.
+        Whether to recompute layers in the backward pass, which takes less memory but is slower.
     device
         ``"auto"`` (a GPU if there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
     precision
-        Precision of Lightning, e.g. ``"bf16-mixed"``; None means float32.
+        Lightning precision, e.g. ``"bf16-mixed"``. If None, uses float32.
     checkpoint_every_n_steps
-        Also save a state every n steps.
+        Number of steps after which an additional checkpoint is saved.
     resume
-        ``"auto"`` continues with the latest state in the folder, if any; or the folder of a state.
+        ``"auto"`` resumes from the latest checkpoint in the folder, if any; a path resumes from the checkpoint in that
+        folder.
     overwrite
-        Replace the training run in the folder.
+        Whether to replace the training run in the folder.
     seed
-        Random seed of weights, order and split.
+        Random seed for weights, order and split.
     progress_bar
-        Show a progress bar, or one line per epoch in a log file.
+        Whether to show a progress bar, or one line per epoch in a log file.
     **reading
-        Options of :func:`read_documents`: ``kind``, ``field``, ``gene_column``, ``text_column``.
+        Options for :func:`read_documents`: ``kind``, ``field``, ``gene_column``, ``text_column``.
 
     Returns
     -------
@@ -286,7 +287,7 @@ def train(
     DataError
         If a file is empty or cannot be read, or held-out documents are also training documents.
     TrainingError
-        If the loss is NaN, memory runs out, or a state cannot be saved.
+        If the loss is NaN, memory runs out, or a checkpoint cannot be saved.
 
     Examples
     --------
@@ -388,7 +389,7 @@ def _documents(
 
 
 def _sum(documents: Sequence[Document]) -> str:
-    """Return a checksum of the bytes and document boundaries."""
+    """Return a checksum of the bytes and the document boundaries."""
     total = hashlib.sha256()
     for one in documents:
         total.update(len(one.data).to_bytes(8, "big"))
@@ -435,7 +436,7 @@ def _writer(
 
 
 def _fit(plan: TrainingPlan, data: Any, **options: Any) -> FitResult:
-    """Train; error messages refer to bytes instead of cells."""
+    """Train the model; error messages refer to bytes instead of cells."""
     data.tokenizer = data  # used by the hint about memory below
     try:
         return fit(plan, data, **options)

@@ -1,4 +1,4 @@
-"""Dictionaries of weights: renaming, flattening, nesting."""
+"""Renaming, flattening and nesting of weight dictionaries."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from scforge.errors import DataError
 
 
 def remap(d: dict[str, Any], rename_map: Mapping[str, str], keys_to_delete: Iterable[str]) -> None:
-    """Delete keys of `d`, then rename others, in place.
+    """Delete keys of `d`, then rename other keys, in place.
 
     Parameters
     ----------
     d
         The dictionary to change.
     rename_map
-        Old to new names, applied one after the other. Names that are not in `d` are ignored. An existing value under
-        the new name is replaced.
+        A mapping from old to new names, applied one after the other. Names that are not in `d` are ignored. An existing
+        value under the new name is replaced.
     keys_to_delete
         Names to remove first. Names that are not in `d` are ignored.
 
@@ -36,7 +36,7 @@ def remap(d: dict[str, Any], rename_map: Mapping[str, str], keys_to_delete: Iter
 
 
 def flatten_dict(nested_dict: Mapping[str, Any], parent_key: str = "", sep: str = ".") -> dict[str, Any]:
-    """Return a dictionary of one level, whose keys are the paths of `nested_dict`.
+    """Return a flat dictionary, whose keys are the paths in `nested_dict`.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def flatten_dict(nested_dict: Mapping[str, Any], parent_key: str = "", sep: str 
 
     Returns
     -------
-    Path to value.
+    A mapping from path to value.
 
     Examples
     --------
@@ -67,12 +67,12 @@ def flatten_dict(nested_dict: Mapping[str, Any], parent_key: str = "", sep: str 
 
 
 def unflatten_dict(flat_dict: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
-    """Undo :func:`flatten_dict`.
+    """Invert :func:`flatten_dict`.
 
     Parameters
     ----------
     flat_dict
-        Path to value.
+        A mapping from path to value.
     sep
         Separator between the parts of a path.
 
@@ -83,7 +83,7 @@ def unflatten_dict(flat_dict: Mapping[str, Any], sep: str = ".") -> dict[str, An
     Raises
     ------
     DataError
-        If a path is both a value and the parent of other paths; a ``ValueError``.
+        If a path is both a value and the parent of other paths. This error is a ``ValueError``.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""Training: one plan, exchangeable objectives, and Lightning's Trainer."""
+"""Training with one plan, exchangeable objectives, and the Lightning Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: best weights, resumable checkpoints, and the folder of a run."""
+"""Checkpoints of a training run: best weights, resumable checkpoints, and the run folder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class GracefulStop(Callback):
     stopped
         Whether Ctrl-C stopped the training.
     signal
-        The signal that asked this process to end after saving a checkpoint; None if there was none.
+        The signal that requested this process to end after saving a checkpoint, or None if no signal arrived.
     """
 
     def __init__(self, *, saves: bool = False) -> None:
@@ -66,7 +66,7 @@ class GracefulStop(Callback):
         return self.stopped and self.saves
 
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Install the handler of Ctrl-C, if this thread can handle signals."""
+        """Install the Ctrl-C handler, if this thread can handle signals."""
         # With accumulated gradients or several processes, a step must be completed.
         self._at_once = trainer.world_size == 1 and trainer.accumulate_grad_batches == 1
 
@@ -89,13 +89,13 @@ class GracefulStop(Callback):
                 self._listen(signum, ending)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Let all processes stop at the same step."""
+        """Make all processes stop at the same step."""
         self._agree(trainer)
         if self.stopped and not trainer.fit_loop._should_accumulate():
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Let all processes stop after the same validation."""
+        """Make all processes stop after the same validation."""
         self._agree(trainer)
         if self.stopped:
             trainer.should_stop = True
@@ -123,26 +123,26 @@ class GracefulStop(Callback):
 
 
 def kept_weights(trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, torch.Tensor]:
-    """Return a copy of the trained weights, or of their moving average if there is one.
+    """Return a copy of the trained weights, or of their moving average if one is kept.
 
-    All processes have to call it; see :func:`scforge.training.devices.copy_of_weights`.
+    All processes must call this function; see :func:`scforge.training.devices.copy_of_weights`.
     """
     average = next((one for one in trainer.callbacks if isinstance(one, MovingAverage)), None)
     return copy_of_weights(pl_module.module) if average is None else average.copy()
 
 
 def worst(mode: str) -> float:
-    """Return the worst possible value of a metric, in the mode ``"min"`` or ``"max"``."""
+    """Return the worst possible value of a metric in the mode ``"min"`` or ``"max"``."""
     return math.inf if mode == "min" else -math.inf
 
 
 def is_better(value: float, other: float, mode: str) -> bool:
-    """Whether a metric is better than another."""
+    """Return whether a metric value is better than another value."""
     return value < other if mode == "min" else value > other
 
 
 class BestWeights(Callback):
-    """Keeps a copy of the weights of the best epoch.
+    """Keeps a copy of the weights from the best epoch.
 
     Parameters
     ----------
@@ -165,12 +165,12 @@ class BestWeights(Callback):
         self.state: dict[str, torch.Tensor] | None = None
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Stop so that a validation still runs if `max_steps` ends within an epoch."""
+        """Stop in such a way that validation still runs if `max_steps` is reached within an epoch."""
         if trainer.global_step == trainer.max_steps:
             trainer.should_stop = True
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Copy the weights if they are the best so far."""
+        """Copy the weights if the epoch is the best so far."""
         value = float(trainer.callback_metrics.get(self.monitor, worst(self.mode)))
         if is_better(value, self.value, self.mode):
             self.epoch, self.value = trainer.current_epoch, value
@@ -189,7 +189,7 @@ class MovingAverage(Callback):
     """Keeps an exponential moving average of the weights, which is validated and saved.
 
     After step t the average is ``d * average + (1 - d) * weights`` with ``d = min(decay, (1 + t) / (10 + t))``, so that
-    it does not begin with the random weights (as in TensorFlow's and timm's moving averages).
+    it does not start from the random weights (as in the moving averages of TensorFlow and timm).
 
     Parameters
     ----------
@@ -213,7 +213,7 @@ class MovingAverage(Callback):
         return {name: value.detach().cpu().clone() for name, value in self._average.items()}
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Start with the weights, or move a loaded average to their device."""
+        """Start from the current weights, or move a loaded average to their device."""
         weights = pl_module.module.state_dict()
         source = weights if self._average is None else self._average
         self._average = {name: source[name].detach().to(value.device).clone() for name, value in weights.items()}
@@ -223,7 +223,7 @@ class MovingAverage(Callback):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Move the average toward the weights after a step of the optimizer."""
+        """Move the average toward the weights after an optimizer step."""
         if trainer.global_step == self._seen:
             return  # gradients are accumulated, no step was taken
         self._seen = trainer.global_step
@@ -237,19 +237,19 @@ class MovingAverage(Callback):
                 self._average[name].copy_(value)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Validate the average."""
+        """Load the average, so that it is validated."""
         if self._average is not None:
             self._raw = {name: value.detach().clone() for name, value in pl_module.module.state_dict().items()}
             pl_module.module.load_state_dict(self._average)
 
     def put_back(self, pl_module: lightning.LightningModule) -> None:
-        """Restore the trained weights once all callbacks have seen the validated average."""
+        """Restore the trained weights after all callbacks have used the validated average."""
         if self._raw is not None:
             pl_module.module.load_state_dict(self._raw)
             self._raw = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average and the number of its steps."""
+        """Return the average and its number of steps."""
         return {"steps": self.steps, "average": self._average}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -261,7 +261,7 @@ _FORMAT = 1
 
 
 class PreemptedError(Exception):
-    """A signal asked the process to end, and a checkpoint is saved."""
+    """A signal requested the process to end, and a checkpoint has been saved."""
 
 
 class SavingError(TrainingError):
@@ -270,7 +270,7 @@ class SavingError(TrainingError):
     Attributes
     ----------
     result
-        The :class:`~scforge.training.fitting.FitResult` of the training so far.
+        The :class:`~scforge.training.fitting.FitResult` of training so far.
     """
 
     result: Any = None
@@ -278,20 +278,20 @@ class SavingError(TrainingError):
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """Folder of the checkpoints of a run, and checkpoint to resume from.
+    """Folder for the checkpoints of a run, and the checkpoint to resume from.
 
     Attributes
     ----------
     write
-        Called on the first process with a name, e.g. ``"step=00000120"``, the training state and the weights; None
-        saves no checkpoint.
+        Called on the first process with a name, e.g. ``"step=00000120"``, the training state and the weights. If None,
+        saves no checkpoints.
     every_n_steps
-        Also save after this many optimizer steps, in addition to the end of each epoch.
+        Number of optimizer steps between checkpoints, which are saved in addition to those at the end of each epoch.
     best
-        Creates the callback that keeps the best epochs, from the name of the metric that selects them and ``"min"`` or
-        ``"max"``. If None, no best epoch is kept.
+        Function that creates the callback to keep the best epochs, from the name of the selection metric and ``"min"``
+        or ``"max"``. If None, no best epochs are kept.
     settings
-        Settings that must be the same when training resumes, JSON-safe.
+        JSON-safe settings that must be the same when training resumes.
     resume
         A checkpoint to resume from.
     begin
@@ -306,7 +306,7 @@ class SaveOptions:
     begin: Callable[[], None] | None = None
 
     def is_over(self, max_epochs: int, max_steps: int, patience: int | None) -> bool:
-        """Return whether the training run to resume is already finished; `patience` is that of early stopping."""
+        """Return whether the training run to resume is already finished; `patience` is the early-stopping patience."""
         if self.resume is None or self.resume["finished"] is None:
             return False
         stopped = [state for key, state in self.resume["callbacks"].items() if key.startswith("StopAfterWarmup")]
@@ -320,16 +320,17 @@ class SaveOptions:
 class SaveState(Checkpoint):
     """Saves checkpoints during a training run, and restores one before the first step.
 
-    It has to run last, after all callbacks that may end training; Lightning runs subclasses of ``Checkpoint`` last.
+    This callback must run last, after all callbacks that may end training; Lightning runs subclasses of ``Checkpoint``
+    last.
 
     Parameters
     ----------
     saving
         The folder, and the checkpoint to resume from.
     data
-        The data module of the training.
+        The data module of the training run.
     stop
-        Reports when training has to end.
+        Callback that reports when training has to end.
     """
 
     def __init__(self, saving: SaveOptions, *, data: CellDataModule, stop: GracefulStop) -> None:
@@ -339,7 +340,7 @@ class SaveState(Checkpoint):
         self._seen = 0
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Restore the state that is needed before the optimizer is created."""
+        """Restore the state that is required before the optimizer is created."""
         if self.saving.resume is None:
             return
         pl_module.total_steps = self.saving.resume["total_steps"]
@@ -368,7 +369,7 @@ class SaveState(Checkpoint):
                     callback.load_state_dict(saved)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Restore the random number generators, right before the first step."""
+        """Restore the random number generators immediately before the first step."""
         if trainer.is_global_zero and self.saving.begin is not None:
             self.saving.begin()
         self._seen = trainer.global_step
@@ -379,7 +380,7 @@ class SaveState(Checkpoint):
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Save a checkpoint if it is due, or if training has to end."""
+        """Save a checkpoint if one is due, or if training has to end."""
         step, every = trainer.global_step, self.saving.every_n_steps
         at_end = trainer.is_last_batch or step == trainer.max_steps
         if self.saving.write is None or at_end or trainer.fit_loop._should_accumulate():
@@ -440,7 +441,7 @@ class SaveState(Checkpoint):
             self.saving.write(name, state, weights)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Restore the trained weights after all callbacks have seen the moving average."""
+        """Restore the trained weights after all callbacks have used the moving average."""
         for one in trainer.callbacks:
             if isinstance(one, MovingAverage):
                 one.put_back(pl_module)
@@ -459,7 +460,7 @@ class SaveState(Checkpoint):
 
 
 def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: str) -> None:
-    """Raise if the settings of a training run differ from those of a checkpoint.
+    """Raise an error if the settings of a training run differ from those of a checkpoint.
 
     Raises
     ------
@@ -478,7 +479,7 @@ def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: s
 
 
 def _set_counters(trainer: lightning.Trainer, *, epoch: int, step: int) -> None:
-    """Set the counters of Lightning's loops."""
+    """Set the counters of the Lightning loops."""
     loop = trainer.fit_loop
     for progress in (loop.epoch_progress.current, loop.epoch_progress.total):
         progress.ready = progress.started = progress.processed = progress.completed = epoch
@@ -530,7 +531,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 
 @contextmanager
 def restoring() -> Iterator[None]:
-    """Return the error message for a checkpoint with intact checksums but content that does not fit."""
+    """Raise a clear error for a checkpoint with intact checksums but content that does not fit."""
     try:
         yield
     except ScforgeError:
@@ -557,7 +558,7 @@ def pack(content: Any, *, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
     Returns
     -------
-    JSON-safe content, and tensors (on the CPU, contiguous) by name.
+    JSON-safe content, and a mapping from name to tensor (on the CPU, contiguous).
 
     Raises
     ------
@@ -577,7 +578,7 @@ def pack(content: Any, *, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def unpack(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the content that :func:`pack` split."""
+    """Return the content that was split by :func:`pack`."""
     if isinstance(plain, list):
         return [unpack(value, tensors) for value in plain]
     if not isinstance(plain, dict):
@@ -619,7 +620,7 @@ def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 FINAL = "final"
-"""Name of the trained model in the folder of a training run."""
+"""Name of the trained model in a run folder."""
 
 _STATE, _TENSORS, _LOCK, _PART = "state.json", "state.safetensors", ".lock", "training"
 _PARTS = ("step=*", "epoch=*", FINAL)
@@ -669,7 +670,7 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def check_state(path: Path, run: RunFolder | None = None) -> None:
-    """Raise unless `path` is the folder of a checkpoint; no file is read.
+    """Raise an error if `path` is not a checkpoint folder; no file is read.
 
     Parameters
     ----------
@@ -699,7 +700,7 @@ class RunFolder:
     Parameters
     ----------
     path
-        The folder; it need not exist.
+        The folder, which need not exist yet.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -707,7 +708,7 @@ class RunFolder:
         self.path = Path(path)
 
     def parts(self) -> list[Path]:
-        """Return the outputs of training runs: checkpoints in order of age, best epochs, and the trained model."""
+        """Return the outputs of training runs: checkpoints (oldest first), best epochs, and the trained model."""
         return [part for pattern in _PARTS for part in sorted(self.path.glob(pattern)) if part.is_dir()]
 
     def models(self) -> list[Path]:
@@ -715,7 +716,7 @@ class RunFolder:
         return [part for part in self.parts() if (part / "config.json").is_file()]
 
     def states(self) -> list[Path]:
-        """Return the folders of checkpoints, from oldest to newest."""
+        """Return the checkpoint folders, from oldest to newest."""
         return [part for part in self.parts() if part.name.startswith("step=")]
 
     def latest(self, read: Callable[[Path], Any] = lambda path: None) -> tuple[Path, dict[str, Any], Any] | None:
@@ -724,7 +725,8 @@ class RunFolder:
         Parameters
         ----------
         read
-            Called with the folder of a checkpoint; returns its model, or raises if it is corrupted.
+            Function called with a checkpoint folder. It returns the model, or raises an error if the folder is
+            corrupted.
 
         Returns
         -------
@@ -750,17 +752,17 @@ class RunFolder:
         return None
 
     def holds(self, state: Path) -> bool:
-        """Return whether the folder of a checkpoint is in this folder."""
+        """Return whether a checkpoint folder is inside this folder."""
         return self.path.resolve() in (state.parent.resolve(), state.resolve().parent)
 
     def check_free(self, *, resumes: bool = False) -> None:
-        """Raise if the folder contains outputs of another training run.
+        """Raise an error if the folder contains outputs of another training run.
 
         Parameters
         ----------
         resumes
-            Whether training resumes from the last checkpoint, or starts if there is none. A run may have ended after it
-            saved its first best epoch and before its first checkpoint.
+            Whether training resumes from the last checkpoint, or starts if there are no checkpoints. A run may have
+            ended after saving its first best epoch but before saving its first checkpoint.
 
         Raises
         ------
@@ -783,7 +785,7 @@ class RunFolder:
             remove_folder(part)
 
     def go_back_to(self, step: int, n_epochs: int) -> None:
-        """Remove checkpoints and epochs later than the one to resume from; the resumed run writes them again."""
+        """Remove checkpoints and epochs later than the checkpoint to resume from; the resumed run writes them again."""
         for kind, most in (("step", step), ("epoch", n_epochs - 1)):
             for part in self.path.glob(f"{kind}=*"):
                 number = part.name.removeprefix(f"{kind}=")
@@ -798,7 +800,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Lock the folder for this training run; the lock ends with the process.
+        """Lock the folder for this training run; the lock is released when the process ends.
 
         Raises
         ------

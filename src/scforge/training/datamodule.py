@@ -1,4 +1,4 @@
-"""Batches of tokens for training and validation, prepared by threads."""
+"""Token batches for training and validation, prepared by threads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 
 _AHEAD = 4
-"""Minibatches that are read and tokenized ahead, in addition to one per thread."""
+"""Number of minibatches that are read and tokenized ahead of time, in addition to one per thread."""
 
 Batch = dict[str, torch.Tensor]
 
@@ -32,7 +32,7 @@ Batch = dict[str, torch.Tensor]
 def default_threads(cells: Cells) -> int:
     """Return the default number of tokenizing threads.
 
-    One thread tokenizes cells in memory during the previous step. Cells on disk also have to be decompressed, so two
+    One thread tokenizes cells in memory during the previous step. Cells on disk must also be decompressed, so two
     threads are faster.
     """
     return 1 if cells.chunk_size == 1 else min(2, os.cpu_count() or 1)
@@ -41,27 +41,27 @@ def default_threads(cells: Cells) -> int:
 class BatchLoader:
     """Iterates over the batches of an epoch, in the order of a :class:`~scforge.data.CellOrder`.
 
-    The batches do not depend on the number of threads. A checkpoint counts the batches that were returned, not those
-    that were prepared, so a run that is resumed within an epoch gets exactly the remaining batches.
+    The batches do not depend on the number of threads. A checkpoint counts the batches that were returned, not the
+    batches that were prepared. A run that is resumed within an epoch therefore receives exactly the remaining batches.
 
     Parameters
     ----------
     cells
         The cells.
     order
-        Assignment of cells to batches. Lightning finds it as `sampler` and sets its epoch.
+        Assignment of cells to batches. Lightning accesses it as `sampler` and sets its epoch.
     prepare
-        Prepares the tensors of a block of cells in another thread, e.g. a tokenizer.
+        Function that prepares the tensors of a cell block in another thread, e.g. a tokenizer.
     num_threads
-        Number of threads that call `prepare`, in addition to one that reads; 0 prepares batches on request. None
-        chooses the number.
+        Number of threads that call `prepare`, in addition to one reading thread; 0 prepares batches on request. If
+        None, the number is chosen automatically.
     pin_memory
-        Put the tensors into pinned memory, from which a CUDA device copies while it computes.
+        Whether to put the tensors into pinned memory, from which a CUDA device copies while it computes.
 
     Attributes
     ----------
     waited
-        Seconds that the caller has waited for batches.
+        Number of seconds that the caller has waited for batches.
 
     Examples
     --------
@@ -125,7 +125,7 @@ class BatchLoader:
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any], *, shortens: bool = False) -> None:
-        """Skip the batches counted in a state; with `shortens`, the epoch has only the remaining batches."""
+        """Skip the batches counted in a state; with `shortens`, the epoch contains only the remaining batches."""
         self.sampler.load_state_dict(state)
         if shortens:
             self._behind = (int(state["epoch"]), int(state["position"]))
@@ -138,7 +138,7 @@ class BatchLoader:
 
 
 def _ahead(blocks: Generator[CellBlock], make: Callable[[CellBlock], Batch], num_threads: int) -> Generator[Batch]:
-    """Read blocks in one thread and prepare batches in others ahead of time, in order."""
+    """Read blocks in one thread, and prepare batches ahead of time in other threads, in order."""
     reader = ThreadPoolExecutor(1, thread_name_prefix="scforge-read")
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="scforge-tokenize")
     pending: deque[Future[Batch | None]] = deque()
@@ -163,11 +163,11 @@ def _ahead(blocks: Generator[CellBlock], make: Callable[[CellBlock], Batch], num
 
 
 _UNSHUFFLED_WINDOW = 16_384
-"""Cells per window of a store whose adjacent cells may be of one type; 64 random chunks mix well."""
+"""Number of cells per window for stores in which adjacent cells may be of the same type; 64 random chunks mix well."""
 
 
 def _warn_of_shared_batches(cells: Cells, batch_key: str) -> None:
-    """Warn if several sources have a batch of the same name: donor 1 of one study is not donor 1 of another."""
+    """Warn if several sources contain a batch with the same name: donor 1 differs between studies."""
     from scforge.data.store import SOURCE
 
     if batch_key == SOURCE:
@@ -188,7 +188,7 @@ def _warn_of_shared_batches(cells: Cells, batch_key: str) -> None:
 class CellDataModule(lightning.LightningDataModule):
     """Batches of training and validation cells, in memory, in a store, or behind a URL.
 
-    `Encoder` sets the tokenizer and the objective to those of its model: ``Encoder(datamodule=data).train()``.
+    `Encoder` sets the tokenizer and objective of its model: ``Encoder(datamodule=data).train()``.
 
     Parameters
     ----------
@@ -196,15 +196,16 @@ class CellDataModule(lightning.LightningDataModule):
         The cells (:func:`scforge.data.open_cells`), or a path or URL to open, e.g. of a store or an h5ad file. Files
         that do not fit into memory are converted once into a store in the user's cache (``cache="auto"``).
     tokenizer, objective
-        Prepare a batch from a block of cells. If None, set them later with :meth:`bind`.
+        Prepare a batch from a block of cells. If None, they are set later with :meth:`bind`.
     train_rows, validation_rows
         Disjoint rows of `cells`. If None, `validation_size` and `split_by` determine the split.
     validation_size
         Fraction of cells in the validation set, sampled with `seed`.
     split_by
-        Column of ``obs`` with groups, e.g. donors or data sets, that are held out as a whole; None splits by cell.
+        Column of ``obs`` with groups, e.g. donors or data sets, that are held out as a whole. If None, splits by cell.
     batch_size
-        Cells per batch. If None, uses the objective's default, or with `max_tokens_per_batch` as many as fit.
+        Number of cells per batch. If None, uses the objective's default, or as many cells as fit into
+        `max_tokens_per_batch`.
     max_tokens_per_batch
         Maximum number of tokens per batch, including padding. A batch then contains as many cells of similar length as
         fit.
@@ -219,18 +220,18 @@ class CellDataModule(lightning.LightningDataModule):
     seed
         Random seed for the split, the order, the masks and the views.
     num_threads
-        Number of threads that tokenize, in addition to one that reads; 0 prepares batches in the training thread. None
-        chooses the number.
+        Number of tokenizing threads, in addition to one reading thread; 0 prepares batches in the training thread. If
+        None, the number is chosen automatically.
     pin_memory
-        Put batches into pinned memory, from which a CUDA device copies while it computes. If None, does so if there is
-        a CUDA device.
+        Whether to put batches into pinned memory, from which a CUDA device copies while it computes. If None, uses
+        pinned memory if a CUDA device is available.
     window_cells
         Number of cells that are read and shuffled together. If None, uses 4,096 for a store in random order, and 16,384
         otherwise.
     batch_key, labels_key
-        Columns of ``obs`` with the batch and the label of each cell; highly variable genes are chosen within batches.
+        Columns of ``obs`` with the batch and the label of each cell; highly variable genes are selected within batches.
     first_epoch
-        Number of epochs trained before, so that a second training run uses new masks and views.
+        Number of epochs trained previously, so that a second training run uses new masks and views.
 
     Raises
     ------
@@ -352,8 +353,8 @@ class CellDataModule(lightning.LightningDataModule):
     ) -> None:
         """Set the tokenizer and the objective that prepare batches, and map the cells to the genes of a model.
 
-        Without `first_epoch`, the value of the data module is kept. The data module can be bound again to another model
-        with other genes.
+        Without `first_epoch`, the data module keeps its value. A data module can be bound again to another model with
+        different genes.
         """
         objective.check(tokenizer)
         if self.max_tokens_per_batch is not None and objective.random_batches:
@@ -376,11 +377,11 @@ class CellDataModule(lightning.LightningDataModule):
         return loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the training batches; Lightning saves it in its checkpoints."""
+        """Return the position in the training batches, which Lightning saves in its checkpoints."""
         return {} if self._train_loader is None else {"train_loader": self._train_loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Skip the batches counted in a state at the next :meth:`train_dataloader`."""
+        """Skip the batches counted in a state in the next call of :meth:`train_dataloader`."""
         # Lightning restores a loader only if none exists yet, and counting the steps of a run creates one.
         self._state, self._shortens = state_dict.get("train_loader"), False
 
@@ -390,7 +391,7 @@ class CellDataModule(lightning.LightningDataModule):
         Parameters
         ----------
         begins_epoch
-            Whether the next batch is the first one of the next epoch.
+            Whether the next batch is the first batch of the next epoch.
         """
         if self._train_loader is None:
             raise TrainingError(
@@ -401,7 +402,7 @@ class CellDataModule(lightning.LightningDataModule):
 
     @property
     def waited(self) -> float:
-        """Seconds that training has waited for batches in this epoch."""
+        """Number of seconds that training has waited for batches in this epoch."""
         return 0.0 if self._train_loader is None else self._train_loader.waited
 
     def go_on_with(self, position: dict[str, Any]) -> None:

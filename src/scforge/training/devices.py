@@ -19,12 +19,12 @@ from scforge.models.components.transformer import TransformerBlock, TransformerS
 
 
 def ensure_devices(accelerator: str, devices: Any) -> None:
-    """Raise if more GPUs are requested than available.
+    """Raise an error if more GPUs are requested than available.
 
     Raises
     ------
     OptionError
-        If fewer GPUs are available; the message gives their number.
+        If fewer GPUs are available; the message states their number.
     """
     if accelerator not in ("gpu", "cuda"):
         return
@@ -49,14 +49,14 @@ def n_processes(accelerator: str, devices: Any, num_nodes: int) -> int:
 
 
 def _named(devices: Any) -> list[Any] | None:
-    """Return the device indices of a list or of a text such as "0,1" (as in Lightning); else None."""
+    """Return the device indices in a list or a string such as "0,1" (as in Lightning), or None."""
     if isinstance(devices, str) and "," in devices:
         return [part.strip() for part in devices.split(",") if part.strip()]
     return devices if isinstance(devices, list) else None
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory ran out."""
+    """Return whether an error indicates that memory ran out."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(
@@ -84,7 +84,7 @@ STRATEGIES = ("auto", "ddp", "fsdp")
 
 
 def make_strategy(name: str, *, n_processes: int) -> Any:
-    """Return the strategy for Lightning's Trainer.
+    """Return the strategy for the Lightning Trainer.
 
     Parameters
     ----------
@@ -110,7 +110,7 @@ def make_strategy(name: str, *, n_processes: int) -> Any:
 def shard(module: nn.Module, mesh: Any) -> None:
     """Shard a module over the processes of a device mesh: each transformer layer separately, then the rest.
 
-    A layer is gathered before it computes and released afterwards. A process therefore stores its share of the
+    Each layer is gathered before it computes and released afterwards. A process therefore stores its shard of the
     parameters, gradients and optimizer states, and one complete layer at a time.
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -141,7 +141,7 @@ def is_sharded(module: nn.Module) -> bool:
 def copy_of_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy of the weights on the CPU; a sharded module is gathered on the first process only.
 
-    All processes have to call it. For a sharded module, scalars are returned as tensors of one element.
+    All processes must call this function. For a sharded module, scalars are returned as tensors with one element.
     """
     if is_sharded(module):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -160,7 +160,7 @@ def compiled(module: nn.Module, wanted: bool) -> Iterator[None]:
     Raises
     ------
     OptionError
-        If there is no compiler.
+        If no compiler is available.
     """
     check_bool("compile", wanted)
     if not wanted:
@@ -186,7 +186,7 @@ def compiled(module: nn.Module, wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Restore random numbers and buffers (e.g. of batch norms) after a trial forward pass."""
+    """Restore random states and buffers (e.g. of batch norms) after a trial forward pass."""
     devices = [parameter.device for parameter in module.parameters()][:1]
     cuda = [device for device in devices if device.type == "cuda"]
     before = {name: value.detach().clone() for name, value in module.named_buffers()}
@@ -201,12 +201,12 @@ def unchanged(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def gradient_checkpointing(module: nn.Module, wanted: bool | None) -> Iterator[None]:
-    """Recompute the activations of each layer in the backward pass, or keep them; None means the model's setting.
+    """Recompute the activations of each layer in the backward pass, or keep them. If None, uses the model's setting.
 
     Raises
     ------
     OptionError
-        If the architecture does not support it.
+        If the architecture does not support gradient checkpointing.
     """
     if wanted is None:
         yield

@@ -1,4 +1,4 @@
-"""Fit a plan with Lightning's Trainer, and find batch size and precision."""
+"""Fitting a plan with the Lightning Trainer, and choosing the batch size and precision."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ logger = logging.getLogger("scforge")
 
 
 class StopAfterWarmup(EarlyStopping):
-    """Early stopping that ignores the warm-up of the learning rate, in which the loss may rise.
+    """Early stopping that ignores the learning-rate warm-up, during which the loss may rise.
 
     Parameters
     ----------
     monitor, mode
         Name of the metric, and whether ``"min"`` or ``"max"`` is better.
     patience
-        Epochs without improvement to wait.
+        Number of epochs without improvement before training stops.
     """
 
     def __init__(self, monitor: str, *, mode: str = "min", patience: int) -> None:
@@ -73,27 +73,27 @@ class StopAfterWarmup(EarlyStopping):
         super().__init__(monitor, mode=mode, patience=patience, check_finite=False, check_on_train_epoch_end=False)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Count an epoch."""
+        """Count an epoch after the warm-up."""
         if trainer.global_step > pl_module.warmed_up_at:
             super().on_validation_end(trainer, pl_module)
 
 
 class SaveBest(Callback):
-    """Saves the model after each epoch that is among the best, and removes those that no longer are.
+    """Saves the model after each epoch that is among the best, and removes epochs that no longer are.
 
     Parameters
     ----------
     save
-        Called on the first process with the name of a folder, e.g. ``"epoch=03"``, the number of epochs done, and the
+        Called on the first process with a folder name, e.g. ``"epoch=03"``, the number of completed epochs, and the
         weights.
     remove
-        Called on the first process with the name of a folder that was saved before.
+        Called on the first process with the name of a previously saved folder.
     top_k
         Number of epochs to keep; -1 keeps all.
     monitor, mode
         Name of the metric, and whether ``"min"`` or ``"max"`` is better.
     first_epoch
-        Number of epochs trained before, so that a second run continues the numbering.
+        Number of epochs trained previously, so that a second run continues the numbering.
     """
 
     def __init__(
@@ -135,30 +135,30 @@ class SaveBest(Callback):
         self.kept = self.kept[: self.top_k]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epochs that are kept."""
+        """Return the saved epochs."""
         return {"kept": [list(one) for one in self.kept]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the epochs that were kept."""
+        """Restore the list of saved epochs."""
         self.kept = [(value, name) for value, name in state_dict["kept"]]
 
 
 _MAX = 1024
 _MIN_STEPS = 8
 _SHARE = 0.5
-"""Fraction of the free memory that a training step may use on a CPU."""
+"""Fraction of free memory that a training step may use on a CPU."""
 _FASTER = 1.1
-"""How much faster 16 bits have to be to be worth their rounding."""
+"""Speedup that 16 bits must achieve to justify the rounding errors."""
 
 
 def find_batch_size(
     module: nn.Module, data: CellDataModule, device: torch.device, *, precision: str | None = None, most: int = _MAX
 ) -> int:
-    """Return the largest power of two as batch size for which a training step fits into memory.
+    """Return the largest power of two for which a training step with this batch size fits into memory.
 
     The trial uses the longest cells of the data and reserves memory for the two states of AdamW. A CPU raises no error
     before memory runs out, so memory is extrapolated from the tensors that autograd keeps for the backward pass of a
-    few cells. The batch size is limited so that an epoch has at least 8 steps.
+    few cells. The batch size is limited so that an epoch consists of at least 8 steps.
 
     Parameters
     ----------
@@ -169,7 +169,7 @@ def find_batch_size(
     device
         Device that the training will run on.
     precision
-        Precision of the training; mixed precision takes less memory.
+        Training precision; mixed precision takes less memory.
     most
         Largest batch size to try.
 
@@ -209,10 +209,10 @@ def find_batch_size(
 
 
 def choose_precision(module: nn.Module, data: CellDataModule, device: torch.device, processes: int = 1) -> str:
-    """Return ``"bf16-mixed"`` if it speeds up a training step, else ``"32-true"``.
+    """Return ``"bf16-mixed"`` if it speeds up a training step, otherwise ``"32-true"``.
 
-    A GPU with native bfloat16 is faster with it. On a CPU, three steps in each precision are timed on the same batch,
-    and a gain of 10% decides. Random numbers and weights do not change.
+    GPUs with native bfloat16 support are faster with it. On a CPU, three steps in each precision are timed on the same
+    batch, and bfloat16 must be at least 10% faster. Random states and weights do not change.
 
     Parameters
     ----------
@@ -283,7 +283,7 @@ def _kept_bytes(module: nn.Module, data: CellDataModule, size: int) -> int:
 
 
 def _autocast(device: torch.device, precision: str | None) -> torch.autocast:
-    """Return the autocast context of a precision."""
+    """Return the autocast context for a precision."""
     dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(precision or "")
     return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
@@ -320,7 +320,7 @@ def _batch(data: CellDataModule, size: int, device: torch.device) -> dict[str, A
 
 
 def _step(module: nn.Module, data: CellDataModule, batch: dict[str, Any]) -> None:
-    """Compute a step, then discard gradients and restore random numbers."""
+    """Compute a step, then discard the gradients and restore the random states."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     mode = module.training
     module.train()
@@ -338,7 +338,7 @@ _MIN_EPOCHS = 3
 _FEW_CELLS = 50
 _MAX_TIMES = 10
 _trained_alone = False
-"""Whether this process has had a training run on one device, which Lightning's further processes would repeat."""
+"""Whether this process already ran training on one device, which additional Lightning processes would repeat."""
 
 
 @dataclass(frozen=True)
@@ -348,9 +348,9 @@ class FitResult:
     Attributes
     ----------
     history
-        Metrics by name, one value per epoch.
+        A mapping from metric name to one value per epoch.
     best_epoch
-        Epoch whose weights the module now has; -1 if no epoch ended.
+        Epoch from which the module's weights come; -1 if no epoch ended.
     stopped
         Whether the user stopped training with Ctrl-C.
     interrupted
@@ -360,9 +360,9 @@ class FitResult:
     device
         Device that the training ran on.
     weights
-        The gathered weights, on the first process, if the module is sharded (FSDP); else None.
+        The gathered weights on the first process if the module is sharded (FSDP), otherwise None.
     signal
-        Number of the signal that asked the process to end after saving a checkpoint; None if there was none.
+        Number of the signal that requested the process to end after saving a checkpoint, or None if no signal arrived.
 
     Examples
     --------
@@ -384,7 +384,7 @@ class FitResult:
 
 
 def default_max_epochs(defaults: TrainingDefaults, n_cells: int) -> int:
-    """Return the number of epochs with about as many steps as the default on 2,500 cells, within limits.
+    """Return the number of epochs with about as many steps as the default takes on 2,500 cells, within limits.
 
     Examples
     --------
@@ -407,12 +407,12 @@ _REMARKS = (
     "Total length of.*across ranks is zero",
     "It is recommended to use.*sync_dist=True",  # the plan adds up over processes itself
 )
-"""Warnings of Lightning and torch that are not informative for users."""
+"""Lightning and torch warnings that are not informative for users."""
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence Lightning's messages on hardware and loaders."""
+    """Silence Lightning messages about hardware and loaders."""
     names = ("lightning", *(f"lightning.{part}{rest}" for part in ("pytorch", "fabric") for rest in ("", _RANK_ZERO)))
     levels = {log: log.level for log in map(logging.getLogger, names)}
     for log in levels:
@@ -451,28 +451,29 @@ def fit(
     plan, data
         The module with its objective, and the data to train on.
     max_epochs
-        Maximum number of epochs. If None, depends on the number of cells, see :func:`default_max_epochs`; -1 sets no
+        Maximum number of epochs. If None, depends on the number of cells (see :func:`default_max_epochs`); -1 sets no
         limit except `max_steps`.
     max_steps
         Maximum number of optimizer steps; -1 for no limit.
     early_stopping
-        Stop if the validation loss (or the metric that the objective names) has not improved for
-        `early_stopping_patience` epochs after the warm-up of the learning rate. Requires validation cells.
+        Whether to stop if the validation loss (or the metric that the objective specifies) has not improved for
+        `early_stopping_patience` epochs after the learning-rate warm-up. Requires validation cells.
     early_stopping_patience
-        Epochs without improvement to wait.
+        Number of epochs without improvement before training stops.
     gradual_unfreezing
-        Number of epochs between unfreezing two layers, see :class:`scforge.training.plan.GradualUnfreezing`. None
+        Number of epochs between unfreezing two layers (see :class:`scforge.training.plan.GradualUnfreezing`). If None,
         trains all layers from the start.
     ema_decay
-        Validate and keep an exponential moving average of the weights. If None, keeps the weights themselves.
+        Decay of an exponential moving average of the weights, which is validated and kept. If None, keeps the weights
+        themselves.
     strategy
         ``"auto"``, ``"ddp"`` or ``"fsdp"``.
     progress_bar
-        Show a progress bar.
+        Whether to show a progress bar.
     log_every_n_steps
-        Optimizer steps between two rows of the loggers.
+        Number of optimizer steps between two logged rows.
     saving
-        Folder of checkpoints, and the checkpoint to resume from, or None.
+        Checkpoint folder and the checkpoint to resume from, or None.
     callbacks
         Additional Lightning callbacks.
     **trainer_options
@@ -487,8 +488,9 @@ def fit(
     OptionError
         If an argument cannot be used.
     TrainingError
-        If a loss is NaN, a checkpoint cannot be saved, or memory runs out. In the first two cases the module has the
-        weights of the best epoch, if any, and the error has an attribute ``result``. Otherwise the module is unchanged.
+        If a loss is NaN, a checkpoint cannot be saved, or memory runs out. In the first two cases, the module contains
+        the weights of the best epoch, if any, and the error has an attribute ``result``. Otherwise the module is
+        unchanged.
 
     Examples
     --------
@@ -647,9 +649,9 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
 def _run(
     trainer: lightning.Trainer, plan: TrainingPlan, data: CellDataModule
 ) -> tuple[bool, NotFiniteError | SavingError | None]:
-    """Fit; return whether a second Ctrl-C interrupted it, and the error that stopped it.
+    """Fit the plan; return whether a second Ctrl-C interrupted training, and the error that stopped training.
 
-    After an error outside of training itself, the module is unchanged.
+    After an error outside training itself, the module is unchanged.
     """
     before = {name: value.detach().cpu().clone() for name, value in plan.module.state_dict().items()}
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}

@@ -1,4 +1,4 @@
-"""Loggers, history of metrics, progress and throughput of a training run."""
+"""Loggers, metric history, progress and throughput of a training run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TableLogger(Logger):
     Parameters
     ----------
     folder
-        Output folder; it is created.
+        Output folder, which is created if it does not exist.
 
     Examples
     --------
@@ -71,21 +71,21 @@ class TableLogger(Logger):
 
     @property
     def version(self) -> str:
-        """Return an empty version, as each folder has one table."""
+        """Return an empty version, because each folder contains only one table."""
         return ""
 
     @property
     def save_dir(self) -> str:
-        """The folder."""
+        """The output folder."""
         return str(self.folder)
 
     def begin(self, n_rows: int = 0) -> None:
-        """Start a table, or resume one after its first rows; the table of another run is renamed.
+        """Start a table, or resume a table after its first `n_rows`; the table of another run is renamed.
 
         Raises
         ------
         DataError
-            If there is another file at its path.
+            If there is a different file at its path.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         found = _read(self.path) if self.path.exists() else []
@@ -128,10 +128,10 @@ class TableLogger(Logger):
 
 
 class PurgingTensorBoardLogger(TensorBoardLogger):
-    """TensorBoard's logger; it hides the steps after the checkpoint of a resumed run."""
+    """TensorBoard logger that hides the steps after the checkpoint of a resumed run."""
 
     def go_on_behind(self, step: int) -> None:
-        """Hide the steps after the given step; call it before anything is logged."""
+        """Hide the steps after the given step; this must be called before anything is logged."""
         self._kwargs["purge_step"] = step + 1
 
 
@@ -148,9 +148,9 @@ def make_loggers(
     Parameters
     ----------
     names
-        Any of ``"csv"``, ``"tensorboard"`` and ``"wandb"``.
+        Names among ``"csv"``, ``"tensorboard"`` and ``"wandb"``.
     log_dir
-        Folder of the logs.
+        Folder for the logs.
     project, run_name
         Names of the project and the run in Weights & Biases; TensorBoard also uses `run_name`.
     wandb_mode
@@ -199,17 +199,17 @@ def _read(path: Path) -> list[dict[str, Any]]:
 
 
 class StepClock:
-    """Reports the remaining time of a run, at the rate of the steps so far."""
+    """Estimates the remaining time of a run from the rate of the steps so far."""
 
     def __init__(self) -> None:
         self._start, self._first = 0.0, 0
 
     def begin(self, step: int) -> None:
-        """Start with `step` steps taken."""
+        """Start the clock after `step` steps."""
         self._start, self._first = time.perf_counter(), step
 
     def seconds_left(self, step: int, total: int | None) -> float | None:
-        """Return an estimate of the wall time until all steps are done, or None."""
+        """Return the estimated wall time until all steps are done, or None."""
         done = step - self._first
         if not total or done <= 0 or not math.isfinite(total):
             return None
@@ -228,7 +228,7 @@ class EpochProgress(Callback):
         self._clock = StepClock()
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Open the bar."""
+        """Open the progress bar."""
         if not trainer.is_global_zero:
             return
         self._clock.begin(trainer.global_step)
@@ -245,12 +245,12 @@ class EpochProgress(Callback):
         self._bar = tqdm(total=total, initial=trainer.global_step, desc="Training", unit="step")
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
-        """Move the bar."""
+        """Advance the progress bar."""
         if self._bar is not None:
             self._bar.update(trainer.global_step - self._bar.n)
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Show the losses."""
+        """Show the losses of the epoch."""
         losses = {k: f"{float(v):.4g}" for k, v in trainer.callback_metrics.items() if k.endswith("_loss")}
         most = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
         epoch = f"Epoch {trainer.current_epoch + 1}{most}"
@@ -264,7 +264,7 @@ class EpochProgress(Callback):
             announce(f"{epoch}: {shown}{tail}.")
 
     def teardown(self, *args: Any, **kwargs: Any) -> None:
-        """Close the bar."""
+        """Close the progress bar."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -275,13 +275,13 @@ class EpochProgress(Callback):
 class History(Callback):
     """Records the metrics of each epoch, and stops training if the loss is NaN or infinite.
 
-    It has to be the first callback, so training stops before anything is saved.
+    It must be the first callback, so that training stops before anything is saved.
 
     Attributes
     ----------
     epochs
-        Metrics by name, one value per epoch, NaN if a metric was not computed. Includes ``seconds``, the wall time
-        since the start.
+        A mapping from metric name to one value per epoch, NaN if the metric was not computed. It includes ``seconds``,
+        the wall time since the start.
     n_epochs
         Number of epochs that ended.
     """
@@ -326,7 +326,7 @@ class History(Callback):
             values.extend([math.nan] * (self.n_epochs - len(values)))
 
     def last(self) -> dict[str, float]:
-        """Return the metrics that were recorded in the last epoch."""
+        """Return the metrics recorded in the last epoch."""
         return {name: values[-1] for name, values in self.epochs.items() if not math.isnan(values[-1])}
 
     def state_dict(self) -> dict[str, Any]:
@@ -334,7 +334,7 @@ class History(Callback):
         return {"epochs": self.epochs, "n_epochs": self.n_epochs, "seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore metrics."""
+        """Restore the metrics and the clock."""
         self.epochs = {name: list(values) for name, values in state_dict["epochs"].items()}
         self.n_epochs, self._before = state_dict["n_epochs"], state_dict["seconds"]
 
@@ -346,7 +346,7 @@ _SECONDS = 0.1
 def flops_per_token(module: nn.Module, objective: Objective, batch: dict[str, torch.Tensor]) -> float:
     """Return the floating-point operations of a training step on `batch`, per token without padding.
 
-    Random numbers of the training run do not change.
+    The random state of the training run does not change.
     """
     with unchanged(module), torch.no_grad(), FlopCounterMode(display=False) as counter:
         objective.loss(module, batch)
@@ -354,7 +354,7 @@ def flops_per_token(module: nn.Module, objective: Objective, batch: dict[str, to
 
 
 def peak_flops(device: torch.device, precision: str) -> float:
-    """Return the operations per second of a large matrix product on a device."""
+    """Return the operations per second for a large matrix product on a device."""
     size = _SIZE.get(device.type, 2048)
     kinds = {"bf16": torch.bfloat16, "16-": torch.float16}
     dtype = next((kind for name, kind in kinds.items() if str(precision).startswith(name)), torch.float32)
@@ -376,22 +376,22 @@ def _wait(device: torch.device) -> None:
 
 
 class Monitor(Callback):
-    """Logs a row every few steps and one at the end of each epoch.
+    """Logs a row every few steps, and a row at the end of each epoch.
 
-    The row of a step has ``step_loss`` (of its last batch), ``learning_rate``, ``gradient_norm``,
-    ``cells_per_second``, ``tokens_per_second`` (of all processes, without padding), ``waiting`` (share of the time in
-    which the model waits for a batch), ``utilization`` (operations per second of the model divided by those of a large
-    matrix product on the device; see :mod:`scforge.training.monitoring`) and ``seconds_left``. The row of an epoch has
-    the metrics of the history.
+    The row of a step contains ``step_loss`` (of its last batch), ``learning_rate``, ``gradient_norm``,
+    ``cells_per_second``, ``tokens_per_second`` (of all processes, without padding), ``waiting`` (fraction of the time
+    that the model waits for a batch), ``utilization`` (operations per second of the model divided by those of a large
+    matrix product on the device; see :mod:`scforge.training.monitoring`) and ``seconds_left``. The row of an epoch
+    contains the metrics of the history.
 
     Parameters
     ----------
     history
-        The metrics of the epochs.
+        History callback with the metrics of the epochs.
     every_n_steps
-        Optimizer steps between two rows.
+        Number of optimizer steps between two rows.
     settings
-        Settings of the run to log.
+        Run settings to log.
     """
 
     def __init__(self, history: History, *, every_n_steps: int, settings: dict[str, Any]) -> None:
@@ -437,7 +437,7 @@ class Monitor(Callback):
         batch: dict[str, torch.Tensor],
         batch_idx: int,
     ) -> None:
-        """Count cells and tokens, and log a row if it is due."""
+        """Count cells and tokens, and log a row if one is due."""
         if trainer.loggers:
             self._cells += pl_module.objective.n_cells(batch)
             self._tokens = self._tokens + batch["attention_mask"].sum()
@@ -461,12 +461,12 @@ class Monitor(Callback):
         self._log(trainer, {"epoch": float(trainer.current_epoch), **self.history.last()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of rows so far."""
+        """Return the number of rows logged so far."""
         tables = [one for one in self._loggers if isinstance(one, TableLogger)]
         return {"rows": tables[0].n_rows if tables else 0}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after this many rows."""
+        """Continue after the saved number of rows."""
         self._rows = state_dict["rows"]
 
     def _clear(self, trainer: lightning.Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Optimizers, among them Muon, and schedules of the learning rate."""
+"""Optimizers, including Muon, and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class MuonWithAdamW(torch.optim.Optimizer):
     lr, weight_decay
         Learning rate, and weight decay of all parameters except norms, embeddings and biases.
     fused
-        Use fused kernels of AdamW.
+        Whether to use the fused AdamW kernels.
 
     Raises
     ------
     OptionError
-        If there is no matrix for Muon, or all matrices are frozen.
+        If there is no matrix for Muon to optimize, or all matrices are frozen.
     """
 
     def __init__(self, module: nn.Module, *, lr: float, weight_decay: float, fused: bool) -> None:
@@ -58,7 +58,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step with both optimizers."""
+        """Perform a step with both optimizers."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -120,9 +120,10 @@ _OF_TORCH: dict[str, Callable[..., torch.optim.Optimizer]] = {
 def parameter_groups(
     module: nn.Module, weight_decay: float, *, lr: float | None = None, factors: Mapping[int, float] = _PLAIN
 ) -> list[dict[str, Any]]:
-    """Split parameters into those with and without weight decay (norms, embeddings and biases have none).
+    """Split parameters into groups with and without weight decay (norms, embeddings and biases have no decay).
 
-    With `factors`, by the ``id`` of a parameter, they are also split by learning rate, `lr` times the factor.
+    With `factors`, a mapping from the ``id`` of a parameter to a factor, parameters are also split by learning rate,
+    `lr` times the factor.
     """
     decay: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
@@ -170,9 +171,10 @@ def make_optimizer(
     lr, weight_decay
         Learning rate, and weight decay of all parameters except norms, embeddings and biases.
     fused
-        Use fused kernels.
+        Whether to use fused kernels.
     factors
-        Factors of the learning rate by the ``id`` of a parameter; if empty, all parameters have the same learning rate.
+        A mapping from the ``id`` of a parameter to the factor of its learning rate. If empty, all parameters have the
+        same learning rate.
 
     Raises
     ------
@@ -202,7 +204,7 @@ def _one_cycle(optimizer: torch.optim.Optimizer, total: int, warmup: int) -> lr_
 
 
 class _OneCycle(lr_scheduler.OneCycleLR):
-    """Torch's schedule, which keeps its last learning rate if there are more steps than were counted."""
+    """The torch schedule, except that it keeps its last learning rate if there are more steps than were counted."""
 
     def step(self, epoch: int | None = None) -> None:
         if self.last_epoch + 1 < self.total_steps:
@@ -232,10 +234,10 @@ SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, int, int], lr_scheduler.LR
     "linear_warmup": _linear,
     "one_cycle": _one_cycle,
 }
-"""Learning-rate schedules by name: all but ``one_cycle`` warm up linearly and then follow their shape to the end."""
+"""Mapping from name to learning-rate schedule. All except ``one_cycle`` warm up linearly, then follow their shape."""
 
 _WARMUPS = {"constant": 0.0, "cosine": 0.0, "linear": 0.0, "one_cycle": 0.3}
-"""Share of the steps until the peak, where it is another than ``_WARMUP_SHARE``."""
+"""Fraction of steps until the peak, if it differs from ``_WARMUP_SHARE``."""
 
 
 def make_schedule(
@@ -246,14 +248,14 @@ def make_schedule(
     Parameters
     ----------
     optimizer
-        Optimizer; its learning rate is the peak of the schedule.
+        Optimizer, whose learning rate is the peak of the schedule.
     name
         A key of ``SCHEDULES``.
     total_steps
-        Optimizer steps of the whole training run.
+        Number of optimizer steps in the whole training run.
     warmup_steps
-        Number of steps until the peak, at most half of all steps, so that a short run also leaves its warm-up. If None,
-        uses 10 % of all steps (30 % for ``one_cycle``; 0 for ``constant``, ``cosine`` and ``linear``).
+        Number of steps until the peak, at most half of all steps, so that even a short run completes the warm-up. If
+        None, uses 10 % of all steps (30 % for ``one_cycle``; 0 for ``constant``, ``cosine`` and ``linear``).
 
     Raises
     ------
@@ -265,7 +267,7 @@ def make_schedule(
 
 
 def warmup_length(name: str, total_steps: int, warmup_steps: int | None) -> int:
-    """Return the number of steps until the peak of a schedule; for the arguments see :func:`make_schedule`."""
+    """Return the number of steps until the peak of a schedule; for the arguments, see :func:`make_schedule`."""
     if warmup_steps is None:
         warmup_steps = round(_WARMUPS.get(name, _WARMUP_SHARE) * total_steps)
     return min(warmup_steps, total_steps // 2)

@@ -1,4 +1,4 @@
-"""The options of a training run, which ``Encoder.train``, configurations and the command line share."""
+"""Options of a training run, shared by ``Encoder.train``, configurations and the command line."""
 
 from __future__ import annotations
 
@@ -18,76 +18,77 @@ class TrainOptions:
     Parameters
     ----------
     max_epochs
-        Maximum number of epochs; None chooses by objective and number of cells.
+        Maximum number of epochs. If None, it depends on the objective and the number of cells.
     max_steps
         Maximum number of optimizer steps; -1 for no limit.
     datamodule
-        Cells to train on instead of those that the model was created with. It also determines the minibatches
+        Cells to train on instead of the cells that the model was created with. It also determines the minibatches
         (`batch_size`, `max_tokens_per_batch`, `validation_size`, `num_threads`).
     batch_size
-        Cells per step and process; ``"auto"`` uses the largest batch that fits into memory. If None, uses the
+        Number of cells per step and process; ``"auto"`` uses the largest batch that fits into memory. If None, uses the
         objective's default.
     max_tokens_per_batch
         Maximum number of tokens per batch, including padding. A batch then contains as many cells of similar length as
         fit.
     validation_size
         Fraction of cells in the validation set. The cells are sampled with the model's seed, so every call holds out
-        the same cells. None holds out 0.1.
+        the same cells. If None, holds out 0.1.
     num_threads
-        Number of threads that prepare batches while the model computes; 0 uses no threads, None chooses the number.
+        Number of threads that prepare batches while the model computes; 0 uses no threads. If None, the number is
+        chosen automatically.
     optimizer
         ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"`` for the matrices of the hidden layers (AdamW for the rest).
     lr, weight_decay, schedule
-        If None, uses the objective's defaults. `schedule` is one of ``"cosine_warmup"``, ``"cosine"``,
-        ``"linear_warmup"``, ``"linear"``, ``"one_cycle"``, ``"constant"``.
+        Learning rate, weight decay and learning-rate schedule. If None, uses the objective's defaults. `schedule` is
+        one of ``"cosine_warmup"``, ``"cosine"``, ``"linear_warmup"``, ``"linear"``, ``"one_cycle"``, ``"constant"``.
     warmup_steps
-        Number of steps until the peak of the learning rate. If None, uses a share of all steps.
+        Number of steps until the peak of the learning rate. If None, uses a fraction of all steps.
     layer_lr_decay
-        Ratio of the learning rate of each layer to that of the layer above it, e.g. 0.8. None uses the same learning
-        rate for all layers.
+        Ratio of the learning rate of each layer to the learning rate of the layer above it, e.g. 0.8. If None, uses the
+        same learning rate for all layers.
     gradual_unfreezing
-        Number of epochs after which another layer is trained, from the top layer down. None trains all layers from the
-        start.
+        Number of epochs after which another layer is trained, from the top layer down. If None, trains all layers from
+        the start.
     early_stopping, early_stopping_patience
-        Stop if the validation loss has not improved for this many epochs after the warm-up of the learning rate.
+        Whether to stop if the validation loss has not improved for this many epochs after the learning-rate warm-up.
     accelerator, devices, num_nodes
         As in :class:`lightning.Trainer`.
     strategy
         ``"ddp"`` (each process has a copy of the model), ``"fsdp"`` (the model is sharded over processes), or
         ``"auto"`` (DDP if there are several processes).
     precision
-        As in :class:`lightning.Trainer`, or ``"auto"``: bfloat16 mixed precision if a short measurement shows that it
-        is faster. If None, computes in 32 bits. Query models need 32-bit weights, so ``"bf16-true"`` is not possible.
+        As in :class:`lightning.Trainer`, or ``"auto"``: bfloat16 mixed precision if a short benchmark shows that it is
+        faster. If None, computes in 32 bits. Query models need 32-bit weights, so ``"bf16-true"`` is not possible.
     gradient_clip_val
-        Maximum norm of the gradient; 0 does not clip.
+        Maximum gradient norm; 0 disables clipping.
     accumulate_grad_batches
         Number of batches whose gradients are averaged for one step.
     gradient_checkpointing
-        Recompute activations in the backward pass, which takes less memory and more time. If None, uses the setting of
-        the model.
+        Whether to recompute activations in the backward pass, which takes less memory and more time. If None, uses the
+        setting of the model.
     compile
-        Compile the layers with torch.compile.
+        Whether to compile the layers with torch.compile.
     ema_decay
-        Decay of an exponential moving average of the weights, e.g. 0.999, which is validated and kept. None uses the
-        weights themselves.
+        Decay of an exponential moving average of the weights, e.g. 0.999, which is validated and kept. If None, uses
+        the weights themselves.
     progress_bar
-        Show a progress bar (in a log file, one line per epoch).
+        Whether to show a progress bar (in a log file, one line per epoch).
     logger
-        Lightning loggers, e.g. from :func:`scforge.training.make_loggers`; None means no loggers.
+        Lightning loggers, e.g. from :func:`scforge.training.make_loggers`. If None, uses no loggers.
     log_every_n_steps
-        Number of optimizer steps between two rows of the loggers.
+        Number of optimizer steps between two logged rows.
     checkpoint_dir
         Folder for checkpoints to resume from (``step=NNNNNNNN``) and for the best epochs (``epoch=NN``); all are model
-        folders. Checkpoints are saved at the end of each epoch, and when the process is asked to end (SIGTERM).
+        folders. Checkpoints are saved at the end of each epoch, and when the process receives SIGTERM.
     checkpoint_every_n_steps
-        Also save a checkpoint after this many steps.
+        Number of steps after which an additional checkpoint is saved.
     keep_last, save_top_k
-        Number of checkpoints, and number of best epochs to keep; ``save_top_k=-1`` keeps all epochs.
+        Number of checkpoints and of best epochs to keep; ``save_top_k=-1`` keeps all epochs.
     resume
         ``"auto"`` resumes from the last checkpoint in `checkpoint_dir`, if any; a path resumes from the checkpoint in
         that folder. Create the model as before; the result is then identical to that of an uninterrupted run.
     overwrite
-        Replace the outputs of another training run in `checkpoint_dir`.
+        Whether to replace the outputs of another training run in `checkpoint_dir`.
     callbacks
         Additional Lightning callbacks, e.g. :class:`scforge.eval.BenchmarkCallback`.
     trainer_kwargs

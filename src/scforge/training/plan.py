@@ -21,14 +21,14 @@ from scforge.training.optimizers import make_optimizer, make_schedule, warmup_le
 
 
 class EpochMetrics:
-    """Sums metrics over steps; the sums stay on their device, so no step waits for them."""
+    """Sums metrics over steps; the sums stay on the device, so that no step waits for them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
         self._cells = 0
 
     def add(self, figures: dict[str, torch.Tensor], n_cells: int) -> None:
-        """Add the metrics of a step, means over its `n_cells` cells, each a tensor of any shape."""
+        """Add the metrics of a step, averaged over its `n_cells` cells, each a tensor of any shape."""
         self._cells += n_cells
         for name, value in figures.items():
             value = value.detach()
@@ -37,7 +37,7 @@ class EpochMetrics:
             self._sums[name] = self._sums[name].to(value.device) + weighed if name in self._sums else weighed
 
     def take(self, total: Callable[[torch.Tensor], torch.Tensor] | None = None) -> dict[str, np.ndarray]:
-        """Return the means and reset the sums; `total` sums over processes, to average over the cells of all."""
+        """Return the means and reset the sums; `total` sums over processes, so that means include all cells."""
         if not self._sums:
             return {}
         names = sorted(self._sums)
@@ -56,7 +56,7 @@ class EpochMetrics:
         return {"sums": {name: value.tolist() for name, value in self._sums.items()}, "cells": self._cells}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore sums."""
+        """Restore the sums."""
         self._sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in state["sums"].items()}
         self._cells = int(state["cells"])
 
@@ -110,9 +110,9 @@ def freeze_layers(module: nn.Module, n_layers: int) -> None:
 
 
 def learning_rate_factors(module: nn.Module, decay: float | None) -> dict[int, float]:
-    """Return the factor of the learning rate of each parameter, by its ``id``: `decay` for each layer below the top.
+    """Return the learning-rate factor of each parameter by its ``id``: `decay` for each layer below the top.
 
-    Discriminative learning rates, as in Howard and Ruder (2018).
+    These are discriminative learning rates, as in Howard and Ruder (2018).
     """
     if decay is None:
         return {}
@@ -127,7 +127,7 @@ def learning_rate_factors(module: nn.Module, decay: float | None) -> dict[int, f
 class GradualUnfreezing(Callback):
     """Trains the top layer first, and one more layer below it every few epochs (Howard and Ruder, 2018).
 
-    The gradients of layers that are not trained yet are dropped directly before a step. Processes therefore need no
+    The gradients of layers that are not trained yet are dropped immediately before a step. Processes therefore need no
     synchronization, and a resumed training run needs no saved state.
 
     Parameters
@@ -164,7 +164,7 @@ class NotFiniteError(TrainingError):
 
 
 class TrainingPlan(lightning.LightningModule):
-    """Minimizes an objective over a module.
+    """Trains a module by minimizing an objective.
 
     Parameters
     ----------
@@ -177,23 +177,24 @@ class TrainingPlan(lightning.LightningModule):
     schedule, warmup_steps
         See :func:`scforge.training.optimizers.make_schedule`.
     layer_lr_decay
-        See :func:`scforge.training.plan.learning_rate_factors`. If None, gives all layers the same learning rate.
+        See :func:`scforge.training.plan.learning_rate_factors`. If None, all layers have the same learning rate.
 
     Attributes
     ----------
     figures
-        Additional metrics of the epoch by name. Callbacks set them, and they are logged with the loss at its end.
+        A mapping from name to additional metrics of the epoch. Callbacks set them, and they are logged with the loss at
+        the end of the epoch.
     gradient_norm
         Norm of all gradients in the last step, before clipping, scalar.
     total_steps
-        Number of optimizer steps of the whole training run, once it is known.
+        Number of optimizer steps in the whole training run, once it is known.
     validated
         Whether validation ran in this epoch.
 
     Notes
     -----
-    The trainer's callback metrics contain ``train_loss`` and ``validation_loss`` of each epoch (means over cells), and
-    the metrics that the objective logs, as ``train_<name>`` and ``validation_<name>``.
+    The trainer's callback metrics contain ``train_loss`` and ``validation_loss`` of each epoch (averaged over cells),
+    and the metrics that the objective logs, as ``train_<name>`` and ``validation_<name>``.
 
     Examples
     --------
@@ -236,14 +237,14 @@ class TrainingPlan(lightning.LightningModule):
             check_count("warmup_steps", warmup_steps, "steps", least=0)
 
     def begin(self) -> None:
-        """Forget an earlier training run."""
+        """Reset the state of an earlier training run."""
         self.total_steps: int | None = None
         self.figures: dict[str, float] = {}
         self.train_means, self.validation_means = EpochMetrics(), EpochMetrics()
         self.validated = False
 
     def configure_model(self) -> None:
-        """Shard the module if the processes share it."""
+        """Shard the module over processes if the strategy requires it."""
         if isinstance(self.trainer.strategy, ModelParallelStrategy):
             shard(self.module, self.trainer.strategy.device_mesh["data_parallel"])
 
@@ -258,7 +259,7 @@ class TrainingPlan(lightning.LightningModule):
         return self._step(batch, self.validation_means)
 
     def on_validation_epoch_end(self) -> None:
-        """Add the means over the validation cells to the metrics that callbacks read."""
+        """Add the metrics averaged over the validation cells to the metrics that callbacks read."""
         self.validated = True
         figures = self.summary(self.validation_means)
         self.log_dict({f"validation_{name}": value for name, value in figures.items()}, logger=False)
@@ -275,7 +276,7 @@ class TrainingPlan(lightning.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip gradients, record their norm, and raise before a step with NaN or infinite gradients."""
+        """Clip gradients, record their norm, and raise an error before a step with NaN or infinite gradients."""
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         by_value = gradient_clip_algorithm == "value" and gradient_clip_val
         most = float("inf") if by_value or not gradient_clip_val else gradient_clip_val
@@ -307,7 +308,7 @@ class TrainingPlan(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
-        """Create the optimizer, and a schedule over all steps of the training."""
+        """Create the optimizer, and a schedule over all training steps."""
         # The scaler of 16-bit losses needs gradients that nobody else scales; fused kernels take no sharded tensors.
         sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
         if sharded and self.optimizer_name == "muon":

@@ -32,7 +32,7 @@ def embed(
 ) -> np.ndarray:
     """Return the embedding of each cell in the order of the source, float32, shape (N, D).
 
-    Cells of similar length share a batch; dropout is off. The module's mode is restored.
+    Cells of similar length share a batch, and dropout is disabled. The mode of the module is restored afterwards.
 
     Parameters
     ----------
@@ -43,10 +43,10 @@ def embed(
     tokenizer
         The tokenizer that the module was trained with.
     objective
-        The objective that the module was trained with, which may order the tokens of a cell. If None, keeps the order
+        The objective that the module was trained with, which may reorder the tokens of a cell. If None, keeps the order
         of the tokenizer.
     batch_size
-        Cells per batch.
+        Number of cells per batch.
     rows
         Rows of `cells` to embed, in this order. If None, embeds all cells.
 

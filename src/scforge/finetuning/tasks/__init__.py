@@ -1,1 +1,1 @@
-"""The tasks that ship with scforge, one per file."""
+"""The tasks included in scforge, one per file."""

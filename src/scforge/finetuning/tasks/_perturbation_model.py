@@ -1,4 +1,4 @@
-"""Conditions of a perturbation experiment, its training data, and the head that predicts responses."""
+"""Conditions of a perturbation experiment, training data, and the head that predicts responses."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Conditions:
-    """Perturbation and context of cells.
+    """Perturbation and context of each cell.
 
     Attributes
     ----------
     names
-        Names of the perturbations, with sorted parts.
+        Names of the perturbations, with sorted components.
     targets
-        Targets of each.
+        Targets of each perturbation.
     contexts
         Names of the contexts.
     perturbation
-        Number of the perturbation of each cell, -1 for controls, -2 for cells without a label, int64, shape (N,).
+        Index of the perturbation of each cell, -1 for controls, -2 for cells without a label, int64, shape (N,).
     context
-        Number of the context of each cell, int64, shape (N,); that of a cell without one is -2, and so is its
-        `perturbation`.
+        Index of the context of each cell, int64, shape (N,). For cells without a context, both the context and the
+        `perturbation` are -2.
     """
 
     names: tuple[str, ...]
@@ -71,12 +71,12 @@ class Conditions:
     def read(
         cls, column: Column, perturbation_key: str, control: str, separator: str | None, context_key: str | None
     ) -> Conditions:
-        """Read them out of columns of obs.
+        """Read perturbations and contexts from columns of obs.
 
         Raises
         ------
         DataError
-            If a column is missing, cannot be read, or has no control.
+            If a column is missing or cannot be read, or there are no controls.
         """
         labels = column(perturbation_key)
         labeled = np.asarray(labels.notna())
@@ -108,7 +108,7 @@ class Conditions:
         return self.perturbation == CONTROL
 
     def pairs(self, rows: np.ndarray) -> list[Pair]:
-        """Return each perturbation of cells in each context."""
+        """Return the perturbations of the cells `rows` in each context, each once."""
         rows = rows[self.perturbation[rows] >= 0]
         found = np.unique(np.stack([self.perturbation[rows], self.context[rows]], axis=1), axis=0)
         return [Pair(self.targets[perturbation], self.contexts[context]) for perturbation, context in found.tolist()]
@@ -126,23 +126,25 @@ def hold_out(
 ) -> Split:
     """Hold out whole perturbations, or whole contexts.
 
-    A third of the controls of each context are test controls. If nothing is tested, all are training controls.
+    A third of the controls in each context are test controls. If nothing is tested, all controls are training controls.
 
     Parameters
     ----------
     conditions
-        Of all cells.
+        Conditions of all cells.
     by_context
-        Hold out contexts, rather than perturbations.
+        Whether to hold out contexts rather than perturbations.
     named
-        Names of the perturbations or contexts of the test set. If None, draws a share of `test_size`.
+        Names of the perturbations or contexts in the test set. If None, samples a fraction of `test_size`.
     known
-        Returns whether a target has a vector without being in the training set, e.g. because it is a gene of the model.
-        Others are drawn only while a perturbation with the same target is left. None: all targets have a vector.
+        Function that returns whether a target has a vector without being in the training set, e.g. because it is a gene
+        of the model. Perturbations of other targets are sampled only while another perturbation with the same target
+        remains. If None, all targets have a vector.
     validation_size, test_size
-        Shares of the perturbations, or contexts; at least one each if above 0, and of validation only if two are left.
+        Fractions of the perturbations or contexts. If above 0, at least one each is held out, and one for validation
+        only if two are left.
     seed
-        Seed of the split.
+        Random seed of the split.
 
     Raises
     ------
@@ -189,7 +191,7 @@ def hold_out(
 def _draw(
     order: list[int], share: float, n_all: int, known: Callable[[str], bool] | None, targets: Sequence[tuple[str, ...]]
 ) -> list[int]:
-    """Take a share of all from the front of `order`, at least one, and leave at least one."""
+    """Take a fraction of all codes from the front of `order`: at least one, but leave at least one."""
     wanted = min(max(1, round(share * n_all)), len(order) - 1) if share else 0
     if known is None:
         return order[:wanted]
@@ -205,7 +207,7 @@ def _draw(
 
 
 def _split_controls(conditions: Conditions, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return which controls are inputs of the training, and which are tested against, bool, shape (N,)."""
+    """Return which controls are training inputs, and which are test controls, bool, shape (N,)."""
     tested = np.zeros(len(conditions.perturbation), dtype=bool)
     few = []
     for code, name in enumerate(conditions.contexts):
@@ -219,53 +221,54 @@ def _split_controls(conditions: Conditions, rng: np.random.Generator) -> tuple[n
 
 
 _MAX_CONTROLS = 2048
-"""Controls of a context among which inputs are drawn."""
+"""Number of controls per context from which inputs are sampled."""
 
 _STREAM = 0x6374726C  # "ctrl"
 
 _SMALLEST = 1e-10
-"""Singular values below this share of the largest count as zero."""
+"""Fraction of the largest singular value below which singular values count as zero."""
 
 _PIECE = 4096
-"""Cells that are read at once."""
+"""Number of cells that are read at once."""
 
 
 class BoundEffects:
-    """Effects in the cells of a training, and its controls.
+    """Effects in the cells of a training run, and its controls.
 
-    Each effect is that of training cells or of held-out ones, never of both.
+    Each effect belongs either to training cells or to held-out cells, never to both.
 
     Attributes
     ----------
     conditions
-        Of all cells.
+        Conditions of all cells.
     groups
         Perturbation and context of each effect, int64, shape (P, 2).
     group
-        Number of the effect that a cell belongs to, -1 for none, int64, shape (N,).
+        Index of the effect that a cell belongs to, -1 if there is none, int64, shape (N,).
     trained
-        Effects of training cells, bool, shape (P,).
+        Whether each effect belongs to training cells, bool, shape (P,).
     deltas
-        Change of the mean log1p CP10K against the training controls of the context, float32, shape (P, G).
+        Change in mean log1p CP10K relative to the training controls of the context, float32, shape (P, G).
     weights
-        Weights of genes in the error of each effect, float32, shape (P, G).
+        Gene weights in the error of each effect, float32, shape (P, G).
     n_cells
-        Cells of each effect, int64, shape (P,).
+        Number of cells per effect, int64, shape (P,).
     controls
         Mean log1p CP10K of the training controls of each context, float64, shape (C, G); 0 without controls.
     center, axes
-        Principal components of `controls`, float64, shapes (G,) and (K, G); rows of zeros if there are fewer.
+        Center and axes of the principal components of `controls`, float64, shapes (G,) and (K, G); rows are zero if
+        there are fewer components.
     pool
-        Training controls, in memory.
+        Training controls in memory.
     inputs
-        Rows of `pool` of each context.
+        Rows of `pool` for each context.
 
     Raises
     ------
     OptionError
-        If a perturbation is in training and in held-out cells.
+        If a perturbation occurs both in training cells and in held-out cells.
     DataError
-        If there is nothing to learn from, or a context has no controls to begin with.
+        If there are no effects to train on, or a context has no controls.
     """
 
     def __init__(self, cells: Cells, conditions: Conditions, train_rows: np.ndarray, *, weighted: bool) -> None:
@@ -316,7 +319,7 @@ class BoundEffects:
         self.inputs = [np.searchsorted(pooled, rows) for rows in chosen]
 
     def variance_gains(self, basis: np.ndarray) -> np.ndarray:
-        """Return the variance of the cells of effects along each basis vector, minus that of their controls, (P, R)."""
+        """Return the variance of perturbed cells along each basis vector, minus the control variance, shape (P, R)."""
         n_groups, pieces = len(self.groups), range(0, len(self._rows), _PIECE)
         scores = [log_expression(self._cells, self._rows[start : start + _PIECE]) @ basis.T for start in pieces]
         n_all = n_groups + len(self.conditions.contexts)
@@ -324,7 +327,7 @@ class BoundEffects:
         return variance[:n_groups] - variance[n_groups + self.groups[:, 1]]
 
     def draw(self, rows: np.ndarray, *, epoch: int, seed: int) -> np.ndarray:
-        """Return a random training control of the context of each perturbed cell, as rows of the pool, (B,)."""
+        """Return a random training control from the context of each perturbed cell, as pool rows, shape (B,)."""
         keys = cell_keys(rows, seed=seed, epoch=epoch, stream=_STREAM)
         contexts = self.conditions.context[rows]
         drawn = np.empty(len(rows), dtype=np.int64)
@@ -336,13 +339,13 @@ class BoundEffects:
 
 
 MAX_FEATURES = BANDS[-1]
-"""Components of a source of gene vectors."""
+"""Number of components from a source of gene vectors."""
 
 
 class PerturbationHead(nn.Module):
-    """Effect of a perturbation on a cell: a linear model, and a network on top, in a basis of low rank.
+    """Predicts the effect of a perturbation on a cell: a linear model plus a network, in a low-rank basis.
 
-    With e_g the features of a perturbed gene, v_g a vector per target of the training set, k the features of the
+    Let e_g be the features of a perturbed gene, v_g a vector for each target in the training set, k the features of the
     context, and z the standardized embedding of a control cell::
 
         c = sum over perturbed g of (b + W e_g + v_g) + K k
@@ -350,24 +353,24 @@ class PerturbationHead(nn.Module):
 
     The linear part c is fitted once by ridge regression (:func:`fit_linear`) and stays fixed. Training changes the
     network, whose last layer starts at zero, and the encoder. The weight w is chosen on validation perturbations
-    (:func:`network_weight`); it is 0 without them.
+    (:func:`network_weight`); it is 0 without validation perturbations.
 
     Parameters
     ----------
     n_latent
         Width D of the embeddings.
     n_tokens
-        Tokens V; effects have one value per token, 0 for special tokens.
+        Number of tokens V; effects contain one value per token, 0 for special tokens.
     n_features
-        Features F of a gene.
+        Number of features F per gene.
     n_targets
-        Targets of the training set.
+        Number of targets in the training set.
     rank
         Rank R of the effects.
     hidden_dim
-        Width of the hidden layer of the network; 0 for a linear layer on z.
+        Width of the hidden layer in the network; 0 for a linear layer on z.
     dropout
-        Dropout in the network.
+        Dropout rate of the network.
     """
 
     features: torch.Tensor
@@ -420,22 +423,22 @@ class PerturbationHead(nn.Module):
             self.of_cell = last
 
     def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Return effects with the whole network, shape (B, V).
+        """Return effects with the full weight of the network, shape (B, V).
 
         Parameters
         ----------
         embeddings
             Embeddings of control cells, shape (B, D).
         batch
-            ``perturbed_tokens`` and ``perturbed_targets``, int64, shape (B, T): token of each target (PAD if it is not
-            a gene), and its number among the targets of the training set, from 1 (0 for others); and
-            ``perturbed_contexts``, features of the contexts, shape (B, K).
+            ``perturbed_tokens`` and ``perturbed_targets``, int64, shape (B, T): the token of each target (PAD if it is
+            not a gene), and its number among the targets of the training set, starting at 1 (0 for other targets); and
+            ``perturbed_contexts``, the features of the contexts, shape (B, K).
         """
         c_br = self.linear(batch["perturbed_tokens"], batch["perturbed_targets"], batch["perturbed_contexts"])
         return (c_br + self.network(embeddings, c_br)) @ self.basis
 
     def linear(self, tokens: torch.Tensor, targets: torch.Tensor, contexts: torch.Tensor) -> torch.Tensor:
-        """Return the linear part of effects in the basis, shape (B, R)."""
+        """Return the linear part of the effects in the basis, shape (B, R)."""
         n_targets = ((tokens != PAD_ID) | (targets != 0)).sum(dim=1, keepdim=True).to(self.base.dtype)
         of_genes = self.features[tokens].sum(dim=1) @ self.of_features.T
         return n_targets * self.base + of_genes + self.own[targets].sum(dim=1) + contexts @ self.of_context.T
@@ -449,17 +452,17 @@ class PerturbationHead(nn.Module):
         return self.mlp(torch.cat([z_bd, c_br.to(z_bd.dtype)], dim=1))
 
     def context_features(self, means: np.ndarray) -> torch.Tensor:
-        """Return features of contexts from the mean log1p CP10K of their controls, NaN for unmeasured genes, (C, K)."""
+        """Return context features (C, K) from the mean log1p CP10K of controls, which is NaN for unmeasured genes."""
         center, axes = (part.cpu().numpy().astype(np.float64) for part in (self.context_center, self.context_axes))
         start = len(center) - means.shape[1]
         return torch.from_numpy(np.nan_to_num(means - center[start:]) @ axes[:, start:].T).float()
 
 
 def network_weight(linear: np.ndarray, network: np.ndarray, deltas: np.ndarray, n_cells: np.ndarray) -> float:
-    """Return the weight of the network with the least squared error on validation effects, from 0 to 1.
+    """Return the network weight with the smallest squared error on validation effects, from 0 to 1.
 
-    For each effect the weight of the other effects is tested. The result is 0 unless the mean gain in these tests is
-    larger than its standard error, and with fewer than two effects.
+    For each effect, the weight that is best for the other effects is tested. The result is 0 if the mean gain in these
+    tests is not larger than its standard error, or if there are fewer than two effects.
 
     Parameters
     ----------
@@ -468,7 +471,7 @@ def network_weight(linear: np.ndarray, network: np.ndarray, deltas: np.ndarray, 
     deltas
         Measured effects, shape (Q, G).
     n_cells
-        Cells of each effect, by which errors are weighted, shape (Q,).
+        Number of cells per effect, by which errors are weighted, shape (Q,).
     """
     shared = n_cells * ((deltas - linear) * network).sum(axis=1)
     size = n_cells * np.square(network).sum(axis=1)
@@ -483,12 +486,12 @@ def network_weight(linear: np.ndarray, network: np.ndarray, deltas: np.ndarray, 
 
 @torch.no_grad()
 def gene_vectors(module: nn.Module) -> torch.Tensor:
-    """Return the embedding of each token of an architecture, shape (V, H).
+    """Return the embedding of each token in an architecture, shape (V, H).
 
     Raises
     ------
     OptionError
-        If it has none.
+        If the architecture has no token embeddings.
     """
     if callable(token_table := getattr(module, "token_table", None)):
         return token_table()
@@ -506,11 +509,11 @@ def gene_vectors(module: nn.Module) -> torch.Tensor:
 
 
 def gene_features(vectors: torch.Tensor, n_special: int, n_features: int) -> torch.Tensor:
-    """Return principal components of gene embeddings with a mean square length of 1, zeros for special tokens.
+    """Return principal components of gene embeddings, scaled to a mean squared length of 1; zeros for special tokens.
 
     Returns
     -------
-    Float32, shape (V, F); zero columns if there are fewer components.
+    Float32, shape (V, F); columns are zero if there are fewer components.
     """
     genes = vectors[n_special:].float()
     genes = genes - genes.mean(dim=0)
@@ -530,19 +533,20 @@ class Observed:
     Attributes
     ----------
     deltas
-        Shape (N, V).
+        Training effects, shape (N, V).
     n_cells
         Cells of each effect, shape (N,).
     members
-        1 for the targets of each effect, shape (N, T).
+        Target indicators: 1 for the targets of each effect, shape (N, T).
     features
-        Sum of the features of its targets, shape (N, F).
+        Sum of the target features of each effect, shape (N, F).
     sources
-        Number of features of each source, in their order; the sum is F.
+        Number of features from each source, in order; the sum is F.
     contexts
-        Features of its context, shape (N, K).
+        Features of the context of each effect, shape (N, K).
     blocks
-        Effects that are left out together when scales are compared, integers, shape (N,).
+        Block of each effect, integers, shape (N,); the effects of a block are left out together when scales are
+        compared.
     """
 
     deltas: np.ndarray
@@ -562,14 +566,15 @@ def blocks_of(groups: np.ndarray, trained: np.ndarray, *, by_context: bool) -> n
     groups
         Perturbation and context of each effect, integers, shape (P, 2).
     trained
-        Those that are trained on, bool, shape (P,).
+        Whether each effect is used for training, bool, shape (P,).
     by_context
-        Contexts were held out by name. Otherwise they were if a held-out perturbation is trained on elsewhere.
+        Whether contexts were held out by name. If False, contexts count as held out if a held-out perturbation occurs
+        in training in another context.
 
     Returns
     -------
-    Block of each of the N trained effects, shape (N,). Where the training has only one of what was held out, e.g. one
-    context, blocks are of the other kind: its perturbations.
+    Block of each of the N trained effects, shape (N,). If training contains only one unit of the held-out kind, e.g.
+    one context, blocks are units of the other kind, e.g. perturbations.
     """
     own = groups[trained]
     axis = int(by_context or np.isin(groups[~trained, 0], own[:, 0]).any())
@@ -578,9 +583,9 @@ def blocks_of(groups: np.ndarray, trained: np.ndarray, *, by_context: bool) -> n
 
 
 def fit_linear(observed: Observed, rank: int) -> dict[str, np.ndarray]:
-    """Fit the linear part of the head; return its buffers by name.
+    """Fit the linear part of the head, and return a mapping from buffer name to values.
 
-    The basis consists of the principal components of the effects, not centered. In this basis,
+    The basis consists of the principal components of the effects, without centering. In this basis,
     :func:`scforge.eval.perturbation.fit_kernels` regresses the effects on the number of targets, the targets, their
     features in bands, and the context. A model without informative features predicts the mean.
 
@@ -589,7 +594,7 @@ def fit_linear(observed: Observed, rank: int) -> dict[str, np.ndarray]:
     observed
         The training effects.
     rank
-        Rank R of the basis; rows of zeros if there are fewer effects.
+        Rank R of the basis; rows are zero if there are fewer effects.
     """
     deltas, members = observed.deltas.astype(np.float64), observed.members
     _, values, axes = np.linalg.svd(deltas, full_matrices=False)
@@ -623,14 +628,14 @@ def fit_linear(observed: Observed, rank: int) -> dict[str, np.ndarray]:
 
 
 def fit_spread(coefficients: np.ndarray, gains: np.ndarray, n_cells: np.ndarray) -> np.ndarray:
-    """Return how the variance of cells along each basis vector grows with the squared effect along it, shape (R,).
+    """Return how the cell variance along each basis vector increases with the squared effect along it, shape (R,).
 
     Parameters
     ----------
     coefficients
         Training effects in the basis, shape (N, R).
     gains
-        Variance of the perturbed cells along each basis vector minus that of the controls, shape (N, R).
+        Variance of the perturbed cells along each basis vector, minus the variance of the controls, shape (N, R).
     n_cells
         Cells of each effect, shape (N,).
     """
@@ -642,10 +647,10 @@ def fit_spread(coefficients: np.ndarray, gains: np.ndarray, n_cells: np.ndarray)
 def shifted_cells(
     controls: np.ndarray, delta: np.ndarray, coefficients: np.ndarray, basis: np.ndarray, spread: np.ndarray
 ) -> np.ndarray:
-    """Return perturbed cells: controls with the mean moved by an effect and the variance along the basis adapted.
+    """Return perturbed cells: controls with the mean shifted by an effect and the variance along the basis adapted.
 
-    The mean of each gene is that of the controls plus the effect, and at least 0. A gene whose mean rises is shifted;
-    one whose mean falls is scaled, because expression cannot be negative.
+    The mean of each gene is the mean of the controls plus the effect, and at least 0. Genes whose mean increases are
+    shifted; genes whose mean decreases are scaled, because expression cannot be negative.
 
     Parameters
     ----------
@@ -658,7 +663,7 @@ def shifted_cells(
     basis
         Orthonormal rows or zeros, shape (R, G).
     spread
-        From :func:`fit_spread`, shape (R,).
+        Result of :func:`fit_spread`, shape (R,).
     """
     mean = controls.mean(axis=0)
     along = (controls - mean) @ basis.T

@@ -1,4 +1,4 @@
-"""Adaptation: continue training with the pretraining objective on other cells, optionally with frozen base weights."""
+"""Adaptation: continue training with the pretraining objective on new cells, optionally with frozen base weights."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from scforge.training.objectives.base import Objective, TrainingDefaults
 
 @register_task("adaptation")
 class Adaptation(Task):
-    """Continue training with the pretraining objective; no labels are needed.
+    """Continues training with the pretraining objective; no labels are needed.
 
-    With adapters (``lora=True``) the weights of the base model do not change. This is how
-    :meth:`scforge.models.Encoder.load_query_data` adapts a reference model to a query.
+    With adapters (``lora=True``), the weights of the base model do not change.
+    :meth:`scforge.models.Encoder.load_query_data` uses this task to adapt a reference model to a query.
 
     Parameters
     ----------
     n_reference
-        Number of batches of the reference. Only the decoder's vectors of the batches after these are trained; None
-        trains all parameters. See :meth:`scforge.models.Encoder.load_query_data`, which sets it.
+        Number of reference batches. Only the decoder's vectors for later batches are trained. If None, trains all
+        parameters. See :meth:`scforge.models.Encoder.load_query_data`, which sets it.
     n_clusters
-        Number of query clusters that are moved onto the reference; 0 maps no query. Set by the same method.
+        Number of query clusters that are moved onto the reference; 0 disables the mapping. Set by the same method.
     n_tokens
         Vocabulary size of the reference, for factors per gene. Set by the same method.
     """
@@ -62,19 +62,19 @@ class Adaptation(Task):
 
     @property
     def defaults(self) -> TrainingDefaults:  # type: ignore[override]
-        """Return the defaults of the pretraining; batch vectors use the learning rate of adapters."""
+        """Return the pretraining defaults; batch vectors use the learning rate of adapters."""
         return self.base_objective.defaults if self.n_reference is None else with_adapters(self.base_objective.defaults)
 
     def for_adapters(self) -> None:
-        """Keep the learning rate of the pretraining."""
+        """Keep the pretraining learning rate."""
 
     @property
     def random_batches(self) -> bool:  # type: ignore[override]
-        """As in the pretraining."""
+        """Whether batches must be random samples, as in pretraining."""
         return self.base_objective.random_batches
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise :class:`~scforge.errors.OptionError` if the objective makes no sense with a tokenizer."""
+        """Raise :class:`~scforge.errors.OptionError` if the objective does not work with a tokenizer."""
         self.base_objective.check(tokenizer)
 
     def make_head(self, n_latent: int, module: nn.Module) -> nn.Module:
@@ -101,7 +101,7 @@ class Adaptation(Task):
         self.base_objective.learn_from(encoder)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Look up the cell data of the objective; cells may lack classes and batches of the pretraining."""
+        """Look up the cell data for the objective; cells may lack the classes and batches of pretraining."""
         objective: Any = self.base_objective
         # Neighbors are needed only if the encoder is trained.
         getattr(objective, "bind_query", objective.bind)(
@@ -109,15 +109,15 @@ class Adaptation(Task):
         )
 
     def max_tokens(self, tokenizer: Tokenizer) -> int:
-        """Return the most tokens of a cell."""
+        """Return the maximum number of tokens per cell."""
         return self.base_objective.max_tokens(tokenizer)
 
     def n_cells(self, batch: Batch) -> int:
-        """Return the number of cells of a batch."""
+        """Return the number of cells in a batch."""
         return self.base_objective.n_cells(batch)
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> Batch:
-        """Return a batch of the pretraining."""
+        """Return a batch of the pretraining objective."""
         return self.base_objective.prepare(block, tokenizer, epoch=epoch, seed=seed)
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
@@ -126,7 +126,7 @@ class Adaptation(Task):
         return self.base_objective.loss(encoder, batch)
 
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """Raise, because the architecture computes the loss, not a head."""
+        """Raise an error, because the architecture computes the loss, not a head."""
         raise NotImplementedError("call loss(module, batch)")
 
     def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
@@ -148,11 +148,11 @@ class Adaptation(Task):
         return embedding
 
     def evaluate(self, context: EvaluationContext) -> Evaluated:
-        """Raise, as :meth:`check_evaluate` does."""
+        """Raise an error, as in :meth:`check_evaluate`."""
         self.check_evaluate()
 
     def check_evaluate(self) -> NoReturn:
-        """Raise, because the task has no labels to compare with.
+        """Raise an error, because the task has no labels to compare with.
 
         Raises
         ------

@@ -1,4 +1,4 @@
-"""Annotate cell types: train a classifier, calibrate, predict and score it."""
+"""Cell type annotation: training, calibration, prediction and scoring of a classifier."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _N_NEIGHBORS = 15
 
 
 def resolution_for(n_cells: int) -> float:
-    """Return the resolution that CellTypist (1.7) clusters this many cells with.
+    """Return the clustering resolution that CellTypist (1.7) uses for this number of cells.
 
     Examples
     --------
@@ -68,10 +68,10 @@ def over_cluster(embedding: np.ndarray) -> np.ndarray:
 
 
 def majority_vote(labels: np.ndarray, clusters: pd.Series | np.ndarray, *, min_share: float = 0.0) -> np.ndarray:
-    """Return for each cell the label that most cells of its cluster have, as text, shape (N,).
+    """Return for each cell the most frequent label in its cluster, as text, shape (N,).
 
-    The rule of CellTypist's ``majority_vote``: of equally frequent labels the first by name, and "Heterogeneous" where
-    the most frequent label has less than `min_share` of the cluster.
+    The rule is the same as in CellTypist's ``majority_vote``: ties are resolved by name, and clusters in which the most
+    frequent label has a fraction below `min_share` are labeled "Heterogeneous".
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def majority_vote(labels: np.ndarray, clusters: pd.Series | np.ndarray, *, min_s
     clusters
         Cluster of each cell, shape (N,).
     min_share
-        In [0, 1]; 0 gives every cluster a label.
+        Minimum fraction in [0, 1]; with 0, every cluster receives a label.
 
     Raises
     ------
@@ -108,26 +108,27 @@ def majority_vote(labels: np.ndarray, clusters: pd.Series | np.ndarray, *, min_s
 class Annotation(SupervisedTask):
     """Cross entropy of the class of each cell.
 
-    Labels are compared and written as text. Cells without label (NaN) are not used for training.
+    Labels are compared and written as text. Cells without a label (NaN) are not used for training.
 
     Parameters
     ----------
     labels_key
-        Column of ``obs`` with the labels: text, categories, whole numbers or truth values.
+        Column of ``obs`` with the labels: text, categories, integers or booleans.
     classes
-        The classes of the training cells, in the order of the outputs; None sorts them.
+        Classes of the training cells, in the order of the outputs. If None, the classes are sorted.
     class_weights
-        Weight of each class in the loss. None weights all cells equally, as in scGPT, Geneformer and CellTypist.
-        ``"balanced"`` gives each class the same total weight (n_cells / (n_classes * cells of the class)), which finds
-        more cells of rare classes and makes their probabilities too high. Or a dict of weights by class; classes that
-        it leaves out have the weight 1.
+        Weight of each class in the loss. If None, all cells have the same weight, as in scGPT, Geneformer and
+        CellTypist. ``"balanced"`` gives each class the same total weight (n_cells / (n_classes * cells of the class)),
+        which detects more cells of rare classes but overestimates their probabilities. Also accepts a dict from class
+        to weight; classes that are not listed have the weight 1.
     label_smoothing
-        Fraction of the target that is spread over all classes, in [0, 1).
+        Fraction of the target that is distributed over all classes, in [0, 1).
     head
-        Options of the head, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
+        Head options, a dict with ``hidden_dim`` (0: linear) and ``dropout``.
     probe_first
-        Initialize the last layer of the head by a logistic regression on the embeddings of the training cells, so the
-        first steps do not distort the encoder (linear probing, then fine-tuning; Kumar et al. 2022, arXiv:2202.10054).
+        Whether to initialize the last layer of the head from a logistic regression on the embeddings of the training
+        cells, so that the first steps do not distort the encoder (linear probing, then fine-tuning; Kumar et al. 2022,
+        arXiv:2202.10054).
     """
 
     monitor = "macro_f1"
@@ -160,22 +161,22 @@ class Annotation(SupervisedTask):
         return np.asarray(column(self.labels_key).notna())
 
     def strata(self, column: Column) -> pd.Series:
-        """Return the labels, so that each class keeps its share."""
+        """Return the labels, so that each part of the split preserves class proportions."""
         return pd.Series(text_labels(column(self.labels_key), key=self.labels_key))
 
     def options_from(self, column: Column) -> dict[str, Any]:
-        """Return the classes of the training cells, unless they are known already.
+        """Return the classes of the training cells, unless they are already known.
 
         Raises
         ------
         DataError
-            If there is only one label or one per cell, labels are numbers that are not whole, or `classes` do not match
-            the cells.
+            If there is only one label or one label per cell, labels are non-integer numbers, or `classes` does not
+            match the cells.
 
         Warns
         -----
         ScforgeWarning
-            If a class has one cell, or a label looks like a missing value.
+            If a class has only one cell, or a label looks like a missing value.
         """
         values = column(self.labels_key)
         labels = text_labels(values, key=self.labels_key)
@@ -212,11 +213,11 @@ class Annotation(SupervisedTask):
         warn_of_unlearned(self.argument, list(labels.categories[lacking]), n_cells)
 
     def read(self, column: Column) -> np.ndarray:
-        """Return the class index of each cell, int64, shape (N,). -1 is no label; -2 is an unknown label."""
+        """Return the class index of each cell, int64, shape (N,); -1 for no label, -2 for an unknown label."""
         return codes_of(column(self.labels_key), self.known_classes, key=self.labels_key)
 
     def has_target(self, targets: np.ndarray) -> np.ndarray:
-        """Return which cells have a label that the model knows."""
+        """Return which cells have a label that is known to the model."""
         return targets >= 0
 
     def make_head(self, n_latent: int, module: nn.Module) -> CalibratedHead:
@@ -237,11 +238,11 @@ class Annotation(SupervisedTask):
         return fit_logistic(features, targets, len(self.known_classes), weights)
 
     def targets(self, rows: np.ndarray) -> Batch:
-        """Return the class index of each cell; -1 if the model does not know the class."""
+        """Return the class index of each cell, or -1 if the class is unknown to the model."""
         return {"target": torch.from_numpy(np.maximum(self._targets[rows], UNLABELED))}
 
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """Return the weighted mean of the cross entropy over the labeled cells, and their confusion matrix."""
+        """Return the weighted mean cross entropy over the labeled cells, and their confusion matrix."""
         logits, target = outputs.float(), batch["target"]
         weights = None if self._weights is None else self._weights.to(logits.device)
         labeled = target >= 0
@@ -290,31 +291,33 @@ class Annotation(SupervisedTask):
         Writes ``obs["scforge_<labels_key>"]`` (categories), ``obs["scforge_<labels_key>_confidence"]`` (float32,
         calibrated probability of the class) and ``obs["scforge_<labels_key>_entropy"]`` (float32, entropy of the
         probabilities divided by the logarithm of the number of classes: 0 is certain, 1 is uninformative). The latter
-        two are also written as ``obs["scforge_confidence"]`` and ``obs["scforge_entropy"]``, which the next annotator
-        overwrites.
+        two are also written as ``obs["scforge_confidence"]`` and ``obs["scforge_entropy"]``, which are overwritten by
+        the next annotator.
 
         Parameters
         ----------
         predictor, adata
-            The model over the cells, and the AnnData to write to, or None.
+            The model applied to the cells, and the AnnData to write to, or None.
         key_added
-            Name of the column, instead of ``"scforge_<labels_key>"``. The other columns are then named
+            Name of the column to write instead of ``"scforge_<labels_key>"``. The other columns are then named
             ``"<key_added>_confidence"`` and ``"<key_added>_entropy"``.
         soft
-            Return the probabilities, and write them into ``obsm["scforge_<labels_key>_probabilities"]`` (float32; the
-            classes of its columns are in ``uns["scforge"]["scforge_<labels_key>_classes"]``).
+            Whether to return the probabilities, and write them into ``obsm["scforge_<labels_key>_probabilities"]``
+            (float32; the classes of the columns are in ``uns["scforge"]["scforge_<labels_key>_classes"]``).
         threshold
             Cells with lower confidence are labeled ``"unassigned"``. Confidence is calibrated on held-out cells: about
-            a fifth of the cells with a confidence of 0.8 is wrong.
+            a fifth of the predictions with a confidence of 0.8 are wrong.
         majority_voting
-            True gives the cells of each small Leiden cluster of the embedding the label that most of them have, as
-            CellTypist does, in ``obs["scforge_<labels_key>_voted"]``. The name of a column of obs takes its clusters.
+            If True, assigns the most frequent label in each small Leiden cluster of the embedding to all of its cells,
+            as in CellTypist, and writes it into ``obs["scforge_<labels_key>_voted"]``. If the name of a column of obs,
+            uses the clusters in this column.
         min_share
-            Clusters in which no label reaches this share are labeled ``"Heterogeneous"`` in the vote.
+            Minimum fraction of the most frequent label; clusters below it are labeled ``"Heterogeneous"`` in the vote.
 
         Returns
         -------
-        Columns ``label``, ``confidence``, ``entropy`` and maybe ``voted``; with `soft` one column per class.
+        A table with the columns ``label``, ``confidence``, ``entropy`` and, with `majority_voting`, ``voted``; with
+        `soft`, one column per class.
         """
         check_bool("soft", soft)
         check_share("min_share", min_share)
@@ -363,11 +366,11 @@ class Annotation(SupervisedTask):
         return table if soft else found
 
     def baselines(self, inputs: BaselineInputs, targets: np.ndarray) -> dict[str, np.ndarray]:
-        """See :func:`scforge.eval.baselines.classification_baselines`."""
+        """Return the estimates of :func:`scforge.eval.baselines.classification_baselines`."""
         return classification_baselines(inputs, targets, len(self.known_classes))
 
     def count_unscored(self, targets: np.ndarray, column: Column) -> dict[str, int]:
-        """Return how many cells have a label that the model does not know, and how many have none."""
+        """Return the number of cells with a label that is unknown to the model, and the number without a label."""
         return {"n_unknown_label": int((targets == UNKNOWN).sum()), "n_unlabeled": int((targets == UNLABELED).sum())}
 
     def scores(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, float]:
@@ -379,7 +382,7 @@ class Annotation(SupervisedTask):
         }
 
     def tables(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, pd.DataFrame]:
-        """Return precision, recall, F1 and support of each class, and the cells of each label and prediction."""
+        """Return precision, recall, F1 and support of each class, and the number of cells by label and prediction."""
         names = np.array(self.known_classes, dtype=object)
         confusion = confusion_of(truth, estimates.argmax(axis=1), len(names))
         # One row a pair, as names of classes may contain a slash, which an h5ad file takes in no name of a column.

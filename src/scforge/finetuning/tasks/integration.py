@@ -1,4 +1,4 @@
-"""Integrate batches: adversarial and distance losses that remove batch effects."""
+"""Integration of batches: a batch-conditioned decoder and SIGReg within batches remove batch effects."""
 
 from __future__ import annotations
 
@@ -37,25 +37,25 @@ from scforge.training.objectives._views import downsample_counts
 from scforge.training.objectives.base import TrainingDefaults
 
 _NOTHING = -30.0
-"""Logit of a token that no cell has: its share is 0 in float32."""
+"""Logit of a token that occurs in no cell: its fraction is 0 in float32."""
 
 
 class IntegrationHead(nn.Module):
-    """A decoder of expression that is conditioned on the batch of a cell, so that the embedding need not encode it.
+    """An expression decoder conditioned on the batch of a cell, so that the embedding need not encode the batch.
 
-    The share of gene g in the counts of a cell of batch e is ``softmax(W GELU(LayerNorm(A z + b_e)))_g``, and its
-    counts are negative binomial around share times library size, with one dispersion per gene (as in scVI, Lopez et al.
-    2018, Nature Methods 15, 1053).
+    The fraction of gene g in the counts of a cell from batch e is ``softmax(W GELU(LayerNorm(A z + b_e)))_g``. The
+    counts follow a negative binomial distribution whose mean is the fraction times the library size, with one
+    dispersion per gene (as in scVI, Lopez et al. 2018, Nature Methods 15, 1053).
 
     Parameters
     ----------
     n_latent, n_tokens
-        Dimensions D and size V of the vocabulary.
+        Number of dimensions D, and size V of the vocabulary.
     n_batches
         Number of batches E.
     n_reference
-        Number of batches of the reference. Only the vectors of the batches after these are trained, the rest of the
-        decoder is frozen. None trains all.
+        Number of reference batches. Only the vectors of later batches are trained, and the rest of the decoder is
+        frozen. If None, trains all parameters.
     hidden_dim
         Width H of the decoder.
     """
@@ -83,14 +83,14 @@ class IntegrationHead(nn.Module):
 
     @torch.no_grad()
     def start_at(self, counts: np.ndarray, n_special: int) -> None:
-        """Start at the fractions of the genes in all counts, shape (V - n_special,), whatever the embedding."""
+        """Initialize the output at the gene fractions in all counts, shape (V - n_special,), for any embedding."""
         shares = (counts + 0.1) / (counts + 0.1).sum()
         self.out.bias.copy_(torch.from_numpy(np.concatenate([np.full(n_special, _NOTHING), np.log(shares)])))
         self.out.weight.mul_(0.1)
 
     @torch.no_grad()
     def take_over(self, reference: IntegrationHead) -> None:
-        """Take the decoder of a reference; new batches start at the mean of its batches."""
+        """Copy the decoder of a reference; new batches start at the mean of the reference batches."""
         vectors = reference.batch_vectors()
         state = {
             name: value
@@ -107,14 +107,15 @@ class IntegrationHead(nn.Module):
         return torch.cat([self.fixed_batches, self.batches])
 
     def decode(self, embeddings: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-        """Return the logit of the share of each token, shape (B, V).
+        """Return the logit of the fraction of each token, shape (B, V).
 
         Parameters
         ----------
         embeddings
             Shape (B, D).
         codes
-            Batch of each cell, int64, shape (B,). -1 is an unknown batch and uses the mean of all batches.
+            Batch of each cell, int64, shape (B,). -1 denotes an unknown batch, for which the mean of all batches is
+            used.
         """
         vectors = self.batch_vectors()
         # The code -1 finds the mean at the end.
@@ -122,19 +123,19 @@ class IntegrationHead(nn.Module):
         return self.out(F.gelu(self.norm(self.inner(embeddings) + vectors[codes])))
 
     def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any] | None = None) -> torch.Tensor:
-        """Return the expression of each cell as the mean batch would show it, log1p CP10K, shape (B, V)."""
+        """Return the expression of each cell decoded for the mean batch, log1p CP10K, shape (B, V)."""
         codes = torch.full((len(embeddings),), -1, dtype=torch.int64, device=embeddings.device)
         return (1e4 * self.decode(embeddings, codes).float().softmax(dim=-1)).log1p()
 
 
 _MIN_CELLS = 8
-"""Minimum number of cells of a batch in a step to regularize its distribution."""
+"""Minimum number of cells from a batch in a step to regularize its distribution."""
 
 _LOG_DISPERSIONS = (-7.0, 9.0)
 
 
 def align(sigreg: SIGReg, z_bd: torch.Tensor, codes: torch.Tensor, n_batches: int, *, fresh: bool) -> torch.Tensor:
-    """Return SIGReg within each batch, so that all batches are pulled onto the same Gaussian, scalar.
+    """Return SIGReg within each batch, a scalar, so that all batches are pulled onto the same Gaussian.
 
     Parameters
     ----------
@@ -143,15 +144,16 @@ def align(sigreg: SIGReg, z_bd: torch.Tensor, codes: torch.Tensor, n_batches: in
     z_bd
         Embeddings, shape (B, D).
     codes
-        Batch of each cell, int64, shape (B,); cells of the code -1 are taken together as one more batch.
+        Batch of each cell, int64, shape (B,); cells with the code -1 form one additional batch.
     n_batches
         Number of batches E.
     fresh
-        Take new directions, instead of the same ones each time.
+        Whether to sample new directions instead of using the same directions each time.
 
     Returns
     -------
-    Mean over batches, weighted by their cells; batches of fewer than 8 cells in this step do not count.
+    The statistic averaged over batches, weighted by the number of cells; batches with fewer than 8 cells in this step
+    are ignored.
     """
     generator = None if fresh else torch.Generator().manual_seed(0)
     noise = torch.randn(z_bd.shape[-1], sigreg.slices, generator=generator).to(z_bd.device)
@@ -167,19 +169,20 @@ def negative_binomial(
 ) -> torch.Tensor:
     """Return the mean negative log-likelihood of a count, up to a constant, scalar.
 
-    With m = share times library size and r the dispersion: ``(y + r) log(r + m) - r log r - y log m + lgamma(r) -
-    lgamma(y + r)`` (Lopez et al. 2018).
+    If m is the fraction times the library size and r the dispersion, this is ``(y + r) log(r + m) - r log r - y log m +
+    lgamma(r) - lgamma(y + r)`` (Lopez et al. 2018).
 
     Parameters
     ----------
     logits
-        Logit of the share of each gene, shape (B, G).
+        Logit of the fraction of each gene, shape (B, G).
     counts
         Shape (B, G).
     log_dispersion
         Logarithm of r, shape (G,).
     measured
-        Genes that the data have, bool, shape (G,); other genes have no share and do not count. None means all.
+        Genes that were measured, bool, shape (G,); other genes have a fraction of 0 and are ignored. If None, uses all
+        genes.
     """
     logits = logits.float()
     if measured is not None:
@@ -194,7 +197,7 @@ def negative_binomial(
 
 
 def _baselines(task: Integration, context: EvaluationContext) -> dict[str, np.ndarray]:
-    """Embed the scored cells by methods that were fitted on them and on the training cells."""
+    """Embed the scored cells with methods that are fitted on the scored cells and the training cells."""
     scored, parts = context.rows, [(context.cells, context.rows)]
     if context.train_cells is not None and context.train_rows is not None:
         parts.append((context.train_cells, context.train_rows))
@@ -216,28 +219,28 @@ _OWN = ("counts", "batch")
 class Integration(Task):
     """Removes batch effects from the embedding, without labels.
 
-    A decoder predicts the counts y of a cell from the embedding of a thinned view of it (a share of its counts, some
-    genes hidden) and from its batch e::
+    A decoder predicts the counts y of a cell from the embedding of a thinned view of the cell (a fraction of its
+    counts, some genes masked) and from its batch e::
 
         loss = mean of -log NB(y_g; share_g(z, e) * library size, dispersion_g) + alignment * SIGReg within each batch
 
-    The embedding z does not need variation that the batch explains, but has to keep differences between cells of a
+    The embedding z need not encode variation that the batch explains, but must preserve differences between cells in a
     batch. SIGReg pulls each batch onto the same Gaussian.
 
     Parameters
     ----------
     batch_key
-        Column of ``obs`` with the batches. Cells without batch take no part.
+        Column of ``obs`` with the batches. Cells without a batch are not used.
     labels_key
-        Column of ``obs`` with the cell types, for :meth:`evaluate` alone.
+        Column of ``obs`` with the cell types, used only by :meth:`evaluate`.
     batches
-        The batches of the training cells, in the order of the decoder; None sorts them.
+        Batches of the training cells, in the order of the decoder. If None, the batches are sorted.
     n_reference
-        Number of first batches that a reference model knew; see
-        :meth:`scforge.models.Encoder.load_query_data`, which sets it.
+        Number of batches of the reference model, which come first; see :meth:`scforge.models.Encoder.load_query_data`,
+        which sets it.
     alignment
-        Weight of SIGReg, 0 for none. A higher weight (0.02) mixes batches that are far apart, but makes cell types
-        harder to distinguish, especially if batches differ in their cell types.
+        Weight of SIGReg; 0 disables it. A higher weight (0.02) mixes batches that are far apart, but makes cell types
+        harder to distinguish, especially when batches differ in their cell types.
     hidden_dim
         Width of the decoder.
     """
@@ -275,16 +278,16 @@ class Integration(Task):
         return np.asarray(column(self.batch_key).notna())
 
     def strata(self, column: Column) -> pd.Series:
-        """Return the batches, so that each keeps its share."""
+        """Return the batches, so that each part of the split preserves batch proportions."""
         return pd.Series(text_labels(column(self.batch_key), key=self.batch_key, argument="batch_key"))
 
     def options_from(self, column: Column) -> dict[str, Any]:
-        """Return the batches of the training cells, unless they are known already.
+        """Return the batches of the training cells, unless they are already known.
 
         Raises
         ------
         DataError
-            If there is one batch only.
+            If there is only one batch.
         """
         if self.batches is not None:
             return {}
@@ -295,7 +298,7 @@ class Integration(Task):
 
     @property
     def known_batches(self) -> list[str]:
-        """The batches, once they are known."""
+        """The batches, after they have been determined."""
         assert self.batches is not None
         return self.batches
 
@@ -306,13 +309,13 @@ class Integration(Task):
         return IntegrationHead(n_latent, n_tokens, n_batches, n_reference=self.n_reference, hidden_dim=self.hidden_dim)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Look up the batch of each cell; -1 for one that the decoder does not know."""
+        """Look up the batch of each cell, or -1 if the batch is unknown to the decoder."""
         column = cells.column(self.batch_key)
         self._codes = codes_of(column, self.known_batches, key=self.batch_key, argument="batch_key").clip(-1)
         self._measured = None if cells.measured is None else torch.from_numpy(cells.measured)
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Start the decoder at the mean expression."""
+        """Initialize the decoder at the mean expression."""
         head: Any = module.head
         head.start_at(np.asarray(cells.counts.sum(axis=0), dtype=np.float64).ravel(), tokenizer.vocab.n_special)
 
@@ -325,7 +328,7 @@ class Integration(Task):
         return {**tokens, "counts": torch.from_numpy(counts), "batch": torch.from_numpy(self._codes[block.rows])}
 
     def loss(self, module: nn.Module, batch: Batch) -> Loss:
-        """Return the loss, and its parts."""
+        """Return the loss and its parts."""
         model: Any = module
         codes, counts = batch["batch"], batch["counts"]
         tokens = {name: tensor for name, tensor in batch.items() if name not in _OWN}
@@ -340,20 +343,20 @@ class Integration(Task):
         return decoder + self.alignment * sigreg, {**figures, "sigreg": sigreg.detach()}
 
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """Raise: the loss is that of embeddings, not of the expression that the head returns."""
+        """Raise an error, because the loss depends on embeddings, not on the expression that the head returns."""
         raise NotImplementedError("call loss(module, batch)")
 
     def predict(  # type: ignore[override]
         self, predictor: Predictor, adata: AnnData | None, *, key_added: str | None = None
     ) -> np.ndarray:
-        """Embed cells, of any batches, and write the embedding into ``obsm["X_scforge_integrated"]``.
+        """Embed cells from any batches, and write the embedding into ``obsm["X_scforge_integrated"]``.
 
         Parameters
         ----------
         predictor, adata
             The model over the cells, and the AnnData to write to, or None.
         key_added
-            Key in obsm, instead of ``"X_scforge_integrated"``.
+            Key in obsm to write instead of ``"X_scforge_integrated"``.
 
         Returns
         -------
@@ -368,18 +371,18 @@ class Integration(Task):
         """Score batch correction and biological conservation, with PCA, Harmony, scVI and the frozen embedding.
 
         All methods are scored on the same cells. PCA, Harmony and scVI are fitted on the training cells and the scored
-        ones together, which favors them: PCA and scVI could embed new cells, and Symphony does so for Harmony, but that
-        is not done here. Without labels, scores of biology are missing.
+        cells together, which favors them. PCA and scVI could embed new cells, and Symphony does so for Harmony, but
+        this is not done here. Without labels, biological scores are missing.
 
-        Scores: ``bio``, ``batch``, ``total`` and their components, see
+        The scores are ``bio``, ``batch``, ``total`` and their components; see
         :func:`scforge.eval.scib.integration_scores`.
 
         Raises
         ------
         OptionError
-            If no column with cell types is known.
+            If no column with cell types is specified.
         DataError
-            If the scored cells are of one batch or one cell type.
+            If the scored cells come from only one batch or one cell type.
 
         Warns
         -----

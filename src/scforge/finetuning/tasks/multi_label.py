@@ -1,4 +1,4 @@
-"""Predict several labels of a cell."""
+"""Prediction of several labels per cell."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from scforge.finetuning.supervised import SupervisedTask
 
 
 def _truth(values: pd.Series, key: str) -> np.ndarray:
-    """Return a column of truth values, or of 0 and 1, as bool; False where it is missing."""
+    """Return a column of booleans, or of 0 and 1, as bool; missing values become False."""
     present = values.dropna()
     odd = [value for value in present.unique() if isinstance(value, str) or value not in (0, 1)]
     if odd:
@@ -45,19 +45,21 @@ class MultiLabel(SupervisedTask):
     labels_keys
         Columns of ``obs``, one per label, with booleans or 0 and 1. Cells with a missing value are not used.
     labels_key
-        Instead of these, one column with the labels of a cell as text. Cells with NaN are not used; an empty text means
-        no label.
+        Alternatively, one column with the labels of a cell as text. Cells with NaN are not used; an empty text means no
+        labels.
     separator
         Separator of the labels in `labels_key`.
     classes
-        The labels, in the order of the outputs. If None, uses `labels_keys`, or those of the training cells, sorted.
+        The labels, in the order of the outputs. If None, uses `labels_keys`, or the sorted labels of the training
+        cells.
     pos_weight
-        Weight of cells with a label relative to cells without it: None for 1, ``"balanced"`` for equal total weights
-        (cells without / cells with the label), or a dict by label.
+        Weight of cells with a label relative to cells without it: ``"balanced"`` for equal total weights (cells without
+        / cells with the label), or a dict from label to weight. If None, the weight is 1.
     head
         Options of the head, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
     probe_first
-        Initialize the last layer of the head by logistic regressions on the embeddings of the training cells.
+        Whether to initialize the last layer of the head from logistic regressions on the embeddings of the training
+        cells.
     """
 
     # A labels_key of setup_anndata has one label per cell, so that it is no default here.
@@ -90,7 +92,7 @@ class MultiLabel(SupervisedTask):
 
     @property
     def argument(self) -> str:
-        """The option that names the labels, and its value."""
+        """The option that specifies the labels, with its value, for messages."""
         return super().argument if self.labels_keys is None else f"labels_keys={self.labels_keys!r}"
 
     def usable(self, column: Column) -> np.ndarray:
@@ -99,7 +101,7 @@ class MultiLabel(SupervisedTask):
         return np.all([np.asarray(column(key).notna()) for key in keys], axis=0)
 
     def _occurring(self, column: Column) -> list[str]:
-        """Return the labels that occur, sorted; of columns of truth values their names."""
+        """Return the labels that occur, sorted, or the names of the boolean columns."""
         if self.labels_keys is not None:
             return self.labels_keys
         texts = column(str(self.labels_key)).dropna().unique()
@@ -133,7 +135,7 @@ class MultiLabel(SupervisedTask):
     def split(
         self, column: Column, *, validation_size: float, test_size: float, split_by: str | None, seed: int
     ) -> Split | None:
-        """Split cells at random, but so that training has a cell with each label, and one without."""
+        """Split cells at random such that training contains a cell with each label and a cell without it."""
         if split_by is not None:
             return None
         targets, _ = self._lookup(column, self.classes or self._occurring(column))
@@ -151,12 +153,12 @@ class MultiLabel(SupervisedTask):
         warn_of_unlearned(self.argument, [names[i] for i in np.flatnonzero(lacking)], n_cells)
 
     def options_from(self, column: Column) -> dict[str, Any]:
-        """Return the labels of the training cells, unless they are known already.
+        """Return the labels of the training cells, unless they are already known.
 
         Raises
         ------
         DataError
-            If all training cells have a label, or none has it.
+            If all training cells or no training cells have a label.
 
         Warns
         -----
@@ -176,7 +178,7 @@ class MultiLabel(SupervisedTask):
         return {"classes": classes} if self.classes is None else {}
 
     def read(self, column: Column) -> np.ndarray:
-        """Return 0 or 1 for each label of each cell, NaN if there is no value, float32, shape (N, C)."""
+        """Return 0 or 1 for each label of each cell, or NaN if there is no value, float32, shape (N, C)."""
         targets, _ = self._lookup(column, self.known_classes)
         return np.where(self.usable(column)[:, None], targets, np.nan).astype(np.float32)
 
@@ -195,11 +197,11 @@ class MultiLabel(SupervisedTask):
         self._weight = self.weights_of(self.pos_weight, (len(train_rows) - having) / having)
 
     def fit(self, features: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Fit a logistic regression of each label."""
+        """Fit a logistic regression for each label."""
         return fit_separate_logistic(features, targets > 0)
 
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """Return the mean loss over cells and labels, and the TP, FN and FP of each label."""
+        """Return the loss averaged over cells and labels, and the TP, FN and FP of each label."""
         logits, target = outputs.float(), batch["target"]
         labeled = ~torch.isnan(target)
         weight = None if self._weight is None else self._weight.to(logits.device)
@@ -233,7 +235,7 @@ class MultiLabel(SupervisedTask):
         """Predict the labels of each cell.
 
         Writes the probabilities into ``obsm["scforge_<labels_key>_probabilities"]`` (``scforge_labels_probabilities``
-        with `labels_keys`; the labels of its columns are in ``uns["scforge"]["scforge_<labels_key>_classes"]``), and
+        with `labels_keys`). The labels of the columns are in ``uns["scforge"]["scforge_<labels_key>_classes"]``. Writes
         the labels into ``obs``: the joined text ``scforge_<labels_key>``, or one boolean column per label,
         ``scforge_<label>``.
 
@@ -242,15 +244,16 @@ class MultiLabel(SupervisedTask):
         predictor, adata
             The model over the cells, and the AnnData to write to, or None.
         key_added
-            Instead of ``"scforge_<labels_key>"``; for the label columns it is the prefix before ``_<label>``.
+            Name to use instead of ``"scforge_<labels_key>"``; for the label columns, it is the prefix before
+            ``_<label>``.
         soft
-            Return the probabilities.
+            Whether to return the probabilities.
         threshold
-            Minimum probability at which a cell gets a label.
+            Minimum probability at which a cell receives a label.
 
         Returns
         -------
-        One column per label: booleans, or probabilities (float32).
+        A table with one column per label: booleans, or probabilities (float32).
         """
         check_bool("soft", soft)
         check_share("threshold", threshold)
@@ -271,20 +274,20 @@ class MultiLabel(SupervisedTask):
         return table if soft else found
 
     def baselines(self, inputs: BaselineInputs, targets: np.ndarray) -> dict[str, np.ndarray]:
-        """See :func:`scforge.eval.baselines.multi_label_baselines`."""
+        """Return the estimates of :func:`scforge.eval.baselines.multi_label_baselines`."""
         return multi_label_baselines(inputs, targets > 0)
 
     def count_unscored(self, targets: np.ndarray, column: Column) -> dict[str, int]:
-        """Return how many cells have unknown labels, which are ignored, and how many have no labels."""
+        """Return the number of cells with unknown labels, which are ignored, and the number of cells without labels."""
         _, unknown = self._lookup(column, self.known_classes)
         return {"n_unknown_label": int(unknown.sum()), **super().count_unscored(targets, column)}
 
     def scores(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, float]:
-        """Return scores of all labels.
+        """Return the scores over all labels.
 
-        ``auroc`` and ``average_precision`` are means over labels that they are defined for, ``macro_f1`` is that over
-        labels that a cell has, at the probability 0.5, and ``subset_accuracy`` is the fraction of cells of which all
-        labels are right.
+        ``auroc`` and ``average_precision`` are averaged over the labels for which they are defined. ``macro_f1`` is
+        averaged over labels that occur in a cell, at the probability 0.5. ``subset_accuracy`` is the fraction of cells
+        whose labels are all correct.
         """
         of_labels = multi_label_figures(truth > 0, estimates)
         return {

@@ -1,4 +1,4 @@
-"""Predict the response of cells to perturbations, and compare with baselines."""
+"""Prediction of cellular responses to perturbations, with baselines."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ from scforge.training.predict import embed
 logger = logging.getLogger("scforge")
 
 MAX_INPUTS = 2048
-"""Maximum number of controls of a context for a prediction, which is the mean over them."""
+"""Maximum number of controls per context for a prediction, which is averaged over them."""
 
 _PROBED_CELLS = 256
-"""Controls of a context from which embeddings are standardized."""
+"""Number of controls per context from which embeddings are standardized."""
 
 _N_CELLS = 200
-"""Cells per effect that are predicted by default."""
+"""Default number of cells to predict per effect."""
 
 
 def rows_by_context(conditions: Conditions, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the rows of each context that has rows."""
+    """Return a mapping from context to rows, without contexts that have no rows."""
     found = {name: rows[conditions.context[rows] == code] for code, name in enumerate(conditions.contexts)}
     return {name: some for name, some in found.items() if len(some)}
 
@@ -87,12 +87,12 @@ def control_means(cells: Cells, controls: Mapping[str, np.ndarray]) -> dict[str,
 def measured_effects(
     conditions: Conditions, cells: Cells, scored: np.ndarray, pairs: Sequence[Pair], tested: Mapping[str, np.ndarray]
 ) -> tuple[Effects, np.ndarray, np.ndarray, np.ndarray]:
-    """Measure effects of `pairs` in the cells `scored`, against the controls `tested` of their context.
+    """Measure the effects of `pairs` in the cells `scored`, relative to the controls `tested` of their context.
 
     Returns
     -------
-    The effects, the rows of the cells behind them, the group of each of these (that of a control is behind those of the
-    effects), and the group of the controls of each effect.
+    The effects, the rows of the cells used for them, the group of each of these cells (groups of controls follow the
+    groups of the effects), and the group of the controls for each effect.
     """
     places = sorted({pair.context for pair in pairs})
     number = {pair: place for place, pair in enumerate(pairs)}
@@ -115,7 +115,7 @@ def measured_effects(
 def _divide_controls(
     conditions: Conditions, context: EvaluationContext, needed: set[str]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the controls that are inputs, and those that effects are measured against, of each needed context."""
+    """Return, for each needed context, the controls used as inputs and those that effects are measured against."""
     controls = np.flatnonzero(conditions.controls)
     tested = rows_by_context(conditions, np.intersect1d(controls, context.rows))
     inputs = rows_by_context(conditions, np.setdiff1d(controls, context.rows))
@@ -132,14 +132,14 @@ def _divide_controls(
 
 
 def _measured(predictor: Predictor) -> np.ndarray:
-    """Return which genes the cells have, bool, shape (G,)."""
+    """Return which genes were measured in the cells, bool, shape (G,)."""
     cells = predictor.cells
     assert cells.vocab is not None
     return np.ones(cells.vocab.n_genes, dtype=bool) if cells.measured is None else cells.measured
 
 
 def _context_features(context: EvaluationContext, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return components of the mean embedding of the controls of contexts, of the model before fine-tuning."""
+    """Return components of the mean control embedding of each context, from the model before fine-tuning."""
     predictor = context.predictor if context.base is None else context.base
     means = np.array([predictor.embedding(rows).mean(axis=0) for rows in inputs.values()], dtype=np.float64)
     left, values, _ = np.linalg.svd(means - means.mean(axis=0), full_matrices=False)
@@ -152,47 +152,48 @@ def _context_features(context: EvaluationContext, inputs: Mapping[str, np.ndarra
 class Perturbation(Task):
     """Predicts the change of mean expression under unseen perturbations and combinations.
 
-    The target is the change of the mean log1p CP10K compared with the controls of the context. The prediction is a
-    linear model of effects plus a network (:class:`PerturbationHead`). The linear model is a ridge regression on
-    several sources of gene vectors: embeddings of the model, principal components of the training data, and
-    `gene_tables`. Where no source is informative, it predicts the mean of the training effects. The network takes a
-    control cell of the same context, sampled again for each perturbed cell and epoch. Its weight is chosen on
-    validation perturbations, and is 0 where they do not improve; ``predict`` and ``evaluate`` report it.
+    The target is the change in mean log1p CP10K relative to the controls of the context. The prediction is a linear
+    model of effects plus a network (:class:`PerturbationHead`). The linear model is a ridge regression on several
+    sources of gene vectors: embeddings of the model, principal components of the training data, and `gene_tables`. If
+    no source is informative, the linear model predicts the mean of the training effects. The network takes a control
+    cell from the same context, resampled for each perturbed cell and epoch. The network weight is chosen on validation
+    perturbations, and is 0 if their predictions do not improve; ``predict`` and ``evaluate`` report it.
 
-    Whole perturbations are held out, or with ``split_by=context_key`` whole contexts: the perturbed cells of these,
-    whose controls are inputs all the same. Controls are split by cell: two thirds of each context are inputs, and one
-    third is what effects are tested against, so that the noise of the controls is not shared by prediction and test.
+    Whole perturbations are held out, or whole contexts with ``split_by=context_key``. In held-out contexts, the
+    perturbed cells are held out, but the controls are still inputs. Controls are split by cell. In each context, two
+    thirds are inputs, and effects are tested against the remaining third, so that prediction and test do not share the
+    noise of the controls.
 
-    A target that is not in the vocabulary, e.g. a drug, has a vector from its training effects only. The model predicts
-    its effect in other contexts and combinations if it is in the training set.
+    A target that is not in the vocabulary, e.g. a drug, has a vector only from its training effects. The model predicts
+    the effect of such a target in other contexts and combinations if the target is in the training set.
 
     Parameters
     ----------
     perturbation_key
-        Column of ``obs`` with what a cell was perturbed with, see ``scforge.data.perturbation.parse_perturbations``.
+        Column of ``obs`` with the perturbation of each cell, see ``scforge.data.perturbation.parse_perturbations``.
     control
         The label of control cells, e.g. ``"control"`` or ``"non-targeting"``.
     separator
-        Text between the parts of a combination. If None, labels are not split.
+        Separator between the parts of a combination. If None, labels are not split.
     context_key
         Column of ``obs`` with e.g. the cell type or the batch, within which cells are compared with controls. If None,
         cells are compared with all controls.
     heldout
-        Perturbations to test on. If None, draws a share of `test_size`.
+        Perturbations to test on. If None, samples a fraction of `test_size`.
     heldout_contexts
-        Contexts to test on, instead of perturbations. If None, draws them if ``split_by=context_key``.
+        Contexts to test on instead of perturbations. If None, samples contexts if ``split_by=context_key``.
     delta_loss
-        ``"mse"``, or ``"wmse"``: squared errors weighted by the differential expression of the gene under the
+        ``"mse"``, or ``"wmse"``: squared errors weighted by the differential expression of each gene under the
         perturbation, see :func:`scforge.eval.perturbation_metrics.de_weights`.
     rank
         Number of principal components of the training effects in which effects are predicted.
     head
-        Options of the network, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
+        Network options, a dict with ``hidden_dim`` (0: linear) and ``dropout``.
     gene_tables
-        Files with more vectors of genes by the name of their source, e.g. ``{"string": "string.parquet"}``, as for the
-        tokenizer ``gene_embedding``. Sources are weighted by how well they predict held-out training effects.
+        A mapping from source name to a file with additional gene vectors, e.g. ``{"string": "string.parquet"}``, as for
+        the tokenizer ``gene_embedding``. Sources are weighted by how well they predict held-out training effects.
     perturbations
-        Perturbations of the training set, each with its contexts; found in the training cells.
+        Perturbations in the training set, each with its contexts; determined from the training cells.
     """
 
     keys = ("perturbation_key", "context_key")
@@ -235,17 +236,17 @@ class Perturbation(Task):
     # --- cells
 
     def conditions(self, column: Column) -> Conditions:
-        """Read perturbation and context of cells."""
+        """Read the perturbation and context of each cell."""
         return Conditions.read(column, self.perturbation_key, self.control, self.separator, self.context_key)
 
     def usable(self, column: Column) -> np.ndarray:
-        """Return which cells have a perturbation, or are controls, and have a context."""
+        """Return which cells have a context, and are perturbed cells or controls."""
         return self.conditions(column).perturbation != UNLABELED
 
     def split(
         self, column: Column, *, validation_size: float, test_size: float, split_by: str | None, seed: int
     ) -> Split:
-        """Hold out whole perturbations, or contexts."""
+        """Hold out whole perturbations or contexts."""
         if split_by not in (None, self.perturbation_key, self.context_key):
             raise OptionError(f"split_by={split_by!r} holds out neither perturbations nor contexts (context_key).")
         by_context = self.heldout_contexts is not None or (
@@ -268,7 +269,7 @@ class Perturbation(Task):
         )
 
     def parts(self, name: str) -> tuple[str, ...]:
-        """Return the targets of the name of a perturbation."""
+        """Return the targets in the name of a perturbation."""
         found = [name] if self.separator is None else [part.strip() for part in name.split(self.separator)]
         return tuple(sorted({part for part in found if part and part != self.control}))
 
@@ -289,7 +290,7 @@ class Perturbation(Task):
         Raises
         ------
         DataError
-            If there is none.
+            If there are no perturbations.
         """
         conditions = self.conditions(column)
         found: dict[str, list[str]] = {}
@@ -301,7 +302,7 @@ class Perturbation(Task):
 
     @property
     def seen_targets(self) -> list[str]:
-        """Targets of the training, sorted."""
+        """Targets in the training set, sorted."""
         names = self.perturbations or {}
         return sorted({target for name in names for target in self.parts(name)})
 
@@ -310,12 +311,12 @@ class Perturbation(Task):
         return context in (self.perturbations or {}).get(self.name_of(targets), ())
 
     def encode_targets(self, wanted: Sequence[tuple[str, ...]], vocab: GeneVocab) -> dict[str, torch.Tensor]:
-        """Return the inputs of the head for perturbations: tokens and numbers of their targets, int64, shape (B, T).
+        """Return the head inputs for perturbations: tokens and numbers of their targets, int64, shape (B, T).
 
         Raises
         ------
         OptionError
-            If a target is neither a gene of the model nor was seen in training.
+            If a target is neither a gene of the model nor in the training set.
         """
         numbers = {target: number for number, target in enumerate(self.seen_targets, start=1)}
         width = max(len(targets) for targets in wanted)
@@ -335,18 +336,18 @@ class Perturbation(Task):
     # --- the module
 
     def make_head(self, n_latent: int, module: nn.Module) -> PerturbationHead:
-        """Create the head, see :class:`PerturbationHead`."""
+        """Create the head; see :class:`PerturbationHead`."""
         n_tokens, width = gene_vectors(module).shape
         options = {"hidden_dim": 64, "dropout": 0.1} | self.head
         n_features = sum(self._sources(width))
         return PerturbationHead(n_latent, n_tokens, n_features, len(self.seen_targets), self.rank, **options)
 
     def _sources(self, width: int) -> tuple[int, ...]:
-        """Return the number of features of each source: gene embeddings, the training effects, and tables."""
+        """Return the number of features from each source: gene embeddings, training effects, and tables."""
         return (min(MAX_FEATURES, width), N_COMPONENTS, *[MAX_FEATURES] * len(self.gene_tables or {}))
 
     def _features(self, vectors: torch.Tensor) -> torch.Tensor:
-        """Return the features of genes from all sources, float32, shape (V, F)."""
+        """Return gene features from all sources, float32, shape (V, F)."""
         bound, vocab = self._bound, self._genes
         pairs = bound.groups[bound.trained]
         effects = KnownEffects(
@@ -414,7 +415,7 @@ class Perturbation(Task):
     # --- training
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> Batch:
-        """Return a control for each perturbed cell, and the effect to predict; control cells are skipped."""
+        """Return a control for each perturbed cell and the effect to predict; control cells are skipped."""
         bound = self._bound
         rows = block.rows[bound.group[block.rows] >= 0]
         counted = np.ones(len(rows), dtype=np.float32)
@@ -451,7 +452,7 @@ class Perturbation(Task):
     # --- afterwards
 
     def calibrate(self, predictor: Predictor, rows: np.ndarray) -> None:
-        """Choose the weight of the network on the perturbations of validation cells."""
+        """Choose the network weight on the perturbations of validation cells."""
         bound = self._bound
         groups = np.unique(bound.group[rows])
         groups = groups[groups >= 0]
@@ -474,7 +475,7 @@ class Perturbation(Task):
         inputs: Mapping[str, np.ndarray],
         means: Mapping[str, np.ndarray],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return linear part and network of effects in the basis, averaged over inputs, float64, shape (Q, R) each."""
+        """Return linear and network parts of effects in the basis, averaged over inputs, float64, shape (Q, R) each."""
         vocab = predictor.cells.vocab
         assert vocab is not None
         encoded = self.encode_targets([pair.targets for pair in pairs], vocab)
@@ -548,32 +549,32 @@ class Perturbation(Task):
         Parameters
         ----------
         predictor
-            The model over cells, the controls of which are its inputs.
+            The model applied to cells, whose controls are the inputs.
         adata, key_added
             Unused: nothing is written.
         perturbations
-            Names, combinations joined by `separator`. If None, uses those of the cells that the model was not trained
-            on.
+            Names of perturbations, with combinations joined by `separator`. If None, uses the perturbations of the
+            cells that the model was not trained on.
         contexts
-            Names of contexts. If None, uses the contexts in which the cells have the perturbations. If `perturbations`
-            are given, uses all contexts with controls.
+            Names of contexts. If None, uses the contexts in which the perturbations occur in the cells, or all contexts
+            with controls if `perturbations` is given.
         n_cells
             Maximum number of controls per context from which effects are predicted. If None, uses up to 2,048, or 200
             with `single_cells`.
         single_cells
-            Return one row per predicted cell. Each is a control cell whose expression is changed such that the mean of
-            the cells is the predicted mean. Along each basis vector of the effects, the variance changes as it does for
-            training effects of that size.
+            Whether to return one row per predicted cell. Each is a control cell whose expression is changed such that
+            the mean over cells is the predicted mean. Along each basis vector of the effects, the variance changes as
+            for training effects of that size.
 
         Returns
         -------
         With `single_cells`, log1p CP10K of predicted cells over the measured genes (CSR, float32), with
-        `perturbation_key` and `context_key` in ``obs``, as :func:`~scforge.eval.evaluate_perturbations` reads them.
-        Otherwise one row for each perturbation in each context, over the genes of the model. ``X`` is the predicted
+        `perturbation_key` and `context_key` in ``obs``, as expected by :func:`~scforge.eval.evaluate_perturbations`.
+        Otherwise, one row for each perturbation in each context, over the genes of the model. ``X`` is the predicted
         mean log1p CP10K (float32): the mean of the controls plus the effect, at least 0, and NaN for genes that the
-        cells lack. ``layers["delta"]`` is the effect, for all genes. ``obs`` has ``perturbation``, ``context``,
-        ``n_controls`` and ``is_seen`` (in the training set), ``var`` has ``measured``, and
-        ``uns["scforge"]["predicted"]`` the units and the weight of the network.
+        cells lack. ``layers["delta"]`` is the effect, for all genes. ``obs`` contains ``perturbation``, ``context``,
+        ``n_controls`` and ``is_seen`` (in the training set), ``var`` contains ``measured``, and
+        ``uns["scforge"]["predicted"]`` contains the units and the network weight.
 
         Raises
         ------
@@ -659,18 +660,18 @@ class Perturbation(Task):
         return concat(made)
 
     def evaluate(self, context: EvaluationContext) -> Evaluated:
-        """Score effects of perturbations that the model was not trained on, on means of their cells.
+        """Score the mean effects of perturbations that the model was not trained on.
 
         Effects are measured against the controls among the scored cells. The other controls of the same data are the
-        inputs of the model. If a context has no others, half of its controls are inputs.
+        inputs of the model. If a context has no other controls, half of its controls are inputs.
 
         Returns
         -------
-        The mean of each metric of :func:`~scforge.eval.perturbation_metrics.score_deltas` over perturbations, for the
-        model, each of :func:`~scforge.eval.perturbation.baseline_effects`, and ``technical_duplicate``; the tables
-        ``per_perturbation``, and ``calibrated`` (0: the mean of the training effects, 1: the duplicate; over the
-        effects that have enough cells for a duplicate). Without baselines, the table only has ``no_change``, and
-        ``train_mean`` if the training cells are available.
+        Each metric of :func:`~scforge.eval.perturbation_metrics.score_deltas`, averaged over perturbations, for the
+        model, each of :func:`~scforge.eval.perturbation.baseline_effects`, and ``technical_duplicate``. Further tables
+        are ``per_perturbation`` and ``calibrated`` (0: the mean of the training effects, 1: the duplicate; over the
+        effects that have enough cells for a duplicate). Without baselines, the table contains only the model,
+        ``no_change``, and ``train_mean`` if the training cells are available.
 
         Raises
         ------
@@ -743,7 +744,7 @@ class Perturbation(Task):
         pairs: Sequence[Pair],
         inputs: Mapping[str, np.ndarray],
     ) -> dict[str, np.ndarray]:
-        """Return the effects that baselines predict, shape (Q, G), zeros for genes that the training cells lack."""
+        """Return the effects predicted by baselines, shape (Q, G); 0 for genes missing in the training cells."""
         trained = np.flatnonzero(_measured(train))
         vocab = train.cells.vocab
         assert vocab is not None
@@ -770,7 +771,7 @@ class Perturbation(Task):
         return found
 
     def _known(self, context: EvaluationContext, train: Predictor, inputs: Mapping[str, np.ndarray]) -> KnownEffects:
-        """Measure the effects of the training cells alone, over all genes that these have."""
+        """Measure the effects in the training cells only, over all genes measured in these cells."""
         assert context.train_rows is not None
         cells, rows, genes = train.cells, context.train_rows, _measured(train)
         conditions = self.conditions(cells.column)

@@ -28,7 +28,7 @@ _LOSSES: dict[str, Callable[..., torch.Tensor]] = {"huber": F.huber_loss, "mse":
 
 @register_task("regression")
 class Regression(SupervisedTask):
-    """Distance of the prediction from a number of each cell.
+    """Distance between the prediction and a number for each cell.
 
     Cells without the number (NaN) are not used for training.
 
@@ -37,14 +37,15 @@ class Regression(SupervisedTask):
     labels_key
         Column of ``obs`` with the numbers.
     loss_function
-        ``"huber"`` (quadratic up to one standard deviation of the training cells, linear beyond, so that outliers
-        weigh less) or ``"mse"``.
+        ``"huber"`` (quadratic up to one standard deviation of the training cells, linear beyond, so that outliers have
+        less weight) or ``"mse"``.
     center, scale
-        Mean and standard deviation of the training cells, by which the numbers are standardized; None finds them.
+        Mean and standard deviation used to standardize the numbers. If None, computes them from the training cells.
     head
-        Options of the head, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
+        Head options, a dict with ``hidden_dim`` (0: linear) and ``dropout``.
     probe_first
-        Start the last layer of the head at the ridge regression on the embeddings of the training cells.
+        Whether to initialize the last layer of the head from a ridge regression on the embeddings of the training
+        cells.
     """
 
     monitor = "rmse"
@@ -75,7 +76,7 @@ class Regression(SupervisedTask):
         return self.has_target(self.read(column))
 
     def options_from(self, column: Column) -> dict[str, Any]:
-        """Return mean and standard deviation of the training cells, unless they are given.
+        """Return the mean and standard deviation of the training cells, unless they are given.
 
         Raises
         ------
@@ -91,12 +92,12 @@ class Regression(SupervisedTask):
         return {} if self.center is not None else {"center": float(values.mean()), "scale": float(values.std())}
 
     def read(self, column: Column) -> np.ndarray:
-        """Return the numbers of a column, float64, NaN where they are missing, shape (N,).
+        """Return the numbers in a column, float64, shape (N,); NaN for missing values.
 
         Raises
         ------
         DataError
-            If it contains booleans, text or infinite values.
+            If the column contains booleans, text or infinite values.
         """
         values = column(self.labels_key)
         kinds = values.cat.categories if isinstance(values.dtype, pd.CategoricalDtype) else values
@@ -115,7 +116,7 @@ class Regression(SupervisedTask):
         return ~np.isnan(targets)
 
     def make_head(self, n_latent: int, module: nn.Module) -> PredictionHead:
-        """Create the head, with one output: the standardized number."""
+        """Create the head, whose single output is the standardized number."""
         return PredictionHead(n_latent, 1, **self.head)
 
     def _standardized(self, values: np.ndarray) -> np.ndarray:
@@ -128,11 +129,11 @@ class Regression(SupervisedTask):
         return fit_ridge(features, self._standardized(targets))
 
     def targets(self, rows: np.ndarray) -> Batch:
-        """Return the standardized value of each cell, NaN if it is missing."""
+        """Return the standardized value of each cell, or NaN if it is missing."""
         return {"target": torch.from_numpy(self._standardized(self._targets[rows]).astype(np.float32))}
 
     def loss_of(self, outputs: torch.Tensor, batch: Batch) -> Loss:
-        """Return the mean loss of the cells that have a number, and sums that scores are made of."""
+        """Return the mean loss over the cells that have a number, and the sums from which scores are computed."""
         predicted, target = outputs[:, 0].float(), batch["target"]
         labeled = ~torch.isnan(target)
         # Without a number the prediction is right. Leaving these cells out would wait for a GPU.
@@ -172,11 +173,11 @@ class Regression(SupervisedTask):
         predictor, adata
             The model over the cells, and the AnnData to write to, or None.
         key_added
-            Column of ``adata.obs`` to write, float32, instead of ``"scforge_<labels_key>"``.
+            Column of ``adata.obs`` to write (float32) instead of ``"scforge_<labels_key>"``.
 
         Returns
         -------
-        The column ``prediction``, float32.
+        A table with the column ``prediction``, float32.
         """
         values = self.estimate(predictor).astype(np.float32)
         if adata is not None:
@@ -184,9 +185,9 @@ class Regression(SupervisedTask):
         return pd.DataFrame({"prediction": values}, index=None if adata is None else adata.obs_names)
 
     def baselines(self, inputs: BaselineInputs, targets: np.ndarray) -> dict[str, np.ndarray]:
-        """See :func:`scforge.eval.baselines.regression_baselines`."""
+        """Return the estimates of :func:`scforge.eval.baselines.regression_baselines`."""
         return regression_baselines(inputs, targets)
 
     def scores(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, float]:
-        """Return MAE and RMSE (in units of the column), R2, and the correlations of Pearson and Spearman."""
+        """Return MAE and RMSE (in units of the column), R2, and the Pearson and Spearman correlations."""
         return regression_figures(truth, estimates)

@@ -1,4 +1,4 @@
-"""Building blocks that architectures share."""
+"""Building blocks shared by architectures."""
 
 from scforge.models.components.attention import SelfAttention, generate_causal_mask
 from scforge.models.components.embeddings import GeneExpressionEmbedding

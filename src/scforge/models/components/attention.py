@@ -13,7 +13,7 @@ from scforge.errors import OptionError
 
 
 def check_shapes(shape: Sequence[int], **tensors: torch.Tensor | None) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless all of `tensors` have one number per token, of shape (B, S)."""
+    """Raise :class:`~scforge.errors.OptionError` if a tensor does not have one number per token, shape (B, S)."""
     if len(shape) != 2:
         raise OptionError(f"input_ids has the shape {tuple(shape)}; pass a batch of cells, (B, S).")
     for name, tensor in tensors.items():
@@ -43,7 +43,7 @@ _LONGEST_WAVE = 10_000.0
 
 
 def rotation_of(positions: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Return the cosines and sines of positions, float32, shape (2, ..., 1, D / 2), with a dimension for the heads."""
+    """Return the cosines and sines of positions, float32, shape (2, ..., 1, D / 2), with an axis for the heads."""
     half = torch.arange(head_dim // 2, device=positions.device, dtype=torch.float32)
     angles = positions.float().unsqueeze(-1) * _LONGEST_WAVE ** (-2.0 * half / head_dim)
     return torch.stack([angles.cos(), angles.sin()]).unsqueeze(-2)
@@ -87,22 +87,23 @@ def attention_mask_of(
     n_queries: int | None = None,
     bias_bt: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Return the mask of scaled-dot-product attention, of shape (B, 1, 1 or S, T).
+    """Return the mask for scaled-dot-product attention, of shape (B, 1, 1 or S, T).
 
     Parameters
     ----------
     tokens_bt
-        True for keys that are tokens, bool, shape (B, T); None if all are.
+        True for keys that are tokens, bool, shape (B, T). If None, all keys are tokens.
     causal
-        Let each query attend to the keys up to its position; the queries are the last `n_queries` keys. Requires
-        `n_queries` and one of the other two arguments, because the kernel handles a purely causal mask better.
+        Whether each query attends only to the keys up to its position; the queries are the last `n_queries` keys.
+        Requires `n_queries` and one of the other two arguments, because a purely causal mask is handled better by the
+        kernel.
     bias_bt
-        Added to the scores of each key, shape (B, T).
+        Values to add to the scores of each key, shape (B, T).
 
     Returns
     -------
-    Bool, true if attention is allowed. With a bias, float, ``-inf`` if attention is not allowed. None if no mask is
-    needed.
+    A bool mask, true if attention is allowed. With a bias, a float mask, ``-inf`` if attention is not allowed. None if
+    no mask is needed.
     """
     allowed = None if tokens_bt is None else tokens_bt[:, None, None, :]
     given = tokens_bt if tokens_bt is not None else bias_bt
@@ -119,7 +120,7 @@ def attention_mask_of(
 class KeyValueCache:
     """Keys and values of the tokens of cells that are being generated, for each layer of a stack.
 
-    Memory doubles whenever it is full, so the cost of a token does not depend on the number of tokens. The cache is
+    The memory doubles whenever it is full, so the cost of a token does not depend on the number of tokens. The cache is
     written in place and is not differentiable, so generate under ``torch.no_grad()``.
 
     Examples
@@ -159,14 +160,14 @@ class KeyValueCache:
         return self.tokens
 
     def extend(self, layer: int, key_bnsd: torch.Tensor, value_bnsd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values of the next positions of a layer, and return all keys and values of this layer.
+        """Add keys and values of the next positions to a layer, and return all keys and values of this layer.
 
         Parameters
         ----------
         layer
-            Index of the layer, from 0; layers are called in this order.
+            Index of the layer, starting at 0; layers are called in this order.
         key_bnsd, value_bnsd
-            Keys and values of the next positions, shape (B, N, S, D). Call :meth:`add_tokens` before.
+            Keys and values of the next positions, shape (B, N, S, D). Call :meth:`add_tokens` first.
 
         Returns
         -------
@@ -190,9 +191,9 @@ class KeyValueCache:
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention on ``F.scaled_dot_product_attention``.
+    """Multi-head self-attention based on ``F.scaled_dot_product_attention``.
 
-    There is no dropout on attention weights, so that the fused kernels can also be used in training.
+    No dropout is applied to attention weights, so that the fused kernels can also be used in training.
 
     Parameters
     ----------
@@ -206,7 +207,7 @@ class SelfAttention(nn.Module):
     Raises
     ------
     OptionError
-        If `hidden_dim` is not a multiple of `num_heads`, or one of them is not a positive number.
+        If `hidden_dim` is not a multiple of `num_heads`, or either is not a positive number.
 
     Examples
     --------
@@ -245,9 +246,9 @@ class SelfAttention(nn.Module):
         hidden_bsh
             States, shape (B, S, H).
         mask
-            Mask, broadcast to (B, N, S, T): either true if attention is allowed, or a float to add to the scores.
+            Mask, broadcast to (B, N, S, T): bool, true if attention is allowed, or float, added to the scores.
         causal
-            Let each token attend only to tokens up to itself. Only without a mask.
+            Whether each token attends only to tokens up to itself. Not supported with a mask.
         rotation
             Output of :func:`scforge.models.components.attention.rotation_of`.
         cache
@@ -270,7 +271,7 @@ class SelfAttention(nn.Module):
     def packed(
         self, hidden_ph: torch.Tensor, ends: torch.Tensor, longest: int, *, causal: bool, rotation: torch.Tensor | None
     ) -> torch.Tensor:
-        """Compute self-attention within packed cells, on CUDA and in half precision.
+        """Compute self-attention within packed cells, on CUDA in half precision.
 
         Parameters
         ----------
@@ -313,7 +314,7 @@ class SelfAttention(nn.Module):
 
         Returns
         -------
-        Rows sum to 1; rows of queries that cannot attend to any token are zeros.
+        The weights; rows sum to 1, and rows of queries that cannot attend to any token are zeros.
         """
         q_bnsd, k_bnsd, _ = self._project(hidden_bsh, rotation, None)
         scores = (q_bnsd @ k_bnsd.transpose(-1, -2)).float() / q_bnsd.shape[-1] ** 0.5
@@ -346,7 +347,7 @@ class SelfAttention(nn.Module):
 def put_back_weights(weights_bnkk: torch.Tensor, put_back: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Scatter attention weights of K selected tokens to their positions among S: (B, N, K, K) to (B, N, S, S).
 
-    `put_back` does this for states: (B, K, X) to (B, S, X), with zeros elsewhere.
+    `put_back` performs the same operation for states: (B, K, X) to (B, S, X), with zeros elsewhere.
     """
     heads, width = weights_bnkk.shape[1:3]
     rows_bsnk = put_back(weights_bnkk.transpose(1, 2).flatten(2)).unflatten(2, (heads, width))

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from scforge._constants import IGNORE_LABEL
 
 _NUMBERS = {"cpu": 2**22}
-"""Logits at a time. On a CPU they stay within its cache."""
+"""Number of logits computed at a time. On a CPU, they fit into the cache."""
 _NUMBERS_ELSEWHERE = 2**28
 
 
@@ -29,8 +29,8 @@ def token_loss(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return the mean cross entropy at labeled positions, and the logits.
 
-    Without `return_logits`, the logits are None, and the vocabulary head, most of the cost of a small model, only runs
-    at labeled positions.
+    Without `return_logits`, the logits are None, and the vocabulary head, which dominates the cost of a small model,
+    runs only at labeled positions.
 
     Parameters
     ----------
@@ -41,11 +41,11 @@ def token_loss(
     hidden_bsh
         States, shape (B, S, H).
     labels_bs
-        Token ids to predict, -100 at positions without a target, int64, shape (B, S); None means no loss.
+        Token ids to predict, -100 at positions without a target, int64, shape (B, S). If None, no loss is computed.
     return_logits
         Whether to return the logits of all positions.
     weight_vh
-        Weight of the last layer, for a head that has none, shape (V, H).
+        Weight of the last layer, shape (V, H), for a head without its own weight.
     """
     weight = () if weight_vh is None else (weight_vh,)
     if return_logits:
@@ -63,7 +63,7 @@ def token_loss(
 
 
 def mean_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy at labeled positions; 0 without labels, e.g. in a batch of empty cells.
+    """Return the mean cross entropy at labeled positions, or 0 without labels, e.g. in a batch of empty cells.
 
     Parameters
     ----------
@@ -81,8 +81,9 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the mean cross entropy of ``softmax(hidden @ weight.T + bias)``, a scalar.
 
-    The gradient is computed together with the loss, for some tokens at a time, so the logits are neither kept nor read
-    again. Under autocast, products have its dtype. Softmax and loss are float32 (float64 if `hidden_mh` is).
+    The gradient is computed together with the loss, for some tokens at a time, so the logits are neither stored nor
+    read again. Under autocast, products use the autocast dtype. Softmax and loss are float32 (float64 if `hidden_mh` is
+    float64).
 
     Parameters
     ----------

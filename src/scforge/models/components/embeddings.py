@@ -1,4 +1,4 @@
-"""Embeddings of genes and of their values."""
+"""Embeddings of genes and their values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _AMPLITUDE = 0.5
 def waves(n_rows: int, dim: int) -> torch.Tensor:
     """Return sinusoidal vectors, float32, shape (n_rows, dim); neighboring rows are similar.
 
-    The longest wave is twice the length of the table, so low and high rows are far apart; the shortest spans four rows.
+    The longest wave is twice the length of the table, so low and high rows are far apart. The shortest wave spans four
+    rows.
 
     Examples
     --------
@@ -53,7 +54,7 @@ def between_rows(table: nn.Embedding, values_bs: torch.Tensor) -> torch.Tensor:
 
 
 class _Biased(nn.Linear):
-    """Starts with nonzero biases, as torch does; without them, the norm after two layers would equalize all values."""
+    """Linear layer with nonzero initial biases, as in torch; zeros would make the norm equalize all values."""
 
     initializes_itself = True
 
@@ -92,8 +93,8 @@ class ValueMLP(nn.Module):
 class SoftBins(nn.Module):
     """Weighted mean of the learned vectors of K bins, with weights computed from the value, as in scFoundation.
 
-    With ``x = leaky_relu(Linear(value))``, of slope 0.1 below zero, the weights are ``softmax(alpha * x + Linear(x))``
-    (Hao et al. 2024, the embedding of expression values).
+    With ``x = leaky_relu(Linear(value))``, with slope 0.1 below zero, the weights are ``softmax(alpha * x +
+    Linear(x))`` (Hao et al. 2024, the embedding of expression values).
 
     Parameters
     ----------
@@ -130,7 +131,7 @@ _VALUE_SCALE = 0.02
 
 
 class GeneExpressionEmbedding(nn.Module):
-    """Sum of gene embedding, learned position embedding and encoded expression value; layer norm; dropout.
+    """Sum of gene embedding, learned position embedding and encoded expression value, with layer norm and dropout.
 
     Parameters
     ----------
@@ -141,13 +142,13 @@ class GeneExpressionEmbedding(nn.Module):
     max_seq_len
         Number of positions.
     dropout
-        Dropout after the layer norm.
+        Dropout rate after the layer norm.
     use_expression_values
-        Project the scalar value of each token to H dimensions and add it.
+        Whether to project the scalar value of each token to H dimensions and add it.
     layer_norm_eps
         Epsilon of the layer norm.
     gene_vectors
-        Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
+        Options to embed genes with pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
         :class:`GeneVectorEmbedding`.
     position_embedding
         ``"learned"`` adds a vector for each position; ``"rotary"`` (applied in the attention) and ``"none"`` add
@@ -156,10 +157,10 @@ class GeneExpressionEmbedding(nn.Module):
         Encoder of values: ``"linear"``, one projection; ``"mlp"``, as in scGPT (:class:`ValueMLP`); or ``"soft_bins"``,
         as in scFoundation (:class:`SoftBins`).
     n_value_bins, value_bins_alpha
-        Number of bins of ``"soft_bins"``, and the weight of its first layer relative to its second.
+        Number of bins for ``"soft_bins"``, and the weight of its first layer relative to its second layer.
     embedding_norm
-        Input of the layer norm: the ``"sum"``, only the gene embedding (``"genes"``, as in scGPT), or nothing
-        (``"none"``, as in scFoundation).
+        Input of the layer norm: ``"sum"`` for the sum, ``"genes"`` for only the gene embedding (as in scGPT), or
+        ``"none"`` for no layer norm (as in scFoundation).
 
     Examples
     --------

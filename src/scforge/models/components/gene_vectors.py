@@ -20,7 +20,7 @@ _STD = 0.02
 
 
 class _Vectors(nn.Embedding):
-    """Vectors that are zero until they are filled, so that a model never uses random numbers as pretrained vectors."""
+    """Vectors that are zero until they are filled, so that random numbers are never used as pretrained vectors."""
 
     initializes_itself = True
 
@@ -29,7 +29,7 @@ class _Vectors(nn.Embedding):
 
 
 class _Projection(nn.Linear):
-    """Maps vectors of length 1 to a standard deviation of 0.02, like the initial values of all embeddings."""
+    """Projects vectors of length 1 to a standard deviation of 0.02, like the initial values of all embeddings."""
 
     initializes_itself = True
 
@@ -38,12 +38,12 @@ class _Projection(nn.Linear):
 
 
 class GeneVectorEmbedding(nn.Module):
-    """Projected pretrained vectors for tokens that have one, learned vectors for the others.
+    """Projected pretrained vectors for tokens that have such a vector, and learned vectors for other tokens.
 
     The embedding of a token with the pretrained vector v is ``W (v - center) * scale``. `center` is the mean vector,
-    because otherwise the part that all genes share (most of an ESM-2 vector) would dominate their differences. `scale`
-    sets the root mean square length to 1. W starts with standard deviation 0.02, so that embeddings have the usual
-    scale, and train at the usual rate, for vectors of any length.
+    because otherwise the part shared by all genes (most of an ESM-2 vector) would dominate their differences. `scale`
+    sets the root mean square length to 1. W is initialized with standard deviation 0.02, so that embeddings have the
+    usual scale and train at the usual rate, regardless of the vector length.
 
     :meth:`fill` sets the pretrained vectors; until then they are zeros.
 
@@ -54,9 +54,9 @@ class GeneVectorEmbedding(nn.Module):
     hidden_dim
         Width H.
     dim
-        Dimensions D of a pretrained vector.
+        Number of dimensions D of a pretrained vector.
     learned
-        Number L of tokens without a pretrained vector: special tokens (PAD always) and genes.
+        Number L of tokens without a pretrained vector: special tokens (always including PAD) and genes.
     frozen
         Whether the pretrained vectors are fixed in training.
 
@@ -109,7 +109,7 @@ class GeneVectorEmbedding(nn.Module):
         return torch.where((rows < self.n_learned).unsqueeze(-1), own, projected)
 
     def table(self) -> torch.Tensor:
-        """Return the embeddings of all tokens in the order of `row`, shape (V, H); cheaper for large batches."""
+        """Return the embeddings of all tokens in the order of `row`, shape (V, H); this is faster for large batches."""
         projected = self.projection(self.vectors.weight)
         return torch.cat([self.learned.weight, projected.to(self.learned.weight.dtype)])
 
@@ -120,12 +120,12 @@ class GeneVectorEmbedding(nn.Module):
         Parameters
         ----------
         vectors
-            Shape (V, D), with rows of NaN for the tokens without one.
+            Vectors, shape (V, D), with rows of NaN for tokens without a vector.
 
         Raises
         ------
         OptionError
-            If the vectors do not fit `vocab_size`, `dim` and `learned`, or are all the same.
+            If the vectors do not match `vocab_size`, `dim` and `learned`, or are all the same.
         """
         without = vectors.isnan().any(dim=1)
         expected = (self.vocab_size, self.vectors.embedding_dim)
@@ -163,7 +163,7 @@ class GeneVectorBag(GeneVectorEmbedding):
     """
 
     def forward(self, input_ids: torch.Tensor, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
-        """Sum embeddings with weights.
+        """Compute a weighted sum of embeddings.
 
         Parameters
         ----------
@@ -189,7 +189,7 @@ class GeneVectorBag(GeneVectorEmbedding):
 
 
 def token_embedding(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any] | None = None) -> nn.Module:
-    """Return an embedding of tokens, either plain or with pretrained vectors.
+    """Return a token embedding, either plain or with pretrained vectors.
 
     Parameters
     ----------
@@ -209,7 +209,7 @@ def token_embedding(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str,
 
 
 def token_bag(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any] | None = None) -> nn.Module:
-    """Return a weighted sum of embeddings of tokens; for the parameters see :func:`token_embedding`."""
+    """Return a module for weighted sums of token embeddings; for the parameters, see :func:`token_embedding`."""
     if gene_vectors is None:
         return nn.EmbeddingBag(vocab_size, hidden_dim, mode="sum", padding_idx=PAD_ID)
     return _of_vectors(GeneVectorBag, vocab_size, hidden_dim, gene_vectors)
@@ -228,19 +228,19 @@ def _of_vectors[E: GeneVectorEmbedding](
 
 
 def fill_gene_vectors(module: nn.Module, vectors: torch.Tensor) -> None:
-    """Put pretrained vectors into all :class:`GeneVectorEmbedding` of a model.
+    """Set the pretrained vectors of all :class:`GeneVectorEmbedding` modules in a model.
 
     Parameters
     ----------
     module
         The model.
     vectors
-        Shape (V, D), with rows of NaN for the tokens without one.
+        Vectors, shape (V, D), with rows of NaN for tokens without a vector.
 
     Raises
     ------
     OptionError
-        If the model has no such embedding, or the vectors do not fit.
+        If the model contains no such embedding, or the vectors do not match.
 
     Examples
     --------
@@ -266,12 +266,12 @@ def fill_gene_vectors(module: nn.Module, vectors: torch.Tensor) -> None:
 
 
 def check_filled(module: nn.Module) -> None:
-    """Raise unless all :class:`GeneVectorEmbedding` of a model were filled.
+    """Raise an error if a :class:`GeneVectorEmbedding` of a model has not been filled.
 
     Raises
     ------
     OptionError
-        If one was not filled.
+        If a module has not been filled.
     """
     if any(not part.scale for part in _parts(module)):
         raise OptionError(

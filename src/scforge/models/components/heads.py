@@ -19,7 +19,7 @@ VALUE_LOSSES = ("mse", *COUNT_LOSSES)
 
 _LOG_RATES = (-50.0, 30.0)
 _LOG_DISPERSIONS = (-15.0, 15.0)
-"""Within these bounds nothing overflows, also in float32, and no count needs more."""
+"""Bounds within which nothing overflows, even in float32; all realistic counts lie within them."""
 
 
 def is_truncated(name: str) -> bool:
@@ -47,8 +47,8 @@ def count_loss(
         negative_binomial                (y + r) log(r + m) - r log r - y log m + lgamma(r) + log y! - lgamma(y + r)
         zero_truncated_...               the same + log(1 - P(0)), with -log P(0) = m, or r log(1 + m / r)
 
-    Truncated losses are for data that only contain expressed genes. Such data have no zeros, and a plain Poisson
-    distribution would be pulled toward 0 (TranscriptFormer, Pearce et al. 2025, uses the truncated Poisson).
+    Truncated losses are for data that contain only expressed genes. Such data have no zeros, so the fit of a plain
+    Poisson distribution would be biased (TranscriptFormer, Pearce et al. 2025, uses the truncated Poisson).
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def count_loss(
 
     Returns
     -------
-    Shape (...), float32; float64 if `log_rate` is.
+    Shape (...), float32, or float64 if `log_rate` is float64.
 
     Examples
     --------
@@ -86,7 +86,7 @@ def count_loss(
 
 
 def expected_counts(name: str, log_rate: torch.Tensor, log_dispersion: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the mean count: the rate, divided by 1 - P(0) for a truncated loss. For the arguments see `count_loss`."""
+    """Return the mean count: the rate, divided by 1 - P(0) for a truncated loss. For arguments, see `count_loss`."""
     rate, dispersion = _working(log_rate, log_dispersion)
     if is_truncated(name):
         nothing = rate.exp() if dispersion is None else _minus_log_zero(rate, dispersion)
@@ -95,7 +95,7 @@ def expected_counts(name: str, log_rate: torch.Tensor, log_dispersion: torch.Ten
 
 
 def log_counts(name: str, counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Tensor:
-    """Return log1p of the counts of tokens, and 0 elsewhere, float32, shape (B, S).
+    """Return log1p of the token counts, and 0 elsewhere, float32, shape (B, S).
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ def log_counts(name: str, counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> t
     Raises
     ------
     OptionError
-        If a count is below 0. This is only checked on the CPU, to avoid waiting for a GPU.
+        If a count is below 0. This is checked only on the CPU, to avoid waiting for a GPU.
     """
     counts_bs = counts_bs.float().masked_fill(~tokens_bs, 0.0)
     if counts_bs.device.type == "cpu" and not torch.compiler.is_compiling() and bool((counts_bs < 0).any()):
@@ -121,7 +121,7 @@ def log_counts(name: str, counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> t
 
 
 def mean_expressed(counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the counts above 0 of the tokens of each cell, float32, shape (B, 1); 1 if there are none.
+    """Return the mean of the nonzero token counts of each cell, float32, shape (B, 1), or 1 if all counts are zero.
 
     Parameters
     ----------
@@ -142,12 +142,12 @@ def mean_expressed(counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Te
 
 
 def check_count_targets(name: str, counts: torch.Tensor) -> None:
-    """Raise unless `counts` can be targets of the loss `name`; waits for a GPU, so call it while data are on the CPU.
+    """Raise an error if `counts` are not valid targets for the loss `name`; call it before moving data to a GPU.
 
     Raises
     ------
     OptionError
-        If a count is not possible; the message names the loss and the first such count.
+        If a count is invalid; the message names the loss and the first invalid count.
     """
     least = 1 if is_truncated(name) else 0
     bad = ~((counts >= least) & (counts == counts.round()) & counts.isfinite())
@@ -162,18 +162,19 @@ def check_count_targets(name: str, counts: torch.Tensor) -> None:
 
 
 _EXACT = 40.0
-"""Where softplus(x) becomes x: in float64 the two are the same there."""
+"""Threshold above which softplus(x) is computed as x; in float64, the two are equal there."""
 
 
 def _minus_log_zero(rate: torch.Tensor, dispersion: torch.Tensor) -> torch.Tensor:
-    """Return -log P(0) of the negative binomial, from logarithms."""
+    """Return -log P(0) of the negative binomial distribution, from logarithms."""
     return dispersion.exp() * F.softplus(rate - dispersion, threshold=_EXACT)
 
 
 def _working(log_rate: torch.Tensor, log_dispersion: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Convert rate and dispersion to the precision of the computation.
 
-    Differences of lgamma of large numbers lose all digits in float32, and only few numbers are computed here.
+    Differences between lgamma values of large numbers lose all digits in float32, and only few numbers are computed
+    here.
     """
     dtype = torch.float32 if log_rate.device.type == "mps" else torch.float64
     rate = log_rate.to(dtype).clamp(*_LOG_RATES)
@@ -185,7 +186,7 @@ def _result_dtype(given: torch.Tensor) -> torch.dtype:
 
 
 def of_next_token(targets_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Tensor:
-    """Return the target of the next token of the cell at each token, -100 at the last token and at padding.
+    """Return for each token the target of the next token of the cell, or -100 at the last token and at padding.
 
     Examples
     --------
@@ -205,7 +206,7 @@ def of_next_token(targets_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Te
 def cell_loss(
     head: nn.Module, state_bh: torch.Tensor, labels_bs: torch.Tensor, tokens_bs: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mean over cells of the mean of ``-log p(label | state of the cell)`` over the labels of each.
+    """Return ``-log p(label | state of the cell)``, averaged over the labels of each cell and then over cells.
 
     Parameters
     ----------
@@ -230,7 +231,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class MaskedGenePredictionHead(nn.Module):
-    """Logits over the vocabulary: Linear, activation, LayerNorm, Linear.
+    """Predicts logits over the vocabulary: Linear, activation, LayerNorm, Linear.
 
     Parameters
     ----------
@@ -241,7 +242,8 @@ class MaskedGenePredictionHead(nn.Module):
     layer_norm_eps
         Epsilon of the layer norm.
     own_weight
-        If false, the last layer of the head is the gene embedding, which is passed with each call.
+        Whether the last layer has its own weight. If false, the last layer is the gene embedding, which is passed with
+        each call.
     activation
         ``"gelu"``, ``"relu"`` or ``"silu"``.
 
@@ -258,7 +260,7 @@ class MaskedGenePredictionHead(nn.Module):
     """
 
     takes_labels = True
-    """Whether :meth:`forward` computes the loss when it is given labels."""
+    """Whether :meth:`forward` computes the loss if labels are given."""
 
     def __init__(
         self,
@@ -287,7 +289,7 @@ class MaskedGenePredictionHead(nn.Module):
         hidden_states
             Shape (..., H).
         weight
-            Weight of the last layer, for a head that has none, shape (V, H).
+            Weight of the last layer, shape (V, H), for a head without its own weight.
         labels
             Token ids, int64, shape (M,), for states of shape (M, H).
 
@@ -311,15 +313,15 @@ class MaskedGenePredictionHead(nn.Module):
 
     @torch.no_grad()
     def init_bias(self, token_counts: torch.Tensor) -> None:
-        """Start from the token frequencies: the bias becomes ``log((count + 1) / sum)``, shape (V,).
+        """Initialize from token frequencies: the bias becomes ``log((count + 1) / sum)``, shape (V,).
 
-        The loss then starts near the entropy of the token frequencies instead of ``log V``, and all steps are used to
-        learn differences between cells.
+        The loss then starts near the entropy of the token frequencies instead of ``log V``, so that all steps are used
+        to learn differences between cells.
 
         Parameters
         ----------
         token_counts
-            How often each token occurs, shape (V,).
+            Number of occurrences of each token, shape (V,).
         """
         smoothed = token_counts.double() + 1.0
         bias = self.bias if self.decoder is None else self.decoder.bias
@@ -328,7 +330,7 @@ class MaskedGenePredictionHead(nn.Module):
 
 
 class BinPredictionHead(nn.Module):
-    """Logits over expression bins: Linear, GELU, LayerNorm, Linear.
+    """Predicts logits over expression bins: Linear, GELU, LayerNorm, Linear.
 
     Parameters
     ----------
@@ -358,7 +360,7 @@ class BinPredictionHead(nn.Module):
 
 
 class ExpressionPredictionHead(nn.Module):
-    """A number for each token: Linear, GELU, Linear.
+    """Predicts a number for each token: Linear, GELU, Linear.
 
     Parameters
     ----------
@@ -383,7 +385,7 @@ class ExpressionPredictionHead(nn.Module):
 
 
 class DeepExpressionHead(ExpressionPredictionHead):
-    """A number for each token: Linear, LeakyReLU, Linear, LeakyReLU, Linear, as in scGPT (Cui et al. 2024).
+    """Predicts a number for each token: Linear, LeakyReLU, Linear, LeakyReLU, Linear, as in scGPT (Cui et al. 2024).
 
     Parameters
     ----------

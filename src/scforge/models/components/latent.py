@@ -17,19 +17,19 @@ LOG_VARIANCES = (-15.0, 15.0)
 
 
 def draw_latent(mu_bl: torch.Tensor, logvar_bl: torch.Tensor) -> torch.Tensor:
-    """Return a sample of each latent from its normal distribution (Kingma and Welling 2013), (B, L)."""
+    """Sample each latent variable from its normal distribution (Kingma and Welling 2013), shape (B, L)."""
     return mu_bl + torch.randn_like(mu_bl) * (0.5 * logvar_bl).exp()
 
 
 class BatchIntegrationHead(nn.Module):
-    """Decode latents to expression: Linear to H, GELU, Linear to G; batch vectors are added before the GELU.
+    """Decodes latent variables to expression: Linear to H, GELU, Linear to G; batch vectors are added before the GELU.
 
     Parameters
     ----------
     latent_dim, hidden_dim, num_genes
-        L, H and G.
+        Numbers of dimensions L and H, and number of genes G.
     n_batches
-        Number of batches; their vectors start at zero.
+        Number of batches, whose vectors are initialized at zero.
     """
 
     def __init__(self, latent_dim: int, hidden_dim: int, num_genes: int, n_batches: int = 0) -> None:
@@ -44,10 +44,10 @@ class BatchIntegrationHead(nn.Module):
         Parameters
         ----------
         latent_bl
-            Latents, shape (B, L).
+            Latent variables, shape (B, L).
         batch
-            Batch of each cell, int64, shape (B,), or one batch for all cells. -1 means the mean of all batches; None
-            uses this mean for all cells.
+            Batch of each cell, int64, shape (B,), or one batch for all cells. -1 denotes the mean of all batches. If
+            None, uses this mean for all cells.
 
         Raises
         ------
@@ -74,7 +74,7 @@ class BatchIntegrationHead(nn.Module):
 
 
 def batch_vectors(module: nn.Module) -> nn.Parameter | None:
-    """Return the vectors of the batches that the decoder of an architecture knows, (E, H); None without batches."""
+    """Return the batch vectors in the decoder of an architecture, shape (E, H), or None without batches."""
     heads = [part for part in module.modules() if isinstance(part, BatchIntegrationHead)]
     return heads[0].batch_embedding.weight if heads and heads[0].batch_embedding is not None else None
 
@@ -85,7 +85,7 @@ def reconstruction_loss(predicted: torch.Tensor, target: torch.Tensor) -> torch.
 
 
 def classification_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of cell types, without cells with the label -100; 0 without labeled cells.
+    """Return the mean cross entropy of cell types, ignoring cells with the label -100; 0 without labeled cells.
 
     Parameters
     ----------
@@ -99,18 +99,18 @@ def classification_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
 
 
 def kl_divergence(mu: torch.Tensor, logvar: torch.Tensor, free_bits: float = 0.0) -> torch.Tensor:
-    r"""Return the KL divergence of latents from N(0, 1), summed over dimensions and averaged over cells, in nats.
+    r"""Return the KL divergence from N(0, 1), summed over latent dimensions and averaged over cells, in nats.
 
-    ``-1/2 sum_l (1 + logvar - mu^2 - exp(logvar))`` (Kingma and Welling 2013). With `free_bits`, the mean over cells of
-    each dimension is clipped from below at this number of nats, so that no dimension has to collapse (Kingma et al.
-    2016).
+    The divergence is ``-1/2 sum_l (1 + logvar - mu^2 - exp(logvar))`` (Kingma and Welling 2013). With `free_bits`, the
+    mean over cells of each dimension is clipped from below at this number of nats, so that no dimension has to collapse
+    (Kingma et al. 2016).
 
     Parameters
     ----------
     mu, logvar
         Shape (B, L).
     free_bits
-        Nats per dimension without penalty.
+        Number of nats per dimension that are not penalized.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""From token states to one vector per cell.
+"""Pooling of token states to one vector per cell.
 
 Shapes: B cells, S tokens, H hidden.
 """
@@ -36,7 +36,7 @@ def cls_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = 
 
 
 def _state_at(hidden_bsh: torch.Tensor, place_b: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Tensor:
-    """Return the state at one position of each cell, zeros for a cell without tokens."""
+    """Return the state at one position of each cell, or zeros for a cell without tokens."""
     chosen_bh = hidden_bsh.gather(1, place_b[:, None, None].expand(-1, 1, hidden_bsh.shape[2])).squeeze(1)
     return torch.where(tokens_bs.any(dim=1, keepdim=True), chosen_bh, torch.zeros_like(chosen_bh))
 
@@ -99,8 +99,8 @@ def last_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None =
 def depth_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor, genes: torch.Tensor) -> torch.Tensor:
     """Return the cell embedding of scFoundation (Hao et al. 2024), shape (B, 4 H).
 
-    It concatenates the state of the last token (the depth of the cell), the state of the token before it (the target
-    depth), and the maximum and the mean over genes in each dimension; zeros if there is nothing to pool.
+    The embedding concatenates the state of the last token (the depth of the cell), the state of the previous token (the
+    target depth), and the maximum and mean over genes in each dimension. It is zero if there is nothing to pool.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def depth_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor, genes:
 
     Returns
     -------
-    Shape (B, 4 H): last token, the token before it, maximum over genes, mean over genes.
+    Shape (B, 4 H): last token, previous token, maximum over genes, mean over genes.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""SIGReg: embeddings of cells are pulled toward an isotropic Gaussian, so that they cannot collapse.
+"""SIGReg: cell embeddings are pulled toward an isotropic Gaussian, so that they cannot collapse.
 
 Shapes: N cells, D dimensions, K directions, T points, G groups of cells.
 """
@@ -17,16 +17,17 @@ from scforge._checks import check_bool, check_count, check_positive
 class SIGReg(nn.Module):
     """Sketched isotropic Gaussian regularization over cells (LeJEPA: Balestriero and LeCun 2025, arXiv:2511.08544).
 
-    The cells are projected onto random unit directions. For each direction the Epps-Pulley statistic compares the
-    empirical characteristic function of the N projections with that of the standard normal::
+    The cells are projected onto random unit directions. For each direction, the Epps-Pulley statistic compares the
+    empirical characteristic function of the N projections with the characteristic function of the standard normal::
 
         N * integral over t of |mean_n exp(i t p_n) - exp(-t^2 / 2)|^2 * exp(-t^2 / 2) dt
 
-    by the trapezoidal rule on [-t_max, t_max] (symmetric, so points on [0, t_max] are enough). The mean over
-    directions is returned. Its expectation for Gaussian cells does not depend on N.
+    The integral uses the trapezoidal rule on [-t_max, t_max] (symmetric, so points on [0, t_max] are sufficient). The
+    statistic is averaged over directions. Its expectation for Gaussian cells does not depend on N.
 
-    If several processes train together, each with different cells, the means are over the cells of all processes, along
-    the same directions. Gradients averaged over processes, as in DDP, are then those of one process with all cells.
+    If several processes train together, each with different cells, the means are taken over the cells of all processes,
+    along the same directions. Gradients averaged over processes, as in DDP, then equal those of one process with all
+    cells.
 
     Parameters
     ----------
@@ -35,12 +36,12 @@ class SIGReg(nn.Module):
     points
         Number of points T.
     t_max
-        Largest t.
+        Maximum value of t.
     sync
-        Use the cells of all processes when a gradient is needed. All processes then have to call it.
+        Whether to use the cells of all processes when a gradient is needed. All processes must then call the module.
 
-    The computation is in float32, also under autocast and in a module of another dtype, because the recurrence and the
-    small differences of means lose a fifth of the value in 16 bits.
+    The computation is in float32, even under autocast and in a module of another dtype, because the recurrence and the
+    small differences between means lose a fifth of the value in 16 bits.
 
     Raises
     ------
@@ -70,7 +71,7 @@ class SIGReg(nn.Module):
         self.register_buffer("weights", weights, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the statistic of embeddings of shape (..., N, D), averaged over the leading dimensions.
+        """Return the statistic for embeddings of shape (..., N, D), averaged over the leading dimensions.
 
         Parameters
         ----------
@@ -120,7 +121,7 @@ class SIGReg(nn.Module):
         return (error_kt @ weights).mean() * n_cells
 
     def of_groups(self, x: torch.Tensor, noise: torch.Tensor, shares_gn: torch.Tensor) -> torch.Tensor:
-        """Return the statistic of each group of cells of this process, computed from only the cells of the group.
+        """Return the statistic of each group of cells in this process, computed only from the cells in the group.
 
         Nothing is summed over processes, regardless of `sync`: each process uses only its own cells.
 
@@ -131,12 +132,12 @@ class SIGReg(nn.Module):
         noise
             Directions, shape (D, K).
         shares_gn
-            Weight of each cell in each group, e.g. one over the number of cells of the group, and 0 for other cells,
-            shape (G, N).
+            Weight of each cell in each group, shape (G, N): e.g. one over the number of cells in the group, and 0 for
+            other cells.
 
         Returns
         -------
-        Shape (..., G); the value for a group without cells has no meaning.
+        Shape (..., G); the value for a group without cells is meaningless.
         """
         with torch.autocast(x.device.type, enabled=False):
             t, phi, weights = self._quadrature()
@@ -147,7 +148,7 @@ class SIGReg(nn.Module):
             return (error_gkt @ weights).mean(dim=-1) * (shares > 0).sum(dim=1)
 
     def _quadrature(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return points, characteristic function of the normal and weights in float32, shape (T,)."""
+        """Return the points, the characteristic function of the normal, and the weights, float32, shape (T,)."""
         if self.t.dtype == torch.float32:
             return self.t, self.phi, self.weights
         t, phi, weights = (values.to(self.t.device) for values in _quadrature(self.points, self.t_max))
@@ -173,7 +174,7 @@ def _n_processes() -> int:
 
 
 class _SumOverProcesses(torch.autograd.Function):
-    """A sum with the gradient of the summed losses of all processes."""
+    """A sum over processes whose gradient equals the gradient of the summed losses of all processes."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:

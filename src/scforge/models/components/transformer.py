@@ -26,9 +26,9 @@ from scforge.models.components.attention import (
 )
 
 _WORTH = 0.95
-"""Share of positions that are tokens, above which padding is left in place."""
+"""Fraction of positions that are tokens above which padding is kept."""
 _SHORTEST = 0.875
-"""A group takes cells of at least this share of the length of its longest."""
+"""Minimum length of cells in a group, as a fraction of the length of its longest cell."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Group:
     Attributes
     ----------
     n_cells, longest
-        Number b of cells, and number s of positions of each cell.
+        Number b of cells, and number s of positions per cell.
     tokens
-        True for tokens, bool, shape (b, s); None if all positions are tokens.
+        True for tokens, bool, shape (b, s). If None, all positions are tokens.
     """
 
     n_cells: int
@@ -59,11 +59,11 @@ class Packing:
     groups
         Groups of cells, in order.
     index
-        Position in the batch, counted over all cells, of each packed position, int64, shape (P,). None if the groups
-        are the cells in their order.
+        Position in the flattened batch of each packed position, int64, shape (P,). None if the groups contain the cells
+        in their original order.
     ends
-        Boundaries of the cells, int32, shape (B + 1,), starting at 0, and the maximum number of tokens per cell. Only
-        if there is no padding left.
+        Boundaries of the cells, int32, shape (B + 1,), starting at 0, and the maximum number of tokens per cell. None
+        unless all padding is removed.
     """
 
     shape: tuple[int, int]
@@ -77,7 +77,7 @@ class Packing:
         return flat if self.index is None else flat.index_select(0, self.index)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """Put entries back to their positions: from shape (P, ...) to (B, S, ...), with zeros elsewhere."""
+        """Restore entries to their positions: from shape (P, ...) to (B, S, ...), with zeros elsewhere."""
         if self.index is not None:
             padded = packed.new_zeros((self.shape[0] * self.shape[1], *packed.shape[1:]))
             packed = padded.index_copy(0, self.index, packed)
@@ -105,13 +105,14 @@ def pack_cells(
     shape
         B and S.
     tokens_bs
-        True for tokens, bool, in any order, shape (B, S); None if all are.
+        True for tokens, bool, in any order, shape (B, S). If None, all positions are tokens.
     unpad
-        If None, removes padding if it is more than a twentieth of the positions. True removes all padding, False none.
+        Whether to remove padding. If None, removes padding if it exceeds a twentieth of the positions. True removes all
+        padding, False removes no padding.
     exact
-        Remove all padding, for kernels that take the boundaries of cells.
+        Whether to remove all padding, for kernels that take the boundaries of cells.
     most
-        Maximum number of positions of a group, which has at least one cell; None means no limit.
+        Maximum number of positions per group, which contains at least one cell. If None, there is no limit.
     """
     batch, seq = shape
     lengths = [seq] * batch if tokens_bs is None else tokens_bs.sum(dim=1).tolist()
@@ -160,11 +161,11 @@ def _by_length(tokens_bs: torch.Tensor, lengths: list[int], most: int | None) ->
 
 
 _STEPS = 2**16
-"""Probabilities are multiples of one part in so many."""
+"""Number of steps into which probabilities are divided."""
 
 
 class _CpuDropout(torch.autograd.Function):
-    """Draws 16 bits per number; torch draws a double, in one thread, which takes as long as the matrix products."""
+    """Dropout that samples 16 bits per number; torch samples a double in one thread, which is much slower."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, p: float) -> torch.Tensor:
@@ -181,7 +182,7 @@ class _CpuDropout(torch.autograd.Function):
 
 
 class Dropout(nn.Dropout):
-    """``nn.Dropout``, several times faster on a CPU.
+    """A version of ``nn.Dropout`` that is several times faster on a CPU.
 
     On a CPU, the probability is rounded to a multiple of 2^-16.
 
@@ -190,7 +191,7 @@ class Dropout(nn.Dropout):
     p
         Probability that a number is set to zero; the other numbers are divided by ``1 - p``.
     inplace
-        Overwrite the input, which uses ``nn.Dropout`` itself.
+        Whether to overwrite the input, in which case ``nn.Dropout`` itself is used.
 
     Examples
     --------
@@ -203,7 +204,7 @@ class Dropout(nn.Dropout):
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x`; in training, a fraction `p` of its numbers is set to zero and the others are scaled up."""
+        """Return `x`; in training, a fraction `p` of its values is set to zero and the other values are scaled up."""
         fast = x.device.type == "cpu" and round(self.p * _STEPS) not in (0, _STEPS) and not self.inplace
         fast = fast and not torch.compiler.is_compiling()
         if self.training and fast:
@@ -214,25 +215,26 @@ class Dropout(nn.Dropout):
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 GATED = "swiglu"
-"""Activation of a feed-forward layer with a gate: ``silu(gate) * inner``, both of one projection (Shazeer 2020)."""
+"""Activation of a gated feed-forward layer: ``silu(gate) * inner``, both from one projection (Shazeer 2020)."""
 
 NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 _CPU_NUMBERS = 2**21
-"""Numbers of the widest layer that a CPU works on at a time: what it computes next is then still in its cache, and
-memory is used again rather than asked of the system (which clears it first) for each layer."""
+"""Number of values in the widest layer that a CPU processes at a time. Inputs of the next layer are then still in its
+cache, and memory is reused instead of being requested from the system (which clears it first) for each layer."""
 
 
 _WIDE = 512
-"""Width of layers from which on a CPU trades time for memory."""
+"""Layer width above which a CPU trades time for memory."""
 
 
 class StackOutput(NamedTuple):
     """Output of a stack of layers.
 
-    ``hidden``: states of the tokens after the final norm, (B, S, H), finite but without meaning at padding.
-    ``hidden_states``: states after each layer, the last of which are `hidden`. ``attentions``: attention weights of
-    each layer, float32, (B, N, S, S), with queries first. Both are None unless requested.
+    ``hidden`` contains the states of the tokens after the final norm, (B, S, H), finite but meaningless at padding.
+    ``hidden_states`` contains the states after each layer, the last of which equal `hidden`. ``attentions`` contains
+    the attention weights of each layer, float32, (B, N, S, S), with queries first. The last two are None unless
+    requested.
     """
 
     hidden: torch.Tensor
@@ -246,17 +248,17 @@ class TransformerBlock(nn.Module):
     Parameters
     ----------
     hidden_dim, num_heads
-        Width and heads of the attention.
+        Width and number of attention heads.
     ffn_dim
-        Width of the feed-forward layer; ``4 * hidden_dim`` if None.
+        Width of the feed-forward layer. If None, uses ``4 * hidden_dim``.
     dropout
-        Dropout on each residual branch and inside the feed-forward layer.
+        Dropout rate on each residual branch and inside the feed-forward layer.
     activation
         ``"gelu"``, ``"relu"``, ``"silu"``, or ``"swiglu"``, a gated layer with an inner layer twice as wide.
     layer_norm_eps
         Epsilon of the norms.
     norm_first
-        Put norms at the start of each branch (pre-norm), instead of after each sum (post-norm).
+        Whether to apply norms at the start of each branch (pre-norm) instead of after each sum (post-norm).
     norm
         ``"layer"``, or ``"rms"``, which scales by the root mean square and has no shift.
     bias
@@ -315,8 +317,8 @@ class TransformerBlock(nn.Module):
     ) -> torch.Tensor:
         """Return the states of the next layer, shape (B, S, H).
 
-        For `hidden_bsh`, `mask`, `causal`, `rotation` and `cache` see :meth:`SelfAttention.forward`. With `cells`, the
-        `ends` and `longest` of :meth:`SelfAttention.packed`, the states are packed, (P, H).
+        For `hidden_bsh`, `mask`, `causal`, `rotation` and `cache`, see :meth:`SelfAttention.forward`. With `cells`,
+        which contains `ends` and `longest` of :meth:`SelfAttention.packed`, the states are packed, (P, H).
         """
 
         def attend(states: torch.Tensor) -> torch.Tensor:
@@ -350,14 +352,14 @@ class TransformerBlock(nn.Module):
     ) -> torch.Tensor:
         """Return the attention weights for input states, float32, shape (B, N, S, S).
 
-        For `hidden_bsh`, `mask`, `causal` and `rotation` see :meth:`forward`.
+        For `hidden_bsh`, `mask`, `causal` and `rotation`, see :meth:`forward`.
         """
         states = self.norm_attention(hidden_bsh) if self.norm_first else hidden_bsh
         return self.attention.weights(states, mask, causal=causal, rotation=rotation)
 
 
 def _gate(inner: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(gate) * inner``, shape (..., F), of both in one tensor, shape (..., 2 F)."""
+    """Return ``silu(gate) * inner``, shape (..., F), from a tensor that contains both, shape (..., 2 F)."""
     gate, inner = inner.chunk(2, dim=-1)
     return F.silu(gate) * inner
 
@@ -365,9 +367,9 @@ def _gate(inner: torch.Tensor) -> torch.Tensor:
 class TransformerStack(nn.Module):
     """A stack of transformer layers, with a final norm after pre-norm layers.
 
-    Padding costs little. Cells are sorted into groups of similar length, which run one after the other, each padded to
-    its longest cell. On CUDA, in half precision and without an attention bias, all tokens are in one row without
-    padding. The output at tokens is the same except for rounding.
+    The cost of padding is low. Cells are sorted into groups of similar length, which run one after the other, each
+    padded to its longest cell. On CUDA, in half precision and without an attention bias, all tokens are in one row
+    without padding. The output at tokens is the same except for rounding.
 
     Parameters
     ----------
@@ -376,13 +378,13 @@ class TransformerStack(nn.Module):
     ffn_dim, dropout, activation, layer_norm_eps, norm_first, norm, bias
         See :class:`TransformerBlock`.
     rotary
-        Rotate queries and keys by the position of their token among the tokens of the cell.
+        Whether to rotate queries and keys by the position of their token among the tokens of the cell.
     gradient_checkpointing
-        Recompute the activations of each layer in the backward pass, which takes less memory and more time.
+        Whether to recompute the activations of each layer in the backward pass, which takes less memory and more time.
     unpad
         Whether to remove padding from the computation. If None, removes it if this is faster.
     final_norm
-        Whether a norm follows the last layer; None adds one to pre-norm layers.
+        Whether a norm follows the last layer. If None, a norm is added to pre-norm layers.
 
     Examples
     --------
@@ -449,15 +451,16 @@ class TransformerStack(nn.Module):
         hidden_bsh
             Embedded tokens, shape (B, S, H).
         attention_mask
-            Bool, int or float, nonzero for tokens, in any order, shape (B, S); None if all positions are tokens.
+            Bool, int or float, nonzero for tokens, in any order, shape (B, S). If None, all positions are tokens.
         causal
-            Let each token attend only to tokens up to itself.
+            Whether each token attends only to tokens up to itself.
         attention_bias
-            Added to the attention scores of each token as a key, shape (B, S).
+            Values to add to the attention scores of each token as a key, shape (B, S).
         cache
             Keys and values of earlier tokens. The new tokens attend to them, and causally to each other.
         output_hidden_states, output_attentions
-            Also return the states after each layer, and the attention weights; their memory grows with the square of S.
+            Whether to return the states after each layer, and the attention weights, whose memory grows with the square
+            of S.
         """
         check_shapes(hidden_bsh.shape[:2], attention_mask=attention_mask, attention_bias=attention_bias)
         tokens_bs = None if attention_mask is None else attention_mask != 0
@@ -486,7 +489,7 @@ class TransformerStack(nn.Module):
         )
 
     def _packing(self, hidden_bsh: torch.Tensor, tokens_bs: torch.Tensor | None, *, exact: bool) -> Packing | None:
-        """Plan how the cells of a batch are computed."""
+        """Plan the packing of the cells in a batch."""
         on_cpu = hidden_bsh.device.type == "cpu"
         most = max(1, _CPU_NUMBERS // self._widest) if on_cpu else None
         batch, seq = hidden_bsh.shape[:2]
@@ -502,7 +505,7 @@ class TransformerStack(nn.Module):
         causal: bool,
         keep: bool,
     ) -> tuple[torch.Tensor, ...]:
-        """Run one group after the other; return the states after each layer that is kept, (B, S, H)."""
+        """Run one group after the other; return the requested states after each layer, (B, S, H)."""
         if packing.ends is not None:
             rotation = None if positions_bs is None else rotation_of(packing.pack(positions_bs), self.head_dim)
             states = self._run(packing.pack(hidden_bsh), keep, causal=causal, rotation=rotation, cells=packing.ends)
@@ -523,7 +526,7 @@ class TransformerStack(nn.Module):
     def _run(
         self, hidden: torch.Tensor, keep: bool, attentions: list[torch.Tensor] | None = None, **where: Any
     ) -> tuple[torch.Tensor, ...]:
-        """Run all layers on states; return the states after each layer, or without `keep` only the last states."""
+        """Run all layers; return the states after each layer, or only the last states without `keep`."""
         states = []
         for layer in self.layers:
             if attentions is not None:
@@ -552,7 +555,7 @@ class TransformerStack(nn.Module):
 
 
 def _has_varlen_kernel(hidden_bsh: torch.Tensor, head_dim: int) -> bool:
-    """Whether torch's attention within packed cells can run: CUDA, half precision, Ampere or later."""
+    """Return whether torch's kernel for attention in packed cells can run: CUDA, half precision, Ampere or later."""
     if hidden_bsh.device.type != "cuda" or head_dim % 8 or head_dim > 256:
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else hidden_bsh.dtype
@@ -563,7 +566,7 @@ def _has_varlen_kernel(hidden_bsh: torch.Tensor, head_dim: int) -> bool:
 
 @cached
 def _torch_has_varlen() -> bool:
-    """Whether this torch has the kernel in its later form, in which a window sets causal attention."""
+    """Return whether torch has the newer form of the kernel, in which a window sets causal attention."""
     if find_spec("torch.nn.attention.varlen") is None:
         return False
     from torch.nn.attention.varlen import varlen_attn

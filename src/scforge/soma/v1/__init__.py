@@ -5,4 +5,4 @@ from __future__ import annotations
 __all__ = ["ARCHITECTURE_VERSION"]
 
 ARCHITECTURE_VERSION = 1
-"""Must equal the ``model_architecture_version`` of the network of the weights."""
+"""Version that must equal the ``model_architecture_version`` of the network that the weights come from."""

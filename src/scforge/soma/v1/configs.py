@@ -1,4 +1,4 @@
-"""Sizes of version 1, its five published configurations, and checks of numbers."""
+"""Sizes of version 1, the five published configurations, and checks of numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ V1_NUM_HEADS: Final = 8
 V1_NUM_LAYERS: Final = 24
 V1_MAX_SEQ_LEN: Final = 1024
 V1_VOCAB_SIZE: Final = 264
-"""The 256 bytes and 8 special tokens, two of which are used."""
+"""Vocabulary size: 256 bytes and 8 special tokens, two of which are used."""
 V1_PWFF_HIDDEN_DIM: Final = 8192
 V1_MAX_WAVELENGTH: Final = 10_000.0
 V1_SCALE_FACTOR: Final = 1.0
@@ -29,7 +29,7 @@ V1_BATCH_SIZE: Final = 16
 
 
 def _check_scale_factor(argument: str, value: Any) -> None:
-    """Raise unless `value` is a valid scale factor of positions, a number of at least 1."""
+    """Raise an error if `value` is not a valid scale factor of positions, i.e. a number of at least 1."""
     if check_positive(argument, value) < 1:
         raise OptionError(f"{argument}={value} is below 1; pass 1, or more for closer positions.")
 
@@ -52,9 +52,9 @@ _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
 
 
 def check_numbers(**numbers: Any) -> None:
-    """Raise unless the numbers of a configuration can be used, alone and together.
+    """Raise an error if the numbers of a configuration are invalid, individually or in combination.
 
-    Heads have an even width, as their halves are rotated against each other.
+    Heads have an even width, because their halves are rotated against each other.
     """
     for name, check in _CHECKS.items():
         if name in numbers:
@@ -71,20 +71,20 @@ class _Checked:
 
 @dataclass
 class ModelConfig(_Checked):
-    """A model: embedding, encoder, final norm, predictor.
+    """A model: embedding, encoder, final norm and predictor.
 
     Parameters
     ----------
     dropout_rate
         Dropout rate of attention weights, hidden units and residual branches.
     embedding_dim
-        Width of a token.
+        Width of a token state.
     pwff_hidden_dim
-        Hidden units of a feed-forward block.
+        Number of hidden units in a feed-forward block.
     num_layers
         Number of layers.
     num_heads
-        Heads of attention, a divisor of `embedding_dim`.
+        Number of attention heads, a divisor of `embedding_dim`.
     vocab_size
         Number of tokens.
     max_wavelength
@@ -115,20 +115,20 @@ class ModelConfig(_Checked):
 
 @dataclass
 class EncoderConfig(_Checked):
-    """A stack of layers; fields as in :class:`ModelConfig`.
+    """A stack of layers, with fields as in :class:`ModelConfig`.
 
     Parameters
     ----------
     dropout_rate
         Dropout rate in training.
     embedding_dim
-        Width of a token.
+        Width of a token state.
     pwff_hidden_dim
-        Hidden units of a feed-forward block.
+        Number of hidden units in a feed-forward block.
     num_layers
         Number of layers.
     num_heads
-        Heads of attention.
+        Number of attention heads.
     max_wavelength, scale_factor
         Parameters of the rotary positions.
 
@@ -149,18 +149,18 @@ class EncoderConfig(_Checked):
 
 @dataclass
 class LayerConfig(_Checked):
-    """One layer; fields as in :class:`ModelConfig`.
+    """One layer, with fields as in :class:`ModelConfig`.
 
     Parameters
     ----------
     dropout_rate
         Dropout rate in training.
     embedding_dim
-        Width of a token.
+        Width of a token state.
     pwff_hidden_dim
-        Hidden units of a feed-forward block.
+        Number of hidden units in a feed-forward block.
     num_heads
-        Heads of attention.
+        Number of attention heads.
     max_wavelength, scale_factor
         Parameters of the rotary positions.
 
@@ -180,16 +180,16 @@ class LayerConfig(_Checked):
 
 @dataclass
 class PositionWiseFeedForwardConfig(_Checked):
-    """A feed-forward block; fields as in :class:`ModelConfig`.
+    """A feed-forward block, with fields as in :class:`ModelConfig`.
 
     Parameters
     ----------
     dropout_rate
         Dropout rate in training.
     embedding_dim
-        Width of a token.
+        Width of a token state.
     pwff_hidden_dim
-        Hidden units of a feed-forward block.
+        Number of hidden units in a feed-forward block.
 
     Examples
     --------
@@ -204,14 +204,14 @@ class PositionWiseFeedForwardConfig(_Checked):
 
 @dataclass
 class SIGRegConfig(_Checked):
-    """The regularizer of embeddings.
+    """The embedding regularizer.
 
     Parameters
     ----------
     t_max
-        Largest t of the characteristic function.
+        Maximum t of the characteristic function.
     points
-        Number of t, at least 2.
+        Number of values of t, at least 2.
     slices
         Number of random directions.
     coefficient
@@ -230,18 +230,18 @@ class SIGRegConfig(_Checked):
 
 
 def part_of[C](config: Any, kind: type[C]) -> C:
-    """Return the configuration of a part with the values of the model's configuration."""
+    """Return the configuration of a part, with values from the model configuration."""
     return kind(**{field.name: getattr(config, field.name) for field in fields(kind)})  # type: ignore[arg-type]
 
 
 def check_config(config: Any, kind: type) -> None:
-    """Raise unless a configuration has the fields of `kind`."""
+    """Raise an error if a configuration lacks a field of `kind`."""
     if lacking := [field.name for field in fields(kind) if not hasattr(config, field.name)]:
         raise OptionError(f"config={config!r:.60} has no {lacking[0]}; pass a {kind.__name__}(...).")
 
 
 def check_whole(argument: str, values: Any, kind: type = object) -> None:
-    """Raise unless `values` are whole numbers of shape (B, S), in an array of the framework, of the type `kind`."""
+    """Raise an error if `values` are not integers of shape (B, S) in an array of the type `kind` of the framework."""
     if not isinstance(values, kind):
         raise DataError(f"{argument} is of type {type(values).__name__}; pass a {kind.__name__}.")
     dtype, shape = getattr(values, "dtype", type(values).__name__), tuple(getattr(values, "shape", ()))
@@ -250,14 +250,14 @@ def check_whole(argument: str, values: Any, kind: type = object) -> None:
 
 
 def check_tokens(argument: str, values: Any, vocab_size: int) -> None:
-    """Raise if a token is outside the vocabulary."""
+    """Raise an error if a token is outside the vocabulary."""
     if values.shape[0] and values.shape[1] and not 0 <= int(values.min()) <= int(values.max()) < vocab_size:
         wrong = values.min() if values.min() < 0 else values.max()
         raise DataError(f"{argument} contains {int(wrong)}; pass tokens from 0 to {vocab_size - 1}, the vocabulary.")
 
 
 def check_one_a_token(argument: str, values: Any, of: str, tokens: Any, *, or_one_row: bool = False) -> None:
-    """Raise unless `values` has the shape of `tokens`, which the argument `of` names; or one row of it."""
+    """Raise an error if `values` does not have the shape of `tokens` (argument `of`), or optionally of one row."""
     if tuple(values.shape) not in {tuple(tokens.shape), *([(1, tokens.shape[1])] if or_one_row else [])}:
         raise DataError(
             f"{argument} has shape {tuple(values.shape)} and {of} {tuple(tokens.shape)}; pass one per token."
@@ -265,7 +265,7 @@ def check_one_a_token(argument: str, values: Any, of: str, tokens: Any, *, or_on
 
 
 def check_states(x: Any, noise: Any = None) -> None:
-    """Raise unless `x` are real numbers of shape (..., H), and `noise`, if given, is of shape (H, directions)."""
+    """Raise an error if `x` are not real numbers of shape (..., H), or `noise` is not of shape (H, directions)."""
     if "float" not in str(x.dtype) or not x.shape:
         raise DataError(f"x has dtype {x.dtype} and shape {tuple(x.shape)}; pass states of shape (..., width).")
     if noise is not None and (len(noise.shape) != 2 or len(noise) != x.shape[-1]):

@@ -1,7 +1,7 @@
-"""Weights as safetensors, in the layout shared by the torch and flax halves of soma.
+"""Weights as safetensors, in the layout shared by the torch and flax versions of soma.
 
-A matrix has the shape (inputs, outputs); scale and bias of a layer norm are ``gamma`` and ``beta``; keys are sorted.
-Both packages write identical files.
+A matrix has the shape (inputs, outputs); the scale and bias of a layer norm are called ``gamma`` and ``beta``; keys are
+sorted. Both versions write identical files.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ class Serde[M](abc.ABC):
     Parameters
     ----------
     module
-        Any module; it keeps its dtype and device.
+        Any module, whose dtype and device do not change.
     """
 
     _format: ClassVar[Any]
-    """The module of safetensors for the framework."""
+    """The safetensors module for the framework."""
 
     def __init__(self, module: M) -> None:
         self.module = module
 
     @abc.abstractmethod
     def _tensors(self) -> dict[str, Any]:
-        """Return the weights of the module by their names in a file, in the shapes that they have there."""
+        """Return a mapping from file key to module weight, in the shapes used in the file."""
 
     def _for_file(self) -> dict[str, Any]:
-        """Return the weights in the format of safetensors."""
+        """Return the weights in safetensors format."""
         return self._tensors()
 
     @abc.abstractmethod
     def _set(self, tensors: Mapping[str, Any]) -> None:
-        """Set the weights of the module to those of a file, after checks."""
+        """Set the weights of the module to the weights from a file, after checks."""
 
     def serialize(self) -> bytes:
         """Return the weights as the bytes of a safetensors file."""
@@ -55,25 +55,25 @@ class Serde[M](abc.ABC):
             self._format.save_file(self._for_file(), temporary)
 
     def deserialize(self, data: bytes) -> M:
-        """Set the weights to those of :meth:`serialize`; return the module.
+        """Set the weights to the output of :meth:`serialize`; return the module.
 
         Raises
         ------
         ModelFileError
-            If `data` is not safetensors, or a tensor is missing, unknown, of another shape, or not of finite real
-            numbers. The module then does not change.
+            If `data` is not safetensors, or a tensor is missing, is unknown, has a different shape, or does not contain
+            finite real numbers. The module does not change in this case.
         """
         return self._read("data", lambda: self._format.load(bytes(data)))
 
     def deserialize_from_file(self, filename: str | os.PathLike[str]) -> M:
-        """Set the weights to those of a file; return the module.
+        """Set the weights to the weights in a file; return the module.
 
         Raises
         ------
         MissingFileError
             If there is no such file.
         ModelFileError
-            As :meth:`deserialize`.
+            As in :meth:`deserialize`.
         """
         if not Path(filename).is_file():
             raise MissingFileError(f"filename={str(filename)!r} is not a file; pass the name of a file of weights.")
@@ -103,7 +103,7 @@ class Serde[M](abc.ABC):
 
 
 class Serializable:
-    """Adds ``save`` and ``load`` to a class of modules; name it before the module class."""
+    """Adds ``save`` and ``load`` to a module class; list it before the base module class."""
 
     _serde: ClassVar[type[Serde[Any]]]
 
@@ -117,10 +117,10 @@ class Serializable:
 
     @classmethod
     def load(cls, filename: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Self:
-        """Return ``cls(*args, **kwargs)`` with the weights of a file; see :class:`Serde` for errors."""
+        """Return ``cls(*args, **kwargs)`` with the weights from a file; see :class:`Serde` for errors."""
         return cls._serde(cls(*args, **kwargs)).deserialize_from_file(filename)
 
     @classmethod
     def load_bytes(cls, data: bytes, *args: Any, **kwargs: Any) -> Self:
-        """Return ``cls(*args, **kwargs)`` with weights of :meth:`save_bytes`; see :class:`Serde` for errors."""
+        """Return ``cls(*args, **kwargs)`` with weights from :meth:`save_bytes`; see :class:`Serde` for errors."""
         return cls._serde(cls(*args, **kwargs)).deserialize(data)

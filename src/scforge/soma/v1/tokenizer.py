@@ -1,6 +1,6 @@
-"""Bytes to tokens: chunks of equal length, no vocabulary, no framework.
+"""Conversion of bytes to tokens: chunks of equal length, without a vocabulary or a framework.
 
-A byte is its own token. The last chunk ends with EOS (257) if it has room, and is filled up with PAD (256).
+A byte is its own token. The last chunk ends with EOS (257) if there is room, and is padded with PAD (256).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from scforge.soma.v1.configs import V1_EOS_TOKEN_ID, V1_MAX_SEQ_LEN, V1_PAD_TOKE
 
 
 class TokenizedSequence(NamedTuple):
-    """One chunk of bytes as lists of `max_seq_len` numbers.
+    """One chunk of bytes, as lists of `max_seq_len` numbers.
 
-    ``token_ids``: tokens. ``targets``: the next token at each position, PAD at the last. ``pos_ids``: offset of each
-    byte in all of the data; EOS and PAD have the offset after the last byte.
+    ``token_ids`` contains the tokens. ``targets`` contains the next token at each position, and PAD at the last
+    position. ``pos_ids`` contains the offset of each byte in the data; EOS and PAD have the offset after the last byte.
 
     Parameters
     ----------
     token_ids, targets, pos_ids
-        Whole numbers, `max_seq_len` of each.
+        Lists of `max_seq_len` integers.
 
     Examples
     --------
@@ -38,14 +38,14 @@ class TokenizedSequence(NamedTuple):
 
 
 def tokenize(data: bytes | bytearray, max_seq_len: int = V1_MAX_SEQ_LEN) -> list[TokenizedSequence]:
-    """Return the chunks of `data`; none if it is empty.
+    """Return the chunks of `data`, or an empty list if `data` is empty.
 
     Parameters
     ----------
     data
         Any bytes.
     max_seq_len
-        Tokens a chunk.
+        Number of tokens per chunk.
 
     Returns
     -------
@@ -56,7 +56,7 @@ def tokenize(data: bytes | bytearray, max_seq_len: int = V1_MAX_SEQ_LEN) -> list
     DataError
         If `data` is not bytes.
     OptionError
-        If `max_seq_len` is not a positive whole number.
+        If `max_seq_len` is not a positive integer.
 
     Examples
     --------
@@ -75,9 +75,9 @@ def tokenize_arrays(
     Parameters
     ----------
     data
-        Bytes, or numbers of uint8 of shape (bytes,).
+        Bytes, or a uint8 array of shape (bytes,).
     max_seq_len
-        Tokens a chunk.
+        Number of tokens per chunk.
 
     Returns
     -------
@@ -88,7 +88,7 @@ def tokenize_arrays(
     DataError
         If `data` is not bytes.
     OptionError
-        If `max_seq_len` is not a positive whole number.
+        If `max_seq_len` is not a positive integer.
 
     Examples
     --------

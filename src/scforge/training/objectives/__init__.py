@@ -1,4 +1,4 @@
-"""Objectives: the losses that training minimizes, one per file, independent of the architecture."""
+"""Objectives: the losses that training minimizes, defined independently of the architecture, one per file."""
 
 from __future__ import annotations
 

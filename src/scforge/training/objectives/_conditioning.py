@@ -22,7 +22,7 @@ def check_classes(argument: str, classes: Any, key_argument: str, key: str | Non
     Raises
     ------
     OptionError
-        If the classes are not a list of names, contain a name twice, or there is no column for them.
+        If the classes are not a list of names, a name occurs twice, or no column is specified for them.
     """
     if classes is None:
         return None
@@ -34,12 +34,12 @@ def check_classes(argument: str, classes: Any, key_argument: str, key: str | Non
 
 
 def classes_found(argument: str, key: str, column: Callable[[str], pd.Series]) -> list[str]:
-    """Return the names of the classes of a column of obs, sorted.
+    """Return the sorted names of the classes in a column of obs.
 
     Raises
     ------
     OptionError
-        If it contains numbers that are not classes, or no values.
+        If the column contains numbers that are not classes, or no values.
     """
     try:
         classes = column(key).dropna()
@@ -56,7 +56,7 @@ def classes_found(argument: str, key: str, column: Callable[[str], pd.Series]) -
 def numbers_of_cells(
     key_argument: str, key: str | None, argument: str, names: list[str] | None, cells: Cells, *, needed: bool = True
 ) -> np.ndarray | None:
-    """Return the class code of each cell, int64, shape (N,), -1 for unknown classes; None without a column `key`.
+    """Return the class code of each cell, int64, shape (N,), -1 for unknown classes, or None without a column `key`.
 
     Parameters
     ----------
@@ -67,7 +67,7 @@ def numbers_of_cells(
     cells
         All cells.
     needed
-        If False, a missing column gives all cells the code -1.
+        If False and the column is missing, all cells receive the code -1.
     """
     if key is None:
         return None
@@ -86,7 +86,7 @@ def numbers_of_cells(
 
 
 def of_block(key: str | None, numbers: np.ndarray | None, block: CellBlock) -> torch.Tensor | None:
-    """Return the class codes of the cells of a batch, int64, shape (B,); None without a column `key`."""
+    """Return the class codes of the cells in a batch, int64, shape (B,), or None without a column `key`."""
     if key is None:
         return None
     if numbers is None:
@@ -95,7 +95,7 @@ def of_block(key: str | None, numbers: np.ndarray | None, block: CellBlock) -> t
 
 
 IN_THE_MEAN = "they are decoded with the mean of all batches."
-"""Treatment of cells of unknown batches."""
+"""How cells of unknown batches are treated."""
 
 
 class TellsBatches(Objective):
@@ -107,12 +107,12 @@ class TellsBatches(Objective):
     takes_batch_key = True
 
     def _set_batches(self, batch_key: str | None, batches: Sequence[str] | None) -> None:
-        """Check and keep the options of batches."""
+        """Check and store the batch options."""
         self.batch_key = batch_key
         self.batches = check_classes("batches", batches, "batch_key", batch_key)
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
-        """Return the batches of the cells that a model is created with, unless they are already set."""
+        """Return the batches of the cells that the model is created with, unless batches are already set."""
         if self.batch_key is None or self.batches is not None:
             return {}
         return {"batches": classes_found("batch_key", self.batch_key, column)}
@@ -127,7 +127,7 @@ class TellsBatches(Objective):
         Raises
         ------
         DataError
-            If the column is missing, or has a batch that the model does not know.
+            If the column is missing, or contains a batch that is unknown to the model.
         """
         if problem := self.look_up_batches(cells):
             raise DataError(f"{problem}; rename the batches of the data, or train a new model.")
@@ -138,7 +138,7 @@ class TellsBatches(Objective):
             warn(f"{problem}; {IN_THE_MEAN}")
 
     def look_up_batches(self, cells: Cells, *, needed: bool = True) -> str:
-        """Look up the batch of each cell; return a message if cells have unknown batches, else "".
+        """Look up the batch of each cell; return a message if cells have unknown batches, otherwise "".
 
         If the column is missing and not `needed`, no cell has a batch.
         """
@@ -150,7 +150,7 @@ class TellsBatches(Objective):
         return f"{of} have batches that the model does not know (known: {listing(names or [])})"
 
     def own_batches(self, cells: Cells) -> np.ndarray:
-        """Return a code for the batch of each cell, known to the model or not, int64, shape (N,); -1 without batches.
+        """Return a code for the batch of each cell, even for new batches; int64, shape (N,), -1 if missing.
 
         Raises
         ------
@@ -160,5 +160,5 @@ class TellsBatches(Objective):
         return np.asarray(cells.column(str(self.batch_key)).astype("category").cat.codes, dtype=np.int64)
 
     def batches_of(self, block: CellBlock) -> torch.Tensor | None:
-        """Return the batches of the cells of a batch, int64, shape (B,); None without `batch_key`."""
+        """Return the batch codes of the cells in a minibatch, int64, shape (B,), or None without `batch_key`."""
         return of_block(self.batch_key, self._batches, block)

@@ -1,4 +1,4 @@
-"""Views of a cell by subsampled counts, and detection of collapsed embeddings."""
+"""Views of a cell with subsampled counts, and detection of collapsed embeddings."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from scforge.tokenizers.base import TokenBatch, Tokenizer, concatenate, pad
 from scforge.training.objectives.base import Objective
 
 _SINGLY = 8.0
-"""Counts up to which each trial has a separate random number; above, groups of 64 trials share numbers."""
+"""Maximum count for which each trial uses a separate random number; above, groups of 64 trials share numbers."""
 _NORMAL_ABOVE = 1000.0
-"""Counts above which the binomial is sampled from its normal approximation (relative error of its spread < 0.1 %)."""
+"""Count above which the binomial is sampled from its normal approximation (relative error of the spread < 0.1 %)."""
 
 
 @numba.njit(cache=True)
@@ -44,8 +44,8 @@ def _binomial(n, p, key, position):
 def _trials(n, p, key, position):
     """Sample from Binomial(n, p), 64 trials at a time.
 
-    Bit k of each word belongs to trial k. A trial compares its random number with `p` bit by bit, the highest first,
-    and is decided at the first that differs, so that half of the trials are decided with each word.
+    Bit k of each word belongs to trial k. A trial compares its random number with `p` bit by bit, starting with the
+    highest bit, and is decided at the first bit that differs. Half of the trials are therefore decided with each word.
     """
     if p >= 1.0:
         return np.float64(n), position
@@ -69,7 +69,7 @@ def _trials(n, p, key, position):
 
 @numba.njit(cache=True)
 def _ones(bits):
-    """Count the ones among 64 bits, by sums of neighboring fields (Warren 2012, Hacker's Delight, 5-1)."""
+    """Count the set bits of a 64-bit integer by sums of neighboring fields (Warren 2012, Hacker's Delight, 5-1)."""
     bits -= (bits >> np.uint64(1)) & np.uint64(0x5555555555555555)
     bits = (bits & np.uint64(0x3333333333333333)) + ((bits >> np.uint64(2)) & np.uint64(0x3333333333333333))
     bits = (bits + (bits >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -126,19 +126,19 @@ def downsample_counts(
     block
         Cells with integer counts.
     keep
-        Range from which the fraction of counts to keep is sampled for each cell; above zero if `log_uniform`.
+        Range from which the fraction of counts to keep is sampled for each cell; must be above zero if `log_uniform`.
     gene_dropout
-        Range from which the rate of masked genes is sampled for each cell. A masked gene is not in the view, but its
-        counts stay in the library size.
+        Range from which the rate of masked genes is sampled for each cell. A masked gene is not part of the view, but
+        its counts remain in the library size.
     seed, epoch, view
-        Determine the random numbers, together with the cell.
+        Values that determine the random numbers, together with the cell.
     log_uniform
-        Sample the logarithm of the fraction uniformly, instead of the fraction itself. Fractions between a tenth and a
-        third are then as frequent as fractions between a third and 1.
+        Whether to sample the logarithm of the fraction uniformly instead of the fraction itself. Fractions between a
+        tenth and a third are then as frequent as fractions between a third and 1.
 
     Returns
     -------
-    Block of the same cells, with fewer counts and genes.
+    A block with the same cells, but fewer counts and genes.
     """
     keys = cell_keys(block.rows, seed=seed, epoch=epoch, stream=view + 1)
     indptr, genes, counts, totals = _downsample(
@@ -150,7 +150,7 @@ def downsample_counts(
 
 
 def downsampled(block: CellBlock, share: Sequence[float] | None, *, epoch: int, seed: int) -> CellBlock:
-    """Return cells with a fraction of their counts, log-uniform in a range; None keeps all counts."""
+    """Return cells with a fraction of their counts, sampled log-uniformly in a range. If None, keeps all counts."""
     if share is None:
         return block
     keep = (share[0], share[1])
@@ -160,14 +160,14 @@ def downsampled(block: CellBlock, share: Sequence[float] | None, *, epoch: int, 
 
 
 class SeesViews(Objective):
-    """An objective that sees cells through views, with the options `keep_min`, `keep_max` and `gene_dropout`."""
+    """An objective that presents cells as views, with the options `keep_min`, `keep_max` and `gene_dropout`."""
 
     keep_min: float
     keep_max: float
     gene_dropout: float
 
     def _set_views(self, keep_min: float, keep_max: float, gene_dropout: float) -> None:
-        """Check and keep the options of views.
+        """Check and store the view options.
 
         Raises
         ------
@@ -200,23 +200,23 @@ _MIN_CELLS = 8
 """Mean number of cells per step below which the covariance is not estimated."""
 
 _MIN_DIMS = 3
-"""Dimensions below which the effective rank is not informative: of two, one may suffice."""
+"""Number of dimensions below which the effective rank is not informative: one of two dimensions may suffice."""
 
 _LINE = 1.01
-"""Effective rank under which cells lie on a line: other directions have less than a thousandth of the variance."""
+"""Effective rank below which cells lie on a line: other directions explain less than a thousandth of the variance."""
 
 _NARROW, _THIN = 0.99, 1.5
-"""Mean cosine above which, and effective rank under which, cells lie on a line far from the origin."""
+"""Mean cosine above which, and effective rank below which, cells lie on a line far from the origin."""
 
 _POINT = 0.9999
-"""Mean cosine above which all cells are a point: they differ by less than 1% of their length."""
+"""Mean cosine above which all cells lie at one point: they differ by less than 1% of their length."""
 
 
 def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return metrics of embeddings; :func:`geometry` takes their means over the cells of an epoch.
+    """Return moments of embeddings; :func:`geometry` uses their means over the cells of an epoch.
 
-    The covariance is computed within a step, because the embedding drifts over an epoch, which would look like
-    variation between cells.
+    The covariance is computed within each step, because the embedding drifts over an epoch, and the drift would appear
+    as variation between cells.
 
     Parameters
     ----------
@@ -225,8 +225,8 @@ def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
 
     Returns
     -------
-    The covariance of the cells, shape (D, D), their mean direction, shape (D,), and the number of the cells of the
-    step, scalar; all float32 and detached.
+    The covariance of the cells, shape (D, D), their mean direction, shape (D,), and the number of cells in the step, a
+    scalar. All tensors are float32 and detached.
     """
     with torch.autocast(z_bd.device.type, enabled=False):
         z_bd = z_bd.detach().float()
@@ -242,14 +242,14 @@ def geometry(means: dict[str, np.ndarray]) -> dict[str, float]:
     Returns
     -------
     ``effective_rank``
-        exp of the entropy of the eigenvalues of the covariance, divided by their sum (Roy and Vetterli 2007): 1 if
+        Exponential of the entropy of the covariance eigenvalues, divided by their sum (Roy and Vetterli 2007): 1 if
         cells lie on a line, D if they vary equally in all directions, 0 if they are identical.
     ``mean_cosine``
-        Mean cosine of two cells sampled at random, the squared length of the mean direction: 1 if all point the same
-        way.
+        Mean cosine similarity of two random cells, i.e. the squared length of the mean direction: 1 if all vectors have
+        the same direction.
 
-    Empty if steps have fewer than 8 cells on average, e.g. in a small validation set, since these always look
-    collapsed, or if a value is not finite.
+    The mapping is empty if steps contain fewer than 8 cells on average, e.g. in a small validation set, because such
+    embeddings always appear collapsed. It is also empty if a value is not finite.
     """
     covariance, direction, cells = (means.pop(name) for name in (_COVARIANCE, _DIRECTION, _CELLS))
     if cells < _MIN_CELLS or not (np.isfinite(covariance).all() and np.isfinite(direction).all()):
@@ -264,15 +264,15 @@ def geometry(means: dict[str, np.ndarray]) -> dict[str, float]:
 def has_collapsed(figures: Mapping[str, float], n_dims: int) -> bool:
     """Return whether the metrics of :func:`geometry` show that an embedding with `n_dims` dimensions has collapsed.
 
-    It has collapsed if one of these is true:
+    The embedding has collapsed if one of these conditions holds:
 
-    - Cells lie on a line: the effective rank is below 1.01 of at least 3 dimensions. A slightly higher rank is not
+    - Cells lie on a line: the effective rank is below 1.01, out of at least 3 dimensions. A slightly higher rank is not
       necessarily a collapse: two distant groups of cells reach 1.05.
-    - Cells lie on a line far from the origin: the mean cosine is above 0.99 and the effective rank below 1.5, of at
-      least 3 dimensions. A mean cosine above 0.99 alone is not a collapse: an embedding that is not centered can be far
-      from the origin and still separate cells in many dimensions.
-    - All cells are a point: the mean cosine is above 0.9999 in at least 2 dimensions, so cells differ by less than 1%
-      of their length.
+    - Cells lie on a line far from the origin: the mean cosine is above 0.99 and the effective rank is below 1.5, out of
+      at least 3 dimensions. A mean cosine above 0.99 alone is not a collapse: an embedding that is not centered can be
+      far from the origin and still separate cells in many dimensions.
+    - All cells lie at one point: the mean cosine is above 0.9999 in at least 2 dimensions, so cells differ by less than
+      1% of their length.
     """
     if not figures:
         return False

@@ -1,4 +1,4 @@
-"""The base class of objectives, and their registry."""
+"""The objective base class and registry."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class TrainingDefaults:
     Attributes
     ----------
     batch_size
-        Cells per step.
+        Number of cells per step.
     lr, weight_decay
         Learning rate and weight decay of AdamW.
     schedule
         Name of the learning-rate schedule.
     max_epochs
-        Number of epochs on 2,500 cells. With other numbers of cells, training has about the same number of steps.
+        Number of epochs on 2,500 cells. With other numbers of cells, training takes about the same number of steps.
     most_epochs
-        Maximum number of epochs on few cells; None means ten times `max_epochs`.
+        Maximum number of epochs on few cells. If None, uses ten times `max_epochs`.
 
     Examples
     --------
@@ -55,7 +55,7 @@ class TrainingDefaults:
 
 
 class Objective(ABC):
-    """A loss, and the preparation of its batches.
+    """A loss and the preparation of its batches.
 
     :meth:`prepare` runs in the data loader, :meth:`loss` on the device. All options are keyword-only arguments of the
     constructor, and are stored as attributes with the same names.
@@ -81,43 +81,45 @@ class Objective(ABC):
     defaults: ClassVar[TrainingDefaults]
 
     generates: ClassVar[bool] = False
-    """Whether a model trained with it can generate cells."""
+    """Whether a model trained with the objective can generate cells."""
 
     random_batches: ClassVar[bool] = False
-    """Whether batches must be random samples, as the loss compares cells; else cells of similar length share one."""
+    """Whether batches must be random samples, because the loss compares cells; otherwise cells are batched by
+    length."""
 
     monitor: ClassVar[str] = "loss"
-    """Metric of the validation cells that selects the best epoch and is used for early stopping."""
+    """Validation metric that selects the best epoch and is used for early stopping."""
 
     monitor_mode: ClassVar[str] = "min"
-    """``"min"`` or ``"max"``: the direction of better."""
+    """``"min"`` or ``"max"``, depending on whether lower or higher is better."""
 
     predicts_values: ClassVar[bool] = False
-    """Whether the loss is of expression alone, so that an architecture with an optional head for it needs that head."""
+    """Whether the loss concerns only expression, so that an architecture with an optional expression head needs that
+    head."""
 
     denoises_values: ClassVar[bool] = False
-    """Whether values are hidden by ``masked_values``, apart from the genes that ``masked_positions`` hides."""
+    """Whether values are masked by ``masked_values``, separately from the genes masked by ``masked_positions``."""
 
     takes_batch_key: ClassVar[bool] = False
-    """Whether `Encoder` passes the batches of its set-up as `batch_key` by default."""
+    """Whether `Encoder` passes the batches from its setup as `batch_key` by default."""
 
     maps_queries: ClassVar[bool] = False
-    """Whether a trained encoder embeds cells of new batches unchanged, so only the decoder is trained."""
+    """Whether a trained encoder embeds cells of new batches without changes, so that only the decoder is trained."""
 
     @classmethod
     def option_names(cls) -> list[str]:
-        """Names of the options of the constructor."""
+        """Return the names of the constructor options."""
         parameters = inspect.signature(cls).parameters.values()
         return [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
 
     @classmethod
     def needed_options(cls) -> list[str]:
-        """Names of the options of the constructor that have no default."""
+        """Return the names of the constructor options that have no default."""
         parameters = inspect.signature(cls).parameters
         return [name for name in cls.option_names() if parameters[name].default is inspect.Parameter.empty]
 
     def config(self) -> dict[str, Any]:
-        """Options that recreate this objective, JSON-safe."""
+        """Return the JSON-safe options that recreate this objective."""
         return {name: getattr(self, name) for name in self.option_names()}
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:  # noqa: B027 -- optional
@@ -141,7 +143,7 @@ class Objective(ABC):
         return {}
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:  # noqa: B027 -- optional
-        """Look up data that minibatches need in addition to counts, before any are prepared.
+        """Look up data that minibatches need in addition to counts, before any minibatch is prepared.
 
         Parameters
         ----------
@@ -154,7 +156,7 @@ class Objective(ABC):
     def arrange(
         self, tokens: TokenBatch, tokenizer: Tokenizer, rows: np.ndarray, *, epoch: int, seed: int
     ) -> TokenBatch:
-        """Arrange the tokens of the cells at `rows` in the order that a module expects."""
+        """Arrange the tokens of the cells at `rows` in the order that the module expects."""
         return tokens
 
     def max_tokens(self, tokenizer: Tokenizer) -> int:
@@ -162,19 +164,19 @@ class Objective(ABC):
         return tokenizer.max_tokens()
 
     def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
-        """Return the number of cells of a batch of :meth:`prepare`."""
+        """Return the number of cells in a batch from :meth:`prepare`."""
         return batch["input_ids"].shape[0]
 
     @abstractmethod
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Return the batch of tensors for :meth:`loss`; random choices depend on seed, epoch and cell only."""
+        """Return the tensor batch for :meth:`loss`; random choices depend only on the seed, the epoch and the cell."""
 
     @abstractmethod
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss to minimize and additional metrics to log, as means over the cells of the batch."""
+        """Return the loss to minimize and additional metrics to log, averaged over the cells of the batch."""
 
     def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the metrics to log for an epoch, computed from the means of loss and metrics over its cells."""
+        """Return the metrics to log for an epoch, computed from the loss and metrics averaged over its cells."""
         return {name: float(value) for name, value in means.items()}
 
     def __repr__(self) -> str:
@@ -183,13 +185,13 @@ class Objective(ABC):
 
 
 def mismatch(objective: str, architecture: type[nn.Module] | nn.Module, why: str, choice: str) -> OptionError:
-    """Return the error for an objective that does not work with an architecture, with reason and alternatives."""
+    """Return the error for an objective that does not work with an architecture, with a reason and alternatives."""
     name = architecture.__name__ if isinstance(architecture, type) else type(architecture).__name__
     return OptionError(f"{objective!r} does not work with {name}, which {why}; choose {choice}, or another objective.")
 
 
 def refuse_zero_genes(objective: str, tokenizer: Tokenizer) -> None:
-    """Raise :class:`~scforge.errors.OptionError` if all measured genes are tokens, so none can be masked."""
+    """Raise :class:`~scforge.errors.OptionError` if all measured genes are tokens, so that none can be masked."""
     if tokenizer.lists_all_genes:
         raise OptionError(
             f"include_zero_genes=True presents every measured gene, but {objective!r} learns to predict which genes a "
@@ -264,7 +266,7 @@ def get_objective(name: str, **options: Any) -> Objective:
     Raises
     ------
     OptionError
-        If the name, or an option, is unknown.
+        If the name or an option is unknown.
 
     Examples
     --------

@@ -1,6 +1,6 @@
 """Joint embedding: views of a cell have similar embeddings, and SIGReg prevents a collapse.
 
-Shapes: N cells of a source, B cells of a step, K views, D dimensions, E batches of cells.
+Shapes: N cells in a source, B cells in a step, K views, D dimensions, E batches of cells.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from scforge.training.objectives._views import CollapseWatch, SeesViews, geometr
 from scforge.training.objectives.base import TrainingDefaults, mismatch, register_objective
 
 _MIN_CELLS = 2
-"""Minimum cells of a batch in a step to represent it."""
+"""Minimum number of cells in a step that are needed to represent a batch."""
 
 _SHARES = "batch_shares"
-"""Key of a batch of tensors that is not an argument of `encode`."""
+"""Key of a tensor batch that is not an argument of `encode`."""
 
 _LARGEST_WEIGHT = 10.0
-"""Maximum weight of a cell relative to the mean of its batch, so that rare ones do not dominate."""
+"""Maximum weight of a cell relative to the mean of its batch, so that rare cells do not dominate."""
 
 
 @register_objective("joint_embedding")
 class JointEmbedding(TellsBatches, SeesViews):
-    """Agreement of the views of a cell plus SIGReg over cells (after LeJEPA, arXiv:2511.08544).
+    """Agreement between the views of a cell, plus SIGReg over cells (after LeJEPA, arXiv:2511.08544).
 
-    The model sees several views of each cell, with counts thinned to a random depth and some genes masked. With z the
-    embedding of a view::
+    The model receives several views of each cell, with counts thinned to a random depth and some genes masked. If z is
+    the embedding of a view::
 
         loss = (1 - weight) * mean((z - mean of the cell's views)^2) + weight * SIGReg(z)
 
-    SIGReg is computed for each view over the cells of a step (of all processes in training), and averaged over views.
-    With `per_batch` it is computed for each batch (donor, protocol) separately and averaged, weighted by the number of
-    cells. Each batch then approaches the same Gaussian, so batches mix. If batches differ in composition, this moves
-    cells of one type onto another. `clusters` corrects for it: cells are weighted as if each batch had the average
-    composition of clusters. Clusters are computed once, before training, by k-means on principal components corrected
-    by Harmony. Weights cannot replace a cluster that is missing in a batch.
+    SIGReg is computed for each view over the cells of a step (from all processes in training), and averaged over views.
+    With `per_batch`, it is computed separately for each batch (donor, protocol) and averaged, weighted by the number of
+    cells. Each batch then approaches the same Gaussian, so the batches mix. If batches differ in composition, this
+    moves cells of one type onto another. `clusters` corrects for this effect: cells are weighted as if each batch had
+    the average cluster composition. Clusters are computed once, before training, by k-means on principal components
+    corrected by Harmony. Weights cannot compensate for a cluster that is missing in a batch.
 
     ``effective_rank`` and ``mean_cosine`` in the history show how many dimensions the embedding uses, and whether all
     cells lie in one direction. A warning reports a collapse.
@@ -58,27 +58,28 @@ class JointEmbedding(TellsBatches, SeesViews):
     keep_min, keep_max
         Range of the fraction of counts that a view keeps, sampled for each view.
     gene_dropout
-        Largest fraction of masked genes; the fraction is sampled between 0 and this for each view.
+        Maximum fraction of masked genes; the fraction is sampled between 0 and this value for each view.
     weight
         Weight of SIGReg, in (0, 1).
     slices
-        Number of random directions of SIGReg.
+        Number of random directions in SIGReg.
     per_batch
-        Compute SIGReg for each batch separately. Batches with fewer than 2 cells in a step are ignored. With several
-        processes, each process then uses only its own cells.
+        Whether to compute SIGReg separately for each batch. Batches with fewer than 2 cells in a step are ignored. With
+        several processes, each process then uses only its own cells.
     clusters
-        Number of clusters whose proportions are balanced between batches, for `per_batch`, at least 2; None means no
+        Number of clusters whose proportions are balanced between batches, for `per_batch`, at least 2. If None, uses no
         clusters.
     max_cells
-        Number of training cells to cluster, sampled once, and of held-out cells that are assigned; other cells have
+        Maximum number of training cells to cluster, sampled once, and of held-out cells to assign; other cells have
         weight 1.
     batch_key
         Column of ``obs`` with the batch of each cell, for `per_batch`. The architecture does not receive it.
     batches
-        Names of the batches. If None, uses those of the cells that the model is created with.
+        Names of the batches. If None, uses the batches of the cells that the model is created with.
     projector
         Width of an MLP projection head. Both terms then apply to its output, so the embedding need not be isotropic.
-        For architectures that have such a head (``gene_pooling``, ``mlp``). None applies both terms to the embedding.
+        Requires an architecture with such a head (``gene_pooling``, ``mlp``). If None, both terms apply to the
+        embedding.
 
     Examples
     --------
@@ -142,7 +143,7 @@ class JointEmbedding(TellsBatches, SeesViews):
             raise mismatch("joint_embedding", architecture, why, "the architecture 'gene_pooling' or 'mlp'")
 
     def model_options(self) -> dict[str, Any]:
-        """Return the width of the projector, as an option of the architecture, which does not receive batches."""
+        """Return the projector width as an option of the architecture, which does not receive batches."""
         return {} if self.projector is None else {"projector_dim": self.projector}
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
@@ -165,7 +166,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         self._weigh(cells, train_rows, most=None if self.clusters is None else min(self.clusters, len(train_rows)))
 
     def _weigh(self, cells: Cells, train_rows: np.ndarray, *, most: int | None) -> None:
-        """Compute at most this many clusters, and weight cells to balance their proportions between batches.
+        """Compute at most `most` clusters, and weight cells to balance cluster proportions between batches.
 
         The cluster centers are computed from training cells.
         """
@@ -195,8 +196,9 @@ class JointEmbedding(TellsBatches, SeesViews):
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenize all views of all cells, view after view: tensors of shape (K * B, S).
 
-        With `per_batch`, ``batch_shares`` has a row for each batch that is used in this step, with the weights of its
-        cells (without `clusters`, one over their number) and 0 for other cells, float32, shape (E, B).
+        With `per_batch`, ``batch_shares`` contains a row for each batch that is used in this step, float32, shape (E,
+        B). A row contains the weights of the cells in the batch (without `clusters`, one over their number), and 0 for
+        other cells.
         """
         batch: dict[str, torch.Tensor] = dict(self._views([block] * self.views, tokenizer, epoch=epoch, seed=seed))
         codes = self.batches_of(block)
@@ -210,7 +212,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         return batch["input_ids"].shape[0] // self.views
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss; log its two parts, and the spread and the geometry of the embedding."""
+        """Return the loss; log its two parts, and the spread and geometry of the embedding."""
         of_cells: Any = module
         tokens = {name: tensor for name, tensor in batch.items() if name != _SHARES}
         z = of_cells.encode(**tokens)
@@ -227,7 +229,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         return loss, figures | geometry_moments(z_kbd.mean(dim=0))
 
     def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the means and the geometry of the embedding; warn, once, if it has collapsed."""
+        """Return the means and the geometry of the embedding; warn once if the embedding has collapsed."""
         means = dict(means)
         found = self._collapse.figures(means)
         return {**super().summarize(means), **found}

@@ -47,22 +47,22 @@ _MAX_GENES = 1200
 
 @register_objective("masked_diffusion")
 class MaskedDiffusion(TellsBatches):
-    """Cross entropy of masked genes and squared error of masked values, at all masked fractions.
+    """Cross entropy of masked genes and squared error of masked values, at all masking fractions.
 
-    The absorbing-state diffusion of discrete tokens (Austin et al. 2021; Sahoo et al. 2024) over the genes of a cell
-    and their values, as in ScDiVa (arXiv:2602.03477); the formulas are our derivation. Each cell has a time t in [0,
-    1); of its S tokens n = floor(t S) + 1 are masked, so each n from 1 to S is equally likely::
+    The objective is the absorbing-state diffusion of discrete tokens (Austin et al. 2021; Sahoo et al. 2024) over the
+    genes of a cell and their values, as in ScDiVa (arXiv:2602.03477). We derived the formulas. Each cell has a time t
+    in [0, 1). Of its S tokens, n = floor(t S) + 1 are masked, so each n from 1 to S is equally likely::
 
         loss = mean over cells of (mean cross entropy of masked genes
                                    + value_weight * mean squared error of masked values)
                + reconstruction_weight * reconstruction + beta * kl
 
-    The mean cross entropy is the likelihood bound of a cell per token. In the bound, tokens are masked independently
-    with probability t, and their sum has the weight 1 / t. All states with n masked tokens together therefore have the
-    weight 1 / n, the integral of (S over n) t^(n - 1) (1 - t)^(S - n). The sum over n tokens times 1 / n is their mean.
-    Times are stratified: t_i = (u + i / B) mod 1 over the B cells of a batch, so each batch covers all fractions. The
-    last two terms are those of :class:`~scforge.training.Variational`. They train the embedding, which is computed from
-    the visible part of a cell and decoded to the whole cell.
+    The mean cross entropy is the likelihood bound of a cell, per token. In the bound, tokens are masked independently
+    with probability t, and the sum over tokens has the weight 1 / t. All states with n masked tokens together therefore
+    have the weight 1 / n, the integral of (S over n) t^(n - 1) (1 - t)^(S - n). The sum over n tokens times 1 / n is
+    their mean. Times are stratified: t_i = (u + i / B) mod 1 over the B cells of a batch, so each batch covers all
+    fractions. The last two terms are the same as in :class:`~scforge.training.Variational`. These terms train the
+    embedding, which is computed from the visible part of a cell and decoded to the whole cell.
 
     For architectures that take ``loss_weights``, such as ``scdiva``. The trained models can generate cells and impute
     genes.
@@ -70,27 +70,27 @@ class MaskedDiffusion(TellsBatches):
     Parameters
     ----------
     corrupt
-        ``"separate"``: genes and values are masked independently, so the model also learns values of known genes.
-        ``"both"``: gene and value of a token are masked together. In half of the cells, resampled in each epoch, only
-        values are masked, because generation and imputation predict values of known genes. (Genes therefore have half
-        their weight.)
+        ``"separate"``: genes and values are masked independently, so the model also learns to predict values of known
+        genes. ``"both"``: the gene and the value of a token are masked together. In half of the cells, resampled in
+        each epoch, only values are masked, because generation and imputation predict values of known genes. (Genes
+        therefore have half the weight.)
     thinning
-        Range of the fraction of counts that the model sees of each cell, sampled log-uniformly in each epoch. The
+        Range of the fraction of counts that the model receives for each cell, sampled log-uniformly in each epoch. The
         targets are computed from all counts. If None, keeps all counts.
     max_genes
         Maximum number of genes per cell; the first genes in the order of the tokenizer are kept. If None, uses as many
-        as the architecture attends to.
+        genes as the architecture attends to.
     value_weight
         Weight of the values.
     reconstruction_weight
-        Weight of the reconstruction; 0 leaves the latent untrained.
+        Weight of the reconstruction; 0 leaves the latent variable untrained.
     beta
-        Weight of the KL divergence of the latent.
+        Weight of the KL divergence of the latent distribution.
     token_prior
-        Start the prediction of genes at the token frequencies of the training cells.
+        Whether to initialize the gene prediction at the token frequencies of the training cells.
     batch_key, batches
-        Column of ``obs`` with the batch of each cell, on which the decoder of the latent is conditioned, and names of
-        the batches in the order of their codes; see :class:`~scforge.training.Variational`. They have no effect with
+        Column of ``obs`` with the batch of each cell, on which the latent decoder is conditioned, and the names of the
+        batches in the order of their codes; see :class:`~scforge.training.Variational`. They have no effect with
         ``reconstruction_weight=0``.
 
     Examples
@@ -135,11 +135,11 @@ class MaskedDiffusion(TellsBatches):
 
     @property
     def most_genes(self) -> int:
-        """Maximum number of genes per cell in the batches."""
+        """Return the maximum number of genes per cell in the batches."""
         return (self._attended or _MAX_GENES) if self.max_genes is None else self.max_genes
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise if genes without counts are tokens, or values are not log1p CP10K."""
+        """Raise an error if genes without counts are tokens, or values are not log1p CP10K."""
         refuse_zero_genes("masked_diffusion", tokenizer)
         if tokenizer.append_cls or tokenizer.append_eos:
             raise OptionError(
@@ -153,7 +153,7 @@ class MaskedDiffusion(TellsBatches):
             )
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise unless the architecture predicts masked genes and masked values of cells with weights."""
+        """Raise an error if the architecture does not predict masked genes and masked values with cell weights."""
         named = set(inspect.signature(architecture.forward).parameters)
         if not {"loss_weights", "masked_values", "target"} <= named:
             why = "does not accept loss_weights, masked_values and target in forward"
@@ -164,7 +164,7 @@ class MaskedDiffusion(TellsBatches):
         return {"denoising": True, **super().model_options()}
 
     def learn_from(self, module: nn.Module) -> None:
-        """Read how many tokens the architecture attends to."""
+        """Read the number of tokens that the architecture attends to."""
         self._attended = getattr(module, "attended_tokens", None)
 
     def max_tokens(self, tokenizer: Tokenizer) -> int:
@@ -246,7 +246,7 @@ class MaskedDiffusion(TellsBatches):
         return {**batch, **whole_profiles(block)}
 
     def _seen_values(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> np.ndarray:
-        """Return the log1p CP10K values of the visible part of each cell, float32, shape (B, G); 0 for the rest."""
+        """Return the log1p CP10K values in the visible part of each cell, float32, shape (B, G); 0 elsewhere."""
         block = downsampled(block, self.thinning, epoch=epoch, seed=seed)
         seen = np.zeros((len(block), tokenizer.vocab.n_genes), dtype=np.float32)
         seen[np.repeat(np.arange(len(block)), np.diff(block.indptr)), block.genes] = log1p_cp10k(block)
@@ -275,7 +275,7 @@ class MaskedDiffusion(TellsBatches):
         return loss, figures | (mean_moments(output.embeddings) if self.reconstruction_weight else {})
 
     def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the means, and the number of active units."""
+        """Return the means and the number of active units."""
         means = dict(means)
         units = active_units(means) if "latent_mean" in means else {}
         return {**super().summarize(means), **units}
@@ -284,8 +284,8 @@ class MaskedDiffusion(TellsBatches):
 def diffusion_times(keys: np.ndarray) -> np.ndarray:
     """Return the time of each cell of a batch, float64 in [0, 1), shape (B,).
 
-    They are stratified over the batch: ``(u + i / B) mod 1``, where i is the rank of the cell by its random key, and u
-    is sampled for the batch. They therefore depend on the cells of a batch, but not on their order.
+    Times are stratified over the batch: ``(u + i / B) mod 1``, where i is the rank of the cell by its random key, and u
+    is sampled once for the batch. Times therefore depend on the cells in a batch, but not on their order.
 
     Parameters
     ----------
@@ -300,7 +300,7 @@ def diffusion_times(keys: np.ndarray) -> np.ndarray:
 
 @numba.njit(cache=True, nogil=True)
 def _hide(ids, lengths, seen, keys, n_hidden, both, n_special, order, states, sizes):
-    """Sample which part of each token is masked (1 its gene, 2 its value, 3 both), and the order of the tokens.
+    """Sample which part of each token is masked (1 the gene, 2 the value, 3 both), and the order of the tokens.
 
     Unmasked tokens come first, in their order, then masked tokens in random order, so positions are not informative.
     Genes that thinning removed are left out unless they are masked.

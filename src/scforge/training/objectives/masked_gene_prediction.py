@@ -1,4 +1,4 @@
-"""Masked gene prediction: mask tokens of a cell and predict their genes."""
+"""Masked gene prediction: mask tokens in a cell and predict their genes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class MaskedGenePrediction(Objective):
     mask_ratio, mask_token_prob, random_token_prob
         See :class:`scforge.tokenizers.Masking`.
     hide_order
-        If the order of the tokens reveals the genes, move masked tokens to the end. False keeps their positions, as in
-        Geneformer's pretraining. A masked gene is then between its neighbors in the ranking, and genes with equal
-        counts are in the fixed order of their medians. Much of the loss below the entropy of the token frequencies then
-        reflects this order, not biology.
+        Whether to move masked tokens to the end if the order of the tokens reveals the genes. False keeps the
+        positions, as in the pretraining of Geneformer. A masked gene is then located between its neighbors in the
+        ranking, and genes with equal counts follow the fixed order of their medians. Much of the loss below the entropy
+        of the token frequencies then reflects this order, not biology.
     token_prior
-        Start the prediction head at the token frequencies of the training cells, so the loss starts near their entropy.
-        For architectures with ``init_token_prior``.
+        Whether to initialize the prediction head at the token frequencies of the training cells, so that the loss
+        starts near their entropy. Requires an architecture with ``init_token_prior``.
 
     Examples
     --------
@@ -73,23 +73,23 @@ class MaskedGenePrediction(Objective):
         self.token_prior = check_bool("token_prior", token_prior)
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Start the prediction head at the token frequencies."""
+        """Initialize the prediction head at the token frequencies."""
         if self.token_prior and hasattr(module, "init_token_prior"):
             module.init_token_prior(torch.from_numpy(token_counts(cells, tokenizer)))
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise if every gene is a token, because masked genes are then simply the missing ones."""
+        """Raise an error if every gene is a token, because masked genes are then simply the missing genes."""
         refuse_zero_genes("masked_gene_prediction", tokenizer)
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise if the architecture uses labels as the names of masked genes, not as targets."""
+        """Raise an error if the architecture uses labels as the names of masked genes rather than as targets."""
         if getattr(architecture, "labels_name_genes", False):
             why = "receives the masked genes and predicts their values"
             choice = "objective='masked_value_prediction', or the architecture 'transformer_encoder'"
             raise mismatch("masked_gene_prediction", architecture, why, choice)
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenize and mask."""
+        """Tokenize the cells and mask genes."""
         masking = Masking(
             tokenizer.vocab,
             mask_ratio=self.mask_ratio,

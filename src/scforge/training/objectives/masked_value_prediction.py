@@ -32,21 +32,21 @@ _SAMPLED_CELLS = 1024
 
 @register_objective("masked_value_prediction")
 class MaskedValuePrediction(Objective):
-    """Predicts the value (or the bin) of genes with masked expression; their names remain visible.
+    """Predicts the value (or bin) of genes with masked expression; the gene names remain visible.
 
-    For architectures that predict a value per token: ``masked_autoencoder``, or ``transformer_encoder`` with
+    Requires an architecture that predicts a value per token: ``masked_autoencoder``, or ``transformer_encoder`` with
     ``expression_head="value"`` or ``"bin"``. The ``forward`` of other architectures must have an argument
-    ``value_labels``, ``bin_labels`` or ``masked_positions``. Masked genes follow the others in random order, so their
-    rank does not reveal their value.
+    ``value_labels``, ``bin_labels`` or ``masked_positions``. Masked genes follow the other genes in random order, so
+    their rank does not reveal their value.
 
     Parameters
     ----------
     mask_ratio
-        Fraction of the genes of a cell to mask, see :class:`scforge.tokenizers.Masking`.
+        Fraction of the genes in a cell to mask; see :class:`scforge.tokenizers.Masking`.
     zero_targets
         Number of genes without counts to add per masked gene, as masked tokens with the value 0. They are sampled from
-        the measured genes of the vocabulary. Without them, a model never sees an unexpressed gene. Not for truncated
-        losses.
+        the measured genes of the vocabulary. Without these genes, the model never receives an unexpressed gene. Not
+        compatible with truncated losses.
 
     Examples
     --------
@@ -73,7 +73,7 @@ class MaskedValuePrediction(Objective):
         self.zero_targets = check_positive("zero_targets", zero_targets, or_zero=True)
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise if genes without counts would be added, but are already tokens."""
+        """Raise an error if genes without counts would be added, but are already tokens."""
         if self.zero_targets and tokenizer.lists_all_genes:
             raise OptionError(
                 f"zero_targets={self.zero_targets:g} adds genes without counts, but include_zero_genes=True already "
@@ -81,7 +81,7 @@ class MaskedValuePrediction(Objective):
             )
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise if the architecture predicts the next token, or does not use masked values."""
+        """Raise an error if the architecture predicts the next token, or does not use masked values."""
         if getattr(architecture, "predicts_next", False):
             why = "predicts the next token rather than masked values"
         elif not _TARGETS & set(inspect.signature(architecture.forward).parameters):
@@ -101,7 +101,7 @@ class MaskedValuePrediction(Objective):
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Initialize the head at the mean of its targets; check that they are counts if the loss needs counts.
 
-        On a GPU the loss does not check the targets itself, because it would have to wait for them.
+        On a GPU, the loss does not check the targets itself, because this would require a synchronization.
         """
         block = cells.block(np.arange(min(len(cells), _SAMPLED_CELLS)))
         batch = self.prepare(block, tokenizer, epoch=0, seed=0)
@@ -151,7 +151,7 @@ def _n_zeros(per_hidden: float, n_hidden: np.ndarray) -> np.ndarray:
 def _add_zeros(
     batch: TokenBatch, block: CellBlock, tokenizer: Tokenizer, per_hidden: float, keys: np.ndarray
 ) -> TokenBatch:
-    """Add genes without counts to the masked tokens of each cell, and put all masked tokens into random order."""
+    """Add genes without counts to the masked tokens of each cell, and shuffle all masked tokens."""
     n_genes, n_special = tokenizer.vocab.n_genes, tokenizer.vocab.n_special
     measured = np.arange(n_genes, dtype=np.int32)
     if block.measured is not None:
@@ -182,7 +182,7 @@ def _add_zeros(
 
 @numba.njit(cache=True, nogil=True)
 def _place(indptr, genes, measured, hidden, lengths, n_added, keys, n_special, n_genes, order, zeros):
-    """Return for each new position its old position (-1 for none), or the id of an added gene without counts."""
+    """Return the old position for each new position (-1 if none), or the id of an added gene without counts."""
     counted = np.zeros(n_genes, dtype=np.bool_)
     free = np.empty(len(measured), dtype=np.int32)
     for cell in range(len(hidden)):

@@ -1,4 +1,4 @@
-"""Neighbor denoising: reconstruct the expression of a cell from a subsample of its counts or of a neighbor's counts.
+"""Neighbor denoising: reconstruct the expression of a cell from subsampled counts of the cell or of a neighbor.
 
 Shapes: N cells of a source, B cells of a batch, G genes of the vocabulary, L latent dimensions.
 """
@@ -39,31 +39,31 @@ _STREAM = 0x6E656172  # "near": neighbors and views use separate random numbers
 _MIN_ERROR = 1e-8
 _NONE, _UNKNOWN = -1, -2
 _FEW = 0.5
-"""Fraction of cells with a neighbor in another batch below which a warning is raised."""
+"""Fraction of cells with a neighbor in another batch below which a warning is issued."""
 _TIE = 1e-5
-"""Cosines that differ by less are computed again, because rounding depends on the other cells of a block."""
+"""Cosines that differ by less are computed again, because rounding depends on the other cells in a block."""
 _OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "has_neighbor", "batch"}
 
 
 @register_objective("neighbor_denoising")
 class NeighborDenoising(TellsBatches, SeesViews):
-    """Reconstruct the expression of a cell from subsampled counts of the cell, and of a mutual nearest neighbor.
+    """Reconstructs the expression of a cell from subsampled counts of the cell and of a mutual nearest neighbor.
 
-    Batches are integrated by translation: the decoder reconstructs a cell from the latent of a neighbor in another
-    batch, conditioned on the batch of the cell. The decoder therefore models batch effects, and the latent keeps what
-    both cells share. Cells of a type that is missing in another batch have no mutual neighbors there and are not moved
-    onto other types. Near neighbors are sampled more often than distant ones
-    (:func:`~scforge.data.neighbors.neighbor_weights`). Let x be the log1p CP10K values of all genes of a cell i of
-    batch b, z_i a sample of the latent of a view of it (counts thinned, genes masked), mu its mean, and j one of its
-    mutual neighbors (:func:`~scforge.data.neighbors.mutual_neighbors`), resampled in each epoch::
+    Batches are integrated by translation: the decoder reconstructs a cell from the latent variable of a neighbor in
+    another batch, conditioned on the batch of the cell. The decoder therefore models batch effects, and the latent
+    variable captures the shared state of both cells. Cells of a type that is missing in another batch have no mutual
+    neighbors there and are not moved onto other types. Near neighbors are sampled more often than distant neighbors
+    (:func:`~scforge.data.neighbors.neighbor_weights`). Let x be the log1p CP10K values of all genes of cell i in batch
+    b. Let z_i be a latent sample for a view of the cell (counts thinned, genes masked), and mu its mean. Let j be one
+    of its mutual neighbors (:func:`~scforge.data.neighbors.mutual_neighbors`), resampled in each epoch::
 
         reconstruction = 1/2 log mean (decode(z_i, b) - x)^2       over cells and genes
         translated     = 1/2 log mean (decode(z_j, b) - x)^2       over genes and cells with a neighbor
         distance       = mean (mu_i - mu_j)^2                      over dimensions and cells with a neighbor
         loss = reconstruction + translation * translated + agreement * distance + beta * divergence / G
 
-    The logarithm is the negative log-likelihood of a normal distribution with a learned variance. With ``beta=1`` the
-    first and the last term are therefore the evidence lower bound (per gene) at any noise level. Batches are optional:
+    The logarithm is the negative log-likelihood of a normal distribution with a learned variance. With ``beta=1``, the
+    first and the last term therefore form the evidence lower bound (per gene) at any noise level. Batches are optional:
     without `batch_key`, neighbors are searched among all cells, which makes cell types compact. Held-out cells have no
     neighbors, so the validation loss consists of reconstruction and KL divergence.
 
@@ -72,28 +72,29 @@ class NeighborDenoising(TellsBatches, SeesViews):
     batch_key
         Column of ``obs`` with the batch of each cell; `Encoder` uses the batch key of ``setup_anndata``.
     batches
-        Names of the batches, in the order of their codes. If None, uses those of the cells that the model is created
-        with.
+        Names of the batches, in the order of their codes. If None, uses the batches of the cells that the model is
+        created with.
     across, within
         Number of mutual neighbors of a cell in each other batch, and in the same batch; at most a tenth of a batch.
     space
         Space in which neighbors are searched: 50 principal components corrected by Harmony (``"harmony"``,
-        :func:`~scforge.data.neighbors.harmony_correct`), or uncorrected (``"components"``). Without batches both are
-        the same.
+        :func:`~scforge.data.neighbors.harmony_correct`), or uncorrected (``"components"``). Without batches, the two
+        are the same.
     temperature
         Neighbors of a cell are sampled with probabilities proportional to exp(cosine / temperature), with the cosine in
-        `space`; smaller values favor the nearest. Where batches still differ, neighbors in other batches are farther
-        away and sampled less often, much less with ``space="components"``. None samples all neighbors uniformly.
+        `space`; smaller values favor the nearest neighbors. Where batches still differ, neighbors in other batches are
+        farther away and are sampled less often, especially with ``space="components"``. If None, samples all neighbors
+        uniformly.
     translation, agreement
         Weights of the terms ``translated`` and ``distance``; if both are 0, no neighbors are searched. An agreement
-        above 0 pulls the latents of neighbors together. The embedding then shrinks, so remaining batch effects have
-        more weight.
+        above 0 pulls the latent means of neighbors together. The embedding then shrinks, so remaining batch effects
+        have more weight.
     beta
-        Weight of the KL divergence of the latent from N(0, I).
+        Weight of the KL divergence of the latent distribution from N(0, I).
     keep_min, keep_max
         Range of the fraction of counts that a view keeps, sampled for each view.
     gene_dropout
-        Largest fraction of masked genes; the fraction is sampled between 0 and this for each view.
+        Maximum fraction of masked genes; the fraction is sampled between 0 and this value for each view.
     max_cells
         Number of training cells among which neighbors are searched, sampled once, equally from each batch. All other
         cells use the neighbors of the nearest sampled cell in their batch.
@@ -156,27 +157,27 @@ class NeighborDenoising(TellsBatches, SeesViews):
         self._collapse = CollapseWatch()
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise unless the architecture has a latent distribution and an expression decoder."""
+        """Raise an error if the architecture does not have a latent distribution and an expression decoder."""
         check_latent("neighbor_denoising", architecture, ("infer", "decode"), "'gene_pooling', 'mlp' or 'scdiva'")
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Start the decoder at the mean expression of each gene."""
+        """Initialize the decoder at the mean expression of each gene."""
         start_at_means(module, cells)
 
     def model_options(self) -> dict[str, Any]:
-        """Return the number of batches; 0 for a decoder that is not conditioned on batches."""
+        """Return the number of batches, or 0 for a decoder that is not conditioned on batches."""
         return {"n_batches": len(self.batches or [])}
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the batch of each cell, and neighbors among the training cells.
 
-        Cells of unknown batches are decoded with the mean of all batch vectors, with a warning.
+        Cells of unknown batches are decoded with the mean of all batch vectors, and a warning is issued.
         """
         if problem := self._look_up(cells, train_rows):
             warn(f"{problem}; {IN_THE_MEAN}")
 
     def _look_up(self, cells: Cells, train_rows: np.ndarray) -> str:
-        """Look up batches and neighbors; return the number of cells of unknown batches."""
+        """Look up batches and neighbors; return a message about cells of unknown batches, or an empty string."""
         problem = self.look_up_batches(cells, needed=False)
         self._pool = None
         if (self.translation or self.agreement) and (self.across or self.within) and len(train_rows) > 2:
@@ -196,18 +197,19 @@ class NeighborDenoising(TellsBatches, SeesViews):
         return problem
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Bind the cells of a query like :meth:`bind`, without a warning about new batches or a missing column."""
+        """Bind query cells as in :meth:`bind`, without a warning about new batches or a missing column."""
         if self._look_up(cells, train_rows):
             logger.info("Cells of batches that the model does not know are decoded with the mean of all batch vectors.")
 
     def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
-        """Return the number of cells of a batch, without their neighbors."""
+        """Return the number of cells in a batch, without their neighbors."""
         return batch["profile_genes"].shape[0]
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenize a view of each cell, then of a neighbor of each cell, and add the whole profiles of the cells.
 
-        A cell without a neighbor gets an arbitrary one with weight 0, so all processes compute the same shapes.
+        A cell without a neighbor receives an arbitrary neighbor with weight 0, so that all processes compute the same
+        shapes.
         """
         seen = [block]
         extra: dict[str, torch.Tensor] = {}
@@ -221,7 +223,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         return {**views, **whole_profiles(block), **extra}
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss; log its parts, and the geometry of the embedding."""
+        """Return the loss; log its parts and the geometry of the embedding."""
         of_cells: Any = module
         found = of_cells.infer(**{name: tensor for name, tensor in batch.items() if name not in _OF_THE_OBJECTIVE})
         n_cells, batches = self.n_cells(batch), batch.get("batch")
@@ -247,9 +249,9 @@ class NeighborDenoising(TellsBatches, SeesViews):
         return total, figures | geometry_moments(own.detach())
 
     def summarize(self, means: dict[str, np.ndarray]) -> dict[str, float]:
-        """Return the means, with terms of neighbors averaged over cells that have one, and the geometry.
+        """Return the means, with neighbor terms averaged over the cells that have a neighbor, and the geometry.
 
-        Warns, once, if the embedding has collapsed.
+        Warns once if the embedding has collapsed.
         """
         means = dict(means)
         found = self._collapse.figures(means)
@@ -272,7 +274,7 @@ class _Pool:
     train_rows
         Rows of the training cells, ascending.
     batches
-        Batch of every cell; None means a single batch.
+        Batch of every cell. If None, all cells form a single batch.
     options
         The objective, which sets `across`, `within`, `space` and `temperature`.
     """
@@ -307,7 +309,7 @@ class _Pool:
         """Cumulative weights of the pairs, from 0 on, float64, shape (P + 1,)."""
 
     def neighbors(self, block: CellBlock, *, epoch: int, seed: int) -> tuple[CellBlock, np.ndarray]:
-        """Return a neighbor of each cell (an arbitrary cell if it has none) and whether it has one, float32 (B,)."""
+        """Return a neighbor of each cell (or an arbitrary cell), and whether it is a true neighbor, float32 (B,)."""
         places = self._places_of(block)
         starts, stops = self.pairs.indptr[places], self.pairs.indptr[places + 1]
         has = (places >= 0) & (stops > starts)
@@ -320,7 +322,7 @@ class _Pool:
         return self.cells.block(chosen, draw=block.draw), has.astype(np.float32)
 
     def _places_of(self, block: CellBlock) -> np.ndarray:
-        """Return the pool position of each cell, or of the nearest cell of its batch; -1 for none, int32 (B,)."""
+        """Return the pool position of each cell or of the nearest cell in its batch, int32 (B,); -1 without one."""
         outside = np.flatnonzero(self.places[block.rows] == _UNKNOWN)
         if len(outside):
             shape = (len(block), len(self.loadings))
@@ -339,7 +341,7 @@ class _Pool:
 
 
 def _nearest(directions: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the index of the first nearest of `others`, shape (M, D), for each of `directions`, shape (N, D)."""
+    """Return the index of the first nearest row in `others`, shape (M, D), for each row in `directions` (N, D)."""
     cosines = directions @ others.T
     found = cosines.argmax(axis=1)
     close = cosines >= cosines.max(axis=1, keepdims=True) - _TIE

@@ -1,6 +1,6 @@
-"""Next-gene prediction: predict the genes of a cell one after the other, each with the bin of its expression.
+"""Next-gene prediction: predict the genes of a cell one after the other, each with its expression bin.
 
-Shapes: B cells, S tokens, N cells of a source, V vocabulary.
+Shapes: B cells, S tokens, N cells in a source, V tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ logger = logging.getLogger("scforge")
 
 _STREAM = 0x6F726465  # "orde": separate random numbers from those of masks and views
 _SAMPLED_CELLS = 10_000
-"""Cells that the bins are averaged over."""
+"""Number of cells over which bins are averaged."""
 
 
 @register_objective("next_gene_prediction")
 class NextGenePrediction(Objective):
-    """Cross entropy of each next gene of a cell, and of its bin, given the previous ones.
+    """Cross entropy of each next gene of a cell, and of its bin, given the previous genes.
 
-    For causal architectures (``predicts_next``), such as ``autoregressive_transformer``. If cells end with an EOS
-    token, it is predicted as well, so the model learns how many genes a cell has.
+    Requires a causal architecture (``predicts_next``), such as ``autoregressive_transformer``. If cells end with an EOS
+    token, it is predicted as well, so the model learns how many genes a cell expresses.
 
     Parameters
     ----------
     order
         Order of the genes. ``"rank"`` sorts from the highest to the lowest value, with ties in random order;
         ``"random"`` shuffles. Random orders are resampled in each epoch. Tokenizers that rank genes keep their ranking
-        with ``"rank"``. A gene and its bin are predicted independently. Ranks reveal much about values and random
-        orders nothing, so use ``"rank"`` to generate cells.
+        with ``"rank"``. A gene and its bin are predicted independently. Ranks are informative about values, and random
+        orders are not, so use ``"rank"`` to generate cells.
     condition_key
-        Column of ``obs`` with classes on which the model is conditioned, such as the cell type, so it can generate
-        cells of a class. None means no classes.
+        Column of ``obs`` with classes on which the model is conditioned, such as the cell type, so that it can generate
+        cells of a class. If None, uses no classes.
     conditions
-        Names of the classes, in the order of their codes. If None, uses those of the cells that the model is created
-        with. Cells of other classes are treated as unknown.
+        Names of the classes, in the order of their codes. If None, uses the classes of the cells that the model is
+        created with. Cells of other classes are treated as unknown.
     condition_dropout
-        Fraction of cells whose class is dropped in training, so the model also handles cells of unknown class.
+        Fraction of cells whose class is dropped in training, so that the model also handles cells of unknown class.
     token_prior
-        Start the gene head at the token frequencies of the training cells. For architectures that offer
-        ``init_token_prior``.
+        Whether to initialize the gene head at the token frequencies of the training cells. Requires an architecture
+        with ``init_token_prior``.
 
     Examples
     --------
@@ -106,7 +106,7 @@ class NextGenePrediction(Objective):
         self._codes: np.ndarray | None = None
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raise unless the tokenizer bins expression and leaves out unexpressed genes."""
+        """Raise an error if the tokenizer does not bin expression, or includes unexpressed genes."""
         if getattr(tokenizer, "n_bins", None) is None:
             raise OptionError(
                 f"'next_gene_prediction' predicts expression bins, which {type(tokenizer).__name__} does not provide; "
@@ -115,13 +115,13 @@ class NextGenePrediction(Objective):
         refuse_zero_genes("next_gene_prediction", tokenizer)
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise if the architecture sees the token that it has to predict."""
+        """Raise an error if the architecture receives the token that it has to predict."""
         if not getattr(architecture, "predicts_next", False):
             choice = "'autoregressive_transformer'"
             raise mismatch("next_gene_prediction", architecture, "sees the token that it is to predict", choice)
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
-        """Return the classes of the cells that a model is created with, unless they are already set."""
+        """Return the classes of the cells that the model is created with, unless classes are already set."""
         if self.condition_key is None or self.conditions is not None:
             return {}
         return {"conditions": classes_found("condition_key", self.condition_key, column)}
@@ -145,7 +145,7 @@ class NextGenePrediction(Objective):
             logger.info("%d of %d cells have no class in %r.", unknown, len(self._codes), self.condition_key)
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Start the gene head at the token frequencies, and set the values of the bins."""
+        """Initialize the gene head at the token frequencies, and set the bin values."""
         if self.token_prior and hasattr(module, "init_token_prior"):
             counts = token_counts(cells, tokenizer)
             if tokenizer.append_eos and tokenizer.vocab.eos_id is not None:
@@ -171,7 +171,7 @@ class NextGenePrediction(Objective):
         return cast(TokenBatch, arranged)
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenize, sort, and use genes and EOS as their own labels; the architecture shifts labels."""
+        """Tokenize and sort the genes, and use genes and EOS as labels; the architecture shifts the labels."""
         tokens = self.arrange(tokenizer(block), tokenizer, block.rows, epoch=epoch, seed=seed)
         ids, vocab = tokens["input_ids"], tokenizer.vocab
         predicted = ids >= vocab.n_special
@@ -193,9 +193,9 @@ class NextGenePrediction(Objective):
 
 
 def bin_means(cells: CellSource, tokenizer: Tokenizer, n_bins: int | None = None) -> np.ndarray:
-    """Return the mean log1p CP10K of the genes in each bin over at most 10,000 cells, float32, shape (n_bins,).
+    """Return the mean log1p CP10K of the genes in each bin, over at most 10,000 cells, float32, shape (n_bins,).
 
-    Bin 0 has the value 0. An empty bin is interpolated between its neighbors, or takes the highest value.
+    Bin 0 has the value 0. The value of an empty bin is interpolated between neighboring bins, or is the highest value.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ def bin_means(cells: CellSource, tokenizer: Tokenizer, n_bins: int | None = None
     tokenizer
         A tokenizer that bins expression.
     n_bins
-        Number of bins. If None, uses that of the tokenizer.
+        Number of bins. If None, uses the number of the tokenizer.
     """
     n_bins = int(getattr(tokenizer, "n_bins", 0)) if n_bins is None else n_bins
     sums, counts = np.zeros(n_bins), np.zeros(n_bins)

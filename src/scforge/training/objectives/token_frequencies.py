@@ -9,11 +9,11 @@ from scforge.errors import OptionError
 from scforge.tokenizers.base import Tokenizer
 
 _MAX_CELLS = 10_000
-"""Cells that are counted at most, sampled once."""
+"""Maximum number of cells to count, sampled once."""
 
 
 def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
-    """Count how often each gene is a token, in at most 10,000 cells.
+    """Count how often each gene occurs as a token, in at most 10,000 cells.
 
     Parameters
     ----------
@@ -24,7 +24,7 @@ def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
 
     Returns
     -------
-    Int64, shape (V,), for V tokens of the vocabulary; zero for special tokens.
+    The counts, int64, shape (V,), for the V tokens in the vocabulary; zero for special tokens.
 
     Examples
     --------
@@ -46,14 +46,14 @@ def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
 
 
 def token_entropy(counts: np.ndarray) -> float:
-    """Return the entropy of token frequencies, the loss of a model that knows only these frequencies.
+    """Return the entropy of token frequencies, which is the loss of a model that predicts only these frequencies.
 
     If p are the token frequencies, this is -sum(p log p).
 
     Parameters
     ----------
     counts
-        How often each token occurs, shape (V,), e.g. of :func:`token_counts`.
+        Number of occurrences of each token, shape (V,), e.g. from :func:`token_counts`.
 
     Returns
     -------

@@ -33,15 +33,16 @@ if TYPE_CHECKING:
 
 
 _ACTIVE = 0.01
-"""Least variance over cells of the mean of a latent dimension that is in use (Burda et al. 2016)."""
+"""Minimum variance over cells of the mean of an active latent dimension (Burda et al. 2016)."""
 
 
 @register_objective("variational")
 class Variational(TellsBatches):
-    """Mean squared error of the expression of all genes, cross entropy of the class, and KL divergence of the latent.
+    """Mean squared error of all genes, cross entropy of the class, and KL divergence of the latent distribution.
 
-    For architectures with a latent distribution, such as ``scdiva``. Let x be the log1p CP10K values of all genes of
-    the vocabulary, mu and v the mean and the variance of the latent of L dimensions, and z a sample of it::
+    Requires an architecture with a latent distribution, such as ``scdiva``. Let x be the log1p CP10K values of all
+    genes in the vocabulary. Let mu and v be the mean and variance of the latent distribution with L dimensions, and z a
+    sample from it::
 
         reconstruction = mean over cells and genes of (decode(z) - x)^2
         classification = mean over cells with a class of the cross entropy of classify(z)
@@ -50,34 +51,35 @@ class Variational(TellsBatches):
 
     The reconstruction is a mean over genes and the KL divergence a sum over dimensions, so `beta` is small. For G genes
     with a residual variance of s^2, the evidence lower bound has ``beta = 2 s^2 / G``, which is 2e-4 for 2,000 genes of
-    PBMC 3k. There, the default of 1e-4 keeps 32 of 32 dimensions, and 1e-2 keeps 21. A larger `beta` makes latent
-    dimensions collapse, so they carry no information about the cell. ``active_units`` in the history counts the other
-    dimensions (the variance of mu over cells is above 0.01).
+    PBMC 3k. On these data, the default of 1e-4 keeps 32 of 32 dimensions, and 1e-2 keeps 21. A larger `beta` makes
+    latent dimensions collapse, so that they carry no information about the cell. ``active_units`` in the history counts
+    the dimensions that have not collapsed (the variance of mu over cells is above 0.01).
 
     Parameters
     ----------
     beta
         Weight of the KL divergence.
     free_bits
-        KL divergence in nats per dimension without penalty, to prevent a collapse.
+        KL divergence in nats per dimension that is not penalized, to prevent a collapse.
     kl_warmup
-        Epochs over which `beta` increases to its value; 0 for no warm-up. Validation always uses the full value.
+        Number of epochs over which `beta` increases to its value; 0 for no warm-up. Validation always uses the full
+        value.
     reconstruction_weight, classification_weight
         Weights of the two tasks.
     labels_key
-        Column of ``obs`` with the class of each cell, e.g. its type; None means no classification. Cells without a
-        class are used for the reconstruction only.
+        Column of ``obs`` with the class of each cell, e.g. its type. If None, cells are not classified. Cells without a
+        class are used only for the reconstruction.
     labels
-        Names of the classes, in the order of their codes. If None, uses those of the cells that the model is created
-        with. Cells of other classes are treated as cells without a class.
+        Names of the classes, in the order of their codes. If None, uses the classes of the cells that the model is
+        created with. Cells of other classes are treated as cells without a class.
     batch_key
         Column of ``obs`` with the batch of each cell, on which the decoder is conditioned.
     batches
-        Names of the batches, in the order of their codes. If None, uses those of the cells that the model is created
-        with.
+        Names of the batches, in the order of their codes. If None, uses the batches of the cells that the model is
+        created with.
     thinning
-        Range of the fraction of counts that the model sees of each cell, sampled log-uniformly in each epoch. The model
-        still has to predict the whole cell. None shows all counts.
+        Range of the fraction of counts that the model receives for each cell, sampled log-uniformly in each epoch. The
+        model still has to predict the whole cell. If None, keeps all counts.
 
     Examples
     --------
@@ -125,18 +127,18 @@ class Variational(TellsBatches):
         self._labels: np.ndarray | None = None
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
-        """Raise unless the architecture has a latent distribution and the required heads."""
+        """Raise an error if the architecture does not have a latent distribution and the required heads."""
         check_latent("variational", architecture, ("infer", "decode", "classify"), "the architecture 'scdiva'")
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
-        """Return the classes and batches of the cells that a model is created with, unless they are already set."""
+        """Return the classes and batches of the cells that the model is created with, unless they are already set."""
         found = super().options_from(column)
         if self.labels_key is not None and self.labels is None:
             found["labels"] = classes_found("labels_key", self.labels_key, column)
         return found
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
-        """Start the decoder at the mean expression of each gene."""
+        """Initialize the decoder at the mean expression of each gene."""
         start_at_means(module, cells)
 
     def model_options(self) -> dict[str, Any]:
@@ -162,7 +164,7 @@ class Variational(TellsBatches):
         Raises
         ------
         DataError
-            If no cell has a known class, and there is no other loss.
+            If no cell has a known class and there is no other loss.
         """
         super().bind_query(cells, train_rows)
         problem = self._no_class(cells, train_rows, needed=False)
@@ -172,7 +174,7 @@ class Variational(TellsBatches):
             warn(f"{problem}; the cells are used for the reconstruction only.")
 
     def _no_class(self, cells: Cells, train_rows: np.ndarray, *, needed: bool) -> str:
-        """Look up the class of each cell; return a message if no training cell has a known class, else ""."""
+        """Look up the class of each cell; return a message if no training cell has a known class, otherwise ""."""
         key, names = self.labels_key, self.labels
         self._labels = numbers_of_cells("labels_key", key, "labels", names, cells, needed=needed)
         if self._labels is None or (self._labels[train_rows] >= 0).any():
@@ -236,7 +238,7 @@ _OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "kl_share", "cell_type",
 def check_latent(
     objective: str, architecture: type[nn.Module] | nn.Module, methods: Sequence[str], choice: str
 ) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless an architecture has these methods of a latent."""
+    """Raise :class:`~scforge.errors.OptionError` if an architecture lacks one of these latent-variable methods."""
     if not all(hasattr(architecture, name) for name in methods):
         why = f"has no latent distribution with {listing(methods)}"
         raise mismatch(objective, architecture, why, choice)
@@ -263,29 +265,29 @@ def check_thinning(thinning: Sequence[float] | None) -> list[float] | None:
 def whole_profiles(block: CellBlock) -> dict[str, torch.Tensor]:
     """Return the log1p CP10K values and the indices of all expressed genes of each cell.
 
-    ``profile_genes``: 1 + index among the genes of the vocabulary, 0 after the last, int64, shape (B, E);
-    ``profile_values``: float32, shape (B, E). This is much smaller than dense profiles.
+    ``profile_genes`` contains 1 + index among the genes in the vocabulary, and 0 after the last gene, int64, shape (B,
+    E). ``profile_values`` is float32, shape (B, E). These arrays are much smaller than dense profiles.
     """
     padded = pad(RaggedTokens(block.indptr, block.genes + 1, log1p_cp10k(block)))
     return {"profile_genes": padded["input_ids"], "profile_values": padded["values"]}
 
 
 def dense_profiles(batch: dict[str, torch.Tensor], n_genes: int) -> torch.Tensor:
-    """Return the profiles of :func:`whole_profiles`, float32, shape (B, G)."""
+    """Return the profiles from :func:`whole_profiles` as a dense tensor, float32, shape (B, G)."""
     genes, values = batch["profile_genes"], batch["profile_values"]
     # Padding goes into a separate column.
     return values.new_zeros((len(genes), n_genes + 1)).scatter(1, genes, values)[:, 1:]
 
 
 def start_at_means(module: nn.Module, cells: CellSource) -> None:
-    """Start the decoder at the mean expression of each gene, if the architecture has ``init_expression_prior``."""
+    """Initialize the decoder at the mean expression of each gene, if the architecture has ``init_expression_prior``."""
     if not hasattr(module, "init_expression_prior"):
         return
     cast(Any, module).init_expression_prior(torch.from_numpy(expression_sums(cells)[0] / len(cells)).float())
 
 
 def expression_sums(cells: CellSource, groups: np.ndarray | None = None) -> np.ndarray:
-    """Return the sum of the log1p CP10K values of each gene over each group of cells, 0 to K - 1, float64 (K, G)."""
+    """Return the sum of the log1p CP10K values of each gene over each group of cells (0 to K - 1), float64 (K, G)."""
     groups = np.zeros(len(cells), dtype=np.int64) if groups is None else groups
     sums = np.zeros((groups.max() + 1, cells.counts.shape[1]))
     for start in range(0, len(cells), 4096):
@@ -296,12 +298,12 @@ def expression_sums(cells: CellSource, groups: np.ndarray | None = None) -> np.n
 
 
 def mean_moments(mu: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the means over cells of the latent and of its square, each of shape (L,)."""
+    """Return the latent variable and its square, averaged over cells, each of shape (L,)."""
     mu = mu.detach().float()
     return {"latent_mean": mu.mean(dim=0), "latent_square": mu.square().mean(dim=0)}
 
 
 def active_units(means: dict[str, np.ndarray]) -> dict[str, float]:
-    """Remove the moments of :func:`mean_moments` from the means of an epoch; return the number of active units."""
+    """Remove the moments from :func:`mean_moments` from an epoch's means; return the number of active units."""
     mean, square = means.pop("latent_mean"), means.pop("latent_square")
     return {"active_units": float((square - mean**2 > _ACTIVE).sum())}

@@ -1,4 +1,4 @@
-"""The flax half of soma: the same model, loss and files as the torch half, on JAX. Needs the extra ``flax``.
+"""The flax version of soma: the same model, loss and files as the torch version, on JAX. Requires the extra ``flax``.
 
 >>> import jax.numpy as jnp
 >>> from scforge.soma.v1.flax import Model, ModelConfig

@@ -12,18 +12,17 @@ from scforge.soma.v1.flax.sigreg import SIGReg
 
 
 def compute_loss(model: Model, sig_reg: SIGReg, token_ids: Array, targets: Array) -> tuple[Array, Array]:
-    """Return the cross entropy of the next bytes, padding left out, plus the regularizer; and the mean embedding.
+    """Return the cross entropy of the next bytes without padding plus the regularizer, and the mean embedding.
 
-    Positions count from 0 in each sequence, whatever its offset in the data. Padding takes part in the regularizer and
-    in the mean, as in the published package. Where all targets are padding, the cross entropy is 0 (in torch: no
-    number).
+    Positions start at 0 in each sequence, regardless of its offset in the data. Padding is included in the regularizer
+    and the mean, as in the published package. If all targets are padding, the cross entropy is 0 (in torch: NaN).
 
     Parameters
     ----------
     model
         The model.
     sig_reg
-        The regularizer, which draws its directions.
+        The regularizer, which samples its directions.
     token_ids, targets
         Integers, shape (B, S).
 
@@ -34,8 +33,8 @@ def compute_loss(model: Model, sig_reg: SIGReg, token_ids: Array, targets: Array
     Raises
     ------
     DataError
-        If `token_ids` and `targets` differ in shape, are not arrays of whole numbers, or, unless traced, hold tokens
-        outside the vocabulary.
+        If `token_ids` and `targets` differ in shape, are not integer arrays, or (unless traced) contain tokens outside
+        the vocabulary.
     """
     check_whole("token_ids", token_ids)
     check_whole("targets", targets)

@@ -24,16 +24,17 @@ from scforge.soma.v1.flax.serde import Serializable
 
 
 class Model(Serializable, nnx.Module):
-    """Embedding of bytes, encoder, final LayerNorm, predictor of the next byte.
+    """Byte embedding, encoder, final LayerNorm, and predictor of the next byte.
 
-    As flax modules do, it starts in training mode, with dropout; ``model.eval()`` and ``model.train()`` switch.
+    Like other flax modules, it starts in training mode, with dropout; ``model.eval()`` and ``model.train()`` switch
+    modes.
 
     Parameters
     ----------
     config
-        Its sizes.
+        Sizes of the model.
     rngs
-        Where initial weights (``params``) and dropout (``dropout``) come from. If None, uses ``nnx.Rngs(0)``, for
+        Random streams for initial weights (``params``) and dropout (``dropout``). If None, uses ``nnx.Rngs(0)``, for
         models whose weights come from a file.
 
     Raises
@@ -67,9 +68,9 @@ class Model(Serializable, nnx.Module):
         Parameters
         ----------
         input
-            Token ids, whole numbers, shape (B, S).
+            Token ids, integers, shape (B, S).
         positions
-            Offsets of the bytes, whole numbers, shape (B, S) or (1, S).
+            Offsets of the bytes, integers, shape (B, S) or (1, S).
 
         Returns
         -------
@@ -78,8 +79,8 @@ class Model(Serializable, nnx.Module):
         Raises
         ------
         DataError
-            If tokens or positions are not arrays, or have another shape or dtype; if tokens are outside the vocabulary,
-            unless they are traced (under ``jit``).
+            If tokens or positions are not arrays, or have a different shape or dtype, or if tokens are outside the
+            vocabulary (not checked if they are traced under ``jit``).
         """
         check_whole("input", input)
         check_whole("positions", positions)
@@ -93,5 +94,5 @@ class Model(Serializable, nnx.Module):
         return self.predictor(embeddings)
 
     def __call__(self, input: Array, positions: Array) -> Array:
-        """Return the logits of the next token, shape (B, S, V); parameters as in :meth:`encode`."""
+        """Return the logits of the next token, shape (B, S, V); for the parameters, see :meth:`encode`."""
         return self.predict(self.encode(input, positions))

@@ -1,4 +1,4 @@
-"""Weights of flax modules as safetensors, see :mod:`scforge.soma.v1.serde`: matrices as flax keeps them."""
+"""Weights of flax modules as safetensors; matrices are stored as in flax (see :mod:`scforge.soma.v1.serde`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Serde[M: nnx.Module](serde.Serde[M]):
     Parameters
     ----------
     module
-        The module; it keeps its dtype.
+        The module, whose dtype does not change.
     """
 
     _format: ClassVar[Any] = safetensors.flax
@@ -38,7 +38,7 @@ class Serde[M: nnx.Module](serde.Serde[M]):
         nnx.update(self.module, nnx.from_flat_state(new))
 
     def _variables(self) -> dict[str, tuple[_Path, Any]]:
-        """Return key in the file to path and variable; states of random generators are not weights."""
+        """Return a mapping from file key to path and variable; states of random generators are not weights."""
         flat: list[tuple[_Path, Any]] = list(nnx.to_flat_state(nnx.state(self.module, nnx.Param)))
         norms = {path[:-1] for path, _ in flat if path[-1] == "scale"}
         named = {}
@@ -50,6 +50,6 @@ class Serde[M: nnx.Module](serde.Serde[M]):
 
 
 class Serializable(serde.Serializable):
-    """Adds ``save`` and ``load`` to a class of modules; name it before ``nnx.Module``."""
+    """Adds ``save`` and ``load`` to a module class; list it before ``nnx.Module``."""
 
     _serde = Serde

@@ -1,4 +1,4 @@
-"""The regularizer of soma in flax: per token, over the slices.
+"""The soma regularizer in flax: per token, over the slices.
 
 It regularizes the length of each vector, and cannot detect that all vectors are equal. The statistic over samples is
 :class:`scforge.models.components.SIGReg`.
@@ -15,21 +15,21 @@ from scforge.soma.v1.configs import SIGRegConfig, check_config, check_states
 
 
 class SIGReg(nnx.Module):
-    """Compare the projections of each token on random directions with a normal distribution (Epps and Pulley 1983).
+    """Compares the projections of each token onto random directions with a normal distribution (Epps and Pulley 1983).
 
-    For the projections p of one token on N directions of length 1, with the trapezoidal weights w of `points` points t
-    from 0 to `t_max`, each twice, and phi(t) = exp(-t^2 / 2)::
+    Let p be the projections of one token onto N directions of length 1, w the trapezoidal weights of `points` points t
+    from 0 to `t_max`, each counted twice, and phi(t) = exp(-t^2 / 2)::
 
         N * sum over t of w(t) phi(t) ((mean cos(t p) - phi(t))^2 + (mean sin(t p))^2)
 
-    averaged over the tokens, times `coefficient`.
+    The statistic is averaged over the tokens and multiplied by `coefficient`.
 
     Parameters
     ----------
     config
-        Points, slices and weight.
+        Numbers of points and slices, and weight.
     rngs
-        Where directions come from (the stream ``noise``). If None, uses ``nnx.Rngs(0)``.
+        Random streams for directions (stream ``noise``). If None, uses ``nnx.Rngs(0)``.
 
     Examples
     --------
@@ -49,7 +49,7 @@ class SIGReg(nnx.Module):
         self.weights = jnp.where(ends, step, 2 * step) * self.phi
 
     def __call__(self, x: Array) -> Array:
-        """Return the loss of representations of shape (..., H), a number, with new directions."""
+        """Return the loss of representations of shape (..., H), a scalar, along newly sampled directions."""
         check_states(x)
         shape = (x.shape[-1], self.config.slices)
         return self.compute(x, jax.random.normal(self.rngs.noise(), shape=shape, dtype=x.dtype))

@@ -1,4 +1,4 @@
-"""The torch half: model, regularizer, loss."""
+"""The torch version: model, regularizer and loss."""
 
 from __future__ import annotations
 

@@ -18,30 +18,30 @@ def compute_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss and the embedding of a batch.
 
-    The loss is the mean cross entropy in nats at targets that are not PAD, plus the regularizer of all states. Places
-    count from the beginning of each chunk. The embedding is the mean over tokens, then over chunks. PAD counts as any
-    token in both, unless ``model.pad_mask`` is set.
+    The loss is the mean cross entropy in nats at targets other than PAD, plus the regularizer over all states.
+    Positions start at 0 in each chunk. The embedding is averaged over tokens, then over chunks. PAD is treated like any
+    other token in the regularizer and the embedding, unless ``model.pad_mask`` is set.
 
     Parameters
     ----------
     model
         The model.
     sig_reg
-        The regularizer; draws its directions from torch's generator.
+        The regularizer, which samples its directions with the torch generator.
     token_ids
-        Tokens, whole numbers, shape (B, S).
+        Tokens, integers, shape (B, S).
     targets
-        Next tokens, whole numbers, shape (B, S). If all are PAD, the loss is NaN.
+        Next tokens, integers, shape (B, S). If all targets are PAD, the loss is NaN.
 
     Returns
     -------
-    A scalar, and shape (H,).
+    The loss, a scalar, and the embedding, shape (H,).
 
     Raises
     ------
     DataError
-        If `token_ids` and `targets` differ in shape, are not tensors of whole numbers, or hold tokens outside the
-        vocabulary (looked at on a CPU only).
+        If `token_ids` and `targets` differ in shape, are not integer tensors, or contain tokens outside the vocabulary
+        (checked only on a CPU).
 
     Examples
     --------
@@ -75,7 +75,7 @@ def compute_loss(
 
 
 def _mean_of_tokens(states_bsh: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
-    """Return the mean over the tokens of a chunk, then over chunks that have any."""
+    """Return states averaged over the chosen tokens of each chunk, then over chunks that have such tokens."""
     n_b = chosen_bs.sum(dim=1)
     sums_bh = (states_bsh * chosen_bs.unsqueeze(-1)).sum(dim=1)
     return (sums_bh / n_b.clamp(min=1).unsqueeze(-1)).sum(dim=0) / (n_b > 0).sum()

@@ -1,4 +1,4 @@
-"""The model: bytes in, logits of the next byte out.
+"""The model, which maps bytes to the logits of the next byte.
 
 Shapes: B sequences, S tokens, H width, V vocabulary.
 """
@@ -25,17 +25,18 @@ from scforge.soma.v1.torch.serde import Serializable
 
 
 class Model(Serializable, nn.Module):
-    """Embedding, encoder, final norm, predictor.
+    """Embedding, encoder, final norm and predictor.
 
     Parameters
     ----------
     config
         Sizes.
     gradient_checkpointing
-        Keep only what goes into a layer and compute the layer again for its gradient: less memory, a third slower.
+        Whether to store only the input of each layer, and recompute the layer for its gradient, which takes less memory
+        and is a third slower.
     pad_mask
-        Keep PAD out: no token attends to it but itself, and the loss takes tokens alone for the embedding and the
-        regularizer. Off, PAD counts as any token, as in the published model.
+        Whether to exclude PAD: no token attends to a PAD token except itself, and the loss uses only other tokens for
+        the embedding and the regularizer. If False, PAD is treated like any other token, as in the published model.
 
     Raises
     ------
@@ -67,15 +68,16 @@ class Model(Serializable, nn.Module):
         Parameters
         ----------
         input
-            Tokens, whole numbers, shape (B, S).
+            Tokens, integers, shape (B, S).
         positions
-            Their places, whole numbers, shape (B, S).
+            Positions of the tokens, integers, shape (B, S).
 
         Raises
         ------
         DataError
-            If tokens or positions are not tensors, have another shape or dtype, or tokens on a CPU are outside the
-            vocabulary. Elsewhere looking at tokens would wait for the device, and they raise an error of torch.
+            If tokens or positions are not tensors, have a different shape or dtype, or tokens on a CPU are outside the
+            vocabulary. On other devices, a check would require a synchronization, and invalid tokens raise a torch
+            error.
         """
         check_whole("input", input, torch.Tensor)
         check_whole("positions", positions, torch.Tensor)
@@ -86,16 +88,16 @@ class Model(Serializable, nn.Module):
         return self.final_norm(self.encoder(self.embedding(input.long()), positions, mask=mask))
 
     def predict(self, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the logits (..., V) of states (..., H)."""
+        """Return the logits, shape (..., V), for states of shape (..., H)."""
         return self.predictor(embeddings)
 
     def forward(self, input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the logits (B, S, V) of tokens at places; both as in :meth:`encode`."""
+        """Return the logits, shape (B, S, V); for the parameters, see :meth:`encode`."""
         return self.predict(self.encode(input, positions))
 
     @staticmethod
     def _mask(tokens_bs: torch.Tensor) -> torch.Tensor:
-        """Return which tokens see which, (B, 1, S, S); each sees at least itself."""
+        """Return which tokens attend to which, (B, 1, S, S); each token attends at least to itself."""
         n = tokens_bs.shape[1]
         before = torch.ones((n, n), dtype=torch.bool, device=tokens_bs.device).tril()
         itself = torch.eye(n, dtype=torch.bool, device=tokens_bs.device)
@@ -103,5 +105,5 @@ class Model(Serializable, nn.Module):
 
 
 def can_look_at(values: torch.Tensor) -> bool:
-    """Return whether numbers can be looked at: not where that waits for a device, nor what torch traces."""
+    """Return whether values can be checked without waiting for a device, and are not traced by torch."""
     return values.device.type == "cpu" and not torch.compiler.is_compiling() and not is_functorch_wrapped_tensor(values)

@@ -1,4 +1,4 @@
-"""Weights of torch modules as safetensors, see :mod:`scforge.soma.v1.serde`: matrices are those of torch transposed."""
+"""Weights of torch modules as safetensors; torch matrices are transposed (see :mod:`scforge.soma.v1.serde`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Serde[M: nn.Module](serde.Serde[M]):
     Parameters
     ----------
     module
-        Any module; it keeps its dtype and device.
+        Any module, whose dtype and device do not change.
 
     Examples
     --------
@@ -35,9 +35,9 @@ class Serde[M: nn.Module](serde.Serde[M]):
     def __init__(self, module: M) -> None:
         super().__init__(module)
         self._names: dict[str, str] = {}
-        """Name in a file by the name in torch, where they differ."""
+        """Mapping from torch names to file names, where they differ."""
         self._transposed: set[str] = set()
-        """Weights of linear layers, by their name in torch."""
+        """Torch names of the weights of linear layers."""
         for name, child in module.named_modules():
             prefix = f"{name}." if name else ""
             if isinstance(child, nn.LayerNorm):
@@ -61,12 +61,12 @@ class Serde[M: nn.Module](serde.Serde[M]):
 
 
 def load_safetensor_into(module: nn.Module, data: bytes) -> None:
-    """Set the weights of a module to those of :meth:`Serde.serialize`."""
+    """Set the weights of a module to the output of :meth:`Serde.serialize`."""
     Serde(module).deserialize(data)
 
 
 class Serializable(serde.Serializable):
-    """Adds ``save`` and ``load`` to a class of modules; name it before ``nn.Module``.
+    """Adds ``save`` and ``load`` to a module class; list it before ``nn.Module``.
 
     Examples
     --------

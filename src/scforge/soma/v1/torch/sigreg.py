@@ -1,4 +1,4 @@
-"""soma's regularizer: the values of each state should follow a normal distribution.
+"""The soma regularizer: the values of each state should follow a normal distribution.
 
 Shapes: ... states, H width, K directions, T points.
 """
@@ -14,18 +14,18 @@ from scforge.soma.v1.configs import SIGRegConfig, check_config, check_states
 class SIGReg(nn.Module):
     """Compares the projections of each state onto random directions with the standard normal, as published.
 
-    For a state the characteristic function of its K projections p is compared with that of the normal::
+    For each state, the characteristic function of its K projections p is compared with that of the standard normal::
 
         coefficient * K * integral over t of |mean_k exp(i t p_k) - exp(-t^2 / 2)|^2 * exp(-t^2 / 2) dt
 
-    by the trapezoidal rule on [-t_max, t_max], and averaged over states. The mean is over *directions*, so that it
-    pulls the squared norm of a state to H and cannot detect that all states are equal.
-    What keeps states apart is :class:`scforge.models.components.SIGReg`, with the mean over *samples*.
+    The integral uses the trapezoidal rule on [-t_max, t_max], and is averaged over states. The mean is over
+    *directions*, so the regularizer pulls the squared norm of a state to H and cannot detect that all states are equal.
+    In contrast, :class:`scforge.models.components.SIGReg`, with the mean over *samples*, keeps states apart.
 
     Parameters
     ----------
     config
-        Sizes and weight.
+        Sizes and weight of the regularizer.
 
     Examples
     --------
@@ -48,7 +48,7 @@ class SIGReg(nn.Module):
         self.register_buffer("weights", trapezoid * phi)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the loss of states of shape (..., H) along directions sampled from torch's generator."""
+        """Return the loss of states of shape (..., H), along directions sampled with the torch generator."""
         check_states(x)
         noise = torch.randn(x.shape[-1], self.config.slices, dtype=x.dtype, device=x.device)
         return self.compute(x, noise)
@@ -65,7 +65,7 @@ class SIGReg(nn.Module):
 
         Returns
         -------
-        A scalar of float32, or of float64 if `x` is.
+        A float32 scalar, or float64 if `x` is float64.
         """
         check_states(x, noise)
         wide = torch.promote_types(x.dtype, torch.float32)

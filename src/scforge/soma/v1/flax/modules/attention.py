@@ -23,7 +23,7 @@ def apply_rope(
     max_wavelength: float = V1_MAX_WAVELENGTH,
     scale_factor: float = V1_SCALE_FACTOR,
 ) -> Array:
-    """Turn the two halves of each vector against each other by angles that grow with the position (Su et al. 2021).
+    """Rotate the two halves of each vector against each other by angles that grow with the position (Su et al. 2021).
 
     Angles are computed in float32, because half precision cannot represent all integers above 256.
 
@@ -34,15 +34,15 @@ def apply_rope(
     positions
         Shape (B, S).
     head_dim
-        K, even.
+        Head width K, even.
     max_wavelength
-        Base of the frequencies: dimension i turns by ``position / max_wavelength ** (2 i / K) / scale_factor``.
+        Base of the frequencies: dimension i is rotated by ``position / max_wavelength ** (2 i / K) / scale_factor``.
     scale_factor
         Divisor of the positions, at least 1.
 
     Returns
     -------
-    Shape (B, S, N, K), of the dtype of `inputs`.
+    Shape (B, S, N, K), with the dtype of `inputs`.
 
     Raises
     ------
@@ -67,14 +67,14 @@ def apply_rope(
 
 
 class MultiHeadAttention(nnx.Module):
-    """Attention of each token to itself and to those before it.
+    """Attention of each token to itself and to previous tokens.
 
     Parameters
     ----------
     num_heads
         N.
     num_features
-        H, a multiple of twice `num_heads`.
+        Width H, a multiple of twice `num_heads`.
     dropout_rate
         Dropout rate of attention weights.
     use_bias
@@ -82,7 +82,7 @@ class MultiHeadAttention(nnx.Module):
     max_wavelength, scale_factor
         See :func:`apply_rope`.
     rngs
-        Where initial weights and dropout come from. If None, uses ``nnx.Rngs(0)``.
+        Random streams for initial weights and dropout. If None, uses ``nnx.Rngs(0)``.
 
     Raises
     ------
@@ -122,7 +122,7 @@ class MultiHeadAttention(nnx.Module):
         self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
 
     def __call__(self, inputs: Array, positions: Array | None = None) -> Array:
-        """Attend; without `positions`, only the causal mask encodes the order. Shapes (B, S, H), (B, S)."""
+        """Apply the attention, shapes (B, S, H) and (B, S); without `positions`, only the causal mask defines order."""
         shape = (*inputs.shape[:-1], self.num_heads, self.head_dim)
         query, key, value = (part(inputs).reshape(shape) for part in (self.query, self.key, self.value))
         if positions is not None:
@@ -135,7 +135,7 @@ class MultiHeadAttention(nnx.Module):
         return self.output(attended.reshape(inputs.shape))
 
     def _with_dropout(self, query: Array, key: Array, value: Array) -> Array:
-        """Compute attention step by step, because the fused function has no dropout."""
+        """Compute attention step by step, because the fused function does not support dropout."""
         n_tokens = query.shape[1]
         scores = jnp.einsum("bsnk,btnk->bnst", query, key).astype(jnp.float32) / math.sqrt(self.head_dim)
         before = jnp.tril(jnp.ones((n_tokens, n_tokens), dtype=bool))

@@ -10,14 +10,14 @@ from scforge.soma.v1.flax.modules.layer import Layer
 
 
 class Encoder(nnx.Module):
-    """Layers one after another.
+    """A sequence of layers.
 
     Parameters
     ----------
     config
-        Its sizes.
+        Sizes of the encoder.
     rngs
-        Where initial weights and dropout come from. If None, uses ``nnx.Rngs(0)``.
+        Random streams for initial weights and dropout. If None, uses ``nnx.Rngs(0)``.
     """
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs | None = None) -> None:
@@ -26,7 +26,7 @@ class Encoder(nnx.Module):
         self.layers = nnx.List([Layer(layer, rngs) for _ in range(config.num_layers)])
 
     def __call__(self, input: Array, positions: Array) -> Array:
-        """Transform the tokens. Shapes (B, S, H), (B, S)."""
+        """Return the states after all layers, shape (B, S, H), for inputs of shape (B, S, H) and positions (B, S)."""
         for layer in self.layers:
             input = layer(input, positions)
         return input

@@ -1,4 +1,4 @@
-"""A layer of the encoder."""
+"""A single encoder layer."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ _EPSILON = 1e-5
 
 
 def layer_norm(embedding_dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """Return the LayerNorm that all parts use; the variance is that of the differences from the mean, as in torch."""
+    """Return the LayerNorm used by all parts; the variance is computed from differences to the mean, as in torch."""
     return nnx.LayerNorm(embedding_dim, epsilon=_EPSILON, use_fast_variance=False, rngs=rngs)
 
 
 class Layer(nnx.Module):
-    """Attention, then feed-forward, each after a LayerNorm and with a residual connection (pre-norm).
+    """An attention and a feed-forward block, each after a LayerNorm and with a residual connection (pre-norm).
 
     Parameters
     ----------
     config
-        Its sizes.
+        Sizes of the layer.
     rngs
-        Where initial weights and dropout come from. If None, uses ``nnx.Rngs(0)``.
+        Random streams for initial weights and dropout. If None, uses ``nnx.Rngs(0)``.
     """
 
     def __init__(self, config: LayerConfig, rngs: nnx.Rngs | None = None) -> None:
@@ -44,6 +44,6 @@ class Layer(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout_rate, rngs=rngs)
 
     def __call__(self, context: Array, positions: Array) -> Array:
-        """Transform the tokens. Shapes (B, S, H), (B, S)."""
+        """Return the states after the layer, shape (B, S, H), for inputs of shape (B, S, H) and positions (B, S)."""
         context = context + self.dropout(self.attention(self.norm_1(context), positions))
         return context + self.dropout(self.pwff(self.norm_2(context)))

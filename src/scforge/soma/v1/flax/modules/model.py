@@ -1,4 +1,4 @@
-"""The published place of :class:`~scforge.soma.v1.flax.model.Model`."""
+"""The published import path of :class:`~scforge.soma.v1.flax.model.Model`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer."""
+"""The feed-forward block of a layer."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from scforge.soma.v1.configs import PositionWiseFeedForwardConfig
 
 
 class PositionWiseFeedForward(nnx.Module):
-    """Linear, GELU (exact, with erf), dropout, linear; applied to each token separately.
+    """Linear, GELU (exact, with erf), dropout and linear, applied to each token separately.
 
     Parameters
     ----------
     config
-        Its sizes.
+        Sizes of the block.
     rngs
-        Where initial weights and dropout come from. If None, uses ``nnx.Rngs(0)``.
+        Random streams for initial weights and dropout. If None, uses ``nnx.Rngs(0)``.
     """
 
     def __init__(self, config: PositionWiseFeedForwardConfig, rngs: nnx.Rngs | None = None) -> None:
@@ -26,6 +26,6 @@ class PositionWiseFeedForward(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout_rate, rngs=rngs)
 
     def __call__(self, inputs: Array) -> Array:
-        """Transform each token. Shape (B, S, H)."""
+        """Transform each token; input and output have shape (B, S, H)."""
         hidden = nnx.gelu(self.linear_inner(inputs), approximate=False)
         return self.linear_outer(self.dropout(hidden))

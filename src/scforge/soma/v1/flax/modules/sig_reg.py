@@ -1,4 +1,4 @@
-"""The published place of :class:`~scforge.soma.v1.flax.sigreg.SIGReg`."""
+"""The published import path of :class:`~scforge.soma.v1.flax.sigreg.SIGReg`."""
 
 from __future__ import annotations
 

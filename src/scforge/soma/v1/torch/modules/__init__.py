@@ -1,6 +1,6 @@
 """Parts of the model: encoder, layer, attention, feed-forward block.
 
-``Model`` and ``SIGReg`` are available here as well, as published; they are imported when used.
+``Model`` and ``SIGReg`` are also available here, as in the published package; they are imported on first use.
 """
 
 from __future__ import annotations

@@ -19,17 +19,17 @@ def rotation_of(
     scale_factor: float = V1_SCALE_FACTOR,
     dtype: torch.dtype = torch.float32,
 ) -> Rotation:
-    """Return cosines and sines of the angles that positions turn the pairs of a head by, each (B, S, 1, D / 2).
+    """Return cosines and sines of the angles by which the pairs of a head are rotated, each (B, S, 1, D / 2).
 
-    Pair i turns by ``position / max_wavelength^(2 i / D) / scale_factor`` (Su et al. 2021, arXiv:2104.09864). In a
-    dtype of 16 bits, positions above 256 would run into one another.
+    Pair i is rotated by ``position / max_wavelength^(2 i / D) / scale_factor`` (Su et al. 2021, arXiv:2104.09864). In a
+    16-bit dtype, positions above 256 could not be distinguished.
 
     Parameters
     ----------
     positions
-        Whole numbers, shape (B, S), or (1, S) where all sequences stand at the same places.
+        Integers, shape (B, S), or (1, S) if all sequences have the same positions.
     head_dim
-        Width D.
+        Head width D.
     max_wavelength, scale_factor
         As in :class:`~scforge.soma.v1.configs.ModelConfig`.
     dtype
@@ -50,9 +50,9 @@ def apply_rope(
     max_wavelength: float = V1_MAX_WAVELENGTH,
     scale_factor: float = V1_SCALE_FACTOR,
 ) -> torch.Tensor:
-    """Return queries or keys (B, S, N, D) turned to their positions (B, S); angles are of float32 at least.
+    """Return queries or keys (B, S, N, D), rotated by their positions (B, S); angles are at least float32.
 
-    The first half of a head is turned against the second. Parameters as of :func:`rotation_of`.
+    The first half of a head is rotated against the second half. For the parameters, see :func:`rotation_of`.
 
     Raises
     ------
@@ -65,24 +65,24 @@ def apply_rope(
 
 
 def _rotate(x_bsnd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn the first half of each head against the second."""
+    """Rotate the first half of each head against the second half."""
     first, second = x_bsnd.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_bsnd.dtype)
 
 
 class MultiHeadAttention(nn.Module):
-    """Self-attention in which a token sees itself and those before it.
+    """Self-attention in which each token attends to itself and to previous tokens.
 
     Parameters
     ----------
     num_heads
-        Heads N.
+        Number of heads N.
     num_features
         Width H, a multiple of `num_heads`.
     dropout_rate
-        Share of attention weights that is dropped in training.
+        Fraction of attention weights that is dropped in training.
     use_bias
-        Whether the four projections have a bias.
+        Whether the four projections have biases.
     max_wavelength, scale_factor
         As in :class:`~scforge.soma.v1.configs.ModelConfig`.
 
@@ -146,9 +146,9 @@ class MultiHeadAttention(nn.Module):
         rotation
             Result of :func:`rotation_of`, used instead of `positions` by layers that share it.
         mask
-            False where attention is forbidden on top of the causal mask, bool, of a shape that broadcasts to (B, N, S,
-            S), e.g. (B, 1, S, S); it allows no token to see later ones. The output at a token that attends to no token,
-            not even itself, has no meaning. None means the causal mask alone.
+            False where attention is forbidden in addition to the causal mask, bool, of a shape that broadcasts to (B,
+            N, S, S), e.g. (B, 1, S, S). It cannot allow a token to attend to later tokens. The output at a token that
+            attends to no token, not even itself, is meaningless. If None, uses only the causal mask.
 
         Returns
         -------
@@ -157,7 +157,7 @@ class MultiHeadAttention(nn.Module):
         Raises
         ------
         DataError
-            If `inputs` has another shape, or `mask` another shape or dtype.
+            If `inputs` has a different shape, or `mask` has a different shape or dtype.
         """
         if inputs.dim() != 3 or inputs.shape[-1] != self.num_features:
             raise DataError(f"inputs has shape {tuple(inputs.shape)}; pass (batch, seq, {self.num_features}).")

@@ -16,14 +16,14 @@ from scforge.soma.v1.torch.modules.layer import Layer
 
 
 class Encoder(nn.Module):
-    """Layers, one after the other.
+    """A sequence of layers.
 
     Parameters
     ----------
     config
         Sizes.
     gradient_checkpointing
-        Keep only what goes into a layer, and compute the layer again for its gradient.
+        Whether to store only the input of each layer, and recompute the layer for its gradient.
 
     Examples
     --------
@@ -52,7 +52,7 @@ class Encoder(nn.Module):
         input
             Shape (B, S, H).
         positions
-            Places of the tokens, whole numbers, shape (B, S). Their sines are computed once for all layers.
+            Positions of the tokens, integers, shape (B, S). The rotations are computed once for all layers.
         mask
             As in :meth:`MultiHeadAttention.forward`.
         """

@@ -13,7 +13,7 @@ from scforge.soma.v1.configs import PositionWiseFeedForwardConfig
 
 
 class PositionWiseFeedForward(nn.Module):
-    """Linear, GELU, dropout, linear, at each token by itself.
+    """Linear, GELU, dropout and linear, applied to each token separately.
 
     Parameters
     ----------
@@ -34,5 +34,5 @@ class PositionWiseFeedForward(nn.Module):
         self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the block of `x`, both of shape (..., H)."""
+        """Return the output of the block for `x`; both have shape (..., H)."""
         return self.linear_outer(self.dropout(F.gelu(self.linear_inner(x))))

@@ -1,4 +1,4 @@
-"""The published place of :class:`~scforge.soma.v1.torch.sigreg.SIGReg`."""
+"""The published import path of :class:`~scforge.soma.v1.torch.sigreg.SIGReg`."""
 
 from __future__ import annotations
 
