@@ -477,7 +477,8 @@ class Encoder(CellModel):
 
         Returns
         -------
-        The fine-tuned model; the base model does not change.
+        The fine-tuned model, with the rows of the split in ``train_indices``, ``validation_indices`` and
+        ``test_indices``. The base model and the setup of `adata` do not change.
 
         Raises
         ------
