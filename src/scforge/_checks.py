@@ -62,7 +62,7 @@ def check_mask_ratio(value: Any) -> None:
             )
     elif isinstance(value, Sequence) and not isinstance(value, str):
         if not value or not all(_is_share(share) for share in value):
-            raise OptionError(f"mask_ratio={list(value)!r} is not a list of shares between 0 and 1.")
+            raise OptionError(f"mask_ratio={list(value)!r} is not a list of fractions between 0 and 1.")
     elif not _is_share(value):
         raise OptionError(f"mask_ratio={value!r} is not between 0 and 1.")
 

@@ -174,7 +174,7 @@ def test_counts_above_16_bits_make_the_store_wider(sources, small_steps, tmp_pat
 def test_columns_of_one_gene_are_summed_beyond_16_bits(tmp_path):
     counts = sparse.csr_matrix([[60_000, 60_000, 1], [1, 2, 3]], dtype=np.uint16)
     adata = ad.AnnData(counts, var=pd.DataFrame(index=["ENSG00000141510.1", "ENSG00000141510.2", "b"]))
-    with pytest.warns(ScforgeWarning, match="adata.var_names: several columns are the same gene"):
+    with pytest.warns(ScforgeWarning, match="adata.var_names: several columns refer to the same gene"):
         info = convert(adata, tmp_path / "s.zarr", shuffle=False)
     assert info.counts_dtype == "uint32"
     assert read_store(tmp_path / "s.zarr").X.toarray().tolist() == [[120_000, 1], [3, 3]]

@@ -94,7 +94,7 @@ def test_repeated_names_are_summed_and_told(tiny_adata, tiny_vocab, gene_key):
         more.var_names = more.var["name"]
     where = "var_names" if gene_key is None else r"var\['name'\]"
     message = (
-        rf"adata\.{where}: several columns are the same gene.* the counts of 2 columns .first: 'gene3'. are summed"
+        rf"adata\.{where}: several columns refer to the same gene.* the counts of 2 columns .first: 'gene3'. are summed"
     )
     with pytest.warns(ScforgeWarning, match=message):
         cells = open_cells(more, tiny_vocab, gene_key=gene_key)

@@ -92,14 +92,14 @@ def test_repeated_genes_are_summed_before_files_are_joined(tiny_adata, tmp_path)
     repeated.write_h5ad(tmp_path / "b.h5ad")
     with pytest.warns(
         ScforgeWarning,
-        match=r"var_names of '.*b\.h5ad': several columns are the same gene; the counts of 1 columns .first: 'gene0'",
+        match=r"var_names of '.*b\.h5ad': several columns refer to the same gene; the counts of 1 columns .first",
     ):
         joined = read_h5ad([tmp_path / "a.h5ad", tmp_path / "b.h5ad"])
     assert joined.shape == (62, 80)
     assert joined.to_df().iloc[60:, :2].to_numpy().tolist() == [[5, 2], [5, 3]]
     assert joined.X.sum() == tiny_adata.X.sum() + 15
     assert joined.obs["kind"].tolist()[60:] == ["p", "q"]
-    with pytest.warns(ScforgeWarning, match="the names: several columns are the same gene"):
+    with pytest.warns(ScforgeWarning, match="the names: several columns refer to the same gene"):
         made = join_columns(repeated, "the names")
     assert made.layers["more"].toarray().tolist() == [[10, 4], [10, 6]]
     assert made.var["length"].tolist() == [10, 20]

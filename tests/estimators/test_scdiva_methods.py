@@ -179,7 +179,7 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
         (plain.denoise, {}, r"does not predict expression of masked genes; .* 'masked_diffusion' and 'scdiva'"),
         (model.generate, {"condition": "a"}, "the model has no classes; omit it"),
         (model.generate, {"n_cells": None, "prompt": ["gene0"]}, "n_cells=None is not a whole number of cells"),
-        (small.generate, {"max_len": 9}, "max_len=9 but the maximum of the model is 8 tokens; lower it"),
+        (small.generate, {"max_len": 9}, "max_len=9 but the model accepts at most 8 tokens; lower it"),
         (other.generate, {"n_steps": 4}, "n_steps=4 is for models of 'masked_diffusion'; omit it"),
         (tuned.generate, {}, "was fine-tuned for 'annotation', not to generate; use its base model"),
         (untrained.get_latent_representation, {"return_dist": True}, "does not train variances; omit it"),

@@ -140,7 +140,7 @@ def test_figures_of_a_report(hub, model: Encoder, metrics: object, data: str, na
         ),
         ({"base": "org/other"}, "base='org/other' has no effect if the model was not fine-tuned"),
         ({"metrics": TABLE[:1]}, "and rows of baselines .'scforge'"),
-        ({"metrics": {"f1": 1.0}}, r"not a table of evaluate\(\)"),
+        ({"metrics": {"f1": 1.0}}, r"not a table returned by evaluate\(\)"),
         ({"adapter_only": True}, "the model has no adapters|the base model has no public location"),
         ({"base": "somewhere"}, "base='somewhere' is not a public name"),
     ],

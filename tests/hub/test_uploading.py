@@ -115,7 +115,7 @@ def test_nothing_is_sent_where_everybody_would_see_it(hub, model: Path) -> None:
     upload(model, "org/light")
     before = hub.files("org/light")
     (model / "vocab.json").write_bytes(b"secret")
-    with pytest.raises(OptionError, match="exists and is public; change it in its settings"):
+    with pytest.raises(OptionError, match="exists and is public; make it private in its settings"):
         upload(model, "org/light", private=True)
     assert hub.files("org/light") == before
 

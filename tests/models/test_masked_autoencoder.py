@@ -194,7 +194,9 @@ def test_bad_batches(batch):
     torch.testing.assert_close(model.encode(**batch | {"values": beyond}), model.encode(**batch))
     wrong = batch | {"values": batch["values"].masked_fill(~batch["masked_positions"], -3.0)}
     for run in (model, model.encode):
-        with pytest.raises(OptionError, match="value_loss='poisson' is for counts but a value is -3; use a tokenizer"):
+        with pytest.raises(
+            OptionError, match="value_loss='poisson' requires counts, but the values include -3; use a tokenizer"
+        ):
             run(**wrong)
     # Only visible tokens need a position.
     model = make(position_embedding="learned", max_seq_len=8)

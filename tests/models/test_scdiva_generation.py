@@ -142,11 +142,11 @@ def test_lengths_are_drawn_from_those_of_training():
         ({"prompt": {"input_ids": torch.arange(5, 15)}, "n_tokens": 9}, "the 10 tokens of prompt"),
         (
             {"prompt": {"input_ids": torch.arange(5, 46)}, "n_tokens": None},
-            "41 tokens, but the maximum of the model is",
+            "41 tokens, but the model accepts at most",
         ),
         (
             {"prompt": {"input_ids": torch.arange(5, 45)}, "first_id": 3, "n_tokens": None},
-            "41 tokens, but the maximum of the model",
+            "41 tokens, but the model accepts at most",
         ),
     ],
 )

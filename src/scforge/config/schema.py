@@ -60,7 +60,7 @@ Path = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """Base of all sections. Unknown keys are errors, and assignments are checked like a file."""
+    """Base of all sections. Unknown keys raise an error, and assignments are validated in the same way as a file."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True)
 

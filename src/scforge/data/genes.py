@@ -65,7 +65,7 @@ def warn_summed(names: np.ndarray, columns: np.ndarray, where: str) -> None:
     again = np.delete(used, first)
     if len(again):
         warn(
-            f"{where}: several columns are the same gene; the counts of {len(again)} columns "
+            f"{where}: several columns refer to the same gene; the counts of {len(again)} columns "
             f"(first: {str(names[again[0]])!r}) are summed."
         )
 

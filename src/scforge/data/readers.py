@@ -226,7 +226,7 @@ async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> 
                 raise
             if number == TRIES:
                 raise DataError(
-                    f"{what} cannot be reached, tried {number} times ({first_line(error)}); "
+                    f"{what} could not be reached in {number} attempts ({first_line(error)}); "
                     "check the connection and storage_options, and run this again."
                 ) from safe_cause(error)
             logger.debug("Reading again in %g s: %s", wait, redacted(f"{what}: {error}"))

@@ -354,7 +354,7 @@ class _ChunkSequence:
 
 
 class EpochPlan:
-    """The windows of one epoch, cut into pieces, i.e. batches, or whole windows if batches are packed by tokens."""
+    """The windows of one epoch, divided into batches, or kept whole if batches are packed by tokens."""
 
     def __init__(self, order: CellOrder, epoch: int) -> None:
         self._order = order

@@ -597,7 +597,7 @@ def list_vocabs() -> list[str]:
 
 
 def open_vocab(vocab: str | os.PathLike[str] | GeneVocab) -> GeneVocab:
-    """Return the vocabulary given by a vocabulary, its file, or the name of a shipped vocabulary."""
+    """Return a vocabulary, given as an object, a file, or the name of a vocabulary that ships with the package."""
     if isinstance(vocab, GeneVocab):
         return vocab
     if not isinstance(vocab, str | os.PathLike):

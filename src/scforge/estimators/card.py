@@ -82,7 +82,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
         metrics = metrics.to_frame()
     if not isinstance(metrics, pd.DataFrame):
         what = type(metrics).__name__
-        raise OptionError(f"{prefix} is a {what} that is not a table of evaluate(); pass the result of evaluate().")
+        raise OptionError(f"{prefix} is a {what}, not a table returned by evaluate(); pass the result of evaluate().")
     tables = {"": metrics}
     if is_long(metrics):
         lines = metrics.assign(benchmark=metrics["benchmark"].fillna(""))

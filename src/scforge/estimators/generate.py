@@ -56,7 +56,7 @@ def generate_with(
     if unmasks:
         room = min(vocab.n_genes + tokenizer.append_cls, getattr(module, "max_generated", None) or math.inf)
         if max_len is not None and check_count("max_len", max_len, "tokens") > room:
-            raise OptionError(f"max_len={max_len} but the maximum of the model is {room} tokens; lower it.")
+            raise OptionError(f"max_len={max_len} but the model accepts at most {room} tokens; lower it.")
         options |= {"n_tokens": options.pop("max_len"), "mask_id": vocab.mask_id}
         options |= {} if n_steps is None else {"n_steps": n_steps}
     else:

@@ -669,7 +669,7 @@ def energy_distance(one: np.ndarray, other: np.ndarray) -> float:
 
     Returns
     -------
-    NaN if a group has one cell.
+    The energy distance; NaN if a group has only one cell.
 
     Examples
     --------

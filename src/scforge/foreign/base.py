@@ -426,9 +426,11 @@ def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
             content = content[name]
             break
     if not isinstance(content, Mapping) or not content:
-        raise ModelFileError(f"{where!r} is not a mapping of weights; pass the file of a state_dict.")
+        raise ModelFileError(f"{where!r} is not a mapping of weights; pass a file that contains a state_dict.")
     if odd := [name for name, value in content.items() if not isinstance(value, torch.Tensor)]:
-        raise ModelFileError(f"{where!r} contains {listing(odd, most=3)}, not tensors; pass the file of a state_dict.")
+        raise ModelFileError(
+            f"{where!r} contains {listing(odd, most=3)}, not tensors; pass a file that contains a state_dict."
+        )
     # What torch's wrapper for several devices puts before all names.
     wrapped = all(name.startswith("module.") for name in content)
     return {name.removeprefix("module.") if wrapped else name: value for name, value in content.items()}

@@ -119,7 +119,7 @@ def send_model(
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
         info = api.model_info(repo_id, revision=revision)
         if private and not info.private:
-            raise OptionError(f"{prefix} exists and is public; change it in its settings, or leave private=True out.")
+            raise OptionError(f"{prefix} exists and is public; make it private in its settings, or omit private=True.")
         there = {file.rfilename for file in info.siblings or ()}
         if "config.json" in there and kind_of(there) is None:
             raise OptionError(

@@ -968,7 +968,7 @@ class ScDiVaModel(Architecture):
         """Return the number of tokens of each cell, int64, (B,)."""
         most, n_given = min(self.num_genes + (first_id is not None), self.max_generated), int(given_b.max())
         if n_given > most:
-            raise OptionError(f"prompt has {n_given} tokens, but the maximum of the model is {most}; pass fewer.")
+            raise OptionError(f"prompt has {n_given} tokens, but the model accepts at most {most}; pass fewer.")
         if n_tokens is None:
             if self.length_quantiles is None or not bool(self.length_quantiles.any()):
                 raise OptionError(

@@ -236,7 +236,7 @@ def choose_precision(module: nn.Module, data: CellDataModule, device: torch.devi
             return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
     if processes != 1:
         raise OptionError(
-            "precision='auto' works with one process only; pass a precision such as 'bf16-mixed' for several."
+            "precision='auto' works with a single process; with several, pass a precision such as 'bf16-mixed'."
         )
     if device.type != "cpu":
         return "32-true"

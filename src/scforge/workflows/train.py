@@ -298,7 +298,7 @@ def train_from_config(
     """
     if config.finetune is not None:
         raise ConfigError(
-            f"{config.place_of('finetune')}the configuration has a section finetune; run it with scforge finetune "
+            f"{config.place_of('finetune')}the configuration has a finetune section; run it with scforge finetune "
             "--config, or remove the section to train a new model."
         )
     arguments = checked_arguments(config, resume=resume, overwrite=overwrite)

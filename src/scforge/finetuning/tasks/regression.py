@@ -30,12 +30,12 @@ _LOSSES: dict[str, Callable[..., torch.Tensor]] = {"huber": F.huber_loss, "mse":
 class Regression(SupervisedTask):
     """Distance between the prediction and a number for each cell.
 
-    Cells without the number (NaN) are not used for training.
+    Cells without a target value (NaN) are not used for training.
 
     Parameters
     ----------
     labels_key
-        Column of ``obs`` with the numbers.
+        Column of ``obs`` with the target values.
     loss_function
         ``"huber"`` (quadratic up to one standard deviation of the training cells, linear beyond, so that outliers have
         less weight) or ``"mse"``.
