@@ -295,7 +295,8 @@ def test_groups_that_take_no_part_are_no_units(donors) -> None:
     assert CellTypeProbe("label").n_units(obs) is None
     assert CellTypeProbe("label", "donor").describe(donors[1])["resampled"] == "groups of donor (4)"
     assert "3 groups of donor, at least 4 are needed" in probe.describe(obs)["resampled"]
-    assert probe.resampled(donors[0], obs, n=10, seed=0) is None
+    with pytest.warns(ScforgeWarning, match="'donor' has 3 scored groups; confidence intervals and tests need 4"):
+        assert probe.resampled(donors[0], obs, n=10, seed=0) is None
     obs.loc[obs["donor"] == "donor0", "label"] = "alone"
     with pytest.warns(ScforgeWarning, match="'alone' .in one group."):
         assert "2 groups of donor" in probe.describe(obs)["resampled"]

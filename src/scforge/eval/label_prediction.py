@@ -147,11 +147,6 @@ class CellTypeProbe(Benchmark):
         warn_of_missing(obs, self.labels_key)
         if self.groups_key is not None:
             warn_of_missing(obs, self.groups_key, argument="groups_key")
-            if (n_groups := self.n_units(obs)) is not None and n_groups < MIN_GROUPS:
-                warn(
-                    f"groups_key={self.groups_key!r} has {n_groups} scored groups; confidence intervals and tests need "
-                    f"{MIN_GROUPS}."
-                )
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
         """Return the number of scored cells, the labels left out, and the units resampled for the intervals."""
@@ -197,7 +192,11 @@ class CellTypeProbe(Benchmark):
         groups.
         """
         plan = self._plan(obs)
-        if plan.groups is not None and len(np.unique(plan.groups)) < MIN_GROUPS:
+        if plan.groups is not None and (n_groups := len(np.unique(plan.groups))) < MIN_GROUPS:
+            warn(
+                f"groups_key={self.groups_key!r} has {n_groups} scored groups; confidence intervals and tests need "
+                f"{MIN_GROUPS}."
+            )
             return None
         predicted = self._predict(embedding, plan, len(obs))
         units = np.arange(len(plan.rows)) if plan.groups is None else plan.groups
