@@ -92,7 +92,8 @@ def test_repeated_genes_are_summed_before_files_are_joined(tiny_adata, tmp_path)
     repeated.write_h5ad(tmp_path / "b.h5ad")
     with pytest.warns(
         ScforgeWarning,
-        match=r"var_names of '.*b\.h5ad': several columns refer to the same gene; the counts of 1 columns .first",
+        match=r"var_names of '.*b\.h5ad': several columns refer to the same gene; "
+        r"the counts of 1 columns .first: 'gene0'",
     ):
         joined = read_h5ad([tmp_path / "a.h5ad", tmp_path / "b.h5ad"])
     assert joined.shape == (62, 80)

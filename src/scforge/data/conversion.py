@@ -366,7 +366,8 @@ class _Scattered:
         dataset_of = np.empty(len(table), dtype=np.uint32)
         for number, cells in enumerate(self.parts):
             dataset_of[cells] = number
-        first, partial = 0, ~np.all([gene_map.measured for gene_map in maps], axis=0)
+        measured = np.stack([gene_map.measured for gene_map in maps])
+        first, partial = 0, measured.any(axis=0) & ~measured.all(axis=0)
         with _bar("Reading", len(table), progress) as bar:
             for stream, gene_map in zip(streams, maps, strict=True):
                 kept, before = 0.0, first
@@ -377,7 +378,8 @@ class _Scattered:
                     self.lengths[here], self.totals[here] = np.diff(counts.indptr), row_sums(chunk)
                     self._append(counts, dataset_of[here])
                     kept += float(counts.data.sum(dtype=np.float64))
-                    self.sum_of_partial += float(counts.data[partial[counts.indices]].sum(dtype=np.float64))
+                    if partial.any():
+                        self.sum_of_partial += float(counts.data[partial[counts.indices]].sum(dtype=np.float64))
                     first = here.stop
                     bar.update(chunk.shape[0])
                 self.kept.append(kept)

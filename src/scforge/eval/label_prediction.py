@@ -192,15 +192,15 @@ class CellTypeProbe(Benchmark):
         groups.
         """
         plan = self._plan(obs)
-        if plan.groups is not None and (n_groups := len(np.unique(plan.groups))) < MIN_GROUPS:
+        units = np.arange(len(plan.rows)) if plan.groups is None else plan.groups
+        n_units, rng = units.max() + 1, np.random.default_rng(seed)
+        if plan.groups is not None and n_units < MIN_GROUPS:
             warn(
-                f"groups_key={self.groups_key!r} has {n_groups} scored groups; confidence intervals and tests need "
+                f"groups_key={self.groups_key!r} has {n_units} scored groups; confidence intervals and tests need "
                 f"{MIN_GROUPS}."
             )
             return None
         predicted = self._predict(embedding, plan, len(obs))
-        units = np.arange(len(plan.rows)) if plan.groups is None else plan.groups
-        n_units, rng = units.max() + 1, np.random.default_rng(seed)
         times = (np.bincount(rng.integers(n_units, size=n_units), minlength=n_units) for _ in range(n))
         figures = [self._figures(plan, predicted, drawn[units].astype(np.float64)) for drawn in times]
         return pd.DataFrame(figures, columns=list(self.metrics))

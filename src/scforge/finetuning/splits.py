@@ -103,7 +103,7 @@ def split_for(
     """
     rows = np.arange(n_cells) if usable is None else np.flatnonzero(usable)
     if groups is not None:
-        check_groups(groups.iloc[rows], n_parts=1 + (test_size > 0) + (validation_size > 0))
+        _check_groups(groups.iloc[rows], n_parts=1 + (test_size > 0) + (validation_size > 0))
         rest, test = split_cells(n_cells, test_size, seed, groups=groups, rows=rows)
         share = validation_size / (1 - test_size)
         train, validation = split_cells(n_cells, share, seed + 1, groups=groups, rows=rest)
@@ -122,7 +122,7 @@ def split_for(
     return Split(**{part: np.sort(np.concatenate(found)) for part, found in parts.items()})
 
 
-def check_groups(groups: pd.Series, *, n_parts: int) -> None:
+def _check_groups(groups: pd.Series, *, n_parts: int) -> None:
     """Raise :class:`~scforge.errors.DataError` if there are fewer groups than parts of the split."""
     names = sorted(str(name) for name in groups.dropna().unique())
     if len(names) < n_parts:
