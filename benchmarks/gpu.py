@@ -167,8 +167,11 @@ def run_all(args: argparse.Namespace) -> None:
 def described(case: Case, device: torch.device) -> dict[str, Any]:
     """Return what names a row."""
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    how = ("bf16" if case.bf16 else "fp32") + (", compiled" if case.compiled else "")
-    return {"row": case.name, "size": case.size, "how": how, "device": where, "torch": torch.__version__}
+    return {"row": case.name, "size": case.size, "how": how_of(case), "device": where, "torch": torch.__version__}
+
+
+def how_of(case: Case) -> str:
+    return ("bf16" if case.bf16 else "fp32") + (", compiled" if case.compiled else "")
 
 
 def measured(case: Case, device_type: str) -> dict[str, Any]:
@@ -386,7 +389,9 @@ def table(path: Path) -> str:
     if not path.exists():
         return "\n".join([*shown, f"| not measured yet {'| ' * (len(COLUMNS) - 1)}|"])
     kept = pd.read_csv(path)
-    for device, rows in kept.groupby("device", sort=False):
+    places = {(case.name, case.size, how_of(case)): place for place, case in enumerate(CASES)}
+    kept.index = [places.get(key, len(CASES)) for key in zip(kept["row"], kept["size"], kept["how"], strict=True)]
+    for device, rows in kept.sort_index().groupby("device", sort=False):
         shown.append(f"| **{device}**, torch {rows['torch'].iloc[-1]} {'| ' * (len(COLUMNS) - 1)}|")
         for row in rows.to_dict("records"):
             values = [text_of(name, row.get(name)) for name in COLUMNS]

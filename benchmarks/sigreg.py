@@ -33,7 +33,7 @@ def states(seed: int) -> dict[str, torch.Tensor]:
         "the same after a layer norm": F.layer_norm(normal, (WIDTH,)),
         "all equal, after a layer norm": F.layer_norm(torch.randn(WIDTH), (WIDTH,)).expand(*TOKENS, WIDTH),
         "on one line, after a layer norm": F.layer_norm(line, (WIDTH,)),
-        "twice as long": 2 * normal,
+        "isotropic normal, doubled": 2 * normal,
         "zero": torch.zeros(*TOKENS, WIDTH),
     }
 

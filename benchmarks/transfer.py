@@ -82,13 +82,13 @@ PBMC = {
 
 OURS = ("scforge, mapped", "scforge, trained on both")
 QUESTIONS = {
-    "condition": "interferon-stimulated cells from control cells (kang_ifnb, used for tuning)",
+    "condition": "control to interferon-stimulated cells (kang_ifnb, used for tuning)",
     "missing": "the same, with one cell type missing from the reference (used for tuning)",
-    "protocol": "Drop-seq from CEL-seq2, five cell lines (sc_mixology, used for tuning)",
-    "donors": "two unseen donors from six (kang_ctrl_8donor, test)",
-    "study": "PBMC 3k from eight donors of another study (test)",
-    "collection": "the same, from these donors and kang_ifnb together (test)",
-    "species": "half of PBMC 3k with simulated gene loss and scaling (test)",
+    "protocol": "CEL-seq2 to Drop-seq, five cell lines (sc_mixology, used for tuning)",
+    "donors": "six donors to two unseen donors (kang_ctrl_8donor, test)",
+    "study": "eight donors of another study to PBMC 3k (test)",
+    "collection": "these eight donors and kang_ifnb together to PBMC 3k (test)",
+    "species": "one half of PBMC 3k to the other, with simulated gene loss and scaling (test)",
 }
 
 type Pair = tuple[ad.AnnData, ad.AnnData]

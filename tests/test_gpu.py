@@ -135,7 +135,7 @@ def test_bf16_and_compiled_steps_agree_with_float32(many_adata, unpad):
     model = make(many_adata[:200].copy())
     data = bound(model)
     module = model.module.to(GPU).train()
-    module.stack.unpad = unpad
+    module.encoder.unpad = unpad
     gradients = {}
     for precision in (None, torch.bfloat16):
         for wanted in (False, True):
@@ -145,7 +145,7 @@ def test_bf16_and_compiled_steps_agree_with_float32(many_adata, unpad):
                     module.zero_grad()
                     with torch.autocast(GPU.type, torch.bfloat16, enabled=precision is not None):
                         data.objective.loss(module, batch)[0].backward()
-            gradients[precision, wanted] = module.stack.layers[0].ffn_in.weight.grad.clone()
+            gradients[precision, wanted] = module.encoder.layers[0].ffn_in.weight.grad.clone()
     assert close(gradients[None, True], gradients[None, False], 1e-3)
     assert close(gradients[torch.bfloat16, False], gradients[None, False], 5e-2)
     assert close(gradients[torch.bfloat16, True], gradients[None, False], 5e-2)
@@ -192,9 +192,10 @@ def test_sizes_and_precision_are_found(many_adata, monkeypatch):
     assert torch.cuda.memory_allocated() <= held
     assert peak_flops(GPU, precision) > 1e11
     batch = {key: value.to(GPU) for key, value in next(iter(data.val_dataloader())).items()}
+    model.module.encoder.unpad = False  # devices remove different amounts of padding
     counts = [flops_per_token(model.module.to(device), data.objective, {k: v.to(device) for k, v in batch.items()})
               for device in (GPU, torch.device("cpu"))]  # fmt: skip
-    assert counts[0] == pytest.approx(counts[1], rel=0.1)
+    assert counts[1] <= 1.01 * counts[0] <= 1.3 * counts[1]  # torch 2.11 does not count attention on a CPU
 
 
 def out_of_memory_from(n_cells: int):
@@ -259,9 +260,11 @@ if os.environ["RANK"] == "0":
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_two_processes_share_a_training(many_adata, tmp_path, strategy):
+    n_gpus = torch.cuda.device_count()
+    if strategy == "fsdp" and n_gpus < 2:
+        pytest.skip("two processes of FSDP need two devices: they need NCCL, which uses a device once")
     many_adata.write_h5ad(tmp_path / "cells.h5ad")
     (tmp_path / "train.py").write_text(SCRIPT)
-    n_gpus = torch.cuda.device_count()
     options = TRAINING | {"batch_size": 16}
     found = {}
     for how in ("ddp", strategy) if strategy == "fsdp" else ("ddp",):
@@ -279,8 +282,6 @@ def test_two_processes_share_a_training(many_adata, tmp_path, strategy):
                 subprocess.Popen(command, cwd=tmp_path, env=os.environ | own, stderr=subprocess.PIPE, text=True)
             )
         told = [process.communicate(timeout=240)[1] for process in running]
-        if n_gpus < 2 and how == "fsdp" and any("gloo" in text.lower() for text in told):
-            pytest.skip(f"two processes on one device need gloo, which has no part of FSDP: {told[0][-200:]}")
         assert [process.returncode for process in running] == [0, 0], told
         found[how] = torch.load(tmp_path / f"{how}.pt", weights_only=True)
         assert found[how]["device"] == GPU.type

@@ -185,7 +185,7 @@ class Encoder(CellModel):
         self._spec = replace(spec, tuning=tuning)
         self._tokenizer, self._objective = self._spec.build_tokenizer(), self._spec.build_objective()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
+            torch.default_generator.manual_seed(self.seed)  # torch.manual_seed would seed CUDA devices too
             self.module = self._spec.build_module(vectors).eval()
         self.init_params_ = self._get_init_params(locals())
 

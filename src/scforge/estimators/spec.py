@@ -401,7 +401,7 @@ class ModelSpec:
         if vectors is None and spec.model_options.get("gene_vectors") is not None:
             raise OptionError("only the trained gene vectors of this model are saved, not the initial ones.")
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             return spec.build_module(vectors).eval(), tokenizer
 
     def build_tokenizer(self) -> Tokenizer:

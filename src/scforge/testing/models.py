@@ -190,12 +190,12 @@ def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> Non
     """
     # The tests around it continue with the random numbers that they would have had.
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         made, remake = _make(model, options)
         apply_rules(type(made).__name__, {"it is a model": _rule_protocol}, made)
         subject = subject_of(made, remake)
         for rule, check in _RULES.items():
-            torch.manual_seed(1)
+            torch.default_generator.manual_seed(1)
             subject.model.eval().zero_grad(set_to_none=True)
             apply_rules(type(made).__name__, {rule: check}, subject)
 
@@ -286,7 +286,7 @@ def _rule_encode(subject: Subject) -> None:
 def _rule_determinism(subject: Subject) -> None:
     model, outputs = subject.model, []
     for seed in (1, 2):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         with torch.no_grad():
             output = model(**subject.masked)
         outputs.append([_encode(model, subject.tokens), output.embeddings, output.logits, output.loss])

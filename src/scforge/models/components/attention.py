@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from scforge._checks import check_count
 from scforge.errors import OptionError
+
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def _without_cudnn(query: torch.Tensor) -> AbstractContextManager[None]:
+    """Exclude the cuDNN kernels on CUDA: they are planned for each new shape, and the shapes of batches differ."""
+    return sdpa_kernel(_KERNELS) if query.device.type == "cuda" else nullcontext()
 
 
 def check_shapes(shape: Sequence[int], **tensors: torch.Tensor | None) -> None:
@@ -265,7 +274,8 @@ class SelfAttention(nn.Module):
         q_bnsd, k_bntd, v_bntd = self._project(hidden_bsh, rotation, cache)
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q_bnsd.dtype)  # of lower precision under autocast
-        mixed_bnsd = F.scaled_dot_product_attention(q_bnsd, k_bntd, v_bntd, attn_mask=mask, is_causal=causal)
+        with _without_cudnn(q_bnsd):
+            mixed_bnsd = F.scaled_dot_product_attention(q_bnsd, k_bntd, v_bntd, attn_mask=mask, is_causal=causal)
         return self.out(mixed_bnsd.transpose(1, 2).flatten(2))
 
     def packed(
@@ -294,7 +304,8 @@ class SelfAttention(nn.Module):
         if rotation is not None:
             q_pnd, k_pnd = rotate(q_pnd, rotation), rotate(k_pnd, rotation)
         window = (-1, 0) if causal else (-1, -1)
-        mixed_pnd = varlen_attn(q_pnd, k_pnd, v_pnd, ends, ends, longest, longest, window_size=window)
+        with _without_cudnn(q_pnd):
+            mixed_pnd = varlen_attn(q_pnd, k_pnd, v_pnd, ends, ends, longest, longest, window_size=window)
         return self.out(mixed_pnd.flatten(1))
 
     def weights(
