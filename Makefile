@@ -86,7 +86,8 @@ notebooks: ## Run every notebook from top to bottom; what they print goes to bui
 	mkdir -p build/notebooks
 	cp notebooks/*.ipynb build/notebooks
 	env -u MPLBACKEND SCFORGE_DATA="$${SCFORGE_DATA:-$(abspath ../shared/data/cells)}" $(ONE_THREAD) \
-		$(VENV)/bin/pytest $(PARALLEL) -p nbmake --nbmake --nbmake-timeout=900 --overwrite build/notebooks/*.ipynb
+		$(VENV)/bin/pytest $(PARALLEL) --durations=0 --durations-min=5 \
+		-p nbmake --nbmake --nbmake-timeout=900 --overwrite build/notebooks/*.ipynb
 
 PINS := uv pip compile -q --universal --python-version 3.12 --no-header --no-annotate --no-emit-index-url
 constraints: ## Renew constraints.txt and those of the extras census and cz; needs uv

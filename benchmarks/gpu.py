@@ -405,7 +405,7 @@ def text_of(name: str, value: Any) -> str:
     if value is None or value != value:
         return ""
     if name in ("mfu", "of_product", "waiting"):
-        return f"{100 * value:.0f} %"
+        return f"{100 * value:.0f}%"
     if name == "memory_gb":
         return f"{value:.1f}"
     return value if isinstance(value, str) else f"{value:,.0f}"
