@@ -2,7 +2,7 @@
 
 Random cells have a quarter to all of the named number of genes; cells and tokens a second count no padding. `MFU` is
 the arithmetic that a step needs (as in ``models.py``; for ScDiVa matrix products as torch counts them) over the peak of
-the data sheet, `of product` over that of large matrix products of the same dtype, measured right before. Peers in the
+the data sheet, `of matmul` over that of large matrix products of the same dtype, measured right before. Peers in the
 same run: ``nn.TransformerEncoder``, and the BERT of ``transformers`` (Geneformer's architecture) with torch's attention
 and, where ``flash-attn`` is installed, with that. Rows "from a store" are whole trainings by ``Encoder.train``;
 `waiting` is the share of their time in which no batch was ready.
@@ -377,7 +377,7 @@ COLUMNS = {
     "cells_per_second": "cells/s",
     "tokens_per_second": "tokens/s",
     "mfu": "MFU",
-    "of_product": "of product",
+    "of_product": "of matmul",
     "memory_gb": "peak memory, GB",
     "waiting": "waiting",
 }

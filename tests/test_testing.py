@@ -186,7 +186,7 @@ FLAWS = [
         {"tokens": lambda self, tokens: tokens._replace(values=np.random.rand(len(tokens.ids)).astype("f4"))},
         "a second call",
     ),
-    ({"__getstate__": lambda self: vars(self) | {"function": lambda: None}}, "raises .*[Pp]ickle.* a second time"),
+    ({"__getstate__": lambda self: vars(self) | {"function": lambda: None}}, "a second time raises .*[Pp]ickle"),
     ({"__getstate__": lambda self: vars(self) | {"scale": 2.0}}, "a pickled copy gives other tokens"),
     ({"tokens": threaded}, "[12] threads give other tokens"),
     ({"tokens": centered_on_the_batch}, "cell [01] alone has other tokens than in a block"),
@@ -199,7 +199,7 @@ FLAWS = [
         "the counts that it was given are changed",
     ),
     # The options.
-    ({"__init__": option_not_kept}, "raises AttributeError.* where config.. makes an equal tokenizer"),
+    ({"__init__": option_not_kept}, "config.. makes an equal tokenizer raises AttributeError"),
     ({"keep": tuple}, "config.. is another after it was written as JSON"),
     ({"keep": lambda cutoffs: [*cutoffs, 3]}, "the options of config.. do not come back from the constructor"),
     ({"config": lambda self: {"cutoffs": [1, 2]}}, "config.. and the keyword-only options differ in .*'scale'"),

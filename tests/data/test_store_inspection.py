@@ -45,7 +45,7 @@ def test_what_it_shows(folder, tiny_adata):
     assert "1,200 x 80" in str(found)
     os.utime("a.h5ad", ns=(0, 10**9))
     Path("b.h5ad").unlink()
-    assert inspect_store("s.zarr").sources == {"a.h5ad": "changed since", "b.h5ad": "not there any more"}
+    assert inspect_store("s.zarr").sources == {"a.h5ad": "changed since", "b.h5ad": "missing"}
     convert(tiny_adata, "t.zarr")
     assert inspect_store("t.zarr", verify=True).sources == {"adata": "not checked"}
     shutil.move("s.zarr", "elsewhere.zarr")

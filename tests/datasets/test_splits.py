@@ -126,7 +126,7 @@ def test_a_planted_leak_is_an_error() -> None:
         Split("x", 1, ["a", "b"], [], ["c"])
     adata = data_of(perturbation=["control", "x", "x", "y", "z"])
     leaky = Split("norman", 1, ["cell0", "cell1"], ["cell4"], ["cell2", "cell3"])
-    with pytest.raises(DataError, match="has cells of 'x' in more than one part"):
+    with pytest.raises(DataError, match="puts cells of 'x' in more than one part"):
         check_rule(leaky, card_with(SplitRule("perturbations", "perturbation", 1, 1)), adata)
 
 

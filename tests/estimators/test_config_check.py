@@ -95,9 +95,11 @@ def test_mistakes(load, store: Path, monkeypatch, overrides, error: type[Scforge
 
 
 def test_what_is_told_but_no_mistake(load: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(ScforgeWarning, match=r"line \d+: model\.num_heads=2 has no effect, as 'gene_pooling' has no"):
+    with pytest.warns(
+        ScforgeWarning, match=r"line \d+: model\.num_heads=2 has no effect, because 'gene_pooling' has no"
+    ):
         check_config(load("model.architecture=gene_pooling"))
-    with pytest.warns(ScforgeWarning, match=r"model\.max_seq_len=9 has no effect, as 'scdiva' has no such option"):
+    with pytest.warns(ScforgeWarning, match=r"model\.max_seq_len=9 has no effect, because 'scdiva' has no such option"):
         check_config(load("model.architecture=scdiva", "model.max_seq_len=9"))
     monkeypatch.delenv("SCFORGE_DATA", raising=False)
     two = "{cell_type_annotation: {dataset: tabula_sapiens}}, {batch_integration: {dataset: immune_atlas}}"

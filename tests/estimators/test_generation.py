@@ -125,7 +125,7 @@ def test_prompts(model: Encoder):
         ("plain", {"prompt": ["gene60", "nogene"]}, "prompt names 'nogene', not among the model's 40 genes"),
         ("plain", {"prompt": ["gene60", "gene60"]}, "prompt names 'gene60' twice, possibly"),
         ("plain", {"prompt": {"gene60": -1.0}}, "is not a positive number"),
-        ("plain", {"prompt": SERIES}, r"^prompt=Series is neither a list of genes, a dict .*AnnData.$"),
+        ("plain", {"prompt": SERIES}, r"^prompt is of type Series; pass a list of genes, a dict .*AnnData.$"),
         ("plain", {"prompt": ad.AnnData(np.ones((3, 4)))}, "an AnnData as prompt sets the number"),
         ("plain", {"n_cells": None}, "n_cells=None is not a whole number of cells"),
         ("plain", {"max_len": 1}, "max_len=1 is not at least 2"),

@@ -58,7 +58,7 @@ def test_there_and_back(hub, model: Encoder, build, quick: dict) -> None:
     model.push_to_hub("org/light")
     np.testing.assert_array_equal(embedding(Encoder.load("org/light", revision="v1"), model.adata), first)
     assert np.abs(embedding(Encoder.load("org/light"), model.adata) - first).max() > 0
-    with pytest.warns(NotTrainedWarning, match="random weights are pushed"):
+    with pytest.warns(NotTrainedWarning, match="its random weights will be pushed"):
         build().push_to_hub("org/random")
     assert "its weights are random" in hub.files("org/random")["README.md"].decode()
 

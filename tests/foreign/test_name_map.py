@@ -112,7 +112,7 @@ def test_a_family_of_somebody_else(tiny_adata: ad.AnnData, tmp_path: Path) -> No
     ("source", "family", "error", "message"),
     [
         ("nowhere", None, MissingFileError, "the checkpoint 'nowhere' does not exist"),
-        (".", None, OptionError, "has an unknown family .'geneformer', 'scdiva', 'scfoundation', 'scgpt'"),
+        (".", None, OptionError, "has an unknown family; pass one of 'geneformer', 'scdiva', 'scfoundation', 'scgpt'"),
         (".", "genformer", OptionError, "family='genformer' is not known; did you mean 'geneformer'?"),
     ],
 )

@@ -67,7 +67,8 @@ def test_pickle_files_of_anything_else(content, tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(content))
     with pytest.raises(
         ModelFileError,
-        match="opening it would run .*; save it as JSON|is not a .* of names (and|with) values",
+        match="opening it would run .*; save it as JSON|is not a dictionary of names and values|"
+        "is not a pickle file that maps names to values",
     ):
         read_dictionary(path)
 

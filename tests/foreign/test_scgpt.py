@@ -203,7 +203,7 @@ def lacking(name: str) -> Callable[[dict], dict]:
             "vocabulary has 88 tokens of the checkpoint, its table 80",
         ),
         (lambda weights: {"epoch": 3, **weights}, "contains 'epoch', not tensors"),
-        (lambda weights: list(weights), "is not a mapping of weights"),
+        (lambda weights: list(weights), "does not map names to weights"),
     ],
 )
 def test_weights_that_do_not_fit(change, message: str, write, tokens, tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ def test_options_of_training_that_cannot_be_are_refused(texts):
         ({"device": None}, "device=None cannot be used"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"validation_size": 1.0}, "validation_size=1.0"),
-        ({"validation": "0.txt", "validation_size": 0.5}, "validation_size=0.5 has no effect with validation"),
+        ({"validation": "0.txt", "validation_size": 0.5}, "validation_size=0.5 has no effect if validation is passed"),
         ({"resume": "auto", "overwrite": True}, "contradict"),
         ({"optimizer": "rmsprop"}, "optimizer='rmsprop'"),
     ]:

@@ -25,15 +25,15 @@ def init_config(
     Parameters
     ----------
     recipe
-        See :func:`scforge.config.list_recipes`.
+        Name of a recipe, see :func:`scforge.config.list_recipes`.
     output
-        File to write. If None, uses the name of the recipe in the working directory.
+        File to write. If None, writes to a file in the working directory that is named after the recipe.
     overwrite
         Whether to replace an existing file.
 
     Returns
     -------
-    The file.
+    The path of the new file.
 
     Raises
     ------

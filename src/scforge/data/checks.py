@@ -210,7 +210,7 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
 
 
 def names_each_cell(column: pd.Series) -> bool:
-    """Return whether an obs column contains a different value for each of many cells, like barcodes."""
+    """Return whether an obs column has many values that are all different, like barcodes."""
     return len(column) > _FEW_VALUES and column.is_unique
 
 

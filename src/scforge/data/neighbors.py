@@ -264,7 +264,7 @@ def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, tempe
 
 
 def n_query_clusters(n_cells: int) -> int:
-    """Return the number of clusters in :func:`query_shifts` for `n_cells` cells."""
+    """Return the number of clusters that :func:`query_shifts` uses for `n_cells` cells."""
     return max(1, min(_QUERY_CLUSTERS, n_cells // _CELLS_OF_QUERY_CLUSTER))
 
 

@@ -227,7 +227,7 @@ async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> 
             if number == TRIES:
                 raise DataError(
                     f"{what} could not be reached in {number} attempts ({first_line(error)}); "
-                    "check the connection and storage_options, and run this again."
+                    "check the connection and storage_options, then try again."
                 ) from safe_cause(error)
             logger.debug("Reading again in %g s: %s", wait, redacted(f"{what}: {error}"))
         await asyncio.sleep(wait)
@@ -699,7 +699,9 @@ class StoredAdata:
             opened = cls(path, file)
         tables = [opened.file.get(name) for name in ("obs", "var")]
         if not all(table is not None and not is_array(table) and "_index" in table.attrs for table in tables):
-            raise DataError(f"{path!r} has no tables obs and var of a current anndata; write it again with anndata.")
+            raise DataError(
+                f"{path!r} has no tables obs and var of a current anndata; write the file again with anndata."
+            )
         return opened
 
     @cached_property
@@ -923,7 +925,7 @@ class FileStream:
             table = opened.obs
         if len(table) != self.n_cells:
             raise DataError(
-                f"{self.name!r} has {self.n_cells} cells, but its obs has {len(table)} rows; write it again."
+                f"{self.name!r} has {self.n_cells} cells, but its obs has {len(table)} rows; write the file again."
             )
         return chosen_columns(table, columns, self.name)
 

@@ -202,7 +202,7 @@ def _is_fresh(path: Path, streams: Sequence[ChunkReader], options: Mapping[str, 
         if read_vocab(open_group(path)).genes == union_vocab(streams, options["gene_key"]).genes:
             return True
         problem = "was converted over other genes"
-    raise OptionError(f"cache={str(path)!r} {problem}; name another folder.")
+    raise OptionError(f"cache={str(path)!r} {problem}; pass another folder.")
 
 
 def open_cells(

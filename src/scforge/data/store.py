@@ -789,8 +789,8 @@ def inspect_store(
     Returns
     -------
     The content of the store, with ``info``, ``columns``, ``n_bytes``, ``sources`` and ``verified``; ``print`` shows it.
-    A source is ``"unchanged"`` if its size and modification time are the same as at the conversion,
-    ``"changed since"``, ``"not there any more"``, or ``"not checked"`` if it is not a local file.
+    A source is ``"unchanged"`` if its size and modification time have not changed since the conversion,
+    ``"changed since"``, ``"missing"``, or ``"not checked"`` if it is not a local file.
 
     Raises
     ------
@@ -838,7 +838,7 @@ def _state(source: Mapping[str, Any]) -> str:
     try:
         found = Path(source["name"]).stat()
     except FileNotFoundError:
-        return "not there any more"
+        return "missing"
     same = (found.st_size, found.st_mtime_ns) == (source.get("size"), source["mtime_ns"])
     return "unchanged" if same else "changed since"
 

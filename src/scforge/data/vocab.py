@@ -449,7 +449,7 @@ class GeneVocab:
         return np.array([max(index - self.n_special, -1) for index in found], dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> list[str]:
-        """Return the name of each of the token `ids`.
+        """Return the names of the tokens `ids`.
 
         Raises
         ------

@@ -367,7 +367,10 @@ def check_rule(split: Split, card: DatasetCard, adata: AnnData) -> None:
     parts = labels[counted].groupby(units[counted]).unique()
     torn = [unit for unit, where in parts.items() if len(where) > 1]
     if torn:
-        raise DataError(f"the split {split.name!r} has cells of {listing(torn, most=3)} in more than one part.")
+        raise DataError(
+            f"the split {split.name!r} puts cells of {listing(torn, most=3)} in more than one part; check "
+            f"adata.obs[{rule.column!r}]."
+        )
 
 
 def _units(rule: SplitRule, card: DatasetCard, obs: pd.DataFrame) -> pd.Series:

@@ -330,7 +330,7 @@ class Encoder(CellModel):
         elif options:
             name, value = next(iter(options.items()))
             place = "CellDataModule" if self._query is None else "load_query_data"
-            raise OptionError(f"{name}={value!r} cannot be changed at training; pass it to {place}.")
+            raise OptionError(f"{name}={value!r} cannot be changed in training; pass it to {place} instead.")
         elif self.adata is None:
             self._data = data
         if is_other:
@@ -1588,7 +1588,7 @@ class Encoder(CellModel):
             Start of the cells: a list of genes, a mapping from genes to values (log1p CP10K, converted to the nearest
             bin if the model uses bins), or cells to complete. If None, uses no prompt.
         temperature
-            Sampling temperature; values below 1 make likely genes more likely.
+            Sampling temperature; values below 1 make likely genes even more likely.
         top_k
             Number of most likely genes to sample from. If None, samples from all genes.
         seed
@@ -1598,8 +1598,8 @@ class Encoder(CellModel):
             One class for all cells, or one per cell, for an objective with ``condition_key``. None means any class.
         max_len
             Maximum number of tokens per cell, including CLS and EOS. If None, uses as many as the model allows. With
-            unmasking, each cell has exactly this many tokens. If None, the number of tokens is then sampled from the
-            training cells, up to ``max_tokens`` genes.
+            unmasking, this is the exact number of tokens of each cell; if None, it is sampled from the training cells,
+            up to ``max_tokens`` genes.
         n_steps
             Number of unmasking steps. If None, uses 16.
         batch_size
@@ -1607,9 +1607,10 @@ class Encoder(CellModel):
 
         Returns
         -------
-        The cells over the genes of the model. ``X`` contains log1p CP10K values (for models with bins, the bin means)
-        as a float32 CSR matrix, and ``layers["bins"]`` contains the bins, if any. ``obs`` contains the column
-        ``n_genes`` and, with a `condition`, the classes. ``uns["scforge"]["generated"]`` contains the settings.
+        The generated cells, with the genes of the model as variables. ``X`` contains log1p CP10K values (for models
+        with bins, the bin means) as a float32 CSR matrix, and ``layers["bins"]`` contains the bins, if any. ``obs``
+        contains the column ``n_genes`` and, with a `condition`, the classes. ``uns["scforge"]["generated"]`` contains
+        the settings.
 
         Raises
         ------

@@ -144,7 +144,9 @@ def _prompt_of_genes(
     tokenizer, objective = model.tokenizer, model._pretraining
     # A set has no order that stays, and of a Series either names or values could be meant.
     if not isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) or isinstance(genes, str):
-        raise OptionError(f"prompt={type(genes).__name__} is neither a list of genes, a dict of values nor an AnnData.")
+        raise OptionError(
+            f"prompt is of type {type(genes).__name__}; pass a list of genes, a dict of values or an AnnData."
+        )
     index = gene_numbers(model, list(genes), argument="prompt")
     ids = torch.from_numpy(index.astype(np.int64) + tokenizer.vocab.n_special).expand(n_cells, -1)
     values = torch.full(ids.shape, torch.nan)

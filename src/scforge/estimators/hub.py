@@ -39,7 +39,7 @@ def push_model(
     `options` are the options of :func:`scforge.hub.upload`.
     """
     if not model.is_trained_:
-        warn("The model is not trained; random weights are pushed.", NotTrainedWarning)
+        warn("The model is not trained; its random weights will be pushed.", NotTrainedWarning)
     before: CardFacts = model._facts
     told_facts = before.with_given(**told, n_epochs=model.n_epochs_)
     facts = told_facts if base is None else replace(told_facts, base=_named(base, model))

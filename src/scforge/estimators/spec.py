@@ -499,8 +499,8 @@ def vocab_of_adata(
     elif min((found := n_of_species(names)).values()) > _MIXED * len(names):
         counted = " and ".join(f"{n:,} {species} genes" for species, n in found.items())
         warn(
-            f"{names_place(key)} contains {counted}, which are treated as different genes; join them by "
-            "vocab='human_mouse'."
+            f"{names_place(key)} contains {counted}, which are treated as different genes; pass "
+            "vocab='human_mouse' to merge them."
         )
     made = within
     if made is None or n_top_genes is not None:

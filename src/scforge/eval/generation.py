@@ -192,10 +192,10 @@ class Generation(Benchmark):
         # The real cells alone decide: a method must not choose what it is judged by.
         names, few = n_real.index[n_real >= MIN_CELLS], n_real.index[n_real < MIN_CELLS]
         lacking = [name for name in names if (of_made == name).sum() < MIN_CELLS]
-        told = {"leave out": (few, "real"), "are NaN, for": (lacking, "generated")}
+        told = {"leave out": (few, "real"), "are NaN because of": (lacking, "generated")}
         for what, (labels, of) in told.items():
             if len(labels):
-                warn(f"Scores of each label {what} {listing(labels)}: fewer than {MIN_CELLS} {of} cells.")
+                warn(f"Per-label scores {what} labels with fewer than {MIN_CELLS} {of} cells: {listing(labels)}.")
         return [((of_made == name).to_numpy(), (of_real == name).to_numpy()) for name in names]
 
     def _figures(self, parts: _Parts, of_made: np.ndarray, of_real: np.ndarray) -> dict[str, np.ndarray]:
@@ -670,7 +670,8 @@ def evaluate_generation(
         names = names[names.isin(some.var_names)]
     if len(names) < _MIN_GENES:
         raise DataError(
-            f"only {len(names)} genes are shared by real, train and all generated cells; use the same names."
+            f"only {len(names)} genes are shared by real, train and all generated cells; use the same gene names in "
+            "all of them."
         )
     notes: list[str] = []
     labels: Any = real.n_obs

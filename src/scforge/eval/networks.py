@@ -630,7 +630,7 @@ class GeneNetwork(Benchmark):
         self.universe(reference)
 
     def universe(self, reference: pd.DataFrame) -> Universe:
-        """Return the pairs that are scored against these true edges.
+        """Return the gene pairs that are scored against the true edges in `reference`.
 
         Parameters
         ----------

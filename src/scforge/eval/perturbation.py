@@ -1140,7 +1140,10 @@ def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> 
             )
             genes = genes[genes.isin(some)]
     if len(genes) < max(2, _FEW_GENES * len(real)):
-        raise DataError(f"{listing(columns)} share {len(genes)} of {len(real)} measured genes; use the same names.")
+        raise DataError(
+            f"{listing(columns)} share {len(genes)} of {len(real)} measured genes; use the same gene names in all of "
+            "them."
+        )
     return genes, notes
 
 

@@ -57,8 +57,8 @@ _BIO_WEIGHT = 0.6
 class BatchIntegration(Benchmark):
     """scIB scores of biological conservation and batch correction, as computed by scib-metrics.
 
-    These are the scores of [1]_ under their names in scib-metrics. All scores lie approximately in [0, 1], and higher
-    is better. The neighbors are exact. Cells without a label or batch are left out.
+    These are the scores of [1]_, named as in scib-metrics. All scores lie approximately in [0, 1], and higher is
+    better. Nearest neighbors are computed exactly. Cells without a label or batch are left out.
 
     Parameters
     ----------
@@ -320,9 +320,10 @@ class Scib(Benchmark):
     def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame | None:
         """Return the scores on random subsets of the cells, rescaled to the spread expected for all cells.
 
-        A subset contains half of the cells, at most 1,000, and preserves the proportion of each label. Scores of b of N
-        cells vary around the score of all cells. Their spread is sqrt((N - b) / b) times the spread of the score of all
-        cells around the true value [2]_. Deviations from the mean of the draws are therefore divided by this factor.
+        Each subset contains half of the cells, but at most 1,000, and preserves the proportion of each label. The
+        scores of subsets of b of N cells vary around the score of all cells. Their spread is sqrt((N - b) / b) times
+        the spread of the score of all cells around the true value [2]_. Deviations from the mean of the draws are
+        therefore divided by this factor.
 
         Parameters
         ----------
@@ -335,7 +336,8 @@ class Scib(Benchmark):
 
         Returns
         -------
-        `n` rows, one column per metric, NaN if a subset cannot be scored; None if half of the cells are too few.
+        `n` rows, one column per metric, NaN if a subset cannot be scored; None if half of the cells are too few to be
+        scored.
         """
         rows = self._rows(obs)
         size = min(len(rows) // 2, _DRAWN)

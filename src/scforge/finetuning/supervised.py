@@ -48,7 +48,7 @@ class SupervisedTask(Task):
 
     @property
     def argument(self) -> str:
-        """The option that specifies the targets, with its value, for messages."""
+        """Name and value of the option that specifies the targets, for use in messages."""
         return f"labels_key={self.labels_key!r}"
 
     @property

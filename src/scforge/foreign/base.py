@@ -312,7 +312,7 @@ def read_options(path: Path) -> dict[str, Any]:
     """Return the options in a JSON file."""
     content = _io.read_json(path)
     if not isinstance(content, dict):
-        raise ModelFileError(f"{str(path)!r} is not a mapping of options; pass the published file.")
+        raise ModelFileError(f"{str(path)!r} does not map names to options; pass the published file.")
     return content
 
 
@@ -346,7 +346,7 @@ def read_dictionary(path: Path) -> dict[str, Any]:
         raise MissingFileError(f"the file {str(path)!r} does not exist.") from error
     except Exception as error:  # corrupted files raise anything
         raise ModelFileError(
-            f"{str(path)!r} is not a pickle file of names with values: {first_line(error)}."
+            f"{str(path)!r} is not a pickle file that maps names to values: {first_line(error)}."
         ) from error
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in content.items()}
     kinds = (str, int, float, type(None))
@@ -426,7 +426,7 @@ def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
             content = content[name]
             break
     if not isinstance(content, Mapping) or not content:
-        raise ModelFileError(f"{where!r} is not a mapping of weights; pass a file that contains a state_dict.")
+        raise ModelFileError(f"{where!r} does not map names to weights; pass a file that contains a state_dict.")
     if odd := [name for name, value in content.items() if not isinstance(value, torch.Tensor)]:
         raise ModelFileError(
             f"{where!r} contains {listing(odd, most=3)}, not tensors; pass a file that contains a state_dict."
@@ -570,7 +570,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     >>> read_checkpoint("empty.bin")
     Traceback (most recent call last):
         ...
-    scforge.errors.OptionError: the checkpoint 'empty.bin' has an unknown family ...
+    scforge.errors.OptionError: the checkpoint 'empty.bin' has an unknown family; pass ...
     """
     path = Path(source)
     if not path.exists():
@@ -578,8 +578,10 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     if family is None:
         found = [name for name in FAMILIES.names() if FAMILIES.get(name)().recognizes(path)]
         if len(found) != 1:
-            what = f"could be of {listing(found)}" if found else "has an unknown family"
-            raise OptionError(f"the checkpoint {str(path)!r} {what} ({listing(FAMILIES.names())}); pass family=.")
+            what = f"matches the families {listing(found)}" if found else "has an unknown family"
+            raise OptionError(
+                f"the checkpoint {str(path)!r} {what}; pass one of {listing(FAMILIES.names())} as family."
+            )
         (family,) = found
     cls = FAMILIES.get(family)
     parameters = inspect.signature(cls.read).parameters.values()

@@ -791,7 +791,7 @@ class ScDiVaModel(Architecture):
 
     @property
     def attended_tokens(self) -> int | None:
-        """Maximum number of attended tokens per cell, or None if all tokens are used equally."""
+        """Maximum number of attended tokens per cell, or None in mode ``"vector"``, which has one vector per cell."""
         return self.max_tokens if self.mode == "tokens" else None
 
     @property
@@ -982,8 +982,8 @@ class ScDiVaModel(Architecture):
         lengths = number_of_each("n_tokens", n_tokens, len(draws)).cpu()
         if bool((lengths < given_b.clamp(min=1)).any()) or int(lengths.max()) > most:
             raise OptionError(
-                f"n_tokens={int(lengths.min())} to {int(lengths.max())} is not between the {n_given} tokens of prompt "
-                f"and the {most} of the model; pass a number in this range, at least 1."
+                f"n_tokens is {int(lengths.min())} to {int(lengths.max())}, but prompt has {n_given} tokens and the "
+                f"model accepts at most {most}; pass a number from {max(n_given, 1)} to {most}."
             )
         return lengths
 

@@ -157,9 +157,10 @@ class AnnotationHead(nn.Module):
 
 
 def mean_over_cells(losses_m: torch.Tensor, cells_m: torch.Tensor, weights_b: torch.Tensor | None) -> torch.Tensor:
-    """Return the cell weight times the mean token loss, averaged over cells, a scalar; 0 for a cell without tokens.
+    """Return the mean token loss of each cell times the weight of the cell, averaged over cells, a scalar.
 
-    Without weights, it is the mean over all tokens, or 0 if there are no tokens.
+    A cell without tokens contributes 0. Without weights, the result is the mean over all tokens, or 0 if there are no
+    tokens.
 
     Parameters
     ----------

@@ -246,7 +246,7 @@ def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> lis
         name = _name(header.decode("utf-8", errors="replace").strip(), field, f"{where}, record {number}")
         sequence = b"".join(rest.split())
         if not sequence:
-            raise DataError(f"{where} has no sequence for the record {name!r}; remove it, or give it one.")
+            raise DataError(f"{where} has no sequence for the record {name!r}; remove the record, or add its sequence.")
         records.append(FastaRecord(name, sequence))
     return records
 

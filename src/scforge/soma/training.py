@@ -380,7 +380,7 @@ def _documents(
     if validation is None:
         return hold_out(read_documents(files, **reading), _HELD_OUT if share is None else share, seed=seed)
     if share is not None:
-        raise OptionError(f"validation_size={share!r} has no effect with validation; keep one of the two.")
+        raise OptionError(f"validation_size={share!r} has no effect if validation is passed; pass only one of the two.")
     documents, held_out = read_groups([files, validation], **reading)
     if known := {one.data for one in documents} & {one.data for one in held_out}:
         name = next(one.name for one in held_out if one.data in known)

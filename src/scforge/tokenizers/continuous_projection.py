@@ -121,7 +121,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         self.include_zero_genes = check_bool("include_zero_genes", include_zero_genes)
         self.unmeasured_as_zero = check_bool("unmeasured_as_zero", unmeasured_as_zero)
         if self.unmeasured_as_zero and not self.include_zero_genes:
-            raise OptionError("unmeasured_as_zero=True needs include_zero_genes=True; set both.")
+            raise OptionError("unmeasured_as_zero=True requires include_zero_genes=True; set both.")
         self.attention_bias = check_bool("attention_bias", attention_bias)
         self.seed = check_seed(seed)
         self.lists_all_genes = self.include_zero_genes

@@ -104,8 +104,8 @@ def _of_frame(frame: pd.DataFrame) -> tuple[list[str], np.ndarray]:
     indexed = not pd.api.types.is_numeric_dtype(frame.index.dtype)
     if len(texts) + indexed != 1 or len(nested) + bool(numbers.shape[1]) > 1:
         raise ValueError(
-            "it needs gene names, as index or as its only text column, and numeric columns or one column of vectors, "
-            f"but has the columns {listing(map(str, frame.columns))}"
+            "a table needs gene names (as the index or as its only text column) and either numeric columns or one "
+            f"column of vectors; its columns are {listing(map(str, frame.columns))}"
         )
     names = frame.index.to_series() if indexed else frame[texts[0]]
     if names.isna().any():

@@ -147,7 +147,7 @@ _APART = 1e-6
 
 
 class Scales(NamedTuple):
-    """Factors of counts for ranking.
+    """Factors that scale the counts for ranking.
 
     Attributes
     ----------
@@ -156,7 +156,7 @@ class Scales(NamedTuple):
     single
         The same values in single precision.
     distinct
-        Whether different medians differ by more than the error of keys in single precision.
+        Whether any two different medians differ by more than the rounding error of sort keys in single precision.
     """
 
     inverse: np.ndarray

@@ -236,7 +236,7 @@ def choose_precision(module: nn.Module, data: CellDataModule, device: torch.devi
             return "bf16-mixed" if torch.cuda.is_bf16_supported(including_emulation=False) else "32-true"
     if processes != 1:
         raise OptionError(
-            "precision='auto' works with a single process; with several, pass a precision such as 'bf16-mixed'."
+            "precision='auto' works only with a single process; with several, pass a precision such as 'bf16-mixed'."
         )
     if device.type != "cpu":
         return "32-true"
@@ -524,7 +524,7 @@ def fit(
     for one in (callbacks := [callbacks] if isinstance(callbacks, Callback) else list(callbacks)):
         if not isinstance(one, Callback):
             raise OptionError(
-                f"callbacks contains an object of type {type(one).__name__!r}; pass callbacks of lightning.pytorch."
+                f"callbacks contains an object of type {type(one).__name__!r}; pass lightning.pytorch callbacks."
             )
     given = trainer_options.get("logger")
     for one in (loggers := list(given) if isinstance(given, list | tuple) else [given]):

@@ -71,7 +71,7 @@ class TableLogger(Logger):
 
     @property
     def version(self) -> str:
-        """Return an empty version, because each folder contains only one table."""
+        """Return an empty string, because each folder contains only one table."""
         return ""
 
     @property
@@ -131,7 +131,7 @@ class PurgingTensorBoardLogger(TensorBoardLogger):
     """TensorBoard logger that hides the steps after the checkpoint of a resumed run."""
 
     def go_on_behind(self, step: int) -> None:
-        """Hide the steps after the given step; this must be called before anything is logged."""
+        """Hide the steps logged after the given step when a run is resumed. Call this before anything is logged."""
         self._kwargs["purge_step"] = step + 1
 
 

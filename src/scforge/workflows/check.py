@@ -160,7 +160,7 @@ def planned_model(config: Config) -> tuple[ModelSpec, bool]:
     found = _model_of(config)
     for name in _unread(config):
         prefix = f"{config.place_of(f'model.{name}')}model.{name}={shown(getattr(config.model, name))}"
-        warn(f"{prefix} has no effect, as {found[0].architecture!r} has no such option.")
+        warn(f"{prefix} has no effect, because {found[0].architecture!r} has no such option.")
     return found
 
 

@@ -92,7 +92,7 @@ class MultiLabel(SupervisedTask):
 
     @property
     def argument(self) -> str:
-        """The option that specifies the labels, with its value, for messages."""
+        """Name and value of the option that specifies the labels, for use in messages."""
         return super().argument if self.labels_keys is None else f"labels_keys={self.labels_keys!r}"
 
     def usable(self, column: Column) -> np.ndarray:
@@ -285,9 +285,9 @@ class MultiLabel(SupervisedTask):
     def scores(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, float]:
         """Return the scores over all labels.
 
-        ``auroc`` and ``average_precision`` are averaged over the labels for which they are defined. ``macro_f1`` is
-        averaged over labels that occur in a cell, at the probability 0.5. ``subset_accuracy`` is the fraction of cells
-        whose labels are all correct.
+        ``auroc`` and ``average_precision`` are averaged over the labels for which they are defined. ``macro_f1`` uses
+        a probability threshold of 0.5 and is averaged over the labels that occur in at least one cell.
+        ``subset_accuracy`` is the fraction of cells whose labels are all correct.
         """
         of_labels = multi_label_figures(truth > 0, estimates)
         return {

@@ -122,7 +122,7 @@ def _divide_controls(
     rng = np.random.default_rng(context.seed)
     few = [name for name in sorted(needed) if len(tested.get(name, ())) < (1 if name in inputs else 2)]
     if few:
-        raise DataError(f"the contexts {listing(few)} have too few controls among the scored cells; add some.")
+        raise DataError(f"the contexts {listing(few)} have too few controls among the scored cells; add control cells.")
     for name in sorted(needed - {*inputs}):
         shuffled = rng.permutation(tested[name])
         inputs[name] = np.sort(shuffled[: len(shuffled) // 2])
@@ -155,17 +155,18 @@ class Perturbation(Task):
     The target is the change in mean log1p CP10K relative to the controls of the context. The prediction is a linear
     model of effects plus a network (:class:`PerturbationHead`). The linear model is a ridge regression on several
     sources of gene vectors: embeddings of the model, principal components of the training data, and `gene_tables`. If
-    no source is informative, the linear model predicts the mean of the training effects. The network takes a control
-    cell from the same context, resampled for each perturbed cell and epoch. The network weight is chosen on validation
-    perturbations, and is 0 if their predictions do not improve; ``predict`` and ``evaluate`` report it.
+    no source is informative, the linear model predicts the mean of the training effects. The input of the network is a
+    control cell from the same context, resampled for each perturbed cell and epoch. The network weight is chosen on
+    validation perturbations, and is 0 if the network does not improve their predictions; ``predict`` and ``evaluate``
+    report it.
 
     Whole perturbations are held out, or whole contexts with ``split_by=context_key``. In held-out contexts, the
     perturbed cells are held out, but the controls are still inputs. Controls are split by cell. In each context, two
-    thirds are inputs, and effects are tested against the remaining third, so that prediction and test do not share the
-    noise of the controls.
+    thirds of the controls are used as inputs, and test effects are computed relative to the remaining third, so that
+    predictions and test effects do not share the noise of the controls.
 
-    A target that is not in the vocabulary, e.g. a drug, has a vector only from its training effects. The model predicts
-    the effect of such a target in other contexts and combinations if the target is in the training set.
+    If a target is not in the vocabulary, e.g. a drug, its vector comes only from its effects in the training set. The
+    model can then predict its effect in other contexts and combinations, but only if the target is in the training set.
 
     Parameters
     ----------
@@ -176,8 +177,8 @@ class Perturbation(Task):
     separator
         Separator between the parts of a combination. If None, labels are not split.
     context_key
-        Column of ``obs`` with e.g. the cell type or the batch, within which cells are compared with controls. If None,
-        cells are compared with all controls.
+        Column of ``obs`` with the context, e.g. the cell type or the batch. Cells are compared with the controls of
+        their context. If None, cells are compared with all controls.
     heldout
         Perturbations to test on. If None, samples a fraction of `test_size`.
     heldout_contexts

@@ -76,7 +76,7 @@ class Regression(SupervisedTask):
         return self.has_target(self.read(column))
 
     def options_from(self, column: Column) -> dict[str, Any]:
-        """Return the mean and standard deviation of the training cells, unless they are given.
+        """Return the mean and standard deviation of the column over the training cells, unless they are given.
 
         Raises
         ------

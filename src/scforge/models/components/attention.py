@@ -22,7 +22,7 @@ def _without_cudnn(query: torch.Tensor) -> AbstractContextManager[None]:
 
 
 def check_shapes(shape: Sequence[int], **tensors: torch.Tensor | None) -> None:
-    """Raise :class:`~scforge.errors.OptionError` if a tensor does not have one number per token, shape (B, S)."""
+    """Raise :class:`~scforge.errors.OptionError` if a tensor does not have the shape (B, S), one value per token."""
     if len(shape) != 2:
         raise OptionError(f"input_ids has the shape {tuple(shape)}; pass a batch of cells, (B, S).")
     for name, tensor in tensors.items():

@@ -35,9 +35,10 @@ class TrainingDefaults:
     schedule
         Name of the learning-rate schedule.
     max_epochs
-        Number of epochs on 2,500 cells. With other numbers of cells, training takes about the same number of steps.
+        Number of epochs for 2,500 cells. For other numbers of cells, it is adjusted to give about the same number of
+        steps.
     most_epochs
-        Maximum number of epochs on few cells. If None, uses ten times `max_epochs`.
+        Maximum number of epochs for small data sets. If None, uses ten times `max_epochs`.
 
     Examples
     --------

@@ -143,7 +143,8 @@ class MaskedDiffusion(TellsBatches):
         refuse_zero_genes("masked_diffusion", tokenizer)
         if tokenizer.append_cls or tokenizer.append_eos:
             raise OptionError(
-                "'masked_diffusion' accepts only genes; pass append_cls=False and append_eos=False to the tokenizer."
+                "'masked_diffusion' accepts only gene tokens; pass append_cls=False and append_eos=False to the "
+                "tokenizer."
             )
         unit = (getattr(tokenizer, "transform", "log1p_cp10k"), getattr(tokenizer, "target_sum", TARGET_SUM))
         if unit != ("log1p_cp10k", TARGET_SUM) or getattr(tokenizer, "n_bins", None) is not None:
