@@ -182,7 +182,7 @@ def test_further_devices_after_a_training_on_one(setup, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"callbacks": [object()]}, "callbacks contains an object of type 'object'; pass callbacks of"),
+        ({"callbacks": [object()]}, "callbacks contains an object of type 'object'; pass lightning.pytorch callbacks"),
         (
             {"logger": "wandb"},
             "logger='wandb' is not a Lightning logger; create one with scforge.training.make_loggers",
