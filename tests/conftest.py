@@ -33,7 +33,7 @@ torch.set_num_threads(1)
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let tests train on a few cells; those of the warning ask for it."""
-    config.addinivalue_line("filterwarnings", "ignore:The model learns from .* cells, fewer than")
+    config.addinivalue_line("filterwarnings", "ignore:The model is trained on .* cells, which are too few")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -83,10 +83,16 @@ def test_inputs_that_cannot_be_used(told, tiny_adata: ad.AnnData) -> None:
 
 MISTAKES = [
     ("data.paths=none.h5ad", "the file 'none.h5ad' does not exist"),
-    ("training.num_gpus=2", "override 'training.num_gpus=2': devices=2 with accelerator='gpu', but this machine has 0"),
-    ("training.accelerator=gpu", "accelerator='gpu', but this machine has 0 GPUs; pass accelerator='cpu'."),
-    ("output.checkpoint_dir=cells.h5ad", "'cells.h5ad' is a file; choose the name of a folder."),
-    ("output.checkpoint_dir=null", "so the trained model would be lost; remove it to use"),
+    (
+        "training.num_gpus=2",
+        "override 'training.num_gpus=2': devices=2 with accelerator='gpu' requires more GPUs than this machine has (0",
+    ),
+    (
+        "training.accelerator=gpu",
+        "accelerator='gpu' requires more GPUs than this machine has (0); pass accelerator='cpu'.",
+    ),
+    ("output.checkpoint_dir=cells.h5ad", "'cells.h5ad' is a file; choose another path."),
+    ("output.checkpoint_dir=null", "so the trained model would be lost; set output.checkpoint_dir, or remove it to"),
     ("training={lr: 1e30, gradient_clip_val: 0}", "the loss is nan in batch 1 of epoch 0 (step 1); lower the learning"),
 ]
 
@@ -113,7 +119,7 @@ def test_a_warning_is_one_line(folder: Path, capsys) -> None:
     GeneVocab.from_genes([f"gene{i}" for i in range(60, 140)]).save("genes.json")
     options = ["data.gene_vocab=genes.json", "data.preprocessing=null", "output.embedding=out.h5ad"]
     assert main(["train", "--quiet", "--config", "config.yaml", *options]) == 0
-    line = "scforge: warning: adata.var_names has 20 of the 80 genes of the vocabulary (25%); the others count as not"
+    line = "scforge: warning: adata.var_names has 20 of the 80 genes of the vocabulary (25%); the others are treated as"
     error = capsys.readouterr().err
     assert error.startswith(line)
     assert error.count("\n") == 1

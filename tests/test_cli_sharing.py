@@ -54,7 +54,7 @@ def test_a_card_that_somebody_has_written_is_kept(hub, model: Encoder, told: Cal
     assert hub.files("org/light")["README.md"].decode() == text
     capsys.readouterr()
     message = told("push", "base", "org/light", "--license", "mit")
-    assert "has a README.md that was written or edited by hand, but license (--license) requires a new one" in message
+    assert "contains a README.md that was written or edited by hand, but license (--license) requires a gen" in message
     model.save("base", overwrite=True)
     assert main(shlex.split("push base org/new --license mit --data 'PBMC 3k' more --citation 'Us 2026'")) == 0
     text = hub.files("org/new")["README.md"].decode()
@@ -89,7 +89,8 @@ def test_remarks_stand_beside_the_result(hub, model: Encoder, capsys, monkeypatc
         assert main(["push", "base", "org/light"]) == 0
         shown = capsys.readouterr()
         assert shown.out == f"{hub.url}/org/light\n"
-        assert shown.err.count("Not sent, because it is not part of a shared model: 'adata.h5ad', 'notes'.") == 1
+        told = "These files are not part of a shared model and were not uploaded: 'adata.h5ad', 'notes'."
+        assert shown.err.count(told) == 1
     hub.add_file("org/light", "pytorch_model.bin", b"\x80\x04cos\nsystem\n")
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     assert main(["pull", "org/light", "-o", "pulled"]) == 0
@@ -100,7 +101,7 @@ def test_remarks_stand_beside_the_result(hub, model: Encoder, capsys, monkeypatc
 
 def test_folders_that_are_not_sent_or_replaced(hub, model: Encoder, told: Callable[..., str]) -> None:
     message = told("pull", "org/light", "-o", "base")
-    assert "output='base' (--output) exists and is not empty; add --overwrite to replace it" in message
+    assert "output='base' (--output) exists and is not empty; pass overwrite=True (--overwrite) to repl" in message
     assert not hub.requests
     model.save("checkpoints/final")
     message = told("push", "checkpoints", "org/light")
@@ -131,11 +132,11 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("push nothing org/light", "DIR='nothing' does not exist; pass the folder that model.save"),
+        ("push nothing org/light", "DIR='nothing' does not exist; pass the folder written by model.save"),
         ("push base org/light --base org/x", "base='org/x' (--base) has no effect if DIR='base' is a complete model"),
         (
             "push base org/light --metrics cells.csv",
-            "metrics='cells.csv' (--metrics) needs exactly one row named 'scforge'",
+            "metrics='cells.csv' (--metrics) must contain exactly one row named 'scforge'",
         ),
         ("pull org/nothing", "there is no repository 'org/nothing'"),
         (

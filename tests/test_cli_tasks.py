@@ -129,16 +129,22 @@ TUNE = "finetune --base-model base --data cells.h5ad --task annotation"
 @pytest.mark.parametrize(
     ("line", "part"),
     [
-        ("finetune", "scforge finetune lacks --base-model and --data and --task; add it, or --config FILE."),
+        (
+            "finetune",
+            "scforge finetune requires --base-model and --data and --task; add the missing options, or --config FILE.",
+        ),
         ("finetune --base-model base --data no.h5ad --task annotation", "--data: the file 'no.h5ad' does not exist"),
         (f"{TUNE} --base-model scforge://x", "finetune.base_model='scforge://x' (--base-model) is not in the registry"),
-        (f"{TUNE} --freeze x", "--freeze: 'x' is not a number of layers; pass one"),
-        (TUNE, "the task 'annotation' needs labels_key"),
+        (f"{TUNE} --freeze x", "--freeze: 'x' is not a number of layers; pass a number"),
+        (TUNE, "the task 'annotation' requires labels_key"),
         (f"{TUNE} lr=3", "you mean 'training.optimizer.lr'?"),
         ("predict cells.h5ad -m base -o out.csv", "model='base' (--model) was not fine-tuned"),
-        ("evaluate cells.h5ad -m base", "labels_key=None, but cell types are needed to score embeddings"),
-        ("evaluate cells.h5ad --data cells.h5ad -m base", "pass the cells once: as FILE, or with --data FILE."),
-        ("evaluate cells.h5ad -m base --no-baselines --against pca", "--against names baselines but --no-baselines"),
+        ("evaluate cells.h5ad -m base", "labels_key=None, but cell types are required to score embeddings"),
+        (
+            "evaluate cells.h5ad --data cells.h5ad -m base",
+            "the cells must be given exactly once; pass either FILE or --data FILE.",
+        ),
+        ("evaluate cells.h5ad -m base --no-baselines --against pca", "--against selects baselines, but --no-baselines"),
     ],
 )
 def test_mistakes(told: Callable[..., str], line: str, part: str) -> None:

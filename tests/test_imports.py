@@ -65,7 +65,7 @@ def test_configurations_and_data_need_no_torch():
     ("command", "message"),
     [
         ("embed nope.h5ad -m model -o out.zarr", "the file 'nope.h5ad' does not exist"),
-        ("embed pbmc3k.zarr -m model -o out.csv", "output='out.csv' (-o) does not end in one of '.zarr', '.h5ad'"),
+        ("embed pbmc3k.zarr -m model -o out.csv", "(-o) must have one of the file extensions '.zarr', '.h5ad'"),
         ("train --config light.yaml", "light.yaml, line 1: the file 'nope.h5ad' does not exist"),
     ],
 )

@@ -90,7 +90,7 @@ def test_folder(tmp_path):
     assert (path / "weights").read_text() == "1"
     assert listing(path.parent) == ["model"]
     (tmp_path / "file").touch()
-    with pytest.raises(OptionError, match="is a file; choose the name of a folder"), atomic_folder(tmp_path / "file"):
+    with pytest.raises(OptionError, match="is a file; choose another path"), atomic_folder(tmp_path / "file"):
         pass
 
 
@@ -115,7 +115,7 @@ def test_overwrite_leaves_files_of_others_that_have_our_names(tmp_path):
     for mine in ({"README.md": "mine"}, {"config.json": '{"name": "mine"}'}, {"model.safetensors/a": "mine"}):
         fill(path, mine)
         with (
-            pytest.raises(OptionError, match=r"contains '.*', which is not part of a scforge model"),
+            pytest.raises(OptionError, match=r"contains '.*', which is not part of an scforge model"),
             atomic_folder(path, overwrite=True) as temporary,
         ):
             fill(temporary, NEW | {"README.md": "new"})

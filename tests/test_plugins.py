@@ -76,6 +76,6 @@ def test_two_packages_of_one_name(install) -> None:
     install("plugin-b", "class Objective: pass", "scforge.objectives", same="Objective")
     assert list_objectives().count("same") == 1
     with pytest.raises(
-        OptionError, match="objective 'same' is offered by the packages 'plugin-a', 'plugin-b'; keep only one"
+        OptionError, match="objective 'same' is provided by the packages 'plugin-a', 'plugin-b'; keep only one"
     ):
         get_objective("same")

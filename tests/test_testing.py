@@ -160,59 +160,62 @@ def by_token(self, counts, key):
 
 FLAWS = [
     # What a batch is.
-    ({"choose": lambda self, counts, key: Sorted.choose(self, counts + 0 * counts[0], key)}, "raises IndexError"),
+    ({"choose": lambda self, counts, key: Sorted.choose(self, counts + 0 * counts[0], key)}, "raised IndexError"),
     ({"batch": lambda self, batch: batch.pop("values")}, r"the batch lacks \['values'\]"),
     ({"batch": lambda self, batch: batch.update(labels=batch["input_ids"])}, r"the batch contains \['labels'\]"),
-    ({"batch": change(torch.Tensor.int, "input_ids")}, "'input_ids' is torch.int32 instead"),
-    ({"batch": change(lambda tensor: tensor[:, 1:], "bin_ids")}, r"'bin_ids' has the shape \(16, \d+\)"),
+    ({"batch": change(torch.Tensor.int, "input_ids")}, "'input_ids' has dtype torch.int32 instead"),
+    ({"batch": change(lambda tensor: tensor[:, 1:], "bin_ids")}, r"'bin_ids' has shape \(16, \d+\)"),
     ({"batch": change(lambda tensor: tensor.flip(1))}, "padding comes before a token"),
-    ({"batch": change(torch.ones_like, "attention_mask")}, "attention_mask is not true exactly"),
+    ({"batch": change(torch.ones_like, "attention_mask")}, "attention_mask is not True exactly"),
     ({"batch": change(lambda tensor: tensor - 2, "values")}, "'values' is not 0 at CLS, EOS and padding"),
     ({"batch": change(lambda tensor: torch.nn.functional.pad(tensor, (0, 1)))}, "wider than its longest cell"),
     # Which tokens there are.
     ({"tokens": lambda self, tokens: tokens._replace(ids=tokens.ids + 1)}, "a token id is not in the vocabulary"),
-    ({"_frame": (-1, -1)}, "append_cls=True but a cell has 0 CLS"),
-    ({"_frame": (-1, 3)}, "CLS does not stand in front of the genes"),
+    ({"_frame": (-1, -1)}, "append_cls=True, but a cell has 0 CLS tokens"),
+    ({"_frame": (-1, 3)}, "CLS is not before the genes"),
     (
         {"tokens": lambda self, tokens: tokens._replace(ids=np.where(tokens.ids == 6, 5, tokens.ids))},
-        "a gene occurs twice",
+        "a gene occurs more than once",
     ),
-    ({"choose": lambda self, counts, key: Sorted.choose(self, counts, key)[:-1]}, "of cell 3, though it would fit"),
-    ({"cls": AllGenes, "measured": lambda self, block: np.arange(self.vocab.n_genes)}, "that the data do not have"),
-    ({"lengths": lambda self, n_expressed: np.full_like(n_expressed, 60)}, "says 60 tokens but cell 0 has 1"),
-    ({"max_tokens": lambda self: 99}, r"max_tokens\(\) is 99 but a cell with all genes has 61 tokens"),
+    ({"choose": lambda self, counts, key: Sorted.choose(self, counts, key)[:-1]}, "of cell 3, although it would fit"),
+    ({"cls": AllGenes, "measured": lambda self, block: np.arange(self.vocab.n_genes)}, "that is not in the data"),
+    ({"lengths": lambda self, n_expressed: np.full_like(n_expressed, 60)}, "returns 60 tokens for cell 0, which has 1"),
+    ({"max_tokens": lambda self: 99}, r"max_tokens\(\) is 99, but a cell with all genes has 61 tokens"),
     # The same tokens again, from any form of the cells.
     (
         {"tokens": lambda self, tokens: tokens._replace(values=np.random.rand(len(tokens.ids)).astype("f4"))},
         "a second call",
     ),
-    ({"__getstate__": lambda self: vars(self) | {"function": lambda: None}}, "a second time raises .*[Pp]ickle"),
-    ({"__getstate__": lambda self: vars(self) | {"scale": 2.0}}, "a pickled copy gives other tokens"),
-    ({"tokens": threaded}, "[12] threads give other tokens"),
-    ({"tokens": centered_on_the_batch}, "cell [01] alone has other tokens than in a block"),
-    ({"cls": Drawn, "keys": lambda self, block: block.rows}, "cell .* alone has other tokens than in a block"),
-    ({"matrix": lambda self, cells, ids: (cells.minimum(5), ids)}, "a matrix gives other tokens than a block"),
-    ({"matrix": forget(".")}, "version suffixes give other tokens"),
-    ({"matrix": lambda self, x, ids: (x + x if x.dtype == "uint8" else x, ids)}, "counts as uint8 give other tokens"),
+    ({"__getstate__": lambda self: vars(self) | {"function": lambda: None}}, "are reproducible raised .*[Pp]ickle"),
+    ({"__getstate__": lambda self: vars(self) | {"scale": 2.0}}, "a pickled copy returns different tokens"),
+    ({"tokens": threaded}, "[12] threads give different tokens"),
+    ({"tokens": centered_on_the_batch}, "cell [01] alone has different tokens than in a block"),
+    ({"cls": Drawn, "keys": lambda self, block: block.rows}, "cell .* alone has different tokens than in a block"),
+    ({"matrix": lambda self, cells, ids: (cells.minimum(5), ids)}, "a matrix gives different tokens than a block"),
+    ({"matrix": forget(".")}, "version suffixes give different tokens"),
+    (
+        {"matrix": lambda self, x, ids: (x + x if x.dtype == "uint8" else x, ids)},
+        "counts as uint8 give different tokens",
+    ),
     (
         {"matrix": lambda self, cells, ids: (cells.sum_duplicates() or cells, ids)},
-        "the counts that it was given are changed",
+        "the input counts are modified",
     ),
     # The options.
-    ({"__init__": option_not_kept}, "config.. makes an equal tokenizer raises AttributeError"),
-    ({"keep": tuple}, "config.. is another after it was written as JSON"),
-    ({"keep": lambda cutoffs: [*cutoffs, 3]}, "the options of config.. do not come back from the constructor"),
+    ({"__init__": option_not_kept}, "config.. creates an equal tokenizer raised AttributeError"),
+    ({"keep": tuple}, "config.. changes when it is written as JSON and read again"),
+    ({"keep": lambda cutoffs: [*cutoffs, 3]}, "the tokenizer created from config.. has a different config"),
     ({"config": lambda self: {"cutoffs": [1, 2]}}, "config.. and the keyword-only options differ in .*'scale'"),
     # What is cut, and the order.
-    ({"choose": lambda self, counts, key: np.arange(len(counts))}, "a cell has 61 tokens although max_len=8"),
+    ({"choose": lambda self, counts, key: np.arange(len(counts))}, "a cell has 61 tokens, but max_len=8"),
     ({"choose": by_token}, "truncation keeps the genes that come first in the vocabulary"),
-    ({"cls": Drawn, "samples": False}, "truncation drops a count of .* and keeps one of .*; set samples"),
+    ({"cls": Drawn, "samples": False}, "truncation drops a count of .* but keeps .*; set samples = True"),
     ({"choose": lambda self, counts, key: Sorted.choose(self, -counts, key)}, "drops a count of .*; set samples"),
     ({"ragged": lambda self, block: Sorted.ragged(self, block)._replace(values=np.zeros(1))}, "differ in 'values'"),
-    ({"ordered_by_gene": False}, "stand in one order in every cell.*set ordered_by_gene = True"),
+    ({"ordered_by_gene": False}, "have the same order in every cell.*set ordered_by_gene = True"),
     (
         {"cls": Drawn, "samples": False, "choose": ties_in_random_order},
-        "depends on its count only.*set ordered_by_gene",
+        "depends only on its count.*set ordered_by_gene",
     ),
 ]
 
@@ -239,7 +242,7 @@ def test_what_masking_leaves_is_found(monkeypatch, key):
             return masked
 
     monkeypatch.setattr(scforge.testing.tokenizers, "Masking", Leaving)
-    with pytest.raises(AssertionError, match=f"'{key}' still reveals masked|does not hide a token of each cell"):
+    with pytest.raises(AssertionError, match=f"'{key}' still reveals masked|does not mask a token in every cell"):
         check_tokenizer(Sorted)
 
 

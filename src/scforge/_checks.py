@@ -22,11 +22,12 @@ def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> int:
     """
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
     if not whole:
-        raise OptionError(f"{argument}={value!r} is not a whole number of {what}.")
+        raise OptionError(f"{argument}={value!r} is not a whole number{what and f' of {what}'}.")
     if value >= least:
         return int(value)
-    limit = "a positive number" if least == 1 else f"at least {least}; pass a number"
-    raise OptionError(f"{argument}={value!r} is not {limit} of {what}.")
+    if least == 1:
+        raise OptionError(f"{argument}={value!r} is not a positive number of {what}.")
+    raise OptionError(f"{argument}={value!r} is too small; pass at least {least}{what and f' {what}'}.")
 
 
 def check_positive(argument: str, value: Any, *, or_zero: bool = False, hint: str = "") -> float:
@@ -34,7 +35,7 @@ def check_positive(argument: str, value: Any, *, or_zero: bool = False, hint: st
     number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not or_zero):
         raise OptionError(
-            f"{argument}={value!r} is not {'zero or ' if or_zero else ''}a positive number{hint and f'; {hint}'}."
+            f"{argument}={value!r} must be {'zero or ' if or_zero else ''}a positive number{hint and f'; {hint}'}."
         )
     return float(value)
 
@@ -48,7 +49,7 @@ def check_mask_ratio(value: Any) -> None:
     >>> check_mask_ratio({"start": 0.15, "end": 1.5, "epochs": 10})  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    scforge.errors.OptionError: mask_ratio={'start': 0.15, 'end': 1.5, 'epochs': 10} is not a schedule: ...
+    scforge.errors.OptionError: mask_ratio={'start': 0.15, 'end': 1.5, 'epochs': 10} is not a valid schedule; ...
     """
     if isinstance(value, Mapping):
         epochs = value.get("epochs")
@@ -57,8 +58,8 @@ def check_mask_ratio(value: Any) -> None:
         ends = _is_share(value.get("start")) and _is_share(value.get("end"))
         if not (whole and shape and ends and set(value) <= {"start", "end", "epochs", "shape"}):
             raise OptionError(
-                f"mask_ratio={dict(value)} is not a schedule: it has start and end from 0 to 1, a number of epochs, "
-                "and may have the shape 'linear' or 'cosine'."
+                f"mask_ratio={dict(value)} is not a valid schedule; pass start and end between 0 and 1, a number of "
+                "epochs, and optionally a shape ('linear' or 'cosine')."
             )
     elif isinstance(value, Sequence) and not isinstance(value, str):
         if not value or not all(_is_share(share) for share in value):
@@ -88,7 +89,7 @@ def check_bool(argument: str, value: Any) -> bool:
 
 def check_seed(value: Any, *, argument: str = "seed") -> int:
     """Return a seed as a Python integer. Raises an error if it is not an integer from 0 to 2^63 - 1."""
-    check_count(argument, value, "a random generator", least=0)
+    check_count(argument, value, "", least=0)
     if value >= 2**63:
         raise OptionError(f"{argument}={value!r} is too large; pass a number below 2^63.")
     return int(value)
@@ -125,9 +126,9 @@ def check_known(
     >>> check_known("color", "celltype", ["cell_type"], "obs")
     Traceback (most recent call last):
         ...
-    scforge.errors.DataError: color='celltype' is not in obs; did you mean 'cell_type'? (obs has: 'cell_type').
+    scforge.errors.DataError: color='celltype' is not in obs; did you mean 'cell_type'? (available: 'cell_type').
     """
     names = [one for one in known if one is not None]
     if name not in names:
         end = f"; {fix}." if fix else "."
-        raise error(f"{argument}={name!r} is not in {where}{suggest(name, names, f'{where} has')}{end}")
+        raise error(f"{argument}={name!r} is not in {where}{suggest(name, names, 'available')}{end}")

@@ -27,7 +27,9 @@ def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise an OptionError if `path`, where a folder is expected, or one of its parents is a file."""
     for place in (Path(path), *Path(path).parents):
         if place.is_file():
-            raise OptionError(f"{argument}={str(path)!r}: {str(place)!r} is a file; choose the name of a folder.")
+            raise OptionError(
+                f"{argument}={str(path)!r} cannot be a folder, because {str(place)!r} is a file; choose another path."
+            )
 
 
 def check_writable(argument: str, path: str | os.PathLike[str]) -> None:
@@ -211,7 +213,7 @@ def read_settled[T](folder: str | os.PathLike[str], read: Callable[[], T]) -> T:
         else:
             if _SAVED not in before and _seen(folder) == before:
                 return found
-    raise ModelFileError(f"{str(folder)!r} changed each time it was read; load it when no process saves to it.")
+    raise ModelFileError(f"{str(folder)!r} changed while it was being read; load it when no process is saving to it.")
 
 
 def _put_in_place(path: Path, prefix: str) -> None:
@@ -230,7 +232,7 @@ def _put_in_place(path: Path, prefix: str) -> None:
     ]
     if others:
         raise OptionError(
-            f"{prefix} contains {listing(sorted(others))}, which is not part of a scforge model; choose another name."
+            f"{prefix} contains {listing(sorted(others))}, which is not part of an scforge model; choose another name."
         )
     stale = set()
     if described is not None and not new.keys().isdisjoint(_DESCRIPTIONS):
@@ -455,5 +457,5 @@ def parsed[T: BaseModel](schema: type[T], content: Any, prefix: str) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
-        found = "" if first["type"] == "missing" else f", and it is {first['input']!r:.60}"
-        raise ModelFileError(f"{prefix} ({where or 'all of it'}: {first['msg']}{found}); copy it again.") from error
+        found = "" if first["type"] == "missing" else f", got {first['input']!r:.60}"
+        raise ModelFileError(f"{prefix} ({where or 'content'}: {first['msg']}{found}); copy it again.") from error

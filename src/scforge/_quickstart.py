@@ -76,7 +76,7 @@ def run(output: str | os.PathLike[str] = "quickstart") -> Report:
 
     Returns
     -------
-    The report.
+    The report, which is also written into the folder.
     """
     import scforge
 

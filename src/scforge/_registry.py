@@ -17,7 +17,7 @@ class Registry[T]:
     Parameters
     ----------
     kind
-        Word for an entry in messages, e.g. ``"architecture"``.
+        What to call an entry in error messages, e.g. ``"architecture"``.
     group
         Entry-point group that other packages use to add entries, e.g. ``"scforge.models"``.
     builtin
@@ -139,7 +139,7 @@ class Registry[T]:
             return
         what = f"{self.kind}={name!r} is {getattr(entry, '__qualname__', entry)!s}"
         if not _derives(entry, self._base):
-            raise OptionError(f"{what}, which is not a subclass of {self._base}; derive it from that.")
+            raise OptionError(f"{what}, which is not a subclass of {self._base}; derive it from {self._base}.")
         check_defines(what, entry, self._members)
 
     def _plugins(self) -> dict[str, list[EntryPoint]]:
@@ -153,7 +153,7 @@ class Registry[T]:
         packages = sorted({_package_of(point) for point in offered})
         if len({point.value for point in offered}) > 1:
             raise OptionError(
-                f"{self.kind} {name!r} is offered by the packages {listing(packages)}; keep only one of them installed."
+                f"{self.kind} {name!r} is provided by the packages {listing(packages)}; keep only one of them."
             )
         try:
             loaded = offered[0].load()
@@ -174,7 +174,7 @@ def check_options(
     Parameters
     ----------
     kind
-        Word for an option in the message, e.g. ``"tokenizer option"``.
+        What to call an option in error messages, e.g. ``"tokenizer option"``.
     owner
         Name of the entry that the options belong to.
     options
@@ -182,7 +182,7 @@ def check_options(
     known
         Known names.
     hints
-        A mapping from option names of other packages to advice.
+        Mapping from option names used by other packages to advice for the error message.
 
     Raises
     ------

@@ -25,7 +25,7 @@ def _check_places(source: str, output: str | None = None, endings: Sequence[str]
 
         raise MissingFileError(f"{place}the file {source!r} does not exist{similar_file(path)}")
     if output is not None and Path(output).suffix not in endings:
-        raise OptionError(f"output={output!r} (-o) does not end in one of {listing(endings)}; choose such a name.")
+        raise OptionError(f"output={output!r} (-o) must have one of the file extensions {listing(endings)}.")
 
 
 def _quickstart(**options: str) -> None:
@@ -43,7 +43,7 @@ def _loaded(config: str, overrides: list[str]) -> Any:
         if "checkpoint_dir" in loaded.output.model_fields_set and loaded.finetune is None:
             raise ConfigError(
                 "output.checkpoint_dir is empty, so the trained model would be lost; "
-                "remove it to use checkpoints/NAME_OF_THE_FILE, or set it."
+                "set output.checkpoint_dir, or remove it to use checkpoints/NAME_OF_THE_FILE."
             )
         loaded.output.checkpoint_dir = str(Path("checkpoints") / Path(config).stem)
     return loaded
@@ -116,7 +116,9 @@ def _predict(
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name.isidentifier() or name in {*options, "model", "source", "output"}:
-            raise OptionError(f"{override!r} is not an option of the task's predict; write it as name=value, once.")
+            raise OptionError(
+                f"{override!r} is not a prediction option of the task; pass each option once, as name=value."
+            )
         options[name] = parse_yaml(text, where=override)[0]
     done = predict_to(model, source, output, **options)
     if not quiet:
@@ -135,9 +137,9 @@ def _evaluate(
     **options: Any,
 ) -> None:
     if (source is None) == (data is None):
-        raise OptionError("pass the cells once: as FILE, or with --data FILE.")
+        raise OptionError("the cells must be given exactly once; pass either FILE or --data FILE.")
     if against and not baselines:
-        raise OptionError("--against names baselines but --no-baselines excludes them; remove one of the two.")
+        raise OptionError("--against selects baselines, but --no-baselines excludes them; remove one of the two.")
     cells = str(data if source is None else source)
     _check_places(cells)
     from scforge.eval.report import Report
@@ -158,7 +160,7 @@ def _config_init(*, only_list: bool = False, **options: Any) -> None:
         print("\n".join(list_recipes()))
         return
     path = init_config(**options)
-    print(f"Wrote {path}. Name your data in it, then: scforge config check {path}")
+    print(f"Wrote {path}. Set the data paths in this file, then run: scforge config check {path}")
 
 
 def _config_show(file: str, overrides: list[str]) -> None:
@@ -214,7 +216,7 @@ def _inspect(file: str, *, verify: bool = False, **options: Any) -> None:
         print(inspect_store(file, verify=verify))
         return
     if verify:
-        raise OptionError(f"--verify needs a store, and {file!r} is not one; omit it.")
+        raise OptionError(f"--verify works only for stores, but {file!r} is not a store; omit --verify.")
     found = inspect_h5ad(file, **options)
     print(found)
     found.check()
@@ -294,7 +296,7 @@ def _layers(text: str) -> bool | int | str:
         return text.lower() == "true"
     if not text.isdigit():
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of layers; pass one, or no value to train only the head"
+            f"{text!r} is not a number of layers; pass a number, or omit the value to train only the head"
         )
     return int(text)
 

@@ -61,7 +61,7 @@ _TOKEN = re.compile(
 
 
 class ScforgeError(Exception):
-    """Base class of all errors that scforge raises for problems that the user can fix.
+    """Base class for all errors that scforge raises for problems that the user can fix.
 
     Cause
     -----
@@ -363,7 +363,7 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
 
     Returns
     -------
-    The end of a sentence.
+    Text to append to an error message.
 
     Examples
     --------
@@ -380,8 +380,8 @@ def suggest(name: object, known: Iterable[object], label: str = "known", *, most
 
     Examples
     --------
-    >>> suggest("celltype", ["cell_type", "donor"], "obs has")
-    "; did you mean 'cell_type'? (obs has: 'cell_type', 'donor')"
+    >>> suggest("celltype", ["cell_type", "donor"], "available")
+    "; did you mean 'cell_type'? (available: 'cell_type', 'donor')"
     """
     names = list(known)
     return f"{did_you_mean(name, names)} ({label}: {listing(names, most=most)})"

@@ -91,7 +91,7 @@ def test_draws_depend_on_epoch_and_seed_and_the_state_on_the_weights():
     ("make", "message"),
     [
         (lambda: CellWeights([1.0, -1.0]), "must be finite and not negative"),
-        (lambda: CellWeights([0.0, 0.0]), "must be finite and not negative, with some above zero"),
+        (lambda: CellWeights([0.0, 0.0]), "must be finite and not negative, and at least one must be positive"),
         (lambda: ClassBalance([0], end=2), "end=2 is not a number from 0 to 1"),
     ],
 )

@@ -158,7 +158,7 @@ def test_without_nnz_counts_are_estimated(adata, tmp_path):
 
 def test_more_than_fits_into_memory_is_converted_once(uri, adata, vocab, tmp_path):
     query = CensusQuery(uri=uri, filters={"is_primary_data": True}, obs=["cell_type"])
-    with pytest.raises(DataError, match=r"need about .* allowed by memory=; .*cache="):
+    with pytest.raises(DataError, match=r"need about .* the limit set by memory is .*; .*cache="):
         open_cells(query, vocab, memory="10kB")
     for _ in range(2):
         cells = open_cells(query, vocab, cache=tmp_path / "store.zarr")
@@ -210,18 +210,18 @@ def test_the_proposal_trains_on_the_census(uri, adata, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"organism": "mus_musculus"}, OptionError, r"organism='mus_musculus' is not in .*has: 'homo_sapiens'"),
+        ({"organism": "mus_musculus"}, OptionError, r"organism='mus_musculus' is not in .*available: 'homo_sapiens'"),
         ({"obs": ["celltype"]}, DataError, "obs of .* has no column 'celltype'; did you mean 'cell_type'"),
-        ({"filters": {"is_primary_data": "true"}}, DataError, "Cannot cast `true` to bool; check filters"),
+        ({"filters": {"is_primary_data": "true"}}, DataError, "Cannot cast `true` to bool; check the filters"),
         ({"filters": "tissue =="}, DataError, "obs of .* cannot be read: Could not parse"),
         (
             {"filters": {"tissue": "lung", "cell_type": "neuron"}},
             DataError,
-            r"no cell of .*of 600 cells, each filter alone selects 'tissue' \d+, 'cell_type' 0; relax the filters",
+            r"no cell of .*of 600 cells, 'tissue' alone matches \d+, 'cell_type' alone matches 0; relax the filters",
         ),
         ({"filters": {"tissu": "lung"}}, DataError, "has no column 'tissu'; did you mean 'tissue'"),
-        ({"gene_key": "symbol"}, DataError, "gene_key='symbol' is not in var of .*has: .*'feature_name'"),
-        ({"layer": "counts"}, DataError, "layer='counts' is not in .*has: 'raw'"),
+        ({"gene_key": "symbol"}, DataError, "gene_key='symbol' is not in var of .*available: .*'feature_name'"),
+        ({"layer": "counts"}, DataError, "layer='counts' is not in .*available: 'raw'"),
     ],
 )
 def test_mistakes_are_one_sentence(uri, vocab, options, error, message):
@@ -234,7 +234,7 @@ def test_mistakes_are_one_sentence(uri, vocab, options, error, message):
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [(0.5, "not whole numbers"), (-40, "negative values"), (None, "without any count .*row 7")],
+    [(0.5, "not whole numbers"), (-40, "negative values"), (None, "without counts .*row 7")],
 )
 def test_values_that_are_no_counts(adata, vocab, tmp_path, change, message):
     bad = adata.copy()

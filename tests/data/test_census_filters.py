@@ -28,8 +28,8 @@ def test_conditions(filters, expected):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"filters": {"tissue": []}}, r"filters\['tissue'\]=\[\] allows no value"),
-        ({"filters": ["lung"]}, r"filters=\['lung'\] is neither a dict"),
+        ({"filters": {"tissue": []}}, r"filters\['tissue'\]=\[\] is empty"),
+        ({"filters": ["lung"]}, r"filters=\['lung'\] must be a dict"),
         ({"obs": "cell_type"}, r"pass e.g. obs=\['cell_type'\]"),
     ],
 )
@@ -41,6 +41,6 @@ def test_what_is_no_filter(options, message):
 @pytest.mark.parametrize(("uri", "module"), [(None, "cellxgene_census"), ("census", "tiledbsoma")])
 def test_missing_clients_are_told_with_the_remedy(monkeypatch, uri, module):
     monkeypatch.setitem(__import__("sys").modules, module, None)
-    message = rf"needs the package '{module}'.*pip install \"scforge\[census\]\" into a separate environment"
+    message = rf"requires the package '{module}'.*pip install \"scforge\[census\]\" in a separate environment"
     with pytest.raises(OptionError, match=message):
         open_cells(CensusQuery(uri=uri))

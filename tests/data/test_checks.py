@@ -43,7 +43,7 @@ def test_where_the_counts_are_is_told(tiny_adata):
             counts_of(tiny_adata, layer)
 
     tiny_adata.layers["scaled"] = counts * 0.5
-    told(r"adata\.layers\['scaled'\].*layer=None contains counts", "scaled")
+    told(r"adata\.layers\['scaled'\].*pass layer=None, because adata.X contains raw counts", "scaled")
     tiny_adata.layers["complex"] = counts.astype(complex)
     told("dtype complex", "complex")
     tiny_adata.layers["flag"] = counts.astype(bool)
@@ -53,13 +53,13 @@ def test_where_the_counts_are_is_told(tiny_adata):
     tiny_adata.X = counts.log1p()
     told("undo the normalization")
     tiny_adata.raw = plain
-    told("adata.raw contains counts")
+    told("because adata.raw contains raw counts")
     tiny_adata.layers["raw_counts"] = counts
-    told("layer='raw_counts' contains counts")
+    told("pass layer='raw_counts', because adata.layers")
     told("layer='raw_count' is not in adata.layers; did you mean 'raw_counts'", "raw_count")
     assert (counts_of(tiny_adata, "raw_counts") != counts).nnz == 0
     tiny_adata.X = None
-    told("adata.X is None; layer='raw_counts' contains counts")
+    told("adata.X is None; pass layer='raw_counts', because adata.layers")
 
 
 def test_missing_values_of_an_outer_join_are_no_normalization(tiny_adata):
@@ -68,7 +68,7 @@ def test_missing_values_of_an_outer_join_are_no_normalization(tiny_adata):
     with pytest.raises(DataError, match=r"missing or infinite values, .*anndata\.concat\(\.\.\., join='inner'\)"):
         counts_of(joined)
     joined.layers["counts"] = np.ones(joined.shape)
-    with pytest.raises(DataError, match="layer='counts' contains counts"):
+    with pytest.raises(DataError, match="pass layer='counts', because adata.layers"):
         counts_of(joined)
 
 
@@ -78,7 +78,7 @@ def test_what_cannot_be_opened(tiny_adata, tiny_vocab, tmp_path):
     for source, message in [
         (
             ad.AnnData(counts, tiny_adata.obs, tiny_adata.var),
-            r"2 cells without any count .first: 'cell3', 'cell5'.*filter_cells",
+            r"2 cells without counts .first: 'cell3', 'cell5'.*filter_cells",
         ),
         (tiny_adata[:0].copy(), "is empty .0 cells x 80 genes."),
         (tiny_adata[:, :0].copy(), "is empty .60 cells x 0 genes."),
@@ -103,7 +103,7 @@ def test_backed(tiny_adata, tiny_vocab, tmp_path):
     backed = ad.read_h5ad(tmp_path / "a.h5ad", backed="r")
     check_adata(backed)
     assert (counts_of(backed) != counts_of(tiny_adata)).nnz == 0
-    with pytest.raises(DataError, match=r"a part of an AnnData backed by .*a\.h5ad.*to_memory"):
+    with pytest.raises(DataError, match=r"a view of an AnnData backed by .*a\.h5ad.*to_memory"):
         open_cells(backed[:10], tiny_vocab)
     backed.file.close()
 
@@ -180,7 +180,7 @@ def test_cells_in_the_place_of_genes_are_told():
     adata.obs_names = ["CD3E", "GNLY", "ENSG00000105374"]
     for barcode in ("{}AAACCTGAGCTTATCG-1", "donor1_{}AAACCTGAGCTTATCG", "{}AAACCTGAGCTT.1", "run:{}ACGTACGTACGT"):
         adata.var_names = [barcode.format(base) for base in "ACGT"]
-        with pytest.warns(ScforgeWarning, match=r"genes named as cells .*; .* pass adata\.T"):
+        with pytest.warns(ScforgeWarning, match=r"look like cell names .*; .* pass adata\.T"):
             warn_if_transposed(adata)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -197,7 +197,7 @@ def test_whole_numbers_that_are_hardly_counts(tiny_adata):
     rounded = np.round(1e4 * raw / raw.sum(axis=1, keepdims=True))
     with pytest.warns(ScforgeWarning, match=r"^adata\.X has nearly the same total in all cells .median (9,|10,)"):
         warn_if_transformed(sparse.csr_matrix(rounded), None)
-    with pytest.warns(ScforgeWarning, match=r"^adata\.layers\['b'\] contains only 0 and 1, as after binarizing; pass"):
+    with pytest.warns(ScforgeWarning, match=r"^adata\.layers\['b'\] contains only 0 and 1, as if it had been b"):
         warn_if_transformed(sparse.csr_matrix((raw > 0).astype(np.uint8)), "b")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -231,7 +231,7 @@ def test_from_csr_puts_a_matrix_in_order():
     block = CellBlock.from_csr(matrix)
     assert (block.genes.tolist(), block.counts.tolist(), block.totals.tolist()) == ([0, 2], [2.0, 5.0], [7.0])
     assert matrix.data.tolist() == [1.0, 0.0, 2.0, 4.0]
-    with pytest.raises(DataError, match=r"totals has the shape \(3,\) but there are 2 cells"):
+    with pytest.raises(DataError, match=r"totals has shape \(3,\), but there are 2 cells"):
         CellBlock.from_csr(sparse.csr_matrix(np.eye(2)), np.ones(3))
 
 

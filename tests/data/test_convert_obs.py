@@ -84,7 +84,7 @@ def test_columns_that_not_all_have_are_left_out_and_told(files, caplog):
     for wanted, columns in kept.items():
         obs = stored(paths, obs=None if wanted is None else list(wanted), overwrite=True)
         assert [column for column in obs if not column.startswith("scforge_")] == columns
-    assert "Columns of obs left out: age (not in every source); dose (not in every source); mixed (" in caplog.text
+    assert "Columns of obs left out: age (not in all sources); dose (not in all sources); mixed (" in caplog.text
     for wanted, message in [
         ("typo", r"0\.h5ad' has no column 'typo'; did you mean 'type'\?"),
         ("dose", r"0\.h5ad' has no column 'dose'"),
@@ -104,9 +104,9 @@ def test_a_column_that_cannot_be_stored(tiny_adata, tmp_path, monkeypatch, caplo
     tiny_adata.obs["a/b"] = 1
     with monkeypatch.context() as patch:
         patch.setattr(AdataStream, "chunks", Mock(side_effect=AssertionError("no cell is read")))
-        with pytest.raises(DataError, match="'a/b' has a slash in its name, which stores do not allow; rename"):
+        with pytest.raises(DataError, match="'a/b' contains a slash, which is not allowed in column names of a store"):
             convert(tiny_adata, tmp_path / "t.zarr", obs=["a/b"])
-    with pytest.warns(ScforgeWarning, match="a column of obs is not stored: 'a/b' has a slash"):
+    with pytest.warns(ScforgeWarning, match="a column of obs is not stored: 'a/b' contains a slash"):
         assert convert(tiny_adata, tmp_path / "t.zarr").obs_columns == ["group", "batch"]
 
 

@@ -95,7 +95,7 @@ def test_a_killed_conversion_starts_again(sources, tmp_path):
     (work / "store" / "dataset_0").mkdir(parents=True)
     for name in ("lock", "genes_0", "store/zarr.json", "store/dataset_7"):
         (work / name).write_text("half")
-    with pytest.raises(DataError, match=r"s\.zarr' is incomplete: run the same scforge convert again"):
+    with pytest.raises(DataError, match=r"s\.zarr' is incomplete; run the same scforge convert command again"):
         open_cells(target)
     assert convert(sources, target).content_hash == expected
     assert not list(tmp_path.glob(".*"))

@@ -31,14 +31,14 @@ def at(place: int, value: int):
 
 
 DAMAGE = {
-    "a boundary too large": (put("indptr", at(5, 10**7)), "do not ascend"),
-    "first boundary": (put("indptr", at(0, 1)), "run from 1 to"),
+    "a boundary too large": (put("indptr", at(5, 10**7)), "is not in ascending order"),
+    "first boundary": (put("indptr", at(0, 1)), "runs from 1 to"),
     "last boundary": (put("indptr", at(-1, 10**7)), "to 10000000, but there are"),
-    "an index too large": (put("indices", at(0, 10**6)), "the index 1000000, which is not from 0 to"),
-    "a negative index": (put("indices", at(0, -5)), "the index -5, which is not from 0 to"),
-    "short data": (put("data", lambda values: values[:100]), "and need 100"),
-    "short boundaries": (put("indptr", lambda values: values[:7]), "its indptr have 7 numbers and need"),
-    "text for values": (put("data", np.array([b"a"])), "data is not a list of numbers"),
+    "an index too large": (put("indices", at(0, 10**6)), "the index 1000000, which is not in the range 0 to"),
+    "a negative index": (put("indices", at(0, -5)), "the index -5, which is not in the range 0 to"),
+    "short data": (put("data", lambda values: values[:100]), ", expected 100"),
+    "short boundaries": (put("indptr", lambda values: values[:7]), "indptr has 7 values, expected"),
+    "text for values": (put("data", np.array([b"a"])), "data is not a one-dimensional array of numbers"),
     "no indices": (put("indices", None), "a CSR, CSC or dense matrix is needed"),
     "no shape": (put("shape", None), "cannot be read"),
 }
@@ -124,5 +124,5 @@ def test_a_square_matrix_by_column_is_not_taken_for_one_by_row():
     for kind in (sparse.csr_matrix, sparse.csc_matrix, sparse.csr_array, sparse.coo_matrix):
         assert sum_columns(kind(dense), np.array([1, 0, 1]), 2).toarray().tolist() == [[2, 1], [3, 4], [0, 5]]
         assert GeneMap(np.array([1, 0, 1]), 2).apply(kind(dense)).toarray().tolist() == [[2, 1], [3, 4], [0, 5]]
-    with pytest.raises(DataError, match="matrix has 3 columns but columns has 2; pass one for each"):
+    with pytest.raises(DataError, match="matrix has 3 columns, but columns has 2 entries; pass one per column"):
         sum_columns(sparse.csr_matrix(dense), np.arange(2), 3)

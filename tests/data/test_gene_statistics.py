@@ -128,11 +128,11 @@ def test_files_that_cannot_be_used(tiny_adata, tiny_vocab, tmp_path):
         exact = measure_medians(tiny_adata, tiny_vocab, gene_key="name")
     np.testing.assert_allclose(made.medians, exact.medians, rtol=0.01)
     ad.AnnData(counts * 0.5, var=tiny_adata.var).write_h5ad(path)
-    with pytest.raises(DataError, match=r"a\.h5ad' contains values that are not whole .*name the layer"):
+    with pytest.raises(DataError, match=r"a\.h5ad' contains values that are not whole .*pass the layer"):
         measure_medians(path, tiny_vocab)
     counts[[7, 9]] = 0
     ad.AnnData(counts, var=tiny_adata.var).write_h5ad(path)
-    with pytest.raises(DataError, match="cells without any count .first: row 7."):
+    with pytest.raises(DataError, match="cells without counts .first: row 7."):
         measure_medians(path, tiny_vocab)
 
 

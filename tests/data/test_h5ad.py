@@ -49,7 +49,7 @@ def test_matrices_of_few_entries(tmp_path):
         assert [chunk.shape[0] for _, chunk in opened.matrix().row_chunks()] == [65_536, 4_464]
     with h5py.File(tmp_path / "a.h5ad", "r+") as file:
         file["X/indptr"][65_536 + 7] = 2
-    with Location(f"{tmp_path}/a.h5ad").open() as opened, pytest.raises(DataError, match="do not ascend"):
+    with Location(f"{tmp_path}/a.h5ad").open() as opened, pytest.raises(DataError, match="is not in ascending order"):
         list(opened.matrix().row_chunks())
 
 
@@ -65,7 +65,7 @@ def test_files_and_matrices_that_are_none(tmp_path, tiny_adata):
     fails(r"a\.h5ad' cannot be read as an h5ad file")
     with h5py.File(path, "w") as file:
         file["table"] = [1, 2]
-    fails("has no tables obs and var")
+    fails("has no obs and var tables")
     tiny_adata.write_h5ad(path)
     path.write_bytes(path.read_bytes()[:5000])
     fails("cannot be read as an h5ad file")
@@ -73,11 +73,11 @@ def test_files_and_matrices_that_are_none(tmp_path, tiny_adata):
     tiny_adata.layers["counts"] = tiny_adata.X
     tiny_adata.X = None
     tiny_adata.write_h5ad(path)
-    fails("has no X; name a layer.* or use raw, which .*'counts'")
+    fails("has no X; pass a layer .available: 'counts'.*or the result of adata.raw")
     fails("layer='count' is not in the layers of .*; did you mean 'counts'", "count")
     with h5py.File(path, "r+") as file:
         file["layers/text"], file["layers/small"] = np.array([[b"a"]]), np.ones((60, 3))
         file.create_group("layers/group")
-    fails("is not a matrix of numbers", "text")
+    fails("is not a 2D matrix of numbers", "text")
     fails("a CSR, CSC or dense matrix is needed", "group")
-    fails("has 60 cells x 3 genes, and var 80 rows; pass a matrix", "small")
+    fails("has 60 cells x 3 genes, but var has 80 rows; write a matrix", "small")

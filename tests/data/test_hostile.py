@@ -182,7 +182,7 @@ def test_credentials_are_not_written(web, tiny_adata, tmp_path, capsys):
     for secret in ("hunter2", "abc123"):
         assert secret not in told
         assert secret.encode() not in written
-    with pytest.raises(OptionError, match="needs a credential, which scforge does not write into files"):
+    with pytest.raises(OptionError, match="requires a credential, which scforge does not save to files"):
         open_cells(redacted(url))
     assert main(["config", "check", url]) == 2
     assert "hunter2" not in capsys.readouterr().err
@@ -194,10 +194,10 @@ def test_credentials_are_not_written(web, tiny_adata, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({"status": 401}, r"answers 401 \(Unauthorized\); check the credentials"),
-        ({"status": 429}, r"answers 429 \(Too Many Requests\); try again later"),
+        ({"status": 401}, r"returned status 401 \(Unauthorized\); check the credentials"),
+        ({"status": 429}, r"returned status 429 \(Too Many Requests\); try again later"),
         ({"status": 302}, r"redirects in a loop"),
-        ({"short": 7}, r"bytes were requested, and .* received"),
+        ({"short": 7}, r"bytes were requested, but only .* were received"),
     ],
 )
 @pytest.mark.parametrize("name", ["a.h5ad", "a.zarr"])
@@ -243,7 +243,7 @@ def test_a_configuration_is_written_without_credentials(tmp_path):
     assert "AKIA" not in text
     assert config.data.storage_options == options
     (tmp_path / "a.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"data\.paths=.* needs a credential, which scforge does not write"):
+    with pytest.raises(ConfigError, match=r"data\.paths=.* requires a credential, which scforge does not save"):
         load_config(tmp_path / "a.yaml")
     with pytest.raises(ConfigError, match=r"data\.storage_options=") as told:
         load_config(tmp_path / "a.yaml", ["data.paths=cells.h5ad", "data.storage_options=[hunter3]"])
@@ -270,7 +270,7 @@ def test_attributes_that_no_library_wrote(tiny_adata, tmp_path):
     with h5py.File(path, "r+") as file:
         file["obs"].attrs["column-order"] = ["batch", "batch"]
     for call in (open_cells, lambda place: convert(place, tmp_path / "s.zarr", progress=False)):
-        with pytest.raises(DataError, match=r"has the column 'batch' twice; rename one of them"):
+        with pytest.raises(DataError, match=r"contains the column 'batch' more than once; rename the duplicates"):
             call(path)
     with h5py.File(path, "r+") as file:
         file["obs"].attrs["encoding-type"] = "a" * 10_000

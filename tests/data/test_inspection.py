@@ -53,7 +53,7 @@ def test_where_the_counts_are(tiny_adata, tiny_vocab, tmp_path):
         return inspect_h5ad(path, vocab)
 
     found = written()
-    assert found.counts.endswith("so it is not raw counts")
+    assert found.counts.endswith("so it does not contain raw counts")
     assert np.isnan(found.overlap.counts_kept)
     assert found.overlap.top_missing == ()
     assert found.n_empty is None
@@ -88,7 +88,7 @@ def test_layers_that_cannot_be_read_are_passed_over(tiny_adata, tiny_vocab, tmp_
     assert inspect_h5ad(path, tiny_vocab).counts.endswith("; layers['counts'] contains them")
     with h5py.File(path, "r+") as file:
         file["layers/counts/indptr"][5] = 10**7
-    assert inspect_h5ad(path, tiny_vocab).counts.endswith("so it is not raw counts")
+    assert inspect_h5ad(path, tiny_vocab).counts.endswith("so it does not contain raw counts")
 
 
 def test_a_vocabulary_that_does_not_fit(tmp_path, capsys):

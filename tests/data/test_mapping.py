@@ -41,12 +41,12 @@ def test_mismatches_are_told_with_what_would_fit(tiny_adata, tiny_vocab):
         (lambda: open_cells(tiny_adata, vocab), f"{kinds}.*pass gene_key='ensembl'"),
         (
             lambda: open_cells(tiny_adata, tiny_vocab, gene_key="ensembl"),
-            "has 80 of them: pass gene_key=None",
+            "contains 80 of the vocabulary genes: pass gene_key=None",
         ),
-        (lambda: open_cells(tiny_adata, GeneVocab.from_genes(["x"]), min_overlap=0.0), "map the gene ids"),
+        (lambda: open_cells(tiny_adata, GeneVocab.from_genes(["x"]), min_overlap=0.0), "convert the gene names of the"),
         (
             lambda: map_names(np.array(human.symbols[:300]), panel),
-            "the identifiers are of the same kind, so the genes differ",
+            "both contain the same kind of identifier, so the genes differ",
         ),
     ]:
         with pytest.raises(GeneMismatchError, match=message):
@@ -60,7 +60,7 @@ def test_mismatches_are_told_with_what_would_fit(tiny_adata, tiny_vocab):
             open_cells(tiny_adata, tiny_vocab, gene_key=key)
     tiny_adata.var["other"] = ["gene0", *[f"x{i}" for i in range(79)]]  # fits hardly better
     tiny_adata.var_names = [f"y{i}" for i in range(80)]
-    with pytest.raises(GeneMismatchError, match="only 0 of the 80 .*; map the gene ids"):
+    with pytest.raises(GeneMismatchError, match="only 0 of the 80 .*; convert the gene names of the data"):
         open_cells(tiny_adata, tiny_vocab)
 
 
@@ -123,7 +123,7 @@ def test_species_are_told_apart():
     with pytest.raises(GeneMismatchError, match="human genes need .*'human_protein_coding'"):
         map_names(np.array(human.symbols[:2000]), mouse)
     bare = GeneVocab.from_genes(mouse.genes[:500])  # by the annotation, they are of another species, too
-    with pytest.raises(GeneMismatchError, match="human genes need vocab='human_pro"):
+    with pytest.raises(GeneMismatchError, match="for human genes, use vocab='human_pro"):
         map_names(np.array(human.symbols[:500]), bare)
 
 
@@ -131,7 +131,7 @@ def test_ids_and_symbols_are_matched_by_the_annotation():
     human = GeneVocab.named("human_protein_coding")
     bare = GeneVocab.from_genes(human.genes[:500])  # knows no symbols
     names = np.array(human.symbols[:500])
-    said = r"498 human gene symbols were matched with human Ensembl ids .*; 'CD99', 'MATR3' mean several"
+    said = r"498 human gene symbols were matched with human Ensembl ids .*; 'CD99', 'MATR3' match several"
     with pytest.warns(ScforgeWarning, match=said):
         found = map_names(names, bare)
     known = ~np.isin(names, ["CD99", "MATR3"])
@@ -146,7 +146,8 @@ def test_ids_and_symbols_are_matched_by_the_annotation():
 def test_dots_of_r():
     vocab = GeneVocab.from_genes(["CD3D", "HLA-A", "NKX6-1", "MT.CO1", "A-B", "A/B", "H2-K1", "RP11.1"])
     names = np.array(["HLA.A", "CD3D", "NKX6.1", "MT-CO1", "A.B", "H2.K1", "H2-K1", "RP11/1"])
-    with pytest.warns(ScforgeWarning, match=r"4 names with dots from R were matched \('HLA.A' is 'HLA-A', 'NKX6"):
+    said = r"4 names in which R replaced characters with dots were matched \('HLA.A' is 'HLA-A', 'NKX6"
+    with pytest.warns(ScforgeWarning, match=said):
         found = map_names(names, vocab)
     # A.B may be either of two, and the data have the gene H2-K1 itself.
     assert found.columns.tolist() == [1, 0, 2, 3, -1, -1, 6, 7]
@@ -180,7 +181,7 @@ def test_figures(tiny_adata, tiny_vocab):
     assert full.to_frame().shape == (0, 2)
     assert str(full).endswith("none")
     whole = GeneVocab(tuple(tiny_adata.var_names[:70]), release="some annotation")
-    with pytest.warns(ScforgeWarning, match=r"34% of the counts .* outside of the vocabulary .some annotation."):
+    with pytest.warns(ScforgeWarning, match=r"34% of the counts .* outside the vocabulary .some annotation."):
         open_cells(tiny_adata, whole)
     open_cells(tiny_adata, GeneVocab.from_genes(whole.genes))
     chosen = select_genes(tiny_adata, within=whole, n_top_genes=60)
@@ -206,9 +207,9 @@ def test_real_cells_and_names_that_do_not_fit(pbmc, tmp_path):
     message = str(caught.value)
     assert "contains human gene symbols such as " in message
     assert "the vocabulary contains mouse Ensembl ids such as 'ENSMUSG00000000001'" in message
-    assert "vocab='human_protein_coding' (data.gene_vocab in a YAML file), or 'human_mouse', which" in message
+    assert "vocab='human_protein_coding' (data.gene_vocab in a YAML file), or vocab='human_mouse', which" in message
     bare = GeneVocab.from_genes(vocab.genes)
-    with pytest.warns(ScforgeWarning, match="12,355 human gene symbols were matched .* 13236 of them: pass gene_key"):
+    with pytest.warns(ScforgeWarning, match="12,355 human gene symbols were matched .* 13236 of the vocabulary genes"):
         map_genes(pbmc, bare)
 
 

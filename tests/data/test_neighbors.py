@@ -176,5 +176,5 @@ def test_principal_components_are_those_of_log_normalized_values():
     values -= values.mean(axis=0)
     u, s, _ = np.linalg.svd(values, full_matrices=False)
     np.testing.assert_allclose(np.abs(found), np.abs(u[:, :3] * s[:3]), rtol=1e-3, atol=1e-3)
-    with pytest.raises(DataError, match="40 cells and 1 genes are too few for neighbors"):
+    with pytest.raises(DataError, match="40 cells and 1 genes are too few to find neighbors"):
         principal_components(CellSource(sparse.csr_matrix(counts[:, :1]), totals))

@@ -224,12 +224,12 @@ STATE_OPTIONS = {"rows": np.arange(0, 200, 2), "batch_size": 10, "lengths": LENG
     ("changed", "message"),
     [
         ({"rows": np.arange(100)}, "rows_hash"),
-        ({"rows": np.arange(99), "lengths": LENGTHS[:99]}, "n_cells is 100, but here it is 99"),
+        ({"rows": np.arange(99), "lengths": LENGTHS[:99]}, "n_cells is 100, expected 99"),
         ({"lengths": LENGTHS[100:200]}, "lengths_hash"),
-        ({"seed": 1}, "seed is 0, but here it is 1"),
-        ({"max_tokens_per_batch": 1000}, "max_tokens_per_batch is None, but here it is 1000"),
-        ({"world_size": 2}, "world_size is 1, but here it is 2"),
-        ({"shuffle": False}, "shuffle is True, but here it is False"),
+        ({"seed": 1}, "seed is 0, expected 1"),
+        ({"max_tokens_per_batch": 1000}, "max_tokens_per_batch is None, expected 1000"),
+        ({"world_size": 2}, "world_size is 1, expected 2"),
+        ({"shuffle": False}, "shuffle is True, expected False"),
     ],
 )
 def test_a_state_of_another_order(changed, message):
@@ -241,12 +241,12 @@ def test_a_state_of_another_order(changed, message):
 def test_states_that_cannot_be_loaded():
     order = CellOrder(**STATE_OPTIONS)
     state = order.state_dict()
-    with pytest.raises(OptionError, match="seed is None, but here it is 0"):
+    with pytest.raises(OptionError, match="seed is None, expected 0"):
         order.load_state_dict({key: value for key, value in state.items() if key != "seed"})
     with pytest.raises(OptionError, match="no position"):
         order.load_state_dict({key: value for key, value in state.items() if key != "position"})
     for position in (-1, 11):
-        with pytest.raises(OptionError, match=f"position {position}, but an epoch 10 batches"):
+        with pytest.raises(OptionError, match=f"position {position}, but an epoch has 10 batches"):
             order.load_state_dict({**state, "position": position})
     assert CellOrder(**{**STATE_OPTIONS, "lengths": LENGTHS[:100].astype(np.int16)}).state_dict() == state
 
@@ -258,17 +258,17 @@ PACKED = {"batch_size": None, "max_tokens_per_batch": 10}
     ("options", "message"),
     [
         ({"rows": []}, "rows is empty"),
-        ({"rows": [2, 1]}, r"not ascending.*numpy.unique\(rows\)"),
+        ({"rows": [2, 1]}, r"not in ascending order.*numpy.unique\(rows\)"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": None}, "batch_size=None is not a whole number of cells"),
-        ({"world_size": 4}, "rows has 3 cells, too few for world_size=4"),
+        ({"world_size": 4}, "rows has 3 cells, which are too few for world_size=4"),
         (
             {"world_size": 2, "batch_size": 1},
-            "batch_size=1 cannot be divided equally among world_size=2 ranks; raise it",
+            "batch_size=1 cannot be divided equally among world_size=2 ranks; increase batch_size",
         ),
-        ({"max_tokens_per_batch": 9}, "max_tokens_per_batch=9 needs lengths"),
-        ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .* with 10 tokens; raise it"),
-        ({**PACKED, "lengths": [9, 9, 9], "world_size": 2}, "=10 leaves one batch for each of 2 cells; raise it"),
+        ({"max_tokens_per_batch": 9}, "max_tokens_per_batch=9 requires lengths"),
+        ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .* with 10 tokens; pass at"),
+        ({**PACKED, "lengths": [9, 9, 9], "world_size": 2}, "=10 requires 2 batches, one per cell; increase max_t"),
     ],
 )
 def test_arguments(options, message):

@@ -24,10 +24,10 @@ def test_combinations_and_controls(dtype):
 
 def test_labels_that_are_not_taken_apart():
     obs = table(["(+)-JQ1", "vehicle", "A+B"])
-    with pytest.raises(DataError, match=r"separator='\+' cuts '\(\+\)-JQ1' within brackets"):
+    with pytest.raises(DataError, match=r"separator='\+' splits '\(\+\)-JQ1' within brackets"):
         parse_perturbations(obs, PerturbationKeys("gene", "vehicle"))
     for separator in ("", " ", 3):
-        with pytest.raises(OptionError, match=f"separator={separator!r} cannot separate the parts of a label"):
+        with pytest.raises(OptionError, match=f"separator={separator!r} is not a valid label separator"):
             PerturbationKeys("gene", "vehicle", separator=separator)
     targets = parse_perturbations(obs, PerturbationKeys("gene", "vehicle", separator=None))
     assert targets == [("(+)-JQ1",), (), ("A+B",)]
@@ -39,8 +39,8 @@ def test_labels_that_are_not_taken_apart():
     [
         (table(["A", "ctrl"]), ("genes", "ctrl"), r"perturbation='genes' is not in obs; did you mean 'gene'"),
         (table(["A", "control"]), ("gene", "Controls"), r"control='Controls' is not in obs.*did you mean 'control'"),
-        (table(["A", None, "ctrl"]), ("gene", "ctrl"), r"no label for 1 of 3 cells"),
-        (table(["A+", "ctrl"]), ("gene", "ctrl"), r"cuts 'A\+' into parts that are empty"),
+        (table(["A", None, "ctrl"]), ("gene", "ctrl"), r"is missing for 1 of 3 cells"),
+        (table(["A+", "ctrl"]), ("gene", "ctrl"), r"splits 'A\+' into empty parts"),
     ],
 )
 def test_columns_that_cannot_be_read(obs, keys, message):

@@ -71,12 +71,12 @@ def test_some_rows_only(kind):
     ("options", "error", "message"),
     [
         *(({"validation_size": share}, OptionError, "validation_size=") for share in (1.0, -0.1, np.nan, None)),
-        ({"n_cells": 2, "validation_size": 0.9}, OptionError, "leaves no cell of 2"),
+        ({"n_cells": 2, "validation_size": 0.9}, OptionError, "leaves none of the 2 cells"),
         ({"groups": ["a", "b"]}, OptionError, "groups has 2 values for 3 cells"),
         *(({"rows": rows}, OptionError, "not a cell position") for rows in ([0, 3], [-1, 1], [True, False, True])),
-        ({"groups": ["a", "a", "a"]}, DataError, r"groups has 'a' as its only group; use two or more"),
-        ({"groups": pd.Categorical(["a", "b", None])}, DataError, r"no value for 1 of 3 cells, e.g. cell 2"),
-        ({"groups": np.array([0, 1, -1])}, DataError, r"no value for 1 of 3 cells, e.g. cell 2"),
+        ({"groups": ["a", "a", "a"]}, DataError, r"groups contains only one group, 'a'; use two or more"),
+        ({"groups": pd.Categorical(["a", "b", None])}, DataError, r"missing for 1 of 3 cells, e.g. cell 2"),
+        ({"groups": np.array([0, 1, -1])}, DataError, r"missing for 1 of 3 cells, e.g. cell 2"),
     ],
 )
 def test_arguments_that_do_not_fit(options, error, message):

@@ -24,7 +24,7 @@ def ordered(many_adata: ad.AnnData, tmp_path_factory) -> Path:
     many_adata[400:, :60].write_h5ad(folder / "b.h5ad")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("scforge.data.conversion.dataset_size", lambda *_: 350)
-        with pytest.warns(ScforgeWarning, match="some sources do not measure"):
+        with pytest.warns(ScforgeWarning, match="not measured in all sources"):
             convert([folder / "a.h5ad", folder / "b.h5ad"], folder / "s.zarr", shuffle=False, progress=False)
     return folder / "s.zarr"
 
@@ -81,10 +81,10 @@ def test_what_is_known_of_the_cells(store, many_adata):
 def test_columns_are_chosen(store):
     cells = StoreCells.open(store, obs=["donor"])
     assert cells.obs.columns.tolist() == ["donor"]
-    with pytest.raises(DataError, match="'group' is not a column of obs of these cells"):
+    with pytest.raises(DataError, match="'group' is not a column of obs"):
         cells.column("group")
     assert StoreCells.open(store, obs=[]).obs.shape == (700, 0)
-    with pytest.raises(DataError, match=r"obs names 'donr', .*did you mean 'donor'\?"):
+    with pytest.raises(DataError, match=r"obs contains 'donr', .*did you mean 'donor'\?"):
         StoreCells.open(store, obs=["donr"])
 
 
@@ -126,7 +126,7 @@ def test_genes_of_something_else(store):
     with pytest.warns(ScforgeWarning, match="has 30 of the 120 genes"):
         assert open_cells(store, few).overlap == 0.25
     vocab = GeneVocab.from_genes(ALL[20:60], release="Annotation 1")
-    with pytest.warns(ScforgeWarning, match=r"of the counts lie in genes outside of the vocabulary \(Annotation 1\)"):
+    with pytest.warns(ScforgeWarning, match=r"of the counts are in genes outside the vocabulary \(Annotation 1\)"):
         open_cells(store, vocab)
 
 

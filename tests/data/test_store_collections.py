@@ -82,14 +82,14 @@ def test_collections_that_cannot_be_used(many_adata, tmp_path):
     dense = small.copy()
     dense.X = dense.X.toarray()
     for parts, message in [
-        ([small, small[:, ::-1].copy()], "dataset_1 of .* has other genes, or another order; convert it"),
+        ([small, small[:, ::-1].copy()], "dataset_1 of .* has different genes than the first dataset, or a"),
         ([dense], "X of dataset_0 of .* is array, not csr_matrix"),
-        ([], "has no dataset"),
+        ([], "contains no dataset"),
     ]:
         write_foreign(tmp_path / f"{len(parts)}.zarr", parts)
         with pytest.raises(DataError, match=message):
             open_cells(tmp_path / f"{len(parts)}.zarr")
     write_foreign(tmp_path / "s.zarr", [small, many_adata[40:80].copy()])
     shutil.rmtree(tmp_path / "s.zarr" / "dataset_1" / "X" / "data" / "c")
-    with pytest.raises(DataError, match=r"s\.zarr' is corrupted: cell 40: it has no counts"):
+    with pytest.raises(DataError, match=r"s\.zarr' is corrupted: cell 40: it contains no counts"):
         open_cells(tmp_path / "s.zarr").block(np.arange(80))

@@ -50,7 +50,7 @@ def damage(file: Path, how: str) -> None:
 def test_damage_is_told(damaged, part, match, how):
     damage(damaged / part, how)
     if how == "missing" and part in ("dataset_1/X/data/c/0", "dataset_1/X/indices/c/0"):
-        match = "is corrupted: cell 234: its counts differ from those that were written"
+        match = "is corrupted: cell 234: its counts have changed since they were written"
     with pytest.raises(DataError, match=match) as told:
         read_all(damaged)
     assert "copy.zarr" in str(told.value)
@@ -122,16 +122,16 @@ def _set(*keys, value):
 
 
 EDITS = {
-    "no last dataset": (_without("dataset_2"), "counts of dataset_2 are missing, not"),
-    "not listed": (lambda info, _: info["datasets"].pop(), r"counts of dataset_2 are \(.*\), not to be there"),
+    "no last dataset": (_without("dataset_2"), "counts of dataset_2 have shape .missing., expected"),
+    "not listed": (lambda info, _: info["datasets"].pop(), r"counts of dataset_2 have shape \(.*\), expected no such"),
     "fewer cells": (_set("datasets", 1, "n_cells", value=200), r"counts of dataset_1 are \(234, 80\), not \(200, 80\)"),
-    "entries": (_set("dataset_1/X/data", "shape", value=[9]), "dataset_1 of .*boundaries"),
+    "entries": (_set("dataset_1/X/data", "shape", value=[9]), "dataset_1 of .*indptr"),
     "type": (_set("dataset_1/X/data", "data_type", value="uint8"), "a cell of .* cannot be read"),
-    "vocabulary": (_set("vocab_hash", value="0"), "its vocabulary, or the genes"),
+    "vocabulary": (_set("vocab_hash", value="0"), "its vocabulary or the genes"),
     "overlap": (lambda info, _: info["sources"][0].update(overlap=0.5), "or the genes of its sources"),
-    "format": (_set("format", value=2), "of a later version; update scforge"),
+    "format": (_set("format", value=2), "of a later scforge version; update scforge"),
     "more": (lambda info, _: info.update(something_new=1), None),
-    "description": (lambda info, _: info.pop("chunk_size"), "no usable 'chunk_size'"),
+    "description": (lambda info, _: info.pop("chunk_size"), "'chunk_size' in its metadata is invalid"),
 }
 
 

@@ -78,7 +78,7 @@ def test_a_damaged_piece_is_told(folder, part):
         ("dataset_0/obs/group/codes/c", "dataset_0 has changed since it was written"),
         ("dataset_0/X/indptr/c/0", "dataset_0 has changed since it was written"),
         ("scforge/vocab/c/0", "the vocabulary of the store .* is corrupted"),
-        ("hash", "its description does not match its content hash"),
+        ("hash", "its metadata does not match its content hash"),
     ],
 )
 def test_damage_is_named(folder, part, match):
@@ -121,7 +121,7 @@ def test_commands(folder, capsys):
     assert main(["inspect", "t.zarr", "--verify"]) == 0
     assert "(verified)" in capsys.readouterr().out
     assert main(["inspect", "a.h5ad", "--verify"]) == 2
-    assert "--verify needs a store" in capsys.readouterr().err
+    assert "--verify works only for stores" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -161,12 +161,12 @@ def test_what_is_no_store(tiny_adata, tmp_path):
     zarr.create_group(tmp_path / "c.zarr", attributes={"encoding-type": "annbatch-preshuffled"})
     partial_path(tmp_path / "half.zarr").mkdir()
     for name, match in {
-        "folder": "'.*folder' is a folder without a store",
-        "file": "'.*file' is a file, but a store is a folder; create one with scforge convert",
+        "folder": "'.*folder' is a folder but not a store",
+        "file": "'.*file' is a file, but a store is a folder; create a store with scforge convert",
         "broken": "'.*broken' cannot be read as a zarr folder",
-        "a.zarr": r"'.*a\.zarr' is an AnnData, not a store; create one with scforge convert SOURCE -o STORE",
+        "a.zarr": r"'.*a\.zarr' is an AnnData, not a store; create a store with scforge convert SOURCE -o STORE",
         "c.zarr": "is an annbatch collection from another program",
-        "half.zarr": r"'.*half\.zarr' is incomplete: run the same scforge convert again\.",
+        "half.zarr": r"'.*half\.zarr' is incomplete; run the same scforge convert command again\.",
     }.items():
         with pytest.raises(DataError, match=match):
             StoreInfo.read(tmp_path / name)
@@ -174,6 +174,6 @@ def test_what_is_no_store(tiny_adata, tmp_path):
     for opener in (StoreInfo.read, StoreCells.open, open_cells):
         with pytest.raises(MissingFileError, match=r"nothing\.zarr"):
             opener(tmp_path / "nothing.zarr")
-        with pytest.raises(DataError, match=r"half\.zarr' is incomplete: run the same scforge convert again"):
+        with pytest.raises(DataError, match=r"half\.zarr' is incomplete; run the same scforge convert command again"):
             opener(tmp_path / "half.zarr")
     assert not is_store(tmp_path / "nothing")

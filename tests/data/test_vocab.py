@@ -124,7 +124,7 @@ def test_hash_depends_on_order_symbols_and_medians_but_not_on_release():
         ({"genes": ("A", "B"), "medians": np.ones(3)}, "medians has 3 entries"),
         ({"genes": ("A",), "medians": np.array([0.0])}, "not a positive number"),
         ({"genes": ("A",), "medians": np.array([np.nan])}, "not a positive number"),
-        *(({"genes": (name, "a")}, "genes has 1 missing names; fill them") for name in (None, np.nan, pd.NA, pd.NaT)),
+        *(({"genes": (name, "a")}, "genes has 1 missing names; fill in") for name in (None, np.nan, pd.NA, pd.NaT)),
     ],
 )
 def test_bad_vocabularies(options, message):
@@ -156,7 +156,7 @@ def test_intersection_and_subset(vocab):
 @pytest.mark.parametrize(
     ("method", "argument", "message"),
     [
-        ("decode", [4, -1], "ids contains -1, which is not a token id; ids are from 0 to 6"),
+        ("decode", [4, -1], "ids contains -1, which is not a token id; pass ids from 0 to 6"),
         ("from_genes", "ABC", "^genes='ABC' is not a list of names; pass a list"),
         ("encode", None, "^names=None is not a list of names; pass a list"),
         ("gene_indices", 3, "^names=3 is not a list of names; pass a list"),

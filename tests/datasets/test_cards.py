@@ -52,7 +52,7 @@ def test_embedded_data_are_those_of_the_card(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in list_cards() if not get_card(name).embedded])
 def test_a_missing_file_says_how_to_get_it(name: str, tmp_path: Path) -> None:
-    with pytest.raises(MissingFileError, match="SCFORGE_DATA, the folder to look in, is not set") as told:
+    with pytest.raises(MissingFileError, match="not found because neither folder nor SCFORGE_DATA is set") as told:
         load(name)
     assert str(told.value).endswith(f"; to get {name}.h5ad, {get_card(name).how_to_get}.")
     with pytest.raises(MissingFileError, match=f"the data set '{name}' is not in '.*{tmp_path.name}'; to get"):
@@ -65,7 +65,7 @@ def test_a_file_is_found_by_the_environment_and_checked(
     monkeypatch.setenv("SCFORGE_DATA", str(tmp_path))
     tiny_adata.obs = tiny_adata.obs.rename(columns={"group": "cell_lines"})
     tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
-    with pytest.raises(DataError, match=r"not the file of the card 'sc_mixology' \(SHA-256 .*; pass verify=False"):
+    with pytest.raises(DataError, match=r"not match the checksum in the card 'sc_mixology' \(SHA-256 .*; pass verify"):
         load("sc_mixology")
     with pytest.raises(DataError, match="labels_key='cell_line' is not in adata.obs; did you mean 'cell_lines'"):
         load("sc_mixology", verify=False)
@@ -95,8 +95,8 @@ def test_a_rule_that_says_nothing() -> None:
     rule = SplitRule("groups", "donor", 0.1, 2)
     for change, message in [
         ({"kind": "random"}, "kind='random' is not known .known: 'stratified'"),
-        ({"test": 0}, "test=0 of a split must be"),
-        ({"validation": 1.5}, "validation=1.5 of a split must be"),
+        ({"test": 0}, "test=0 must be"),
+        ({"validation": 1.5}, "validation=1.5 must be"),
         ({"kind": "stratified", "test": 2}, "test=2 is not valid for a stratified split"),
     ]:
         with pytest.raises(OptionError, match=message):

@@ -125,7 +125,7 @@ def test_every_function_of_a_card_exists() -> None:
 
 def test_what_pertpy_cannot_read(screen: SimulatedScreen, cache: Path) -> None:
     cache.write_text("a file where the folder should be")
-    with pytest.raises(MissingFileError, match=r"pertpy.data.norman_2019\(\) did not read 'norman' .*datasetdir"):
+    with pytest.raises(MissingFileError, match=r"pertpy.data.norman_2019\(\) could not read 'norman' .*datasetdir"):
         load("norman", download=True)
     cache.unlink()
     write(cache / "norman_2019.h5ad", screen.adata)
@@ -149,7 +149,7 @@ def test_pairs_by_how_many_of_their_genes_were_seen(screen: SimulatedScreen, cac
     assert set(of_other_version.seen_targets(adata, *KEYS)) == {2}
     with pytest.raises(OptionError, match="part='train' is not known"):
         split.seen_targets(adata, *KEYS, part="train")
-    with pytest.raises(OptionError, match="kind='targets' of a split needs separator"):
+    with pytest.raises(OptionError, match="kind='targets' requires separator"):
         SplitRule("targets", "perturbation_name", 0.1, 0.2)
 
     # The truth is additive: the more genes are known, the closer predictions are to it.

@@ -28,11 +28,15 @@ def fails(call, error: type[ScforgeError], *parts: str) -> None:
 
 SETUP = [
     ({"label_key": "group"}, OptionError, "'label_key' is unknown to 'setup_anndata'; did you mean 'labels_key'? (kno"),
-    ({"categorical_covariate_keys": ["batch"]}, OptionError, "scforge has no covariates, use batch_key."),
-    ({"size_factor_key": "group"}, OptionError, "the size of a cell is the sum of its counts, omit it."),
-    ({"labels_key": "zzz"}, DataError, "labels_key='zzz' is not in adata.obs (adata.obs has: 'group', 'batch"),
+    ({"categorical_covariate_keys": ["batch"]}, OptionError, "scforge does not support covariates, so use batch_key."),
+    (
+        {"size_factor_key": "group"},
+        OptionError,
+        "sum of the counts of a cell as its size factor, so omit size_factor_key.",
+    ),
+    ({"labels_key": "zzz"}, DataError, "labels_key='zzz' is not in adata.obs (available: 'group', 'batch"),
     ({"gene_key": "ensemble"}, DataError, "gene_key='ensemble' is not in adata.var; did you mean 'ensembl'?"),
-    ({"layer": "count"}, DataError, "'count' is not in adata.layers; did you mean 'counts'? (adata.layers has: 'count"),
+    ({"layer": "count"}, DataError, "'count' is not in adata.layers; did you mean 'counts'? (available: 'count"),
 ]
 
 
@@ -53,7 +57,7 @@ COUNTS = [
     (lambda x: x.astype(object), "adata.X has the dtype object"),
     (lambda x: None, "adata.X is None"),
     (lambda x: x[:, :0], "adata is empty ("),
-    (lambda x: x * ~np.isin(np.arange(60), [3, 5])[:, None], "adata.X has 2 cells without any count (first: '3', '5')"),
+    (lambda x: x * ~np.isin(np.arange(60), [3, 5])[:, None], "adata.X has 2 cells without counts (first: '3', '5')"),
 ]
 
 
@@ -72,9 +76,9 @@ def test_where_counts_are_is_told(tiny_adata: ad.AnnData) -> None:
     tiny_adata.X = tiny_adata.X * 0.5
     fails(setup, DataError, "undo the normalization")
     tiny_adata.raw = counts
-    fails(setup, DataError, "adata.raw contains counts, pass adata.raw.to_adata()")
+    fails(setup, DataError, "pass adata.raw.to_adata(), because adata.raw contains raw counts")
     tiny_adata.layers["counts"] = counts.X
-    fails(setup, DataError, "layer='counts' contains counts")
+    fails(setup, DataError, "pass layer='counts', because adata.layers['counts'] contains raw counts")
     Encoder.setup_anndata(tiny_adata, layer="counts")
 
 
@@ -84,7 +88,7 @@ def test_not_set_up(tiny_adata: ad.AnnData) -> None:
     fails(lambda: Encoder(tiny_adata), OptionError, "adata is not set up; call Encoder.setup_anndata(adata) first.")
     Encoder.setup_anndata(tiny_adata)
     for other in (tiny_adata.copy(), tiny_adata[:10]):
-        hint = "adata is not set up, because it is a copy of one that is; call Encoder.setup_anndata"
+        hint = "adata is not set up, because it is a copy of an AnnData that was set up; call Encoder.setup_anndata"
         fails(lambda o=other: Encoder(o), OptionError, hint)
 
 
@@ -127,7 +131,7 @@ def test_backed(tiny_adata: ad.AnnData, form, tmp_path) -> None:
     np.testing.assert_array_equal(embeddings[0], embeddings[1])
     assert backed.obs["predicted"].tolist() == tiny_adata.obs["predicted"].tolist()
     np.testing.assert_array_equal(model.get_latent_representation(tiny_adata, key_added=None), embeddings[0])
-    hint = "adata is a part of an AnnData backed by '", "read it with adata = adata.to_memory()"
+    hint = "adata is a view of an AnnData backed by '", "load it with adata = adata.to_memory()"
     fails(lambda: model.get_latent_representation(backed[:10]), DataError, *hint)
     assert backed.isbacked
     backed.file.close()
@@ -150,7 +154,7 @@ OPTIONS = [
     (("transformer_encodr",), {}, OptionError, "architecture='transformer_encodr' is not known; did you mean 'transf"),
     ((None, "rank_vale"), {}, OptionError, "tokenizer='rank_vale' is not known; did you mean 'rank_value'?"),
     ((None, {"name": "rank_value", "maxlen": 3}), {}, OptionError, "'maxlen' is unknown to 'rank_value'; did you mean"),
-    ((None, 3), {}, OptionError, "tokenizer=3 is neither a name nor a dict"),
+    ((None, 3), {}, OptionError, "tokenizer=3 must be a name, or a dict"),
     ((None, {"max_len": 0}), {}, OptionError, "max_len=0 leaves no token for genes"),
     ((None, None, "joint"), {}, OptionError, "objective='joint' is not known (known: 'joint_embedding', 'masked_diff"),
     ((None, None, JOINT | {"view": 3}), {}, OptionError, "objective option 'view' is unknown to 'joint_embedding'; di"),
@@ -174,7 +178,7 @@ def test_options_of_the_model(build, parts, options, error, message) -> None:
 def test_a_tokenizer_in_place_of_its_options(build) -> None:
     vocab = GeneVocab.from_genes([f"gene{i}" for i in range(40)]).with_medians(np.ones(40))
     tokenizer = get_tokenizer("rank_value", vocab, max_len=30)
-    wrong = "is neither a name nor a dict with 'name' and options"
+    wrong = "must be a name, or a dict with 'name' and options"
     fails(lambda: build("transformer_encoder", tokenizer), OptionError, wrong)
     parts = {"name": "rank_value", **tokenizer.config()}
     model = build("transformer_encoder", parts, vocab=tokenizer.vocab)
@@ -184,14 +188,20 @@ def test_a_tokenizer_in_place_of_its_options(build) -> None:
 
 TRAINING = [
     ({"max_epochs": 0}, "max_epochs=0 is not a positive number of epochs."),
-    ({"validation_size": 0.999}, "validation_size=0.999 leaves no cell of 60 for training; lower it."),
+    (
+        {"validation_size": 0.999},
+        "validation_size=0.999 leaves none of the 60 cells for training; reduce validation_size.",
+    ),
     ({"optimizer": "adm"}, "optimizer='adm' is not known; did you mean 'adam'?"),
-    ({"checkpoint_dir": __file__}, "is a file; choose the name of a folder."),
-    ({"accelerator": "gpuu"}, "an option of training cannot be used: You selected an invalid accelerator name"),
+    ({"checkpoint_dir": __file__}, "is a file; choose another path."),
+    ({"accelerator": "gpuu"}, "invalid training option: You selected an invalid accelerator name"),
     ({"epochs": 3}, "training option 'epochs' is unknown to 'train'; did you mean 'max_epochs'?"),
     ({"enable_checkpointing": True}, "'enable_checkpointing' is unknown to 'train'; pass checkpoint_dir=FOLDER"),
-    ({"seed": 1}, "'seed' is unknown to 'train'; set it for the model, Encoder(adata, seed=...)."),
-    ({"plan_kwargs": {"lr": 0.1}, "lr": 0.2}, "lr is set in plan_kwargs and as an argument; set it once."),
+    ({"seed": 1}, "'seed' is unknown to 'train'; set the seed of the model, Encoder(adata, seed=...)."),
+    (
+        {"plan_kwargs": {"lr": 0.1}, "lr": 0.2},
+        "lr is set both in plan_kwargs and as an argument; remove one of the two.",
+    ),
     ({"plan_kwargs": {"lrate": 0.1}}, "training option 'lrate' is unknown to 'train'"),
     ({"use_gpu": True}, "'use_gpu' is unknown to 'train'; pass accelerator='gpu' or accelerator='cpu'."),
     ({"learning_rate": 0.1}, "'learning_rate' is unknown to 'train'; pass lr."),

@@ -140,10 +140,10 @@ def test_resumes_where_it_was(run, begin, model, store, expected, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"key": "X_other"}, r"has another key: it was begun with key='X_scforge', not 'X_other'; use the same"),
-        ({"block_size": 50}, "was begun with block_size=100, not 50"),
-        ({"source": "other"}, "has another source: it was begun of other cells, or they have changed since"),
-        ({"model": "other"}, "has another model: it was begun with other weights, options or genes"),
+        ({"key": "X_other"}, r"was started with key='X_scforge', not key='X_other'; use the same settings"),
+        ({"block_size": 50}, "was started with block_size=100, not block_size=50"),
+        ({"source": "other"}, "was started with another source .other cells, or cells that have changed since."),
+        ({"model": "other"}, "was started with another model .other weights, options or genes."),
     ],
 )
 def test_does_not_go_on_with_something_else(run, begin, options, said, model, many_adata, tmp_path):
@@ -156,7 +156,7 @@ def test_does_not_go_on_with_something_else(run, begin, options, said, model, ma
     with pytest.raises(OptionError, match=said + r".*pass overwrite=True .--overwrite. to start again"):
         run(**options)
     assert run(**options, overwrite=True).n_embedded == 700
-    with pytest.raises(OptionError, match="exists and is from other cells or another model"):
+    with pytest.raises(OptionError, match="exists and contains an embedding of other cells or from another model"):
         run()
     for _ in range(2):
         assert run(overwrite=True).n_embedded == 700, "one process makes it again if it is told to"
@@ -201,15 +201,15 @@ def test_a_disk_that_is_full(run, tmp_path, monkeypatch):
 
 
 MISTAKES = [
-    ({"output": "out.csv"}, "ends with neither .zarr nor .h5ad"),
-    ({"output": "file.zarr"}, "'[^']*file.zarr' is a file, but zarr makes a folder"),
-    ({"output": "adata.zarr", "overwrite": True}, "exists and is not an embedding that scforge wrote"),
-    ({"output": "text.h5ad", "overwrite": True}, "exists and is not an embedding that scforge wrote"),
-    ({"output": "file.zarr/out.zarr"}, "'[^']*file.zarr' is a file; choose the name of a folder"),
+    ({"output": "out.csv"}, "must end with .zarr or .h5ad"),
+    ({"output": "file.zarr"}, "'[^']*file.zarr' is a file, but .zarr output is a folder"),
+    ({"output": "adata.zarr", "overwrite": True}, "exists and is not an embedding written by scforge"),
+    ({"output": "text.h5ad", "overwrite": True}, "exists and is not an embedding written by scforge"),
+    ({"output": "file.zarr/out.zarr"}, "'[^']*file.zarr' is a file; choose another path"),
     ({"output": "s3://bucket/out.zarr"}, "is a URL; pass a local path"),
-    ({"key": "a/b"}, "key='a/b' is not a valid key of obsm"),
+    ({"key": "a/b"}, "key='a/b' is not a valid obsm key"),
     ({"rank": 1}, "rank=1 and world_size=None must be given together"),
-    ({"rank": 2, "world_size": 2}, "rank=2 is not below world_size=2"),
+    ({"rank": 2, "world_size": 2}, "rank=2 must be less than world_size=2"),
     ({"device": "cuda:77"}, "device='cuda:77' cannot be used"),
     ({"device": 3.5}, "device='3.5' cannot be used"),
     ({"model": "ck"}, r"model='ck' \(--model\) is the folder of a training run; did you mean 'ck/epoch=01'\?"),
@@ -320,6 +320,6 @@ def test_command(model, store, expected, folder, told, capsys):
     assert "obsm['X_new'] of out.h5ad is complete: 700 cells x 4 dimensions, with obs and without the genes" in shown
     with h5py.File("out.h5ad") as file:
         np.testing.assert_allclose(file["obsm/X_new"][:], expected, atol=1e-6)
-    assert "is not an embedding that scforge wrote" in told("embed", "cells.h5ad", "-m", "model", "-o", "cells.h5ad")
+    assert "is not an embedding written by scforge" in told("embed", "cells.h5ad", "-m", "model", "-o", "cells.h5ad")
     assert "--output" in told("embed", "cells.h5ad", "-m", "model")
     assert left_over(folder) == []

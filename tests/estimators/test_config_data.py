@@ -118,13 +118,13 @@ MISTAKES = [
     ("data.split.by=donr", "did you mean 'donor'?"),
     ("data.sampling.balance_key=knd", "did you mean 'kind'?"),
     ("data.sampling.start=0.5", "balance_key"),
-    ("data.modality=rna", "modality='rna' was chosen when the store"),
-    ("data.max_tokens_per_batch=100", "NeighborDenoising needs random batches"),
+    ("data.modality=rna", "modality='rna' has no effect, because modality is set when the store"),
+    ("data.max_tokens_per_batch=100", "NeighborDenoising requires random batches"),
     ("data.paths='*.nothing'", "*.nothing"),
     ("data.paths=s.zarr", "s.zarr' is incomplete"),
     (
         "data={paths: a.h5ad, cache: config.yaml}",
-        "data.cache='config.yaml': 'config.yaml' is a file; choose the name of a folder",
+        "data.cache='config.yaml' cannot be a folder, because 'config.yaml' is a file; choose another path",
     ),
 ]
 

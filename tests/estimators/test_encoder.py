@@ -135,7 +135,7 @@ def test_inference_does_not_look_at_the_other_cells(model: Encoder, tiny_adata: 
     np.testing.assert_allclose(model.get_latent_representation(key_added=None, batch_size=7), whole, atol=1e-6)
     for some in ([3, 0], np.arange(60) < 2):
         np.testing.assert_allclose(model.get_latent_representation(indices=some), whole[some], atol=1e-6)
-    with pytest.raises(OptionError, match="indices are not positions of the 60 cells"):
+    with pytest.raises(OptionError, match="indices are not valid positions of 60 cells"):
         model.get_latent_representation(indices=[10_000])
 
 
@@ -261,9 +261,9 @@ def test_a_custom_tokenizer_without_the_option_max_len(build, tmp_path, request)
 
 def test_what_only_scvi_tools_has_says_what_to_do(model: Encoder) -> None:
     for name, instead in (
-        ("trainer", "Encoder has no trainer; the scores of a training run are in model.history"),
-        ("get_normalized_expression", "make a scforge.models.ScDiVa"),
-        ("posterior_predictive_sample", "which scvi.criticism needs"),
+        ("trainer", "Encoder has no trainer; use model.history for the training metrics"),
+        ("get_normalized_expression", "use scforge.models.ScDiVa"),
+        ("posterior_predictive_sample", "that scvi.criticism requires"),
     ):
         for owner in (model, Encoder):
             assert name not in dir(owner)
@@ -294,7 +294,7 @@ def test_only_scvi_entries_are_added(tiny_adata: ad.AnnData) -> None:
     assert Encoder(tiny_adata, n_top_genes=20, hidden_dim=8).registry_["setup_args"]["labels_key"] == "group"
     tiny_adata.obs.loc["cell3", "batch"] = np.nan
     with pytest.raises(
-        DataError, match=r"adata.obs\['batch'\] has no value for 1 of 60 cells; fill in the missing values"
+        DataError, match=r"adata.obs\['batch'\] is missing for 1 of 60 cells; fill in the values or drop"
     ):
         Encoder.setup_anndata(tiny_adata, batch_key="batch")
 
@@ -343,7 +343,7 @@ def test_gene_key_names_the_genes(trained, tiny_adata: ad.AnnData) -> None:
 @pytest.mark.parametrize(
     ("argument", "told"),
     [
-        ("layer", "layer='counts' is not in adata.layers .*the training data have it"),
+        ("layer", "layer='counts' is not in adata.layers .*the training data contain it"),
         ("gene_key", "gene_key='ensembl' is not in adata.var; did you mean 'ensembl_id'"),
     ],
 )
@@ -352,7 +352,7 @@ def test_new_cells_with_counts_or_names_elsewhere(trained, tiny_adata: ad.AnnDat
     new.var = new.var.rename(columns={"ensembl": "ensembl_id"})
     tiny_adata.layers["counts"] = tiny_adata.X.copy()
     model = trained(setup={argument: {"layer": "counts", "gene_key": "ensembl"}[argument]})
-    with pytest.raises(DataError, match=told + r".*call Encoder.setup_anndata\(adata, ...\) on them"):
+    with pytest.raises(DataError, match=told + r".*call Encoder.setup_anndata\(adata, ...\)"):
         model.get_latent_representation(new)
     Encoder.setup_anndata(new, gene_key="ensembl_id" if argument == "gene_key" else None)
     np.testing.assert_array_equal(model.get_latent_representation(new), model.get_latent_representation())
@@ -362,15 +362,15 @@ def test_kept_genes_and_genes_that_were_not_chosen(build, tiny_adata):
     usual = build(adata=tiny_adata.copy(), n_top_genes=20)
     usual.train(1, progress_bar=False)
     left_out = next(name for name in tiny_adata.var_names if name not in usual.vocab)
-    said = f"genes names '{left_out}', in adata but not among the model's 20 genes; create .* keep_genes=..{left_out}'"
+    said = f"genes contains names that are in adata but not among the 20 genes .*: '{left_out}'; create .*..{left_out}'"
     with pytest.raises(GeneMismatchError, match=said):
         usual.perturb_in_silico(genes=[left_out])
-    with pytest.raises(GeneMismatchError, match="genes names 'GCG', not among the model's 20 genes; create the model"):
+    with pytest.raises(GeneMismatchError, match="names that are not among the 20 genes of the model: 'GCG'; create"):
         usual.perturb_in_silico(genes=["GCG"])
     kept = build(adata=tiny_adata.copy(), n_top_genes=20, keep_genes=[left_out])
     assert left_out in kept.vocab
     assert kept.vocab.n_genes == 20
-    with pytest.raises(OptionError, match="keep_genes names 'gone', not among the genes of adata"):
+    with pytest.raises(OptionError, match="keep_genes contains 'gone', but only genes of adata"):
         build(adata=tiny_adata.copy(), n_top_genes=20, keep_genes=["gone"])
 
 

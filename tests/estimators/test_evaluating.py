@@ -65,37 +65,40 @@ def test_several_trainings_are_one_row_and_other_embeddings_too(trained: Encoder
     assert not report.verdicts(), "geometry is not a contest"
 
 
-@pytest.mark.filterwarnings("ignore:.*training cell each")
+@pytest.mark.filterwarnings("ignore:.*have only one cell each")
 def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> None:
     tuned = trained.finetune("annotation", trained.adata, labels_key="group", test_size=0.4, freeze=True, **TRAINING)
-    with pytest.warns(ScforgeWarning, match="fine-tuned on 96 of the 160 cells; they are not scored"):
+    with pytest.warns(ScforgeWarning, match="fine-tuned on 96 of the 160 cells; these cells are not scored"):
         report = evaluate_models(tuned, trained.adata.copy(), benchmarks="label_prediction", **QUICK)
     assert report.facts["cells"].startswith("64 of 160")
     assert report.rows[0].kind == "supervised"
     assert "'scforge' learned from labels of other cells" in report.notes[-2]
     assert not report.verdicts()
     learned = trained.adata[np.sort(tuned._seen.rows.train)].copy()
-    with pytest.raises(DataError, match="the model 'scforge' was fine-tuned on all these .* their labels are in its"):
+    with pytest.raises(DataError, match="the model 'scforge' was fine-tuned on all of these .* contains their labels"):
         evaluate_models(tuned, learned, benchmarks="label_prediction", **QUICK)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"baselines": False}, "baselines=False leaves no baseline for embeddings"),
+        ({"baselines": False}, "baselines=False leaves no baseline for the embeddings"),
         ({"baselines": ["pcaa"]}, "did you mean 'pca'"),
-        ({"labels_key": None, "benchmarks": None}, "labels_key=None, but cell types are needed"),
-        ({"obsm_keys": ["X_scforge"]}, "two rows have the name 'X_scforge'; rename the model"),
+        ({"labels_key": None, "benchmarks": None}, "labels_key=None, but cell types are required"),
+        ({"obsm_keys": ["X_scforge"]}, "two rows of the report have the name 'X_scforge'; rename the model"),
         ({"benchmarks": {"label_prediction": {"max_cells": 50}}}, "max_cells of .* have no effect here"),
         ({"seeds": ()}, r"seeds=\(\) is not a list of seeds"),
-        ({"benchmarks": "gene_network"}, "needs true edges; pass network=FILE"),
-        ({"benchmarks": "geometry", "network": "edges.csv"}, "only with the benchmark gene_network"),
+        ({"benchmarks": "gene_network"}, "requires known edges; pass a file of edges"),
+        ({"benchmarks": "geometry", "network": "edges.csv"}, "no effect without the benchmark 'gene_network'"),
         (
             {"benchmarks": {"perturbation_prediction": {"perturbation_key": "group", "control": "a"}}},
-            "scores results that models do not compute themselves; call scforge.eval.compare",
+            "scores results that models do not compute themselves; pass the results to scforge.eval.compare",
         ),
-        ({"benchmarks": "generation"}, "needs held-out cells as adata"),
-        ({"benchmarks": "gene_network", "network": edges(), "baselines": False}, "^baselines is for embeddings, "),
+        ({"benchmarks": "generation"}, "requires held-out cells and the training cells of the model 'scforge'"),
+        (
+            {"benchmarks": "gene_network", "network": edges(), "baselines": False},
+            "^baselines has no effect, because no",
+        ),
         (
             {"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl", "baselines": True},
             "gene_key='symbl' is not in adata.var",
@@ -148,10 +151,10 @@ def test_files(trained: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     evaluate_to("a/final", "cells.h5ad", "figures.csv", **options)
     assert set(pd.read_csv("figures.csv")["method"]) == {"X_scforge", "X_untrained", "PCA"}
     for cells, wrong, message in (
-        ("cells.h5ad", {"output": "out"}, r"output='out' contains a report; choose another name, or replace it"),
+        ("cells.h5ad", {"output": "out"}, r"output='out' already contains a report; choose another folder, or pass"),
         ("cells.h5ad", {"base_model": "b/final"}, "base_model='b/final' has no effect if embeddings are scored"),
         ("cells.h5ad", {"frob": 1}, "frob=1 has no effect if embeddings are scored"),
-        ("cells", {}, "is neither an h5ad file nor a data set of scforge.datasets"),
+        ("cells", {}, "must be an h5ad file or the name of a data set in scforge.datasets"),
     ):
         with pytest.raises(OptionError, match=message):
             evaluate_to("a/final", cells, **options, **wrong)
@@ -209,11 +212,11 @@ def test_generated_cells(many_adata: ad.AnnData) -> None:
 
 def test_models_that_are_none(trained: Encoder) -> None:
     for models in ({}, "folder", {"x": "folder"}, {"x": []}):
-        with pytest.raises(OptionError, match="models is neither a model nor a {name: model}"):
+        with pytest.raises(OptionError, match="models must be a model or a dict {name: model}"):
             evaluate_models(models, trained.adata, benchmarks="geometry", **QUICK)
     with pytest.raises(OptionError, match=r"seeds=\(\) is not a list of seeds"):
         evaluate_models(trained, trained.adata, benchmarks="gene_network", network=edges(), seeds=())
-    with pytest.raises(DataError, match="the true edges have no column 'source'"):
+    with pytest.raises(DataError, match="the true edges lack the column 'source'"):
         evaluate_models(
             trained,
             trained.adata,

@@ -115,13 +115,13 @@ def test_cells_are_known_by_their_counts(annotator: Encoder, cells, many_adata: 
         assert annotator.evaluate(cells[some].copy()).loc["scforge", "n_scored"] == len(split.test)
     metrics = loaded.evaluate(many_adata[300:340].copy())
     assert (metrics.loc["scforge", "n_scored"], list(metrics.index)) == (40, ["scforge"])
-    with pytest.raises(OptionError, match="test cells of the fine-tuning; remove"):
+    with pytest.raises(OptionError, match="test cells that finetune held out; remove"):
         annotator.train(1, datamodule=CellDataModule(annotator._cells()), progress_bar=False)
     fewer = cells[np.sort(np.concatenate([split.train[5:], split.test[:4]]))].copy()
     model = Encoder.load(saved, fewer)
-    with pytest.warns(ScforgeWarning, match="they are not scored"):
+    with pytest.warns(ScforgeWarning, match="these cells are not scored"):
         assert model.evaluate(baselines=False).loc["scforge", "n_scored"] == 4
-    with pytest.raises(DataError, match="not exactly those"):
+    with pytest.raises(DataError, match="not exactly the cells used"):
         model.train(**QUICK)
 
 
@@ -279,21 +279,24 @@ def test_cells_without_label_take_no_part(tune: Callable[..., Encoder], cells: a
     ("options", "message"),
     [
         ({"task": "anotation"}, "task='anotation' is not known; did you mean 'annotation'"),
-        ({"task": 3}, "task=3 is neither a name nor a dict"),
+        ({"task": 3}, "task=3 must be a name, or a dict"),
         ({"learning_rate": 0.1}, "option of finetune 'learning_rate' is unknown to 'annotation'"),
-        ({"batch_key": "donor"}, "batch_key='donor' has no effect in the task 'annotation'"),
-        ({"task": {"name": "annotation", "labels_key": "kind"}}, "labels_key is set in task and as an argument"),
+        ({"batch_key": "donor"}, "batch_key='donor' has no effect for the task 'annotation'"),
+        ({"task": {"name": "annotation", "labels_key": "kind"}}, "labels_key is set both in task and as an argument"),
         ({"test_size": 0.5, "validation_size": 0.5}, "leave no training cells"),
         ({"split_by": "donor", "split_key": "kind"}, "split_by='donor' has no effect with split_key"),
-        ({"split_key": "kind"}, "split_key='kind' has the values 'common', 'rare'; use only"),
+        ({"split_key": "kind"}, "split_key='kind' contains 'common', 'rare'; use only"),
         ({"labels_key": "grop"}, "labels_key='grop' is not a column .*did you mean 'group'"),
         ({"labels_key": "none"}, "labels_key='none' leaves no training cells; choose another"),
         ({"lora": {"targets": ["qkv_prj"]}}, "'qkv_prj', which is not a linear layer of TransformerEncoder"),
-        ({"lora": True, "freeze": 1}, "adapters freeze the encoder anyway"),
-        ({"lora": True, "gradual_unfreezing": 1}, "thaws layers that lora=True keeps frozen"),
+        ({"lora": True, "freeze": 1}, "freeze=1 has no effect with lora=True, which freezes the encoder"),
+        ({"lora": True, "gradual_unfreezing": 1}, "unfreezes layers that lora=True keeps frozen"),
         ({"freeze": 9}, "freeze=9 but there are 3 layers"),
         ({"datamodule": 3}, "datamodule has no effect in finetune"),
-        ({"freeze": True, "optimizer": "muon"}, "optimizer='muon' is for the matrices of hidden layers, .* all frozen"),
+        (
+            {"freeze": True, "optimizer": "muon"},
+            "optimizer='muon' trains the weight matrices of hidden layers, but all of them are frozen",
+        ),
     ],
 )
 def test_mistakes(tune: Callable[..., Encoder], cells: ad.AnnData, options: dict, message: str) -> None:

@@ -122,15 +122,15 @@ def test_columns_of_perturbations_are_found(run: Callable[..., FinetuningResult]
     Path("config.yaml").write_text(TEXT.replace("annotation", "perturbation").replace("  labels_key: group\n", ""))
     options = run().model.spec.tuning.task_options
     assert (options["perturbation_key"], options["control"]) == ("perturbation", "control")
-    assert "Taking finetune.perturbation_key='perturbation' and finetune.control='control'" in caplog.text
-    with pytest.raises(OptionError, match=r"needs control, and the cells have none of 'control', .*finetune\.control"):
+    assert "Using finetune.perturbation_key='perturbation' and finetune.control='control'" in caplog.text
+    with pytest.raises(OptionError, match=r"requires control, but the cells contain none of 'control', .*\.control"):
         run("finetune.perturbation_key=group", "output.checkpoint_dir=other")
 
 
 MISTAKES = [
     ("finetune.base_model=none", MissingFileError, "base_model='none' .--base-model. does not exist; "),
     ("finetune.base_model=hub://geneformer", MissingFileError, "is a URL; pass the folder of a model"),
-    ("finetune.base_model=.", MissingFileError, "contains no model; pass the folder of one"),
+    ("finetune.base_model=.", MissingFileError, "contains no model; pass the folder of a model"),
     ("finetune.task=anotation", OptionError, "task='anotation' is not known; did you mean 'annotation'"),
     ("finetune.label_smooting=0.1", OptionError, "is unknown to 'annotation'; did you mean 'label_smoothing'"),
     ("finetune.label_smoothing=2", OptionError, "label_smoothing=2 "),
@@ -139,7 +139,7 @@ MISTAKES = [
     (
         "finetune={evaluate: true, test_size: 0}",
         ConfigError,
-        "finetune.evaluate=True has no test cells, as test_size=0",
+        "finetune.evaluate=True requires test cells, but test_size=0",
     ),
     ("finetune=", ConfigError, "the configuration has no 'finetune' section; add "),
 ]
@@ -160,7 +160,7 @@ def test_a_store(run: Callable[..., FinetuningResult], store: Path) -> None:
     table = pd.read_csv("labels.csv", index_col=0)
     assert table.index.str.startswith("cell").all()
     assert list(table) == ["label", "confidence", "entropy"]
-    with pytest.raises(OptionError, match="needs cells from an h5ad file"):
+    with pytest.raises(OptionError, match="requires cells from an h5ad file"):
         predict_to("ck/final", store, "labels.h5ad")
     # The cells that were held out, also where the store is at another place.
     np.testing.assert_allclose(evaluate_to("ck/final", store, baselines=False), result.metrics.iloc[:1], rtol=1e-5)
@@ -175,7 +175,7 @@ def test_predictions_in_files(place: Path, tuned: Path) -> None:
     np.testing.assert_allclose(adata.obs["mine_confidence"], table["confidence"], rtol=1e-5)
     assert list(adata.obs_names) == list(table.index)
     for model, output, options, message in (
-        (tuned, "out.txt", {}, "output='out.txt' does not end in .csv or .h5ad"),
+        (tuned, "out.txt", {}, "output='out.txt' must end with .csv or .h5ad"),
         (tuned, "cells.h5ad", {}, "is the input file"),
         (tuned, "new.csv", {"thresold": 1}, "'thresold' is unknown to 'annotation'; did you mean 'threshold'"),
         (tuned, "new.csv", {"device": "cpuu"}, "device='cpuu' cannot be used: "),

@@ -110,7 +110,7 @@ def test_the_configuration_is_kept_and_results_are_replaced_if_told(run) -> None
         run(SMALL, keep[0])
     after = train_from_config(kept, progress_bar=False, overwrite=True).module.state_dict()
     assert all(value.equal(after[name]) for name, value in before.items())
-    with pytest.raises(ConfigError, match=r"resume='auto' needs output\.checkpoint_dir, which is not set"):
+    with pytest.raises(ConfigError, match=r"resume='auto' requires output\.checkpoint_dir, the folder"):
         train_from_config(load_config("config.yaml"), resume="auto")
 
 
@@ -226,10 +226,10 @@ MISTAKES = [
     (
         SMALL,
         ["tokenizer.transform=counts", UNDONE],
-        r"tokenizer\.transform='counts' and data\.preprocessing, which asks for .* contradict",
+        r"tokenizer\.transform='counts' contradicts data\.preprocessing, which requires ",
     ),
     (TRANSFORMER, ["tokenizer.strategy=binned_expression", UNDONE], "tokenizer 'binned_expression' does not provide"),
-    (SMALL, ["output.embedding=cells.h5ad/o.h5ad"], r"output\.embedding='cells.h5ad.*is a file; choose the name of a"),
+    (SMALL, ["output.embedding=cells.h5ad/o.h5ad"], r"output\.embedding='cells.h5ad.*is a file; choose another path"),
 ]
 
 

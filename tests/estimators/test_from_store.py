@@ -118,8 +118,11 @@ def test_arguments_that_do_not_go_together(data, tiny_adata) -> None:
     for message, call in (
         ("adata and datamodule both contain cells", lambda: Encoder(tiny_adata, datamodule=data())),
         (r"datamodule is of type 'str'; pass a .*CellDataModule", lambda: Encoder(datamodule="store.zarr")),
-        ("batch_size=8 cannot be changed .*; pass it to CellDataModule", lambda: model.train(**QUICK, batch_size=8)),
-        ("needs random batches", lambda: Encoder(datamodule=data(max_tokens_per_batch=500), **LIGHT).train(**QUICK)),
+        (
+            "batch_size=8 cannot be changed .*; pass batch_size to CellDataModule",
+            lambda: model.train(**QUICK, batch_size=8),
+        ),
+        ("requires random batches", lambda: Encoder(datamodule=data(max_tokens_per_batch=500), **LIGHT).train(**QUICK)),
         ("save_anndata=True", lambda: model.save("model", save_anndata=True)),
     ):
         with pytest.raises(OptionError, match=message) as told:

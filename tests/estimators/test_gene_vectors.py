@@ -79,12 +79,12 @@ def test_each_gene_has_its_own_vector(architecture, build, tiny_adata: ad.AnnDat
 
 def test_mistakes(build, quick, custom_architecture: str, table) -> None:
     for error, message, parts in (
-        (OptionError, "table=None but the tokenizer 'gene_embedding' needs gene vectors", (None, "gene_embedding")),
+        (OptionError, "table=None, but the tokenizer 'gene_embedding' requires gene vectors", (None, "gene_embedding")),
         (MissingFileError, "none.npz' does not exist", (None, tokenizer("none.npz"))),
-        (GeneMismatchError, "table has none of the 40 genes", (None, tokenizer({"A": [1.0], "B": [2.0]}))),
+        (GeneMismatchError, "table contains none of the 40 genes", (None, tokenizer({"A": [1.0], "B": [2.0]}))),
         (
             OptionError,
-            "architecture='my_pooling' does not accept gene vectors",
+            "architecture='my_pooling' does not accept the gene vectors",
             (custom_architecture, tokenizer(table)),
         ),
     ):
@@ -93,7 +93,7 @@ def test_mistakes(build, quick, custom_architecture: str, table) -> None:
     for name in ("rank_value", tokenizer(table)):
         model = build(None, name, gene_vectors={"dim": D, "learned": 14})
         for call in (lambda model=model: model.train(**quick), model.get_latent_representation):
-            with pytest.raises(OptionError, match="gene_vectors is set but the model was given no vectors; omit"):
+            with pytest.raises(OptionError, match="gene_vectors is set, but no vectors were passed to the model; omit"):
                 call()
     model = build(None, tokenizer(VECTORS[:40], missing="drop"), n_top_genes=0)
     assert "dropped=[40 items]" in repr(model)

@@ -122,21 +122,25 @@ def test_prompts(model: Encoder):
         ("plain", {"temperature": -1.0}, "temperature=-1.0"),
         ("plain", {"top_k": 0}, "top_k=0"),
         ("plain", {"condition": "a"}, "the model has no classes"),
-        ("plain", {"prompt": ["gene60", "nogene"]}, "prompt names 'nogene', not among the model's 40 genes"),
-        ("plain", {"prompt": ["gene60", "gene60"]}, "prompt names 'gene60' twice, possibly"),
-        ("plain", {"prompt": {"gene60": -1.0}}, "is not a positive number"),
+        (
+            "plain",
+            {"prompt": ["gene60", "nogene"]},
+            "prompt contains names that are not among the 40 genes of the model: 'nogene'",
+        ),
+        ("plain", {"prompt": ["gene60", "gene60"]}, "prompt contains the gene 'gene60' more than once, possibly"),
+        ("plain", {"prompt": {"gene60": -1.0}}, "must be a positive number"),
         ("plain", {"prompt": SERIES}, r"^prompt is of type Series; pass a list of genes, a dict .*AnnData.$"),
-        ("plain", {"prompt": ad.AnnData(np.ones((3, 4)))}, "an AnnData as prompt sets the number"),
+        ("plain", {"prompt": ad.AnnData(np.ones((3, 4)))}, "no effect if prompt is an AnnData"),
         ("plain", {"n_cells": None}, "n_cells=None is not a whole number of cells"),
-        ("plain", {"max_len": 1}, "max_len=1 is not at least 2"),
+        ("plain", {"max_len": 1}, "max_len=1 is too small; pass at least 2"),
         ("plain", {"max_len": 99}, "max_len=99 is more than the 42 tokens"),
         ("groups", {"condition": ["A", "b", "b"]}, r"condition='A' is not a class .* did you mean 'a'\? \(known"),
         ("groups", {"condition": 1}, "condition='1' is not a class of the model"),
         ("groups", {"condition": ["a", "b"]}, "condition has 2 classes for 3 cells"),
-        ("no cls", {}, "prompt has no values, but the model has no CLS token"),
-        ("no cls", {"prompt": ["gene60"]}, "has no values, but the model has no CLS token"),
-        ("no end", {}, "max_len=None but cells of this model have no end token"),
-        ("views", {}, "and 'joint_embedding' cannot generate cells"),
+        ("no cls", {}, "prompt must contain values, because the model has no CLS token"),
+        ("no cls", {"prompt": ["gene60"]}, "must contain values, because the model has no CLS token"),
+        ("no end", {}, "max_len=None, but the cells of this model have no end token"),
+        ("views", {}, "and objective='joint_embedding' cannot generate cells"),
     ],
 )
 def test_bad_arguments(made: Callable[[str], Encoder], kind: str, options: dict, message: str):
@@ -155,12 +159,12 @@ def test_models_without_cls_or_end(made: Callable[[str], Encoder]):
     with told, pytest.raises(DataError, match="prompt has no counts in cell 1, and the model has no CLS token"):
         model.generate(prompt=blank)
     assert (made("no end").generate(2, max_len=5).obs["n_genes"] == 4).all()
-    with pytest.raises(DataError, match="prompt has .* genes in cell .*, above the limit of 4"):
+    with pytest.raises(DataError, match="prompt has .* genes in cell .*, but at most 4 are allowed"):
         made("short").generate(prompt=made("short").adata)
 
 
 def test_what_cannot_generate(build: Callable[..., Encoder]):
-    with pytest.raises(OptionError, match="'gene_pooling' and 'neighbor_denoising' cannot generate cells"):
+    with pytest.raises(OptionError, match="'gene_pooling' and objective='neighbor_denoising' cannot generate cells"):
         build().generate(3)
     with pytest.warns(NotTrainedWarning, match="its generated cells are random"):
         build(NAME, **SMALL).generate(1)
@@ -169,11 +173,16 @@ def test_what_cannot_generate(build: Callable[..., Encoder]):
             ("transformer_encoder", "binned_expression", "next_gene_prediction"),
             {},
             OptionError,
-            "sees the token that it is to predict",
+            "receives the token that it has to predict",
         ),
-        ((NAME, None, ON_GROUPS), {"n_conditions": 5}, OptionError, "n_conditions=5 but the objective .* needs 2"),
+        (
+            (NAME, None, ON_GROUPS),
+            {"n_conditions": 5},
+            OptionError,
+            "n_conditions=5 is invalid, .* objective .* requires 2",
+        ),
         ((NAME, None, {"condition_key": "grp"}), {}, DataError, "condition_key='grp' is not a column of obs"),
-        ((NAME,), {"n_bins": 20}, OptionError, "n_bins=20 but the tokenizer 'binned_expression' makes 51 bins"),
+        ((NAME,), {"n_bins": 20}, OptionError, "n_bins=20 is invalid, .* 'binned_expression' creates 51 bins"),
     ]:
         with pytest.raises(error, match=message):
             build(*parts, **(SMALL | options))

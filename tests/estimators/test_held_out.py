@@ -58,7 +58,7 @@ def test_labels_of_any_stage_are_remembered(annotator: Encoder, data: Cut, tmp_p
     loaded = Encoder.load(tmp_path / "model"), Encoder.load(tmp_path / "adapter", base=integrated)
     for model in (second, *loaded):
         np.testing.assert_array_equal(found(model, data(0, 400)), expected)
-    with pytest.warns(ScforgeWarning, match=f"learned from {len(first)} of the 120 cells; they are not scored"):
+    with pytest.warns(ScforgeWarning, match=f"learned from {len(first)} of the 120 cells; these cells are not scored"):
         assert n_scored(second, data()) == 120 - len(first)
 
 
@@ -67,10 +67,10 @@ def test_held_out_cells_whose_labels_an_earlier_stage_learned(annotator: Encoder
     test = again._known_split().test
     left = np.setdiff1d(test, learned_rows(annotator))
     assert 0 < len(left) < len(test)
-    with pytest.warns(ScforgeWarning, match=f"of the {len(test)} test cells of the fine-tuning; they are not scored"):
+    with pytest.warns(ScforgeWarning, match=f"of the {len(test)} fine-tuning test cells; these cells are not"):
         assert n_scored(again) == len(left)
     cells = data()[learned_rows(annotator)].copy()
-    with pytest.raises(OptionError, match="test cells of the fine-tuning; pass other"):
+    with pytest.raises(OptionError, match="fine-tuning test cells; pass other"):
         annotator.finetune("annotation", cells, labels_key="kind", **QUICK).evaluate()
 
 
@@ -85,7 +85,7 @@ def test_cells_of_a_data_module_are_remembered(annotator: Encoder, data: Cut, tm
         model.save(tmp_path / "more", overwrite=True)
         np.testing.assert_array_equal(found(Encoder.load(tmp_path / "more"), others), rows)
     bare = Encoder.load(tmp_path / "model")
-    with pytest.raises(OptionError, match="test cells of the fine-tuning; remove"):
+    with pytest.raises(OptionError, match="test cells that finetune held out; remove"):
         bare.train(datamodule=CellDataModule(bare._cells(data())), **PLAIN)
 
 
@@ -93,7 +93,7 @@ def test_cells_of_a_data_module_are_remembered(annotator: Encoder, data: Cut, tm
 def test_fewer_genes_make_no_new_cells(annotator: Encoder, data: Cut) -> None:
     first, fewer = learned_rows(annotator), data(0, 160, 60)
     np.testing.assert_array_equal(found(annotator, fewer), first)
-    with pytest.warns(ScforgeWarning, match=f"learned from {len(first)} of the 160 cells; they are not scored"):
+    with pytest.warns(ScforgeWarning, match=f"learned from {len(first)} of the 160 cells; these cells are not scored"):
         assert n_scored(annotator, fewer) == 160 - len(first)
     fewer.obs_names = [str(i) for i in range(160)]
     with pytest.warns(ScforgeWarning, match="of the 160 cells may have been used for fine-tuning"):

@@ -74,7 +74,7 @@ def test_the_same_genes_in_an_untrained_model(planted_model: Encoder):
     pd.testing.assert_frame_equal(without, results.drop(columns=["shift_z_untrained", "goal_z_untrained"]))
     random = Encoder(planted_model.adata, **VIEWS)
     random.module.load_state_dict(planted_model.spec.build_untrained()[0].state_dict())
-    with pytest.warns(NotTrainedWarning, match="how cells move is random"):
+    with pytest.warns(NotTrainedWarning, match="its perturbation effects are random"):
         expected = random.perturb_in_silico(**asked, untrained=False).set_index("gene").loc[results["gene"]]
     for name in ("shift_z", "goal_z"):
         np.testing.assert_allclose(results[f"{name}_untrained"], expected[name], rtol=1e-4)
@@ -83,7 +83,7 @@ def test_the_same_genes_in_an_untrained_model(planted_model: Encoder):
 
 def test_limits_of_p_values_are_told(planted_model: Encoder):
     genes = [f"gene{i}" for i in range(12)]
-    low = "at least 0.39, above 0.1; test fewer genes, or compare with n_permutations=120 others"
+    low = "at least 0.39, above 0.1; test fewer genes, or pass n_permutations=120 if the model has"
     with pytest.warns(ScforgeWarning, match=low):
         results = planted_model.perturb_in_silico(genes=genes, n_permutations=30)
     written = planted_model.adata.uns["scforge"]["in_silico"]
@@ -147,16 +147,20 @@ def test_deletion_equals_data_without_the_gene(architecture, sizes, build: Calla
         (
             {"genes": ["gene0", "gene60", "x"]},
             GeneMismatchError,
-            "'gene60', 'x', not among the model's 60.*did you mean 'gene",
+            "names that are not among the 60.*: 'gene60', 'x'; did you mean 'gene",
         ),
-        ({"genes": ["gene0", "gene1", "gene0"]}, OptionError, "genes names 'gene0' twice"),
-        ({"genes": None, "combinations": 2}, OptionError, "combinations=2 needs genes"),
-        ({"genes": ["gene0", "gene1"], "combinations": 3}, OptionError, "combinations=3: choose False"),
+        ({"genes": ["gene0", "gene1", "gene0"]}, OptionError, "genes contains the gene 'gene0' more than once"),
+        ({"genes": None, "combinations": 2}, OptionError, "combinations=2 requires genes"),
+        (
+            {"genes": ["gene0", "gene1"], "combinations": 3},
+            OptionError,
+            "combinations=3 is invalid; pass combinations=False",
+        ),
         ({"mode": "knock_out"}, OptionError, "mode='knock_out' is not known"),
         ({"goal": {"kind": "B"}}, DataError, r"goal: no cell has 'B' in obs\['kind'\]; did you mean 'b'\?"),
         ({"start": {"kinds": "b"}}, DataError, "'kinds' is not a column of obs"),
-        ({"start": {"kind": "a", "other": "b"}}, OptionError, "does not name a state"),
-        ({"start": {"kind": ["a", "b"]}, "goal": {"kind": "b"}}, DataError, "only cells that are already at the goal"),
+        ({"start": {"kind": "a", "other": "b"}}, OptionError, "is not a valid state"),
+        ({"start": {"kind": ["a", "b"]}, "goal": {"kind": "b"}}, DataError, "cells that are already in the goal state"),
     ],
 )
 def test_bad_requests(planted_model: Encoder, options: dict, error: type[Exception], message: str):
@@ -187,7 +191,7 @@ def test_gene_embeddings_follow_the_columns(planted_model: Encoder):
     planted_model.get_gene_embeddings(mixed, key_added="genes")
     assert np.isnan(mixed.varm["genes"][0]).all()
     np.testing.assert_array_equal(mixed.varm["genes"][1:], vectors.loc[mixed.var_names[1:]])
-    with pytest.raises(OptionError, match="one state for all tokens of a cell"):
+    with pytest.raises(OptionError, match="the same embedding for all tokens of a cell"):
         planted_model.get_gene_embeddings(contextual=True)
 
 
@@ -203,7 +207,7 @@ def test_contextual_embeddings_and_attention_follow_the_columns(trained: Callabl
     np.testing.assert_allclose(again.toarray(), graph.toarray(), atol=1e-6)
     order = [model.vocab.genes.index(name) for name in mixed.var_names]
     np.testing.assert_array_equal(mixed.varp["scforge_attention"].toarray(), again.toarray()[np.ix_(order, order)])
-    with pytest.raises(OptionError, match="GenePoolingModel has no attention"):
+    with pytest.raises(OptionError, match="GenePoolingModel does not return attention weights"):
         trained().get_attention()
 
 

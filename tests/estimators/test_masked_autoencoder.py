@@ -59,15 +59,19 @@ def test_the_transformer_predicts_values_and_bins_too(trained) -> None:
 MAE, ZEROS_TOO = "masked_autoencoder", {**COUNTS, "include_zero_genes": True}
 MISFITS = [
     (MAE, {"objective": "masked_gene_prediction"}, "not work with MaskedAutoencoder, .* objective='masked_value"),
-    ("transformer_encoder", {}, r"needs a head that predicts values; pass expression_head='value'\.$"),
+    ("transformer_encoder", {}, r"requires a head that predicts values; pass expression_head='value'\.$"),
     ("transformer_encoder", {"tokenizer": "binned_expression"}, r"='value' or expression_head='bin'\.$"),
-    ("transformer_encoder", {"expression_head": "bin"}, "the tokenizer .* provides no bins; choose 'value'"),
+    (
+        "transformer_encoder",
+        {"expression_head": "bin"},
+        "the tokenizer .* does not provide; use expression_head='value'",
+    ),
     ("autoregressive_transformer", {}, "not work with AutoregressiveTransformer, which predicts the next token"),
-    ("gene_pooling", {"pooling": "mean"}, "not work with GenePoolingModel, which does not predict values of tokens"),
-    (MAE, {"value_loss": "poisson"}, "counts, which .* does not give; pass tokenizer=.*, or value_loss='mse"),
+    ("gene_pooling", {"pooling": "mean"}, "not work with GenePoolingModel, which does not predict token values"),
+    (MAE, {"value_loss": "poisson"}, "counts, which .* does not provide; pass tokenizer=.*, or value_loss='mse"),
     (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": COUNTS, "objective": HALF}, "0, but zero_targets="),
     (MAE, {"value_loss": "zero_truncated_poisson", "tokenizer": ZEROS_TOO}, "include_zero_genes=True produces zeros"),
-    (MAE, SMALL | {"hidden_dim": 8}, "hidden_dim=8 and encoder_dim=8 are the same option of Mas"),
+    (MAE, SMALL | {"hidden_dim": 8}, "hidden_dim=8 and encoder_dim=8 set the same option of Mas"),
     (
         MAE,
         {"max_seq_len": 60, "objective": WHOLE},

@@ -143,15 +143,15 @@ def test_a_finished_training_is_not_trained_again(cells, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("made_with", "options", "named"),
     [
-        ({}, {"lr": 0.5}, "lr=0.002 there, 0.5 here"),
-        ({}, {"max_epochs": 9, "optimizer": "muon"}, "optimizer='adamw' there, 'muon' here"),
-        ({}, {"validation_size": 0.2}, "n_cells=54 there, 48 here"),
-        ({"hidden_dim": 16}, {}, "architecture.hidden_dim=8 there, 16 here"),
-        ({"seed": 1}, {}, "seed=0 there, 1 here"),
+        ({}, {"lr": 0.5}, "lr=0.002 in the checkpoint, but 0.5 now"),
+        ({}, {"max_epochs": 9, "optimizer": "muon"}, "optimizer='adamw' in the checkpoint, but 'muon' now"),
+        ({}, {"validation_size": 0.2}, "n_cells=54 in the checkpoint, but 48 now"),
+        ({"hidden_dim": 16}, {}, "architecture.hidden_dim=8 in the checkpoint, but 16 now"),
+        ({"seed": 1}, {}, "seed=0 in the checkpoint, but 1 now"),
     ],
 )
 def test_another_training_is_refused(cells, broken, made_with, options, named):
-    with pytest.raises(OptionError, match="had other settings") as error:
+    with pytest.raises(OptionError, match="the settings differ from") as error:
         train(make(cells, **LIGHT | made_with), broken, resume="auto", **options)
     assert named in str(error.value)
 
@@ -203,16 +203,19 @@ def test_a_folder_with_another_training_is_not_touched(cells, broken):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"overwrite": True, "checkpoint_dir": None}, "overwrite=True needs checkpoint_dir"),
+        ({"overwrite": True, "checkpoint_dir": None}, "overwrite=True requires checkpoint_dir"),
         ({"resume": "auto", "overwrite": True}, "contradict each other"),
-        ({"resume": True}, "resume=True is neither"),
+        ({"resume": True}, "resume=True must be 'auto'"),
         ({"checkpoint_every_n_steps": 0}, "checkpoint_every_n_steps=0"),
         ({"checkpoint_every_n_steps": 5, "checkpoint_dir": None}, "has no effect without checkpoint_dir"),
         ({"strategy": "dpp"}, "strategy='dpp' is not known; did you mean 'ddp'"),
-        ({"ema_decay": 1}, "ema_decay=1 does not average"),
-        ({"gradient_checkpointing": True}, "gradient_checkpointing=True, but GenePoolingModel cannot"),
+        ({"ema_decay": 1}, "ema_decay=1 is invalid"),
+        ({"gradient_checkpointing": True}, "gradient_checkpointing=True is not supported by GenePoolingModel"),
         ({"val_check_interval": 2}, "val_check_interval=2 does not work with checkpoint_dir"),
-        ({"accelerator": "gpu", "devices": 4}, "devices=4 with accelerator='gpu', but this machine has"),
+        (
+            {"accelerator": "gpu", "devices": 4},
+            "devices=4 with accelerator='gpu' requires more GPUs than this machine has",
+        ),
     ],
 )
 def test_bad_options(cells, tmp_path, options, message):
@@ -262,7 +265,7 @@ def test_a_full_disk_leaves_the_last_state_whole(cells, whole, tmp_path):
     given |= {"checkpoint_every_n_steps": 1, "keep_last": 2}
     try:
         with pytest.raises(
-            TrainingError, match=r"step=00000002 cannot be written .*; step=00000001 is whole; free disk"
+            TrainingError, match=r"step=00000002 cannot be written .*, but step=00000001 is complete; free disk"
         ):
             model.train(**given, callbacks=[FillsUp()])
     finally:

@@ -63,7 +63,7 @@ def test_without_adata(folder: Path, quick) -> None:
     for call in (model.get_latent_representation, lambda: model.train(**quick)):
         with pytest.raises(OptionError, match="loaded without adata"):
             call()
-    with pytest.raises(OptionError, match="save_anndata=True but the model was loaded without adata"):
+    with pytest.raises(OptionError, match="save_anndata=True, but the model was loaded without adata"):
         model.save(folder.parent / "other", save_anndata=True)
 
 
@@ -81,7 +81,7 @@ def test_save_anndata(model: Encoder, tmp_path: Path, quick) -> None:
     with pytest.raises(ModelFileError, match=r"adata\.h5ad' is corrupted: its checksum"):
         Encoder.load(folder)
     (folder / "adata.h5ad").unlink()
-    with pytest.warns(ScforgeWarning, match=r"adata\.h5ad', are missing \(push and pull omit them\)"):
+    with pytest.warns(ScforgeWarning, match=r"adata\.h5ad' does not exist \(push and pull do not copy cells\)"):
         assert Encoder.load(folder).adata is None
     Encoder.load(folder, adata=False)
     model.save(folder, overwrite=True, save_anndata=True)
@@ -157,9 +157,9 @@ def test_an_existing_folder_without_a_model(model: Encoder, tmp_path: Path, monk
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "README.md").write_text("mine")
     for path, message in {
-        "project": "dir_path='project' contains 'README.md', which is not part of a scforge model; ch",
-        "notes.txt": "dir_path='.*notes.txt' is a file; choose the name of a folder",
-        "notes.txt/below": "dir_path='.*' is a file; choose the name of a folder",
+        "project": "dir_path='project' contains 'README.md', which is not part of an scforge model; ch",
+        "notes.txt": "dir_path='.*notes.txt' is a file; choose another path",
+        "notes.txt/below": "dir_path='.*' is a file; choose another path",
     }.items():
         with pytest.raises(OptionError, match=message):
             model.save(path, overwrite=True)
@@ -186,7 +186,7 @@ def test_a_format_from_the_future(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
-        ("nothing", {}, MissingFileError, r"^dir_path='.*' does not exist; pass a folder, hf://"),
+        ("nothing", {}, MissingFileError, r"^dir_path='.*' does not exist; pass a folder, a hub repository \(hf://"),
         ("model", {"device": "cuda:99"}, OptionError, "^device='cuda:99' cannot be used: "),
         ("model", {"accelerator": "tpu"}, OptionError, r"accelerator='tpu' is not known.* \(known: 'cpu'"),
         ("model", {"adata": "cells.h5ad"}, OptionError, "adata is of type 'str'; read it with anndata.read_h5ad first"),
@@ -206,7 +206,7 @@ def test_other_genes(folder: Path, tiny_adata: ad.AnnData) -> None:
     foreign.var_names = [f"other{i}" for i in range(80)]
     model = Encoder.load(folder)
     for call in (lambda: Encoder.load(folder, foreign), lambda: model.get_latent_representation(foreign)):
-        with pytest.raises(GeneMismatchError, match=r"only 0 of the 40 genes .* map the gene ids of the data"):
+        with pytest.raises(GeneMismatchError, match=r"only 0 of the 40 genes .* convert the gene names of the data"):
             call()
 
 

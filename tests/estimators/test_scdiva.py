@@ -94,10 +94,10 @@ def test_what_cannot_be_made_or_asked(trained, make) -> None:
     masked = {"objective": "masked_gene_prediction"}
     without = {"name": "variational", "reconstruction_weight": 0.0, "labels_key": "group"}
     for options, message in [
-        ({"setup": {}, "supervised": True}, "supervised=True but there are no labels"),
+        ({"setup": {}, "supervised": True}, "supervised=True requires labels"),
         ({"supervised": True, **masked}, "the objective 'masked_gene_prediction' does not learn labels"),
-        ({"n_special": 9}, "n_special=9 but the vocabulary has 4 special tokens"),
-        ({"architecture": "gene_pooling"}, "architecture='gene_pooling' is not ScDiVa"),
+        ({"n_special": 9}, "n_special=9 is invalid, because the vocabulary has 4 special tokens"),
+        ({"architecture": "gene_pooling"}, "architecture='gene_pooling' does not work with ScDiVa"),
     ]:
         with pytest.raises(OptionError, match=message):
             make(**options)
@@ -109,17 +109,17 @@ def test_what_cannot_be_made_or_asked(trained, make) -> None:
     assert tuned.get_latent_representation(key_added=None).shape == (60, 4)
     latent, expression = ScDiVa.get_latent_representation, ScDiVa.get_normalized_expression
     for model, method, options, message in [
-        (make(variational=False), latent, {"return_dist": True}, "return_dist=True but .* does not train variances"),
+        (make(variational=False), latent, {"return_dist": True}, "return_dist=True, but .* does not train variances"),
         (
             make(**masked),
             latent,
             {"return_dist": True},
             "prediction' does not train variances",
         ),
-        (tuned, latent, {"return_dist": True}, "return_dist=True: the model was fine-tuned for 'annotation'"),
+        (tuned, latent, {"return_dist": True}, "return_dist=True is not available, .* fine-tuned for 'annotation'"),
         (plain, ScDiVa.predict, {}, "learned no labels .* supervised=True"),
         (plain, ScDiVa.predict, {"task": "annotations"}, "task='annotations' is unknown"),
-        (tuned, ScDiVa.predict, {"task": "regression"}, "task='regression' but .* fine-tuned for 'annotation'"),
+        (tuned, ScDiVa.predict, {"task": "regression"}, "task='regression', but .* fine-tuned for 'annotation'"),
         (
             trained(setup={}),
             expression,
@@ -132,9 +132,9 @@ def test_what_cannot_be_made_or_asked(trained, make) -> None:
             {"transform_batch": "z"},
             r"transform_batch=.z. is not in the model .*: .x., .y.",
         ),
-        (plain, expression, {"transform_batch": []}, "is not a batch"),
-        (plain, expression, {"library_size": "latent"}, "library_size='latent' is not a positive number"),
-        (plain, expression, {"gene_list": ["nothing"]}, "genes names 'nothing'"),
+        (plain, expression, {"transform_batch": []}, "contains no batch"),
+        (plain, expression, {"library_size": "latent"}, "library_size='latent' must be a positive number"),
+        (plain, expression, {"gene_list": ["nothing"]}, "genes of the model: 'nothing'"),
         (make(**masked), expression, {}, "'masked_gene_prediction' does not train a decoder"),
         (make(supervised=True, objective=without), expression, {}, "'variational' does not train a decoder"),
     ]:

@@ -53,7 +53,7 @@ def test_states_of_genes_are_of_cells_where_they_had_room(cells: ad.AnnData) -> 
         out = model.module.eval()(**tokens, return_logits=False, output_hidden_states=True).hidden_states[-1]
     gene = int(room[0, 0])
     np.testing.assert_allclose(states[gene], out[:, :8][room == gene].mean(dim=0), atol=1e-5)
-    with pytest.raises(OptionError, match="one state for all tokens of a cell; choose contextual=False"):
+    with pytest.raises(OptionError, match="the same embedding for all tokens of a cell; pass contextual=False"):
         made(cells, "vector").get_gene_embeddings(contextual=True)
 
 
@@ -71,7 +71,7 @@ def test_attention_is_of_cells_where_genes_had_room(cells: ad.AnnData) -> None:
         if {one, other} <= set(here)
     ]
     np.testing.assert_allclose(graph[one, other], np.mean(together), rtol=1e-5)
-    with pytest.raises(OptionError, match="needs mode='tokens'; with one vector per cell there is no attention"):
+    with pytest.raises(OptionError, match="requires mode='tokens', because mode='vector' has no attention"):
         made(cells, "vector").get_attention()
 
 
@@ -175,19 +175,23 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
     other = Encoder(cells, "autoregressive_transformer", hidden_dim=8, num_layers=1, num_heads=2)
     other.is_trained_ = True
     for call, options, message in [
-        (plain.generate, {}, r"'scdiva' and 'variational' cannot generate cells; .* 'masked_diffusion'"),
-        (plain.denoise, {}, r"does not predict expression of masked genes; .* 'masked_diffusion' and 'scdiva'"),
-        (model.generate, {"condition": "a"}, "the model has no classes; omit it"),
+        (plain.generate, {}, r"'scdiva' and objective='variational' cannot generate cells; .*='masked_diffusion'"),
+        (plain.denoise, {}, r"does not predict the expression of masked genes; .* 'masked_diffusion' with 'scdiva'"),
+        (model.generate, {"condition": "a"}, "the model has no classes; omit condition"),
         (model.generate, {"n_cells": None, "prompt": ["gene0"]}, "n_cells=None is not a whole number of cells"),
-        (small.generate, {"max_len": 9}, "max_len=9 but the model accepts at most 8 tokens; lower it"),
-        (other.generate, {"n_steps": 4}, "n_steps=4 is for models of 'masked_diffusion'; omit it"),
-        (tuned.generate, {}, "was fine-tuned for 'annotation', not to generate; use its base model"),
-        (untrained.get_latent_representation, {"return_dist": True}, "does not train variances; omit it"),
+        (small.generate, {"max_len": 9}, "max_len=9 exceeds the 8 tokens that the model accepts; lower max_len"),
+        (other.generate, {"n_steps": 4}, "n_steps=4 has no effect for models without 'masked_diffusion'; omit n_steps"),
+        (tuned.generate, {}, "was fine-tuned for 'annotation' and cannot generate cells; use its base model"),
+        (
+            untrained.get_latent_representation,
+            {"return_dist": True},
+            "does not train variances in this model; omit return_dist",
+        ),
     ]:
         given = {"n_cells": 2, **options} if call.__name__ == "generate" else options
         with pytest.raises(OptionError, match=message):
             call(**given)
-    with pytest.warns(NotTrainedWarning, match="its embedding is random"):
+    with pytest.warns(NotTrainedWarning, match="the embedding is random"):
         untrained.get_latent_representation(key_added=None)
-    with pytest.raises(OptionError, match="supervised=True but the objective 'masked_diffusion' does not learn labels"):
+    with pytest.raises(OptionError, match="supervised=True, but the objective 'masked_diffusion' does not learn"):
         made(cells, objective="masked_diffusion", supervised=True)

@@ -105,5 +105,5 @@ def test_what_cannot_be_set_up(mdata, tiny_adata):
     with pytest.raises(OptionError, match="adata is of type 'MuData'; call setup_mudata"):
         Encoder.setup_anndata(mdata)
     Encoder.setup_mudata(mdata)
-    with pytest.raises(OptionError, match="or is a copy of one that was"):
+    with pytest.raises(OptionError, match="or is a copy of a MuData that was set up"):
         Encoder(mdata.copy())

@@ -133,16 +133,16 @@ def test_figures_of_a_report(hub, model: Encoder, metrics: object, data: str, na
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"metrics": LONG.drop(columns="kind")}, "metrics needs exactly one row named 'scforge'"),
+        ({"metrics": LONG.drop(columns="kind")}, "metrics must contain exactly one row named 'scforge'"),
         (
             {"metrics": LONG[LONG["kind"] == "model"]},
-            "metrics needs exactly one row named 'scforge', .* and rows of baselines",
+            "metrics must contain exactly one row named 'scforge' .* and rows for baselines",
         ),
         ({"base": "org/other"}, "base='org/other' has no effect if the model was not fine-tuned"),
-        ({"metrics": TABLE[:1]}, "and rows of baselines .'scforge'"),
-        ({"metrics": {"f1": 1.0}}, r"not a table returned by evaluate\(\)"),
+        ({"metrics": TABLE[:1]}, "and rows for baselines .rows: 'scforge'"),
+        ({"metrics": {"f1": 1.0}}, r"metrics is of type 'dict'; pass the table returned by evaluate\(\)"),
         ({"adapter_only": True}, "the model has no adapters|the base model has no public location"),
-        ({"base": "somewhere"}, "base='somewhere' is not a public name"),
+        ({"base": "somewhere"}, "base='somewhere' is not the name of a public model"),
     ],
 )
 def test_what_cannot_be_told(hub, model: Encoder, options: dict, message: str) -> None:
@@ -168,7 +168,7 @@ def test_adapters_bring_their_model(hub, model: Encoder, annotator: Encoder, qui
     model.train(**quick)  # it is not what was sent
     with pytest.raises(OptionError, match="the base model has no public location"):
         model.finetune("annotation", lora={"r": 2}, **quick).push_to_hub("org/later", adapter_only=True)
-    with pytest.raises(ModelFileError, match="was trained on another base model"):
+    with pytest.raises(ModelFileError, match="were trained on a base model with other weights or genes"):
         Encoder.load("org/groups", base="org/light")
     again.push_to_hub("org/again", adapter_only=True)
     assert json.loads(hub.files("org/again")["adapter.json"])["base"]["name"] == "org/light"
@@ -198,7 +198,7 @@ def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotat
     model.save(tmp_path / "model")
     with pytest.raises(OptionError, match="base has no effect if dir_path="):
         Encoder.load(tmp_path / "model", base="org/light")
-    with pytest.raises(OptionError, match="does not name the base model of its adapters; pass it as base="):
+    with pytest.raises(OptionError, match="does not contain the name of the base model; pass the base model as base"):
         Encoder.load(tmp_path / "before")
     model.save(tmp_path / "a" / "base")
     annotator.save(tmp_path / "a" / "adapter", adapter_only=True)
@@ -206,7 +206,7 @@ def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotat
     again = Encoder.load(tmp_path / "b" / "adapter", model.adata)
     same_predictions(again, annotator, model.adata)
     shutil.rmtree(tmp_path / "b" / "base")
-    with pytest.raises(MissingFileError, match="is a folder that does not exist here; pass the model as base="):
+    with pytest.raises(MissingFileError, match="is a folder that does not exist; pass the base model as base"):
         Encoder.load(tmp_path / "b" / "adapter")
     for base in (model, Encoder.load(tmp_path / "b" / "adapter", base=model)._base):
         again = Encoder.load(tmp_path / "before", base=base)
@@ -220,7 +220,7 @@ def test_a_copy_knows_where_it_was_fetched(hub, model, annotator, quick: dict, t
     annotator.save("adapter", adapter_only=True)
     upload("adapter", "org/groups")
     assert pull_folder("org/groups", "groups") == Path("groups")
-    with pytest.raises(MissingFileError, match="is a folder that does not exist here; pass the model as base="):
+    with pytest.raises(MissingFileError, match="is a folder that does not exist; pass the base model as base"):
         Encoder.load("org/groups")
     for name in ("org/groups", "groups"):
         assert Encoder.load(name, base="base").spec.tuning is not None

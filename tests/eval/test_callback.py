@@ -129,7 +129,9 @@ def test_held_out_cells_and_other_data_sets(tiny_adata: ad.AnnData, many_adata, 
 
 
 def test_a_failure_costs_the_score_only(tiny_adata: ad.AnnData) -> None:
-    with pytest.warns(ScforgeWarning, match="'Draws' failed during training, its scores are NaN: it broke") as warned:
+    with pytest.warns(
+        ScforgeWarning, match="'Draws' failed during training, so its scores are NaN: it broke"
+    ) as warned:
         history = fit(tiny_adata, Draws(DataError), CELL_TYPES).history
     assert sum("failed during training" in str(warning.message) for warning in warned) == 1
     assert np.isnan(np.ravel(history["Draws_runs"])).all()
@@ -145,8 +147,12 @@ def test_a_failure_costs_the_score_only(tiny_adata: ad.AnnData) -> None:
         (["cell_type_anotation"], OptionError, "did you mean 'cell_type_annotation'"),
         ([3], OptionError, "benchmark=3 is not known"),
         ([{"label_prediction": {"folds": 3}}], OptionError, "option 'folds' is unknown to 'label_prediction'"),
-        ([{"label_prediction": 3}], OptionError, "pass one benchmark per entry, with its options"),
-        ([{"label_prediction": None, "dataset": "x"}], OptionError, "pass one benchmark per entry"),
+        (
+            [{"label_prediction": 3}],
+            OptionError,
+            "is not a valid benchmark entry; pass one benchmark name with a dict of its options",
+        ),
+        ([{"label_prediction": None, "dataset": "x"}], OptionError, "is not a valid benchmark entry"),
         ([Evaluation(Draws(), max_cells=5), Draws()], OptionError, "two evaluations have the name 'Draws_held_out'"),
         ([{"label_prediction": {"n_folds": n, "name": "same"}} for n in (3, 4)], OptionError, "have the name 'same'"),
         ([{"label_prediction": {"dataset": "atlas"}}], OptionError, r"put the file at \$SCFORGE_DATA/atlas.h5ad"),
@@ -157,7 +163,7 @@ def test_bad_input_on_construction(wrong: Any, error: type[Exception], message: 
     monkeypatch.delenv("SCFORGE_DATA", raising=False)
     with pytest.raises(error, match=message):
         BenchmarkCallback(wrong)
-    with pytest.raises(OptionError, match="options={'a': 1} have an effect only for a benchmark given by name"):
+    with pytest.raises(OptionError, match="options={'a': 1} only has an effect for a benchmark given by name"):
         Evaluation(Draws(), options={"a": 1})
     with pytest.raises(OptionError, match="max_cells=0"):
         Evaluation(Draws(), max_cells=0)
@@ -168,11 +174,11 @@ def test_bad_input_on_construction(wrong: Any, error: type[Exception], message: 
 @pytest.mark.parametrize(
     ("benchmark", "options", "error", "message"),
     [
-        ("label_prediction", {"keys": {}}, OptionError, "needs labels_key, a column of obs"),
-        ("batch_integration", {"keys": {"labels_key": "group"}}, OptionError, "needs batch_key, a column of obs"),
+        ("label_prediction", {"keys": {}}, OptionError, "requires labels_key, a column of obs"),
+        ("batch_integration", {"keys": {"labels_key": "group"}}, OptionError, "requires batch_key, a column of obs"),
         ("label_prediction", {"validation_size": 0.0}, OptionError, "no cells are held out; set validation_size abov"),
         ({"label_prediction": {"labels_key": "grup"}}, {}, DataError, "held-out cells: .*'grup' .* mean 'group'"),
-        ("cell_type_annotation", {"validation_size": 0.3}, DataError, "n_neighbors=15 is more than the .* lower it"),
+        ("cell_type_annotation", {"validation_size": 0.3}, DataError, "n_neighbors=15 is larger .*; lower n_neighbors"),
         ({"label_prediction": {"n_folds": 20}}, {}, DataError, "score the held-out cells: fewer than 2 labels"),
     ],
 )

@@ -95,9 +95,9 @@ def test_mistakes_are_told(perturbed, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cell_eval", None)
     with pytest.raises(MissingFileError, match=r"pip install 'scforge\[eval\]'"):
         cell_eval_scores(made, real, **KEYS)
-    with pytest.raises(OptionError, match="metric='edist' is not a distance of pertpy"):
+    with pytest.raises(OptionError, match="metric='edist' is not a distance in pertpy"):
         distances(real, made, metric="edist", **KEYS)
-    with pytest.raises(DataError, match="prediction lacks 'g1'"):
+    with pytest.raises(DataError, match="prediction has no cells of 'g1'"):
         distances(real, made, **KEYS)
     with pytest.raises(DataError, match="obsm_key='X_x' is not in prediction.obsm"):
         distances(real, made, obsm_key="X_x", **KEYS)

@@ -185,14 +185,19 @@ def renamed(adata: ad.AnnData) -> ad.AnnData:
 @pytest.mark.parametrize(
     ("made", "real", "train", "message"),
     [
-        (lambda c: c[:75], lambda c: c[100:], lambda c: c[:200], "100 of 200 test cells are training cells, too"),
-        (lambda c: c[:75], lambda c: c[150:], lambda c: renamed(c[150:]), "150 of 150 test cells have the same expr"),
-        (lambda c: renamed(c[150:]), None, None, "generated cells of .*generated.* are copies of held-out cells"),
+        (lambda c: c[:75], lambda c: c[100:], lambda c: c[:200], "100 of 200 test cells are also training cells"),
+        (
+            lambda c: c[:75],
+            lambda c: c[150:],
+            lambda c: renamed(c[150:]),
+            "150 of 150 test cells have exactly the same expr",
+        ),
+        (lambda c: renamed(c[150:]), None, None, "cells of generated.* are identical to held-out cells"),
         (lambda c: logs_of(c[:75], None), None, None, "'generated' contains log1p of counts that were not normalized"),
         (lambda c: logs_of(c[:75], 1e3), None, None, "'generated' have a median total of 1,000 .* pass counts"),
-        (lambda c: c[:75, :200], None, None, "the cells of 'generated' are counts without 100 genes"),
-        (lambda c: c[:75], None, lambda c: c[75:150, :200], "train are counts without 100 genes"),
-        (lambda c: c[:75], lambda c: c[150:, :200], None, "the real cells are counts without 100 genes"),
+        (lambda c: c[:75, :200], None, None, "the counts of the cells of 'generated' lack 100 genes"),
+        (lambda c: c[:75], None, lambda c: c[75:150, :200], "the counts of train lack 100 genes"),
+        (lambda c: c[:75], lambda c: c[150:, :200], None, "the counts of the real cells lack 100 genes"),
     ],
 )
 def test_leaks_and_other_scales_are_refused(made, real, train, message: str, cells: ad.AnnData) -> None:
@@ -215,8 +220,8 @@ def test_scforge_cells_may_lack_genes(cells: ad.AnnData) -> None:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda c: c[:5], "there are 5 generated cells; generation needs at least 20"),
-        (lambda c: c[:, :200], "100 genes are in the generated or in the real cells only"),
+        (lambda c: c[:5], "there are only 5 generated cells; pass at least 20 generated cells"),
+        (lambda c: c[:, :200], "100 genes are only in the generated cells or only in the real cells"),
         (lambda c: ad.AnnData(c.X * 100.5, var=c.var), "neither counts nor log1p of counts per 10,000"),
         (lambda c: ad.AnnData(-c.X, var=c.var), "negative values"),
     ],
@@ -227,13 +232,13 @@ def test_bad_cells(made, message: str, cells: ad.AnnData) -> None:
 
 
 def test_bad_options(cells: ad.AnnData) -> None:
-    with pytest.raises(OptionError, match="max_cells=3 is not at least 20"):
+    with pytest.raises(OptionError, match="max_cells=3 is too small; pass at least 20"):
         Generation(max_cells=3)
     with pytest.raises(DataError, match="labels_key='typ' is not a column of obs"):
         Generation("typ").check(cells)
     with pytest.raises(DataError, match="no training cell has the label 'x'"):
         generation_baselines(cells, labels=["x"], labels_key=LABEL)
-    with pytest.raises(OptionError, match="names 'independent genes'; pass at least one method"):
+    with pytest.raises(OptionError, match="contains 'independent genes'; pass at least one method"):
         evaluate_generation({"independent genes": cells[:75]}, cells[150:], cells[75:150])
     with pytest.raises(OptionError, match="kinds='generate' is not in generated; did you mean 'generated'"):
         evaluate_generation(cells[:75], cells[150:], cells[75:150], kinds={"generate": "model"})

@@ -74,7 +74,7 @@ def test_pairs_are_restricted(tiny_adata: ad.AnnData, truth: pd.DataFrame, score
 @pytest.mark.parametrize(
     ("named", "options", "message"),
     [
-        (lambda scores: {}, {}, "scores names nothing; pass at least one method"),
+        (lambda scores: {}, {}, "scores contains nothing; pass at least one method"),
         (
             lambda scores: {"mine": scores},
             {"kinds": {"other": "model"}},
@@ -83,7 +83,7 @@ def test_pairs_are_restricted(tiny_adata: ad.AnnData, truth: pd.DataFrame, score
         (
             lambda scores: {"degree": scores},
             {},
-            "scores names 'degree'; pass at least one method, and do not use names of baselines",
+            "scores contains 'degree'; pass at least one method, and do not use the names of baselines",
         ),
         (
             lambda scores: {"mine": scores},
@@ -225,7 +225,7 @@ def test_all_baselines(tiny_adata: ad.AnnData, truth: pd.DataFrame) -> None:
         assert np.isfinite(universe.matrix(edges)[universe.pairs]).all(), name
     again = network_baselines(tiny_adata, universe, ["random"], seed=5)
     np.testing.assert_array_equal(again["random 1"]["weight"], found["random 2"]["weight"])
-    with pytest.raises(DataError, match="none of the 97 true edges .* is left"):
+    with pytest.raises(DataError, match="none of the 97 true edges .* is between the scored genes"):
         evaluate_network({"mine": truth.assign(weight=1.0)}, truth, tiny_adata, gene_key="ensembl")
 
 
@@ -336,16 +336,20 @@ def test_transcription_factors_are_drawn_and_the_same_for_all_scores(planted) ->
         (
             {"genes": ["ENSG1"]},
             DataError,
-            r"of the .* true edges \(sources: .*\) is left; use the same gene identifiers",
+            r"of the .* true edges \(sources: .*\) is between the scored genes; use the same gene identifiers",
         ),
         (
             {"truth": lambda t: t.rename(columns={"source": "tf"})},
             DataError,
-            r"no column 'source', .* \(there is: 'tf'",
+            r"lack the column 'source', .* \(columns: 'tf'",
         ),
-        ({"truth": lambda t: t.assign(target=[None, *t["target"][1:]])}, DataError, "'target', or lack names in it"),
-        ({"made": lambda m: pd.concat([m, m[:2]])}, DataError, "2 edges occur twice"),
-        ({"made": lambda m: m.assign(weight=[np.nan, *m["weight"][1:]])}, DataError, "1 weights are not"),
+        (
+            {"truth": lambda t: t.assign(target=[None, *t["target"][1:]])},
+            DataError,
+            "'target', or names are missing in it",
+        ),
+        ({"made": lambda m: pd.concat([m, m[:2]])}, DataError, "2 duplicate edges"),
+        ({"made": lambda m: m.assign(weight=[np.nan, *m["weight"][1:]])}, DataError, "1 non-finite weights"),
     ],
 )
 def test_what_cannot_be_used(planted, options: dict, error: type[Exception], message: str) -> None:

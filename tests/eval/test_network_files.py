@@ -91,12 +91,12 @@ def test_several_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("a\tb\nx\ty\n", {}, r"there is no column source or tf .*\(there are: 'a', 'b'\); set source"),
+        ("a\tb\nx\ty\n", {}, r"the column source or tf is missing .*\(columns: 'a', 'b'\); set source"),
         ("", {}, "cannot be read as a network"),
-        ("source,target\nA,\n", {}, "has 1 edges without a source or target; fill or remove"),
+        ("source,target\nA,\n", {}, "has 1 edges without a source or target; remove"),
         ("source,target,weight\nA,x,much\n", {}, "Unable to parse string"),
-        ("source,target\nA,x\n", {"source": "src", "target": "target"}, "there is no column src"),
-        (ENCODE.replace("A2M\tna\t2\tATF2", "A1BG\tna\t1\tJUN"), {}, "it has more factors than targets"),
+        ("source,target\nA,x\n", {"source": "src", "target": "target"}, "the column src is missing"),
+        (ENCODE.replace("A2M\tna\t2\tATF2", "A1BG\tna\t1\tJUN"), {}, "there are more factors than targets"),
     ],
 )
 def test_files_that_cannot_be_used(text: str, options: dict, message: str, tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_files_that_cannot_be_used(text: str, options: dict, message: str, tmp_p
     ("path", "options", "error", "message"),
     [
         ("none.tsv", {}, MissingFileError, r"none\.tsv' is not a file"),
-        ("x", {"source": "tf"}, OptionError, "pass both columns, or neither"),
+        ("x", {"source": "tf"}, OptionError, "pass both, or neither"),
     ],
 )
 def test_arguments_that_cannot_be_used(path, options: dict, error: type[Exception], message: str) -> None:

@@ -78,7 +78,7 @@ def test_attention_that_a_model_wrote(model: scforge.models.Encoder, tiny_adata:
     assert as_dict(found) == pytest.approx(expected)
     assert len(found) > 0
     assert len(edges_from_attention(tiny_adata, source="rows", tfs=["gene3"])) == 3
-    with pytest.raises(DataError, match=r"key='attention' is not in adata\.varp.*write it with model\.get_attention"):
+    with pytest.raises(DataError, match=r"key='attention' is not in adata\.varp.*compute it with model\.get_attention"):
         edges_from_attention(tiny_adata, "attention")
 
 
@@ -97,7 +97,7 @@ def test_pairs_that_a_model_perturbed(model: scforge.models.Encoder, tiny_adata:
     np.testing.assert_array_equal(found, found.T)
     np.testing.assert_allclose(found, np.fmax(expected, expected.T), rtol=1e-3, atol=1e-7)
     one_a_row = model.perturb_in_silico(tiny_adata, genes, n_permutations=0, key_added=None)
-    with pytest.raises(DataError, match=r"effects has no pairs of genes; call .*combinations=2"):
+    with pytest.raises(DataError, match=r"effects contains no gene pairs; use .*combinations=2"):
         edges_from_perturbations(one_a_row)
 
 
@@ -111,9 +111,9 @@ def test_predicted_effects() -> None:
         assert as_dict(edges_from_perturbations(given)) == pytest.approx(expected)
     assert len(edges_from_perturbations(predicted, tfs=["B"])) == 2
     predicted.obs["perturbation"] = "A+B"
-    with pytest.raises(DataError, match=r"no layers\['delta'\] of single perturbed genes \(.*'A\+B'"):
+    with pytest.raises(DataError, match=r"must have layers\['delta'\] and perturbations of single genes, .*'A\+B'"):
         edges_from_perturbations(predicted)
-    with pytest.raises(DataError, match=r"no layers\['delta'\]"):
+    with pytest.raises(DataError, match=r"must have layers\['delta'\]"):
         edges_from_perturbations(ad.AnnData(np.zeros((1, 1))))
 
 
@@ -125,9 +125,21 @@ def test_predicted_effects() -> None:
             OptionError,
             r"measure='cos' is not in the measures; did you mean 'cosine'",
         ),
-        (lambda v: edges_from_embeddings(v, tfs=["ENSG1"]), DataError, r"none of tfs \('ENSG1'\) is among the 6 genes"),
-        (lambda v: edges_from_embeddings(pd.concat([v, v[:1]])), DataError, "the genes 'g0' occur twice"),
-        (lambda v: edges_from_embeddings(v), OptionError, "6 x 6 pairs are more than 20; name the .* with tfs"),
+        (
+            lambda v: edges_from_embeddings(v, tfs=["ENSG1"]),
+            DataError,
+            r"tfs \('ENSG1'\) has no overlap with the 6 genes",
+        ),
+        (
+            lambda v: edges_from_embeddings(pd.concat([v, v[:1]])),
+            DataError,
+            "gene names are duplicated .'g0'.; keep one",
+        ),
+        (
+            lambda v: edges_from_embeddings(v),
+            OptionError,
+            "6 x 6 gene pairs are more than the limit of 20; pass the .* as tfs",
+        ),
     ],
 )
 def test_mistakes(vectors: pd.DataFrame, monkeypatch, call, error: type[Exception], message: str) -> None:

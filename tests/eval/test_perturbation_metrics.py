@@ -157,7 +157,7 @@ def test_the_perturbed_gene_does_not_count_in_discrimination() -> None:
 
 def test_what_is_no_number_is_refused() -> None:
     measured, predicted = effects()
-    with pytest.raises(DataError, match="not numbers"):
+    with pytest.raises(DataError, match="NaN or infinite values"):
         score_deltas(predicted * np.nan, measured, measured)
 
 

@@ -164,9 +164,9 @@ def test_contexts(perturbed) -> None:
     assert draws["mse"].nunique() > 1  # of contexts, since there is one perturbation only
     deltas, _ = benchmark.deltas(cells, real)
     np.testing.assert_allclose(benchmark.table(deltas, real)["mse"], table["mse"])
-    with pytest.raises(DataError, match="index of 1 levels; pass an index of perturbation and context"):
+    with pytest.raises(DataError, match="predictions has 1 levels; pass an index of perturbation and context"):
         benchmark.table(deltas.droplevel("context"), real)
-    with pytest.raises(DataError, match="lacks 1 of 3 measured effects .'g0 in y'"):
+    with pytest.raises(DataError, match="is missing 1 of 3 measured effects .'g0 in y'"):
         benchmark.table(deltas.drop(("g0", "y")), real)
 
 
@@ -191,16 +191,16 @@ def test_the_highest_genes_alone(real) -> None:
 def test_mistakes_are_told(real, train) -> None:
     made = made_of(prediction(), real)
     for wrong, message in [
-        (made.loc[["g0", "g2"]], r"predictions lacks 2 of 4 measured effects \('g1', 'g3'\)"),
+        (made.loc[["g0", "g2"]], r"predictions is missing 2 of 4 measured effects \('g1', 'g3'\)"),
         (made.iloc[:, 10:], "predictions lacks 10 of 60 genes"),
-        (pd.concat([made, made]), "predictions has 'g0', .* more than once"),
-        (made * np.nan, "not numbers"),
+        (pd.concat([made, made]), "predictions contains 'g0', .* more than once"),
+        (made * np.nan, "NaN or infinite values"),
     ]:
         with pytest.raises(DataError, match=message):
             prediction().run(wrong, real)
     with pytest.raises(DataError, match="perturbation_key='targets' is not a column of obs; did you mean 'target'"):
         PerturbationPrediction("targets", "control").check(real)
-    with pytest.raises(DataError, match="no perturbed cells"):
+    with pytest.raises(DataError, match="contains only controls"):
         prediction().check(real[real.obs["target"] == "control"].copy())
     with pytest.raises(DataError, match="train lacks 5 of 60 genes"):
         prediction().trained_on(train[:, 5:].copy()).check(real)

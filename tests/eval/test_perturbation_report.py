@@ -80,10 +80,10 @@ def test_predicted_effects_and_features_of_genes(real, train) -> None:
     assert table.loc["linear_scgpt", "mse"] != table.loc["train_mean", "mse"]
     assert table.loc["a", "pearson_delta"] == pytest.approx(table.loc["b", "pearson_delta"])
     assert {row.name: row.kind for row in report.rows}["b"] == "untrained"
-    assert not any("more effects than were measured" in note for note in report.notes)
+    assert not any("effects that were not measured" in note for note in report.notes)
     more = pd.concat([effects, effects.iloc[:1].set_axis(["g9"])])
     notes = quick(real, more, train=train).notes
-    assert "prediction predicts more effects than were measured (1), which are not scored: 'g9'." in notes
+    assert "prediction predicts 1 effects that were not measured and are not scored: 'g9'." in notes
 
 
 @pytest.mark.parametrize("context_key", [None, "type"])
@@ -106,7 +106,7 @@ def test_contexts_have_their_own_mean_and_the_mean_of_all(perturbed) -> None:
     real, made = (perturbed(("g2",), contexts=contexts, prefix=f"new{seed}", seed=seed) for seed in (1, 2))
     table = quick(real, made, train=train, context_key="type").to_table()
     assert {"prediction", "train_mean", "overall_mean"} <= {*table.index}
-    with pytest.raises(DataError, match="train has no control cell in the contexts 'y'"):
+    with pytest.raises(DataError, match="train has no control cells in the contexts 'y'"):
         quick(real, made, train=train[train.obs["type"] == "x"].copy(), context_key="type")
     deltas = np.arange(8.0).reshape(4, 2)
     known = KnownEffects((("A",), ("B",)) * 2, ("x", "x", "y", "y"), deltas, {"x": np.zeros(2), "y": np.ones(2)})
@@ -162,12 +162,22 @@ def test_leaks_are_errors(real, train, made, perturbed) -> None:
     answer = pd.DataFrame(deltas, index=["g0+g1", "g1+g2", "g2+g3"], columns=real.var_names)
     peeking = renamed(real[real.obs["target"] != "control"])
     for measured, prediction, options, message in [
-        (real, made, {"train": both}, "30 of 180 test cells are training cells, too"),
-        (real, made, {"train": renamed(both)}, "30 of 180 test cells have the same expression .* under other names"),
-        (real, made, {"train": seen}, r"1 of 3 test effects are training effects, too \(first: 'g0\+g1'\)"),
-        (real, peeking, {}, r"120 of 120 predicted cells of predictions\['x'\] are copies of held-out cells"),
-        (real, answer, {}, r"predictions\['x'\] has for 3 of 3 effects exactly what was measured"),
-        (embedded, made, {"gene_features": means}, r"gene_features\['embedding'\] has for 'g0\+g1' the mean of obsm"),
+        (real, made, {"train": both}, "30 of 180 test cells are also training cells"),
+        (
+            real,
+            made,
+            {"train": renamed(both)},
+            "30 of 180 test cells have exactly the same expression .* remove these copies",
+        ),
+        (real, made, {"train": seen}, r"1 of 3 test effects are also training effects \(first: 'g0\+g1'\)"),
+        (real, peeking, {}, r"120 of 120 cells of predictions\['x'\] are identical to held-out cells"),
+        (real, answer, {}, r"predictions\['x'\] equals the measurement in the held-out cells for 3 of 3 effects"),
+        (
+            embedded,
+            made,
+            {"gene_features": means},
+            r"gene_features\['embedding'\] contains the mean of obsm.* held-out cells of 'g0\+g1'",
+        ),
     ]:
         with pytest.raises(DataError, match=message):
             evaluate_perturbations(measured, {"x": prediction}, **{"train": train, **options}, **KEYS)
@@ -179,20 +189,20 @@ def test_mistakes_are_told(real, train, made) -> None:
     scaled.X = (scaled.X.expm1() * 0.1).log1p()
     twice = pd.DataFrame(0.1, index=[*HELD_OUT, "g1+g0"], columns=real.var_names)
     for prediction, options, error, message in [
-        ({"additive": made}, {}, OptionError, "predictions names 'additive'"),
-        ({}, {}, OptionError, "predictions names nothing; pass at least one method"),
+        ({"additive": made}, {}, OptionError, "predictions contains 'additive'"),
+        ({}, {}, OptionError, "predictions contains nothing; pass at least one method"),
         (
             {"good": made},
             {"kinds": {"god": "untrained"}},
             OptionError,
             "kinds='god' is not in predictions; did you mean 'good'",
         ),
-        (twice, {}, DataError, r"predictions has 'g0\+g1' more than once"),
-        (logs(made)[:, :20].copy(), {}, DataError, "share 20 of 60 measured genes"),
-        (made[:, :50].copy(), {}, DataError, "are counts without 10 genes with"),
-        (made, {"train": train[:, :50].copy()}, DataError, "train are counts without 10 genes"),
-        (made, {"train": other}, DataError, "controls of train have a median total of .* others have 10,000"),
-        (scaled, {}, DataError, "have a median total of 1,000 where the others have 10,000"),
+        (twice, {}, DataError, r"predictions contains 'g0\+g1' more than once"),
+        (logs(made)[:, :20].copy(), {}, DataError, "only 20 of 60 measured genes are in all of"),
+        (made[:, :50].copy(), {}, DataError, "the counts of .* lack 10 genes with"),
+        (made, {"train": train[:, :50].copy()}, DataError, "the counts of train lack 10 genes"),
+        (made, {"train": other}, DataError, "the training controls have a median total of .* other cells have 10,000"),
+        (scaled, {}, DataError, "have a median total of 1,000 .* but the other cells have 10,000"),
     ]:
         with pytest.raises(error, match=message):
             evaluate_perturbations(real, prediction, **{"train": train, **options}, **KEYS)

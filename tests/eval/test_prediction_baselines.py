@@ -82,7 +82,7 @@ def test_fewer_training_cells_are_told(cells, monkeypatch):
         made = BaselineInputs.of(cells, TRAIN, cells, TEST)
     assert len(made.rows) == len(made.components[0]) == 50
     assert np.isin(made.rows, TRAIN).all()
-    with pytest.raises(DataError, match="2 training cells .* too few for baselines"):
+    with pytest.raises(DataError, match="2 training cells .* too few for expression baselines"):
         ExpressionSpace(log_expression(cells)[:2])
 
 

@@ -131,7 +131,7 @@ def test_components_are_no_more_than_the_genes_that_are_left(shifted) -> None:
     few.X[:, :6] += 1
     found = embedding_baselines(few, ["pca", "harmony", "random"], batch_key="batch")
     assert {embedding.shape for embedding in found.values()} == {(60, 5)}
-    with pytest.raises(OptionError, match="n_comps=10 is too many for 6 variable genes"):
+    with pytest.raises(OptionError, match="n_comps=10 is too large for 6 variable genes"):
         embedding_baselines(few, [10])
 
 
@@ -152,9 +152,9 @@ def test_labels_are_not_looked_at_and_the_data_are_not_changed(shifted) -> None:
             {},
             r"baselines='harmoni' is not in the baselines; did you mean 'harmony'\? \(.*or pass a number",
         ),
-        ("pca", {}, r"baselines='pca' is not a list of baselines; write \['pca'\]"),
-        (["harmony"], {}, "names 'harmony', which corrects batches; pass batch_key"),
-        ([60], {}, r"n_comps=60 is not between 1 and the smaller side of \(60, 80\)"),
+        ("pca", {}, r"baselines='pca' is not a list of baselines; pass baselines=\['pca'\]"),
+        (["harmony"], {}, "contains 'harmony', which requires batch_key; pass batch_key"),
+        ([60], {}, r"n_comps=60 must be positive and below both dimensions of adata, \(60, 80\)"),
         ([0], {}, "baselines=0 is not a positive number of principal components"),
         (["pca"], {"n_comps": 0}, "n_comps=0 is not a positive number of components"),
     ],
@@ -172,7 +172,9 @@ def test_bad_data(tiny_adata) -> None:
         check_baselines(tiny_adata[:20], ["harmony"], batch_key="batch")
     check_baselines(tiny_adata[:20], ["scvi"], batch_key="batch")
     tiny_adata.obs.iloc[3, 1] = None
-    with pytest.raises(DataError, match=r"obs\['batch'\] has missing values; assign a batch to each cell for 'scvi'"):
+    with pytest.raises(
+        DataError, match=r"obs\['batch'\] has missing values; assign a batch to each cell to use 'scvi'"
+    ):
         check_baselines(tiny_adata, ["scvi"], batch_key="batch")
-    with pytest.raises(DataError, match="2 cells of 80 genes are too few"):
+    with pytest.raises(DataError, match="2 cells with 80 genes are too few"):
         check_baselines(tiny_adata[:2], ["pca"])

@@ -49,7 +49,7 @@ def test_models_stand_beside_baselines(embedded: ad.AnnData, tmp_path: Path) -> 
 
 def test_mistakes(embedded: ad.AnnData) -> None:
     with pytest.raises(
-        DataError, match=r"obsm_keys='X_goood' is not in adata.obsm; did you mean 'X_good'\? \(adata.obsm has: "
+        DataError, match=r"obsm_keys='X_goood' is not in adata.obsm; did you mean 'X_good'\? \(available: "
     ):
         evaluate(embedded, LabelPrediction("group"), ["X_goood"])
     with pytest.raises(DataError, match=r"layer='count' is not in adata\.layers"):
@@ -123,9 +123,9 @@ def test_other_subjects() -> None:
     assert report.verdicts() == ["mine is above random in near of Distance: 0.000 against -1.000, without a test."]
     with pytest.raises(OptionError, match=r"kinds\['mine'\]='modell' is not known; did you mean 'model'"):
         compare(benchmark, made, reference, kinds={**kinds, "mine": "modell"})
-    with pytest.raises(OptionError, match="kinds lacks 'random'"):
+    with pytest.raises(OptionError, match="kinds has no entry for 'random'"):
         compare(benchmark, made, reference, kinds={"mine": "model", "worst": "baseline"})
-    with pytest.raises(OptionError, match="has a model but no baseline"):
+    with pytest.raises(OptionError, match="has no baseline for the model"):
         compare(benchmark, {"mine": made["mine"]}, reference, kinds=kinds)
 
 
@@ -158,7 +158,7 @@ def test_markdown_and_a_frame() -> None:
         "A note.\n"
     )
     text = compared(0.01).to_markdown()
-    assert "| method | kind | f1 | 95 % interval |" in text
+    assert "| method | kind | f1 | 95% interval |" in text
     assert "| mine | model | **0.900** | 0.850 to 0.950 |" in text
     assert "| again | ceiling | 1.000 |  |" in text  # a ceiling is not the best method
     frame = compared(0.01).to_frame()
@@ -225,15 +225,15 @@ def test_pages_and_notebooks_escape_what_they_show() -> None:
 def test_a_model_without_a_baseline_is_not_shown(tmp_path: Path) -> None:
     alone = Report("Title", rows=report().rows[:1])
     for show in (alone.to_markdown, alone.to_html, alone.to_dict, alone.to_frame, lambda: alone.write(tmp_path)):
-        with pytest.raises(OptionError, match="has a model but no baseline"):
+        with pytest.raises(OptionError, match="has no baseline for the model"):
             show()
     assert not list(tmp_path.iterdir())
     assert "| PCA |" in Report("Title", rows=report().rows[1:]).to_markdown()
     elsewhere = Report("Title", rows=[replace(report().rows[0], benchmark="probe"), report().rows[1]])
-    with pytest.raises(OptionError, match="the report of probe has a model but no baseline"):
+    with pytest.raises(OptionError, match="the report of probe has no baseline for the model"):
         elsewhere.to_markdown()
     # What a session shows of an unfinished report is no error.
-    assert "has a model but no baseline" in repr(alone)
+    assert "has no baseline for the model" in repr(alone)
     assert (alone._repr_html_(), alone._repr_markdown_(), Report("Empty")._repr_html_()) == (None, None, None)
     assert repr(Report("Empty")) == "Empty"
 

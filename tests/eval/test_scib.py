@@ -147,7 +147,7 @@ def test_bad_input(obs) -> None:
     before = pd.DataFrame({"PC1": 0.0}, index=obs.index[:100])
     for options, message in [
         ({"neighbors": "approximate"}, "neighbors='approximate' is not known .known: 'exact', 'pynndescent'"),
-        ({"max_cells": 90}, "max_cells=90 is not at least 91"),
+        ({"max_cells": 90}, "max_cells=90 is too small; pass at least 91"),
     ]:
         with pytest.raises(OptionError, match=message):
             Scib("label", "batch", **options)
@@ -158,11 +158,11 @@ def test_bad_input(obs) -> None:
     for benchmark in (Scib, BatchIntegration):
         with pytest.raises(DataError, match="batch_key='bach' is not a column of obs; did you mean 'batch'"):
             benchmark("label", "bach").check(obs)
-    with pytest.raises(OptionError, match="n_neighbors=3 is not at least 15"):
+    with pytest.raises(OptionError, match="n_neighbors=3 is too small; pass at least 15"):
         BatchIntegration("label", "batch", n_neighbors=3)
     for some, message in [
-        (obs.assign(batch="x"), r"batch_key='batch' has one value only \('x'\)"),
-        (obs[116:124], "needs 16 cells of 2 labels .* there are 8 of 3 and 2"),
+        (obs.assign(batch="x"), r"batch_key='batch' has only one value \('x'\)"),
+        (obs[116:124], "needs 16 cells with at least 2 labels .* there are 8 cells with 3 labels and 2"),
         (obs.assign(batch=obs["label"]), r"no label of obs\['label'\] has cells of several batches"),
     ]:
         with pytest.raises(DataError, match=message):
@@ -184,7 +184,7 @@ def test_coordinates_before_integration_come_later(obs) -> None:
     without = Scib("label")
     assert without.before_integration(components) is without
     twice = obs.set_axis(["cell1", *obs.index[:-1]])
-    message = r"^1 cell names are duplicated \('cell1'\); make them unique"
+    message = r"^1 cell names are duplicated \('cell1'\); make cell names unique"
     with pytest.raises(DataError, match=message):
         mine.check(twice)
     without.check(twice)

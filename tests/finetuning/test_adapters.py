@@ -101,10 +101,10 @@ def test_weights_of_the_base_have_their_plain_names(encoder) -> None:
 def test_options(encoder) -> None:
     assert lora_options(encoder, False) is None
     for lora, message in (
-        ("yes", "lora='yes' must be true, false or a dict"),
+        ("yes", "lora='yes' must be True, False or a dict"),
         ({"rank": 3}, "'rank' is unknown to"),
         ({"alpha": 0}, r"lora\['alpha'\]=0"),
-        ({"targets": []}, r"lora\['targets'\]=\[\] are not linear layers of TransformerEncoder"),
+        ({"targets": []}, r"lora\['targets'\]=\[\] matches no linear layer of TransformerEncoder"),
         ({"targets": ["nothing"]}, "'nothing', which is not a linear layer of TransformerEncoder"),
     ):
         with pytest.raises(OptionError, match=message):

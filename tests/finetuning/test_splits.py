@@ -54,9 +54,9 @@ def test_a_column_says_it() -> None:
     column = pd.Series(["train", "test", None, "validation", "train"], dtype="category")
     split = split_from(column, np.array([True, True, True, True, False]), key="part")
     assert [part.tolist() for part in parts(split)] == [[0], [3], [1]]
-    with pytest.raises(DataError, match="split_key='part' has no usable cell with the value 'train'"):
+    with pytest.raises(DataError, match="split_key='part' is not 'train' for any usable cell"):
         split_from(column, np.array([False, True, True, True, False]), key="part")
-    with pytest.raises(DataError, match="has the values 'val'; use only 'train', 'validation', 'test'"):
+    with pytest.raises(DataError, match="contains 'val'; use only 'train', 'validation', 'test'"):
         split_from(column.cat.rename_categories({"validation": "val"}), None, key="part")
 
 

@@ -138,18 +138,18 @@ def test_a_model_trained_here_loads_there(tiny_adata: ad.AnnData, tmp_path: Path
     (tmp_path / "bert" / "notes.txt").write_text("mine")
     model.export(tmp_path / "bert", "transformers", overwrite=True)
     assert (tmp_path / "bert" / "notes.txt").read_text() == "mine"
-    with pytest.raises(DataError, match="scforge's own: load what model.save wrote"):
+    with pytest.raises(DataError, match="that scforge exported, load the saved scforge model"):
         Encoder.from_checkpoint(tmp_path / "bert", family="geneformer")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (BERT | {"norm_first": True}, "norm_first=True, which BERT does not have; it needs norm_first=False"),
-        (BERT | {"position_embedding": "rotary"}, "position_embedding='rotary', which BERT"),
+        (BERT | {"norm_first": True}, "norm_first=True is not supported by BERT; use norm_first=False"),
+        (BERT | {"position_embedding": "rotary"}, "position_embedding='rotary' is not supported by BERT"),
         (
             BERT | {"activation": "relu"},
-            "head_activation='gelu', which BERT .*; it needs head_activation='relu'",
+            "head_activation='gelu' is not supported by BERT; use head_activation='relu'",
         ),
         ({}, "architecture='gene_pooling' cannot be exported to this format"),
     ],
@@ -244,14 +244,14 @@ def with_bias(bias: torch.Tensor, name: str = "cls.predictions.bias") -> Callabl
             without("query.bias"),
             "cannot be converted to 'encoder.layers.0.attention.qkv.bias', .*key.bias.*: .*query.bias",
         ),
-        (without("cls."), "lacks 'cls.predictions.*; these weights would stay random"),
+        (without("cls."), "lacks the weights 'cls.predictions.*, which would stay random"),
         (
             with_bias(torch.ones(16), "bert.encoder.layer.2.output.dense.bias"),
-            "a Geneformer of its config does not have: .*layer.2",
+            "a Geneformer model with this config does not have: .*layer.2",
         ),
-        (with_bias(torch.ones(3)), r"in the shape \(3,\), but its config and .* \(92,\)"),
-        (with_bias(torch.full((92,), torch.nan)), "'head.bias' with NaN or infinite values"),
-        (with_bias(torch.ones(92, dtype=torch.int64)), "torch.int64 is not a weight"),
+        (with_bias(torch.ones(3)), r"has shape \(3,\), but its config and .* \(92,\)"),
+        (with_bias(torch.full((92,), torch.nan)), "NaN or infinite values in 'head.bias'"),
+        (with_bias(torch.ones(92, dtype=torch.int64)), "weights of dtype torch.int64 are not supported"),
         (
             with_bias(torch.ones(92, 16), "cls.predictions.decoder.weight"),
             "has different values for .* set both to the same value",
@@ -269,13 +269,13 @@ def test_weights_that_do_not_fit(change, message: str, bert_folder: Path) -> Non
     [
         (
             {"model_type": "gpt2"},
-            "is not a configuration of a BERT .*model_type: Input should be 'bert', and it is 'gpt2'",
+            "is not the configuration of a supported BERT model .*model_type: Input should be 'bert', got 'gpt2'",
         ),
-        ({"hidden_act": "tanh"}, "hidden_act: Input should be 'relu', 'gelu', 'silu' or 'swish', and it is 'tanh'"),
-        ({"is_decoder": True}, "is_decoder: Input should be False, and it is True"),
-        ({"hidden_size": "16"}, "hidden_size: Input should be a valid integer, and it is '16'"),
-        ({"vocab_size": 93}, "vocab_size=93 but tokens_medians has 92; pass the file of this"),
-        ({"hidden_size": 2**20}, r"in the shape \(92, 16\), but its config and .* \(92, 1048576\)"),
+        ({"hidden_act": "tanh"}, "hidden_act: Input should be 'relu', 'gelu', 'silu' or 'swish', got 'tanh'"),
+        ({"is_decoder": True}, "is_decoder: Input should be False, got True"),
+        ({"hidden_size": "16"}, "hidden_size: Input should be a valid integer, got '16'"),
+        ({"vocab_size": 93}, "vocab_size=93, but tokens_medians has 92 tokens; pass the files of this"),
+        ({"hidden_size": 2**20}, r"has shape \(92, 16\), but its config and .* \(92, 1048576\)"),
         ({"max_position_embeddings": 4096}, "Geneformer V2 has the special tokens"),
     ],
 )
@@ -295,9 +295,14 @@ def test_configurations_that_do_not_fit(changes: dict, message: str, bert_folder
         ("bert", {"pooling": "middle"}, OptionError, "pooling='middle' is not known"),
         ("bert", {"pooling": "cls"}, OptionError, "pooling='cls' needs a CLS token"),
         ("bert", {"embedding_layer": 2}, OptionError, "embedding_layer=2 but there are 2 layers"),
-        ("bert", {"tokens_medians": "."}, MissingFileError, "has no token_dictionary.* as tokens_medians"),
+        (
+            "bert",
+            {"tokens_medians": "."},
+            MissingFileError,
+            "must contain exactly one token_dictionary.* as tokens_medians",
+        ),
         ("bert", {"gene_names": "names.parquet"}, MissingFileError, "gene_names='names.parquet' does not exist"),
-        ("empty", {}, MissingFileError, "has no weights: none of 'model.safetensors', .*'pytorch_model.bin'"),
+        ("empty", {}, MissingFileError, "contains no weights; add one of 'model.safetensors', .*'pytorch_model.bin'"),
     ],
 )
 def test_arguments_that_cannot_be_used(name, options, error, message, bert_folder: Path, tmp_path, monkeypatch) -> None:

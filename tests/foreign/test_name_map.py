@@ -28,7 +28,7 @@ def test_parts_there_and_back() -> None:
     ours = rows_in_order((2, -1, 0, 1)).join([table])
     assert ours.tolist() == [[4, 5], [0, 0], [0, 1], [2, 3]]
     assert torch.equal(rows_in_order((2, -1, 0, 1)).split(ours)[0], table)
-    with pytest.raises(ValueError, match="the vocabulary has 2 tokens of the checkpoint, its table 3 rows"):
+    with pytest.raises(ValueError, match="the vocabulary has 2 tokens, but the embedding table has 3 rows"):
         rows_in_order((1, 0)).join([table])
     folded = folded_row(2).join([table, torch.tensor([[10.0, 20.0], [7.0, 7.0]])])
     assert folded.tolist() == [[10, 21], [12, 23], [14, 25]]
@@ -50,7 +50,7 @@ def test_layers_of_two_digits_and_left_out() -> None:
     found = {name: weight.tolist() for name, weight in ours.items()}
     assert found == {"layers.0.bias": [0.0], "layers.12.bias": [12.0], "ab": [0.0, 1.0]}
     assert set(NAMES.invert(ours)) == set(theirs) - {"old.step"}
-    with pytest.raises(ModelFileError, match="a checkpoint of Tiny has no weight for 'head'"):
+    with pytest.raises(ModelFileError, match="a Tiny checkpoint has no weight for 'head'"):
         NAMES.invert({"head": torch.ones(1)})
 
 

@@ -67,7 +67,7 @@ def test_pickle_files_of_anything_else(content, tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps(content))
     with pytest.raises(
         ModelFileError,
-        match="opening it would run .*; save it as JSON|is not a dictionary of names and values|"
+        match="opening the file would run .*; save the content as JSON|must contain a dict from names to values|"
         "is not a pickle file that maps names to values",
     ):
         read_dictionary(path)
@@ -105,7 +105,9 @@ def test_damaged_torch_files(tmp_path: Path) -> None:
     data = (tmp_path / "x.pt").read_bytes()
     numbers = data.find(weights["b"].numpy().tobytes())
     (tmp_path / "x.pt").write_bytes(data[: numbers + 70] + bytes([data[numbers + 70] ^ 1]) + data[numbers + 71 :])
-    with pytest.raises(ModelFileError, match="is corrupted: 'x/data/1' has a wrong checksum; copy it again"):
+    with pytest.raises(
+        ModelFileError, match="is corrupted: the checksum of 'x/data/1' does not match; copy the file again"
+    ):
         read_weights(tmp_path / "x.pt")
     for place in range(0, len(data), 97):
         (tmp_path / "x.pt").write_bytes(data[:place] + bytes([data[place] ^ 64]) + data[place + 1 :])
@@ -123,7 +125,7 @@ def test_damaged_torch_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("new", [True, False])
 def test_torch_files_that_would_run_something(new: bool, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1), "b": Hostile()}, tmp_path / "x.pt", _use_new_zipfile_serialization=new)
-    with pytest.raises(ModelFileError, match="contains more than tensors, which could run code, so it is not opened"):
+    with pytest.raises(ModelFileError, match="contains objects other than tensors, which could run code when loaded"):
         read_weights(tmp_path / "x.pt")
 
 

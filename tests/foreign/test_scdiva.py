@@ -199,21 +199,25 @@ def with_ones(name: str) -> Callable[[dict], dict]:
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
-        (without("mu_projection.bias"), {}, "lacks 'mu_projection.bias'; these weights would stay random"),
+        (without("mu_projection.bias"), {}, "lacks the weights 'mu_projection.bias', which would stay random"),
         (dict, {"num_attention_heads": None}, "num_attention_heads: Field required"),
-        (dict, {"latent_dim": "5"}, "latent_dim: Input should be a valid integer, and it is '5'"),
-        (dict, {"num_genes": 84}, "says 84 genes but vocab has 85"),
+        (dict, {"latent_dim": "5"}, "latent_dim: Input should be a valid integer, got '5'"),
+        (dict, {"num_genes": 84}, "has 84 genes, but vocab has 85"),
         (
             renamed((".gate_proj", ".linear")),
             {},
-            "weights that a ScDiVa of its config does not have|cannot be converted to",
+            "weights that a ScDiVa model with this config does not have|cannot be converted to",
         ),
         (
             with_ones("encoder.layers.0.norm1.bias"),
             {},
-            "weights that a ScDiVa of its config does not have: .*norm",
+            "weights that a ScDiVa model with this config does not have: .*norm",
         ),
-        (with_ones("encoder.layers.0.input_layernorm.weight"), {}, "a ScDiVa of its config does not have: .*norm"),
+        (
+            with_ones("encoder.layers.0.input_layernorm.weight"),
+            {},
+            "a ScDiVa model with this config does not have: .*norm",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(write, genes, tmp_path: Path, change, config, message) -> None:
@@ -228,11 +232,11 @@ def test_missing_files_and_genes(write, genes, tmp_path: Path) -> None:
             read_checkpoint(tmp_path, "scdiva", vocab=vocab)
 
     write(len(genes))
-    refused(OptionError, "vocab=None but a ScDiVa", None)
-    refused(DataError, "without gaps", {"A": 1})
+    refused(OptionError, "vocab=None, but a ScDiVa", None)
+    refused(DataError, "consecutive integers from 0", {"A": 1})
     refused(MissingFileError, r"genes.txt' does not exist", tmp_path / "genes.txt")
     (tmp_path / "model.safetensors").unlink()
-    refused(MissingFileError, "has no weights")
+    refused(MissingFileError, "contains no weights")
     write(len(genes))
     (tmp_path / "config.json").unlink()
     refused(MissingFileError, r"config.json' does not exist")

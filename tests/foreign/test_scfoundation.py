@@ -130,9 +130,9 @@ def rnaseq(**options: Any) -> Callable[[dict], dict]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without("config"), "has no model 'cell' with its config"),
-        (without("state_dict"), "contains 'config', not tensors"),
-        (other(model="performer"), "model: Input should be 'mae_autobin', and it is 'performer'"),
+        (without("config"), "does not contain the model 'cell' and its config"),
+        (without("state_dict"), "contains entries that are not tensors .'config'."),
+        (other(model="performer"), "model: Input should be 'mae_autobin', got 'performer'"),
         (rnaseq(seq_len="x"), "seq_len: Input should be a valid integer"),
         (encoder(module_type="performer"), "encoder.module_type: Input should be 'transformer'"),
         (other(model_config={}), "mae_autobin: Field required"),
@@ -148,10 +148,10 @@ def test_files_that_cannot_be_used(change, message, write, genes, tmp_path: Path
     ("options", "error", "message"),
     [
         ({"part": "tissue"}, OptionError, "part='tissue' is not known .known: 'cell', 'gene', 'rde'"),
-        ({"part": "rde"}, ModelFileError, "contains no|has no model 'rde' with its config"),
-        ({"vocab": ["A", "B"]}, ModelFileError, "is of 85 genes, but vocab has 2; pass its genes"),
+        ({"part": "rde"}, ModelFileError, "contains no|does not contain the model 'rde' and its config"),
+        ({"vocab": ["A", "B"]}, ModelFileError, "has 85 genes, but vocab has 2; pass the genes of this"),
         ({"vocab": "nowhere.tsv"}, MissingFileError, "vocab='nowhere.tsv' does not exist"),
-        ({}, DataError, "has indices that are not 0, 1, 2, ... without gaps"),
+        ({}, DataError, "the indices of vocab must be consecutive integers from 0"),
     ],
 )
 def test_arguments_that_cannot_be_used(options, error, message, write, genes, tmp_path: Path) -> None:

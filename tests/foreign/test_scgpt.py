@@ -192,18 +192,18 @@ def lacking(name: str) -> Callable[[dict], dict]:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (with_weight("bn.weight", 16), "weights that a scGPT of its config does not have: 'bn.weight'"),
+        (with_weight("bn.weight", 16), "weights that a scGPT model with this config does not have: 'bn.weight'"),
         (
             with_weight("transformer_encoder.layers.0.self_attn.Wqkv.bias", 48),
-            "a scGPT of its config does not have: .*qkv.bias",
+            "a scGPT model with this config does not have: .*qkv.bias",
         ),
-        (lacking("decoder.fc.4.bias"), "lacks 'decoder.fc.4.bias'; these weights would stay random"),
+        (lacking("decoder.fc.4.bias"), "lacks the weights 'decoder.fc.4.bias', which would stay random"),
         (
             with_weight("encoder.embedding.weight", 80, 16),
-            "vocabulary has 88 tokens of the checkpoint, its table 80",
+            "vocabulary has 88 tokens, but the embedding table has 80",
         ),
-        (lambda weights: {"epoch": 3, **weights}, "contains 'epoch', not tensors"),
-        (lambda weights: list(weights), "does not map names to weights"),
+        (lambda weights: {"epoch": 3, **weights}, "contains entries that are not tensors .'epoch'."),
+        (lambda weights: list(weights), "must map names to weights"),
     ],
 )
 def test_weights_that_do_not_fit(change, message: str, write, tokens, tmp_path: Path) -> None:
@@ -229,10 +229,10 @@ def test_weights_that_are_left_out_or_wrapped(change, write, tokens, tmp_path: P
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ({"input_emb_style": "category"}, "input_emb_style: Input should be 'continuous', and it is 'category'"),
-        ({"mask_value": "auto"}, "mask_value: Input should be a valid number, and it is 'auto'"),
-        ({"max_seq_len": "x"}, "max_seq_len: Input should be a valid integer, and it is 'x'"),
-        ({"embsize": 2**20}, r"in the shape \(.*16\), but its config and vocabulary make it"),
+        ({"input_emb_style": "category"}, "input_emb_style: Input should be 'continuous', got 'category'"),
+        ({"mask_value": "auto"}, "mask_value: Input should be a valid number, got 'auto'"),
+        ({"max_seq_len": "x"}, "max_seq_len: Input should be a valid integer, got 'x'"),
+        ({"embsize": 2**20}, r"has shape \(.*16\), but its config and vocabulary require"),
     ],
 )
 def test_args_that_cannot_be_used(args: dict, message: str, write, tokens, tmp_path) -> None:
@@ -247,13 +247,13 @@ def test_args_that_cannot_be_used(args: dict, message: str, write, tokens, tmp_p
         (
             {"args": {"nheads": 2}},
             ModelFileError,
-            "args has options that scforge does not support .embsize: Field required",
+            "args contains options that scforge does not support .embsize: Field required",
         ),
-        ({"vocab": {"a": 0, "<pad>": 2}}, DataError, "vocab has indices that are not 0, 1, 2, ... without gaps"),
+        ({"vocab": {"a": 0, "<pad>": 2}}, DataError, "the indices of vocab must be consecutive integers from 0"),
         ({"vocab": {"a": 0, "<pad>": 1}}, DataError, "vocab lacks the special tokens '<cls>'"),
-        ({"vocab": {}}, DataError, "vocab has indices that are not 0, 1, 2, ... without gaps"),
-        ({"vocab": {"a": [0]}}, DataError, "vocab has indices that are not 0, 1, 2, ... without gaps"),
-        ({"vocab": {"a": "0"}}, DataError, "vocab has indices that are not 0, 1, 2, ... without gaps"),
+        ({"vocab": {}}, DataError, "the indices of vocab must be consecutive integers from 0"),
+        ({"vocab": {"a": [0]}}, DataError, "the indices of vocab must be consecutive integers from 0"),
+        ({"vocab": {"a": "0"}}, DataError, "the indices of vocab must be consecutive integers from 0"),
         ({"vocab": "nowhere.json"}, MissingFileError, "vocab='nowhere.json' does not exist"),
     ],
 )

@@ -41,7 +41,7 @@ def test_one_commit_of_our_files(hub, model: Path, caplog: pytest.LogCaptureFixt
     assert url == f"{hub.url}/org/light"
     assert hub.files("org/light") == {**MODEL, ".gitattributes": b"*.safetensors filter=lfs\n"}
     assert sum("/commit/" in path for path in hub.requests) == 1
-    assert "Not sent, because it is not part of a shared model: 'adata.h5ad', 'model.pt'" in caplog.text
+    assert "These files are not part of a shared model and were not uploaded: 'adata.h5ad', 'model.pt'" in caplog.text
 
 
 def test_files_of_an_earlier_model_are_removed_and_others_stay(hub, model: Path, tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_of_two_pushes_at_once_one_is_refused(hub, model: Path) -> None:
 )
 def test_models_of_other_packages_are_not_written_over(hub, tmp_path, files, theirs, revision) -> None:
     hub.add_repo("org/bert", {"config.json": theirs, "model.safetensors": b""})
-    with pytest.raises(OptionError, match="has a model of another package, which would be overwritten"):
+    with pytest.raises(OptionError, match="contains a model of another package that would be overwritten"):
         upload(make(tmp_path / "second", files), "org/bert", revision=revision)
     assert hub.files("org/bert")["config.json"] == theirs
 
@@ -115,7 +115,7 @@ def test_nothing_is_sent_where_everybody_would_see_it(hub, model: Path) -> None:
     upload(model, "org/light")
     before = hub.files("org/light")
     (model / "vocab.json").write_bytes(b"secret")
-    with pytest.raises(OptionError, match="exists and is public; make it private in its settings"):
+    with pytest.raises(OptionError, match="already exists and is public; make the repository private in its settings"):
         upload(model, "org/light", private=True)
     assert hub.files("org/light") == before
 
@@ -125,9 +125,9 @@ def test_nothing_is_sent_where_everybody_would_see_it(hub, model: Path) -> None:
     [
         ("org/light", {"token": "hf_wrong"}, r"fails \(401, Invalid credentials.* a token \(HF_TOKEN"),
         ("org/light", {"token": "hf_reader"}, r"fails \(403, You don't have the rights.* a token \(HF_TOKEN"),
-        ("org/light?", {}, "this is not the name of a repository; pass it as 'organization/name'"),
-        ("org/light", {"revision": "v1", "create_pr": True}, "pull requests go to the main branch"),
-        ("org/light", {"token": True}, "there is no token here; log in with hf auth login"),
+        ("org/light?", {}, "this is not a valid repository name; pass 'organization/name'"),
+        ("org/light", {"revision": "v1", "create_pr": True}, "create_pr=True, which targets the main branch"),
+        ("org/light", {"token": True}, "no token was found; log in with hf auth login"),
     ],
 )
 def test_what_cannot_be_sent(hub, model: Path, repo_id, options: dict, message: str, monkeypatch) -> None:
@@ -149,7 +149,7 @@ def test_a_card_that_the_hub_refuses(hub, model: Path) -> None:
 def test_folders_without_a_model(hub, tmp_path: Path) -> None:
     foreign = make(tmp_path / "other", {"config.json": b"{}", "pytorch_model.bin": b""})
     for folder, error, message in [
-        (tmp_path / "nowhere", MissingFileError, "is not a folder; pass one that model.save"),
+        (tmp_path / "nowhere", MissingFileError, "is not a folder; pass a folder written by model.save"),
         (foreign, ModelFileError, "contains no model .* or adapter"),
     ]:
         with pytest.raises(error, match=message):

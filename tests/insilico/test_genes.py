@@ -96,14 +96,19 @@ def test_refused(tiny_adata: ad.AnnData, tiny_vocab: GeneVocab):
     bag, pooling = make("gene_pooling", tiny_vocab, pooling="weighted_sum"), make("gene_pooling", tiny_vocab)
     transformer, linear = make("transformer_encoder", tiny_vocab), torch.nn.Linear(2, 2)
     for call, module, options, message in [
-        (contextual_gene_embeddings, bag, {}, "one state for all tokens of a cell"),
-        (contextual_gene_embeddings, pooling, {"layer": 4}, "layer=4 is not one of the .* layers"),
-        (contextual_gene_embeddings, linear, {}, "Linear returns no states of tokens.*'transformer_encoder'"),
-        (attention_between_genes, pooling, {}, "GenePoolingModel has no attention.*'masked_autoencoder'"),
-        (attention_between_genes, transformer, {"layer": 2}, "layer=2 is not one of the 2 layers"),
+        (contextual_gene_embeddings, bag, {}, "the same embedding for all tokens of a cell"),
+        (contextual_gene_embeddings, pooling, {"layer": 4}, "layer=4 is out of range for .* layers"),
+        (contextual_gene_embeddings, linear, {}, "Linear does not return token embeddings.*'transformer_encoder'"),
+        (
+            attention_between_genes,
+            pooling,
+            {},
+            "GenePoolingModel does not return attention weights.*'masked_autoencoder'",
+        ),
+        (attention_between_genes, transformer, {"layer": 2}, "layer=2 is out of range for 2 layers"),
         (attention_between_genes, transformer, {"heads": "first"}, "heads='first' must be 'mean'"),
     ]:
         with pytest.raises(OptionError, match=message):
             call(module, cells, tokenizer, **options)
-    with pytest.raises(OptionError, match="Linear has no GeneExpressionEmbedding of 84 tokens"):
+    with pytest.raises(OptionError, match="Linear has no GeneExpressionEmbedding with 84 tokens"):
         input_gene_embeddings(linear, tokenizer)

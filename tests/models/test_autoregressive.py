@@ -120,7 +120,7 @@ def test_condition():
     assert (told - plain)[1:].abs().amax(dim=1).min() > 1e-5
     plain_model = make()
     plain_model(**tokens, condition=none)
-    with pytest.raises(OptionError, match="condition names classes but n_conditions=0"):
+    with pytest.raises(OptionError, match="condition contains classes, but n_conditions=0"):
         plain_model(**tokens, condition=some)
 
 
@@ -132,7 +132,7 @@ def test_configuration_and_bins():
     assert model.bin_values.tolist() == [0, 1, 2, 3, 4, 5, 6]
     model.init_bin_values(torch.linspace(0, 3, 7))
     assert model.state_dict()["bin_values"][-1] == 3
-    with pytest.raises(OptionError, match=r"bin_values has the shape \(3,\) but there are 7 bins"):
+    with pytest.raises(OptionError, match=r"bin_values has shape \(3,\), but there are 7 bins"):
         model.init_bin_values(torch.zeros(3))
 
 
@@ -157,12 +157,12 @@ def test_bad_batches():
     for name in ("attention_mask", "values", "attention_bias", "condition"):
         tokens = batch() | {name: torch.ones(2, S, dtype=torch.int64)}
         for method in (make().forward, make().encode):
-            with pytest.raises(OptionError, match=rf"{name} has the shape \(2, 9\)"):
+            with pytest.raises(OptionError, match=rf"{name} has shape \(2, 9\)"):
                 method(**tokens)
     for name in ("labels", "bin_ids", "bin_labels"):
-        with pytest.raises(OptionError, match=rf"{name} has the shape \(3, 8\) but input_ids \(3, 9\)"):
+        with pytest.raises(OptionError, match=rf"{name} has shape \(3, 8\), but input_ids has shape \(3, 9\)"):
             make()(**batch() | {name: torch.zeros(3, 8, dtype=torch.int64)})
-    with pytest.raises(OptionError, match="a cell has 9 tokens but max_seq_len=8"):
+    with pytest.raises(OptionError, match="a cell has 9 tokens, but max_seq_len=8"):
         make(max_seq_len=8)(**batch())
 
 
@@ -188,7 +188,7 @@ def test_aligned_two_term_loss():
     assert model.readout is None
     with pytest.raises(OptionError, match="shift_labels=False predicts each token itself"):
         model.generate(2, max_len=5)
-    with pytest.raises(OptionError, match="sees the token that it is to predict"):
+    with pytest.raises(OptionError, match="receives the token that it has to predict"):
         get_objective("next_gene_prediction").check_architecture(model)
     with pytest.raises(OptionError, match="choose causal_encode=False or pooling='mean'"):
         make(shift_labels=False)

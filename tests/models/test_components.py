@@ -21,7 +21,7 @@ def test_embedding_sums_gene_position_and_value():
     assert embedding(ids, values.double()).dtype == torch.float32
     without = GeneExpressionEmbedding(20, 8, 10, use_expression_values=False).eval()
     assert torch.equal(without(ids, values), without(ids))
-    with pytest.raises(OptionError, match="5 tokens but max_seq_len=4"):
+    with pytest.raises(OptionError, match="5 tokens, but max_seq_len=4"):
         GeneExpressionEmbedding(20, 8, max_seq_len=4)(ids)
 
 

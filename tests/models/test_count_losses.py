@@ -72,5 +72,7 @@ def test_targets_names_and_dispersion_are_checked():
         ("zero_truncated_negative_binomial", float("inf")),
     ):
         check_count_targets(name, torch.tensor([3.0, float("truncated" in name)]))
-        with pytest.raises(OptionError, match=f"value_loss='{name}' needs whole counts of at least . but a target is"):
+        with pytest.raises(
+            OptionError, match=f"value_loss='{name}' requires integer counts of at least ., but a target is"
+        ):
             check_count_targets(name, torch.tensor([3.0, value]))

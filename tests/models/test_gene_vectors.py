@@ -108,7 +108,9 @@ every_model = pytest.mark.parametrize(
 def test_the_vectors_are_used(build, n_tokens):
     torch.manual_seed(0)
     model = build(gene_vectors={"dim": D, "learned": LEARNED, "frozen": False}).eval()
-    with pytest.raises(OptionError, match="gene_vectors is set but the model was given no vectors; omit it"):
+    with pytest.raises(
+        OptionError, match="gene_vectors is set, but no vectors were passed to the model; omit gene_vectors"
+    ):
         check_filled(model)
     ids = torch.nonzero(GIVEN).flatten()[torch.randint(0, V - LEARNED, (2, n_tokens))]
     arguments = ids, torch.ones(2, n_tokens), torch.rand(2, n_tokens)
@@ -133,7 +135,7 @@ def test_without_the_option_nothing_changes(build):
     model = build()
     assert not [part for part in model.modules() if isinstance(part, GeneVectorEmbedding)]
     check_filled(model)
-    with pytest.raises(OptionError, match="embeds no gene vectors; pass the option to"):
+    with pytest.raises(OptionError, match="does not embed gene vectors; pass the option on to"):
         fill_gene_vectors(model, vectors())
 
 
@@ -156,10 +158,16 @@ def test_bad_vectors():
     same = vectors()
     same[GIVEN] = 3.0
     for given, message in (
-        (vectors()[:, :6], "gene vectors of shape .40, 6. with 9 rows of NaN do not match; the shape .40, 7."),
-        (vectors().index_fill(0, torch.tensor([20]), torch.nan), "with 10 rows of NaN do not match; .* with 9 rows"),
-        (moved, "including PAD"),
-        (same, "all gene vectors are the same"),
+        (
+            vectors()[:, :6],
+            "gene vectors of shape .40, 6. with 9 rows of NaN do not match the model; pass vectors of shape .40, 7.",
+        ),
+        (
+            vectors().index_fill(0, torch.tensor([20]), torch.nan),
+            "with 10 rows of NaN do not match the model; .* with 9 rows",
+        ),
+        (moved, "including the row of PAD"),
+        (same, "all gene vectors are identical"),
     ):
         with pytest.raises(OptionError, match=message):
             make().fill(given)

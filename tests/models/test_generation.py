@@ -149,7 +149,7 @@ def test_what_generates_and_with_which_first_token():
     assert isinstance(ScDiVaModel.from_config(config), GeneratingModule)
     assert isinstance(make(), GeneratingModule)
     assert not isinstance(TransformerEncoder.from_config(config), GeneratingModule)
-    with pytest.raises(OptionError, match="first_id=None needs a prompt"):
+    with pytest.raises(OptionError, match="first_id=None requires a prompt"):
         make().generate(2, first_id=None, **ENDS)
     prompt = {"input_ids": torch.tensor([9])}
     with pytest.raises(OptionError, match="prompt has no bin for the first token"):
@@ -163,19 +163,19 @@ def test_what_generates_and_with_which_first_token():
     [
         ({"n_cells": 0}, "n_cells=0"),
         ({"top_k": 0}, "top_k=0"),
-        ({"condition": 1}, r"condition=1 is not between 0 \(none\) and n_conditions=0"),
-        ({"condition": torch.tensor([0, 0])}, "one for each of the 3 cells"),
+        ({"condition": 1}, r"condition=1 must be between 0 \(no condition\) and n_conditions=0"),
+        ({"condition": torch.tensor([0, 0])}, "one integer for each of the 3 cells"),
         ({"max_len": 65}, "max_len=65 is more than .* max_seq_len=64"),
         ({"max_len": 23, "eos_id": EOS}, "max_len=23 is more than the 22 tokens that a cell"),
         ({"max_len": 2, "prompt": {"input_ids": torch.tensor([9, 8])}}, "prompt has 3 tokens, .* but max_len=2"),
-        ({"prompt": {"input_ids": torch.tensor([9, 2])}}, "prompt has the token 2, which is not a gene"),
-        ({"prompt": {"input_ids": torch.tensor([9, 9])}}, "prompt has the gene 9 twice in cell 0"),
+        ({"prompt": {"input_ids": torch.tensor([9, 2])}}, "prompt contains the token 2, which is not a gene"),
+        ({"prompt": {"input_ids": torch.tensor([9, 9])}}, "prompt contains gene 9 more than once in cell 0"),
         (
             {"prompt": {"input_ids": torch.tensor([9]), "values": torch.tensor([0.5])}},
             "the value 0.5, not a bin",
         ),
-        ({"prompt": {"input_ids": torch.tensor([[9]])}}, r"ids of shape \(1, 1\); pass \(P,\), or \(3, P\)"),
-        ({"prompt": torch.tensor([9])}, "prompt is not a mapping with 'input_ids'"),
+        ({"prompt": {"input_ids": torch.tensor([[9]])}}, r"input_ids of shape \(1, 1\); pass shape \(P,\) or \(3, P\)"),
+        ({"prompt": torch.tensor([9])}, "prompt is not a mapping with the key 'input_ids'"),
     ],
 )
 def test_bad_arguments(options: dict, message: str):

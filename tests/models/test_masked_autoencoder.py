@@ -53,7 +53,7 @@ def test_defaults_and_names_that_configurations_share():
     model = MaskedAutoencoder.from_config(config)
     assert (model.encoder_dim, model.decoder_dim, model.pooling) == (8, 4, "mean")
     assert model.num_parameters() == MaskedAutoencoder(60, 8, 4, 1, 3, 4).num_parameters()
-    with pytest.raises(ValueError, match="are the same option of Mas"):
+    with pytest.raises(ValueError, match="set the same option of Mas"):
         MaskedAutoencoder.from_config(ModelConfig(vocab_size=60, hidden_dim=8, encoder_dim=8))
 
 
@@ -185,10 +185,12 @@ def test_when_there_is_a_loss(batch):
 
 def test_bad_batches(batch):
     for name in ("attention_mask", "values", "labels", "attention_bias", "masked_positions", "value_labels"):
-        with pytest.raises(OptionError, match=rf"{name} has the shape \(5, 11\) but input_ids \(5, 12\)"):
+        with pytest.raises(OptionError, match=rf"{name} has shape \(5, 11\), but input_ids has shape \(5, 12\)"):
             make()(**{**batch, name: torch.ones(5, 11)})
     model = make(value_loss="poisson")
-    with pytest.raises(OptionError, match="value_loss='poisson' needs whole counts of at least 0 but a target is 1.5"):
+    with pytest.raises(
+        OptionError, match="value_loss='poisson' requires integer counts of at least 0, but a target is 1.5"
+    ):
         model(**batch | {"value_labels": torch.full_like(batch["values"], 1.5)})
     beyond = batch["values"].masked_fill(~batch["attention_mask"], -7.0)
     torch.testing.assert_close(model.encode(**batch | {"values": beyond}), model.encode(**batch))
@@ -203,7 +205,7 @@ def test_bad_batches(batch):
     batch["masked_positions"] = batch["attention_mask"] & (torch.arange(12) >= 8)
     assert model(**batch).loss.isfinite()
     batch["masked_positions"][:, 11] = False
-    with pytest.raises(OptionError, match="a cell has 12 tokens but max_seq_len=8"):
+    with pytest.raises(OptionError, match="a cell has 12 tokens, but max_seq_len=8"):
         model(**batch)
 
 

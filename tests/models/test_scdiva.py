@@ -155,7 +155,7 @@ def test_bad_options_are_refused(made, options, message):
 
 def test_bad_input_is_refused(tokens_of, made, profiles):
     model = made()
-    with pytest.raises(OptionError, match=r"shape \(5, 55\) was given; pass floats \(B, 56\)"):
+    with pytest.raises(OptionError, match=r"shape \(5, 55\); pass floats of shape \(B, 56\)"):
         model.encode(profiles[:, 1:])
     with pytest.raises(OptionError, match="int64"):
         model.encode(profiles.long())
@@ -163,12 +163,12 @@ def test_bad_input_is_refused(tokens_of, made, profiles):
         bad = profiles.clone()
         bad[3, 7] = wrong
         for model_of_mode in (model, made(mode="vector")):
-            with pytest.raises(DataError, match="the profile of cell 3 contains NaN or infinity"):
+            with pytest.raises(DataError, match="the profile of cell 3 contains NaN or infinite values"):
                 model_of_mode.encode(bad)
     with pytest.raises(OptionError, match="task='both'"):
         model.predict(profiles, "both")
     with pytest.raises(OptionError, match="no annotation head"):
         model.predict(profiles)
     batch = tokens_of(profiles)
-    with pytest.raises(OptionError, match="masked_values has the shape"):
+    with pytest.raises(OptionError, match="masked_values has shape"):
         model(**batch, masked_values=batch["attention_mask"][:, 1:])

@@ -37,7 +37,7 @@ def test_weights_of_genes_put_profiles_in_order(made, profiles):
     assert not torch.equal(plain, ids)
     ties = model.serialize(torch.ones(1, GENES)).ids
     assert ties.tolist() == [[14, 15, 16]]
-    with pytest.raises(OptionError, match="weights has the shape"):
+    with pytest.raises(OptionError, match="weights has shape"):
         model.init_gene_weights(weights[1:])
 
 

@@ -186,16 +186,18 @@ def test_gradient_checkpointing_changes_no_number(hidden):
 
 def test_bad_arguments(hidden):
     for given in (torch.ones(BATCH, SEQ - 1), torch.ones(1, SEQ)):
-        with pytest.raises(OptionError, match=r"attention_mask has the shape \(.*but input_ids \(9, 20\)"):
+        with pytest.raises(OptionError, match=r"attention_mask has shape \(.*but input_ids has shape \(9, 20\)"):
             make()(hidden, given)
-        with pytest.raises(OptionError, match="attention_bias has the shape"):
+        with pytest.raises(OptionError, match="attention_bias has shape"):
             make()(hidden, attention_bias=given)
-    with pytest.raises(OptionError, match="a cache works with neither attention_bias nor further outputs"):
+    with pytest.raises(
+        OptionError, match="cache does not work with attention_bias, output_hidden_states or output_attentions"
+    ):
         make()(hidden, cache=KeyValueCache(), output_attentions=True)
     sizes = {"num_layers": 0, "num_heads": 0, "hidden_dim": -8, "ffn_dim": 0, "layer_norm_eps": -1.0}
     switches = dict.fromkeys(("unpad", "norm_first", "gradient_checkpointing", "rotary"), "yes")
     for name, value in {**sizes, **switches}.items():
         with pytest.raises(OptionError, match=f"{name}={value!r}"):
             TransformerStack(**{"hidden_dim": 8, "num_layers": 1, "num_heads": 2, name: value})
-    with pytest.raises(OptionError, match="position_embedding='rotary' needs heads of an even width"):
+    with pytest.raises(OptionError, match="position_embedding='rotary' requires heads of even width"):
         TransformerStack(6, 1, 2, rotary=True)

@@ -23,8 +23,11 @@ def test_pooling_is_what_it_says(pooling):
         ({"pooling": "max"}, "pooling='max' is not known .known: 'cls', 'depths', 'genes', 'last', 'mean'"),
         ({"activation": "tanh"}, "activation='tanh' is not known"),
         ({"expression_head": "bin"}, "n_bins=None does not work with expression_head='bin'"),
-        ({"tie_head": True, "gene_vectors": {"dim": 3, "learned": 4}}, "tie_head=True needs a learned gene embedding"),
-        ({"tie_head": True, "gene_head": False}, "tie_head=True needs .* a head that shares it"),
+        (
+            {"tie_head": True, "gene_vectors": {"dim": 3, "learned": 4}},
+            "tie_head=True requires a learned gene embedding",
+        ),
+        ({"tie_head": True, "gene_head": False}, "tie_head=True requires .* a gene head that shares its weights"),
     ],
 )
 def test_bad_options(options, message):
@@ -35,9 +38,9 @@ def test_bad_options(options, message):
 def test_bad_batches():
     batch = {"input_ids": torch.randint(4, 50, (3, 6)), "attention_mask": MASK}
     for name in ("attention_mask", "values", "attention_bias"):
-        with pytest.raises(ValueError, match=rf"{name} has the shape \(3, 5\) but input_ids \(3, 6\)"):
+        with pytest.raises(ValueError, match=rf"{name} has shape \(3, 5\), but input_ids has shape \(3, 6\)"):
             TransformerEncoder(50, 8, 1, 2).encode(**batch | {name: torch.ones(3, 5)})
-    with pytest.raises(ValueError, match="a cell has 6 tokens but max_seq_len=5"):
+    with pytest.raises(ValueError, match="a cell has 6 tokens, but max_seq_len=5"):
         TransformerEncoder(50, 8, 1, 2, max_seq_len=5)(**batch)
 
 

@@ -31,7 +31,7 @@ def test_each_gene_is_a_point_and_the_largest_are_named(effects: pd.DataFrame, t
     assert not flat.texts
     with pytest.raises(DataError, match="column='predicted' is not in effects"):
         perturbation_scatter(effects[["measured"]])
-    with pytest.raises(DataError, match="effects has 0 genes with both"):
+    with pytest.raises(DataError, match="effects contains 0 genes with both"):
         perturbation_scatter(effects.assign(predicted=np.nan))
     with pytest.raises(OptionError, match="n_labels=-1"):
         perturbation_scatter(effects, n_labels=-1)
@@ -81,11 +81,11 @@ def test_the_ranking_of_a_knock_out_shows_what_an_untrained_network_does(texts) 
     alone = in_silico_ranking(table[["gene", "shift_z"]])
     assert texts(alone.get_yticklabels()) == ["c", "a", "d"]
     assert alone.get_legend() is None
-    with pytest.raises(DataError, match="table has no gene with a value of 'shift_z'"):
+    with pytest.raises(DataError, match="table has no values in the column 'shift_z'"):
         in_silico_ranking(table.assign(shift_z=np.nan))
     with pytest.raises(DataError, match=r"column='goal_z' is not in table \(table has"):
         in_silico_ranking(table, metric="goal_z")
-    with pytest.raises(DataError, match=r"table has several groups; .*table\['group'\] == 'B'"):
+    with pytest.raises(DataError, match=r"table contains several groups; .*table\['group'\] == 'B'"):
         in_silico_ranking(table.assign(group=["B", "B", "T", "T"]))
     with pytest.raises(OptionError, match="metric='fdr' is not known"):
         in_silico_ranking(table, metric="fdr")

@@ -80,7 +80,7 @@ def test_what_the_figures_need(predicted: ad.AnnData) -> None:
     with pytest.raises(DataError, match="column='confidence' is not in adata.obs"):
         calibration(predicted, "group", confidence="confidence")
     predicted.obs["scforge_group_confidence"] += 1
-    with pytest.raises(DataError, match=r"confidence='scforge_group_confidence' has values outside \[0, 1\]"):
+    with pytest.raises(DataError, match=r"confidence='scforge_group_confidence' contains values outside \[0, 1\]"):
         calibration(predicted, "group")
     predicted.obs["group"] = None
     with pytest.raises(DataError, match=r"no cell has both a true class \('group'\)"):

@@ -69,7 +69,7 @@ def test_tables_with_and_without_kinds_intervals_and_what_is_better(texts) -> No
 def test_choices_that_are_missing() -> None:
     both = pd.concat([table(), table("other")])
     for given, options, error, message in [
-        (both, {}, OptionError, "benchmark=None is not in the report .*'probe', 'other'.; name one of them"),
+        (both, {}, OptionError, "benchmark=None is not in the report .*'probe', 'other'.; choose one of them"),
         (both, {"benchmark": "othr"}, OptionError, "benchmark='othr' is not in the report; did you mean 'other'"),
         (table(), {"metrics": "f"}, OptionError, "metrics='f' is not in the report"),
         (table(), {"ax": plt.subplots()[1]}, OptionError, "ax contains 1 axes for 2 metrics"),

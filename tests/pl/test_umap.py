@@ -73,7 +73,7 @@ def test_a_umap_is_of_the_embedding_as_it_is_and_neighbors_stay(embedded: ad.Ann
 
 def test_mistakes(embedded: ad.AnnData) -> None:
     with pytest.raises(
-        DataError, match=r"color='grupo' is not in adata.obs; did you mean 'group'\? \(adata.obs has: 'group'"
+        DataError, match=r"color='grupo' is not in adata.obs; did you mean 'group'\? \(available: 'group'"
     ):
         embeddings(embedded, ["X_one"], color="grupo")
     with pytest.raises(DataError, match=r"obsm_keys='X_on' is not in adata.obsm; did you mean 'X_one'\?"):

@@ -161,7 +161,7 @@ def test_weights_that_do_not_fit_are_named(ours, tmp_path):
     for change, message in [
         ({"pwff_hidden_dim": 64}, r"encoder\.layers\.0\.pwff\.linear_inner\.bias.*\(48,\).*\(64,\)"),
         ({"num_layers": 3}, r"lacks 'encoder\.layers\.2\."),
-        ({"num_layers": 1}, r"contains unknown 'encoder\.layers\.1\."),
+        ({"num_layers": 1}, r"contains the unknown weights 'encoder\.layers\.1\."),
     ]:
         with pytest.raises(ModelFileError, match=message):
             Model.load_bytes(data, dataclasses.replace(CONFIG, **change))
@@ -213,7 +213,7 @@ def test_what_is_no_tokens_and_no_targets(ours, call, words):
     ("call", "words"),
     [
         (lambda: Model({"dropout_rate": 0.0}), "pass a ModelConfig"),
-        (lambda: Model(dataclasses.replace(CONFIG, num_heads=32)), "num_heads=32 of an even width"),
+        (lambda: Model(dataclasses.replace(CONFIG, num_heads=32)), "num_heads=32 heads of even width"),
         (lambda: attention.MultiHeadAttention(2, 8, dropout_rate=1.5), "dropout_rate=1.5"),
         (lambda: pwff.PositionWiseFeedForward(pwff.PositionWiseFeedForwardConfig(1.5, 8, 8)), "dropout_rate=1.5"),
     ],

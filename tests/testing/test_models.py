@@ -124,66 +124,68 @@ def any_token(mask):
 
 
 states, pool, loss = Small.states, Small.pool, Small.loss
-OTHER_ORDER = "uses_order is False but genes in another order change the embeddings"
+OTHER_ORDER = "uses_order is False, but the order of the genes changes the embeddings"
 # What each method does otherwise, and how it is told.
 BROKEN = {
-    "from_config": {"it has no 'from_config', which": None},
+    "from_config": {"it has no method 'from_config' that": None},
     "encode": {
-        r"encode takes no \*\*kwargs, but .*further keys": (lambda self, input_ids, attention_mask, values=None: None),
-        "cells of other genes have the same embedding": (
+        r"encode does not accept \*\*kwargs, but .*additional keys": (
+            lambda self, input_ids, attention_mask, values=None: None
+        ),
+        "cells with different genes have the same embedding": (
             lambda self, input_ids, attention_mask, values=None, **kwargs: self.genes(input_ids[:, 0])
         ),
-        "'values' at padding change the embeddings": sums_values,
+        "'values' at padding positions change the embeddings": sums_values,
     },
     "forward": {
         "forward returns Tensor, not ModelOutput": (
             lambda self, input_ids, attention_mask, values=None, labels=None, **kwargs: values
         ),
         "return_logits=False changes the loss": another_loss,
-        r"forward changes the batch that it is given \('values'\)": changes_the_batch,
+        r"forward modifies its input batch \('values'\)": changes_the_batch,
         "labels leak into the logits": leaks_labels,
         "labels leak into the embeddings": leaks_values("embeddings"),
         "labels leak into the expression": leaks_values("expression"),
     },
     "output": {
-        r"the logits of 5 cells and 12 tokens are \(5, 11, 60\)": lambda out: {"logits": out.logits[:, 1:]},
-        "there is a loss without labels": lambda out: {"loss": out.logits.sum()},
+        r"the logits of 5 cells and 12 tokens have shape \(5, 11, 60\)": lambda out: {"logits": out.logits[:, 1:]},
+        "forward returns a loss without labels": lambda out: {"loss": out.logits.sum()},
         "the loss is nan with labels": lambda out: {"loss": out.loss and out.loss * float("nan")},
-        "forward and encode embed cells differently": lambda out: {"embeddings": 2 * out.embeddings},
+        "forward and encode return different embeddings": lambda out: {"embeddings": 2 * out.embeddings},
     },
     "loss": {
         "more padding changes the loss": lambda self, logits, labels: loss(self, logits, labels) / logits.shape[1]
     },
     "part": {
-        "the parameter 'unused.weight' takes no part in the loss": lambda model: model.register_module(
+        "the parameter 'unused.weight' does not contribute to the loss": lambda model: model.register_module(
             "unused", nn.Linear(3, 3)
         )
     },
     "states": {
-        "the embeddings are random in evaluation mode": lambda *given: F.dropout(states(*given), 0.1),
+        "the output 'embeddings' is random in evaluation mode": lambda *given: F.dropout(states(*given), 0.1),
         "a model with the same weights embeds cells differently": hidden_state,
         "LoRA adapters do not change the embeddings": (
             lambda self, ids, values: projected(
                 self, self.genes(ids) + F.linear(values[..., None], self.value.weight, self.value.bias)
             )
         ),
-        "with disabled LoRA adapters the embeddings are not those of before": (
+        "disabling the LoRA adapters does not restore the original embeddings": (
             lambda self, *given: states(self, *given) * (1 if type(self.project) is nn.Linear else 2)
         ),
     },
     "pool": {
         "more padding changes the embeddings": lambda self, hidden, mask: hidden.mean(dim=1),
-        "cell 0 alone has another embedding than among others": (
+        "the embedding of cell 0 alone differs from its embedding in a batch": (
             lambda *given: pool(*given) - pool(*given).mean(dim=0)
         ),
-        "a mask of torch.int64 means something else than one of torch.bool": (
+        "a mask of dtype torch.int64 gives different results than a mask of dtype torch.bool": (
             lambda self, hidden, mask: pool(self, hidden, mask if mask.dtype == torch.bool else ~mask.bool())
         ),
         OTHER_ORDER: lambda self, hidden, mask: pool(self, hidden, mask) + hidden[:, 1] * mask[:, 1:2],
         "the embedding of a cell without tokens is not finite": (
             lambda self, hidden, mask: pool(self, hidden, mask) / any_token(mask)
         ),
-        "the check that encode can be exported for any number of cells raises ": depends_on_numbers,
+        "checking that encode can be exported for any number of cells raised ": depends_on_numbers,
     },
 }
 
@@ -219,7 +221,9 @@ def test_names_classes_and_instances_are_taken(monkeypatch):
     for model in ("small", Small):
         with pytest.raises(OptionError, match="'hidden_dims' is unknown to"):
             check_model(model, hidden_dims=4)
-    with pytest.raises(OptionError, match="vocab_size=15 is too small for the checks; create the model with 60"):
+    with pytest.raises(
+        OptionError, match="vocab_size=15 is too small for the checks; create the model with vocab_size=60"
+    ):
         check_model(Small(15))
 
 

@@ -78,12 +78,12 @@ NO_MATRIX = [
     (
         COUNTS.tolist(),
         OptionError,
-        "cells of type 'list' are not a matrix of numbers; pass counts of shape (cells, genes)",
+        "cells is of type 'list' and not a numeric matrix; pass counts of shape (cells, genes)",
     ),
-    (ad.AnnData(COUNTS), OptionError, "cells of type 'AnnData' are not a matrix of numbers"),
-    (COUNTS[0], OptionError, "cells of type 'ndarray' are not a matrix of numbers"),
-    (COUNTS.astype(object), OptionError, "cells of type 'ndarray' are not a matrix of numbers"),
-    (COUNTS[:, :20], DataError, "cells has 20 columns but the vocabulary 50 genes; pass the names"),
+    (ad.AnnData(COUNTS), OptionError, "cells is of type 'AnnData' and not a numeric matrix"),
+    (COUNTS[0], OptionError, "cells is of type 'ndarray' and not a numeric matrix"),
+    (COUNTS.astype(object), OptionError, "cells is of type 'ndarray' and not a numeric matrix"),
+    (COUNTS[:, :20], DataError, "cells has 20 columns, but the vocabulary has 50 genes; pass the column names"),
 ]
 
 
@@ -108,8 +108,8 @@ def test_a_damaged_matrix(name) -> None:
 
 
 TOTALS = [
-    (np.ones(5), "totals has the shape (5,) but there are 6 cells"),
-    (3.0, "totals has the shape ()"),
+    (np.ones(5), "totals has shape (5,), but there are 6 cells"),
+    (3.0, "totals has shape ()"),
     ([1, 2, 3, 4, 5, np.nan], "totals contains nan, which is not a library size"),
     ([1, 2, 3, 4, -5, 6], "totals contains -5"),
 ]
@@ -127,12 +127,12 @@ def test_totals(totals, message, options) -> None:
 @every_tokenizer
 def test_a_map_onto_another_vocabulary(name) -> None:
     tokenizer = get_tokenizer(name, VOCAB)
-    hint = "create it with GeneMap.of(names, tokenizer.vocab)."
+    hint = "create the GeneMap with GeneMap.of(names, tokenizer.vocab)."
     wide = sparse.csr_matrix((np.ones(3, np.float32), [5, 10**6, 10**7 - 1], [0, 3]), shape=(1, 10**7))
     foreign = GeneMap(np.arange(10**7, dtype=np.int32), 10**7)
-    fails(lambda: tokenizer(wide, foreign), DataError, "onto 10000000 genes but the vocabulary has 50; " + hint)
+    fails(lambda: tokenizer(wide, foreign), DataError, "for 10000000 genes, but the vocabulary has 50 genes; " + hint)
     beyond = GeneMap(np.arange(1, N_GENES + 1, dtype=np.int32), N_GENES)
-    fails(lambda: tokenizer(COUNTS, beyond), DataError, "onto 51 genes but the vocabulary has 50; " + hint)
+    fails(lambda: tokenizer(COUNTS, beyond), DataError, "for 51 genes, but the vocabulary has 50 genes; " + hint)
     nothing = GeneMap(np.full(N_GENES, -1, dtype=np.int32), N_GENES)
     fails(lambda: tokenizer(COUNTS, nothing), GeneMismatchError, "none of the 50 genes of the vocabulary; " + hint)
     tokenizer(COUNTS, GeneMap.of(VOCAB.genes, VOCAB))
@@ -141,22 +141,22 @@ def test_a_map_onto_another_vocabulary(name) -> None:
 def test_names_of_which_none_is_in_the_vocabulary() -> None:
     vocab = GeneVocab.from_genes(["ENSG00000167286", "ENSG00000090382"])
     tokenizer = get_tokenizer("continuous_projection", vocab)
-    start = "gene_ids has none of the 2 genes of the vocabulary. It contains "
+    start = "gene_ids contains none of the 2 genes of the vocabulary. It contains "
     convert = "convert them with scforge.data.convert_gene_ids(names, to='ensembl', species='human')."
     for names, kind, hint in [
         (["CD19", "MS4A1"], "human gene symbols such as 'CD19', 'MS4A1'", convert),
-        (["ENSMUSG00000032094", "ENSMUSG00000069516"], "mouse Ensembl ids", "map the names to those of the vocab"),
+        (["ENSMUSG00000032094", "ENSMUSG00000069516"], "mouse Ensembl ids", "convert them to the names in the vocab"),
         (
             ["x1", "x2"],
             "names of an unknown kind such as 'x1', 'x2', but the vocabulary contains human Ensembl ids",
-            "map the names",
+            "convert them to the names in the vocabulary",
         ),
-        ([0, 1], "numbers (Entrez ids?)", "map the names"),
+        ([0, 1], "numbers (Entrez ids?)", "convert them to the names in the vocabulary"),
     ]:
         fails(lambda n=names: tokenizer(COUNTS[:, :2], n), GeneMismatchError, start + kind, hint)
     for names in ("ENSG00000167286", 5):
         fails(lambda n=names: tokenizer(COUNTS[:, :2], n), OptionError, f"names={names!r} is not a list of names")
-    hint = "gene_ids names 1 genes but cells has 2 columns"
+    hint = "gene_ids contains 1 genes, but cells has 2 columns"
     fails(lambda: tokenizer(COUNTS[:, :2], ["ENSG00000167286"]), DataError, hint)
 
 
@@ -171,7 +171,7 @@ def options_that_are_none():
             for name in list_tokenizers() if owner is None else [owner]:
                 yield name, {option: value}, f"{option}={value!r} must be True or False."
     for name in list_tokenizers():
-        yield name, {"max_len": -1}, "max_len=-1 is not at least 0"
+        yield name, {"max_len": -1}, "max_len=-1 is too small; pass at least 0"
         yield name, {"max_len": "8"}, "max_len='8' is not a whole number of tokens"
 
 
@@ -185,7 +185,7 @@ def test_options() -> None:
         ("random_token_prob", True, "random_token_prob=True is not a number from 0 to 1."),
         ("random_token_prob", 1.5, "random_token_prob=1.5 is not a number from 0 to 1."),
         ("seed", "0", "seed='0' is not a whole number"),
-        ("seed", -1, "seed=-1 is not at least 0"),
+        ("seed", -1, "seed=-1 is too small; pass at least 0"),
         ("seed", 2**63, f"seed={2**63} is too large"),
     ):
         fails(lambda o=option, v=value: Masking(VOCAB, **{o: v}), OptionError, message)
@@ -199,13 +199,13 @@ ONE = "ENSG00000000005"
 GENEFORMER = [
     (TOKENS, DataError, "tokens_medians is not a table with the columns 'gene_id', 'token', 'median' (it has: '<pad>'"),
     ((TOKENS, 3), OptionError, "tokens_medians is not a pair of dictionaries; " + BOTH),
-    (None, DataError, "(it has: NoneType); pass one, a file, or the two dictionaries"),
-    ((MEDIANS, TOKENS), DataError, "tokens_medians has token ids that are not 0, 1, 2, ... without gaps"),
-    (({**TOKENS, "<pad>": "0"}, MEDIANS), DataError, "tokens_medians has the token '0', which is not a number"),
+    (None, DataError, "(it has: NoneType); pass such a table, a file, or the two dictionaries"),
+    ((MEDIANS, TOKENS), DataError, "the token ids in tokens_medians must be consecutive integers from 0"),
+    (({**TOKENS, "<pad>": "0"}, MEDIANS), DataError, "tokens_medians contains the token '0', which is not a number"),
     ((TOKENS, {**MEDIANS, ONE: "a"}), DataError, "has the median 'a', which is not a number"),
     ((TOKENS, {**MEDIANS, ONE: -1.0}), DataError, f"has no positive median for 1 genes (first: '{ONE}', -1.0)"),
     ((TOKENS, {**MEDIANS, ONE: np.nan}), DataError, f"has no positive median for 1 genes (first: '{ONE}', nan)"),
-    (TEXT, DataError, "tokens_medians has the token 'a', which is not a number"),
+    (TEXT, DataError, "tokens_medians contains the token 'a', which is not a number"),
     (
         TEXT[["gene_id"]],
         DataError,
@@ -226,7 +226,9 @@ def test_options_of_geneformer(tmp_path) -> None:
 
     assert make().vocab.genes == tuple(MEDIANS)
     fails(lambda: make(version="V3"), OptionError, "version='V3' is not known (known: 'V1', 'V2')")
-    hint = "ensembl_map is not a table with the columns 'ensembl_id', 'gene_id' (it has: list); pass one, a file"
+    hint = (
+        "ensembl_map is not a table with the columns 'ensembl_id', 'gene_id' (it has: list); pass such a table, a file"
+    )
     fails(lambda: make(ensembl_map=[1]), DataError, hint)
     fails(lambda: make(ensembl_map="map.pkl"), OptionError, "ensembl_map='map.pkl' is a pickle file")
     (tmp_path / "tokens.pkl").write_bytes(b"no pickle is opened")

@@ -79,7 +79,7 @@ def test_worked_example():
     assert quantile_bins(cell, side="one").data.tolist() == [15, 15, 15, 22, 29, 36, 43, 50]
     np.testing.assert_array_equal(np.random.get_state()[1], state)  # the global generator is left alone
     for bad in (-1.0, np.nan):
-        with pytest.raises(DataError, match="negative or missing values"):
+        with pytest.raises(DataError, match="negative, missing or infinite values"):
             quantile_bins(sparse.csr_matrix([[1.0, bad]]))
     with pytest.raises(OptionError, match="side='left' is not known .known: 'both', 'one', 'tahoe'"):
         quantile_bins(cell, side="left")

@@ -91,7 +91,7 @@ def test_names_are_matched_as_the_vocabulary_knows_them():
     table = {"ENSG00000000000.7": [1.0], "ensg00000000001": [2.0], "C": [3.0], "OLD": [4.0], "other": [9.0]}
     table["A"] = [1.0]
     assert make(vocab, table).gene_vectors()[4:, 0].tolist() == [1, 2, 3, 4]
-    with pytest.raises(DataError, match="several vectors for the gene 'ENSG00000000000', in the rows 'ENSG.*', 'A'; k"):
+    with pytest.raises(DataError, match="several vectors for gene 'ENSG00000000000', in the rows 'ENSG.*', 'A'; k"):
         make(vocab, table | {"A": [2.5]})
 
 
@@ -100,7 +100,7 @@ def test_few_vectors_are_told(tiny_vocab, caplog):
     with pytest.warns(ScforgeWarning, match="vectors for 30 of the 80 genes of the vocabulary .38%."):
         make(tiny_vocab, FRAME[:30])
     make(tiny_vocab, FRAME[:40])
-    assert "table has vectors for 40 of the 80 genes" in caplog.text
+    assert "table contains vectors for 40 of the 80 genes" in caplog.text
 
 
 def bad_tables(folder: Path):
@@ -127,22 +127,22 @@ def bad_tables(folder: Path):
     yield folder / "none.npz", MissingFileError, "none.npz' does not exist; pass the file"
     yield folder / "vectors.pt", OptionError, "vectors.pt' has an unknown format; save the vectors as .npz or .parquet"
     yield foreign, GeneMismatchError, "none of the 80 genes of the voc"
-    yield holes, DataError, "missing or infinite numbers in the vectors of 2 genes .first: 'gene7'"
+    yield holes, DataError, "missing or infinite values in the vectors of 2 genes .first: 'gene7'"
     yield FRAME.astype("Float32").replace(FRAME.iloc[3, 1], pd.NA), DataError, "the vectors of 1 genes .first: 'gene3'"
     yield FRAME.astype(str), DataError, "a table needs gene names .as the index .*its columns are"
     yield FRAME.reset_index(drop=True), DataError, "a table needs gene names .as the index .*its columns are"
     yield FRAME.reset_index(names="a").assign(b="x"), DataError, "gene names .as the index .*its columns are 'a', "
     yield FRAME.assign(b=list(VECTORS)), DataError, "a table needs gene names .as the index .*its columns are"
     yield FRAME.set_axis([None, *GENES[1:]], axis=0), DataError, "1 rows have no gene name"
-    yield FRAME.iloc[:, :0], DataError, "shape .80, 0.; numbers of shape"
-    yield {}, DataError, "numbers of shape .genes, dimensions. are needed"
+    yield FRAME.iloc[:, :0], DataError, "shape .80, 0.; pass numeric vectors of shape"
+    yield {}, DataError, "pass numeric vectors of shape .genes, dimensions."
     yield {"gene0": [1.0, 2.0], "gene1": [1.0]}, DataError, "must have the same shape"
     yield {"gene0": [1.0, 2.0], "gene1": 1.0}, DataError, "must have the same shape"
     yield {"gene0": [[1.0], [2.0, 3.0]]}, DataError, "inhomogeneous shape"
     yield {"gene0": ["a"], "gene1": ["b"]}, DataError, "vectors of dtype <U1"
     yield {"gene0": [[1.0]]}, DataError, r"shape \(1, 1, 1\)"
     yield saved("a", vectors=VECTORS), DataError, "a.npz' cannot be read as gene names"
-    yield saved("b", genes=text[:70], vectors=VECTORS), DataError, "70 names of genes and vectors"
+    yield saved("b", genes=text[:70], vectors=VECTORS), DataError, "70 gene names and vectors"
     yield saved("c", genes=text.astype(object), vectors=VECTORS), DataError, "Object arrays cannot be loaded"
     yield saved("d", genes=np.arange(80), vectors=VECTORS), GeneMismatchError, "none of the 80 genes"
     yield saved("e", genes=text, vectors=VECTORS[0]), DataError, "vectors of dtype float32 and shape .5,."
@@ -155,11 +155,11 @@ def bad_tables(folder: Path):
     yield (
         tensors("b", None, x=VECTORS),
         DataError,
-        r"1 names of genes and vectors of dtype float32 and shape \(1, 80, 5\)",
+        r"1 gene names and vectors of dtype float32 and shape \(1, 80, 5\)",
     )
     yield tensors("c", "gene0, gene1", x=VECTORS), DataError, "c.safetensors' cannot be read"
     yield tensors("d", json.dumps(GENES), x=VECTORS, y=VECTORS), DataError, "d.safetensors' cannot be read"
-    yield tensors("e", json.dumps(GENES[:3]), x=VECTORS), DataError, "3 names of genes and vectors"
+    yield tensors("e", json.dumps(GENES[:3]), x=VECTORS), DataError, "3 gene names and vectors"
 
 
 def test_bad_tables(tiny_vocab, tmp_path):
@@ -229,7 +229,7 @@ def test_config_makes_it_again_without_the_table(tiny_adata, tiny_vocab, options
     assert len(repr(tokenizer)) < 500
     one, two = tokenizer(block), again(block)
     assert all(torch.equal(one[key], two[key]) for key in one)
-    with pytest.raises(OptionError, match="table=None but the tokenizer 'gene_embedding' needs gene vectors"):
+    with pytest.raises(OptionError, match="table=None, but the tokenizer 'gene_embedding' requires gene vectors"):
         again.gene_vectors()
 
 
@@ -259,12 +259,12 @@ def test_hidden_genes_do_not_keep_their_place(tiny_adata, tiny_vocab):
     ("options", "message"),
     [
         ({"missing": "zero"}, "missing='zero' is not known .known: 'learned', 'drop'"),
-        ({"missing": "drop", "table": None}, "missing='drop' needs a table"),
-        ({"missing": "drop", "dropped": []}, "dropped is computed from the table"),
-        ({"dropped": ["gene1"], "table": None}, "dropped is computed from the table"),
+        ({"missing": "drop", "table": None}, "missing='drop' requires table"),
+        ({"missing": "drop", "dropped": []}, "dropped is computed from table"),
+        ({"dropped": ["gene1"], "table": None}, "dropped is computed from table"),
         (
             {"missing": "drop", "dropped": ["gene1", "geneX"], "table": None},
-            "dropped names 'geneX', which is not a gene",
+            "dropped contains 'geneX', which is not a gene",
         ),
         ({"missing": "drop", "library_size": "vocabulary"}, "pass library_size='data'"),
         ({"tabel": 3}, "'tabel' is unknown to 'gene_embedding'; did you mean 'table'"),

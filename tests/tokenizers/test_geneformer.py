@@ -246,9 +246,14 @@ def test_sizes_and_special_tokens():
     assert v1.vocab.special_tokens == ("<pad>", "<mask>")
     assert (v2.vocab.pad_id, v2.vocab.mask_id, v2.vocab.cls_id, v2.vocab.eos_id) == (0, 1, 2, 3)
     for tokens, medians, version, message in (
-        (V1, MEDIANS, "V2", "pass the dictionaries of version V2, or the version that fits them"),
-        (V2, MEDIANS, "V1", "pass the dictionaries of version V1, or the version that fits them"),
-        (V1 | {GENES[0]: 500}, MEDIANS, "V1", "without gaps; pass a published dictionary"),
+        (V1, MEDIANS, "V2", "pass the dictionaries of version V2, or the version that matches the dictionaries"),
+        (V2, MEDIANS, "V1", "pass the dictionaries of version V1, or the version that matches the dictionaries"),
+        (
+            V1 | {GENES[0]: 500},
+            MEDIANS,
+            "V1",
+            "must be consecutive integers from 0; pass a token dictionary as published",
+        ),
         (V1, {GENES[0]: 1.0}, "V1", "no positive median for 119 genes"),
     ):
         with pytest.raises(DataError, match=message):

@@ -76,6 +76,6 @@ def cells(pbmc):
 @pytest.mark.parametrize("name", ["binned_expression", "continuous_projection"])
 def test_a_list_of_all_genes_does_not_go_with_masked_genes(cells, name):
     tokenizer = {"name": name, "include_zero_genes": True}
-    with pytest.raises(OptionError, match="include_zero_genes=True presents every measured gene"):
+    with pytest.raises(OptionError, match="include_zero_genes=True includes every measured gene"):
         Encoder(cells, "gene_pooling", tokenizer, "masked_gene_prediction")
     Encoder(cells, "gene_pooling", tokenizer, "joint_embedding", n_top_genes=50)

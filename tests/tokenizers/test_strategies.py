@@ -52,5 +52,5 @@ def test_errors(tiny_vocab):
         get_tokenizer("rank_value", tiny_vocab, max_length=5)
     with pytest.raises(OptionError, match="did you mean 'rank_value'"):
         get_tokenizer("rank_values", tiny_vocab)
-    with pytest.raises(DataError, match="cells has 5 columns but the vocabulary 80 genes"):
+    with pytest.raises(DataError, match="cells has 5 columns, but the vocabulary has 80 genes"):
         get_tokenizer("rank_value", tiny_vocab)(sparse.csr_matrix(np.ones((2, 5))))

@@ -114,7 +114,7 @@ def test_a_budget_of_tokens_is_kept(store, many_adata, setup, where):
     assert all(batch["input_ids"].numel() <= 1000 for batch in data.val_dataloader())
     with pytest.raises(OptionError, match="max_tokens_per_batch=20 is too small for a cell with"):
         masked(cells, max_tokens_per_batch=20).train_dataloader()
-    with pytest.raises(OptionError, match="max_tokens_per_batch=500 .*JointEmbedding needs random batches"):
+    with pytest.raises(OptionError, match="max_tokens_per_batch=500 .*JointEmbedding requires random batches"):
         setup.data(batch_size=None, max_tokens_per_batch=500)
 
 
@@ -128,8 +128,8 @@ COLUMNS = ("balance_by", "split_by", "weight_by", "batch_key", "labels_key")
         ({"train_rows": ROWS}, "must be given together; pass both, or neither"),
         ({"train_rows": ROWS, "validation_rows": np.arange(4, 8)}, "must be disjoint"),
         ({"train_rows": [], "validation_rows": [1]}, "train_rows is empty"),
-        ({"train_rows": np.array([0, 700]), "validation_rows": ROWS}, "train_rows has the row 700, but there"),
-        ({"train_rows": ROWS, "validation_rows": np.array([-1])}, "validation_rows has the row -1"),
+        ({"train_rows": np.array([0, 700]), "validation_rows": ROWS}, "train_rows contains row 700, but there"),
+        ({"train_rows": ROWS, "validation_rows": np.array([-1])}, "validation_rows contains row -1"),
         (
             {"train_rows": ROWS, "validation_rows": np.arange(5, 9), "split_by": "donor"},
             "split_by='donor' has no effect",
@@ -152,7 +152,9 @@ def test_batches_of_one_name_in_several_sources_are_reported(many_adata):
     first, second = many_adata[:40].copy(), many_adata[40:80].copy()
     first.obs["donor"], second.obs["donor"] = ["1", "2"] * 20, ["1"] * 30 + ["3"] * 10
     both = open_cells([first, second])
-    with pytest.warns(ScforgeWarning, match=r"batch_key='donor': batches of one name in several sources .*: '1'; pass"):
+    with pytest.warns(
+        ScforgeWarning, match=r"batch_key='donor': batches with the same name in several sources .*'1'.; give"
+    ):
         CellDataModule(both, batch_key="donor")
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -101,7 +101,8 @@ def test_the_best_weights_are_kept(setup):
 
 def test_few_cells_are_told(setup):
     with pytest.warns(
-        ScforgeWarning, match="The model learns from 3 cells, fewer than 50, which is too few to select an epoch"
+        ScforgeWarning,
+        match="The model is trained on 3 cells, which are too few to select the best epoch; pass at least 50",
     ):
         setup.fit(data=setup.data(n_validation=57), max_epochs=1)
     # Without validation cells the loss of training decides.
@@ -169,7 +170,10 @@ def test_a_line_an_epoch_in_a_log_and_a_bar_in_a_notebook(setup, capsys, caplog,
 
 def test_further_devices_after_a_training_on_one(setup, monkeypatch):
     setup.fit(max_epochs=1)
-    with pytest.raises(OptionError, match=r"devices=2, but this script has already trained on one device, .* torchrun"):
+    with pytest.raises(
+        OptionError,
+        match=r"devices=2 cannot be used, because this script has already trained on one device, .* torchrun",
+    ):
         setup.fit(max_epochs=1, devices=2)
     # Where Slurm starts all processes, Lightning tells: ours would be wrong.
     numbers = {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}
@@ -185,7 +189,7 @@ def test_further_devices_after_a_training_on_one(setup, monkeypatch):
         ({"callbacks": [object()]}, "callbacks contains an object of type 'object'; pass lightning.pytorch callbacks"),
         (
             {"logger": "wandb"},
-            "logger='wandb' is not a Lightning logger; create one with scforge.training.make_loggers",
+            "logger='wandb' is not a Lightning logger; create a logger with scforge.training.make_loggers",
         ),
         ({"logger": [3]}, "logger=3 is not a Lightning logger"),
         ({"early_stopping": 5}, "early_stopping=5 must be True or False."),

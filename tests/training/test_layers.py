@@ -44,7 +44,7 @@ def test_freezing_and_learning_rates_that_fall_toward_the_input(transformer) -> 
         assert {p.requires_grad for p in group} == {number > 2}
         assert {factors[id(p)] for p in group} == {0.5 ** (N_LAYERS + 1 - number)}
     assert learning_rate_factors(transformer, None) == {}
-    with pytest.raises(OptionError, match=f"freeze={N_LAYERS + 1} but there are {N_LAYERS} layers"):
+    with pytest.raises(OptionError, match=f"freeze={N_LAYERS + 1}, but there are only {N_LAYERS} layers"):
         freeze_layers(transformer, N_LAYERS + 1)
     assert GradualUnfreezing(2).state_dict() == {}
     with pytest.raises(OptionError, match="gradual_unfreezing=0"):

@@ -158,7 +158,7 @@ def test_a_state_is_of_what_was_handed_out(store, name, taken):
     assert len(rest) == len(made) - taken
     assert [mark(batch) for batch in again] == rest
     assert len(epoch(again, 3)) == len(again)
-    with pytest.raises(OptionError, match="another order of cells: its .*, but here it is"):
+    with pytest.raises(OptionError, match="different order of cells: its .*, expected"):
         loader(store, {"batch_size": 30}).load_state_dict(made.state_dict())
 
 

@@ -81,7 +81,7 @@ def test_what_cannot_be_logged_to(tmp_path):
     with pytest.raises(OptionError, match="wandb_mode='off' is not known"):
         make_loggers(["wandb"], tmp_path, wandb_mode="off")
     (tmp_path / "metrics.csv").write_text("name,age\nx,3\n")
-    with pytest.raises(DataError, match=r"metrics\.csv' is not a table of a training"):
+    with pytest.raises(DataError, match=r"metrics\.csv' is not the log table of a training"):
         TableLogger(tmp_path).begin(5)
     with pytest.raises(OptionError, match="is a file"):
         make_loggers(["csv"], tmp_path / "metrics.csv")

@@ -169,7 +169,7 @@ def test_a_model_starts_at_what_is_known_of_the_cells_and_tells_of_cut_ones(cell
     module = ScDiVaModel(84, 8, **SMALL, max_tokens=20, denoising=True)
     objective = MaskedDiffusion()
     objective.learn_from(module)
-    with pytest.warns(ScforgeWarning, match=r"max_tokens=20 cuts \d+% of the cells .* learns the first 20 "):
+    with pytest.warns(ScforgeWarning, match=r"max_tokens=20 truncates \d+% of the cells .* learns only the first 20 "):
         objective.initialize(module, cells, tokenizer)
     tokens = tokenizer(cells.block(np.arange(60)))
     lengths = tokens["attention_mask"].sum(dim=1).clamp(max=20).float()
@@ -182,7 +182,9 @@ def test_a_model_starts_at_what_is_known_of_the_cells_and_tells_of_cut_ones(cell
     longest = int(tokens["attention_mask"].sum(dim=1).max())
     module = ScDiVaModel(84, 8, **SMALL, max_tokens=80, denoising=True)
     MaskedDiffusion(max_genes=longest).initialize(module, cells, tokenizer)
-    with pytest.warns(ScforgeWarning, match=f"max_genes={longest - 1} cuts .* raise max_genes for whole cells"):
+    with pytest.warns(
+        ScforgeWarning, match=f"max_genes={longest - 1} truncates .* increase max_genes to use complete cells"
+    ):
         MaskedDiffusion(max_genes=longest - 1).initialize(module, cells, tokenizer)
 
 
@@ -201,7 +203,7 @@ def test_the_decoder_is_told_the_batch(cells, tokenizer):
     one = objective.loss(module, batch)[1]["reconstruction"]
     other = objective.loss(module, {**batch, "batch": 1 - batch["batch"]})[1]["reconstruction"]
     assert not torch.isclose(one, other)
-    with pytest.raises(DataError, match="30 of 60 cells have batches that the model does not know"):
+    with pytest.raises(DataError, match="30 of 60 cells have batches that are unknown to the model"):
         MaskedDiffusion(batch_key="batch", batches=["x"]).bind(cells, np.arange(60))
 
 

@@ -167,7 +167,7 @@ def test_training_starts_at_the_mean(random_cells):
         loss, _ = objective.loss(module, batch)
     targets = batch["value_labels"][batch["masked_positions"]]
     torch.testing.assert_close(loss, targets.var(), rtol=0.01, atol=0.0)
-    with pytest.raises(OptionError, match="value_loss='poisson' needs whole counts"):
+    with pytest.raises(OptionError, match="value_loss='poisson' requires integer counts"):
         objective.initialize(autoencoder(value_loss="poisson"), random_cells, tokenizer)
 
 
@@ -178,7 +178,7 @@ def test_what_cannot_predict_values(random_cells):
     for module in (GenePoolingModel(64, 16, 1), TransformerEncoder(64, 16, 1, 2)):
         with pytest.raises(TrainingError, match=message):
             objective.loss(module, batch)
-    with pytest.raises(OptionError, match="GenePoolingModel, which does not predict values"):
+    with pytest.raises(OptionError, match="GenePoolingModel, which does not predict token values"):
         objective.check_architecture(GenePoolingModel(64, 16, 1))
 
     class Own(torch.nn.Module):

@@ -255,7 +255,7 @@ def test_cells_of_unknown_batches_are_trained_on(adata):
     adata = adata.copy()
     adata.obs["batch"] = adata.obs["batch"].replace("b1", "b7")
     cells = open_cells(adata, GeneVocab.from_genes(list(adata.var_names)))
-    with pytest.warns(ScforgeWarning, match="180 of 360 cells have batches that the model does not know"):
+    with pytest.warns(ScforgeWarning, match="180 of 360 cells have batches that are unknown to the model"):
         objective.bind(cells, np.arange(len(cells)))
     objective.bind_query(cells, np.arange(len(cells)))  # no warning: new batches are what a query is for
     batch = objective.prepare(cells.block(np.arange(len(cells))), tokenizer, epoch=0, seed=0)
@@ -269,5 +269,5 @@ def test_models_without_a_decoder_are_refused():
         NeighborDenoising().check_architecture(TransformerEncoder)
     with pytest.raises(OptionError, match="the model has no expression decoder; create it with n_batches=0"):
         GenePoolingModel(20, 8, pooling="weighted_sum").decode(torch.zeros(2, 8))
-    with pytest.raises(OptionError, match="pooling='mean' has no decoder of expression, which n_batches=0"):
+    with pytest.raises(OptionError, match="pooling='mean' does not include the expression decoder that n_batches=0"):
         GenePoolingModel(20, 8, n_batches=0)

@@ -180,9 +180,14 @@ def test_columns_that_are_no_classes():
         conditioned()[0].bind(cells)
     with pytest.raises(DataError, match="condition_key='kind' is not a column of obs"):
         objective.bind(eight_of_30(3))
-    with pytest.raises(DataError, match="condition_key='kind': no cell has one of the classes .*'B', 'T'"):
+    with pytest.raises(
+        DataError, match="condition_key='kind': no cell has a class that is known to the model .*'B', 'T'"
+    ):
         conditioned(conditions=["B", "T"])[0].bind(cells)
-    for values, message in (([None, None], "has no value for any cell"), ([0.5, 1.5], "contains numbers, not classes")):
+    for values, message in (
+        ([None, None], "is missing for all cells"),
+        ([0.5, 1.5], "contains numbers instead of classes"),
+    ):
         with pytest.raises(OptionError, match=f"condition_key='kind' {message}"):
             conditioned()[0].options_from(lambda name, values=values: pd.Series(values))
 
@@ -191,14 +196,14 @@ def test_what_cannot_predict_the_next_token_is_refused():
     objective = NextGenePrediction()
     for model in (TransformerEncoder(10, 8, 1, 2), GenePoolingModel(10, 8, 1)):
         for of in (model, type(model)):
-            with pytest.raises(OptionError, match=f"{type(model).__name__}, which sees the token"):
+            with pytest.raises(OptionError, match=f"{type(model).__name__}, which receives the token"):
                 objective.check_architecture(of)
-        with pytest.raises(OptionError, match="which sees the token"):
+        with pytest.raises(OptionError, match="which receives the token"):
             TrainingPlan(model, objective)
     module = model_of()
     batch = objective.prepare(eight_of_30(2).block(np.arange(2)), tokenizer_of(), epoch=0, seed=0)
     module.forward = lambda **given: SimpleNamespace(loss=None)
-    with pytest.raises(TrainingError, match="forward returned no loss although labels were given"):
+    with pytest.raises(TrainingError, match="forward returned no loss, although labels were passed"):
         objective.loss(module, batch)
     with pytest.raises(OptionError, match="choose tokenizer='binned_expression'"):
         objective.check(get_tokenizer("continuous_projection", VOCAB))

@@ -75,10 +75,12 @@ def rewrite(place):
 def test_damage_is_told(folder, damage, error):
     last = folder.states()[-1]
     damage(last / "training")
-    with pytest.raises(error, match="continue with that version" if error is TrainingError else None):
+    with pytest.raises(
+        error, match="resume training with the version that saved the checkpoint" if error is TrainingError else None
+    ):
         read_state(last)
     if error is not TrainingError:
-        with pytest.warns(ScforgeWarning, match="Training resumes from the one before it"):
+        with pytest.warns(ScforgeWarning, match="Training resumes from the previous checkpoint"):
             assert folder.latest()[0].name == "step=00000002"
 
 

@@ -145,14 +145,14 @@ def test_classes_and_batches(tiny_adata, tiny_vocab, tokenizer):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"labels_key": "number"}, "labels_key='number' contains numbers, not classes"),
-        ({"batch_key": "empty"}, "batch_key='empty' has no value for any cell"),
+        ({"labels_key": "number"}, "labels_key='number' contains numbers instead of classes"),
+        ({"batch_key": "empty"}, "batch_key='empty' is missing for all cells"),
         ({"labels_key": "grup"}, "labels_key='grup'"),
         (
             {"batch_key": "batch", "batches": ["x"]},
-            "batch_key='batch': 30 of 60 cells have batches that the model does not know",
+            "batch_key='batch': 30 of 60 cells have batches that are unknown to the model",
         ),
-        ({"labels_key": "group", "labels": ["t"]}, "no training cell has one of the classes"),
+        ({"labels_key": "group", "labels": ["t"]}, "no training cell has a class that is known to the model"),
     ],
 )
 def test_what_does_not_fit(tiny_adata, tiny_vocab, options, message):
@@ -172,7 +172,7 @@ def test_queries_without_classes_and_of_other_batches(tiny_adata, tiny_vocab, to
     with (
         pytest.warns(ScforgeWarning, match="batch_key='batch': 40 of 60 cells .* decoded with the mean of all"),
         pytest.warns(
-            ScforgeWarning, match="labels_key='group': no training cell .* are used for the reconstruction only"
+            ScforgeWarning, match="labels_key='group': no training cell .* are used only for the reconstruction"
         ),
     ):
         objective.bind_query(cells, rows)
@@ -191,5 +191,5 @@ def test_queries_without_classes_and_of_other_batches(tiny_adata, tiny_vocab, to
     assert torch.equal(told[0], module.decode(latent, 1)[0])
     assert torch.equal(told[1], module.decode(latent)[1])
     only = {"labels_key": "group", "labels": ["a"], "reconstruction_weight": 0.0}
-    with pytest.raises(DataError, match="reconstruction_weight=0 leaves no other loss; label some cells"):
+    with pytest.raises(DataError, match="reconstruction_weight=0 leaves no other loss; label some of the cells"):
         Variational(**only).bind_query(cells, rows)

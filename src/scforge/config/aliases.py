@@ -112,11 +112,11 @@ def _put(content: dict[str, Any], dotted: str, value: Any, *, alias: str) -> Non
         holder = holder[name]
         if not isinstance(holder, dict):
             section = ".".join(sections[: depth + 1])
-            raise AliasError(f"{section}={shown(holder)} is not a section with options.", section)
+            raise AliasError(f"{section} must be a section with options, but is {shown(holder)}.", section)
     if key in holder and holder[key] != value:
         raise AliasError(
             f"{alias}={shown(value)} and {dotted}={shown(holder[key])} set the same option to different values; "
-            f"keep {dotted} alone.",
+            f"keep only {dotted}.",
             alias,
             dotted,
         )
@@ -180,9 +180,9 @@ class Source:
     keys: tuple[str, ...] = ()
 
     def find(self, location: Sequence[int | str]) -> tuple[int, int | None]:
-        """Return how many parts of a location exist in this source, and the line of the last part.
+        """Return how many leading parts of a location exist in this source, and the line number of the last one found.
 
-        Lines are counted from 1. The line is None if there are no lines, as in an override.
+        Lines are counted from 1. The line is None if the source has no lines, e.g. an override.
         """
         depth, line = self._walk(location)
         for alias, canonical in _SPELLINGS:
@@ -259,7 +259,7 @@ _REPR = reprlib.Repr(maxlevel=2, maxdict=3, maxlist=3, maxstring=60, maxother=60
 _STORAGE_OPTIONS = "storage_options"
 _PLAIN_KEY = re.compile(r"[\w-]+")
 
-_WORDS = {"model_type": "is not a section with options", "string_type": "is not text; put it in quotes"}
+_WORDS = {"model_type": "must be a section with options", "string_type": "is not text; put the value in quotes"}
 """A mapping from pydantic error types to messages without Python terms."""
 
 
@@ -341,8 +341,9 @@ def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
         return unknown_option(name, value, schema, siblings, "a known option")
     if kind == "missing":
         if name.startswith("finetune."):
-            return f"{name} is missing; name both, e.g. finetune: {{base_model: checkpoints/final, task: annotation}}"
-        return f"{name} is missing; every configuration names its data, e.g. data: {{paths: [cells.h5ad]}}"
+            example = "finetune: {base_model: checkpoints/final, task: annotation}"
+            return f"{name} is missing; set base_model and task, e.g. {example}"
+        return f"{name} is missing; every configuration needs data, e.g. data: {{paths: [cells.h5ad]}}"
     if kind == "literal_error":
         known = re.findall(r"'([^']*)'", context["expected"])
         return f"{option} is not known{_hint(_nearest(str(value), known))} (known: {listing(known)})"

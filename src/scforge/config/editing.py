@@ -48,11 +48,11 @@ def init_config(
     text = recipe_path(recipe).read_text(encoding="utf-8")
     path = Path(f"{recipe}.yaml" if output is None else output)
     if path.is_dir():
-        raise ConfigError(f"output={str(path)!r} is a folder; name a file in it.")
+        raise ConfigError(f"output={str(path)!r} is a folder; pass the path of a file.")
     if path.suffix == ".toml":
-        raise ConfigError(f"output={str(path)!r} must end in .yaml, because recipes are YAML; rename it.")
+        raise ConfigError(f"output={str(path)!r} must end in .yaml, because recipes are YAML files.")
     if path.exists() and not overwrite:
-        raise ConfigError(f"output={str(path)!r} exists; choose another name, or overwrite it (--overwrite).")
+        raise ConfigError(f"output={str(path)!r} exists; choose another name, or overwrite the file (--overwrite).")
     atomic_write_text(path, text)
     return path
 

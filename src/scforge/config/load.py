@@ -28,7 +28,7 @@ class _Loader(yaml.SafeLoader):
             # Some scalars look like a date or a number but are not, e.g. 2024-13-01; PyYAML leaves that to Python.
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
-                None, None, f"{shown(node.value)} is not a value of type {kind}; quote text", node.start_mark
+                None, None, f"{shown(node.value)} is not a value of type {kind}; put text in quotes", node.start_mark
             ) from error
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -100,7 +100,7 @@ def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
 
 
 def parse_toml(text: str, *, where: str) -> Any:
-    """Return the content of a TOML document; its parser does not report positions."""
+    """Return the content of a TOML document; the TOML parser does not report line numbers."""
     try:
         return tomllib.loads(text) or None
     except tomllib.TOMLDecodeError as error:
@@ -234,13 +234,13 @@ def _read(path: Path) -> tuple[Mapping[str, Any], Source]:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(f"config={name} cannot be read: {reason}; name a YAML or TOML file.") from None
+        raise ConfigError(f"config={name} cannot be read: {reason}; pass a YAML or TOML file.") from None
     if path.suffix == ".toml":
         content, root = parse_toml(text, where=str(path)), None
     else:
         content, root = parse_yaml(text, where=str(path))
     if content is None:
-        raise ConfigError(f"config={name} is empty; it needs at least a section data with paths.")
+        raise ConfigError(f"config={name} is empty; add at least a data section with paths.")
     if not isinstance(content, Mapping):
         raise ConfigError(f"config={name} contains {shown(content)} instead of sections such as data and training.")
     return content, Source(str(path), root)
@@ -270,7 +270,9 @@ def _merged(content: Mapping[str, Any], changes: Mapping[str, Any], prefix: str 
         # An option such as finetune.lora is true, or a section.
         if isinstance(change, Mapping) and old is not None and not isinstance(old, bool):
             if not isinstance(old, Mapping):
-                raise AliasError(f"{prefix}{key}={shown(old)} is not a section with options.", f"{prefix}{key}")
+                raise AliasError(
+                    f"{prefix}{key} must be a section with options, but is {shown(old)}.", f"{prefix}{key}"
+                )
             change = _merged(old, change, f"{prefix}{key}.")
         merged[key] = change
     return merged

@@ -109,13 +109,13 @@ def _size(value: Any) -> Any:
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     if value is None or whole or (isinstance(value, str) and value.strip()):
         return value
-    raise ValueError("is not an amount of memory such as '16GB', or a number of bytes")
+    raise ValueError("must be an amount of memory such as '16GB', or a number of bytes")
 
 
 def _filters(value: Any) -> Any:
     if value is None or isinstance(value, dict) or (isinstance(value, str) and value.strip()):
         return value
-    raise ValueError("is neither columns with their values, such as {tissue: [lung, heart]}, nor a SOMA value_filter")
+    raise ValueError("must be columns with their values, such as {tissue: [lung, heart]}, or a SOMA value_filter")
 
 
 class PreprocessingConfig(Section):
@@ -184,7 +184,11 @@ class SamplingConfig(Section):
     end: Share | None = None
 
     _needs_key = _needs(
-        "balance_key", "balance_key, the column of obs with the classes; add it", "warmup_epochs", "start", "end"
+        "balance_key",
+        "balance_key, the column of obs with the classes; set balance_key",
+        "warmup_epochs",
+        "start",
+        "end",
     )
 
 
@@ -308,7 +312,7 @@ class DataConfig(Section):
     @classmethod
     def _whole_credentials(cls, value: Any) -> Any:
         if any(mark in str(value) for mark in (f"://{SECRET}@", f"?{SECRET}", f"'{SECRET}'")):
-            raise ValueError("needs a credential, which scforge does not write into files; enter it again")
+            raise ValueError("requires a credential, which scforge does not save to files; enter the credential again")
         return value
 
     @field_validator("organism", "filters", "census_version", "uri", "modality")
@@ -317,7 +321,9 @@ class DataConfig(Section):
         local = info.field_name == "modality"
         if value is not None and info.data.get("source", "") == (_CENSUS if local else "local"):
             needed = "local" if local else _CENSUS
-            raise ValueError(f"has no effect without data.source={needed!r}; set that, or remove the key")
+            raise ValueError(
+                f"has no effect without data.source={needed!r}; set data.source={needed!r}, or remove this key"
+            )
         return value
 
 
@@ -327,10 +333,10 @@ def _batch_size(value: Any) -> Any:
     if value is None or value == "auto" or (whole and value >= 1):
         return value
     if whole:
-        raise ValueError("is out of range; it must be at least 1")
+        raise ValueError("must be at least 1")
     if isinstance(value, str) and value.strip().isdecimal() and int(value) >= 1:
         return int(value)
-    raise ValueError("is neither a whole number of cells nor 'auto', which uses as many as fit into memory")
+    raise ValueError("must be a whole number of cells, or 'auto' for as many cells as fit into memory")
 
 
 def _devices(value: Any) -> Any:
@@ -338,7 +344,7 @@ def _devices(value: Any) -> Any:
         return value
     if isinstance(value, str) and (value == "auto" or all(part.strip().isdecimal() for part in value.split(","))):
         return value
-    raise ValueError("is neither a number of devices, nor -1 for all, nor 'auto', nor indices such as '0,1'")
+    raise ValueError("must be a number of devices, -1 for all devices, 'auto', or indices such as '0,1'")
 
 
 BatchSize = Annotated[
@@ -577,14 +583,14 @@ class FinetuneConfig(OpenSection):
     def _leaves_cells(cls, value: float, info: ValidationInfo) -> float:
         validation_size = info.data.get("validation_size", 0.0)
         if value + validation_size >= 1:
-            raise ValueError(f"and validation_size={validation_size:g} leave no training cells; lower one of them")
+            raise ValueError(f"and validation_size={validation_size:g} leave no training cells; reduce one of the two")
         return value
 
     @field_validator("split_key")
     @classmethod
     def _one_split(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("split_by") is not None:
-            raise ValueError(f"has no effect with split_by={info.data['split_by']!r}; keep one of them")
+            raise ValueError(f"has no effect with split_by={info.data['split_by']!r}; keep one of the two")
         return value
 
     @field_validator("evaluate")
@@ -592,10 +598,10 @@ class FinetuneConfig(OpenSection):
     def _has_cells(cls, value: bool | str, info: ValidationInfo) -> bool | str:
         if isinstance(value, str) and value != info.data.get("task", value):
             raise ValueError(
-                f"is not an evaluation of the task {info.data['task']!r}; set it to true (--eval) for its own"
+                f"is not an evaluation of the task {info.data['task']!r}; use evaluate=true (--eval) for the default"
             )
         if value and info.data.get("test_size") == 0 and info.data.get("split_key") is None:
-            raise ValueError("has no test cells, as test_size=0; set test_size above 0")
+            raise ValueError("requires test cells, but test_size=0; set test_size above 0")
         return value
 
 
@@ -609,7 +615,7 @@ def _benchmarks(value: Any) -> Any:
         named = isinstance(benchmark, Mapping) and len(benchmark) == 1 and _is_named(*next(iter(benchmark.items())))
         if not named and not (isinstance(benchmark, str) and benchmark):
             raise ValueError(
-                "contains something that is not a benchmark; pass each as its name, or as its name with options below, "
+                "contains an item that is not a benchmark; pass the name of each benchmark, optionally with options, "
                 "e.g. [cell_type_annotation: {dataset: held_out}]"
             )
     return benchmarks
@@ -671,7 +677,7 @@ class OutputConfig(Section):
     keep_last: Positive = 1
     embedding: Path | None = None
 
-    _needs_folder = _needs("log_dir", "output.log_dir, the folder of the log; add it", "loggers")
+    _needs_folder = _needs("log_dir", "output.log_dir, the log folder; set output.log_dir", "loggers")
 
     @field_validator("project", "run_name", "wandb_mode")
     @classmethod
@@ -716,7 +722,10 @@ class EvalConfig(Section):
 
     # An empty list disables the benchmarks of a file.
     _needs_benchmarks = _needs(
-        "benchmarks", "eval.benchmarks; add them, e.g. [cell_type_annotation]", "every_n_epochs", "datasets"
+        "benchmarks",
+        "eval.benchmarks; set eval.benchmarks, e.g. to [cell_type_annotation]",
+        "every_n_epochs",
+        "datasets",
     )
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def content_keys(block: CellBlock, *, seed: int, stream: int = 0) -> np.ndarray:
-    """Return one random 64-bit key for each cell, which depends on its counts and the draw, uint64, shape (B,).
+    """Return a random key for each cell, which depends on its counts and the draw, uint64, shape (B,).
 
     The position of a cell does not matter: it keeps its random numbers in a subset or a reordered data set.
     """
@@ -115,7 +115,9 @@ class CellBlock:
             matrix = canonical(matrix)
         sums = row_sums(matrix)
         if totals is not None and np.shape(totals) != sums.shape:
-            raise DataError(f"totals has the shape {np.shape(totals)} but there are {len(sums)} cells.")
+            raise DataError(
+                f"totals has shape {np.shape(totals)}, but there are {len(sums)} cells; pass one total per cell."
+            )
         return cls(
             indptr=matrix.indptr.astype(np.int64),
             genes=matrix.indices.astype(np.int32, copy=False),
@@ -127,7 +129,7 @@ class CellBlock:
 
 
 class Cells(Protocol):
-    """Interface of cells to sample batches from: in memory, in a store, or in a remote collection.
+    """Interface for cells to sample batches from: in memory, in a store, or in a remote collection.
 
     Attributes
     ----------
@@ -331,7 +333,7 @@ class CellSource:
         return column_of(self.obs, key)
 
     def stream(self, windows: Iterable[Window]) -> Iterator[CellBlock]:
-        """Yield the cells of each batch of each of `windows`, in order."""
+        """Yield the cells of each batch in each of `windows`, in order."""
         for window in windows:
             for rows in window.batches():
                 yield self.block(rows, draw=window.draw)
@@ -395,7 +397,7 @@ def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:
     """Return a column of a cell table. Raises a :class:`~scforge.errors.DataError` if it is missing."""
     columns = [] if obs is None else [str(column) for column in obs.columns if not str(column).startswith("_scvi_")]
     if obs is None or key not in obs:
-        raise DataError(f"{key!r} is not a column of obs of these cells{suggest(key, columns, 'there is')}")
+        raise DataError(f"{key!r} is not a column of obs{suggest(key, columns, 'available')}")
     return obs[key]
 
 
@@ -416,7 +418,7 @@ def _center(bins: np.ndarray) -> np.ndarray:
 
 
 _RATIO = 1.02
-"""Ratio of the edges of a bin; values differ from the bin center by less than 1 %."""
+"""Ratio of the edges of a bin; values differ from the bin center by less than 1%."""
 
 
 _LOWEST = 1e-5
@@ -429,8 +431,8 @@ _N_BINS = int(np.ceil(np.log(TARGET_SUM / _LOWEST) / np.log(_RATIO))) + 1
 class StreamingMedians:
     """Median of the nonzero CP10K values of each gene, computed from a stream of blocks of cells.
 
-    Each gene has a histogram whose bins have a constant ratio of edges. Memory is 4.2 kB per gene for any number of
-    cells, the order of the blocks does not matter, and the relative error is below 1 %.
+    Each gene has a histogram whose bin edges have a constant ratio. Memory is 4.2 kB per gene for any number of cells,
+    the order of the blocks does not matter, and the relative error is below 1%.
 
     Parameters
     ----------
@@ -465,7 +467,9 @@ class StreamingMedians:
             If a count is larger than the total of its cell.
         """
         if not _fill(self._counts, block.indptr, block.genes, block.counts, block.totals):
-            raise DataError("block has a count of zero or less, or above the total of its cell; pass raw counts.")
+            raise DataError(
+                "block contains a count that is not positive or exceeds the total of its cell; pass raw counts."
+            )
 
     def medians(self) -> np.ndarray:
         """Return the medians, float64, shape (n_genes,); 1 for genes that no cell expresses."""

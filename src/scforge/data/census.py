@@ -44,7 +44,7 @@ _SAMPLED = 64
 
 @dataclass(frozen=True)
 class CensusQuery:
-    """Query of cells from the CELLxGENE Census or another SOMA experiment; nothing is read before it is opened.
+    """Query for cells in the CELLxGENE Census or another SOMA experiment; nothing is read before it is opened.
 
     :func:`scforge.data.open_cells` reads the cells into memory, and :func:`scforge.data.convert` writes them to a
     store. Requires ``pip install "scforge[census]"``, in a separate environment, because the clients require pandas 2.
@@ -54,9 +54,9 @@ class CensusQuery:
     organism
         Organism in the Census, e.g. ``"homo_sapiens"``. It has no effect if `uri` refers to an experiment.
     filters
-        Filters that select cells: a mapping from obs column to a value or a list of values, e.g. ``{"tissue": ["lung",
-        "heart"], "is_primary_data": True}``, of which a cell must match all columns; or a SOMA ``value_filter``. If
-        None, uses all cells. The Census contains many cells twice, so most queries need ``is_primary_data``.
+        Filters that select cells: a mapping from obs columns to a value or list of values, e.g. ``{"tissue": ["lung",
+        "heart"], "is_primary_data": True}`` (a cell must match every column), or a SOMA ``value_filter``. If None, uses
+        all cells. The Census contains many cells twice, so most queries need ``is_primary_data``.
     obs
         Columns of ``obs`` to make available, e.g. for batches and labels. If None, uses all columns.
     census_version
@@ -92,12 +92,10 @@ class CensusQuery:
 
     def __post_init__(self) -> None:
         if not isinstance(self.filters, Mapping | str | None):
-            raise OptionError(f"filters={self.filters!r} is neither a dict of columns and values nor a value_filter.")
+            raise OptionError(f"filters={self.filters!r} must be a dict of columns and values, or a SOMA value_filter.")
         for column, values in self._values.items():
             if not values:
-                raise OptionError(
-                    f"filters[{column!r}]=[] allows no value; pass at least one value, or remove the key."
-                )
+                raise OptionError(f"filters[{column!r}]=[] is empty; pass at least one value, or remove the key.")
         listed_columns(self.obs)
 
     @property
@@ -162,7 +160,7 @@ def _condition(column: str, values: list[Any]) -> str:
 
 
 class SomaStream:
-    """A ``scforge.data.readers.ChunkReader`` of the cells of a query."""
+    """A ``scforge.data.readers.ChunkReader`` for the cells of a query."""
 
     def __init__(self, query: CensusQuery, vocab: GeneVocab | None) -> None:
         self.query = query
@@ -189,23 +187,23 @@ class SomaStream:
         if missing := [name for name in filtered if name not in self._columns]:
             raise missing_column(missing[0], self.name, self._columns)
         wanted = [*filtered, "nnz"] if "nnz" in self._columns else [*filtered]
-        with _reading(f"obs of {self.name!r}", "check filters and the connection"):
+        with _reading(f"obs of {self.name!r}", "check the filters and the connection"):
             table = _read_table(self._obs, wanted, value_filter=self.query.value_filter)
             if not len(table):
                 counted = [
-                    f"{name!r} {len(_read_table(self._obs, [], value_filter=condition))}"
+                    f"{name!r} alone matches {len(_read_table(self._obs, [], value_filter=condition))}"
                     for name, condition in self.query._conditions.items()
                 ]
                 raise DataError(
-                    f"no cell of {self.name!r} fits filters={self.query.filters!r}: of {self._obs.count} cells, each "
-                    f"filter alone selects {', '.join(counted) or 'nothing'}; relax the filters."
+                    f"no cell of {self.name!r} matches filters={self.query.filters!r}: of {self._obs.count} cells, "
+                    f"{', '.join(counted) or 'no cell is selected'}; relax the filters."
                 )
         for column, values in filtered.items():
             # Most are typos.
             found = set(table[column].unique())
             if absent := [value for value in values if value not in found]:
                 warn(
-                    f"filters[{column!r}] names {absent[0]!r}, but no cell that matches the other filters has this "
+                    f"filters[{column!r}] contains {absent[0]!r}, but no cell that matches the other filters has this "
                     "value."
                 )
         n_counts = int(table["nnz"].sum()) if "nnz" in table else None
@@ -250,7 +248,7 @@ class SomaStream:
                     counts,
                     place,
                     first,
-                    no_counts="name their layer",
+                    no_counts="pass the layer that contains the raw counts",
                     empty="remove them with a filter, e.g. value_filter 'nnz > 0'",
                 )
                 yield first, counts
@@ -277,8 +275,8 @@ def _import_soma(module: str = "tiledbsoma") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise OptionError(
-            f"CensusQuery needs the package {module!r}, which cannot be imported ({first_line(error)}); install it "
-            'with pip install "scforge[census]" into a separate environment, because it needs pandas 2.'
+            f"CensusQuery requires the package {module!r}, which cannot be imported ({first_line(error)}); install it "
+            'with pip install "scforge[census]" in a separate environment, because it needs pandas 2.'
         ) from error
 
 
@@ -305,7 +303,7 @@ def _opened(query: CensusQuery) -> tuple[str, str, Any]:
     config = None if query.tiledb_config is None else dict(query.tiledb_config)
     if query.uri is not None:
         tiledbsoma, uri = _import_soma(), os.fspath(query.uri)
-        with _reading(f"uri={uri!r}", "check the URI, and the options of the connection in tiledb_config"):
+        with _reading(f"uri={uri!r}", "check the URI and the connection options in tiledb_config"):
             context = None if config is None else tiledbsoma.SOMATileDBContext(tiledb_config=config)
             return uri, "", tiledbsoma.open(uri, context=context)
     client, version = _import_soma("cellxgene_census"), query.census_version
@@ -327,7 +325,7 @@ def _experiment(root: Any, organism: str, name: str) -> Any:
         return root
     if not isinstance(root, tiledbsoma.Collection):
         raise DataError(
-            f"{name!r} is a SOMA {type(root).__name__}; pass an experiment, or a folder with the layout of the Census."
+            f"{name!r} is a SOMA {type(root).__name__}; pass an experiment, or a folder with the Census layout."
         )
     key = "_".join(organism.lower().split())
     return _member(root.get("census_data", root), _SPECIES.get(key, key), "organism", name, OptionError)
@@ -365,7 +363,7 @@ def best_names(var: pd.DataFrame, vocab: GeneVocab | None) -> str:
     columns = {name: column for name, column in text_columns(var).items() if name is not None}
     known = [name for name in _NAMES if name in columns] or list(columns)
     if not known:
-        raise DataError("var has no text column with gene names; set gene_key.")
+        raise DataError("var has no text column with gene names; set gene_key to the column that contains the names.")
     if vocab is None:
         return known[0]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _CHECKED: dict[int, tuple[Any, ...]] = {}
 """A mapping from id to fingerprint of matrices whose counts were checked; a changed matrix is checked again."""
 
-REPAIR = "write the file again, or build the matrix anew"
+REPAIR = "write the file again, or rebuild the matrix"
 """Advice for a corrupted matrix."""
 
 
@@ -54,10 +54,10 @@ def compressed_problem(matrix: Any) -> str | None:
         part = getattr(matrix, name)
         # What anndata reads from a corrupted file may be no array.
         if not isinstance(part, np.ndarray) or part.ndim != 1 or (name != "data" and part.dtype.kind not in "iu"):
-            return f"{name} is not a list of numbers"
+            return f"{name} is not a one-dimensional array of numbers"
     n_major, n_minor = matrix.shape if matrix.format == "csr" else matrix.shape[::-1]
     if len(matrix.indptr) != n_major + 1:
-        return f"it has {len(matrix.indptr)} boundaries (indptr) and needs {n_major + 1}"
+        return f"indptr has {len(matrix.indptr)} values, expected {n_major + 1}"
     n_entries = min(len(matrix.indices), len(matrix.data))
     return boundary_problem(matrix.indptr, n_entries) or index_problem(matrix.indices[: matrix.indptr[-1]], n_minor)
 
@@ -65,9 +65,9 @@ def compressed_problem(matrix: Any) -> str | None:
 def boundary_problem(indptr: np.ndarray, n_entries: int, *, first: int = 0) -> str | None:
     """Return the problem with boundaries that should start at `first` and fit `n_entries` entries, or None."""
     if (indptr[1:] < indptr[:-1]).any():
-        return "its boundaries (indptr) do not ascend"
+        return "indptr is not in ascending order"
     if int(indptr[0]) != first or int(indptr[-1]) > n_entries:
-        return f"its boundaries (indptr) run from {indptr[0]} to {indptr[-1]}, but there are {n_entries} entries"
+        return f"indptr runs from {indptr[0]} to {indptr[-1]}, but there are {n_entries} entries"
     return None
 
 
@@ -78,7 +78,7 @@ def index_problem(indices: np.ndarray, n_minor: int) -> str | None:
     low, high = int(indices.min()), int(indices.max())
     if low >= 0 and high < n_minor:
         return None
-    return f"it has the index {low if low < 0 else high}, which is not from 0 to {n_minor - 1}"
+    return f"it contains the index {low if low < 0 else high}, which is not in the range 0 to {n_minor - 1}"
 
 
 def row_sums(matrix: sparse.csr_matrix) -> np.ndarray:
@@ -143,10 +143,10 @@ _FEW_VALUES = 50
 _BARCODE = re.compile(r"(?:.*[_:#])?[ACGT]{10,}(?:[-_.].*)?")
 """Pattern of barcodes as cell names, with optional prefixes and suffixes from concatenated data sets."""
 
-_NORMALIZED = "pass the layer that contains them, or undo the normalization"
+_NORMALIZED = "pass the layer that contains raw counts, or undo the normalization"
 """Advice for values that are not counts, if no layer with counts is found."""
 
-_UNMEASURED = "remove genes that were measured in some cells only, e.g. with anndata.concat(..., join='inner')"
+_UNMEASURED = "remove genes that were not measured in all cells, e.g. with anndata.concat(..., join='inner')"
 """Advice for missing values, usually from an outer join of data sets with different genes."""
 
 
@@ -173,7 +173,9 @@ def check_adata(adata: Any, *, argument: str = "adata") -> None:
 
     check_is_adata(adata, argument=argument)
     if adata.n_obs == 0 or adata.n_vars == 0:
-        raise DataError(f"{argument} is empty ({adata.n_obs} cells x {adata.n_vars} genes); it needs cells and genes.")
+        raise DataError(
+            f"{argument} is empty ({adata.n_obs} cells x {adata.n_vars} genes); pass data with cells and genes."
+        )
     if not isinstance(adata.obs, pd.DataFrame):
         raise DataError(f"{argument} was read lazily and is not in memory; load it with {argument}.to_memory() first.")
 
@@ -204,8 +206,8 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
         if (measured and values.nunique() > max(_FEW_VALUES, len(values) // 2)) or names_each_cell(adata.obs[key]):
             raise DataError(
                 f"batch_key={key!r} has {values.nunique():,} different values in {adata.n_obs:,} cells (first: "
-                f"{values.iloc[0]!s}), which are not batches; choose another column, omit it, or bin the "
-                "numbers, e.g. with pandas.cut."
+                f"{values.iloc[0]!s}) and does not look like a batch column; choose another column, omit batch_key, or "
+                "bin the values, e.g. with pandas.cut."
             )
 
 
@@ -222,7 +224,10 @@ def inherited_batch_key(obs: pd.DataFrame, key: str | None) -> str | None:
 def warn_if_transposed(adata: AnnData) -> None:
     """Warn if genes are named like cells and cells are not, as in matrices with a row for each gene."""
     if _share_of_barcodes(adata.var_names) > 0.5 > _share_of_barcodes(adata.obs_names):
-        warn(f"adata has genes named as cells (first: {str(adata.var_names[0])!r}); if they are swapped, pass adata.T.")
+        warn(
+            f"adata.var_names look like cell names (first: {str(adata.var_names[0])!r}); if cells and genes are "
+            "swapped, pass adata.T."
+        )
 
 
 def warn_if_transformed(counts: sparse.csr_matrix, layer: str | None) -> None:
@@ -235,11 +240,13 @@ def warn_if_transformed(counts: sparse.csr_matrix, layer: str | None) -> None:
     smallest = np.minimum.reduceat(some.data, some.indptr[:-1])
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
     if some.data.max() == 1 and totals.mean() >= _DEEP:
-        warn(f"{where} contains only 0 and 1, as after binarizing; pass the layer that contains the raw counts.")
+        warn(
+            f"{where} contains only 0 and 1, as if it had been binarized; pass the layer that contains the raw counts."
+        )
     elif totals.std() < _EQUAL * totals.mean() and np.median(smallest) > 1 and 2 * some.nnz < np.prod(some.shape):
         warn(
             f"{where} has nearly the same total in all cells (median {np.median(totals):,.0f}) and no count of 1 in "
-            "most of them, as after rounding normalized values; pass the layer that contains the raw counts."
+            "most of them, as if normalized values had been rounded; pass the layer that contains the raw counts."
         )
 
 
@@ -273,7 +280,9 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     matrix = _matrix(adata, layer)
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
     if not _is_numeric(matrix):
-        raise DataError(f"{where} has the dtype {matrix.dtype}, but raw counts are needed; convert it first.")
+        raise DataError(
+            f"{where} has the dtype {matrix.dtype}, but raw counts are needed; convert it to a numeric dtype first."
+        )
     mark = content_mark(matrix)
     if mark is not None and _CHECKED.get(id(matrix)) == mark:
         return matrix if isinstance(matrix, sparse.csr_matrix) else _as_csr(matrix, where)
@@ -285,7 +294,7 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     if len(empty):
         some = listing(adata.obs_names[empty[:3]])
         raise DataError(
-            f"{where} has {len(empty)} cell{'s' * (len(empty) > 1)} without any count (first: {some}); "
+            f"{where} has {len(empty)} cell{'s' * (len(empty) > 1)} without counts (first: {some}); "
             "remove them with sc.pp.filter_cells(adata, min_counts=1)."
         )
     if mark is not None and (counts is matrix or not isinstance(matrix, sparse.csr_matrix)):
@@ -313,7 +322,7 @@ def _matrix(adata: AnnData, layer: str | None) -> Any:
         if adata.X is None:
             raise DataError(f"adata.X is None; {_where_counts_are(adata, layer)}.")
         return _in_memory(adata.X)
-    check_known("layer", layer, adata.layers, "adata.layers", fix="layer=None reads adata.X")
+    check_known("layer", layer, adata.layers, "adata.layers", fix="use layer=None to read adata.X")
     return adata.layers[layer]
 
 
@@ -355,9 +364,10 @@ def _where_counts_are(adata: AnnData, layer: str | None, way_out: str = _NORMALI
     for key in others:
         matrix = _in_memory(adata.X) if key is None else adata.layers[key]
         if _holds_counts(matrix):
-            return f"layer={key!r} contains counts ({'adata.X' if key is None else 'adata.layers'}), pass that"
+            place = "adata.X" if key is None else f"adata.layers[{key!r}]"
+            return f"pass layer={key!r}, because {place} contains raw counts"
     if adata.raw is not None and _holds_counts(_in_memory(adata.raw.X)):
-        return "adata.raw contains counts, pass adata.raw.to_adata()"
+        return "pass adata.raw.to_adata(), because adata.raw contains raw counts"
     return way_out
 
 
@@ -388,5 +398,5 @@ def names_of(var: pd.DataFrame, gene_key: str | None = None) -> np.ndarray:
     names = var.index if gene_key is None else var[gene_key]
     missing = np.asarray(names.isna())
     if missing.any():
-        raise DataError(f"{where} has {int(missing.sum())} missing gene names; fill them or drop those genes.")
+        raise DataError(f"{where} has {int(missing.sum())} missing gene names; fill in the names or drop these genes.")
     return np.asarray(names, dtype=object).astype(str)

@@ -79,8 +79,8 @@ def convert(
 ) -> StoreInfo:
     """Convert cells into a store, from which models can train on any number of cells.
 
-    The cells of all sources are put into one random order, with counts over the genes of one vocabulary. `path` does
-    not exist until the store is complete. An interrupted conversion starts again from the beginning.
+    The cells of all sources are put into one random order, with their counts aligned to the genes of one vocabulary.
+    `path` does not exist until the store is complete. An interrupted conversion starts again from the beginning.
 
     Parameters
     ----------
@@ -97,10 +97,10 @@ def convert(
     shuffle
         Whether to put the cells into random order. If false, they stay in the order of the sources.
     seed
-        Random seed of the order.
+        Random seed for the order.
     memory
-        Maximum memory of the process, e.g. ``"4GB"``, or a number of bytes. About 0.9 GB of it are for Python and the
-        libraries. With more memory, datasets are larger.
+        Maximum memory of the process, e.g. ``"4GB"``, or a number of bytes. Python and the libraries use about 0.9 GB
+        of this. With more memory, the store is split into fewer, larger datasets.
     layer
         Layer with raw counts. If None, reads X.
     gene_key
@@ -123,8 +123,8 @@ def convert(
     Raises
     ------
     OptionError
-        If `path` exists (with `overwrite`, if it is not a store), or is, contains or is inside a source; if another
-        conversion is writing to it, or `memory` is too small.
+        If `path` exists (with `overwrite`: exists and is not a store) or overlaps with a source, if another conversion
+        is writing to it, or if `memory` is too small.
     MissingFileError
         If a source does not exist.
     DataError
@@ -154,7 +154,7 @@ def convert(
     genes, maps = map_streams(streams, genes, gene_key=gene_key, min_overlap=min_overlap)
     for stream, gene_map in zip(streams, maps, strict=True):
         told = (stream.name, stream.n_cells, len(gene_map.columns), gene_map.n_matched, genes.n_genes)
-        logger.info("%r: %d cells, %d genes; it has %d of the %d genes of the vocabulary.", *told)
+        logger.info("%r: %d cells and %d genes, including %d of the %d vocabulary genes.", *told)
     table = join_obs(streams, columns)
     size = dataset_size(n_bytes, streams, genes, table)
     with _working_folder(target) as folder, _full_disk(target):
@@ -172,8 +172,9 @@ def convert(
             warn_counts_outside(kept / total, genes, source=f"{stream.name!r}: ")
         if (share := scattered.sum_of_partial / sum(scattered.kept)) > _MAX_PARTIAL:
             warn(
-                f"{share:.0%} of the counts are of genes that some sources do not measure. Their zeros look like a "
-                "batch effect; to integrate the sources, pass a vocab of shared genes (GeneVocab.intersection)."
+                f"{share:.0%} of the counts are in genes that are not measured in all sources, and the resulting zeros "
+                "look like a batch effect; to integrate the sources, pass a vocab of shared genes "
+                "(GeneVocab.intersection)."
             )
         datasets, genes = scattered.write(folder / "store", table, progress=progress)
         info = StoreInfo(
@@ -220,15 +221,17 @@ def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
     """Return the absolute path of the store, which does not exist yet or may be replaced."""
     name = os.fspath(path)
     if is_url(name):
-        raise OptionError(f"path={name!r} is a URL; convert to a local disk, and copy the store there.")
+        raise OptionError(f"path={name!r} is a URL; convert to a local folder, and then upload the store.")
     target = Path(name).resolve()
     check_folder("path", target)
     put_back(target)
     if target.suffix in _FILES and not target.is_dir():
-        raise OptionError(f"path={name!r} has the name of a file, but a store is a folder; choose e.g. 'store.zarr'.")
+        raise OptionError(f"path={name!r} has a file extension, but a store is a folder; choose e.g. 'store.zarr'.")
     if target.exists():
         if not is_store(target) and any(target.iterdir()):
-            raise OptionError(f"path={str(target)!r} exists and is not a store; choose another name, or remove it.")
+            raise OptionError(
+                f"path={str(target)!r} exists and is not a store; choose another name, or remove this folder."
+            )
         if not overwrite:
             raise OptionError(f"path={str(target)!r} exists; pass overwrite=True (--overwrite) or choose another name.")
     return target
@@ -240,7 +243,7 @@ def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
         place = getattr(stream, "address", "").removeprefix("file://")  # cells in memory have none
         source = Path(place).resolve()
         if place and not is_url(place) and (target == source or target in source.parents or source in target.parents):
-            raise OptionError(f"path={str(target)!r} is, contains or is inside the source {place!r}; choose another.")
+            raise OptionError(f"path={str(target)!r} overlaps with the source {place!r}; choose another path.")
 
 
 @contextlib.contextmanager
@@ -252,7 +255,7 @@ def _working_folder(target: Path) -> Iterator[Path]:
     try:
         lock.acquire()
     except Timeout as error:
-        raise OptionError(f"another conversion is writing to {str(folder)!r}; wait for it.") from error
+        raise OptionError(f"another conversion is writing to {str(folder)!r}; wait until it has finished.") from error
     try:
         for path in folder.iterdir():  # of a conversion that was killed
             if path.is_dir():
@@ -280,7 +283,7 @@ def _full_disk(target: Path) -> Iterator[None]:
         if (int(told[1]) if told else getattr(error, "errno", None)) not in _FULL:
             raise
         raise DataError(
-            f"the disk of {str(target)!r} is full ({first_line(error)}); free disk space, and start again."
+            f"no space left on the disk of {str(target)!r} ({first_line(error)}); free some space and start again."
         ) from error
 
 
@@ -290,7 +293,7 @@ def _check_space(folder: Path, streams: Sequence[ChunkReader], n_genes: int) -> 
     if free < needed:
         raise DataError(
             f"{str(folder.parent)!r} has {free / 1e9:,.2f} GB free, but up to {needed / 1e9:,.2f} GB are needed; "
-            "free disk space, or choose a larger disk."
+            "free some space, or choose a larger disk."
         )
 
 
@@ -391,7 +394,8 @@ class _Scattered:
         most = counts.data.max(initial=0)
         if most > _MAX_COUNT:
             raise DataError(
-                f"{stream.name!r} has the count {most:.0f}, but a store can contain {_MAX_COUNT:,} at most; correct it."
+                f"{stream.name!r} contains the count {most:.0f}, but a store can contain at most {_MAX_COUNT:,}; "
+                "correct this count."
             )
         if most > np.iinfo(np.uint16).max:
             self.counts_dtype = np.dtype(np.uint32)
@@ -500,7 +504,9 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
         If `wanted` contains a column twice, or a column that scforge adds.
     """
     if wanted is not None and len(set(wanted) - set(OWN_COLUMNS)) < len(wanted):
-        raise OptionError(f"obs={list(wanted)!r} names a column twice, or a column that scforge adds; omit it.")
+        raise OptionError(
+            f"obs={list(wanted)!r} contains a duplicate column, or a column that scforge adds itself; remove it."
+        )
     tables, names = [], []
     for stream in streams:
         obs = stream.obs(None if wanted is None else list(wanted))
@@ -510,7 +516,7 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
         tables.append({name: _plain(obs[name]) for name in known if name not in OWN_COLUMNS})
         names.append(obs.index.astype(str))
     columns: dict[str, Any] = {}
-    left_out = {name: "not in every source" for table in tables for name in table}
+    left_out = {name: "not in all sources" for table in tables for name in table}
     for name in tables[0]:
         if all(name in table for table in tables):
             del left_out[name]
@@ -540,7 +546,7 @@ def check_columns(obs: pd.DataFrame, source: str) -> None:
     """Raise a DataError if the columns of a cell table do not have unique names."""
     if not obs.columns.is_unique:
         twice = obs.columns[obs.columns.duplicated()][0]
-        raise DataError(f"obs of {source!r} has the column {twice!r} twice; rename one of them.")
+        raise DataError(f"obs of {source!r} contains the column {twice!r} more than once; rename the duplicates.")
 
 
 def _unique(names: pd.Index, sources: np.ndarray, rows: np.ndarray) -> pd.Index:
@@ -550,7 +556,9 @@ def _unique(names: pd.Index, sources: np.ndarray, rows: np.ndarray) -> pd.Index:
         if not len(again):
             return names
         if step == 0:
-            logger.info("%d cells have a duplicate name; the number of their source is appended.", len(again))
+            logger.info(
+                "%d cells have a duplicate name; the number of the source is appended to these names.", len(again)
+            )
         changed = names.to_numpy(dtype=object, copy=True)
         changed[again] = [f"{changed[place]}-{numbers[place]}" for place in again]
         names = pd.Index(changed, dtype=names.dtype)
@@ -581,20 +589,20 @@ def _kind(values: Any) -> str | None:
         if categories.inferred_type in ("string", "empty"):
             return "text"
         numbers = isinstance(categories.dtype, np.dtype) and categories.dtype.kind in "biuf"
-        return "categories that are numbers" if numbers else None
-    return {"b": "truth values", "i": "numbers", "u": "numbers", "f": "numbers"}.get(values.dtype.kind)
+        return "numeric categories" if numbers else None
+    return {"b": "booleans", "i": "numbers", "u": "numbers", "f": "numbers"}.get(values.dtype.kind)
 
 
 def _problem(name: str, kinds: Sequence[str | None], streams: Sequence[ChunkReader]) -> str | None:
     """Return why a column cannot be stored, as one sentence, or None if it can."""
     if "/" in name:
-        return f"{name!r} has a slash in its name, which stores do not allow; rename it or omit it."
+        return f"{name!r} contains a slash, which is not allowed in column names of a store; rename or omit the column."
     for kind, stream in zip(kinds, streams, strict=True):
         if kind is None:
-            return f"{name!r} of {stream.name!r} contains neither text nor numbers; convert it or omit it."
+            return f"{name!r} of {stream.name!r} contains neither text nor numbers; convert or omit the column."
         if kind != kinds[0]:
             types = f"{kind} in {stream.name!r} and {kinds[0]} in {streams[0].name!r}"
-            return f"{name!r} contains {types}; convert it to the same type in all sources, or omit it."
+            return f"{name!r} contains {types}; convert the column to the same type in all sources, or omit it."
     return None
 
 

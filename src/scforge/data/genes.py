@@ -44,7 +44,9 @@ def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) 
     """
     matrix = sound_csr(matrix, "matrix")
     if matrix.shape[1] != len(columns):
-        raise DataError(f"matrix has {matrix.shape[1]} columns but columns has {len(columns)}; pass one for each.")
+        raise DataError(
+            f"matrix has {matrix.shape[1]} columns, but columns has {len(columns)} entries; pass one per column."
+        )
     places = columns[matrix.indices]
     keep = places >= 0
     kept_before = np.concatenate([[0], np.cumsum(keep)])
@@ -228,7 +230,7 @@ def map_names(
     if share < WARN_OVERLAP:
         warn(
             f"{where} has {gene_map.n_matched} of the {vocab.n_genes} genes of the vocabulary ({share:.0%}); "
-            "the others count as not expressed."
+            "the others are treated as not expressed."
         )
     warn_summed(names, gene_map.columns, where)
     return gene_map
@@ -247,8 +249,8 @@ def _by_annotation(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> t
         return columns, []
     genes = set(vocab.genes)
     lost = [name for name, ids in found.ambiguous.items() if genes.intersection(ids)]
-    unclear = f"; {listing(lost, most=3)} mean several genes and were left out" if lost else ""
-    return converted, [f"{n_found:,} {kind} were matched with {expected} by the genes of {ANNOTATION}{unclear}"]
+    unclear = f"; {listing(lost, most=3)} match several genes and were left out" if lost else ""
+    return converted, [f"{n_found:,} {kind} were matched with {expected} using the genes of {ANNOTATION}{unclear}"]
 
 
 def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[np.ndarray, list[str]]:
@@ -273,7 +275,9 @@ def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[n
                 matched.append(f"{name!r} is {gene!r}")
     if not matched:
         return columns, []
-    return columns, [f"{len(matched):,} names with dots from R were matched ({', '.join(matched[:2])})"]
+    return columns, [
+        f"{len(matched):,} names in which R replaced characters with dots were matched ({', '.join(matched[:2])})"
+    ]
 
 
 def warn_empty(n_expressed: np.ndarray) -> None:
@@ -287,8 +291,8 @@ def warn_counts_outside(kept: float, vocab: GeneVocab, *, source: str = "") -> N
     """Warn if many counts are outside an annotation; this is expected for chosen genes."""
     if kept < 1 - WARN_OUTSIDE and not vocab.chosen_from_data:
         warn(
-            f"{source}{1 - kept:.0%} of the counts lie in genes outside of the vocabulary ({vocab.release}); "
-            "scforge.data.map_genes(adata, vocab) shows which."
+            f"{source}{1 - kept:.0%} of the counts are in genes outside the vocabulary ({vocab.release}); "
+            "use scforge.data.map_genes(adata, vocab) to list these genes."
         )
 
 
@@ -307,8 +311,8 @@ def _better_column(var: pd.DataFrame | None, vocab: GeneVocab, gene_key: str | N
     name = names_place(best)
     # A saved model keeps its gene_key, so the names of new data must come to where it looks for them.
     return (
-        f"{name} has {matches[best]} of them: pass gene_key={best!r} to setup_anndata, "
-        f"or for a trained model set {names_place(gene_key)} = {name}"
+        f"{name} contains {matches[best]} of the vocabulary genes: pass gene_key={best!r} to setup_anndata, "
+        f"or for a trained model, set {names_place(gene_key)} = {name}"
     )
 
 
@@ -324,14 +328,16 @@ def _way_out(kind: str, expected: str) -> str:
     species, wanted = kind.split(" ")[0], expected.split(" ")[0]
     if {species, wanted} == set(SPECIES):
         return (
-            f"{species} genes need vocab='{species}_protein_coding' (data.gene_vocab in a YAML file), or "
-            "'human_mouse', which contains both species"
+            f"for {species} genes, use vocab='{species}_protein_coding' (data.gene_vocab in a YAML file), or "
+            "vocab='human_mouse', which contains both species"
         )
     if conversion := how_to_convert(kind, expected):
-        return f"{conversion} and name the new column with gene_key"
+        return f"{conversion} and pass the new column as gene_key"
     if kind == expected and species in SPECIES:
-        return "the identifiers are of the same kind, so the genes differ: use data with these genes, or another model"
-    return "map the gene ids of the data to those of the vocabulary first"
+        return (
+            "both contain the same kind of identifier, so the genes differ: use data with these genes, or another model"
+        )
+    return "convert the gene names of the data to vocabulary identifiers first"
 
 
 def how_to_convert(kind: str, expected: str) -> str | None:
@@ -361,9 +367,9 @@ def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene n
         if shared < MIN_OVERLAP * min(len(known), len(found)):
             kinds = recognize_ids(found), recognize_ids(known)
             raise GeneMismatchError(
-                f"{source!r} shares {shared} {what} with {first!r}: they are {kinds[0]} such as "
-                f"{listing(found[:2])} and {kinds[1]} such as {listing(known[:2])}; convert the genes to the same "
-                "identifiers before joining files."
+                f"{source!r} shares only {shared} {what} with {first!r}: the former contains {kinds[0]} such as "
+                f"{listing(found[:2])}, and the latter contains {kinds[1]} such as {listing(known[:2])}; convert the "
+                "genes to the same identifiers before joining files."
             )
 
 

@@ -45,15 +45,18 @@ def principal_components(cells: CellSource, n_comps: int = 50) -> tuple[np.ndarr
 
     Returns
     -------
-    The components, shape (N, D); the loadings, shape (G, D); and an offset, shape (D,); all float32. The components of
-    other cells are their values times the loadings, minus the offset.
+    The components (shape (N, D)), the loadings (shape (G, D)) and an offset (shape (D,)), all float32. The components
+    of other cells are their values times the loadings, minus the offset.
     """
     from sklearn.decomposition import PCA
 
     values = log1p_cp10k_rows(sparse.csr_matrix(cells.counts), np.maximum(cells.totals, 1.0))
     dims = min(n_comps, min(values.shape) - 1)
     if dims < 1:
-        raise DataError(f"{values.shape[0]} cells and {values.shape[1]} genes are too few for neighbors; use more.")
+        raise DataError(
+            f"{values.shape[0]} cells and {values.shape[1]} genes are too few to find neighbors; use more cells "
+            "or genes."
+        )
     if (np.asarray(values.max(axis=0).todense()) == np.asarray(values.min(axis=0).todense())).all():
         sizes = [(values.shape[0], dims), (values.shape[1], dims), (dims,)]
         return tuple(np.zeros(size, dtype=np.float32) for size in sizes)  # type: ignore[return-value]  # all alike
@@ -173,18 +176,18 @@ def mutual_neighbors(
 ) -> sparse.csr_matrix:
     """Find pairs of mutual nearest neighbors.
 
-    Two cells of different batches are mutual neighbors if each of them is among the `across` cells of its batch that
-    are nearest to the other cell [1]_. If a cell type is missing in another batch, its cells therefore have few or no
-    neighbors in that batch. The distance is the cosine distance, which depends less on sequencing depth. With more than
-    ten batches, each batch is compared with ten others, sampled at random, because the number of pairs grows with the
-    square.
+    Two cells of different batches are mutual neighbors if each is among the `across` nearest neighbors of the other
+    within its own batch [1]_. If a cell type is missing in another batch, its cells therefore have few or no neighbors
+    in that batch. The distance is the cosine distance, which depends less on sequencing depth than the Euclidean
+    distance. With more than ten batches, each batch is compared with ten others, sampled at random, because the number
+    of pairs grows quadratically with the number of batches.
 
     Parameters
     ----------
     coordinates
         Coordinates of cells, e.g. principal components, shape (N, D).
     batches
-        Code of the batch of each cell, integer, shape (N,).
+        Integer batch code of each cell, shape (N,).
     across, within
         Number of neighbors of a cell in each other batch, and in its own batch; 0 to disable. At most a tenth of the
         cells of a batch are neighbors of a cell, so cells have no neighbors in batches of fewer than ten cells.
@@ -285,9 +288,9 @@ def query_shifts(reference: np.ndarray, query: np.ndarray, *, across: int = 30) 
 
     Returns
     -------
-    The reference mean, shape (D,); the direction of each cluster from this mean, shape (K, D); and the shift of each
-    cluster, shape (K, D); all float32. With a proportional to exp(SHARPNESS * cosine), the query z becomes z + a @
-    shifts.
+    The reference mean (shape (D,)), the direction of each cluster from this mean (shape (K, D)), and the shift of each
+    cluster (shape (K, D)), all float32. With weights a proportional to exp(SHARPNESS * cosine), the query z becomes z +
+    a @ shifts.
 
     References
     ----------

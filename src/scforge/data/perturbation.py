@@ -40,7 +40,7 @@ class PerturbationKeys:
 
     def __post_init__(self) -> None:
         if self.separator is not None and (not isinstance(self.separator, str) or not self.separator.strip()):
-            raise OptionError(f"separator={self.separator!r} cannot separate the parts of a label; pass '+', or None.")
+            raise OptionError(f"separator={self.separator!r} is not a valid label separator; pass e.g. '+', or None.")
 
 
 def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple[str, ...]]:
@@ -81,7 +81,8 @@ def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> list[tuple
     codes, labels = pd.factorize(obs[keys.perturbation])
     if len(missing := np.flatnonzero(codes < 0)):
         raise DataError(
-            f"obs[{keys.perturbation!r}] has no label for {len(missing)} of {len(codes)} cells; label all cells."
+            f"obs[{keys.perturbation!r}] is missing for {len(missing)} of {len(codes)} cells; label these cells, or "
+            "drop them."
         )
     parts = [_parts(str(label).strip(), keys) for label in labels]
     known = sorted({part for some in parts for part in some})
@@ -99,6 +100,8 @@ def _parts(label: str, keys: PerturbationKeys) -> list[str]:
         parts = [part.strip() for part in label.split(keys.separator)]
     cut = any(part.count("(") != part.count(")") for part in parts) and label.count("(") == label.count(")")
     if cut or not all(parts):
-        what = "within brackets" if cut else "into parts that are empty"
-        raise DataError(f"separator={keys.separator!r} cuts {label!r} {what}; choose another separator, or None.")
+        what = "within brackets" if cut else "into empty parts"
+        raise DataError(
+            f"separator={keys.separator!r} splits {label!r} {what}; use another separator, or separator=None."
+        )
     return parts

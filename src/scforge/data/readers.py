@@ -76,7 +76,7 @@ def parse_bytes(argument: str, value: Any) -> int:
             return int(float(match[1]) * _UNITS[match[2].lower()])
     elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
         return value
-    raise OptionError(f"{argument}={value!r} is not a size; pass e.g. '4GB', or a number of bytes.")
+    raise OptionError(f"{argument}={value!r} is not a valid size; pass e.g. '4GB', or a number of bytes.")
 
 
 logger = logging.getLogger("scforge")
@@ -104,12 +104,12 @@ def refusal(error: BaseException) -> tuple[int, str] | None:
         fix = "check the credentials in the URL or in storage_options"
     elif status in LATER:
         fix = "try again later"
-    return status, f"the server answers {status} ({phrase}); {fix}"
+    return status, f"the server returned status {status} ({phrase}); {fix}"
 
 
 @contextlib.contextmanager
 def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
-    """Convert errors when reading `what` as `how` into one sentence; `fix` is the advice for corrupted files."""
+    """Turn errors from reading `what` as `how` into one-sentence messages; `fix` is the advice for corrupted files."""
     try:
         yield
     except ScforgeError:
@@ -182,7 +182,9 @@ def remote_file_system(
     from fsspec.core import url_to_fs
 
     if f"://{SECRET}@" in url or f"?{SECRET}" in url or f"'{SECRET}'" in repr(storage_options):
-        raise OptionError(f"{url!r} needs a credential, which scforge does not write into files; enter it again.")
+        raise OptionError(
+            f"{url!r} requires a credential, which scforge does not save to files; enter the credential again."
+        )
     with reading(repr(url)):
         try:
             options = _with_limits(url.partition("://")[0], dict(storage_options or {}))
@@ -190,7 +192,7 @@ def remote_file_system(
         except ImportError as error:
             raise OptionError(
                 f"{url!r} needs a package that is not installed ({first_line(error)}); "
-                'install the clients of S3 and Google Cloud with: pip install "scforge[cloud]".'
+                'install the S3 and Google Cloud clients with pip install "scforge[cloud]".'
             ) from safe_cause(error)
         except (ValueError, TypeError) as error:
             what = "used with these storage_options" if storage_options else "opened"
@@ -200,7 +202,7 @@ def remote_file_system(
 
 
 def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Add limits on timeouts and on the client's own retries to `options`, unless the user has set them."""
+    """Add timeouts and a limit on the client's own retries to `options`, unless the user has set them."""
     if scheme in ("s3", "s3a"):
         limits = {"connect_timeout": _CONNECT_S, "read_timeout": _READ_S, "retries": {"total_max_attempts": 1}}
         options["config_kwargs"] = {**limits, **options.get("config_kwargs", {})}
@@ -244,7 +246,7 @@ def persistent(file: Any, what: str) -> Any:
     def whole(start: int, stop: int) -> bytes:
         found = fetch(start, stop)
         if len(found) < (wanted := min(stop, blocks.size) - start):
-            raise OSError(f"{wanted:,} bytes were requested, and {len(found):,} received")
+            raise OSError(f"{wanted:,} bytes were requested, but only {len(found):,} were received")
         return found
 
     def again(start: int, stop: int) -> bytes:
@@ -342,7 +344,8 @@ def _checked(store: Any, key: str, content: Any) -> Any:
     for codec in _codecs(described):
         if codec.removeprefix("numcodecs.") not in _CODECS:
             raise DataError(
-                f"{key!r} of {str(store)!r} uses the codec {codec[:100]!r}, which may run code; write it with anndata."
+                f"{key!r} of {str(store)!r} uses the codec {codec[:100]!r}, which may run code; write the file again "
+                "with anndata."
             )
     return content
 
@@ -374,7 +377,7 @@ _UNLIMITED = 2**60
 
 
 def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = None) -> str | None:
-    """Return text on how much cells exceed `memory`, e.g. ``"16GB"``, or half of the free memory; None if they fit."""
+    """Return a message if cells exceed `memory`, e.g. ``"16GB"`` (if None, half of the free memory), else None."""
     there = available_memory() if memory is None else parse_bytes("memory", memory)
     if there is None:
         return None
@@ -383,10 +386,10 @@ def lack_of_memory(streams: Sequence[ChunkReader], memory: int | str | None = No
     needed = n_entries * _ENTRY + n_cells * _CELL
     if needed <= most:
         return None
-    half = " available, of which half may be used" if memory is None else " allowed by memory="
+    limit = "at most half of the available {} may be used" if memory is None else "the limit set by memory is {}"
     return (
-        f"{n_cells:,} cells with {n_entries:,} counts need about {_size(needed)} of memory, but there are "
-        f"{_size(there)}{half}"
+        f"{n_cells:,} cells with {n_entries:,} counts need about {_size(needed)} of memory, but "
+        f"{limit.format(_size(there))}"
     )
 
 
@@ -396,7 +399,7 @@ def available_memory() -> int | None:
 
 
 def _limits() -> Iterator[int]:
-    """Yield the available memory of the machine, and within the control groups of a container or a job."""
+    """Yield the memory available on the machine, and within the control groups of a container or a job."""
     meminfo = _numbers(Path("/proc/meminfo"))
     if "MemAvailable:" in meminfo:
         yield meminfo["MemAvailable:"] * 1024
@@ -487,7 +490,7 @@ class Matrix:
         place = f"{stored.name.removeprefix('/')!r} of {source!r}"
         if is_array(stored):
             if stored.shape is None or len(stored.shape) != 2 or stored.dtype.kind not in "biuf":
-                raise DataError(f"{place} is not a matrix of numbers (shape {stored.shape}, {stored.dtype}).")
+                raise DataError(f"{place} is not a 2D matrix of numbers (shape {stored.shape}, dtype {stored.dtype}).")
             return cls(stored, "dense", tuple(stored.shape), place)
         encoding = str(stored.attrs.get("encoding-type", stored.attrs.get("h5sparse_format", "")))
         kind = encoding.removesuffix("_matrix")
@@ -504,10 +507,10 @@ class Matrix:
         for name, kinds in {"data": "biuf", "indices": "iu", "indptr": "iu"}.items():
             part = self.stored[name]
             if not is_array(part) or part.shape is None or len(part.shape) != 1 or part.dtype.kind not in kinds:
-                self._damaged(f"{name} is not a list of numbers")
+                self._damaged(f"{name} is not a one-dimensional array of numbers")
         for name, needed in {"indices": self.n_stored, "indptr": self._major_minor[0] + 1}.items():
             if (found := self._parts[name].shape[0]) != needed:
-                self._damaged(f"its {name} have {found} numbers and need {needed}")
+                self._damaged(f"{name} has {found} values, expected {needed}")
 
     @cached_property
     def _parts(self) -> dict[str, Any]:
@@ -609,7 +612,7 @@ class Matrix:
 
 
 def rows_within(before: np.ndarray, start: int, size: int, *, most: int = ROWS) -> int:
-    """Return the end of a piece from `start` on: at most `size` entries and `most` rows, but at least one row."""
+    """Return the end of a piece from `start`: at least one row, and at most `size` entries and `most` rows."""
     end = int(np.searchsorted(before, before[start] + size, side="right")) - 1
     return min(max(start + 1, end), start + most)
 
@@ -624,7 +627,7 @@ def _sparse_type(values: np.ndarray) -> np.ndarray:
 def check_file(path: str | os.PathLike[str]) -> None:
     """Raise an error if the file does not exist; the message suggests the most similar name in the same folder."""
     if Path(path).is_dir():
-        raise DataError(f"{str(path)!r} is not a file; name an h5ad file.")
+        raise DataError(f"{str(path)!r} is a folder; pass the path of an h5ad file.")
     if not Path(path).exists():
         raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(Path(path))}")
 
@@ -653,16 +656,16 @@ def check_chunk(
     place: str,
     first: int,
     *,
-    no_counts: str = "name the layer that contains them",
+    no_counts: str = "pass the layer that contains the raw counts",
     empty: str = "remove them with sc.pp.filter_cells(adata, min_counts=1)",
 ) -> None:
     """Raise a DataError if values are not counts or a row is empty; `no_counts` and `empty` are the advice."""
     if problem := value_problem(chunk.data):
-        raise DataError(f"{place} {problem} in the rows from {first} on, but raw counts are needed; {no_counts}.")
+        raise DataError(f"{place} {problem} from row {first} onward, but raw counts are needed; {no_counts}.")
     totals = row_sums(chunk)
     if not totals.all():
         row = first + int((totals == 0).argmax())
-        raise DataError(f"{place} has cells without any count (first: row {row}); {empty}.")
+        raise DataError(f"{place} has cells without counts (first: row {row}); {empty}.")
 
 
 _AGAIN = "write the file again"
@@ -694,13 +697,15 @@ class StoredAdata:
             check_modality(modality, list(file["mod"]), path)
             opened = cls(path, file[f"mod/{modality}"], file, str(modality))
         elif modality is not None:
-            raise OptionError(f"modality={modality!r} was given but {path!r} has no modalities; omit it.")
+            raise OptionError(
+                f"modality={modality!r} has no effect, because {path!r} has no modalities; omit modality."
+            )
         else:
             opened = cls(path, file)
         tables = [opened.file.get(name) for name in ("obs", "var")]
         if not all(table is not None and not is_array(table) and "_index" in table.attrs for table in tables):
             raise DataError(
-                f"{path!r} has no tables obs and var of a current anndata; write the file again with anndata."
+                f"{path!r} has no obs and var tables in the current anndata format; write the file again with anndata."
             )
         return opened
 
@@ -742,18 +747,18 @@ class StoredAdata:
     def matrix(self, layer: str | None = None) -> Matrix:
         """Return a layer, or X if `layer` is None."""
         if layer is not None:
-            check_known("layer", layer, self.layers, f"the layers of {self.path!r}", fix="layer=None reads X")
+            check_known("layer", layer, self.layers, f"the layers of {self.path!r}", fix="use layer=None to read X")
         name = "X" if layer is None else f"layers/{layer}"
         if not self.has(name):
-            raw = " or use raw, which adata.raw.to_adata() makes an AnnData of" if self.has("raw/X") else ""
-            raise DataError(f"{self.path!r} has no {name}; name a layer{raw} (there are: {listing(self.layers)}).")
+            raw = ", or the result of adata.raw.to_adata()" if self.has("raw/X") else ""
+            raise DataError(f"{self.path!r} has no {name}; pass a layer (available: {listing(self.layers)}){raw}.")
         with reading(f"{name!r} of {self.path!r}"):
             matrix = Matrix.of(self.file[name], self.path)
         n_cells, n_genes = matrix.shape
         if n_genes != len(self.var) or not n_cells or not n_genes:
-            shape = f"{n_cells} cells x {n_genes} genes, and var {len(self.var)} rows"
+            shape = f"{n_cells} cells x {n_genes} genes, but var has {len(self.var)} rows"
             raise DataError(
-                f"{name} of {self.path!r} has {shape}; pass a matrix with the same cells and number of genes."
+                f"{name} of {self.path!r} has {shape}; write a matrix that has cells and one column per row of var."
             )
         return matrix
 
@@ -761,7 +766,7 @@ class StoredAdata:
 def check_modality(modality: str | None, modalities: Sequence[str], source: str) -> None:
     """Raise an OptionError if `modality` is not a modality of the MuData."""
     if modality is None:
-        raise OptionError(f"{source!r} is a MuData; name a modality with modality= (it has: {listing(modalities)}).")
+        raise OptionError(f"{source!r} is a MuData; set modality to one of its modalities ({listing(modalities)}).")
     check_known("modality", modality, modalities, repr(source), error=OptionError)
 
 
@@ -780,7 +785,7 @@ def shared_columns(obs: pd.DataFrame, modality: str, names: pd.Index, own: Seque
 def missing_column(column: str, source: str, columns: Sequence[str]) -> DataError:
     """Return the error for a missing obs column."""
     shown = [name for name in columns if not str(name).startswith("_scvi_")]
-    return DataError(f"obs of {source!r} has no column {column!r}{suggest(column, shown, 'it has')}")
+    return DataError(f"obs of {source!r} has no column {column!r}{suggest(column, shown, 'available')}")
 
 
 def chosen_columns(obs: pd.DataFrame, columns: Sequence[str] | None, source: str) -> pd.DataFrame:
@@ -897,7 +902,7 @@ class Location:
 
 
 class FileStream:
-    """A ``scforge.data.readers.ChunkReader`` of an AnnData on disk or at a URL.
+    """A ``scforge.data.readers.ChunkReader`` for an AnnData on disk or at a URL.
 
     The file is opened anew for each access, so that the stream can be passed to another process.
     """
@@ -1024,7 +1029,7 @@ _READERS = {
 
 
 class ChunkReader(Protocol):
-    """Interface of cells that are read piece by piece, with all genes of their source.
+    """Interface for cells that are read piece by piece, with all genes of their source.
 
     Attributes
     ----------
@@ -1123,12 +1128,14 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
         return AdataStream(adata, layer, shared=shared)
     check_is_adata(source, argument="source")
     if modality is not None:
-        raise OptionError(f"modality={modality!r} has no effect for an AnnData, which has no modalities; omit it.")
+        raise OptionError(
+            f"modality={modality!r} has no effect for an AnnData, which has no modalities; omit modality."
+        )
     if not source.isbacked:
         return AdataStream(source, layer)
     if source.is_view:
         raise DataError(
-            f"adata is a part of an AnnData backed by {str(source.filename)!r}; read it with adata = adata.to_memory()."
+            f"adata is a view of an AnnData backed by {str(source.filename)!r}; load it with adata = adata.to_memory()."
         )
     return BackedStream(source, layer)
 
@@ -1148,7 +1155,7 @@ def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
     else:
         found = sorted(glob.glob(place, recursive=True))  # noqa: PTH207 -- names stay relative
     if not found:
-        raise MissingFileError(f"no file matches the pattern {place!r}; check the folder and the ending.")
+        raise MissingFileError(f"no file matches the pattern {place!r}; check the folder and the file extension.")
     return found
 
 
@@ -1162,5 +1169,7 @@ def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) 
         elif not any((path / name).exists() for name in _ZARR_METADATA):
             raise DataError(f"{place!r} is a folder without zarr metadata; pass an h5ad file or a zarr folder.")
     if path.suffix in _READERS and not path.is_dir():
-        raise DataError(f"{place!r} is not h5ad or zarr; read it with {_READERS[path.suffix]}, and write an h5ad file.")
+        raise DataError(
+            f"{place!r} is not an h5ad or zarr file; read it with {_READERS[path.suffix]} and write an h5ad file."
+        )
     return Location(place, modality, options)

@@ -175,7 +175,9 @@ class CellWeights:
     def __init__(self, weights: np.ndarray) -> None:
         self._weights = np.asarray(weights)
         if not (np.isfinite(self._weights) & (self._weights >= 0)).all() or not self._weights.any():
-            raise OptionError("weights of cells must be finite and not negative, with some above zero; fix them.")
+            raise OptionError(
+                "cell weights must be finite and not negative, and at least one must be positive; correct the weights."
+            )
 
     def __len__(self) -> int:
         return len(self._weights)
@@ -398,7 +400,8 @@ class EpochPlan:
             # Another rank must have as many batches.
             if most > min(stop - start for start, stop in spans):
                 raise OptionError(
-                    f"max_tokens_per_batch={most_tokens} leaves one batch for each of {most} cells; raise it."
+                    f"max_tokens_per_batch={most_tokens} requires {most} batches, one per cell; increase "
+                    "max_tokens_per_batch."
                 )
             # Passes in other threads may find it out, too: they write the same.
             self._packed[number] = most
@@ -464,8 +467,8 @@ class CellOrder:
         Number of cells per batch; the last batches may be smaller. With `max_tokens_per_batch`, the maximum number of
         cells per batch, or None for no maximum.
     chunk_size
-        Number of consecutive rows of the source that are stored and shuffled together, from a multiple of `chunk_size`
-        on; 1 for cells in memory.
+        Number of consecutive rows of the source that are stored and shuffled together, starting at a multiple of
+        `chunk_size`; 1 for cells in memory.
     window_cells
         Number of cells that are read and shuffled together, rounded to whole batches. If None, uses 4,096 cells if
         `chunk_size` is above 1, and 32 batches otherwise; with `lengths`, at most a quarter of an epoch.
@@ -479,7 +482,7 @@ class CellOrder:
     shuffle
         Whether to use a new random order in each epoch.
     seed
-        Random seed of the order. The options, the seed and the epoch determine every batch.
+        Random seed for the order. The options, the seed and the epoch determine every batch.
     first_epoch
         Number of the first epoch, e.g. the number of epochs of earlier training runs. If None, every epoch is epoch 0,
         so that validation always sees the same masks.
@@ -521,7 +524,9 @@ class CellOrder:
             raise OptionError("rows is empty; pass at least one position.")
         self.rows = np.ascontiguousarray(rows, dtype=np.int64)
         if shuffle and not self._ascends():
-            raise OptionError("rows is not ascending, or contains a cell twice; use numpy.unique(rows) to shuffle it.")
+            raise OptionError(
+                "rows is not in ascending order or contains duplicates; to shuffle the cells, pass numpy.unique(rows)."
+            )
         self.lengths = None if lengths is None else np.asarray(lengths)
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
@@ -552,16 +557,20 @@ class CellOrder:
         if budget is None:
             return
         if self.lengths is None:
-            raise OptionError(f"max_tokens_per_batch={budget} needs lengths, the number of tokens of each cell.")
+            raise OptionError(f"max_tokens_per_batch={budget} requires lengths, the number of tokens of each cell.")
         if (longest := int(self.lengths.max())) > budget:
-            raise OptionError(f"max_tokens_per_batch={budget} is too small for a cell with {longest} tokens; raise it.")
+            raise OptionError(
+                f"max_tokens_per_batch={budget} is too small for a cell with {longest} tokens; pass at least {longest}."
+            )
 
     def _cut(self, window_cells: int | None) -> None:
         """Set how the parts of the ranks are cut into pieces in every epoch, see :class:`EpochPlan`."""
         n, world_size = len(self.rows), self.world_size
         least, most = n // world_size, -(-n // world_size)
         if least == 0:
-            raise OptionError(f"rows has {n} cells, too few for world_size={world_size}.")
+            raise OptionError(
+                f"rows has {n} cells, which are too few for world_size={world_size}; use more cells or fewer ranks."
+            )
         size = self._typical_batch()
         n_batches = -(-most // size)
         if window_cells is not None:
@@ -581,7 +590,9 @@ class CellOrder:
                 1,
             )
         elif n_batches > least:
-            raise OptionError(f"batch_size=1 cannot be divided equally among world_size={world_size} ranks; raise it.")
+            raise OptionError(
+                f"batch_size=1 cannot be divided equally among world_size={world_size} ranks; increase batch_size."
+            )
         self.n_windows = -(-self.n_pieces // self.pieces_per_window)
 
     def _typical_batch(self) -> int:
@@ -648,14 +659,18 @@ class CellOrder:
         for name, value in self._identity.items():
             if (there := state.get(name)) != value:
                 raise OptionError(
-                    f"state is from another order of cells: its {name} is {there!r}, but here it is {value!r}."
+                    f"state is from a different order of cells: its {name} is {there!r}, expected {value!r}; pass the "
+                    "state of the same order."
                 )
         if missing := {"epoch", "position"} - state.keys():
-            raise OptionError(f"state is not from an order of cells, as it has no {missing.pop()}.")
+            raise OptionError(f"state has no {missing.pop()}; pass the output of state_dict.")
         self.epoch = state["epoch"]
         n_batches = len(self)
         if not 0 <= state["position"] <= n_batches:
-            raise OptionError(f"state has the position {state['position']}, but an epoch {n_batches} batches.")
+            raise OptionError(
+                f"state has position {state['position']}, but an epoch has {n_batches} batches; pass the state of the "
+                "same order."
+            )
         self.position = state["position"]
         self._loaded = (self.epoch, self.position)
 

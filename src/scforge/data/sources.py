@@ -175,7 +175,7 @@ def convert_once(
         if path.exists():
             if _is_fresh(path, streams, options):
                 return path
-            logger.info("The sources of %s have changed; converting them anew.", path)
+            logger.info("The sources of %s have changed; converting them again.", path)
         convert(source, path, overwrite=True, storage_options=storage_options, **options)  # type: ignore[arg-type]
     logger.info("Converted %s to %s.", listing(stream.name for stream in streams), path)
     return path
@@ -201,7 +201,7 @@ def _is_fresh(path: Path, streams: Sequence[ChunkReader], options: Mapping[str, 
             return False
         if read_vocab(open_group(path)).genes == union_vocab(streams, options["gene_key"]).genes:
             return True
-        problem = "was converted over other genes"
+        problem = "was converted with different genes"
     raise OptionError(f"cache={str(path)!r} {problem}; pass another folder.")
 
 
@@ -309,8 +309,8 @@ def open_cells(
     in_memory = len(streams) == 1 and isinstance(streams[0], AdataStream)
     if not in_memory and (lack := lack_of_memory(streams, memory)):
         raise DataError(
-            f"{lack}; read them from disk: run scforge convert SOURCE -o store.zarr once and open store.zarr, or pass "
-            'cache="store.zarr", which does both.'
+            f"{lack}; read the cells from disk: run scforge convert SOURCE -o store.zarr once and open store.zarr, or "
+            'pass cache="store.zarr", which does both.'
         )
     cells = _in_memory(streams, maps, found, columns)
     if not in_memory:
@@ -346,7 +346,9 @@ def _open_store(
 def _check_unused(place: str, **options: Any) -> None:
     for name, value in options.items():
         if value is not None:
-            raise OptionError(f"{name}={value!r} was chosen when {place} was made; omit it here.")
+            raise OptionError(
+                f"{name}={value!r} has no effect, because {name} is set when {place} is created; omit {name}."
+            )
 
 
 def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> AnnData:
@@ -595,7 +597,7 @@ def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.
     sums, empty, problem = _summary(matrix)
     if problem is None:
         return sums, empty, f"{places[asked]} contains raw counts"
-    text = f"{places.pop(asked)} {problem}, so it is not raw counts"
+    text = f"{places.pop(asked)} {problem}, so it does not contain raw counts"
     for place in filter(opened.has, places):
         # Whether a matrix that was not asked for can be read is of no matter.
         with contextlib.suppress(DataError):

@@ -60,7 +60,7 @@ def split_cells(
     (3, 3)
     """
     if not isinstance(validation_size, numbers.Real) or not 0 <= validation_size < 1:
-        raise OptionError(f"validation_size={validation_size!r} is not in [0, 1).")
+        raise OptionError(f"validation_size={validation_size!r} must be at least 0 and less than 1.")
     if rows is not None:
         rows = np.unique(rows)
         if rows.size and (rows.dtype.kind not in "iu" or not 0 <= rows[0] <= rows[-1] < n_cells):
@@ -72,7 +72,7 @@ def split_cells(
     else:
         if len(names) < 2:
             raise DataError(
-                f"groups has {str(names[0])!r} as its only group; use two or more groups, or split by cell."
+                f"groups contains only one group, {str(names[0])!r}; use two or more groups, or split by cell."
             )
         held_out = _hold_out(np.bincount(codes), validation_size, seed)
         train, validation = np.flatnonzero(~held_out[codes]), np.flatnonzero(held_out[codes])
@@ -84,7 +84,10 @@ def _split_by_cell(n_cells: int, validation_size: float, seed: int) -> tuple[np.
     if validation_size > 0 and n_validation == 0 and n_cells > 1:
         n_validation = 1
     if n_validation >= n_cells:
-        raise OptionError(f"validation_size={validation_size} leaves no cell of {n_cells} for training; lower it.")
+        raise OptionError(
+            f"validation_size={validation_size} leaves none of the {n_cells} cells for training; reduce "
+            "validation_size."
+        )
     order = np.random.default_rng(seed).permutation(n_cells)
     return np.sort(order[n_validation:]), np.sort(order[:n_validation])
 
@@ -94,7 +97,7 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
     import pandas as pd
 
     if len(groups) != n_cells:
-        raise OptionError(f"groups has {len(groups)} values for {n_cells} cells; pass one per cell.")
+        raise OptionError(f"groups has {len(groups)} values for {n_cells} cells; pass one value per cell.")
     values = pd.Series(groups)
     codes, names = pd.factorize(values if rows is None else values.iloc[rows])
     without = codes < 0
@@ -103,7 +106,10 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
         without |= np.asarray(names)[codes] < 0
     if without.any():
         first = np.flatnonzero(without)[0] if rows is None else rows[without][0]
-        raise DataError(f"groups (split_by) has no value for {without.sum()} of {len(codes)} cells, e.g. cell {first}.")
+        raise DataError(
+            f"groups (split_by) is missing for {without.sum()} of {len(codes)} cells, e.g. cell {first}; fill in the "
+            "values or drop these cells."
+        )
     return codes, names
 
 

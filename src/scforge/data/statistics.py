@@ -148,7 +148,7 @@ def _chosen(
     candidates = np.flatnonzero(np.bincount(counts.indices[counts.data > 0], minlength=n_genes) >= min_cells)
     if not len(candidates):
         raise DataError(
-            f"no gene is detected in {min_cells} cells, of {n_cells}; use more cells, or pass a list of genes."
+            f"no gene is detected in at least {min_cells} of {n_cells} cells; use more cells, or pass a list of genes."
         )
     if n_top_genes is None:
         return np.union1d(candidates, kept)
@@ -177,8 +177,8 @@ def _by_variability(
     groups = [np.arange(len(totals))] if batches is None else [np.flatnonzero(batches == b) for b in np.unique(batches)]
     if alone := [str(batches[rows[0]]) for rows in groups if batches is not None and len(rows) == 1]:
         warn(
-            f"batch_key names {listing(alone)} with one cell each; these cells are ignored for the choice of variable "
-            "genes."
+            f"batch_key has batches with only one cell ({listing(alone)}); these cells are ignored when variable genes "
+            "are selected."
         )
     scores = [_normalized_dispersions(values[rows]) for rows in groups if len(rows) > 1] or [np.zeros(len(candidates))]
     n_batches = np.zeros(len(candidates))
@@ -214,8 +214,8 @@ def kept_genes(names: Iterable[str], vocab: GeneVocab, what: str) -> np.ndarray:
     if unknown := [name for name, index in zip(listed, found, strict=True) if index < 0]:
         known = [*vocab.genes, *(vocab.symbols or ())]
         raise OptionError(
-            f"keep_genes names {listing(unknown)}, not among the genes of {what}"
-            f"{did_you_mean(unknown[0], known) or '; remove them.'}"
+            f"keep_genes contains {listing(unknown)}, but only genes of {what} can be kept"
+            f"{did_you_mean(unknown[0], known) or '; remove the others.'}"
         )
     return np.unique(found)
 
@@ -245,7 +245,7 @@ def measure_medians(
     ----------
     source
         An AnnData in memory, for which medians are exact, or files as in :func:`scforge.data.convert`. Files of any
-        size are read once, piece by piece, and their medians are accurate to 1 %.
+        size are read once, piece by piece, and their medians are accurate to 1%.
     vocab
         A vocabulary, its file, or the name of a shipped vocabulary. Existing medians are replaced.
     layer

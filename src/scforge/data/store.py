@@ -148,13 +148,13 @@ class StoreInfo:
         if not isinstance(content, dict):
             raise DataError(f"{place} {_other_kind(attributes)}.")
         if content.get("format") != _FORMAT:
-            raise DataError(f"{place} has the format {content.get('format')!r} of a later version; update scforge.")
+            raise DataError(f"{place} has format {content.get('format')!r} of a later scforge version; update scforge.")
         try:
             return cls(**content)
         except ValidationError as error:
             wrong = error.errors(include_url=False)[0]
             raise DataError(
-                f"{place} is a corrupted store: its description has no usable {'.'.join(map(str, wrong['loc']))!r} "
+                f"{place} is a corrupted store: {'.'.join(map(str, wrong['loc']))!r} in its metadata is invalid "
                 f"({wrong['msg']}); convert the data again."
             ) from error
 
@@ -204,10 +204,12 @@ def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
     if system.isdir(root):
         return {"encoding-type": "anndata"} if system.exists(f"{root}/.zattrs") else {}
     if system.exists(root):
-        raise DataError(f"{name!r} is a file, but a store is a folder; create one with scforge convert FILE -o STORE.")
+        raise DataError(
+            f"{name!r} is a file, but a store is a folder; create a store with scforge convert FILE -o STORE."
+        )
     folder, _, last = root.rpartition("/")
     if system.exists(f"{folder}/.{last}.partial"):
-        raise DataError(f"{name!r} is incomplete: run the same scforge convert again.")
+        raise DataError(f"{name!r} is incomplete; run the same scforge convert command again.")
     raise MissingFileError(f"the store {name!r} does not exist.")
 
 
@@ -215,10 +217,10 @@ def _other_kind(attributes: Mapping[str, Any]) -> str:
     """Describe a folder that is not a store, for messages."""
     kind = attributes.get("encoding-type")
     if kind == "anndata":
-        return "is an AnnData, not a store; create one with scforge convert SOURCE -o STORE"
+        return "is an AnnData, not a store; create a store with scforge convert SOURCE -o STORE"
     if kind == _ENCODING["encoding-type"]:
         return "is an annbatch collection from another program; convert its data with scforge convert"
-    return "is a folder without a store; pass one that scforge convert wrote"
+    return "is a folder but not a store; pass a folder that was written by scforge convert"
 
 
 def read_vocab(group: Any) -> GeneVocab:
@@ -362,7 +364,7 @@ class _Store:
             self._set_genes(group, info)
             self.totals = np.concatenate([_fitting(self._read(one, "obs", TOTAL)) for one in self._datasets])
             if not self.totals.all():  # missing chunks come as zeros
-                raise self._damaged(f"{TOTAL} of its cells is corrupted")
+                raise self._damaged(f"the column {TOTAL} of its cells contains zeros")
             self.counts_kept, self.chunk_size, self.shuffled = info.counts_kept, info.chunk_size, info.shuffled
         else:
             self._set_foreign_genes()
@@ -383,9 +385,12 @@ class _Store:
             for dataset in datasets:
                 kind = dataset["X"].attrs.get("encoding-type") if "X" in dataset else "missing"
                 if kind != "csr_matrix":
-                    raise DataError(f"X of {dataset.basename} of {self.place!r} is {kind}, not csr_matrix; convert it.")
+                    raise DataError(
+                        f"X of {dataset.basename} of {self.place!r} is {kind}, not csr_matrix; convert the data with "
+                        "scforge convert."
+                    )
         if not datasets:
-            raise self._damaged("it has no dataset")
+            raise self._damaged("it contains no dataset")
         return datasets
 
     def _matrix(self, dataset: Any) -> tuple[Any, np.ndarray]:
@@ -396,7 +401,7 @@ class _Store:
             n_entries = dataset["X/data"].shape[0]
         problem = boundary_problem(indptr, n_entries)
         if problem is not None or len(indptr) != matrix.shape[0] + 1 or indptr[-1] != n_entries:
-            problem = problem or "its boundaries (indptr) do not match its cells and entries"
+            problem = problem or "indptr does not match the number of cells and entries"
             raise DataError(f"{dataset.basename} of {self.place!r} is corrupted: {problem}; {_AGAIN}.")
         lengths = np.diff(indptr)
         return matrix, lengths.astype(np.min_scalar_type(int(lengths.max(initial=0))))
@@ -407,14 +412,14 @@ class _Store:
         found = {one.basename: tuple(matrix.shape) for one, matrix in zip(self._datasets, self._matrices, strict=True)}
         for name in expected | found:
             if found.get(name) != expected.get(name):
-                shape, wanted = found.get(name, "missing"), expected.get(name, "to be there")
-                raise self._damaged(f"the counts of {name} are {shape}, not {wanted}")
+                shape, wanted = found.get(name, "(missing)"), expected.get(name, "no such dataset")
+                raise self._damaged(f"the counts of {name} have shape {shape}, expected {wanted}")
 
     def _set_genes(self, group: Any, info: StoreInfo) -> None:
         self.vocab, measured = read_vocab(group), read_measured(group)
         shares = [source["overlap"] for source in info.sources]
         if self.vocab.hash != info.vocab_hash or not np.allclose(measured.mean(axis=1), shares):
-            raise self._damaged("its vocabulary, or the genes of its sources, are corrupted")
+            raise self._damaged("its vocabulary or the genes of its sources do not match its metadata")
         self.genes = np.array(self.vocab.genes, dtype=object).astype(str)
         self.measured = measured.any(axis=0)
 
@@ -423,7 +428,10 @@ class _Store:
         self.genes = self._index(self._datasets[0], "var")
         for dataset in self._datasets[1:]:
             if not np.array_equal(self._index(dataset, "var"), self.genes):
-                raise DataError(f"{dataset.basename} of {self.place!r} has other genes, or another order; convert it.")
+                raise DataError(
+                    f"{dataset.basename} of {self.place!r} has different genes than the first dataset, or a different "
+                    "gene order; convert the data with scforge convert."
+                )
         self.vocab = GeneVocab.from_genes(list(dict.fromkeys(self.genes.tolist())))
         self.measured = np.ones(len(self.genes), dtype=bool)
 
@@ -443,7 +451,10 @@ class _Store:
         table: dict[str, Any] = {}
         for column in [column for column in known if column != SOURCE] if columns is None else columns:
             if column not in known:
-                raise DataError(f"obs names {column!r}, not in {self.place!r}{suggest(column, known, 'there is')}")
+                raise DataError(
+                    f"obs contains {column!r}, which is not a column of {self.place!r}"
+                    f"{suggest(column, known, 'available')}"
+                )
             parts = [self._read(dataset, "obs", column) for dataset in self._datasets]
             if all(isinstance(part, pd.Categorical) for part in parts):
                 table[column] = union_categoricals(parts, ignore_order=True) if len(parts) > 1 else parts[0]
@@ -487,15 +498,15 @@ class _Store:
     def _cleaned(self, rows: np.ndarray, counts: sparse.csr_matrix) -> sparse.csr_matrix:
         """Return sorted counts without zeros. Raises a DataError if counts of an scforge store are not already so."""
         if counts.dtype.kind != "u" and (problem := value_problem(counts.data)):
-            raise DataError(f"{self.place!r} {problem}, but raw counts are needed.")
+            raise DataError(f"{self.place!r} {problem}, but raw counts are needed; convert raw counts.")
         row = unsound_row(counts)
         if row < 0:
             return counts
         problem = index_problem(counts.indices, len(self.genes))
         if self.is_own:
-            problem = problem or "its counts differ from those that were written"
+            problem = problem or "its counts have changed since they were written"
         elif problem is None and not row_sums(counts)[row]:
-            problem = "it has no counts"  # missing chunks come as zeros
+            problem = "it contains no counts"  # missing chunks come as zeros
         if problem is not None:
             raise self._damaged(f"cell {rows[row]}: {problem}")
         return canonical(counts)
@@ -861,8 +872,8 @@ def _verify(group: Any, info: StoreInfo, name: str) -> None:
     if vocab_hash != info.vocab_hash:
         problems.append("its vocabulary has changed since it was written")
     if measured.shape != (len(info.sources), info.n_genes):
-        problems.append("the table of the genes of each source has the wrong size")
+        problems.append("its table of source genes has the wrong size")
     if not problems and content_hash(vocab_hash, hashes) != info.content_hash:
-        problems.append("its description does not match its content hash")
+        problems.append("its metadata does not match its content hash")
     if problems:
         raise DataError(f"the store {name!r} is corrupted: {'; '.join(problems)}; {_AGAIN}.")

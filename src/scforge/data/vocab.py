@@ -173,16 +173,19 @@ class GeneVocab:
         tokens = self.special_tokens
         if tokens[:1] != (PAD_TOKEN,) or MASK_TOKEN not in tokens or len(set(tokens)) < len(tokens):
             raise DataError(
-                f"special_tokens={tokens!r} must start with {PAD_TOKEN!r}, have {MASK_TOKEN!r}, without duplicates."
+                f"special_tokens={tokens!r} must start with {PAD_TOKEN!r}, contain {MASK_TOKEN!r}, and have no "
+                "duplicates."
             )
         if special := set(self.genes) & {*SPECIAL_TOKENS, *tokens}:
             raise DataError(
-                f"genes contains {special.pop()!r}, which is the name of a special token; rename that gene."
+                f"genes contains {special.pop()!r}, which is the name of a special token; rename this gene."
             )
         for name in ("symbols", "medians", "entropies"):
             column = getattr(self, name)
             if column is not None and len(column) != len(self.genes):
-                raise DataError(f"{name} has {len(column)} entries but there are {len(self.genes)} genes.")
+                raise DataError(
+                    f"{name} has {len(column)} entries, but there are {len(self.genes)} genes; pass one per gene."
+                )
         if self.medians is not None:
             medians = np.array(self.medians, dtype=np.float64)
             if not (np.isfinite(medians).all() and (medians > 0).all()):
@@ -201,7 +204,9 @@ class GeneVocab:
             object.__setattr__(self, "entropies", entropies)
         if self.aliases is not None:
             if unknown := set(self.aliases.values()).difference(self.genes):
-                raise DataError(f"aliases names {unknown.pop()!r}, which is not among the genes; omit it.")
+                raise DataError(
+                    f"aliases refers to {unknown.pop()!r}, which is not among the genes; remove this alias."
+                )
             object.__setattr__(self, "aliases", MappingProxyType(dict(self.aliases)) if self.aliases else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -230,7 +235,7 @@ class GeneVocab:
         """
         names = listed_names("genes", genes)
         if missing := n_missing(names):
-            raise DataError(f"genes has {missing} missing names; fill them or remove these genes.")
+            raise DataError(f"genes has {missing} missing names; fill in the names or remove these genes.")
         return cls(tuple(str(name) for name in names), release=release)
 
     @classmethod
@@ -248,7 +253,7 @@ class GeneVocab:
         Parameters
         ----------
         name
-            One of :func:`scforge.data.list_vocabs`.
+            Name of a vocabulary, see :func:`scforge.data.list_vocabs`.
 
         Notes
         -----
@@ -287,7 +292,7 @@ class GeneVocab:
             If the file is not a vocabulary, or its content does not match its hash or checksum.
         """
         if not Path(path).is_file():
-            raise MissingFileError(f"vocabulary file {os.fspath(path)!r} does not exist.")
+            raise MissingFileError(f"the vocabulary file {os.fspath(path)!r} does not exist.")
         return cls.from_json(Path(path).read_bytes(), os.fspath(path))
 
     @classmethod
@@ -299,7 +304,7 @@ class GeneVocab:
             raise ModelFileError(f"{name!r} is not an scforge vocabulary file: {first_line(error)}.") from error
         content = parsed(_VocabFile, fields, f"{name!r} is not an scforge vocabulary file")
         if content.format > _FORMAT:
-            raise ModelFileError(f"{name!r} is of a later scforge (format {content.format}); update scforge.")
+            raise ModelFileError(f"{name!r} is from a later scforge version (format {content.format}); update scforge.")
         # The checksum is over all other fields in the order of the file; those of the first files have none.
         fields.pop("checksum", None)
         if content.checksum is not None and content.checksum != sha256_of_json(fields):
@@ -318,7 +323,7 @@ class GeneVocab:
             reason = str(error).rstrip(".")
             raise ModelFileError(f"{name!r} is not an scforge vocabulary file: {reason}.") from error
         if vocab.hash != content.hash:
-            raise ModelFileError(f"{name!r} is corrupted: its genes do not match the stored hash.")
+            raise ModelFileError(f"{name!r} is corrupted: its genes do not match the stored hash; copy it again.")
         return vocab
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -347,7 +352,7 @@ class GeneVocab:
         return json.dumps({**content, "checksum": sha256_of_json(content)})
 
     def with_medians(self, medians: np.ndarray) -> GeneVocab:
-        """Return the vocabulary with `medians` of its genes, positive, shape (G,)."""
+        """Return the vocabulary with positive `medians` of its genes, shape (G,)."""
         return replace(self, medians=medians)
 
     def with_entropies(self, entropies: np.ndarray) -> GeneVocab:
@@ -380,11 +385,11 @@ class GeneVocab:
         """
         given = np.asarray(indices)
         if given.dtype == bool and len(given) != self.n_genes:
-            raise OptionError(f"indices is a mask of {len(given)} genes, but there are {self.n_genes}.")
+            raise OptionError(f"indices is a mask of {len(given)} genes, but the vocabulary has {self.n_genes} genes.")
         chosen = np.flatnonzero(given) if given.dtype == bool else given
         if (wrong := chosen[~np.isin(chosen, np.arange(self.n_genes))]).size:
             raise OptionError(
-                f"indices contains {wrong[0]}, which is not a gene; pass indices from 0 to {self.n_genes - 1}."
+                f"indices contains {wrong[0]}, which is not a gene index; pass indices from 0 to {self.n_genes - 1}."
             )
         chosen = chosen.astype(np.int64)
         genes = tuple(self.genes[index] for index in chosen)
@@ -459,7 +464,9 @@ class GeneVocab:
         tokens = self.tokens
         found = [int(i) for i in ids]
         if wrong := [i for i in found if not 0 <= i < len(tokens)]:
-            raise OptionError(f"ids contains {wrong[0]}, which is not a token id; ids are from 0 to {len(tokens) - 1}.")
+            raise OptionError(
+                f"ids contains {wrong[0]}, which is not a token id; pass ids from 0 to {len(tokens) - 1}."
+            )
         return [tokens[i] for i in found]
 
     def token_id(self, token: str) -> int | None:
@@ -810,7 +817,7 @@ def convert_gene_ids(
     check_choice("to", to, ("ensembl", "symbol"))
     result = converted_genes(listed_names("names", names), to, species, keep_unknown=keep_unknown)
     if result.unknown or result.ambiguous:
-        warn(f"{result} (by the {species} genes of {ANNOTATION}).")
+        warn(f"{result} (using the {species} genes of {ANNOTATION}).")
     return result
 
 

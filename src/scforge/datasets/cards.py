@@ -76,13 +76,13 @@ class SplitRule:
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, RULES)
         if self.kind == "targets" and (self.separator is None or self.context_key is not None):
-            raise OptionError("kind='targets' of a split needs separator and does not allow context_key.")
+            raise OptionError("kind='targets' requires separator and does not work with context_key.")
         for name in ("validation", "test"):
             amount = getattr(self, name)
             if isinstance(amount, list):
                 object.__setattr__(self, name, tuple(amount))
             elif not isinstance(amount, tuple) and not (0 < amount < 1 or (amount >= 1 and amount == int(amount))):
-                raise OptionError(f"{name}={amount!r} of a split must be a fraction, a number or a list of names.")
+                raise OptionError(f"{name}={amount!r} must be a fraction, a number or a list of names.")
             if self.kind == "stratified" and not (isinstance(amount, float) and amount < 0.5):
                 raise OptionError(f"{name}={amount!r} is not valid for a stratified split; pass a fraction below 0.5.")
 
@@ -211,7 +211,7 @@ def list_cards() -> list[str]:
 
     Returns
     -------
-    Names, sorted.
+    The names, sorted.
 
     Examples
     --------
@@ -229,11 +229,11 @@ def get_card(name: str) -> DatasetCard:
     Parameters
     ----------
     name
-        One of :func:`list_cards`.
+        Name of a card, see :func:`list_cards`.
 
     Returns
     -------
-    The card.
+    The card, with the properties of the data set and the rule of its split.
 
     Raises
     ------

@@ -30,8 +30,10 @@ def find_file(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
         return Path(str(resources.files("scforge.datasets").joinpath("data", f"{name}.h5ad")))
     if place is not None and (file := Path(place) / f"{name}.h5ad").is_file():
         return file
-    where = f"in {str(place)!r}" if place else f"here, and {DATA_FOLDER}, the folder to look in, is not set"
-    raise MissingFileError(f"the data set {name!r} is not {where}; to get {name}.h5ad, {card.how_to_get.rstrip('.')}.")
+    where = f"in {str(place)!r}" if place else f"because neither folder nor {DATA_FOLDER} is set"
+    raise MissingFileError(
+        f"the data set {name!r} was not found {where}; to get {name}.h5ad, {card.how_to_get.rstrip('.')}."
+    )
 
 
 def _place(folder: str | os.PathLike[str] | None) -> str | None:
@@ -46,7 +48,7 @@ def load(
     Parameters
     ----------
     name
-        One of :func:`~scforge.datasets.list_cards`.
+        Name of a data set, see :func:`~scforge.datasets.list_cards`.
     folder
         Folder that contains ``<name>.h5ad``. If None, uses the folder in the environment variable ``SCFORGE_DATA``.
         Bundled data are always read from the package.
@@ -87,8 +89,8 @@ def load(
     path = find_file(name, folder)
     if verify and card.sha256 is not None and (found := sha256_of(path)) != card.sha256:
         raise DataError(
-            f"{str(path)!r} is not the file of the card {name!r} (SHA-256 {found}); pass verify=False to use your own "
-            "file."
+            f"{str(path)!r} does not match the checksum in the card {name!r} (SHA-256 {found}); pass verify=False to "
+            "use your own file."
         )
     return _checked(read_h5ad(path), card)
 
@@ -99,9 +101,7 @@ def _checked(adata: AnnData, card: DatasetCard) -> AnnData:
         check_obs_column(adata, key, argument=argument)
     if card.perturbation_key is not None:
         labels = adata.obs[card.perturbation_key].unique()
-        check_known(
-            "control", card.control, labels, f"{card.perturbation_key!r} of obs", fix="rename the control cells"
-        )
+        check_known("control", card.control, labels, f"obs[{card.perturbation_key!r}]", fix="rename the control cells")
     return adata
 
 
@@ -114,11 +114,11 @@ def _from_pertpy(card: DatasetCard, source: PertpySource) -> AnnData:
         adata = getattr(pertpy.data, source.function)()
     except OSError as error:
         raise MissingFileError(
-            f"pertpy.data.{source.function}() did not read {card.name!r} ({error}); check the network and "
-            f"scanpy.settings.datasetdir, or put {card.name}.h5ad into the folder."
+            f"pertpy.data.{source.function}() could not read {card.name!r} ({error}); check the connection and "
+            f"scanpy.settings.datasetdir, or put {card.name}.h5ad into the data folder."
         ) from error
     if source.layer is not None:
-        check_known("layer", source.layer, adata.layers, "layers of the file that pertpy reads")
+        check_known("layer", source.layer, adata.layers, "the layers of the file that pertpy reads")
         adata.X = adata.layers.pop(source.layer)
     key = card.perturbation_key
     assert key is not None

@@ -68,11 +68,13 @@ class Split:
             object.__setattr__(self, part, np.sort(np.asarray(getattr(self, part), dtype=object)))
         for part in PARTS:
             if not len(getattr(self, part)):
-                raise DataError(f"the split {self.name!r} has no cell for {part}; hold out another amount.")
+                raise DataError(f"the split {self.name!r} has no {part} cells; hold out a different amount.")
         cells = pd.Index(np.concatenate([getattr(self, part) for part in (*PARTS, LEFT_OUT)]))
         if not cells.is_unique:
             twice = cells[cells.duplicated()][0]
-            raise DataError(f"the split {self.name!r} has the cell {twice!r} twice; each cell must be in one part.")
+            raise DataError(
+                f"the split {self.name!r} contains the cell {twice!r} twice; each cell must be in one part."
+            )
 
     def __len__(self) -> int:
         return sum(len(getattr(self, part)) for part in (*PARTS, LEFT_OUT))
@@ -98,8 +100,8 @@ class Split:
         unknown = [cell for cell in adata.obs_names if cell not in of]
         if unknown:
             raise DataError(
-                f"adata has cells that the split {self.name!r} does not contain ({listing(unknown, most=3)}); pass "
-                "the data of the split."
+                f"adata contains cells that are not in the split {self.name!r} ({listing(unknown, most=3)}); pass "
+                "the data that the split was made from."
             )
         found = [None if of[cell] == LEFT_OUT else of[cell] for cell in adata.obs_names]
         used = [part for part in PARTS if part in found]
@@ -133,7 +135,9 @@ class Split:
         check_choice("part", part, PARTS)
         rows = np.flatnonzero(np.asarray(self.labels(adata) == part))
         if not len(rows):
-            raise DataError(f"no cell of adata is in {part!r} of the split {self.name!r}; pass the whole data set.")
+            raise DataError(
+                f"no cell of adata is in part {part!r} of the split {self.name!r}; pass the whole data set."
+            )
         return rows
 
     def seen_targets(
@@ -193,7 +197,7 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
     Parameters
     ----------
     name
-        One of :func:`~scforge.datasets.list_cards`.
+        Name of a data set, see :func:`~scforge.datasets.list_cards`.
     adata
         The whole data set. Required if the split is not bundled with the package; otherwise, the split is checked
         against it.
@@ -202,7 +206,7 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
 
     Returns
     -------
-    The split.
+    The split, with the cell names of each part.
 
     Raises
     ------
@@ -225,12 +229,12 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
         if adata is not None:
             if len(split.labels(adata)) < len(split) or not adata.obs_names.is_unique:
                 raise DataError(
-                    f"adata has {adata.n_obs} cells but the split {name!r} has {len(split)}; pass all cells."
+                    f"adata has {adata.n_obs} cells, but the split {name!r} has {len(split)} cells; pass all cells."
                 )
             check_rule(split, card, adata)
         return split
     if adata is None:
-        raise OptionError(f"adata=None: no split of {name!r} ships with the package; pass the data set.")
+        raise OptionError(f"no split of {name!r} is included in the package; pass the data set as adata.")
     return make_split(card, adata, version=version)
 
 
@@ -274,7 +278,7 @@ def read_split(path: str | os.PathLike[str], *, name: str | None = None, version
 
     Returns
     -------
-    The split.
+    The split, with the cell names of each part.
 
     Raises
     ------
@@ -292,7 +296,7 @@ def read_split(path: str | os.PathLike[str], *, name: str | None = None, version
     """
     path = Path(path)
     if not path.is_file():
-        raise MissingFileError(f"path={str(path)!r} is not a file; write it with write_split.")
+        raise MissingFileError(f"path={str(path)!r} is not a file; write the split with write_split.")
     return _parse(path.read_bytes(), path.name.split(".")[0] if name is None else name, version, path.name)
 
 
@@ -304,7 +308,9 @@ def _parse(content: bytes, name: str, version: int, file: str) -> Split:
     except (gzip.BadGzipFile, EOFError, ValueError):
         fits = False
     if not fits:
-        raise DataError(f"{file!r} is not a gzipped CSV with the columns cell and part; write it with write_split.")
+        raise DataError(
+            f"{file!r} is not a gzipped CSV with the columns cell and part; write the split with write_split."
+        )
     return Split(name, version, **{part: table["cell"][table["part"] == part].to_numpy(object) for part in parts})
 
 
@@ -312,7 +318,7 @@ _BETWEEN = " in "
 
 
 def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
-    """Divide a data set by the rule of its card.
+    """Split a data set according to the rule of its card.
 
     Parameters
     ----------
@@ -346,7 +352,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
     if rule is None:
         raise OptionError(f"the card {card.name!r} has no split rule; set split=SplitRule(...).")
     for key in filter(None, (rule.column, rule.context_key)):
-        check_known("column", key, adata.obs, "obs", fix=f"the split of {card.name!r} needs it")
+        check_known("column", key, adata.obs, "obs", fix=f"the split of {card.name!r} requires this column")
     salt = f"{card.name}-v{version}"
     stratified = rule.kind == "stratified"
     parts = _stratified(rule, adata, salt) if stratified else _whole_units(rule, card, adata, salt)
@@ -413,7 +419,7 @@ def _drawn(units: list[str], amounts: dict[str, Amount], salt: str, what: str) -
             held |= dict.fromkeys(free[:number], part)
             free = free[number:]
     if not set(units) - set(held) or len(set(held.values())) < len(amounts):
-        raise DataError(f"the column {what!r} has {len(units)} values to hold out from, too few for {amounts}.")
+        raise DataError(f"the column {what!r} has only {len(units)} values, which is too few to hold out {amounts}.")
     return held
 
 
@@ -479,7 +485,10 @@ def _share_controls(parts: np.ndarray, rule: SplitRule, card: DatasetCard, adata
     obs, ids = adata.obs, np.asarray(adata.obs_names, dtype=object)
     control = np.asarray(obs[rule.column].astype(object).map(str, na_action="ignore") == str(card.control))
     if not control.any():
-        raise DataError(f"no cell has {rule.column}={card.control!r}, the control of {card.name!r}; rename such cells.")
+        raise DataError(
+            f"no cell has {rule.column}={card.control!r}, the control of {card.name!r}; use this label for "
+            "the control cells."
+        )
     contexts = np.full(len(ids), "", dtype=object)
     if rule.context_key is not None:
         named = obs[rule.context_key].notna().to_numpy()

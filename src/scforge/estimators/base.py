@@ -75,10 +75,11 @@ _MAX_OPENED = 2
 
 _OF_SCVI = {
     **dict.fromkeys(
-        ("categorical_covariate_keys", "continuous_covariate_keys"), "scforge has no covariates, use batch_key"
+        ("categorical_covariate_keys", "continuous_covariate_keys"),
+        "scforge does not support covariates, so use batch_key",
     ),
-    "size_factor_key": "the size of a cell is the sum of its counts, omit it",
-    "unlabeled_category": "cells without a label have NaN in the column labels_key, omit it",
+    "size_factor_key": "scforge uses the sum of the counts of a cell as its size factor, so omit size_factor_key",
+    "unlabeled_category": "mark cells without a label by NaN in the labels_key column, and omit unlabeled_category",
 }
 """A mapping from arguments of scvi-tools' ``setup_anndata`` to advice for scforge."""
 
@@ -90,7 +91,10 @@ def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
     if found.dtype == bool and not wrong:
         wrong, found = len(found) != n_cells, np.flatnonzero(found)
     if wrong or not len(found) or found.min() < 0 or found.max() >= n_cells:
-        raise OptionError(f"indices are not positions of the {n_cells} cells; pass whole numbers from 0, or a mask.")
+        raise OptionError(
+            f"indices are not valid positions of {n_cells} cells; pass integers from 0 to {n_cells - 1}, or a boolean "
+            "mask."
+        )
     return found.astype(np.int64)
 
 
@@ -118,7 +122,7 @@ class _Front(BaseModelMetaClass):
 
 
 class CellModel(BaseModelClass, metaclass=_Front):
-    """Base of the model classes, built on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
+    """Base class for the model classes, built on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
 
     A subclass sets ``_spec``, ``_tokenizer``, ``_objective`` and ``module`` in its constructor, which accepts the
     arguments of :meth:`load`, and implements ``train``.
@@ -136,11 +140,15 @@ class CellModel(BaseModelClass, metaclass=_Front):
     _seen: HeldOutRegistry | None = None
     _landmarks: torch.Tensor | None = None
     """Embeddings of sampled training cells, shape (S, D), onto which queries are mapped."""
-    trainer = _Absent("the scores of a training run are in model.history, and callbacks=[...] see Lightning's Trainer")
-    prepare_query_anndata = _Absent("genes are matched by name, call load_query_data(query, reference) right away")
-    get_normalized_expression = _Absent("make a scforge.models.ScDiVa, which decodes expression")
-    differential_abundance = _Absent("embed with scforge, and compute it with another package")
-    posterior_predictive_sample = _Absent("no model here has a likelihood of counts, which scvi.criticism needs")
+    trainer = _Absent("use model.history for the training metrics, and callbacks=[...] to access Lightning's Trainer")
+    prepare_query_anndata = _Absent("genes are matched by name, so call load_query_data(query, reference) directly")
+    get_normalized_expression = _Absent("use scforge.models.ScDiVa, which decodes expression")
+    differential_abundance = _Absent(
+        "embed the cells with scforge, and compute differential abundance with another package"
+    )
+    posterior_predictive_sample = _Absent(
+        "scforge models do not define the count likelihood that scvi.criticism requires"
+    )
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if not type(self)._lacks(name)]
@@ -400,7 +408,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         try:
             cls._get_most_recent_anndata_manager(adata, required=True)
         except ValueError as error:
-            why = ", because it is a copy of one that is" if "copy" in str(error) else ""
+            why = ", because it is a copy of an AnnData that was set up" if "copy" in str(error) else ""
             raise OptionError(f"adata is not set up{why}; call {cls.__name__}.setup_anndata(adata) first.") from error
 
     def _source(self, adata: AnnData | Cells | str | os.PathLike[str] | None) -> Any:
@@ -410,7 +418,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         if adata is None:
             adata = self.adata if self._data is None else self._data.cells
         if adata is None:
-            raise OptionError("adata=None but the model was loaded without adata; pass the cells.")
+            raise OptionError("adata=None, but the model was loaded without adata; pass the cells.")
         return self._adata_of(adata, self._setup.get("modality"))
 
     def _ready(
@@ -751,7 +759,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
                 return data.mod[name]
         if modality is None:
             call = f"{cls.__name__}.setup_mudata(mdata, modality={(last or 'rna')!r})"
-            raise OptionError(f"mdata is not set up, or is a copy of one that was; call {call} first.")
+            raise OptionError(f"mdata is not set up, or is a copy of a MuData that was set up; call {call} first.")
         check_modality(modality, list(data.mod), "mdata")
         return data.mod[modality]
 

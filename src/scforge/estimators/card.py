@@ -82,7 +82,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
         metrics = metrics.to_frame()
     if not isinstance(metrics, pd.DataFrame):
         what = type(metrics).__name__
-        raise OptionError(f"{prefix} is a {what}, not a table returned by evaluate(); pass the result of evaluate().")
+        raise OptionError(f"{prefix} is of type {what!r}; pass the table returned by evaluate().")
     tables = {"": metrics}
     if is_long(metrics):
         lines = metrics.assign(benchmark=metrics["benchmark"].fillna(""))
@@ -92,7 +92,8 @@ def scores_of(metrics: Report | pd.DataFrame, *, prefix: str = "metrics") -> tup
         names = [str(name) for name in table.index]
         if names.count(_MODEL) != 1 or len(names) < 2:
             raise OptionError(
-                f"{prefix} needs exactly one row named {_MODEL!r}, the model, and rows of baselines ({listing(names)})."
+                f"{prefix} must contain exactly one row named {_MODEL!r} for the model, and rows for baselines (rows: "
+                f"{listing(names)})."
             )
         data = facts.get("data", facts.get(f"{benchmark}: data"))
         for metric, column in table.select_dtypes("floating").items():  # whole numbers count cells
@@ -228,7 +229,9 @@ class CardFacts:
         try:
             return TypeAdapter(cls).validate_python(content)
         except ValidationError as error:
-            raise ModelFileError(f"the card in the description of {source!r} cannot be read; copy it again.") from error
+            raise ModelFileError(
+                f"the model card in the description of {source!r} is invalid; copy the model again."
+            ) from error
 
 
 _UNKNOWN = "not stated"

@@ -174,7 +174,7 @@ class Encoder(CellModel):
         elif self.adata is not None:
             vocab = vocab_of_adata(self.adata, self._setup, vocab, **wanted)
         elif not isinstance(vocab, GeneVocab):
-            raise OptionError(f"vocab={vocab!r} needs adata; pass a GeneVocab.")
+            raise OptionError(f"vocab={vocab!r} requires adata; pass adata, or a GeneVocab as vocab.")
         spec, vectors = ModelSpec.resolve(
             defaults,
             vocab,
@@ -295,7 +295,7 @@ class Encoder(CellModel):
         if self._obsm_key == QUERY_KEY:
             warn(
                 f"The encoder was trained on the query, so obsm[{QUERY_KEY!r}] is not comparable with the embedding of "
-                "the reference model; embed the reference again: query_model.get_latent_representation(reference)."
+                "the reference model; embed the reference again with query_model.get_latent_representation(reference)."
             )
 
     def _with_found_options(self, objective: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -305,7 +305,10 @@ class Encoder(CellModel):
             if self._data is not None:
                 return self._data.cells.column(key)
             if self.adata is None:
-                raise OptionError(f"the objective learns from obs[{key!r}]; pass adata, or its classes as an option.")
+                raise OptionError(
+                    f"the objective learns from obs[{key!r}]; pass adata, or pass the classes as an option of the "
+                    "objective."
+                )
             return column_of(self.adata.obs, key)
 
         key = self._setup.get("batch_key") if self._data is None else self._data.batch_key
@@ -320,7 +323,9 @@ class Encoder(CellModel):
         options = {name: value for name, value in options.items() if value is not None}
         if data is None:
             if self.adata is None:
-                raise OptionError("the model was loaded without adata; pass it to Encoder.load, or train(datamodule=).")
+                raise OptionError(
+                    "the model was loaded without adata; pass adata to Encoder.load, or datamodule to train."
+                )
             columns: dict[str, Any] = {key: self._setup.get(key) for key in ("batch_key", "labels_key")}
             columns |= self._rows_of_split(options)
             data = CellDataModule(self._open(self.adata), seed=self.seed, **columns, **options)
@@ -330,7 +335,7 @@ class Encoder(CellModel):
         elif options:
             name, value = next(iter(options.items()))
             place = "CellDataModule" if self._query is None else "load_query_data"
-            raise OptionError(f"{name}={value!r} cannot be changed in training; pass it to {place} instead.")
+            raise OptionError(f"{name}={value!r} cannot be changed in train; pass {name} to {place} instead.")
         elif self.adata is None:
             self._data = data
         if is_other:
@@ -367,10 +372,13 @@ class Encoder(CellModel):
         if self.spec.tuning is None:
             return {}
         if options.get("validation_size") is not None:
-            raise OptionError("validation_size was set by finetune and cannot be changed; omit it.")
+            raise OptionError("validation_size was set by finetune and cannot be changed; omit validation_size.")
         split = self._known_split()
         if split is None:
-            raise DataError("the cells are not exactly those used for fine-tuning; call finetune(adata=...).")
+            raise DataError(
+                "the cells are not exactly the cells used for fine-tuning; call finetune(adata=...) to fine-tune on "
+                "these cells."
+            )
         return {"train_rows": split.train, "validation_rows": split.validation}
 
     def _learn_from_others(self, data: CellDataModule) -> None:
@@ -380,7 +388,10 @@ class Encoder(CellModel):
         marks = CellFingerprints.of(self._open(data.cells))
         learned = np.concatenate([data.train_rows, data.validation_rows])
         if n_tested := int(self._seen.tested(marks.numbers)[learned].sum()):
-            raise OptionError(f"datamodule has {n_tested} test cells of the fine-tuning; remove them.")
+            raise OptionError(
+                f"datamodule contains {n_tested} of the test cells that finetune held out; remove these cells from "
+                "datamodule."
+            )
         task: Any = self.objective  # of a fine-tuned model
         if task.learns_labels:
             self._seen = self._seen.with_learned(marks.take(learned))
@@ -398,10 +409,10 @@ class Encoder(CellModel):
         if split is not None and (within or len(marks) == len(self._seen.numbers)):
             if not len(split.test):
                 # load_query_data has no test_size.
-                more = "" if self._is_query else ", or test_size=0.1"
+                more = "" if self._is_query else ", or fine-tune with test_size=0.1"
                 raise OptionError(f"fine-tuning held out no test cells; pass other cells{more}.")
             rows = split.test[~learned[split.test]]
-            n_learned, n_all, what = int(learned[split.test].sum()), len(split.test), "test cells of the fine-tuning"
+            n_learned, n_all, what = int(learned[split.test].sum()), len(split.test), "fine-tuning test cells"
         else:
             learned |= marks.among(self._seen.trained)
             unclear |= marks.undecided(self._seen.trained)
@@ -410,7 +421,7 @@ class Encoder(CellModel):
         if not len(rows):
             raise OptionError(f"the model learned from {n_learned} of these {n_all} {what}; pass other cells.")
         if n_learned:
-            warn(f"The model learned from {n_learned} of the {n_all} {what}; they are not scored.")
+            warn(f"The model learned from {n_learned} of the {n_all} {what}; these cells are not scored.")
         warn_of_undecided(unclear[rows])
         return rows, split
 
@@ -601,7 +612,7 @@ class Encoder(CellModel):
         batch_size
             Number of cells per batch.
         seed
-            Random seed of the baselines.
+            Random seed for the baselines.
 
         Returns
         -------
@@ -625,7 +636,10 @@ class Encoder(CellModel):
         ('scforge', True)
         """
         if self.spec.tuning is None:
-            raise OptionError("the model has no task; call model.finetune, or scforge.workflows.evaluate_models.")
+            raise OptionError(
+                "the model has no task to evaluate; call model.finetune first, or score the embedding with "
+                "scforge.workflows.evaluate_models."
+            )
         task = self._task("evaluate")
         task.check_evaluate()
         check_seed(seed)
@@ -708,7 +722,7 @@ class Encoder(CellModel):
         except Exception as error:
             if not after_failure:
                 raise
-            warn(f"the confidence of the model could not be calibrated: {first_line(error)}")
+            warn(f"the confidence of the model could not be calibrated: {first_line(error)}.")
 
     def merge_adapter(self) -> None:
         """Merge the adapters into the weights; predictions stay the same and are as fast as without adapters.
@@ -851,20 +865,21 @@ class Encoder(CellModel):
         if not isinstance(reference, Encoder):
             raise OptionError(f"reference_model is of type {type(reference).__name__}; pass a model or its folder.")
         if not reference.is_trained_:
-            raise OptionError("reference_model is not trained; train it, or load a trained model.")
+            raise OptionError("reference_model is not trained; train this model first, or pass a trained model.")
         tuning, pretraining = reference.spec.tuning, cast("Any", reference._pretraining)
         if tuning is not None and tuning.task not in ("adaptation", "integration"):
-            raise OptionError(f"reference_model was fine-tuned for {tuning.task!r}; pass the model before that.")
+            raise OptionError(f"reference_model was fine-tuned for {tuning.task!r}; pass its base model.")
         integrated = tuning is not None and tuning.task == "integration"
         stays = pretraining.maps_queries and not integrated
         known = tuning.task_options if tuning is not None and integrated else pretraining.config() if stays else {}
-        of = f"a reference of {reference.spec.objective!r}{', fine-tuned for integration' if integrated else ''}"
+        origin = "fine-tuned for integration" if integrated else f"trained with {reference.spec.objective!r}"
+        of = f"a reference model {origin}"
         if isinstance(lora, Mapping) if stays else not lora:
-            raise OptionError(f"lora={lora!r} has no effect for {of}; omit it.")
+            raise OptionError(f"lora={lora!r} has no effect for {of}; omit lora.")
         if reference_cells is not None and not stays:
-            raise OptionError(f"reference_cells has no effect for {of}; omit it.")
+            raise OptionError(f"reference_cells has no effect for {of}; omit reference_cells.")
         if batch_key is not None and not known.get("batches") and reference_cells is None:
-            raise OptionError(f"batch_key={batch_key!r} has no effect for {of} without batches; omit it.")
+            raise OptionError(f"batch_key={batch_key!r} has no effect for {of} without batches; omit batch_key.")
         source = reference._source(query)
         cells: Any = reference._open(source)
         split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
@@ -889,8 +904,8 @@ class Encoder(CellModel):
             task["n_reference"] = len(known["batches"] or [])
             if reference._landmarks is None:
                 warn(
-                    "The reference contains no embeddings of its cells, so the query is not shifted; complete its "
-                    "training."
+                    "The reference model contains no embeddings of its training cells, so the query is not mapped onto "
+                    "the reference; complete the training of the reference model."
                 )
             else:
                 task |= {"n_clusters": n_query_clusters(len(cells)), "n_tokens": len(reference.vocab)}
@@ -909,7 +924,8 @@ class Encoder(CellModel):
         tuning = replace(tuning, base={**tuning.base, "sha256": digest, "reference": True})
         model._spec, model.is_trained_, model._base = replace(model.spec, tuning=tuning), True, reference
         logger.info(
-            "The query has %.1f %% of the genes of the reference model, and %.1f %% of its counts lie in them.",
+            "The query contains %.1f%% of the genes of the reference model, and these genes account for %.1f%% of "
+            "the query counts.",
             100 * cells.overlap,
             100 * cells.counts_kept,
         )
@@ -1012,16 +1028,22 @@ class Encoder(CellModel):
             check_share("threshold", threshold)
         is_query = self._is_query
         if query is None and not is_query:
-            raise OptionError("query=None, but the model is not from load_query_data; pass the cells to label.")
+            raise OptionError(
+                "query=None, but the model was not created by load_query_data; pass the cells to label as query."
+            )
         source = self._source(query)
         owner = reference if isinstance(reference, type(self)) else self._base if is_query else self
         labels_key = labels_key or (owner or self)._setup.get("labels_key")
         if labels_key is None:
-            raise OptionError("labels_key=None, but the reference was set up without labels; pass a column of its obs.")
+            raise OptionError(
+                "labels_key=None, but the reference was set up without labels; pass an obs column of the reference."
+            )
         opener = self if owner is reference else owner or self
         if reference is None or owner is reference:
             if owner is None or (owner.adata is None and owner._data is None):
-                raise OptionError("the model was loaded without its cells; pass reference=, labeled cells or a model.")
+                raise OptionError(
+                    "the model was loaded without its training cells; pass labeled cells or a model as reference."
+                )
             reference_cells = opener._open(owner._source(None))
         else:
             reference_cells = opener._open(opener._source(reference))
@@ -1165,15 +1187,16 @@ class Encoder(CellModel):
         max_cells
             Maximum number of cells to sample.
         max_genes
-            Maximum number of genes; the most widely expressed genes are used. Memory grows with the square of this
+            Maximum number of genes; the most widely expressed genes are used. Memory grows quadratically with this
             number.
         seed
             Random seed for sampling the cells.
         batch_size
-            Number of cells per batch. It is reduced for cells with many tokens, because memory grows with the square of
+            Number of cells per batch. It is reduced for cells with many tokens, because memory grows quadratically with
             the number of tokens.
         key_added
-            Key in ``adata.varp`` for the same graph over ``adata.var_names``. If None, nothing is written.
+            Key in ``adata.varp`` under which to store the graph, aligned to ``adata.var_names``. If None, nothing is
+            written.
 
         Returns
         -------
@@ -1248,8 +1271,8 @@ class Encoder(CellModel):
         batch_size
             Number of cells per batch.
         key_added
-            Key in ``adata.layers`` for the same values over ``adata.var_names``, as a dense array, with NaN for genes
-            that are not in `genes` or not in the model. If None, nothing is written.
+            Key in ``adata.layers`` under which to store the values, aligned to ``adata.var_names``, as a dense array
+            with NaN for genes that are not in `genes` or not in the model. If None, nothing is written.
 
         Returns
         -------
@@ -1278,10 +1301,10 @@ class Encoder(CellModel):
         source, objective = interpret.predicting(self, adata, seed)
         if not knows_zeros(objective, self.tokenizer):
             has_option = "zero_targets" in objective.option_names()
-            advice = "train with the option zero_targets=1.0" if has_option else "call get_normalized_expression"
+            advice = "train with zero_targets=1.0" if has_option else "call get_normalized_expression"
             warn(
-                "the model was trained on expressed genes only, so it predicts the value of an expressed gene; "
-                f"{advice}."
+                "the model was trained on expressed genes only, so it predicts values as if every gene were expressed; "
+                f"{advice} instead."
             )
         wanted = self.vocab.genes if genes is None else genes
         numbers = interpret.gene_numbers(self, wanted, source=source)
@@ -1309,8 +1332,8 @@ class Encoder(CellModel):
 
         This requires a model trained with ``masked_value_prediction`` or ``masked_diffusion``. The genes are split into
         folds. Each fold is masked in turn and predicted from the rest, so no value is predicted from itself. Values
-        have the same units as in :meth:`impute`. If bins are quantiles of a cell, they are computed from its unmasked
-        genes.
+        have the same units as in :meth:`impute`. If values are binned by the quantiles of each cell, the quantiles are
+        computed from its unmasked genes.
 
         Parameters
         ----------
@@ -1323,7 +1346,8 @@ class Encoder(CellModel):
         batch_size
             Number of cells per batch.
         key_added
-            Key in ``adata.layers`` for the same values over ``adata.var_names``. If None, nothing is written.
+            Key in ``adata.layers`` under which to store the values, aligned to ``adata.var_names``. If None, nothing is
+            written.
 
         Returns
         -------
@@ -1414,7 +1438,7 @@ class Encoder(CellModel):
         adata
             Cells, see :meth:`get_latent_representation`. If None, uses the training cells.
         genes
-            Names of genes in the vocabulary of the model. If None, uses the genes that at least 1 % of the cells
+            Names of genes in the vocabulary of the model. If None, uses the genes that at least 1% of the cells
             express, at most the 2,000 most widely expressed genes.
         mode
             ``"delete"``, ``"overexpress"`` or ``"activate"``.
@@ -1481,12 +1505,12 @@ class Encoder(CellModel):
         if n_permutations is not None:
             check_count("n_permutations", n_permutations, "genes", least=0)
         check_seed(seed)
-        source = self._ready(adata, "how cells move is")
+        source = self._ready(adata, "its perturbation effects are")
         perturbation = Perturbation(mode)
         numbers = None if genes is None else interpret.gene_numbers(self, genes, source=source)
         if numbers is None and combinations is not False:
             raise OptionError(
-                "combinations=2 needs genes, because there are too many pairs of all genes; pass a list of genes."
+                "combinations=2 requires genes, because there are too many pairs of all genes; pass a list of genes."
             )
         cells = self._open(source)
         embed_cells = partial(
@@ -1501,7 +1525,7 @@ class Encoder(CellModel):
             try:
                 embeddings["_untrained"] = interpret.untrained_embedder(self, batch_size)
             except OptionError as error:
-                warn(f"untrained=True is left out: {error}")
+                warn(f"untrained=True is ignored: {error}")
         chosen, there = interpret.cells_in_state(cells, "start", start), interpret.cells_in_state(cells, "goal", goal)
         chosen = interpret.starting(chosen, there, len(cells))
         toward = dict.fromkeys(embeddings)
@@ -1547,7 +1571,7 @@ class Encoder(CellModel):
             }
             tables.append(pd.DataFrame(named if group is None else {**named, "group": group}).join(table))
         if not tables:
-            raise DataError(f"no cell to perturb has a group in obs[{groups!r}]; choose another column.")
+            raise DataError(f"none of the cells to perturb has a value in obs[{groups!r}]; choose another column.")
         results = with_rates(pd.concat(tables, ignore_index=True))
         by = "shift" if there is None else "goal_shift"
         results = results.sort_values(by, ascending=False, kind="stable", ignore_index=True)
@@ -1682,11 +1706,14 @@ class Encoder(CellModel):
         """
         if adapter_only:
             if save_anndata:
-                raise OptionError("save_anndata=True has no effect with adapter_only=True; remove one of them.")
+                raise OptionError("save_anndata=True has no effect with adapter_only=True; remove one of the two.")
             save_adapter(self, dir_path, overwrite=overwrite)
             return
         if save_anndata and self.adata is None:
-            raise OptionError("save_anndata=True but the model was loaded without adata.")
+            raise OptionError(
+                "save_anndata=True, but the model was loaded without adata; load the model with adata, or omit "
+                "save_anndata."
+            )
         self._write(dir_path, overwrite=overwrite, adata=self.adata if save_anndata else None)
         self._origin = self._origin_at(dir_path)
 
@@ -1849,7 +1876,7 @@ class Encoder(CellModel):
         """
         if format == "transformers":
             if max_len is not None:
-                raise OptionError(f"max_len={max_len} has no effect with format='transformers'; omit it.")
+                raise OptionError(f"max_len={max_len} has no effect with format='transformers'; omit max_len.")
             from scforge.foreign.geneformer import to_geneformer
 
             to_geneformer(self, path, overwrite=overwrite)
@@ -1934,7 +1961,8 @@ class Encoder(CellModel):
         """Create a model from a published checkpoint, e.g. Geneformer, scGPT or scFoundation.
 
         Every checkpoint weight is either used or listed by its family as unused, with the reason. No weight of the
-        model is random. The model can embed cells, and it can be trained, fine-tuned and saved like any other model.
+        model is initialized at random. The model can embed cells, and it can be trained, fine-tuned and saved like any
+        other model.
 
         Parameters
         ----------
@@ -1947,7 +1975,7 @@ class Encoder(CellModel):
             Cells of the model, which are set up with :meth:`setup_anndata` if necessary. If None, pass cells to
             :meth:`get_latent_representation`.
         family
-            One of :func:`scforge.foreign.list_families`. If None, it is detected.
+            Name of a family, see :func:`scforge.foreign.list_families`. If None, it is detected.
         device
             Device for the module.
         **options

@@ -135,25 +135,30 @@ def evaluate_models(
         f"{name}_{i}" if len(some) > 1 else name: one for name, some in trained.items() for i, one in enumerate(some)
     }
     if network is not None and not any(one.subject == "network" for one in others):
-        raise OptionError("network has an effect only with the benchmark gene_network; omit it.")
+        raise OptionError("network has no effect without the benchmark 'gene_network'; omit network.")
     for one in others:  # before any time is spent
         if one.benchmark not in _OPTIONS:
             raise OptionError(
-                f"the benchmark {one.title!r} scores results that models do not compute themselves; call "
-                "scforge.eval.compare."
+                f"the benchmark {one.title!r} scores results that models do not compute themselves; pass the results "
+                "to scforge.eval.compare."
             )
         check_options("option", str(one.benchmark), one.options, _OPTIONS[str(one.benchmark)])
         if one.subject == "network" and network is None:
-            raise OptionError(f"{one.benchmark!r} needs true edges; pass network=FILE (--network), e.g. of TRRUST.")
+            raise OptionError(
+                f"the benchmark {one.benchmark!r} requires known edges; pass a file of edges, e.g. from TRRUST, as "
+                "network (--network)."
+            )
         for name, model in every.items() if one.subject == "expression" else ():
             if model.adata is None or model.adata is adata:
                 raise OptionError(
-                    f"{one.benchmark!r} needs held-out cells as adata, and training cells of {name!r} (--trained-on)."
+                    f"the benchmark {one.benchmark!r} requires held-out cells and the training cells of the model "
+                    f"{name!r}; pass cells that the model was not trained on as adata, and load the model with its "
+                    "training cells (--trained-on)."
                 )
             check_generates(model)
     if others and not of_embeddings and (obsm_keys or baselines is not True):
         unused = "obsm_keys" if obsm_keys else "baselines"
-        raise OptionError(f"{unused} is for embeddings, but no benchmark of embeddings is selected; omit it.")
+        raise OptionError(f"{unused} has no effect, because no embedding benchmark is selected; omit {unused}.")
     report = None
     if of_embeddings or not others:
         report = _evaluate_embeddings(
@@ -208,15 +213,17 @@ def _evaluate_embeddings(
 ) -> Report:
     """Embed cells with models, and score the embeddings together with baselines."""
     if baselines is False or (isinstance(baselines, Sequence) and not len(baselines)):
-        raise OptionError("baselines=False leaves no baseline for embeddings; pass one, e.g. ['pca'].")
+        raise OptionError("baselines=False leaves no baseline for the embeddings; pass e.g. baselines=['pca'].")
     keys = _keys(every, adata, given)
     chosen: list[Any] = evaluations or list(BENCHMARKS_OF_EMBEDDINGS)
     if not evaluations and keys["labels_key"] is None:
-        raise OptionError("labels_key=None, but cell types are needed to score embeddings; pass their column.")
+        raise OptionError(
+            "labels_key=None, but cell types are required to score embeddings; pass the obs column of the cell types."
+        )
     several = {name: len(some) for name, some in trained.items() if len(some) > 1}
     names = [*(f"X_{name}" for name in (*every, *several)), *obsm_keys, *([_UNTRAINED] if untrained else [])]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise OptionError(f"two rows have the name {twice[0]!r}; rename the model or the embedding.")
+        raise OptionError(f"two rows of the report have the name {twice[0]!r}; rename the model or the embedding.")
     rows = _unseen(every, adata)
     notes = [] if evaluations else _fit_to(chosen, keys, adata, rows, given=given["batch_key"])
     before = dict(adata.obsm)
@@ -297,7 +304,7 @@ def _lists(models: Any) -> dict[str, list[CellModel]]:
     if isinstance(models, Mapping):
         lists = {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
     if not lists or not all(some and all(isinstance(one, CellModel) for one in some) for some in lists.values()):
-        raise OptionError("models is neither a model nor a {name: model}; load a model folder with Encoder.load.")
+        raise OptionError("models must be a model or a dict {name: model}; load a model folder with Encoder.load.")
     return lists
 
 
@@ -335,10 +342,13 @@ def _unseen(models: Mapping[str, CellModel], adata: AnnData) -> np.ndarray | Non
             continue
         kept &= ~model._learned_labels_of(model._cells(adata))
         if not kept.any():
-            raise DataError(f"the model {name!r} was fine-tuned on all these cells: their labels are in its embedding.")
+            raise DataError(
+                f"the model {name!r} was fine-tuned on all of these cells, so its embedding contains their labels; "
+                "pass other cells."
+            )
     if kept.all():
         return None
-    warn(f"A model was fine-tuned on {int((~kept).sum())} of the {adata.n_obs} cells; they are not scored.")
+    warn(f"A model was fine-tuned on {int((~kept).sum())} of the {adata.n_obs} cells; these cells are not scored.")
     return np.flatnonzero(kept)
 
 
@@ -417,7 +427,7 @@ def _networks(
     check_edges("the true edges", truth)
     sources = sorted(set(truth["source"]) & named)
     if not sources:
-        raise DataError(f"none of the {len(named)} genes of the models is a source of an edge; check gene_key.")
+        raise DataError(f"none of the {len(named)} genes of the models is the source of an edge; check gene_key.")
     scores = {name: edges_from_embeddings(table, sources, center=True) for name, table in vectors.items()}
     return evaluate_network(
         scores,
@@ -440,7 +450,9 @@ def _generated(
     computed = {name: model.generate(adata.n_obs, seed=seed, batch_size=batch_size) for name, model in models.items()}
     cells = {id(model.adata): model.adata for model in models.values()}
     if len(cells) > 1:
-        raise OptionError(f"the models {listing(models)} have different training cells; evaluate them one at a time.")
+        raise OptionError(
+            f"the models {listing(models)} have different training cells; evaluate the models one at a time."
+        )
     (trained,) = cells.values()
     layer = (next(iter(models.values()))._setup_of(adata) or {}).get("layer")
     return evaluate_generation(computed, adata, trained, layer=layer, **options, **dict(evaluation.options))

@@ -105,11 +105,11 @@ def export_model(
     if format not in _FILES:
         raise OptionError(f"format={format!r} is unknown; choose 'onnx', 'torch' or 'transformers'.")
     if format == "onnx" and (missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]):
-        raise OptionError(f"format='onnx' needs {listing(missing)}; pip install 'scforge[onnx]'.")
+        raise OptionError(f"format='onnx' requires {listing(missing)}; install with pip install 'scforge[onnx]'.")
     check_filled(model.module)
     if isinstance(getattr(model.module, "head", None), QueryMapping):
         raise OptionError(
-            "a query model, which maps cells onto its reference, cannot be exported; export the reference."
+            "a query model maps cells onto its reference and cannot be exported; export the reference model instead."
         )
     longest = _longest(model, max_len)
     encoder = merged(model._backbone)
@@ -138,7 +138,7 @@ def _longest(model: CellModel, max_len: int | None) -> int:
         return int(most)
     check_count("max_len", max_len, "tokens", least=2)
     if made_for is not None and max_len > made_for:
-        raise OptionError(f"max_len={max_len} but the model has positions for {made_for} tokens; lower it.")
+        raise OptionError(f"max_len={max_len} exceeds the {made_for} token positions of the model; lower max_len.")
     return max_len
 
 
@@ -202,7 +202,7 @@ def _write_onnx(model: CellModel, program: Any, names: tuple[str, ...], file: Pa
     except (RuntimeError, TypeError, ValueError) as error:
         name = model.spec.architecture
         raise OptionError(
-            f"architecture={name!r} cannot be exported to ONNX ({first_line(error)}); choose 'torch'."
+            f"architecture={name!r} cannot be exported to ONNX ({first_line(error)}); use format='torch'."
         ) from error
 
 
@@ -225,7 +225,10 @@ def _parity(
         scale = max(scale, float(np.abs(wanted).max()))
     if not worst <= _TOLERANCE * scale:
         name = model.spec.architecture
-        raise ModelFileError(f"architecture={name!r} in {file.name!r} differs from encode by {worst:.1g}; report it.")
+        raise ModelFileError(
+            f"the output of {file.name!r} (architecture={name!r}) differs from the output of encode by up to "
+            f"{worst:.1g}; please report this as a bug."
+        )
     return {
         "max_abs_difference": worst,
         "largest": scale,

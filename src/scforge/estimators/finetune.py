@@ -49,7 +49,10 @@ def warn_of_undecided(unclear: np.ndarray) -> None:
     """Warn about cells that may have been used as training cells in fine-tuning."""
     if unclear.any():
         n_unclear = f"{int(unclear.sum())} of the {len(unclear)} cells"
-        warn(f"{n_unclear} may have been used for fine-tuning: they have other genes and no names to compare.")
+        warn(
+            f"{n_unclear} may have been used for fine-tuning; this cannot be checked, because they have other genes "
+            "and no cell names to compare."
+        )
 
 
 _LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
@@ -153,9 +156,11 @@ def _task_options(
     beside = {key: value for key, value in common.items() if value is not None}
     beside |= {key: options.pop(key) for key in list(options) if key in known}
     if useless := sorted(beside.keys() - known):
-        raise OptionError(f"{useless[0]}={beside[useless[0]]!r} has no effect in the task {name!r}; omit it.")
+        raise OptionError(
+            f"{useless[0]}={beside[useless[0]]!r} has no effect for the task {name!r}; omit {useless[0]}."
+        )
     if twice := sorted(beside.keys() & found):
-        raise OptionError(f"{twice[0]} is set in task and as an argument; set it once.")
+        raise OptionError(f"{twice[0]} is set both in task and as an argument; remove one of the two.")
     found |= beside
     return name, found | {key: setup[key] for key in cls.keys if found.get(key) is None and setup.get(key) is not None}
 
@@ -174,7 +179,9 @@ def make_split(task: Task, cells: Cells, *, split_by: str | None, split_key: str
         raise DataError(f"{named or 'the task'} leaves no training cells; choose another column or other cells.")
     if split_key is not None:
         if split_by is not None:
-            raise OptionError(f"split_by={split_by!r} has no effect with split_key={split_key!r}; pass one of them.")
+            raise OptionError(
+                f"split_by={split_by!r} has no effect with split_key={split_key!r}; pass only one of the two."
+            )
         return split_from(named_column(cells, split_key, argument="split_key"), usable, key=split_key)
     own = task.split(column, split_by=split_by, **how)
     if own is not None:
@@ -215,8 +222,12 @@ def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
     """Return the options of a decoder that also contains the query batches."""
     batches = text_labels(cells.column(key), key=key, argument="batch_key").categories
     if shared := [str(name) for name in batches if name in known]:
-        told = "Batches of the query in obs[%r] with the name of a reference batch are treated as that batch: %s."
-        logger.info(f"{told}  Rename batches that are different.", key, listing(shared))
+        logger.info(
+            "Query batches in obs[%r] that have the name of a reference batch are treated as the same batch (%s); "
+            "rename them if they are different batches.",
+            key,
+            listing(shared),
+        )
     return {"batch_key": key, "batches": [*known, *(str(name) for name in batches if name not in known)]}
 
 
@@ -266,8 +277,8 @@ def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, s
         parts.append(found)
     if shared := sorted(set(parts[0]) & {*known, *parts[1]}):
         warn(
-            f"Batches {listing(shared)} of query and reference have the same name; rename them if they are different "
-            "batches."
+            f"Some batches of the query and the reference have the same name ({listing(shared)}); rename them if they "
+            "are different batches."
         )
     counts = sum(cells.totals.sum() for cells in (query, reference))
     kept = sum(cells.totals.sum() * cells.counts_kept for cells in (query, reference))
@@ -332,7 +343,8 @@ def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None)
     encoder = merged(base._backbone)
     if content["vocab"] != base.vocab.hash or digest_of(encoder) != content["tuning"]["base"].get("sha256"):
         raise ModelFileError(
-            f"{str(folder)!r} was trained on another base model (weights or genes); load that base model."
+            f"the adapters in {str(folder)!r} were trained on a base model with other weights or genes; load them with "
+            "that base model."
         )
     tuning = FineTuneSpec.from_json(content["tuning"])
     adata = base.adata if adata is None else cls._set_up_as(adata, base._setup)

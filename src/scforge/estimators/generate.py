@@ -46,7 +46,7 @@ def generate_with(
     tokens = None
     if isinstance(prompt, AnnData):
         if n_cells is not None:
-            raise OptionError(f"n_cells={n_cells!r} but an AnnData as prompt sets the number; leave n_cells out.")
+            raise OptionError(f"n_cells={n_cells!r} has no effect if prompt is an AnnData; omit n_cells.")
         n_cells = prompt.n_obs
     else:
         n_cells = check_count("n_cells", n_cells, "cells")
@@ -56,16 +56,18 @@ def generate_with(
     if unmasks:
         room = min(vocab.n_genes + tokenizer.append_cls, getattr(module, "max_generated", None) or math.inf)
         if max_len is not None and check_count("max_len", max_len, "tokens") > room:
-            raise OptionError(f"max_len={max_len} but the model accepts at most {room} tokens; lower it.")
+            raise OptionError(f"max_len={max_len} exceeds the {room} tokens that the model accepts; lower max_len.")
         options |= {"n_tokens": options.pop("max_len"), "mask_id": vocab.mask_id}
         options |= {} if n_steps is None else {"n_steps": n_steps}
     else:
         if n_steps is not None:
-            raise OptionError(f"n_steps={n_steps!r} is for models of 'masked_diffusion'; omit it.")
+            raise OptionError(f"n_steps={n_steps!r} has no effect for models without 'masked_diffusion'; omit n_steps.")
         if not tokenizer.append_eos and max_len is None:
-            raise OptionError("max_len=None but cells of this model have no end token; set the number of tokens.")
+            raise OptionError("max_len=None, but the cells of this model have no end token; pass the number of tokens.")
         if not tokenizer.append_cls and not isinstance(prompt, Mapping | AnnData):
-            raise OptionError("prompt has no values, but the model has no CLS token; pass a dict of genes to values.")
+            raise OptionError(
+                "prompt must contain values, because the model has no CLS token; pass a dict that maps genes to values."
+            )
         options |= {"eos_id": vocab.eos_id if tokenizer.append_eos else None, "n_special": vocab.n_special}
     if isinstance(prompt, AnnData):
         tokens = prompt_of_cells(model._cells(prompt), tokenizer, objective, options["seed"])
@@ -73,7 +75,7 @@ def generate_with(
         if not unmasks and empty.any():
             row = int(empty.nonzero()[0])
             raise DataError(
-                f"prompt has no counts in cell {row}, and the model has no CLS token to start with; remove it."
+                f"prompt has no counts in cell {row}, and the model has no CLS token to start with; remove this cell."
             )
     elif prompt is not None:
         bin_values = None if unmasks else module.bin_values.cpu().numpy()
@@ -113,12 +115,14 @@ def check_generates(model: CellModel) -> None:
     spec, module = model.spec, model._backbone
     if not isinstance(module, GeneratingModule) or not model._pretraining.generates:
         raise OptionError(
-            f"a model of {spec.architecture!r} and {spec.objective!r} cannot generate cells; choose "
-            "'autoregressive_transformer', or 'scdiva' with 'masked_diffusion'."
+            f"a model with architecture={spec.architecture!r} and objective={spec.objective!r} cannot generate cells; "
+            "choose architecture='autoregressive_transformer', or 'scdiva' with objective='masked_diffusion'."
         )
     check_filled(module)
     if spec.tuning is not None and spec.tuning.task != "adaptation":
-        raise OptionError(f"the model was fine-tuned for {spec.tuning.task!r}, not to generate; use its base model.")
+        raise OptionError(
+            f"the model was fine-tuned for {spec.tuning.task!r} and cannot generate cells; use its base model."
+        )
 
 
 def _matrices(cells: GeneratedCells, vocab: GeneVocab) -> tuple[sparse.csr_matrix, sparse.csr_matrix]:
@@ -145,7 +149,8 @@ def _prompt_of_genes(
     # A set has no order that stays, and of a Series either names or values could be meant.
     if not isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) or isinstance(genes, str):
         raise OptionError(
-            f"prompt is of type {type(genes).__name__}; pass a list of genes, a dict of values or an AnnData."
+            f"prompt is of type {type(genes).__name__}; pass a list of genes, a dict that maps genes to values, or an "
+            "AnnData."
         )
     index = gene_numbers(model, list(genes), argument="prompt")
     ids = torch.from_numpy(index.astype(np.int64) + tokenizer.vocab.n_special).expand(n_cells, -1)
@@ -169,7 +174,10 @@ def prompt_of_cells(cells: Cells, tokenizer: Tokenizer, objective: Objective, se
     n_genes = np.diff(block.indptr)
     if (n_genes > tokenizer.most_genes).any():
         cell = int(np.flatnonzero(n_genes > tokenizer.most_genes)[0])
-        raise DataError(f"prompt has {n_genes[cell]} genes in cell {cell}, above the limit of {tokenizer.most_genes}.")
+        raise DataError(
+            f"prompt has {n_genes[cell]} genes in cell {cell}, but at most {tokenizer.most_genes} are allowed; remove "
+            "some genes of this cell."
+        )
     tokens = objective.arrange(tokenizer(block), tokenizer, block.rows, epoch=0, seed=seed)
     mask = tokens["attention_mask"]
     if tokenizer.append_eos:
@@ -182,10 +190,12 @@ def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int
     if _is_missing(condition):
         return None
     if not conditions:
-        raise OptionError("condition has no effect, as the model has no classes; omit it.")
+        raise OptionError("condition has no effect, because the model has no classes; omit condition.")
     names = list(condition) if pd.api.types.is_list_like(condition) else [str(condition)] * n_cells
     if len(names) != n_cells:
-        raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; pass one name, or one for each.")
+        raise OptionError(
+            f"condition has {len(names)} classes for {n_cells} cells; pass one class, or one class per cell."
+        )
     numbers_of = {name: i + 1 for i, name in enumerate(conditions)}
     if unknown := [name for name in names if not _is_missing(name) and name not in numbers_of]:
         raise OptionError(f"condition={unknown[0]!r} is not a class of the model{suggest(unknown[0], conditions)}")

@@ -52,7 +52,8 @@ def push_model(
                 below = model._card_facts().base
                 if below is None or below.name is None:
                     raise OptionError(
-                        "adapter_only=True, but the base model has no public location; push it, or pass base=."
+                        "adapter_only=True, but the base model has no public location; push the base model, or pass "
+                        "its name as base."
                     )
                 save_adapter(model, folder, overwrite=False)
                 atomic_write_text(folder / "README.md", text)
@@ -96,7 +97,7 @@ def load_found(
     """
     if kind_of_folder(found.folder) != "adapter":
         if base is not None:
-            raise OptionError(f"base has no effect if {prefix} is a complete model; omit it.")
+            raise OptionError(f"base has no effect if {prefix} is a complete model; omit base.")
         model = cls._load_folder(found.folder, adata, device)
         if found.repo_id is not None:
             model._origin = Origin(found.repo_id, found.commit, n_epochs=model.n_epochs_)
@@ -123,14 +124,14 @@ def _load_base(
     if base is None:
         stored = Origin.from_json(read_description(ADAPTER, found.folder / "adapter.json").get("base"))
         if stored is None or stored.name is None:
-            raise OptionError(f"{prefix} does not name the base model of its adapters; pass it as base=.")
-        where = f"{prefix} has adapters for {stored.name!r} and this name for them"
+            raise OptionError(f"{prefix} does not contain the name of the base model; pass the base model as base.")
+        where = f"the base model {stored.name!r} of {prefix}"
         base, revision = place_of(stored.name) or found.folder / stored.name, stored.revision
         if isinstance(base, Path) and not base.is_dir():
-            raise MissingFileError(f"{where} is a folder that does not exist here; pass the model as base=.")
+            raise MissingFileError(f"{where} is a folder that does not exist; pass the base model as base.")
     below = find_model(base, prefix=where, revision=revision, **access)
     if kind_of_folder(below.folder) != "model":
-        raise ModelFileError(f"{where} contains no model; pass another one as base=.")
+        raise ModelFileError(f"{where} contains no model; pass another base model as base.")
     return load_found(cls, below, where, False, device=device)
 
 
@@ -151,9 +152,9 @@ def place_of(name: str | os.PathLike[str]) -> str | None:
 def _named(base: str, model: Any) -> Origin:
     """Return the public location of the base model of a fine-tuned model."""
     if place_of(base) is None:
-        raise OptionError(f"base={base!r} is not a public name; pass 'org/name' or 'scforge://name'.")
+        raise OptionError(f"base={base!r} is not the name of a public model; pass 'org/name' or 'scforge://name'.")
     if model.spec.tuning is None:
-        raise OptionError(f"base={base!r} has no effect if the model was not fine-tuned; omit it.")
+        raise OptionError(f"base={base!r} has no effect if the model was not fine-tuned; omit base.")
     known = None if model._base is None else model._base._current_origin()
     revision = known.revision if known is not None and known.name == base else None
     return Origin(base, revision, is_given=True)

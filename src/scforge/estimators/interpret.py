@@ -45,13 +45,14 @@ def gene_numbers(
     """Return the index of each gene in the model, int32; messages mention genes that are only in `source`."""
     names = [genes] if isinstance(genes, str) else list(genes)
     if not names or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"{argument}={names!r} is not a list of gene names; pass at least one.")
+        raise OptionError(f"{argument}={names!r} is not a list of gene names; pass at least one gene name.")
     numbers = GeneMap.of(names, model.vocab).columns
     if unknown := [name for name, number in zip(names, numbers, strict=True) if number < 0]:
         raise _unknown_genes(model, unknown, model.adata if source is None else source, argument)
     if twice := [names[i] for i in range(len(names)) if numbers[i] in numbers[:i]]:
         raise OptionError(
-            f"{argument} names {twice[0]!r} twice, possibly under another name of the same gene; pass it once."
+            f"{argument} contains the gene {twice[0]!r} more than once, possibly under different names; pass each gene "
+            "once."
         )
     return numbers
 
@@ -64,23 +65,28 @@ def _unknown_genes(model: CellModel, unknown: list[str], source: Any, argument: 
     there = [name for name in unknown if name in measured]
     tables = [names for species in SPECIES for names in (gene_table(species).ids, gene_table(species).symbols)]
     known = there or [name for name in unknown if any(name in names for names in tables)]
-    hint = did_you_mean(unknown[0], [*vocab.genes, *(vocab.symbols or ())]) or "; remove them."
+    hint = did_you_mean(unknown[0], [*vocab.genes, *(vocab.symbols or ())]) or "; remove these names."
     if known:
         hint = f"; create the model with Encoder(adata, keep_genes={known[:_MAX_NAMES]!r})."
-    names = f"{listing(known or unknown, most=_MAX_NAMES)}, {'in adata but ' if there else ''}not among the model's"
-    return GeneMismatchError(f"{argument} names {names} {vocab.n_genes:,} genes{hint}")
+    names = f"names that are {'in adata but ' if there else ''}not among the {vocab.n_genes:,} genes of the model"
+    return GeneMismatchError(f"{argument} contains {names}: {listing(known or unknown, most=_MAX_NAMES)}{hint}")
 
 
 def widely_expressed(vocab: GeneVocab, cells: CellSource) -> np.ndarray:
-    """Return the genes expressed by at least 1 % of the cells, at most the 2,000 most widely expressed, int32."""
+    """Return the genes expressed by at least 1% of the cells, at most the 2,000 most widely expressed, int32."""
     n_cells = np.bincount(cells.counts.indices, minlength=vocab.n_genes)
     least = max(3, int(np.ceil(_MIN_SHARE * len(cells))))
     found = np.flatnonzero(n_cells >= least)
     if not len(found):
-        raise DataError(f"no gene of the model is expressed in {least} of {len(cells)} cells; name genes.")
+        raise DataError(
+            f"no gene of the model is expressed in at least {least} of {len(cells)} cells; pass a list of genes."
+        )
     chosen = np.sort(found[np.argsort(-n_cells[found], kind="stable")[:_MAX_GENES]])
     if len(chosen) < len(found):
-        warn(f"genes=None takes the {len(chosen)} most widely expressed of {len(found)} expressed genes; pass others.")
+        warn(
+            f"genes=None selects the {len(chosen)} most widely expressed of {len(found)} expressed genes; pass a list "
+            "to select other genes."
+        )
     return chosen.astype(np.int32)
 
 
@@ -89,7 +95,10 @@ def gene_combinations(numbers: np.ndarray, size: bool | int) -> np.ndarray:
     if size is False:
         return numbers[:, None]
     if size is True or size != 2 or len(numbers) < 2:
-        raise OptionError(f"combinations={size!r}: choose False for single genes, or 2 for pairs of two genes or more.")
+        raise OptionError(
+            f"combinations={size!r} is invalid; pass combinations=False for single genes, or combinations=2 and at "
+            "least two genes for pairs."
+        )
     return np.array(list(combinations_of(numbers.tolist(), 2)), dtype=np.int32)
 
 
@@ -99,7 +108,7 @@ def cells_in_state(cells: Cells, argument: str, state: State | None) -> np.ndarr
         return None
     pairs = list(state.items()) if isinstance(state, Mapping) else [state]
     if len(pairs) != 1 or not isinstance(pairs[0], tuple) or len(pairs[0]) != 2 or not isinstance(pairs[0][0], str):
-        raise OptionError(f'{argument}={state!r} does not name a state; pass e.g. {argument}={{"cell_type": "B"}}.')
+        raise OptionError(f'{argument}={state!r} is not a valid state; pass e.g. {argument}={{"cell_type": "B"}}.')
     key, value = pairs[0]
     wanted = list(value) if isinstance(value, (list, tuple, set, np.ndarray)) else [value]
     codes, found = pd.factorize(np.asarray(cells.column(key).astype(object), dtype=object))
@@ -107,7 +116,7 @@ def cells_in_state(cells: Cells, argument: str, state: State | None) -> np.ndarr
     for one in wanted:
         same = [_same_value(value, one) for value in found.tolist()]
         if not any(same):
-            raise DataError(f"{argument}: no cell has {one!r} in obs[{key!r}]{suggest(one, found, 'there is')}")
+            raise DataError(f"{argument}: no cell has {one!r} in obs[{key!r}]{suggest(one, found, 'available')}")
         chosen[:-1] |= same
     return chosen[codes]
 
@@ -145,7 +154,7 @@ def column_genes(model: CellModel, adata: AnnData) -> np.ndarray:
 def expression_table(
     model: CellModel, source: Any, values: np.ndarray, numbers: np.ndarray, key_added: str | None
 ) -> pd.DataFrame:
-    """Return expression of model genes, and write it into ``adata.layers``, with NaN in columns of other genes."""
+    """Return the expression of the model's genes, and write it to ``adata.layers`` with NaN for all other genes."""
     index = source.obs_names if isinstance(source, AnnData) else pd.RangeIndex(len(values))
     if key_added is not None and isinstance(source, AnnData):
         place = np.full(model.vocab.n_genes + 1, -1)  # the last one: columns without a gene
@@ -218,7 +227,7 @@ def lowest_fdr(results: pd.DataFrame, sides: int) -> float:
         enough = math.ceil(sides * len(n_controls) / _HIGH_FDR)
         warn(
             f"The fdr of a single significant gene is at least {lowest:.2g}, above {_HIGH_FDR:g}; test fewer genes, "
-            f"or compare with n_permutations={enough} others if the model has that many."
+            f"or pass n_permutations={enough} if the model has that many other genes."
         )
     return lowest
 
@@ -228,7 +237,7 @@ def starting(chosen: np.ndarray | None, there: np.ndarray | None, n_cells: int) 
     if chosen is None:
         chosen = np.ones(n_cells, dtype=np.bool_) if there is None else ~there
     if not chosen.any() or (there is not None and (chosen & there).any()):
-        raise DataError("start selects no cells, or only cells that are already at the goal; choose others.")
+        raise DataError("start selects no cells, or cells that are already in the goal state; choose other cells.")
     return chosen
 
 
@@ -236,4 +245,7 @@ def check_activated(perturbation: Perturbation, numbers: np.ndarray, genes: Sequ
     """Raise a DataError if no cell expresses a gene to activate, because its usual count is then unknown."""
     shares = perturbation.shares
     if shares is not None and (silent := [genes[number] for number in numbers if np.isnan(shares[number])]):
-        raise DataError(f"mode='activate': no cell expresses {listing(silent, most=5)}; remove them.")
+        raise DataError(
+            f"mode='activate' requires expressed genes, but no cell expresses {listing(silent, most=5)}; remove these "
+            "genes."
+        )

@@ -46,7 +46,9 @@ def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | N
     known = getattr(objective, "batches", None) or []
     names = [transform_batch] if pd.api.types.is_scalar(transform_batch) else list(transform_batch)
     if not names:
-        raise OptionError(f"transform_batch={transform_batch!r} is not a batch; pass the name of one, or None for all.")
+        raise OptionError(
+            f"transform_batch={transform_batch!r} contains no batch; pass the name of a batch, or None for all batches."
+        )
     fix = "" if known else "call setup_anndata(adata, batch_key=...) before creating the model"
     for name in names:
         check_known("transform_batch", str(name), known, "the model", fix=fix, error=OptionError)
@@ -141,7 +143,9 @@ class ScDiVa(Encoder):
         **options: Any,
     ) -> None:
         if architecture not in (None, _ARCHITECTURE):
-            raise OptionError(f"architecture={architecture!r} is not ScDiVa; omit it, or create an Encoder.")
+            raise OptionError(
+                f"architecture={architecture!r} does not work with ScDiVa; omit architecture, or use Encoder."
+            )
         self._supervised = check_bool("supervised", supervised)
         super().__init__(adata, _ARCHITECTURE, tokenizer, objective, **options)
 
@@ -195,7 +199,9 @@ class ScDiVa(Encoder):
         if not check_bool("return_dist", return_dist):
             if self.spec.tuning is None and not self._trains_latent:
                 warn(
-                    f"{self.spec.objective!r} does not train the latent, so its embedding is random.", NotTrainedWarning
+                    f"the objective {self.spec.objective!r} does not train the latent space, so the embedding is "
+                    "random.",
+                    NotTrainedWarning,
                 )
             return super().get_latent_representation(adata, key_added=key_added, batch_size=batch_size, indices=indices)
         self._check_variational()
@@ -276,14 +282,14 @@ class ScDiVa(Encoder):
             return self.get_normalized_expression(adata, key_added=key, batch_size=batch_size, **options)
         if tuning is not None:
             if task not in (None, tuning.task):
-                raise OptionError(f"task={task!r} but the model was fine-tuned for {tuning.task!r}; leave task out.")
+                raise OptionError(f"task={task!r}, but the model was fine-tuned for {tuning.task!r}; omit task.")
             return super().predict(adata, key_added=key_added, batch_size=batch_size, **options)
         if task not in (None, "annotation"):
             raise OptionError(f"task={task!r} is unknown; choose 'annotation' or 'batch_integration'.")
         own_task = self._own_task()
         if own_task is None:
             raise OptionError(
-                "the model learned no labels to predict; create it with supervised=True, or fine-tune it."
+                "the model learned no labels to predict; create the model with supervised=True, or fine-tune the model."
             )
         check_options("option of predict", "annotation", options, options_of(own_task.predict))
         source = self._ready(adata, "its predictions are")
@@ -319,8 +325,8 @@ class ScDiVa(Encoder):
             ``"log1p"`` returns log1p of counts per 10,000. If a number, returns counts per this number, without
             logarithm.
         key_added
-            Key in ``adata.layers`` for the same values over ``adata.var_names``, as a dense array, with NaN for genes
-            that are not in `gene_list` or not in the model. If None, nothing is written.
+            Key in ``adata.layers`` under which to store the values, aligned to ``adata.var_names``, as a dense array
+            with NaN for genes that are not in `gene_list` or not in the model. If None, nothing is written.
         batch_size
             Number of cells per batch.
 
@@ -347,7 +353,10 @@ class ScDiVa(Encoder):
         (60, 2)
         """
         if not getattr(self._pretraining, "reconstruction_weight", 0.0):
-            raise OptionError(f"{self.spec.objective!r} does not train a decoder; set its reconstruction_weight.")
+            raise OptionError(
+                f"the objective {self.spec.objective!r} does not train a decoder; create the model with a positive "
+                "reconstruction_weight."
+            )
         self._check_follows("predicted expression")
         scale = _scale_of(library_size)
         numbers = gene_numbers(self, self.vocab.genes if gene_list is None else gene_list, source=adata)
@@ -384,7 +393,10 @@ class ScDiVa(Encoder):
         """Raise an :class:`~scforge.errors.OptionError` if the variances of the model were not trained."""
         trained = self.spec.model_options["variational"] and hasattr(self._pretraining, "beta") and self._trains_latent
         if not trained:
-            raise OptionError(f"return_dist=True but {self.spec.objective!r} does not train variances; omit it.")
+            raise OptionError(
+                f"return_dist=True, but {self.spec.objective!r} does not train variances in this model; omit "
+                "return_dist."
+            )
         self._check_follows("return_dist=True")
 
     def _check_follows(self, what: str) -> None:
@@ -392,7 +404,8 @@ class ScDiVa(Encoder):
         tuning = self.spec.tuning
         if tuning is not None and tuning.task != "adaptation":
             raise OptionError(
-                f"{what}: the model was fine-tuned for {tuning.task!r}, but its decoder was not; use its base model."
+                f"{what} is not available, because the model was fine-tuned for {tuning.task!r} without its decoder; "
+                "use its base model."
             )
 
     def _with_found_options(self, objective: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -400,9 +413,9 @@ class ScDiVa(Encoder):
         if self._supervised:
             if "labels_key" not in OBJECTIVES.get(objective).option_names():
                 raise OptionError(
-                    f"supervised=True but the objective {objective!r} does not learn labels; remove one of them."
+                    f"supervised=True, but the objective {objective!r} does not learn labels; change one of the two."
                 )
             options = {"labels_key": self._setup.get("labels_key"), **options}
             if options["labels_key"] is None:
-                raise OptionError("supervised=True but there are no labels; call setup_anndata with labels_key.")
+                raise OptionError("supervised=True requires labels; call setup_anndata with labels_key.")
         return super()._with_found_options(objective, options)

@@ -291,7 +291,10 @@ def read_adata(path: str | os.PathLike[str], config: Mapping[str, Any]) -> AnnDa
     if ADATA not in config["sha256"]:
         return None
     if not file.exists():
-        warn(f"The cells that were saved with the model, {str(file)!r}, are missing (push and pull omit them).")
+        warn(
+            f"The cells saved with the model are missing: {str(file)!r} does not exist (push and pull do not copy "
+            "cells)."
+        )
         return None
     check_sum(file, config["sha256"][ADATA])
     return read_h5ad([str(file)])
@@ -300,11 +303,13 @@ def read_adata(path: str | os.PathLike[str], config: Mapping[str, Any]) -> AnnDa
 def _read(folder: Path) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]:
     if not folder.is_dir():
         what = "is a file, not a model folder" if folder.is_file() else "does not exist"
-        raise MissingFileError(f"dir_path={str(folder)!r} {what}; pass a folder that model.save() wrote.")
+        raise MissingFileError(f"dir_path={str(folder)!r} {what}; pass a folder written by model.save().")
     if missing := [name for name in (_CONFIG, _VOCAB, _WEIGHTS) if not (folder / name).is_file()]:
         pickles = sorted(part.name for part in folder.iterdir() if part.suffix in PICKLES)
-        there = f" (pickles, {listing(pickles, most=3)}, are never opened)" if pickles else ""
-        raise ModelFileError(f"the model folder {str(folder)!r} lacks {listing(missing)}{there}; save the model again.")
+        there = f" (pickle files are never opened: {listing(pickles, most=3)})" if pickles else ""
+        raise ModelFileError(
+            f"the model folder {str(folder)!r} does not contain {listing(missing)}{there}; save the model again."
+        )
     config = read_description(MODEL, folder / _CONFIG)
     weights = read_weights(folder / _WEIGHTS)
     for name in (_VOCAB, _WEIGHTS):
@@ -321,4 +326,4 @@ def _read(folder: Path) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tens
 def check_sum(path: Path, checksum: str | None) -> None:
     """Raise a ModelFileError if the checksum of a file does not match."""
     if sha256_of(path) != checksum:
-        raise ModelFileError(f"{str(path)!r} is corrupted: its checksum does not match; copy it again.")
+        raise ModelFileError(f"{str(path)!r} is corrupted: its checksum does not match; copy the file again.")

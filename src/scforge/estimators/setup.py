@@ -79,8 +79,8 @@ class ObsField(CategoricalObsField):
         column = adata.obs[key]
         missing = int(column.isna().sum())
         if missing and not self.allow_missing:
-            lacking = f"adata.obs[{key!r}] has no value for {missing} of {adata.n_obs} cells"
-            raise DataError(f"{lacking}; fill in the missing values.")
+            lacking = f"adata.obs[{key!r}] is missing for {missing} of {adata.n_obs} cells"
+            raise DataError(f"{lacking}; fill in the values or drop these cells.")
         mapping = [*dict.fromkeys([*known, *column.astype("category").cat.categories])]
         adata.obs[self.attr_key] = pd.Categorical(np.asarray(column, dtype=object), categories=mapping).codes
         return {self.CATEGORICAL_MAPPING_KEY: np.array(mapping, dtype=object), self.ORIGINAL_ATTR_KEY: key}
@@ -95,7 +95,7 @@ def check_setup_keys(adata: AnnData, setup: dict[str, Any], front: str) -> None:
 
     `front` is the name of the model class for the message.
     """
-    fix = f"the training data have it; call {front}.setup_anndata(adata, ...) on them"
+    fix = f"the training data contain it; if adata stores it under another name, call {front}.setup_anndata(adata, ...)"
     for argument, table, where in (("layer", adata.layers, "adata.layers"), ("gene_key", adata.var, "adata.var")):
         if setup[argument] is not None:
             check_known(argument, setup[argument], table, where, fix=fix)
@@ -144,7 +144,7 @@ def datamodule_registry(
 ) -> dict[str, Any]:
     """Return the given registry, or a new registry with the columns of a data module."""
     if adata is not None:
-        raise OptionError("adata and datamodule both contain cells; pass one of them.")
+        raise OptionError("adata and datamodule both contain cells; pass only one of the two.")
     if not isinstance(data, CellDataModule):
         raise OptionError(f"datamodule is of type {type(data).__name__!r}; pass a scforge.training.CellDataModule.")
     setup = {"layer": None, "gene_key": None, "batch_key": data.batch_key, "labels_key": data.labels_key}

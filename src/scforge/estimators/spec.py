@@ -210,9 +210,13 @@ def check_freeze(freeze: bool | int, lora: Any, gradual_unfreezing: int | None) 
         check_count("freeze", freeze, "layers")
     frozen = "freeze=True" if freeze is True else f"lora={lora!r}" if lora not in (None, False) else None
     if freeze is not False and lora not in (None, False):
-        raise OptionError(f"freeze={freeze!r} and lora={lora!r}: adapters freeze the encoder anyway; leave freeze out.")
+        raise OptionError(
+            f"freeze={freeze!r} has no effect with lora={lora!r}, which freezes the encoder; omit freeze."
+        )
     if gradual_unfreezing is not None and frozen:
-        raise OptionError(f"gradual_unfreezing thaws layers that {frozen} keeps frozen; remove one of them.")
+        raise OptionError(
+            f"gradual_unfreezing unfreezes layers that {frozen} keeps frozen; remove one of the two options."
+        )
 
 
 _TAKEN = frozenset(
@@ -235,7 +239,7 @@ def named_options(argument: str, value: str | dict[str, Any] | None, default: st
         return value, {}
     if isinstance(value, dict):
         return value.get("name", default), {key: option for key, option in value.items() if key != "name"}
-    raise OptionError(f"{argument}={value!r} is neither a name nor a dict with 'name' and options.")
+    raise OptionError(f"{argument}={value!r} must be a name, or a dict with 'name' and options.")
 
 
 def default_options(architecture: str) -> dict[str, Any]:
@@ -330,7 +334,7 @@ class ModelSpec:
         set_options = made_objective.model_options()
         check_model_options(architecture, set_options)
         for option, value in set_options.items():
-            _settle(options, option, value, f"the objective {objective[0]!r} needs {value!r}")
+            _settle(options, option, value, f"the objective {objective[0]!r} requires {value!r}")
         value_loss = options.get("value_loss", getattr(parameters.get("value_loss"), "default", None))
         _check_counts(value_loss, name, made_tokenizer, made_objective)
         head = None
@@ -342,13 +346,14 @@ class ModelSpec:
         asked = head == "bin" or getattr(parameters.get("n_bins"), "default", None) is not None
         if n_bins is not None and (asked or bins is not None):
             options["n_bins"] = n_bins if bins is None else bins
-            _settle(options, "n_bins", n_bins, f"the tokenizer {name!r} makes {n_bins} bins")
+            _settle(options, "n_bins", n_bins, f"the tokenizer {name!r} creates {n_bins} bins")
         if "max_seq_len" in parameters:
             longest = made_objective.max_tokens(made_tokenizer)
             if options.setdefault("max_seq_len", longest) < longest:
                 raise OptionError(
                     f"max_seq_len={options['max_seq_len']} is smaller than the {longest} tokens that {name!r} and "
-                    f"{objective[0]!r} create per cell; raise it, or lower the tokenizer's max_len (data.max_genes)."
+                    f"{objective[0]!r} create per cell; raise max_seq_len, or lower the tokenizer's max_len "
+                    "(data.max_genes)."
                 )
         # An architecture that uses them by default needs their number.
         if "n_special" in parameters and parameters["n_special"].default:
@@ -358,7 +363,10 @@ class ModelSpec:
         if vectors is not None:
             known = option_names(architecture)
             if known is not None and "gene_vectors" not in known:
-                raise OptionError(f"architecture={architecture!r} does not accept gene vectors, which {name!r} gives.")
+                raise OptionError(
+                    f"architecture={architecture!r} does not accept the gene vectors of the tokenizer {name!r}; choose "
+                    "another architecture or tokenizer."
+                )
             frozen = bool(getattr(made_tokenizer, "freeze", True))
             without = int(np.isnan(vectors).any(axis=1).sum())
             options["gene_vectors"] = {"dim": vectors.shape[1], "learned": without, "frozen": frozen}
@@ -429,7 +437,7 @@ def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objec
         return
     if not tokenizer.gives_counts:
         raise OptionError(
-            f"value_loss={value_loss!r} is for counts, which the tokenizer {name!r} does not give; "
+            f"value_loss={value_loss!r} requires counts, which the tokenizer {name!r} does not provide; "
             "pass tokenizer={'name': 'continuous_projection', 'transform': 'counts'}, or value_loss='mse'."
         )
     option = "include_zero_genes" if tokenizer.lists_all_genes else "zero_targets"
@@ -437,14 +445,15 @@ def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objec
     if value and is_truncated(value_loss):
         other = value_loss.removeprefix("zero_truncated_")
         raise OptionError(
-            f"value_loss={value_loss!r} needs counts above 0, but {option}={value!r} produces zeros; choose {other!r}."
+            f"value_loss={value_loss!r} requires counts above 0, but {option}={value!r} produces zeros; use "
+            f"value_loss={other!r}."
         )
 
 
 def _settle(options: dict[str, Any], name: str, value: Any, because: str) -> None:
     """Set an option that another component determines. Raises an OptionError if a different value was given."""
     if options.setdefault(name, value) != value:
-        raise OptionError(f"{name}={options[name]!r} but {because}; omit it.")
+        raise OptionError(f"{name}={options[name]!r} is invalid, because {because}; omit {name}.")
 
 
 def _check_expression_head(
@@ -453,11 +462,14 @@ def _check_expression_head(
     """Raise an OptionError if an expression head is missing, or the tokenizer provides no bins for it."""
     n_bins = getattr(tokenizer, "n_bins", None)
     if head == "bin" and n_bins is None:
-        raise OptionError(f"expression_head='bin' but the tokenizer {name!r} provides no bins; choose 'value'.")
+        raise OptionError(
+            f"expression_head='bin' requires bins, which the tokenizer {name!r} does not provide; use "
+            "expression_head='value'."
+        )
     if head is None and objective.predicts_values:
         fitting = "'value'" if n_bins is None else "'value' or expression_head='bin'"
-        of = f"the objective {objective_name!r} on architecture={architecture!r}"
-        raise OptionError(f"{of} needs a head that predicts values; pass expression_head={fitting}.")
+        of = f"the objective {objective_name!r} with architecture={architecture!r}"
+        raise OptionError(f"{of} requires a head that predicts values; pass expression_head={fitting}.")
 
 
 SAMPLED_CELLS = 100_000
@@ -532,7 +544,7 @@ def vocab_of_cells(
         cells = cells.with_vocab(open_vocab(vocab))
     made = cells.vocab
     if made is None:
-        raise OptionError("the cells of datamodule have no vocabulary; open them with scforge.data.open_cells.")
+        raise OptionError("the cells of datamodule have no vocabulary; open the cells with scforge.data.open_cells.")
     if n_top_genes is not None and n_top_genes < made.n_genes:
         some = cells.sample(SAMPLED_CELLS, rows=data.train_rows, seed=data.seed)
         made = variable_genes(some, n_top_genes, batch_key=data.batch_key, keep_genes=keep_genes)

@@ -75,13 +75,13 @@ _OF_OTHERS = {
     "use_gpu": "pass accelerator='gpu' or accelerator='cpu'",
     "learning_rate": "pass lr",
     "train_size": "pass validation_size=1 - train_size",
-    "seed": "set it for the model, Encoder(adata, seed=...)",
+    "seed": "set the seed of the model, Encoder(adata, seed=...)",
     "datasplitter_kwargs": "pass validation_size, or datamodule=CellDataModule(...)",
-    "shuffle": "cells come in a new order in each epoch, omit it",
-    "shuffle_set_split": "cells are held out at random, by the seed of the model; omit it",
+    "shuffle": "cells are shuffled in each epoch, so omit shuffle",
+    "shuffle_set_split": "cells are held out at random with the seed of the model, so omit shuffle_set_split",
     "enable_checkpointing": "pass checkpoint_dir=FOLDER to save checkpoints and the best epochs",
-    "use_distributed_sampler": "each process reads its own cells anyway, omit it",
-    "num_sanity_val_steps": "there are none, omit it",
+    "use_distributed_sampler": "each process already reads its own cells, so omit use_distributed_sampler",
+    "num_sanity_val_steps": "scforge runs no sanity checks of this kind, so omit num_sanity_val_steps",
 }
 """A mapping from arguments of scvi-tools and Lightning to advice for scforge."""
 
@@ -97,7 +97,7 @@ def train_options(
         raise OptionError(f"plan_kwargs={plan_kwargs!r} is not a dictionary of options; pass {{name: value}}.")
     for name, value in (plan_kwargs or {}).items():
         if name in further or given.get(name) not in (None, getattr(TrainOptions, name, None)):
-            raise OptionError(f"{name} is set in plan_kwargs and as an argument; set it once.")
+            raise OptionError(f"{name} is set both in plan_kwargs and as an argument; remove one of the two.")
         further[name] = value
     own = TrainOptions.names()
     of_trainer = set(inspect.signature(lightning.Trainer).parameters) - set(_OF_OTHERS) - set(own)
@@ -118,14 +118,16 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
     if model._is_query and (precision in ("16-true", "bf16-true") or how.strategy == "fsdp"):
         given = f"precision={precision!r} with strategy={how.strategy!r}"
         raise OptionError(
-            f"{given} would change weights that a query model shares with its reference; choose 'bf16-mixed'."
+            f"{given} would change weights that a query model shares with its reference; use precision='bf16-mixed' "
+            "with strategy='auto'."
         )
     if how.checkpoint_dir is None and (how.resume == _AUTO or how.overwrite):
         name = "overwrite=True" if how.overwrite else "resume='auto'"
-        raise OptionError(f"{name} needs checkpoint_dir, the folder of the training run.")
+        raise OptionError(f"{name} requires checkpoint_dir, the folder of the training run.")
     if how.checkpoint_every_n_steps is not None and how.checkpoint_dir is None:
         raise OptionError(
-            "checkpoint_every_n_steps has no effect without checkpoint_dir, the folder of the training run."
+            "checkpoint_every_n_steps has no effect without checkpoint_dir; pass the folder of the training run as "
+            "checkpoint_dir."
         )
     folder = None if how.checkpoint_dir is None else RunFolder(how.checkpoint_dir)
     rank = rank_zero_only.rank or 0
@@ -135,7 +137,10 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         if folder is not None or how.resume is not None:
             for name, plain in _NOT_RESUMED.items():
                 if (value := how.trainer_kwargs.get(name)) not in (None, plain):
-                    raise OptionError(f"{name}={value!r} does not work with checkpoint_dir, as it cannot be resumed.")
+                    raise OptionError(
+                        f"{name}={value!r} does not work with checkpoint_dir or resume, because such a training run "
+                        f"cannot be resumed; omit {name}."
+                    )
         found = _found(folder, how.resume, overwrite=how.overwrite)
         make_free = None
         if folder is not None and rank == 0:
@@ -149,7 +154,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         if batch_size == _AUTO:
             if processes != 1 or data.batch_size is not None or data.max_tokens_per_batch is not None:
                 raise OptionError(
-                    "batch_size='auto' needs one process and no other limit of the batch size; pass a number."
+                    "batch_size='auto' requires a single process and no other batch size limit; pass a number."
                 )
             stack.callback(setattr, data, "batch_size", None)
             fitting = saved.get("batch_size") or find_batch_size(model.module, data, device, precision=precision)
@@ -217,7 +222,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         raise KeyboardInterrupt
     if result.signal is not None:
         logger.warning(
-            "Training was stopped by %s, and a checkpoint saved; continue with resume='auto' (--resume auto).",
+            "Training was stopped by %s, and a checkpoint was saved; continue with resume='auto' (--resume auto).",
             signal.Signals(result.signal).name,
         )
         signal.raise_signal(result.signal)
@@ -242,7 +247,7 @@ def _take_over(model: CellModel, result: FitResult) -> None:
 def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool) -> _Found | None:
     """Return the checkpoint to resume from, or None if it is not requested or does not exist."""
     if isinstance(resume, bool):
-        raise OptionError(f"resume={resume!r} is neither 'auto' nor the folder of a checkpoint; pass one, or None.")
+        raise OptionError(f"resume={resume!r} must be 'auto', the folder of a checkpoint, or None.")
     if resume is not None and overwrite:
         raise OptionError(f"resume={str(resume)!r} and overwrite=True contradict each other; keep one of the two.")
     if resume is not None and resume != _AUTO:
@@ -306,7 +311,7 @@ def _saved(model: CellModel, folder: RunFolder, name: str, n_epochs: int) -> Any
         raise
     except (OSError, SafetensorError, TrainingError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
-        kept = "".join(f"; {state.name} is whole" for state in folder.states()[-1:])
+        kept = "".join(f", but {state.name} is complete" for state in folder.states()[-1:])
         problem = f"{name} cannot be written ({reason}){kept}; free disk space and pass resume='auto' (--resume auto)"
         raise SavingError(f"checkpoint_dir={str(folder.path)!r}: {problem}.") from error
     finally:

@@ -32,7 +32,7 @@ MIN_GROUPS = 4
 
 
 class Benchmark(ABC):
-    """Scores the result of any method against a known reference.
+    """Score the result of any method against a known reference.
 
     Attributes
     ----------
@@ -99,7 +99,7 @@ class Benchmark(ABC):
         """Raise an error if the reference is unsuitable; called before expensive steps such as training.
 
         The default, for embeddings, checks that ``labels_key``, ``batch_key`` and ``groups_key`` are columns, if the
-        benchmark has these options. Benchmarks with further requirements override it.
+        benchmark has these options. Benchmarks with additional requirements override it.
 
         Parameters
         ----------
@@ -149,7 +149,7 @@ class Benchmark(ABC):
         n
             Number of draws.
         seed
-            Seed of the draws.
+            Seed for the draws.
 
         Returns
         -------
@@ -234,12 +234,12 @@ def as_array(made: Any, name: str = "the embedding") -> np.ndarray:
         made = made.toarray()
     elif isinstance(made, pd.DataFrame):
         if odd := [column for column, dtype in made.dtypes.items() if not pd.api.types.is_numeric_dtype(dtype)]:
-            raise DataError(f"{name} has columns that are not numbers ({listing(odd)}); remove them.")
+            raise DataError(f"{name} has non-numeric columns ({listing(odd)}); remove these columns.")
         kept = {np.dtype(np.float32)} == set(made.dtypes)
         made = made.to_numpy(dtype=np.float32 if kept else np.float64, na_value=np.nan)
     array = np.asarray(made)
     if array.dtype.kind not in "fiub":
-        raise DataError(f"{name} contains {array.dtype} instead of numbers; pass an array of numbers.")
+        raise DataError(f"{name} has dtype {array.dtype}, which is not numeric; pass an array of numbers.")
     return array
 
 
@@ -247,7 +247,7 @@ def check_column(argument: str, key: str, obs: pd.DataFrame) -> None:
     """Raise :class:`~scforge.errors.DataError` if obs does not contain the column `key`."""
     if key not in obs:
         columns = [column for column in obs.columns if not str(column).startswith("_scvi_")]
-        raise DataError(f"{argument}={key!r} is not a column of obs{suggest(key, columns, 'obs has')}")
+        raise DataError(f"{argument}={key!r} is not a column of obs{suggest(key, columns, 'available')}")
 
 
 BENCHMARKS: Registry[type[Benchmark]] = Registry(
@@ -289,7 +289,7 @@ def get_benchmark(name: str, **options: Any) -> Benchmark:
 
     Returns
     -------
-    The benchmark.
+    The benchmark, with these options.
 
     Raises
     ------
@@ -312,7 +312,7 @@ def _check_given(name: str, options: Mapping[str, Any], besides: Sequence[str] =
     for option, needed in known.items():
         if needed and option not in options and option not in besides:
             what = f"{option}, a column of obs" if option in KEYS else f"the option {option}"
-            raise OptionError(f"the benchmark {name!r} needs {what}; pass this argument.")
+            raise OptionError(f"the benchmark {name!r} requires {what}; pass this argument.")
 
 
 def options_of(name: str) -> dict[str, bool]:
@@ -325,7 +325,7 @@ def check_scores_embeddings(title: str, subject: str) -> None:
     """Raise :class:`~scforge.errors.OptionError` if a benchmark does not score embeddings."""
     if subject != "embedding":
         raise OptionError(
-            f"the benchmark {title!r} does not score embeddings (but: {subject}); pass it to eval.compare."
+            f"the benchmark {title!r} scores results of type {subject!r}, not embeddings; use eval.compare."
         )
 
 
@@ -390,7 +390,7 @@ class Evaluation:
             _check_given(self.benchmark, self.options, besides=KEYS)
         elif self.options:
             raise OptionError(
-                f"options={dict(self.options)} have an effect only for a benchmark given by name; omit them."
+                f"options={dict(self.options)} only has an effect for a benchmark given by name; omit options."
             )
         else:
             check_has_metrics(self.benchmark)
@@ -466,7 +466,9 @@ def to_evaluation(entry: Entry) -> Evaluation:
     if not isinstance(entry, Mapping):
         return Evaluation(entry)
     if len(entry) != 1 or not isinstance(next(iter(entry.values())), Mapping | None):
-        raise OptionError(f"pass one benchmark per entry, with its options, instead of {dict(entry)}.")
+        raise OptionError(
+            f"{dict(entry)} is not a valid benchmark entry; pass one benchmark name with a dict of its options."
+        )
     ((benchmark, given),) = entry.items()
     options = dict(given or {})
     theirs = options_of(benchmark) if benchmark in BENCHMARKS.names() else {}

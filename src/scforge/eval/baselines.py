@@ -69,11 +69,11 @@ def pca_embedding(
     scale
         Whether to scale each gene to unit variance before PCA.
     seed
-        Seed of the solver.
+        Seed for the solver.
 
     Returns
     -------
-    Float32, shape (n_obs, n_comps).
+    The components, float32, shape (n_obs, n_comps).
 
     Raises
     ------
@@ -95,7 +95,7 @@ def pca_embedding(
     check_n_comps(n_comps, adata)
     work = variable_genes(adata, n_top_genes=n_top_genes, layer=layer, batch_key=batch_key)
     if n_comps >= work.n_vars:
-        raise OptionError(f"n_comps={n_comps} is too many for {work.n_vars} variable genes; lower it.")
+        raise OptionError(f"n_comps={n_comps} is too large for {work.n_vars} variable genes; lower n_comps.")
     if scale:
         work.X = work.X.toarray()  # scaled values are not sparse, and scanpy would warn of it
         sc.pp.scale(work, max_value=10)
@@ -106,7 +106,7 @@ def pca_embedding(
 def check_n_comps(n_comps: int, adata: AnnData) -> None:
     """Raise :class:`~scforge.errors.OptionError` if there are too few cells or genes for this many components."""
     if not 0 < n_comps < min(adata.n_obs, adata.n_vars):
-        raise OptionError(f"n_comps={n_comps} is not between 1 and the smaller side of {adata.shape}.")
+        raise OptionError(f"n_comps={n_comps} must be positive and below both dimensions of adata, {adata.shape}.")
 
 
 def variable_genes(
@@ -128,7 +128,7 @@ def variable_genes(
     work = anndata.AnnData(counts, obs=adata.obs[[]].copy(), var=adata.var[[]].copy())
     sc.pp.filter_genes(work, min_cells=_MIN_CELLS)
     if not work.n_vars:
-        raise DataError(f"no gene is in at least {_MIN_CELLS} of the {adata.n_obs} cells; use more cells.")
+        raise DataError(f"no gene is expressed in at least {_MIN_CELLS} of the {adata.n_obs} cells; use more cells.")
     work.layers["counts"] = work.X.copy()
     sc.pp.normalize_total(work, target_sum=TARGET_SUM)
     sc.pp.log1p(work)
@@ -200,7 +200,7 @@ def embedding_baselines(
     n_top_genes
         Number of highly variable genes; all genes if there are fewer.
     seed
-        Random seed of all methods.
+        Random seed for all methods.
     scvi_max_epochs
         Maximum number of scVI epochs. If None, uses the default of scVI: 400 epochs for up to 20,000 cells, and as many
         epochs as process 8 million cells in total for more.
@@ -257,8 +257,8 @@ def embedding_baselines(
         elif name == "scvi":
             if progress_bar:
                 announce(
-                    f"baseline 'scvi': training scVI on {adata.n_obs:,} cells, the slowest of the baselines; to leave "
-                    "it out: baselines=['pca'] (--against pca) ..."
+                    f"baseline 'scvi': training scVI on {adata.n_obs:,} cells, which is the slowest baseline; use "
+                    "baselines=['pca'] (--against pca) to skip it ..."
                 )
             found[name] = scvi_embedding(
                 *(adata, batch_key),
@@ -287,9 +287,11 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
         As in :func:`embedding_baselines`, except that counts are not checked.
     """
     if isinstance(names, str | int):
-        raise OptionError(f"baselines={names!r} is not a list of baselines; write [{names!r}].")
+        raise OptionError(f"baselines={names!r} is not a list of baselines; pass baselines=[{names!r}].")
     if min(adata.shape) < 3:
-        raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; use more.")
+        raise DataError(
+            f"{adata.n_obs} cells with {adata.n_vars} genes are too few for baselines; use more cells or genes."
+        )
     for name in names:
         if isinstance(name, str):
             fix = "or pass a number of principal components"
@@ -298,14 +300,18 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
             check_count("baselines", name, "principal components")
             check_n_comps(name, adata)
         if name == "harmony" and batch_key is None:
-            raise OptionError("baselines names 'harmony', which corrects batches; pass batch_key, or omit it.")
+            raise OptionError(
+                "baselines contains 'harmony', which requires batch_key; pass batch_key, or omit 'harmony'."
+            )
         if batch_key is not None and name != "random":
             check_column("batch_key", batch_key, adata.obs)
         if name in ("harmony", "scvi") and batch_key is not None:
             if adata.obs[batch_key].isna().any():
-                raise DataError(f"obs[{batch_key!r}] has missing values; assign a batch to each cell for {name!r}.")
+                raise DataError(f"obs[{batch_key!r}] has missing values; assign a batch to each cell to use {name!r}.")
             if name == "harmony" and adata.obs[batch_key].nunique() < 2:
-                raise DataError(f"obs[{batch_key!r}] contains only one batch, so 'harmony' has nothing to correct.")
+                raise DataError(
+                    f"obs[{batch_key!r}] contains only one batch, so 'harmony' has nothing to correct; omit 'harmony'."
+                )
 
 
 def scvi_embedding(
@@ -389,7 +395,7 @@ def _best_epoch(warm_up: int, *, progress_bar: bool) -> Any:
                 with redirect_stdout(screen):
                     announce(
                         f"baseline 'scvi': epoch {n_epochs} of at most {trainer.max_epochs}, "
-                        f"{duration((now - self.start) / n_epochs)} an epoch"
+                        f"{duration((now - self.start) / n_epochs)} per epoch"
                     )
             elbo = float(trainer.callback_metrics["elbo_validation"])
             if trainer.current_epoch >= warm_up and elbo < self.lowest:
@@ -435,7 +441,8 @@ class BaselineInputs:
     genes
         The scaled variable genes, CSR, shapes (M, H) and (N, H).
     embeddings
-        A mapping from baseline name to further representations of the training cells (M, D) and scored cells (N, D).
+        A mapping from baseline name to additional representations of the training cells, shape (M, D), and the scored
+        cells, shape (N, D).
     """
 
     rows: np.ndarray
@@ -471,12 +478,12 @@ class BaselineInputs:
 
 
 def classification_baselines(inputs: BaselineInputs, classes: np.ndarray, n_classes: int) -> dict[str, np.ndarray]:
-    """Return the probability of each class for each scored cell, float64, shape (N, C), by baseline name.
+    """Return a mapping from baseline name to class probabilities for the scored cells, float64, shape (N, C).
 
     ``logistic_regression_pca`` and ``knn_pca`` (15 neighbors) use 50 principal components;
     ``logistic_regression_genes`` is the CellTypist model on the variable genes (Dominguez Conde et al. 2022: one
     logistic regression for each class, L2, C = 1, on scaled log1p CP10K). ``majority_class`` predicts the class
-    frequencies. For each further embedding, there is a logistic regression on its standardized dimensions.
+    frequencies. Each additional embedding gets a logistic regression on its standardized dimensions.
     """
     from sklearn.multiclass import OneVsRestClassifier
     from sklearn.neighbors import KNeighborsClassifier
@@ -502,10 +509,10 @@ def classification_baselines(inputs: BaselineInputs, classes: np.ndarray, n_clas
 
 
 def regression_baselines(inputs: BaselineInputs, target: np.ndarray) -> dict[str, np.ndarray]:
-    """Return a prediction for each scored cell, float64, shape (N,), by baseline name.
+    """Return a mapping from baseline name to predictions for the scored cells, float64, shape (N,).
 
-    ``ridge_pca`` and ``knn_pca`` use 50 principal components; ``mean`` is the mean of the training cells. For each
-    further embedding, there is a ridge regression on its standardized dimensions. Penalties are chosen on the training
+    ``ridge_pca`` and ``knn_pca`` use 50 principal components; ``mean`` is the mean of the training cells. Each
+    additional embedding gets a ridge regression on its standardized dimensions. Penalties are chosen on the training
     cells.
     """
     from sklearn.neighbors import KNeighborsRegressor
@@ -524,10 +531,10 @@ def regression_baselines(inputs: BaselineInputs, target: np.ndarray) -> dict[str
 
 
 def multi_label_baselines(inputs: BaselineInputs, targets: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the probability of each label for each scored cell, float64, shape (N, C), by baseline name.
+    """Return a mapping from baseline name to label probabilities for the scored cells, float64, shape (N, C).
 
     A separate logistic regression is fitted for each label, on 50 principal components (``logistic_regression_pca``)
-    and on each further embedding. ``label_frequency`` predicts the fraction of training cells with the label.
+    and on each additional embedding. ``label_frequency`` predicts the fraction of training cells with the label.
     """
 
     def probabilities(features: tuple[np.ndarray, np.ndarray]) -> np.ndarray:

@@ -24,7 +24,7 @@ from scforge.training.predict import embed
 
 
 class BenchmarkCallback(Callback):
-    """Scores the embedding of held-out cells, or of other data sets, every few epochs.
+    """Score the embedding of held-out cells, or of other data sets, every few epochs.
 
     The scores are logged with the losses, in the history and the loggers, as ``<benchmark>_<metric>``. They are
     computed after validation and do not affect training, because the states of the random generators are restored. With
@@ -82,7 +82,7 @@ class BenchmarkCallback(Callback):
         """Open the data sets, create the benchmarks and check the options before training."""
         data = getattr(trainer, "datamodule", None)
         if not isinstance(data, CellDataModule):
-            raise OptionError("BenchmarkCallback needs a trainer that was given a CellDataModule as its datamodule.")
+            raise OptionError("BenchmarkCallback requires a CellDataModule; pass one to trainer.fit as datamodule.")
         if not len(data.validation_rows):
             raise OptionError("no cells are held out; set validation_size above 0, or remove the benchmarks.")
         keys = {name: key if key is not None else getattr(data, name) for name, key in self._keys.items()}
@@ -143,7 +143,7 @@ class BenchmarkCallback(Callback):
             except ScforgeError as error:
                 if name not in self._failed:  # once a training
                     self._failed.add(name)
-                    warn(f"the benchmark {name!r} failed during training, its scores are NaN: {error}")
+                    warn(f"the benchmark {name!r} failed during training, so its scores are NaN: {error}")
             figures |= {f"{name}_{metric}": float(score) for metric, score in scores.items()}
         return figures
 

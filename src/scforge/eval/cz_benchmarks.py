@@ -65,7 +65,7 @@ def _input(
     from pydantic import ValidationError
 
     if missing := [argument for argument in KEYS[name] if keys[argument] is None]:
-        raise OptionError(f"the task {name!r} needs {missing[0]}; pass this argument.")
+        raise OptionError(f"the task {name!r} requires {missing[0]}; pass this argument.")
     with _told(name, seed):
         made = _made(name, adata, keys, layer=layer, seed=seed)
     # The package would ignore options that it does not know.
@@ -102,7 +102,10 @@ def _column(adata: AnnData, argument: str, key: str) -> pd.Series:
     check_column(argument, key, adata.obs)
     column = adata.obs[key]
     if column.isna().any():
-        raise DataError(f"{argument}={key!r} is missing for {int(column.isna().sum())} cells; remove them first.")
+        raise DataError(
+            f"{argument}={key!r} is missing for {int(column.isna().sum())} cells; fill in the values or drop "
+            "these cells."
+        )
     return column.astype(str).astype(object).reset_index(drop=True)
 
 
@@ -128,8 +131,8 @@ def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[st
     alone = set.union(*map(set, parts)) - set.intersection(*map(set, parts))
     if alone or (groups is not None and (labels.groupby(groups.to_numpy()).nunique() > 1).any()):
         raise DataError(
-            f"labels_key={keys['labels_key']!r} has {listing(sorted(alone), most=3)} not in all organisms, or "
-            f"groups_key={keys['groups_key']!r} has groups with several labels; remove these cells."
+            f"labels_key={keys['labels_key']!r} has labels that some organisms lack ({listing(sorted(alone), most=3)}) "
+            f"or groups_key={keys['groups_key']!r} has groups with several labels; remove these cells."
         )
     if groups is not None:
         made["sample_ids"] = [groups.iloc[found].reset_index(drop=True) for found in rows.values()]
@@ -156,7 +159,7 @@ def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer:
     ).reset_index()
     changed = tested[(tested["pvals_adj"] < _MAX_P) & (tested["logfoldchanges"].abs() >= _MIN_CHANGE)]
     if changed.empty:
-        raise DataError(f"no gene changes in any perturbation of obs[{perturbation_key!r}]; use more cells.")
+        raise DataError(f"no gene is differentially expressed in obs[{perturbation_key!r}]; use more cells.")
     rng, ids = np.random.default_rng(seed), adata.obs_names.astype(str)
     controls = ids[conditions == control]
     pairs = {}
@@ -220,7 +223,7 @@ def run_cz_task(
     baseline
         Whether to run the baseline as well.
     seed
-        Random seed of the task.
+        Random seed for the task.
     **options
         Columns of ``adata.obs`` as above (`control`: the value of ``obs[perturbation_key]`` of control cells), and
         options of the task, e.g. ``n_folds=3``.
@@ -336,11 +339,11 @@ class CzTask(Benchmark):
     Parameters
     ----------
     labels_key
-        Column of ``obs`` with the cell types, or with numbers, e.g. time points, for ``"cz_sequential_organization"``.
+        Column of ``obs`` with the cell types; for ``"cz_sequential_organization"``, with numbers such as time points.
     options
         Task options, e.g. ``{"n_folds": 3}``.
     seed
-        Random seed of the task.
+        Random seed for the task.
     """
 
     task: ClassVar[str]
@@ -373,7 +376,7 @@ class CzTask(Benchmark):
 
 @register_benchmark("cz_clustering")
 class CzClustering(CzTask):
-    """Compares Leiden clusters of the embedding with labels."""
+    """Compare Leiden clusters of the embedding with labels."""
 
     task = "clustering"
     metrics = ("adjusted_rand_index", "normalized_mutual_info")
@@ -381,7 +384,7 @@ class CzClustering(CzTask):
 
 @register_benchmark("cz_embedding")
 class CzEmbedding(CzTask):
-    """Computes the silhouette score of labels in the embedding."""
+    """Compute the silhouette score of labels in the embedding."""
 
     task = "embedding"
     metrics = ("silhouette_score",)
@@ -389,7 +392,7 @@ class CzEmbedding(CzTask):
 
 @register_benchmark("cz_label_prediction")
 class CzLabelPrediction(CzTask):
-    """Predicts labels from the embedding with three classifiers, in cross-validation."""
+    """Predict labels from the embedding with three classifiers, in cross-validation."""
 
     task = "label_prediction"
     metrics = ("mean_fold_accuracy", "mean_fold_f1", "mean_fold_precision", "mean_fold_recall", "mean_fold_auroc")
@@ -398,7 +401,7 @@ class CzLabelPrediction(CzTask):
 
 @register_benchmark("cz_sequential_organization")
 class CzSequentialOrganization(CzTask):
-    """Scores how well the embedding preserves the order of numbers, e.g. time points."""
+    """Score how well the embedding preserves the order of numbers, e.g. time points."""
 
     task = "sequential_organization"
     metrics = ("silhouette_score", "sequential_alignment")
@@ -406,7 +409,7 @@ class CzSequentialOrganization(CzTask):
 
 @register_benchmark("cz_batch_integration")
 class CzBatchIntegration(CzTask):
-    """Scores how well batches are mixed in the embedding, among all cells and within labels.
+    """Score how well batches are mixed in the embedding, among all cells and within labels.
 
     Parameters
     ----------
@@ -417,7 +420,7 @@ class CzBatchIntegration(CzTask):
     options
         Task options.
     seed
-        Random seed of the task.
+        Random seed for the task.
     """
 
     task = "batch_integration"

@@ -48,10 +48,13 @@ def log_normalized(
         check_known("layer", layer, adata.layers, f"{argument}.layers")
     matrix = adata.X if layer is None else adata.layers[layer]
     if adata.isbacked or matrix is None:
-        raise DataError(f"{where} is {'backed by a file' if adata.isbacked else None}; pass it as adata.to_memory().")
+        raise DataError(
+            f"{where} is {'backed by a file' if adata.isbacked else None}; pass an AnnData with values in memory, e.g. "
+            "adata.to_memory()."
+        )
     if adata.var_names.has_duplicates:
         twice = adata.var_names[adata.var_names.duplicated()].unique()
-        raise DataError(f"{argument} has the genes {listing(twice, most=3)} more than once; make var_names unique.")
+        raise DataError(f"var_names of {argument} contains duplicates ({listing(twice, most=3)}); make them unique.")
     # SciPy knows no sparse matrices of half precision.
     matrix = matrix.astype(np.float32) if matrix.dtype == np.float16 else matrix
     matrix = sound_csr(matrix if sparse.issparse(matrix) else sparse.csr_matrix(np.asarray(matrix)), where)
@@ -65,8 +68,8 @@ def log_normalized(
     counts = bool((values == np.floor(values)).all()) and values.min(initial=0) >= 0
     if not counts and (problem := _scale_problem(values, rows, matrix.shape[0], made=made)):
         raise DataError(
-            f"{where} contains {problem}; pass counts or log1p CP10K values. For predictions you can also pass "
-            "effects as a DataFrame."
+            f"{where} contains {problem}; pass counts or log1p CP10K values, or (for predictions) effects as a "
+            "DataFrame."
         )
     if counts:
         total = np.bincount(rows, values, minlength=matrix.shape[0])
@@ -93,10 +96,10 @@ def _scale_problem(values: np.ndarray, rows: np.ndarray, n_cells: int, *, made: 
     middle = float(np.median(total)) if len(total) else TARGET_SUM
     most, room = (middle, _ROOM_OF_MADE) if made else (total.max(), _ROOM)
     if most > room * TARGET_SUM:
-        return f"neither counts nor log1p of counts per 10,000 (expm1 of a cell has a total of {most:.4g})"
+        return f"neither counts nor log1p of counts per 10,000 (expm1 of a cell sums to {most:.4g})"
     # Predicted cells may be one profile many times, so their totals are compared with those of real cells instead.
     if not made and len(total) > 1 and np.ptp(total) < _SAME_TOTAL * middle and abs(middle / TARGET_SUM - 1) > 0.01:
-        return f"values that are normalized to about {middle:,.0f} per cell and not to 10,000"
+        return f"values normalized to about {middle:,.0f} per cell instead of 10,000"
     return None
 
 
@@ -111,7 +114,7 @@ def scale_difference(one: sparse.csr_matrix, other: sparse.csr_matrix, *, profil
     pairs = [totals, [float(some.sum()) / some.shape[0] for some in (one, other)]][: 1 + profiles]
     if any(min(pair) <= 0 or max(pair) <= _MAX_RATIO * min(pair) for pair in pairs):
         return None
-    return f"a median total of {totals[0]:,.0f} where the others have {totals[1]:,.0f}"
+    return f"a median total of {totals[0]:,.0f} over the shared genes, but the other cells have {totals[1]:,.0f}"
 
 
 def principal_components(cells: sparse.csr_matrix, n_comps: int, seed: int) -> PCA:
@@ -165,7 +168,7 @@ class ExpressionSpace:
     n_comps
         Number of components; fewer if the data have fewer.
     seed
-        Seed of the solver.
+        Seed for the solver.
 
     Attributes
     ----------
@@ -192,7 +195,7 @@ class ExpressionSpace:
         genes = np.flatnonzero(expression.getnnz(axis=0) >= _MIN_CELLS)
         if len(genes) < 2 or expression.shape[0] < 3:
             found = f"{expression.shape[0]} training cells with {len(genes)} genes"
-            raise DataError(f"{found} are too few for baselines on expression; use more cells, or baselines=False.")
+            raise DataError(f"{found} are too few for expression baselines; use more cells, or pass baselines=False.")
         if n_top_genes < len(genes):
             work = anndata.AnnData(expression[:, genes], uns={"log1p": {"base": None}})
             sc.pp.highly_variable_genes(work, n_top_genes=n_top_genes)
@@ -266,7 +269,7 @@ class Effects:
 
     @property
     def p_values(self) -> np.ndarray:
-        """Two-sided p values of Welch's t-test, float64, shape (Q, G); 1 if the test is not defined.
+        """Two-sided p-values of Welch's t-test, float64, shape (Q, G); 1 if the test is not defined.
 
         The test is not defined for genes that do not vary, and for groups of one cell, which have no standard
         deviation.
@@ -287,7 +290,7 @@ def moments(cells: Cells, rows: np.ndarray, codes: np.ndarray, n_groups: int) ->
 
 
 def moments_of(expression: sparse.csr_matrix, codes: np.ndarray, n_groups: int) -> Moments:
-    """Return mean and variance of groups of the rows of a matrix of shape (N, G); rows with code -1 are ignored."""
+    """Return mean and variance of groups of rows in a matrix of shape (N, G); rows with code -1 are ignored."""
     chosen = codes >= 0
     return _moments([(expression[chosen], codes[chosen])], n_groups)
 

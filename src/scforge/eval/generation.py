@@ -54,7 +54,7 @@ class _Parts(NamedTuple):
 
 @register_benchmark("generation")
 class Generation(Benchmark):
-    """Compares generated cells with real cells that were not used to train the generator.
+    """Compare generated cells with real cells that were not used to train the generator.
 
     All scores are computed on log1p CP10K: counts are normalized; other values must be log1p CP10K.
 
@@ -87,7 +87,7 @@ class Generation(Benchmark):
         classifier with fewer training cells is less accurate, so compare methods only at the same number of cells, as
         :func:`~scforge.eval.generation.evaluate_generation` does.
     seed
-        Random seed of the components and the trees.
+        Random seed for the components and the trees.
 
     References
     ----------
@@ -159,7 +159,7 @@ class Generation(Benchmark):
         if self.labels_key is not None:
             check_column("labels_key", self.labels_key, adata.obs)
         if adata.n_obs < MIN_CELLS:
-            raise DataError(f"there are {adata.n_obs} {what} cells; generation needs at least {MIN_CELLS}.")
+            raise DataError(f"there are only {adata.n_obs} {what} cells; pass at least {MIN_CELLS} {what} cells.")
         return log_normalized(adata, argument=f"the {what} cells", made=what == "generated")
 
     def _parts(self, made: AnnData, reference: AnnData) -> _Parts:
@@ -170,7 +170,9 @@ class Generation(Benchmark):
         real, cells = self._cells(reference, "real"), self._cells(made, "generated")
         if {*made.var_names} != {*reference.var_names}:
             of_one = made.var_names.symmetric_difference(reference.var_names)
-            raise DataError(f"{len(of_one)} genes are in the generated or in the real cells only; remove them.")
+            raise DataError(
+                f"{len(of_one)} genes are only in the generated cells or only in the real cells; remove these genes."
+            )
         cells = cells[:, made.var_names.get_indexer(reference.var_names)]
         rng = np.random.default_rng(self.seed)
         n_cells = min(self.max_cells, *(matrix.shape[0] for matrix in (real, cells)))
@@ -337,12 +339,12 @@ def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | A
     Raises
     ------
     DataError
-        If an identifier is in both, or more than 1 % of the test cells have the same expression as a training cell.
+        If an identifier is in both, or more than 1% of the test cells have the same expression as a training cell.
 
     Warns
     -----
     ScforgeWarning
-        If at most 1 % of the test cells have the same expression as a training cell. Cells with fewer than 10 expressed
+        If at most 1% of the test cells have the same expression as a training cell. Cells with fewer than 10 expressed
         genes are not checked.
 
     Examples
@@ -350,12 +352,12 @@ def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | A
     >>> check_disjoint(["a", "b"], ["b", "c"], what="donors")
     Traceback (most recent call last):
         ...
-    scforge.errors.DataError: 1 of 2 test donors are training donors, too (first: 'b'); take them out of one of the two.
+    scforge.errors.DataError: 1 of 2 test donors are also training donors (first: 'b'); remove them from one of the two.
     """
     ids = [pd.Index(some.obs_names if isinstance(some, anndata.AnnData) else list(some)) for some in (train, test)]
     if (both := ids[1].isin(ids[0])).any():
-        first = f"(first: {str(ids[1][both][0])!r}); take them out of one of the two"
-        raise DataError(f"{int(both.sum())} of {len(ids[1])} test {what} are training {what}, too {first}.")
+        first = f"(first: {str(ids[1][both][0])!r}); remove them from one of the two"
+        raise DataError(f"{int(both.sum())} of {len(ids[1])} test {what} are also training {what} {first}.")
     if isinstance(train, anndata.AnnData) and isinstance(test, anndata.AnnData):
         genes = test.var_names.intersection(train.var_names)
         one, other = (
@@ -364,18 +366,16 @@ def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | A
         check_copies(copied_rows(other, one), f"test {what} {SAME_CELL}")
 
 
-SAME_CELL = "have the same expression of all genes as a training cell"
+SAME_CELL = "have exactly the same expression as a training cell"
 
 
 def check_copies(same: np.ndarray, what: str) -> None:
-    """Raise an error if more than 1 % of the cells are copies; warn about fewer copies, which may occur by chance."""
+    """Raise an error if more than 1% of the cells are copies; warn about fewer copies, which may occur by chance."""
     message = f"{int(same.sum())} of {len(same)} {what}"
     if same.any() and same.mean() > _TELLING_SHARE:
-        raise DataError(
-            f"{message}: they are copies under other names; the reference must not contain the scored cells."
-        )
+        raise DataError(f"{message}; remove these copies, because the reference must not contain the scored cells.")
     if same.any():
-        warn(f"{message}; check whether they are copies.")
+        warn(f"{message}; check whether these are copies.")
 
 
 def copied_rows(matrix: sparse.csr_matrix, known: sparse.csr_matrix) -> np.ndarray:
@@ -453,8 +453,8 @@ def check_features(
         if len(copied) or _same_columns(own, means):
             name = [*copied, known.index[0]][0]
             raise DataError(
-                f"{argument} has for {name!r} the mean of {where} over the held-out cells under {name!r} ; pass "
-                "features that do not use these cells."
+                f"{argument} contains the mean of {where} over the held-out cells of {name!r}; pass features that were "
+                "computed without these cells."
             )
 
 
@@ -466,7 +466,7 @@ def _representations(adata: AnnData) -> list[tuple[str, np.ndarray | sparse.csr_
             where = "X" if key is None else f"layers[{key!r}]"
             found.append((where, matrix))
             if holds_counts(adata, key):
-                found.append((f"the log1p CP10K of {where}", log_normalized(adata, key, argument="real")))
+                found.append((f"the log1p CP10K values of {where}", log_normalized(adata, key, argument="real")))
     return found
 
 
@@ -521,7 +521,7 @@ def compare_beside(
     taken = [name for name in made if name in baselines]
     if taken or not made:
         raise OptionError(
-            f"{argument} names {listing(taken)}; pass at least one method, and do not use names of baselines."
+            f"{argument} contains {listing(taken)}; pass at least one method, and do not use the names of baselines."
         )
     told: dict[str, Kind] = {**dict.fromkeys(made, "model"), **(kinds or {}), **dict.fromkeys(baselines, "baseline")}
     if ceiling is not None:
@@ -574,7 +574,9 @@ def generation_baselines(
         {} if labels_key is None else {labels_key: wanted}, index=[f"cell{i}" for i in range(len(wanted))]
     )
     if missing := sorted(set(wanted) - set(known)):
-        raise DataError(f"no training cell has the label {listing(missing, most=3)}; leave those cells out.")
+        raise DataError(
+            f"no training cell has the label {listing(missing, most=3)}; leave out the cells with this label."
+        )
     totals = np.asarray(counts.sum(axis=1)).ravel()
     logs = log_normalized(train, layer, argument="train")
     parts: dict[str, list[sparse.csr_matrix]] = {CEILING: [], "independent genes": [], "mean and Poisson": []}
@@ -633,7 +635,7 @@ def evaluate_generation(
     seeds
         Random seeds for ``mmd`` and ``c2st``; the first is also used for the baselines.
     intervals
-        Whether to add 95 % intervals, and tests against the best baseline.
+        Whether to add 95% intervals, and tests against the best baseline.
     title
         Heading of the report.
 
@@ -693,12 +695,12 @@ def evaluate_generation(
     for name, some in cells.items():
         check_complete(made[name], f"the cells of {name!r}", real, layer_of_whole=layer)
         same = copied_rows(some.X, reference.X)
-        check_copies(same, f"generated cells of generated[{name!r}] are copies of held-out cells")
+        check_copies(same, f"cells of generated[{name!r}] are identical to held-out cells")
         if not holds_counts(made[name]) and (difference := scale_difference(some.X, reference.X)):
             # What scforge generates is on this scale, however wrong it is.
             if "generated" not in made[name].uns.get(UNS_KEY, {}):
-                raise DataError(f"over the same genes the cells of {name!r} have {difference}; pass counts.")
-            notes.append(f"{name} has {difference}, so its total expression is too high or too low.")
+                raise DataError(f"the cells of {name!r} have {difference}; pass counts.")
+            notes.append(f"The cells of {name} have {difference}, so their total expression is too high or too low.")
     baselines = {name: some[:, names].copy() for name, some in baselines.items()}
     benchmark.max_cells = min(max_cells, reference.n_obs, *(some.n_obs for some in cells.values()))
     report = compare_beside(
@@ -717,8 +719,8 @@ def evaluate_generation(
     report.facts["cells of each in mmd and c2st"] = benchmark.max_cells
     report.notes += notes
     report.notes.append(
-        f"Scores are over {len(names)} of {real.n_vars} genes of the real cells (the genes in all data sets), on log1p "
-        f"CP{TARGET_SUM:,.0f}."
+        f"Scores use log1p CP{TARGET_SUM:,.0f} of {len(names)} of the {real.n_vars} genes of the real cells (the genes "
+        "in all data sets)."
     )
     return report
 
@@ -745,8 +747,10 @@ def check_complete(
     logs = log_normalized(whole, layer_of_whole, argument="the others")
     share = float(totals_of(logs[:, np.flatnonzero(lacking)]).sum() / totals_of(logs).sum())
     if share > _MISSING:
-        of = f"{int(lacking.sum())} genes with {share:.0%} of the counts of others"
-        raise DataError(f"{what} are counts without {of}; pass all genes, or log1p of counts per 10,000 of all genes.")
+        lost = f"{int(lacking.sum())} genes with {share:.0%} of the counts of the other cells"
+        raise DataError(
+            f"the counts of {what} lack {lost}; pass counts of all genes, or log1p of counts per 10,000 over all genes."
+        )
 
 
 def _independent(logs: sparse.csc_matrix, n_cells: int, rng: np.random.Generator) -> sparse.csr_matrix:

@@ -199,7 +199,7 @@ def evaluate(
     seeds
         Seeds for benchmarks that have a seed; scores are averaged over them.
     intervals
-        Whether to add 95 % intervals and tests against the best baseline, from resampled cells.
+        Whether to add 95% intervals and tests against the best baseline, from resampled cells.
     replicates
         A mapping from row name to the keys in `obsm_keys` of one method run with several seeds. These are merged into
         one row, whose interval includes the variation over seeds.
@@ -238,7 +238,7 @@ def evaluate(
     check_seeds(seeds)
     baselines = [baselines] if isinstance(baselines, int | str) else list(baselines)
     if not len(baselines):
-        raise OptionError("baselines=[] is empty; pass at least one name or number of components.")
+        raise OptionError("baselines=[] is empty; pass at least one baseline name or number of components.")
     obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
     kinds: dict[str, Kind] = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else dict.fromkeys(obsm_keys, "model")
     _check_kinds(kinds)
@@ -311,7 +311,7 @@ def compare(
     seeds
         Seeds for a benchmark that has a seed; scores are averaged over them.
     intervals
-        Whether to add 95 % intervals, and tests of the models against the best baseline.
+        Whether to add 95% intervals, and tests of the models against the best baseline.
     title
         Heading of the report.
 
@@ -339,7 +339,7 @@ def compare(
     """
     _check_kinds(kinds)
     if unknown := [method for method in made if method not in kinds]:
-        raise OptionError(f"kinds lacks {listing(unknown)}; set the kind of each, model or baseline.")
+        raise OptionError(f"kinds has no entry for {listing(unknown)}; set each to 'model' or 'baseline'.")
     check_seeds(seeds)
     check_has_metrics(benchmark)
     benchmark.check(reference)
@@ -364,7 +364,7 @@ def entries_of(benchmarks: Entry | Sequence[Entry]) -> list[Entry]:
     several = isinstance(benchmarks, Sequence) and not isinstance(benchmarks, str)
     entries: list[Any] = list(cast("Sequence[Entry]", benchmarks)) if several else [benchmarks]
     if not entries:
-        raise OptionError("benchmarks=[] is empty; pass at least one.")
+        raise OptionError("benchmarks=[] is empty; pass at least one benchmark.")
     return entries
 
 
@@ -374,7 +374,10 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
     for entry in entries_of(benchmarks):
         evaluation = to_evaluation(entry)
         if not evaluation.held_out or evaluation.max_cells not in (None, 10_000):
-            raise OptionError(f"dataset and max_cells of {evaluation.title!r} have no effect here; pass such cells.")
+            raise OptionError(
+                f"dataset and max_cells of {evaluation.title!r} have no effect here; omit them, and pass the cells to "
+                "score directly."
+            )
         if evaluation.title in found:
             raise OptionError(f"two benchmarks are named {evaluation.title!r}; set a different name for one of them.")
         found[evaluation.title] = evaluation.made(keys)
@@ -384,7 +387,7 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
 def check_seeds(seeds: Sequence[int]) -> None:
     """Raise :class:`~scforge.errors.OptionError` if there are no seeds, or a seed is invalid."""
     if not isinstance(seeds, Sequence) or isinstance(seeds, str) or not len(seeds):
-        raise OptionError(f"seeds={seeds!r} is not a list of seeds; pass e.g. (0, 1, 2).")
+        raise OptionError(f"seeds={seeds!r} is not a list of seeds; pass e.g. seeds=(0, 1, 2).")
     for seed in seeds:
         check_seed(seed)
 
@@ -418,11 +421,12 @@ def _join_replicates(
         missing = [key for key in keys if key not in embeddings]
         if missing or not keys:
             raise OptionError(
-                f"replicates names {listing(missing)} for {name!r}, which are not in obsm_keys; add them."
+                f"replicates[{name!r}] must contain names from obsm_keys (not found: {listing(missing)}); add these "
+                "names to obsm_keys."
             )
         if len({kinds[key] for key in keys}) > 1:
             raise OptionError(
-                f"replicates of {name!r} are of several kinds ({listing(keys)}); set the same kind for all."
+                f"replicates of {name!r} have different kinds ({listing(keys)}); set the same kind for all."
             )
         found = Replicates(embeddings.pop(key) for key in keys)
         kinds[name] = [kinds.pop(key) for key in keys][0]

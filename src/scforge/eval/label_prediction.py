@@ -29,11 +29,9 @@ def check_embedding(embedding: np.ndarray, n_cells: int, name: str = "the embedd
     """
     embedding = as_array(embedding, name)
     if embedding.ndim != 2 or embedding.shape[0] != n_cells or embedding.shape[1] == 0:
-        raise DataError(
-            f"{name} has the shape {embedding.shape}, but there are {n_cells} cells; pass one row per cell."
-        )
+        raise DataError(f"{name} has shape {embedding.shape}, but there are {n_cells} cells; pass one row per cell.")
     if not np.isfinite(embedding).all():
-        raise DataError(f"{name} contains values that are not finite numbers, so it cannot be evaluated.")
+        raise DataError(f"{name} contains NaN or infinite values; remove or replace these values.")
     return embedding if embedding.dtype in (np.float32, np.float64) else embedding.astype(np.float32)
 
 
@@ -54,8 +52,8 @@ def labeled(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> np.
             f"{argument}={key!r} contains different values with the same text, e.g. 1 and '1'; rename one of them."
         )
     if len(labels) < 2:
-        found = f"one value only ({str(labels[0])!r})" if len(labels) else "no value in any cell"
-        raise DataError(f"{argument}={key!r} has {found}; choose a column with two or more.")
+        found = f"only one value ({str(labels[0])!r})" if len(labels) else "no values"
+        raise DataError(f"{argument}={key!r} has {found}; choose a column with at least two values.")
     return known
 
 
@@ -63,13 +61,13 @@ def check_names(obs: pd.DataFrame) -> None:
     """Raise :class:`~scforge.errors.DataError` if cell names are not unique."""
     if not obs.index.is_unique:
         twice = obs.index[obs.index.duplicated()].unique()
-        raise DataError(f"{len(twice)} cell names are duplicated ({listing(twice[:3])}); make them unique.")
+        raise DataError(f"{len(twice)} cell names are duplicated ({listing(twice[:3])}); make cell names unique.")
 
 
 def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> None:
     """Warn about labels that may mean a missing label, e.g. the text "nan"."""
     if odd := [text for text in MISSING_TEXTS if (obs[key].astype(object) == text).any()]:
-        warn(f"{argument}={key!r} has the label {listing(odd)}; if it means a missing label, replace it by numpy.nan.")
+        warn(f"{argument}={key!r} has the label {listing(odd)}; replace it with numpy.nan if it means missing.")
 
 
 @register_benchmark("cell_type_probe")
@@ -100,7 +98,7 @@ class CellTypeProbe(Benchmark):
     rare_share
         A label with less than this fraction of the cells is rare.
     seed
-        Seed of the stratified folds. Folds of groups do not depend on it.
+        Seed for the stratified folds. Folds of groups do not depend on it.
 
     Examples
     --------
@@ -159,7 +157,7 @@ class CellTypeProbe(Benchmark):
             return facts | {"resampled": "cells"}
         if n_groups < MIN_GROUPS:
             few = f"nothing, so there are no intervals and tests: {n_groups} groups of {self.groups_key}"
-            return facts | {"resampled": f"{few}, at least {MIN_GROUPS} are needed"}
+            return facts | {"resampled": f"{few}, but at least {MIN_GROUPS} are needed"}
         return facts | {"resampled": f"groups of {self.groups_key} ({n_groups})"}
 
     def n_units(self, obs: pd.DataFrame) -> int | None:
@@ -179,7 +177,7 @@ class CellTypeProbe(Benchmark):
         Warns
         -----
         ScforgeWarning
-            If labels are left out (once for each set of labels), or if more than 1 % of the cells have exactly the
+            If labels are left out (once for each set of labels), or if more than 1% of the cells have exactly the
             coordinates of a cell in another fold, which may be the same cell under another name.
         """
         plan = self._plan(obs)
@@ -196,8 +194,8 @@ class CellTypeProbe(Benchmark):
         n_units, rng = units.max() + 1, np.random.default_rng(seed)
         if plan.groups is not None and n_units < MIN_GROUPS:
             warn(
-                f"groups_key={self.groups_key!r} has {n_units} scored groups; confidence intervals and tests need "
-                f"{MIN_GROUPS}."
+                f"groups_key={self.groups_key!r} has only {n_units} scored groups; confidence intervals and tests "
+                f"need at least {MIN_GROUPS}."
             )
             return None
         predicted = self._predict(embedding, plan, len(obs))
@@ -228,8 +226,10 @@ class CellTypeProbe(Benchmark):
         self._warn_of_left_out(tuple(left_out.values()), len(names))
         fewest = int(kept.sum() - np.bincount(folds[kept]).max())
         if self.n_neighbors > fewest:
-            most = f"the {fewest} labeled cells that n_folds={self.n_folds} leaves to learn from"
-            raise DataError(f"n_neighbors={self.n_neighbors} is more than {most}; lower it or score more cells.")
+            most = f"the number of labeled training cells ({fewest} with n_folds={self.n_folds})"
+            raise DataError(
+                f"n_neighbors={self.n_neighbors} is larger than {most}; lower n_neighbors, or score more cells."
+            )
         group_codes = None if groups is None else np.unique(groups[kept], return_inverse=True)[1]
         return _Plan(rows[kept], codes, len(names), folds[kept], group_codes, tuple(left_out.values()))
 
@@ -251,10 +251,12 @@ class CellTypeProbe(Benchmark):
         what = f"labels of obs[{self.labels_key!r}]"
         if n_labels < 2:
             out = ", ".join(left_out)
-            raise DataError(f"fewer than 2 {what} can be tested (left out: {out}); lower n_folds={self.n_folds}.")
+            raise DataError(
+                f"fewer than 2 {what} can be tested with n_folds={self.n_folds} (left out: {out}); lower n_folds."
+            )
         if left_out and left_out != self._warned_of:
             self._warned_of = left_out
-            warn(f"left out: {what} that cannot be tested in n_folds={self.n_folds} folds: {', '.join(left_out)}.")
+            warn(f"{what} that cannot be tested with n_folds={self.n_folds} are left out: {', '.join(left_out)}.")
 
     def _predict(self, embedding: np.ndarray, plan: _Plan, n_cells: int) -> dict[str, np.ndarray]:
         """Return the label that each classifier predicts for each cell, int64, shape (N,)."""
@@ -335,8 +337,8 @@ def _warn_of_duplicates(cells: np.ndarray, folds: np.ndarray) -> None:
     share = float(np.isin(rows, pairs[pairs.duplicated()]).mean())
     if share > _MAX_DUPLICATES:
         warn(
-            f"{share:.1%} of the cells have exactly the coordinates of a cell in another fold: they are the same cells "
-            "under other names, or the embedding has collapsed."
+            f"{share:.1%} of the cells have exactly the same coordinates as a cell in another fold; check for "
+            "duplicated cells or a collapsed embedding."
         )
 
 
@@ -392,8 +394,8 @@ class Geometry(Benchmark):
         if all values are zero.
     ``mean_cosine``
         Mean cosine similarity of all pairs of different cells: (S - N) / (N (N - 1)), where S is the squared length of
-        the sum of the unit vectors of the cells. It is 1 if all vectors have the same direction. Cells at the origin
-        are left out.
+        the sum over the cells' unit vectors. It is 1 if all vectors have the same direction. Cells at the origin are
+        left out.
     ``top_component_share``
         Fraction of the variance along the first principal component; 1 if nothing varies.
     ``constant_dims``
@@ -455,7 +457,7 @@ class Geometry(Benchmark):
 def is_collapsed(scores: Mapping[str, float]) -> bool:
     """Return whether the scores of :class:`Geometry` show a collapsed embedding.
 
-    An embedding is collapsed if its effective rank is below 2, its mean cosine above 0.99, or more than 90 % of its
+    An embedding is collapsed if its effective rank is below 2, its mean cosine above 0.99, or more than 90% of its
     dimensions constant. All cells are then close to one point, direction or line. These thresholds were chosen by
     scforge.
 

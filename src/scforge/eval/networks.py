@@ -95,7 +95,10 @@ def edges_from_embeddings(
         vectors = normalize(vectors)
     rows, columns = _chosen("tfs", tfs, names), _chosen("targets", targets, names)
     if len(rows) * len(columns) > _MAX_PAIRS:
-        raise OptionError(f"{len(rows)} x {len(columns)} pairs are more than {_MAX_PAIRS}; name the factors with tfs.")
+        raise OptionError(
+            f"{len(rows)} x {len(columns)} gene pairs are more than the limit of {_MAX_PAIRS}; pass the transcription "
+            "factors as tfs."
+        )
     weights = vectors[rows] @ vectors[columns].T
     return edges_of(np.abs(weights) if absolute else weights, names[rows], names[columns])
 
@@ -130,7 +133,7 @@ def edges_from_attention(
     """Read edges from the graph that ``model.get_attention()`` wrote.
 
     The entry in row i and column j is the attention of gene i to gene j. Targets attend to their regulators, so by
-    default the columns are the sources. ``get_attention`` keeps the 20 genes with the highest attention of each gene;
+    default the columns are the sources. ``get_attention`` keeps, for each gene, the 20 genes to which it attends most;
     increase its `top_k` to score more pairs.
 
     Parameters
@@ -163,7 +166,7 @@ def edges_from_attention(
     >>> edges_from_attention(adata, tfs=["TF"]).values.tolist()
     [['TF', 'A', 0.5], ['TF', 'B', 0.25]]
     """
-    check_known("key", key, adata.varp, "adata.varp", fix="write it with model.get_attention(adata)")
+    check_known("key", key, adata.varp, "adata.varp", fix="compute it with model.get_attention(adata)")
     check_known("source", source, ("rows", "columns"), "the graph", error=OptionError)
     graph = sparse.csr_matrix(adata.varp[key])
     return edges_from_matrix(graph.T.tocsr() if source == "columns" else graph, gene_names(adata, gene_key), tfs=tfs)
@@ -243,7 +246,7 @@ def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.n
     if not (places >= 0).any():
         some = f"{len(known)} genes ({listing(known, most=3)})"
         raise DataError(
-            f"none of {argument} ({listing(asked, most=3)}) is among the {some}; use the same gene identifiers."
+            f"{argument} ({listing(asked, most=3)}) has no overlap with the {some}; use the same gene identifiers."
         )
     return places[places >= 0]
 
@@ -252,7 +255,8 @@ def _unique(names: Any) -> pd.Index:
     """Return names as text. Raises an error if a name occurs more than once."""
     index = pd.Index(names).astype(str)
     if not index.is_unique:
-        raise DataError(f"the genes {listing(index[index.duplicated()].unique(), most=3)} occur twice; keep one.")
+        twice = listing(index[index.duplicated()].unique(), most=3)
+        raise DataError(f"gene names are duplicated ({twice}); keep one entry per gene.")
     return index
 
 
@@ -262,7 +266,10 @@ def _deltas(predicted: AnnData) -> pd.DataFrame:
     single = np.isin(names, predicted.var_names)
     if "delta" not in predicted.layers or not single.any():
         found = listing(dict.fromkeys(names), most=3)
-        raise DataError(f"effects has no layers['delta'] of single perturbed genes (obs['perturbation']: {found}).")
+        raise DataError(
+            f"effects must have layers['delta'] and perturbations of single genes, but obs['perturbation'] contains "
+            f"{found}; pass predicted effects of single-gene perturbations."
+        )
     return pd.DataFrame(
         np.asarray(predicted.layers["delta"])[single], index=names[single], columns=predicted.var_names.astype(str)
     )
@@ -271,7 +278,7 @@ def _deltas(predicted: AnnData) -> pd.DataFrame:
 def _of_pairs(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
     """Return the residuals of pair shifts from an additive model."""
     if "gene_2" not in table:
-        raise DataError("effects has no pairs of genes; call model.perturb_in_silico(genes, combinations=2).")
+        raise DataError("effects contains no gene pairs; use model.perturb_in_silico(genes, combinations=2).")
     names = pd.Index(pd.unique(pd.concat([table["gene"], table["gene_2"]]))).astype(str)
     groups = table["group"] if "group" in table else pd.Series("", index=table.index)
     found = np.full((len(names), len(names)), np.nan)
@@ -350,7 +357,7 @@ def read_network(
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
     if (source is None) != (target is None):
-        raise OptionError(f"source={source!r} and target={target!r} are incomplete; pass both columns, or neither.")
+        raise OptionError(f"source={source!r} and target={target!r} must be given together; pass both, or neither.")
     edges = pd.concat([_edges_of_file(Path(one), source, target) for one in paths], ignore_index=True)
     best = {name: how for name, how in _BEST.items() if name in edges}
     if not best:
@@ -364,7 +371,7 @@ def read_network(
 def _edges_of_file(path: Path, source: str | int | None, target: str | int | None) -> pd.DataFrame:
     """Return the edges in a file unchanged."""
     if not path.is_file():
-        raise MissingFileError(f"path={str(path)!r} is not a file; pass the path of the network.")
+        raise MissingFileError(f"path={str(path)!r} is not a file; pass the path of a network file.")
     try:
         edges = _edges_of_table(_table(path, isinstance(source, int)), source, target)
     except (ValueError, OSError) as error:
@@ -372,7 +379,7 @@ def _edges_of_file(path: Path, source: str | int | None, target: str | int | Non
     missing = (edges[["source", "target"]].isna() | (edges[["source", "target"]] == "")).any(axis=1)
     if missing.any():
         n_missing = int(missing.sum())
-        raise DataError(f"path={str(path)!r} has {n_missing} edges without a source or target; fill or remove them.")
+        raise DataError(f"path={str(path)!r} has {n_missing} edges without a source or target; remove these edges.")
     return edges.astype({"source": str, "target": str})
 
 
@@ -401,8 +408,8 @@ def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str |
             if name in columns:
                 return columns[name]
         raise DataError(
-            f"there is no column {' or '.join(names)} (there are: {listing(table.columns)}); set source=... and "
-            "target=..., as positions if there is no header"
+            f"the column {' or '.join(names)} is missing (columns: {listing(table.columns)}); set source=... and "
+            "target=..., or pass column positions if the file has no header"
         )
 
     if source is not None:
@@ -417,7 +424,7 @@ def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str |
         edges = edges[~edges["target"].str.lower().isin(["genesym", "gene symbol", "na", "n/a"])]
         if edges["source"].nunique() > edges["target"].nunique():
             raise DataError(
-                "it has more factors than targets, so the columns may be swapped; set source=... and target=..."
+                "there are more factors than targets, so the columns may be swapped; set source=... and target=..."
             )
         return edges
     if "source_genesymbol" in columns:
@@ -465,7 +472,7 @@ class Universe:
     n_left_out: int
 
     def matrix(self, made: pd.DataFrame) -> np.ndarray:
-        """Return the edge weights as float64, shape (T, G); -inf for pairs without a weight.
+        """Return the edge weights, float64, shape (T, G), with -inf for pairs without a weight.
 
         Raises
         ------
@@ -481,8 +488,8 @@ class Universe:
         found[places] = weights
         n_known, n_found = int(np.isfinite(weights).sum()), int(np.isfinite(found).sum())
         if not n_found == n_known == len(places):
-            wrong = f"{len(places) - n_known} weights are not numbers and {n_known - n_found} edges occur twice"
-            raise DataError(f"in the scores {wrong}; keep one weight per pair of source and target.")
+            wrong = f"{len(places) - n_known} non-finite weights and {n_known - n_found} duplicate edges"
+            raise DataError(f"the scores contain {wrong}; keep one finite weight per pair of source and target.")
         return found.reshape(self.edges.shape)
 
 
@@ -561,7 +568,7 @@ class RankedPairs:
 
 @register_benchmark("gene_network")
 class GeneNetwork(Benchmark):
-    """Scores the recovery of known edges among all pairs of a transcription factor and a gene.
+    """Score the recovery of known edges among all pairs of a transcription factor and a gene.
 
     The pairs combine all transcription factors that have a target in the truth with all genes that have a regulator in
     the truth (or with all measured genes), without self-loops. Edges outside the truth count as wrong, although many
@@ -642,7 +649,7 @@ class GeneNetwork(Benchmark):
         DataError
             If columns or names are missing, or no true edge remains.
         """
-        check_edges("the truth", reference)
+        check_edges("the true edges", reference)
         given = reference[["source", "target"]].astype(str).drop_duplicates()
         kept = given[given["source"] != given["target"]]
         if self.tfs is not None:
@@ -652,7 +659,8 @@ class GeneNetwork(Benchmark):
         if kept.empty:
             sources = listing(given["source"].unique(), most=3)
             raise DataError(
-                f"none of the {len(given)} true edges (sources: {sources}) is left; use the same gene identifiers."
+                f"none of the {len(given)} true edges (sources: {sources}) is between the scored genes; use the same "
+                "gene identifiers."
             )
         tfs = pd.Index(np.sort(kept["source"].unique()))
         targets = kept["target"] if self.targets == "truth" else pd.Series(self.genes)
@@ -692,7 +700,10 @@ def check_edges(what: str, edges: pd.DataFrame, *more: str) -> None:
     """Raise an error if a table lacks the columns ``source``, ``target`` or `more`, or if names are missing."""
     for column in ("source", "target", *more):
         if column not in edges or (column not in more and edges[column].isna().any()):
-            raise DataError(f"{what} have no column {column!r}, or lack names in it (there is: {listing(edges)}).")
+            raise DataError(
+                f"{what} lack the column {column!r}, or names are missing in it (columns: {listing(edges)}); complete "
+                "this column."
+            )
 
 
 def _places(names: pd.Series, index: pd.Index) -> np.ndarray:
@@ -737,7 +748,7 @@ def network_baselines(
     Correlations use at most `max_cells` cells, sampled at random. Returns a mapping from baseline name to edges.
     """
     for name in names:
-        check_known("baselines", name, NETWORK_BASELINES, "the baselines of networks", error=OptionError)
+        check_known("baselines", name, NETWORK_BASELINES, "the network baselines", error=OptionError)
     genes = universe.tfs.union(universe.genes)
     rows, columns = genes.get_indexer(universe.tfs), genes.get_indexer(universe.genes)
     expression = _expression(adata, genes, layer, gene_key, max_cells, seed)
@@ -874,9 +885,9 @@ def evaluate_network(
     max_cells
         Maximum number of cells for correlations.
     seed
-        Random seed of the baselines.
+        Random seed for the baselines.
     intervals
-        Whether to add 95 % intervals from a bootstrap of transcription factors, and tests against the best baseline.
+        Whether to add 95% intervals from a bootstrap of transcription factors, and tests against the best baseline.
     title
         Heading of the report.
 
@@ -927,7 +938,7 @@ def evaluate_network(
                 f"{name} has a score for {n_scored:,} of {n_pairs:,} pairs; the other pairs are ranked last, tied."
             )
     if {"degree", "in-degree"} & set(simple):
-        report.notes.append("Degree baselines use the number of other true edges of a gene, and no cells.")
+        report.notes.append("Degree baselines use only the number of other true edges of a gene, not the cells.")
     report.notes.append("Edges outside the truth count as wrong, although they may only be unknown.")
     return report
 

@@ -71,7 +71,7 @@ class KnownEffects:
     contexts
         Context of each effect, e.g. the cell type, as N names; all are identical if there is only one context.
     deltas
-        Change of the mean log1p CP10K against the controls of the context, float, shape (N, G).
+        Change in mean log1p CP10K relative to the controls of the context, float, shape (N, G).
     controls
         Mean log1p CP10K of the controls in each context, including contexts without effects, shape (G,) each. Contexts
         without effects may come from other data and contain NaN for genes that were not measured.
@@ -120,7 +120,7 @@ class WantedEffects:
     context_features
         Context vectors from a model, shape (D,) each.
     tables
-        A mapping from source name to further target vectors, for ``kernels``.
+        A mapping from source name to additional target vectors, for ``kernels``.
     """
 
     targets: tuple[tuple[str, ...], ...]
@@ -151,8 +151,8 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects, *, fitted: bool
     ``perturbation_mean``
         The mean effect of the same perturbation in other contexts. Included only if a requested perturbation has one.
     ``additive``
-        The sum of the effects of the parts of a combination; parts without a known single effect use the mean single
-        effect. Included only if a combination is requested.
+        The sum of the effects of a combination's parts; parts without a known single effect use the mean single effect.
+        Included only if a combination is requested.
     ``linear_pca``, ``linear_embedding``
         :func:`linear_effects` with gene vectors from the training effects or from the model. For perturbations seen in
         other contexts, context vectors are used.
@@ -655,7 +655,8 @@ def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
     }
     if without := sorted(contexts - {*plain}):
         raise DataError(
-            f"train has no control cell in the contexts {listing(without)}; move some of its control cells to train."
+            f"train has no control cells in the contexts {listing(without)}; move control cells of these contexts to "
+            "train."
         )
     return KnownEffects(
         tuple(effect.targets for effect in train.effects),
@@ -693,7 +694,7 @@ class PerturbationPrediction(Benchmark):
     The metrics are averaged over effects:
 
     - the metrics of :func:`~scforge.eval.perturbation_metrics.score_deltas`; changed genes are determined by Welch's
-      t-test at a false discovery rate of 5 %,
+      t-test at a false discovery rate of 5%,
     - ``discrimination_l1``, ``_l2`` and ``_cosine`` (:func:`~scforge.eval.perturbation_metrics.discrimination_scores`,
       over all scored effects of the context, without the perturbed genes),
     - ``energy_distance`` between predicted and measured cells on principal components of the training cells (unbiased).
@@ -898,7 +899,10 @@ class PerturbationPrediction(Benchmark):
         effects = known.cells.effects
         if without := [effect for effect in effects if effect not in number]:
             names = listing(self.keys.titles(without), most=5)
-            raise DataError(f"predictions lacks {len(without)} of {len(effects)} measured effects ({names}); add them.")
+            raise DataError(
+                f"predictions is missing {len(without)} of {len(effects)} measured effects ({names}); add these "
+                "effects."
+            )
         rows = [number[effect] for effect in effects]
         if cells is None:
             columns = columns_of(made.columns, known.cells.genes, "predictions")
@@ -1001,7 +1005,9 @@ def evaluate_perturbations(
     features = {} if gene_features is None else gene_features
     features = {"embedding": features} if isinstance(features, pd.DataFrame) else dict(features)
     if "pca" in features:
-        raise OptionError("gene_features has a table called 'pca', the name of a built-in one; choose another name.")
+        raise OptionError(
+            "gene_features contains the name 'pca', which is reserved for a built-in baseline; choose another name."
+        )
     held_out = PerturbedCells.read(real, keys, argument="real")
     trained = whole = PerturbedCells.read(train, keys, argument="train")
     check_disjoint(trained.names, held_out.names, what="cells")
@@ -1014,7 +1020,7 @@ def evaluate_perturbations(
     check_copies(copied_rows(held_out.expression, trained.expression), f"test cells {SAME_CELL}")
     controls = [Effect((), context) for context in {effect.context for effect in held_out.effects}]
     plain = [cells.expression[np.concatenate([cells.rows(e) for e in controls])] for cells in (trained, held_out)]
-    _check_scale(plain[0], plain[1], "controls of train")
+    _check_scale(plain[0], plain[1], "the training controls")
     benchmark = PerturbationPrediction(perturbation_key, control, context_key, separator, n_top_genes=n_top_genes)
     # It takes cells that are read already, too.
     benchmark.trained_on(trained).check(held_out)
@@ -1031,7 +1037,7 @@ def evaluate_perturbations(
         _check_effects(benchmark, name, made[name], held_out)
         if more := [effect for effect in effects if effect not in held_out.effects]:
             notes.append(
-                f"{name} predicts more effects than were measured ({len(more)}), which are not scored: "
+                f"{name} predicts {len(more)} effects that were not measured and are not scored: "
                 f"{listing(keys.titles(more), most=5)}."
             )
     # What is scored is no reason to know less of the training.
@@ -1103,7 +1109,9 @@ def _components(features: pd.DataFrame, n_comps: int) -> dict[str, np.ndarray]:
     """Return the leading components of features."""
     values = features.to_numpy(dtype=np.float64)
     if not np.isfinite(values).all() or not features.index.is_unique:
-        raise DataError("gene_features has values that are not numbers, or a target twice; pass one row per target.")
+        raise DataError(
+            "gene_features contains non-finite values or duplicate targets; pass one row of numbers per target."
+        )
     return dict(zip(features.index.astype(str), _scores(values, n_comps), strict=True))
 
 
@@ -1141,8 +1149,8 @@ def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> 
             genes = genes[genes.isin(some)]
     if len(genes) < max(2, _FEW_GENES * len(real)):
         raise DataError(
-            f"{listing(columns)} share {len(genes)} of {len(real)} measured genes; use the same gene names in all of "
-            "them."
+            f"only {len(genes)} of {len(real)} measured genes are in all of {listing(columns)}; use the same gene "
+            "names in all of them."
         )
     return genes, notes
 
@@ -1155,17 +1163,15 @@ def _checked_cells(
     check_complete(one, what, real, layer=layer, layer_of_whole=keys.layer)
     cells = PerturbedCells.read(one, keys, argument=what, made=True).over(genes, argument=what)
     perturbed, measured = (some.expression[some.groups < len(some.effects)] for some in (cells, held_out))
-    _check_scale(perturbed, measured, f"cells of {what}", profiles=True)
-    check_copies(copied_rows(perturbed, measured), f"predicted cells of {what} are copies of held-out cells")
+    _check_scale(perturbed, measured, f"the cells of {what}", profiles=True)
+    check_copies(copied_rows(perturbed, measured), f"cells of {what} are identical to held-out cells")
     return cells
 
 
 def _check_scale(one: sparse.csr_matrix, real: sparse.csr_matrix, what: str, *, profiles: bool = False) -> None:
     """Raise an error if the scale of the cells over the shared genes differs from that of the measured cells."""
     if difference := scale_difference(one, real, profiles=profiles):
-        raise DataError(
-            f"over the common genes {what} have {difference}; scale both to 10,000, or pass counts of all genes."
-        )
+        raise DataError(f"{what} have {difference}; scale both to 10,000, or pass counts of all genes.")
 
 
 def _check_effects(
@@ -1177,4 +1183,7 @@ def _check_effects(
     same = (np.abs(predicted - measured).max(axis=1) <= 1e-4 * size) & (size > 0)
     if same.any():
         n_same = f"{int(same.sum())} of {len(same)} effects"
-        raise DataError(f"predictions[{name!r}] has for {n_same} exactly what was measured in the held-out cells.")
+        raise DataError(
+            f"predictions[{name!r}] equals the measurement in the held-out cells for {n_same}; pass predictions that "
+            "were made without these cells."
+        )

@@ -63,7 +63,7 @@ def discrimination_scores(
 
     Returns
     -------
-    Float64, shape (Q,); NaN if there is no other effect in the context.
+    The scores, float64, shape (Q,); NaN if there is no other effect in the context.
 
     Examples
     --------
@@ -160,7 +160,7 @@ def de_weights(scores: np.ndarray) -> np.ndarray:
 
     Returns
     -------
-    Float64, shape (Q, G); 1 if all scores of a perturbation are equal.
+    The weights, float64, shape (Q, G); 1 if all scores of a perturbation are equal.
 
     Examples
     --------
@@ -175,7 +175,7 @@ def de_weights(scores: np.ndarray) -> np.ndarray:
 
 
 def de_genes(p_values: np.ndarray) -> np.ndarray:
-    """Return which genes change, at a false discovery rate of 5 % (Benjamini and Hochberg 1995), bool, (Q, G).
+    """Return which genes change, at a false discovery rate of 5% (Benjamini and Hochberg 1995), bool, (Q, G).
 
     Examples
     --------
@@ -244,8 +244,9 @@ def score_deltas(
         would then be better than chance. Training effects are not candidates either, because the mean training effect
         is closer to them than to other effects.
     ``rank_in_screen``
-        The same fraction, with the training effects of the same context as further candidates, so that folds with few
-        held-out effects also have a rank. Compare it with the score of the mean, not with 0.5. NaN without `trained`.
+        The same fraction, with the training effects of the same context as additional candidates, so that folds with
+        few held-out effects also have a rank. Compare it with the score of the mean, not with 0.5. NaN without
+        `trained`.
 
     Raises
     ------
@@ -261,7 +262,7 @@ def score_deltas(
     from sklearn.metrics.pairwise import cosine_distances
 
     if not np.isfinite(predicted).all():
-        raise DataError("predicted contains values that are not numbers; effects cannot be scored.")
+        raise DataError("predicted contains NaN or infinite values, so effects cannot be scored; pass finite values.")
     top = np.argsort(-np.abs(scores), axis=1, kind="stable")[:, :TOP_GENES]
     weights, error, nothing = de_weights(scores), predicted - measured, np.full(len(predicted), np.nan)
     rest = measured - (measured.mean(axis=0) if center is None else center)
@@ -367,10 +368,10 @@ def technical_duplicate(
     center, contexts, trained
         See :func:`score_deltas`.
     seed
-        Seed of the splits.
+        Seed for the splits.
     more
-        Function that returns further metrics, which are not corrected, from the effects in both halves, shape (Q, G),
-        and the half (0 or 1) of each cell.
+        Function that returns additional metrics, which are not corrected, from the effects in both halves, shape (Q,
+        G), and the half (0 or 1) of each cell.
 
     Returns
     -------
@@ -480,8 +481,7 @@ class EffectKeys:
     context_key
         Column of ``obs`` with the context, e.g. the cell type. If None, all cells have the same context.
     layer
-        Key in
-        layers with the counts or log-normalized values. If None, reads X.
+        Key in ``layers`` with the counts or log-normalized values. If None, reads X.
     """
 
     perturbation_key: str
@@ -504,14 +504,16 @@ class EffectKeys:
         n_levels = 1 if self.context_key is None else 2
         if table.index.nlevels != n_levels:
             wanted = "one row per perturbation" if n_levels == 1 else "an index of perturbation and context"
-            raise DataError(f"predictions has an index of {table.index.nlevels} levels; pass {wanted}.")
+            raise DataError(f"the index of predictions has {table.index.nlevels} levels; pass {wanted}.")
         labels = [label if n_levels == 2 else (label, ALL) for label in table.index]
         names = pd.DataFrame({self.perturbation_key: [*(str(name) for name, _ in labels), self.control]})
         targets = parse_perturbations(names, self.parts)
         found = [Effect(some, str(context)) for some, (_, context) in zip(targets, labels, strict=False)]
         twice = self.titles([effect for effect, n in Counter(found).items() if n > 1])
         if twice := [*twice, *table.columns[table.columns.duplicated()]]:
-            raise DataError(f"predictions has {listing(twice)} more than once; pass each effect and each gene once.")
+            raise DataError(
+                f"predictions contains {listing(twice)} more than once; pass each effect and each gene only once."
+            )
         return found
 
     def titles(self, effects: Sequence[Effect]) -> list[str]:
@@ -592,7 +594,10 @@ class PerturbedCells:
             check_column("context_key", keys.context_key, adata.obs)
             column = adata.obs[keys.context_key]
             if n_missing := int(column.isna().sum()):
-                raise DataError(f"context_key={keys.context_key!r} has no value for {n_missing} cells of {argument}.")
+                raise DataError(
+                    f"context_key={keys.context_key!r} is missing for {n_missing} cells of {argument}; fill in the "
+                    "values or drop these cells."
+                )
             places = column.astype(str).tolist()
         # Models predict into X, whatever layer the measured values are in.
         layer = None if made and keys.layer not in adata.layers else keys.layer
@@ -638,10 +643,12 @@ class PerturbedCells:
             If there is no effect, or a context has no controls.
         """
         if not self.effects:
-            raise DataError(f"{argument} has no perturbed cells, only controls; there is no effect to measure.")
+            raise DataError(f"{argument} contains only controls, so there are no effects; add perturbed cells.")
         without = sorted({e.context for e, n in zip(self.effects, groups.n[self.controls], strict=True) if not n})
         if without:
-            raise DataError(f"{argument} has no control cell in the contexts {listing(without)}; add some there.")
+            raise DataError(
+                f"{argument} has no control cells in the contexts {listing(without)}; add controls of these contexts."
+            )
         return effects_of(groups, np.arange(len(self.effects)), self.controls)
 
 
@@ -651,7 +658,10 @@ def columns_of(names: pd.Index, genes: pd.Index, argument: str) -> np.ndarray:
     if (missing := columns < 0).any():
         first = f"{str(genes[missing][0])!r}{did_you_mean(genes[missing][0], names[:5000])}"
         n_missing = int(missing.sum())
-        raise DataError(f"{argument} lacks {n_missing} of {len(genes)} genes (first: {first}); use the genes of both.")
+        raise DataError(
+            f"{argument} lacks {n_missing} of {len(genes)} genes (first: {first}); use only genes that are in "
+            "both data sets."
+        )
     return columns
 
 
@@ -699,8 +709,8 @@ def cell_eval_scores(
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Score predicted cells with cell-eval.
 
-    Both data sets are passed as log1p CP10K (cell-eval would scale counts to the median of their totals). Needs ``pip
-    install 'scforge[eval]'``.
+    Both data sets are passed as log1p CP10K (cell-eval would scale counts to the median of their totals). Requires
+    ``pip install 'scforge[eval]'``.
 
     Parameters
     ----------
@@ -757,7 +767,7 @@ def cell_eval_scores(
         try:
             package = import_module("cell_eval")
         except ModuleNotFoundError as error:
-            raise MissingFileError(f"{first_line(error)}; pip install 'scforge[eval]'.") from error
+            raise MissingFileError(f"{first_line(error)}; run pip install 'scforge[eval]'.") from error
     keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
     measured = PerturbedCells.read(real, keys, argument="real")
     made = PerturbedCells.read(predicted, keys, argument="predicted", made=True)
@@ -800,7 +810,10 @@ def _for_cell_eval(
     source = cells if len(cells.rows(plain)) else measured
     rows = {keys.name_of(effect.targets): cells.rows(effect) for effect in effects} | {keys.control: source.rows(plain)}
     if without := [name for name, some in rows.items() if not len(some)]:
-        raise DataError(f"predicted has no cells of {listing(without)} in {plain.context!r}; predict all of real.")
+        raise DataError(
+            f"predicted has no cells of {listing(without)} in the context {plain.context!r}; predict all perturbations "
+            "in real."
+        )
     parts = [(source if name == keys.control else cells).expression[some] for name, some in rows.items()]
     labels = np.repeat(list(rows), [part.shape[0] for part in parts])
     obs = pd.DataFrame({"target": labels.astype(object)}, index=[f"cell {i}" for i in range(len(labels))])
@@ -879,12 +892,12 @@ def distances(
     else:
         places = {}
         for name, adata in {**named, "real": real}.items():
-            check_known("obsm_key", obsm_key, adata.obsm, f"{name}.obsm", fix="compute it first")
+            check_known("obsm_key", obsm_key, adata.obsm, f"{name}.obsm", fix="compute the embedding first")
             places[name] = np.asarray(adata.obsm[obsm_key])
     try:
         away: Callable[[np.ndarray, np.ndarray], float] = Distance(cast("Any", metric), obsm_key="coordinates")
     except ValueError as error:
-        raise OptionError(f"metric={metric!r} is not a distance of pertpy; see pertpy.tl.Distance.") from error
+        raise OptionError(f"metric={metric!r} is not a distance in pertpy; see pertpy.tl.Distance.") from error
     rows = []
     for effect in read["real"].effects:
         target = places["real"][read["real"].rows(effect)]
@@ -894,7 +907,8 @@ def distances(
             if not len(cells):
                 label = keys.name_of(group.targets) or control
                 raise DataError(
-                    f"{name} lacks {label!r} (context {effect.context!r}); pass cells with this perturbation."
+                    f"{name} has no cells of {label!r} in the context {effect.context!r}; pass cells with this "
+                    "perturbation."
                 )
             rows.append((method, keys.name_of(effect.targets), effect.context, float(away(cells, target))))
     return pd.DataFrame(rows, columns=["method", "perturbation", "context", "distance"])

@@ -34,7 +34,7 @@ _MIN_GENES = 10
 
 @register_benchmark("rank_reconstruction")
 class RankReconstruction(Benchmark):
-    """Compares reconstructed gene orders with the true orders, highest gene first.
+    """Compare reconstructed gene orders with the true orders, highest gene first.
 
     These scores are common in papers on rank-based models.
 
@@ -103,7 +103,7 @@ class RankReconstruction(Benchmark):
         true = _rows(reference, "the true orders", repeated=False)
         found = _rows(made, "the reconstructed orders", repeated=True)
         if len(found) != len(true):
-            raise DataError(f"there are {len(found)} reconstructed and {len(true)} true orders; pass one for each.")
+            raise DataError(f"there are {len(found)} reconstructed and {len(true)} true orders; pass one per cell.")
         return np.array([_of_cell(one, other) for one, other in zip(found, true, strict=True)])
 
 
@@ -125,7 +125,8 @@ def ranking_baselines(train: np.ndarray, reference: np.ndarray, *, seed: int = 0
     scored cells, (N, S). Returns a mapping from baseline name to orders, int64, shape (N, S).
     """
     rng = np.random.default_rng(seed)
-    learned, true = (_rows(some, what, repeated=False) for some, what in ((train, "train"), (reference, "reference")))
+    given = ((train, "the orders in train"), (reference, "the reference orders"))
+    learned, true = (_rows(some, what, repeated=False) for some, what in given)
     totals = np.zeros(max(int(np.max(train)), int(np.max(reference))) + 1)
     for row in learned:
         totals[row] += 1 - np.arange(len(row)) / len(row)
@@ -164,9 +165,9 @@ def evaluate_reconstruction(
     kinds
         A mapping from method name to kind, e.g. ``"untrained"``. The default is ``"model"``.
     seed
-        Random seed of the random order and the bootstrap draws.
+        Random seed for the random order and the bootstrap draws.
     intervals
-        Whether to add 95 % intervals, and tests against the best baseline.
+        Whether to add 95% intervals, and tests against the best baseline.
     title
         Heading of the report.
 
@@ -177,14 +178,14 @@ def evaluate_reconstruction(
     Raises
     ------
     DataError
-        If orders do not match, or more than 1 % of the true orders are orders of training cells.
+        If orders do not match, or more than 1% of the true orders are orders of training cells.
     OptionError
         If a method has the name of a baseline, or `kinds` names an unknown method.
 
     Warns
     -----
     ScforgeWarning
-        If at most 1 % of the true orders are orders of training cells. Orders with fewer than ten genes are not
+        If at most 1% of the true orders are orders of training cells. Orders with fewer than ten genes are not
         checked.
 
     Examples
@@ -197,10 +198,11 @@ def evaluate_reconstruction(
     """
     made = dict(reconstructed) if isinstance(reconstructed, Mapping) else {"reconstructed": reconstructed}
     baselines = ranking_baselines(train, true, seed=seed)
-    known, rows = (_rows(some, what, repeated=False) for some, what in ((train, "train"), (true, "the true orders")))
+    given = ((train, "the orders in train"), (true, "the true orders"))
+    known, rows = (_rows(some, what, repeated=False) for some, what in given)
     seen = {row.tobytes() for row in known if len(row) >= _MIN_GENES}
     same = np.array([row.tobytes() in seen for row in rows])
-    check_copies(same, "true orders are identical to those of training cells")
+    check_copies(same, "true orders are identical to the order of a training cell")
     report = compare_beside(
         RankReconstruction(),
         "reconstructed",
@@ -221,8 +223,8 @@ def _rows(orders: np.ndarray, what: str, *, repeated: bool) -> list[np.ndarray]:
     orders = np.asarray(orders)
     if orders.ndim != 2 or orders.dtype.kind not in "iu" or orders.min(initial=0) < _PAD:
         raise DataError(
-            f"{what} are {orders.dtype}, shape {orders.shape}; pass gene indices from 0, one row per cell, and -1 for "
-            "padding."
+            f"{what} have dtype {orders.dtype} and shape {orders.shape}; pass gene indices from 0, with one row per "
+            "cell and -1 for padding."
         )
     orders = orders.astype(np.int64)
     sizes = (orders != _PAD).sum(axis=1)
@@ -232,7 +234,7 @@ def _rows(orders: np.ndarray, what: str, *, repeated: bool) -> list[np.ndarray]:
     twice = [not repeated and len(np.unique(row)) < len(row) for row in rows]
     for wrong, problem in ((gaps, "-1 before a gene"), (empty, "no gene"), (twice, "a duplicate gene")):
         if np.any(wrong):
-            raise DataError(f"{what} have {problem} in row {int(np.argmax(wrong))}; fix it, or leave the cell out.")
+            raise DataError(f"{what} have {problem} in row {int(np.argmax(wrong))}; correct this row, or leave it out.")
     return rows
 
 

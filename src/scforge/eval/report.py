@@ -40,7 +40,7 @@ class Comparison:
     difference
         Score of the method minus the score of the other method.
     low, high
-        95 % interval of the difference; NaN without draws.
+        95% interval of the difference; NaN without draws.
     p_value
         Two-sided p-value of no difference; NaN without draws.
     error
@@ -67,7 +67,7 @@ class Comparison:
 
 
 def interval(value: float, draws: np.ndarray, *, n_units: int | None = None) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a score from its variation over resampled data.
+    """Return the 95% confidence interval of a score from its variation over resampled data.
 
     Draws are centered at their mean, because scores on resampled data may all be somewhat too low. With at least 100
     draws and 100 units, the interval uses percentiles of the deviations (percentile bootstrap, Efron and Tibshirani
@@ -209,7 +209,7 @@ class Row:
     benchmark
         Name of the benchmark; may be empty if there is only one benchmark.
     intervals
-        A mapping from metric to 95 % interval.
+        A mapping from metric to 95% interval.
     spreads
         A mapping from metric to standard deviation over seeds.
     comparisons
@@ -343,7 +343,7 @@ class Report:
             kinds = {row.kind for row in self.of(benchmark)}
             if kinds & {"model", "supervised"} and "baseline" not in kinds:
                 where = f" of {benchmark}" if benchmark else ""
-                return f"the report{where} has a model but no baseline; add one, e.g. scforge.eval.pca_embedding."
+                return f"the report{where} has no baseline for the model; add e.g. scforge.eval.pca_embedding."
         return None
 
     def to_frame(self) -> pd.DataFrame:
@@ -351,7 +351,7 @@ class Report:
 
         Returns
         -------
-        The columns ``benchmark``, ``method``, ``kind``, ``metric``, ``value``, ``low`` and ``high`` (95 % interval),
+        The columns ``benchmark``, ``method``, ``kind``, ``metric``, ``value``, ``low`` and ``high`` (95% interval),
         ``sd_seeds`` (over training runs if there are several, else over seeds of the benchmark), ``lower_is_better``,
         and for models ``best_baseline``, ``difference``, ``difference_low``, ``difference_high`` and ``p_value`` (not
         corrected) of the comparison with the best baseline; NaN and empty text if there is no value.
@@ -504,7 +504,7 @@ def _sentence(row: Row, about: Measured, compared: Comparison, p_value: float) -
     low, high = (compared.low, compared.high) if factor == 1.0 else compared.interval(_ALPHA / factor)
     return (
         f"{row.name} is {word} {compared.baseline} in {figures} (difference {compared.difference:+.3f}, "
-        f"95 % interval {low:+.3f} to {high:+.3f}, p = {p_value:.2g})."
+        f"95% interval {low:+.3f} to {high:+.3f}, p = {p_value:.2g})."
     )
 
 
@@ -625,7 +625,7 @@ def _columns(report: Report, benchmark: str) -> list[_Column]:
         found.append(_Column(title, list(zip(map(_number, values), is_best, strict=True))))
         if metric == about.main:
             ends = [map(_number, row.intervals.get(metric, (math.nan, math.nan))) for row in rows]
-            found += plain("95 % interval", (" to ".join(filter(None, pair)) for pair in ends))
+            found += plain("95% interval", (" to ".join(filter(None, pair)) for pair in ends))
             found += plain("sd of seeds", (_number(row.spreads.get(metric, math.nan)) for row in rows))
     return found + plain("seconds", ("" if row.seconds is None else f"{row.seconds:.0f}" for row in rows))
 

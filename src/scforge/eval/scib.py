@@ -127,8 +127,11 @@ class BatchIntegration(Benchmark):
         labels, batches = (np.asarray(obs[key].iloc[rows].astype(str)) for key in (self.labels_key, self.batch_key))
         n_labels, n_batches = len(np.unique(labels)), len(np.unique(batches))
         if len(rows) < _MIN_CELLS or min(n_labels, n_batches) < 2:
-            found = f"{len(rows)} of {n_labels} and {n_batches}"
-            raise DataError(f"batch_integration needs {_MIN_CELLS} cells of 2 labels and 2 batches; there are {found}.")
+            found = f"{len(rows)} cells with {n_labels} labels and {n_batches} batches"
+            raise DataError(
+                f"batch_integration needs {_MIN_CELLS} cells with at least 2 labels and 2 batches, but there are "
+                f"{found}."
+            )
         pairs = pd.DataFrame({"label": labels, "batch": batches})
         n_cells, n_pairs = pairs.groupby("label").size(), pairs.drop_duplicates().groupby("label").size()
         if not ((n_pairs > 1) & (n_pairs < n_cells)).any():
@@ -223,7 +226,7 @@ class Scib(Benchmark):
         of a ``Benchmarker`` prepared with exact neighbors.
     max_cells
         Maximum number of cells to score, sampled in proportion to the labels; the sample is the same for all
-        embeddings. If None, scores all cells. Time and memory grow with the square of their number.
+        embeddings. If None, scores all cells. Time and memory grow quadratically with their number.
     pre_integrated
         Coordinates of the cells before integration, e.g. principal components, with cell names as index, shape (at
         least N, any D). They are used for ``pcr_comparison``, the fraction of their batch variance that an embedding
@@ -332,7 +335,7 @@ class Scib(Benchmark):
         n
             Number of draws.
         seed
-            Seed of the draws.
+            Seed for the draws.
 
         Returns
         -------
@@ -449,7 +452,7 @@ class Scib(Benchmark):
             if len(lacking) or not self.pre_integrated.index.is_unique:
                 some = f"{len(lacking)} of {len(rows)} cells (first: {listing(lacking[:3])})"
                 raise DataError(
-                    f"pre_integrated lacks {some} or has duplicate names; each cell must occur once in its index."
+                    f"pre_integrated lacks {some} or has duplicate names; its index must contain each cell once."
                 )
         return rows
 

@@ -45,7 +45,7 @@ def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str
     if lora is False or lora is None:
         return None
     if lora is not True and not isinstance(lora, Mapping):
-        raise OptionError(f"lora={lora!r} must be true, false or a dict of options, e.g. {{'r': 8}}.")
+        raise OptionError(f"lora={lora!r} must be True, False or a dict of options, e.g. {{'r': 8}}.")
     given = {} if lora is True else dict(lora)
     check_options("option of lora", "lora", given, list(_DEFAULTS))
     options = _DEFAULTS | given
@@ -68,11 +68,11 @@ def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
     for target in [wanted] if isinstance(wanted, str) else wanted or ():
         of_target = [name for name in linear if name == target or name.endswith(f".{target}")]
         if not of_target:
-            hint = suggest(target, sorted({name.rpartition(".")[2] for name in linear}), "there are")
-            raise OptionError(f"lora['targets'] has {target!r}, which is not a linear layer of {kind}{hint}")
+            hint = suggest(target, sorted({name.rpartition(".")[2] for name in linear}), "available")
+            raise OptionError(f"lora['targets'] contains {target!r}, which is not a linear layer of {kind}{hint}")
         found += of_target
     if not found:
-        raise OptionError(f"lora['targets']={wanted!r} are not linear layers of {kind}; fine-tune it without lora.")
+        raise OptionError(f"lora['targets']={wanted!r} matches no linear layer of {kind}; fine-tune without lora.")
     return sorted(set(found), key=linear.index)
 
 

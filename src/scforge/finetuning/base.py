@@ -105,7 +105,7 @@ class EvaluationContext:
     baselines
         Whether to compute baselines.
     seed
-        Random seed of the baselines.
+        Random seed for the baselines.
 
     Examples
     --------
@@ -142,7 +142,7 @@ class Evaluated:
     metrics
         One row per method, ``"scforge"`` first, and one column per score.
     tables
-        A mapping from name to further tables, e.g. ``"per_class"``.
+        A mapping from name to additional tables, e.g. ``"per_class"``.
 
     Examples
     --------
@@ -159,7 +159,8 @@ class Evaluated:
 def warn_of_missing_base() -> None:
     """Warn that the baseline of the frozen embedding is missing."""
     warn(
-        "the model before fine-tuning is not available, so its frozen embedding is missing; pass base= (--base-model)."
+        "the model before fine-tuning is not available, so scores for its frozen embedding are missing; pass base=... "
+        "(--base-model)."
     )
 
 
@@ -368,5 +369,8 @@ def get_task(name: str, **options: Any) -> Task:
     check_switches(cls, options)
     for option in cls.needed_options():
         if options.get(option) is None:
-            raise OptionError(f"the task {name!r} needs {option}; pass {option}=..., in a file finetune.{option}.")
+            raise OptionError(
+                f"the task {name!r} requires {option}; pass {option}=..., or set finetune.{option} in a "
+                "configuration file."
+            )
     return cls(**options)

@@ -99,7 +99,7 @@ def check_head(head: Any) -> dict[str, Any]:
 
 
 class Unchanged(nn.Module):
-    """Returns embeddings unchanged."""
+    """Return embeddings unchanged."""
 
     def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any] | None = None) -> torch.Tensor:
         """Return the embeddings, shape (B, D)."""
@@ -107,7 +107,7 @@ class Unchanged(nn.Module):
 
 
 class QueryMapping(Unchanged):
-    """Maps query cells onto their reference, without training.
+    """Map query cells onto their reference, without training.
 
     Before the encoder, the expression of each gene is multiplied by a factor. After the encoder, the embedding of a
     cell is shifted like the clusters around it (:func:`scforge.data.neighbors.query_shifts`).
@@ -172,7 +172,7 @@ class QueryMapping(Unchanged):
 
 
 class Standardize(nn.Module):
-    """Subtracts a mean and divides by a scale, both set once, so that a head does not depend on units.
+    """Subtract a mean and divide by a scale, both set once, so that a head does not depend on units.
 
     Parameters
     ----------
@@ -243,7 +243,7 @@ class CalibratedHead(PredictionHead):
     Attributes
     ----------
     temperature
-        Float32 scalar, 1 until it is fitted.
+        The temperature, a float32 scalar; 1 until it is fitted.
     """
 
     temperature: torch.Tensor
@@ -345,7 +345,7 @@ def fit_logistic(
     Parameters
     ----------
     features
-        Shape (N, F).
+        Features of each cell, shape (N, F).
     classes
         Class of each cell, shape (N,).
     n_classes

@@ -148,7 +148,8 @@ class HeldOutRegistry:
     marks
         Fingerprints of all N cells.
     learned
-        Fingerprints of M further cells whose labels were learned, by earlier fine-tuning or from another data module.
+        Fingerprints of M additional cells whose labels were learned, by earlier fine-tuning or from another data
+        module.
     """
 
     rows: Split
@@ -166,13 +167,13 @@ class HeldOutRegistry:
         return self.marks.take(np.concatenate([self.rows.train, self.rows.validation]))
 
     def with_learned(self, marks: CellFingerprints) -> HeldOutRegistry:
-        """Return a copy with further cells whose labels were learned."""
+        """Return a copy with additional cells whose labels were learned."""
         return replace(self, learned=self.learned.union(marks))
 
     def split_of(self, numbers: np.ndarray) -> Split | None:
         """Return the split of cells with these fingerprints, if they are the cells used for fine-tuning, in any order.
 
-        Further cells are left out. Returns None if a training cell is missing.
+        Other cells are left out. Returns None if a training cell is missing.
         """
         if np.array_equal(numbers, self.numbers):
             return self.rows

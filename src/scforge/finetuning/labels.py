@@ -53,8 +53,10 @@ def text_labels(values: pd.Series, *, key: str, argument: str = "labels_key") ->
     codes, found = pd.factorize(values)
     fractional = [value for value in found if _is_number(value) and not float(value).is_integer()]
     if fractional and all(_is_number(value) for value in found):
-        what = f"numbers that are not whole (first: {float(fractional[0]):g})"
-        raise DataError(f"{argument}={key!r} contains {what}; use the task 'regression', or bin them with pandas.cut.")
+        what = f"non-integer numbers (first: {float(fractional[0]):g})"
+        raise DataError(
+            f"{argument}={key!r} contains {what}; use the task 'regression', or bin the numbers with pandas.cut."
+        )
     texts = np.array([text_of(value) for value in found], dtype=object).astype(str)
     names, places = np.unique(texts, return_inverse=True)
     # The code of a missing value is -1, which finds the -1 at the end.
@@ -87,10 +89,10 @@ def check_weights(argument: str, weights: Any, classes: Sequence[str] | None) ->
     if weights is None or (isinstance(weights, str) and weights == BALANCED):
         return weights
     if not isinstance(weights, Mapping):
-        raise OptionError(f"{argument}={weights!r} is neither None, 'balanced' nor a dict of weights by class.")
+        raise OptionError(f"{argument}={weights!r} must be None, 'balanced' or a dict of weights by class.")
     found = {str(name): check_positive(f"{argument}[{name!r}]", weight) for name, weight in weights.items()}
     if classes is not None and (unknown := set(found) - set(classes)):
-        raise OptionError(f"{argument} has {min(unknown)!r}, but this is not a class (classes: {listing(classes)}).")
+        raise OptionError(f"{argument} contains {min(unknown)!r}, which is not a class (classes: {listing(classes)}).")
     return found
 
 

@@ -53,7 +53,9 @@ class Split:
 def check_shares(validation_size: float, test_size: float) -> None:
     """Raise :class:`~scforge.errors.OptionError` if the fractions leave no cells to train on."""
     if check_share("validation_size", validation_size) + check_share("test_size", test_size) >= 1:
-        raise OptionError(f"validation_size={validation_size} and test_size={test_size} leave no training cells.")
+        raise OptionError(
+            f"validation_size={validation_size} and test_size={test_size} leave no training cells; lower one of them."
+        )
 
 
 def split_for(
@@ -75,7 +77,7 @@ def split_for(
     validation_size, test_size
         Fractions of the cells.
     seed
-        Random seed of the split.
+        Random seed for the split.
     usable
         Cells to split, bool, shape (N,). If None, splits all cells.
     strata
@@ -128,7 +130,7 @@ def _check_groups(groups: pd.Series, *, n_parts: int) -> None:
     if len(names) < n_parts:
         raise DataError(
             f"split_by={groups.name!r} has {len(names)} groups with usable cells ({listing(names)}), but training, "
-            f"validation and test cells need {n_parts}; set validation_size=0 or test_size=0, or omit split_by."
+            f"validation and test sets need {n_parts} groups; set validation_size=0 or test_size=0, or omit split_by."
         )
 
 
@@ -178,7 +180,10 @@ def warn_of_unlearned(prefix: str, names: Sequence[str], n_cells: int) -> None:
         Number of held-out cells that have one of these labels.
     """
     if names:
-        warn(f"{prefix}: no training cell has {listing(names)}, which {n_cells} held-out cells have; change the split.")
+        warn(
+            f"{prefix}: {n_cells} held-out cells have values that no training cell has ({listing(names)}); change the "
+            "split."
+        )
 
 
 def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Split:
@@ -192,9 +197,9 @@ def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Spl
     values = np.asarray(column, dtype=object)
     missing = np.asarray(column.isna())
     if unknown := sorted({str(value) for value in values[~missing]} - set(PARTS)):
-        raise DataError(f"split_key={key!r} has the values {listing(unknown)}; use only {listing(PARTS)}.")
+        raise DataError(f"split_key={key!r} contains {listing(unknown)}; use only {listing(PARTS)}.")
     taking_part = ~missing if usable is None else ~missing & usable
     rows = {part: np.flatnonzero(taking_part & (values == part)) for part in PARTS}
     if not len(rows["train"]):
-        raise DataError(f"split_key={key!r} has no usable cell with the value 'train'.")
+        raise DataError(f"split_key={key!r} is not 'train' for any usable cell; assign cells to 'train'.")
     return Split(**rows)

@@ -1,4 +1,4 @@
-"""Base class of the tasks with a target for each cell: annotation, multi_label and regression.
+"""Base class for the tasks with a target for each cell: annotation, multi_label and regression.
 
 Shapes: N cells, D dimensions, C classes, labels or numbers.
 """
@@ -67,7 +67,7 @@ class SupervisedTask(Task):
 
     @abstractmethod
     def fit(self, features: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Fit the last layer of the head: weights, shape (C, F), and biases, shape (C,)."""
+        """Fit the last layer of the head, and return its weights (shape (C, F)) and biases (shape (C,))."""
 
     @abstractmethod
     def estimate(self, predictor: Predictor, rows: np.ndarray | None = None) -> np.ndarray:
@@ -82,7 +82,7 @@ class SupervisedTask(Task):
         """Return the scores of estimates."""
 
     def tables(self, truth: np.ndarray, estimates: np.ndarray) -> dict[str, pd.DataFrame]:
-        """Return further tables for the estimates of the model."""
+        """Return additional tables for the estimates of the model."""
         return {}
 
     def count_unscored(self, targets: np.ndarray, column: Column) -> dict[str, int]:
@@ -93,7 +93,10 @@ class SupervisedTask(Task):
         """Look up the target of each cell."""
         self._targets = self.read(cells.column)
         if lacking := int((~self.has_target(self._targets[train_rows])).sum()):
-            raise DataError(f"{lacking} of {len(train_rows)} training cells have no known value in {self.argument}.")
+            raise DataError(
+                f"{self.argument} is missing or unknown for {lacking} of {len(train_rows)} training cells; fill in the "
+                "values or drop these cells."
+            )
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Standardize the head input, and initialize the head from a linear model on the embeddings."""
@@ -107,7 +110,7 @@ class SupervisedTask(Task):
         return {"target": torch.from_numpy(self._targets[rows])}
 
     def weights_of(self, option: Any, balanced: np.ndarray) -> torch.Tensor | None:
-        """Return the weight of each class specified by an option, float32, shape (C,), or None for no weights."""
+        """Return the class weights that an option specifies, float32, shape (C,), or None for no weights."""
         if option is None:
             return None
         if option == BALANCED:
@@ -133,8 +136,11 @@ class SupervisedTask(Task):
         targets = self.read(column)
         known = self.has_target(targets)
         if not known.any():
-            knows = f" (it knows: {listing(self.classes)})" if self.classes else ""
-            raise DataError(f"{self.argument} has no value of the model in {len(known)} scored cells{knows}.")
+            known_classes = f" (classes: {listing(self.classes)})" if self.classes else ""
+            raise DataError(
+                f"{self.argument} has no value that the model predicts in any of the {len(known)} scored "
+                f"cells{known_classes}; score other cells."
+            )
         rows, truth = context.rows[known], targets[known]
         methods = {"scforge": self.estimate(context.predictor, rows)}
         if context.baselines and context.train_cells is not None and context.train_rows is not None:

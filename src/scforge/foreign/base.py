@@ -87,7 +87,7 @@ def rows_in_order(order: Sequence[int]) -> Transform:
 
     def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(parts[0]) != n_rows:
-            raise ValueError(f"the vocabulary has {n_rows} tokens of the checkpoint, its table {len(parts[0])} rows")
+            raise ValueError(f"the vocabulary has {n_rows} tokens, but the embedding table has {len(parts[0])} rows")
         return parts[0][rows.clamp(min=0)].masked_fill((rows < 0)[:, None], 0.0)
 
     def split(ours: torch.Tensor) -> list[torch.Tensor]:
@@ -222,21 +222,26 @@ class NameMap:
                 except (LookupError, RuntimeError, TypeError, ValueError) as error:
                     shapes = {name: tuple(tensors[name].shape) for name in names if name in tensors}
                     raise ModelFileError(
-                        f"{where} has weights that cannot be converted to {target!r}, {shapes}: {first_line(error)}."
+                        f"{where} has weights that cannot be converted to {target!r} (shapes: {shapes}): "
+                        f"{first_line(error)}."
                     ) from error
                 used.update(names)
         if missing := [self._name_of(name) for name in expected if name not in ours]:
-            raise ModelFileError(f"{where} lacks {listing(missing, most=3)}; these weights would stay random.")
+            raise ModelFileError(
+                f"{where} lacks the weights {listing(missing, most=3)}, which would stay random; use a complete "
+                "checkpoint."
+            )
         surplus = [self._name_of(name) for name in ours if name not in expected]
         if unknown := [*(name for name in tensors if name not in used), *surplus]:
             raise ModelFileError(
-                f"{where} has weights that a {self.family} of its config does not have: {listing(unknown, most=3)}."
+                f"{where} contains weights that a {self.family} model with this config does not have: "
+                f"{listing(unknown, most=3)}."
             )
         for name, shape in expected.items():
             if ours[name].shape != shape:
                 raise ModelFileError(
-                    f"{where} has {self._name_of(name)!r} in the shape {tuple(ours[name].shape)}, but its config and "
-                    f"vocabulary make it {tuple(shape)}."
+                    f"the weight {self._name_of(name)!r} in {where} has shape {tuple(ours[name].shape)}, but its "
+                    f"config and vocabulary require {tuple(shape)}."
                 )
         return {name: ours[name] for name in expected}
 
@@ -252,7 +257,7 @@ class NameMap:
         for name, tensor in ours.items():
             rule, found = self._rule_of(name)
             if rule is None:
-                raise ModelFileError(f"a checkpoint of {self.family} has no weight for {name!r}.")
+                raise ModelFileError(f"a {self.family} checkpoint has no weight for {name!r}.")
             parts = rule.transform.split(tensor)
             theirs |= {source.format(**found): part for source, part in zip(rule.sources, parts, strict=True)}
         return theirs
@@ -296,7 +301,7 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def _floats(tensor: torch.Tensor) -> torch.Tensor:
     """Return a weight as float32; integers indicate a quantized checkpoint and raise an error."""
     if not tensor.is_floating_point():
-        raise TypeError(f"{tensor.dtype} is not a weight")
+        raise TypeError(f"weights of dtype {tensor.dtype} are not supported")
     return tensor.float()
 
 
@@ -305,14 +310,14 @@ def first_file(source: Path, names: Sequence[str], what: str) -> Path:
     for name in names:
         if (source / name).is_file():
             return source / name
-    raise MissingFileError(f"the folder {str(source)!r} has no {what}: none of {listing(names)}; copy it there.")
+    raise MissingFileError(f"the folder {str(source)!r} contains no {what}; add one of {listing(names)}.")
 
 
 def read_options(path: Path) -> dict[str, Any]:
     """Return the options in a JSON file."""
     content = _io.read_json(path)
     if not isinstance(content, dict):
-        raise ModelFileError(f"{str(path)!r} does not map names to options; pass the published file.")
+        raise ModelFileError(f"{str(path)!r} must map names to options; pass the published file.")
     return content
 
 
@@ -320,7 +325,7 @@ def in_order(tokens: Mapping[str, int]) -> tuple[str, ...]:
     """Return the token names of a vocabulary in the order of their ids."""
     names = sorted((name for name, number in tokens.items() if isinstance(number, Integral)), key=tokens.__getitem__)
     if not names or [tokens[name] for name in names] != list(range(len(tokens))):
-        raise DataError("vocab has indices that are not 0, 1, 2, ... without gaps; pass the published file.")
+        raise DataError("the indices of vocab must be consecutive integers from 0; pass the published file.")
     return tuple(names)
 
 
@@ -351,12 +356,12 @@ def read_dictionary(path: Path) -> dict[str, Any]:
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in content.items()}
     kinds = (str, int, float, type(None))
     if not all(isinstance(name, str) and isinstance(value, kinds) for name, value in plain.items()):
-        raise ModelFileError(f"{str(path)!r} is not a dictionary of names and values; pass the published file.")
+        raise ModelFileError(f"{str(path)!r} must contain a dict from names to values; pass the published file.")
     return plain
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Creates containers, text, numbers and NumPy scalars; the names of other objects are not even imported."""
+    """Create containers, text, numbers and NumPy scalars; the names of other objects are not even imported."""
 
     _KNOWN: dict[tuple[str, str], Any] = {
         ("collections", "OrderedDict"): collections.OrderedDict,
@@ -369,7 +374,7 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return one of the few objects needed for numbers. Raises an error for other objects."""
         if (module, name) not in self._KNOWN:
-            raise pickle.UnpicklingError(f"opening it would run {module}.{name}; save it as JSON")
+            raise pickle.UnpicklingError(f"opening the file would run {module}.{name}; save the content as JSON")
         return self._KNOWN[module, name]
 
 
@@ -409,13 +414,15 @@ def read_torch(path: Path) -> Any:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ModelFileError(
-            f"{str(path)!r} contains more than tensors, which could run code, so it is not opened; save only the "
+            f"{str(path)!r} contains objects other than tensors, which could run code when loaded; save only the "
             "weights."
         ) from error
     except Exception as error:  # corrupted files raise anything
         raise ModelFileError(f"{str(path)!r} is corrupted or is not a torch file: {first_line(error)}.") from error
     if damaged is not None:
-        raise ModelFileError(f"{str(path)!r} is corrupted: {damaged[:80]!r} has a wrong checksum; copy it again.")
+        raise ModelFileError(
+            f"{str(path)!r} is corrupted: the checksum of {damaged[:80]!r} does not match; copy the file again."
+        )
     return content
 
 
@@ -426,10 +433,11 @@ def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
             content = content[name]
             break
     if not isinstance(content, Mapping) or not content:
-        raise ModelFileError(f"{where!r} does not map names to weights; pass a file that contains a state_dict.")
+        raise ModelFileError(f"{where!r} must map names to weights; pass a file that contains a state_dict.")
     if odd := [name for name, value in content.items() if not isinstance(value, torch.Tensor)]:
         raise ModelFileError(
-            f"{where!r} contains {listing(odd, most=3)}, not tensors; pass a file that contains a state_dict."
+            f"{where!r} contains entries that are not tensors ({listing(odd, most=3)}); pass a file that contains a "
+            "state_dict."
         )
     # What torch's wrapper for several devices puts before all names.
     wrapped = all(name.startswith("module.") for name in content)
@@ -545,7 +553,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     source
         Checkpoint folder or file.
     family
-        One of :func:`list_families`. If None, uses the family that recognizes the checkpoint.
+        Name of a family, see :func:`list_families`. If None, uses the family that recognizes the checkpoint.
     **options
         Additional arguments for the family, e.g. ``tokens_medians`` for Geneformer.
 
@@ -578,7 +586,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     if family is None:
         found = [name for name in FAMILIES.names() if FAMILIES.get(name)().recognizes(path)]
         if len(found) != 1:
-            what = f"matches the families {listing(found)}" if found else "has an unknown family"
+            what = f"matches several families ({listing(found)})" if found else "has an unknown family"
             raise OptionError(
                 f"the checkpoint {str(path)!r} {what}; pass one of {listing(FAMILIES.names())} as family."
             )

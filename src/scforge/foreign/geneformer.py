@@ -130,9 +130,7 @@ class Geneformer:
         if not source.is_dir():
             raise MissingFileError(f"the checkpoint {str(source)!r} is not a folder; pass the folder with config.json.")
         where = source / "config.json"
-        config = parsed(
-            _Config, read_json(where), f"{str(where)!r} is not a configuration of a BERT that scforge supports"
-        )
+        config = parsed(_Config, read_json(where), f"{str(where)!r} is not the configuration of a supported BERT model")
         if version is None:
             is_v2 = config.max_position_embeddings > MODEL_INPUT["V1"] or config.vocab_size == _TOKENS_V2
             version = "V2" if is_v2 else "V1"
@@ -140,8 +138,8 @@ class Geneformer:
         vocab = _vocab(source, version, tokens_medians, ensembl_map, gene_names)
         if len(vocab) != config.vocab_size:
             raise ModelFileError(
-                f"{str(where)!r} says vocab_size={config.vocab_size} but tokens_medians has {len(vocab)}; pass the "
-                "file of this checkpoint."
+                f"{str(where)!r} has vocab_size={config.vocab_size}, but tokens_medians has {len(vocab)} tokens; pass "
+                "the files of this checkpoint."
             )
         tensors = _prefixed(read_weights(first_file(source, _WEIGHTS, "weights")))
         # A masked language model without its head is a corrupted file.
@@ -243,8 +241,8 @@ def _dictionaries_in(folder: Path, version: str) -> dict[str, Path]:
         if len(found) == len(_FILES):
             return found
     raise MissingFileError(
-        f"the folder {str(folder)!r} has no {_FILES['tokens']} and {_FILES['medians']}, or several; pass two files as "
-        "tokens_medians."
+        f"the folder {str(folder)!r} must contain exactly one {_FILES['tokens']} and one {_FILES['medians']}; pass the "
+        "two files as tokens_medians."
     )
 
 
@@ -273,7 +271,7 @@ def _gene_names(names: Any, genes: set[str]) -> dict[str, str]:
         names = pd.read_parquet(names)
     if not isinstance(names, Mapping):
         if missing := [name for name in ("symbol", "gene_id") if name not in names]:
-            raise DataError(f"gene_names lacks the column {missing[0]!r}; pass symbols with their Ensembl ids.")
+            raise DataError(f"gene_names lacks the column {missing[0]!r}; pass gene symbols and Ensembl ids.")
         names = dict(zip(names["symbol"].astype(str), names["gene_id"].astype(str), strict=True))
     return {name: gene for name, gene in names.items() if gene in genes and name not in genes}
 
@@ -346,15 +344,16 @@ def _options(model: Any) -> dict[str, Any]:
     spec = model.spec
     if spec.architecture != "transformer_encoder":
         raise OptionError(
-            f"architecture={spec.architecture!r} cannot be exported to this format; export a 'transformer_encoder'."
+            f"architecture={spec.architecture!r} cannot be exported to this format; use "
+            "architecture='transformer_encoder'."
         )
     if spec.tuning is not None and spec.tuning.lora is not None:
-        raise OptionError("the model has low-rank adapters, which BERT does not have; fine-tune with lora=False.")
+        raise OptionError("the model has low-rank adapters, which BERT does not support; fine-tune with lora=False.")
     defaults = {name: p.default for name, p in inspect.signature(TransformerEncoder).parameters.items()}
     options = defaults | spec.model_options
     for name, value in {**_NEEDED, "head_activation": options["activation"]}.items():
         if options[name] != value:
-            raise OptionError(f"{name}={options[name]!r}, which BERT does not have; it needs {name}={value!r}.")
+            raise OptionError(f"{name}={options[name]!r} is not supported by BERT; use {name}={value!r}.")
     return options
 
 

@@ -139,17 +139,19 @@ class ScDiVa:
             If a part of the checkpoint is missing or cannot be used.
         """
         path = first_file(source, _WEIGHTS, "weights") if source.is_dir() else source
-        config = parsed(_Config, read_json(path.parent / _CONFIG), f"{_CONFIG} is not of a ScDiVa")
+        config = parsed(_Config, read_json(path.parent / _CONFIG), f"{_CONFIG} is not a ScDiVa configuration")
         tensors = _without_prefix(read_weights(path))
         genes = _genes(vocab)
         if config.n_genes is not None and config.n_genes != len(genes):
             raise ModelFileError(
-                f"{_CONFIG} says {config.n_genes} genes but vocab has {len(genes)}; pass the file of this checkpoint."
+                f"{_CONFIG} has {config.n_genes} genes, but vocab has {len(genes)}; pass the vocab of this checkpoint."
             )
         # Without an annotation head there are none, whatever the configuration says by default.
         has_types = any(name.startswith(tuple(f"{head}." for head in _HEADS["annotation_head"])) for name in tensors)
         if has_types and config.n_types is None:
-            raise ModelFileError(f"{_CONFIG} lacks 'num_cell_types', although there is an annotation head; add it.")
+            raise ModelFileError(
+                f"{_CONFIG} lacks 'num_cell_types', although there is an annotation head; add this option."
+            )
         made = GeneVocab(genes=genes, release="ScDiVa")
         architecture = {
             "name": "scdiva",
@@ -189,13 +191,13 @@ def _genes(vocab: str | os.PathLike[str] | Sequence[str] | Mapping[str, int] | N
     """Return the genes in the order of the columns."""
     if vocab is None:
         raise OptionError(
-            "vocab=None but a ScDiVa checkpoint has no gene names; pass them in the order of its columns."
+            "vocab=None, but a ScDiVa checkpoint has no gene names; pass the gene names in the order of its columns."
         )
     content: Any = vocab
     if isinstance(vocab, str | os.PathLike):
         path = Path(vocab)
         if not path.is_file():
-            raise MissingFileError(f"vocab={str(path)!r} does not exist; pass the file of the genes.")
+            raise MissingFileError(f"vocab={str(path)!r} does not exist; pass the file with the gene names.")
         is_json = path.suffix == ".json"
         content = read_json(path) if is_json else path.read_text(encoding="utf-8").removesuffix("\n").splitlines()
     return in_order(content) if isinstance(content, Mapping) else tuple(content)

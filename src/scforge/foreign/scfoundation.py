@@ -82,14 +82,18 @@ class ScFoundation:
         content = read_torch(path)
         model = content.get(part) if isinstance(content, Mapping) else None
         if not isinstance(model, Mapping) or not isinstance(model.get("config"), Mapping):
-            raise ModelFileError(f"{str(path)!r} has no model {part!r} with its config; pass the published {_WEIGHTS}.")
-        prefix = f"the config in {str(path)!r} is of a model that scforge does not support"
+            raise ModelFileError(
+                f"{str(path)!r} does not contain the model {part!r} and its config; pass the published {_WEIGHTS}."
+            )
+        prefix = f"the config in {str(path)!r} describes a model that scforge does not support"
         found = parsed(_Config, model["config"], prefix)
         config = parsed(_Options, {**found.options.mae_autobin, **found.dataset_config.rnaseq}, prefix)
         genes = _panel(vocab, path.parent / _PANEL)
         n_rows = config.seq_len + 1
         if len(genes) + 3 != n_rows:
-            raise ModelFileError(f"{str(path)!r} is of {n_rows - 3} genes, but vocab has {len(genes)}; pass its genes.")
+            raise ModelFileError(
+                f"{str(path)!r} has {n_rows - 3} genes, but vocab has {len(genes)}; pass the genes of this checkpoint."
+            )
         made = GeneVocab(genes=genes, release="scFoundation", special_tokens=(PAD_TOKEN, MASK_TOKEN))
         tokenizer = ContinuousProjectionTokenizer.scfoundation(made)
         # There: the genes, the depth wanted, the depth available, padding. It has no MASK; here MASK has no vector.
@@ -171,8 +175,8 @@ def _panel(vocab: str | os.PathLike[str] | Sequence[str] | None, beside: Path) -
         return tuple(vocab)
     path = beside if vocab is None else Path(vocab)
     if not path.is_file():
-        raise MissingFileError(f"vocab={str(path)!r} does not exist; pass the published panel of genes, {_PANEL}.")
+        raise MissingFileError(f"vocab={str(path)!r} does not exist; pass the published gene panel, {_PANEL}.")
     table = pd.read_csv(path, sep="\t", keep_default_na=False)
     if missing := [name for name in ("gene_name", "index") if name not in table]:
-        raise DataError(f"vocab={str(path)!r} lacks the column {missing[0]!r}; pass the published panel of genes.")
+        raise DataError(f"vocab={str(path)!r} lacks the column {missing[0]!r}; pass the published gene panel.")
     return in_order(dict(zip(table["gene_name"].astype(str), table["index"].tolist(), strict=True)))

@@ -111,7 +111,7 @@ class ScGPT:
         folder = source if source.is_dir() else source.parent
         weights = first_file(source, _WEIGHTS, "weights") if source.is_dir() else source
         given = {name: value for name, value in _content("args", args, folder / _ARGS).items() if value is not None}
-        options = parsed(_Args, given, "args has options that scforge does not support")
+        options = parsed(_Args, given, "args contains options that scforge does not support")
         genes, order = scgpt_vocab(_content("vocab", vocab, folder / _VOCAB))
         architecture = {
             "name": "transformer_encoder",

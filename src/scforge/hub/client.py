@@ -37,8 +37,16 @@ def hub_errors(prefix: str, repo_id: str, revision: str | None = None) -> Iterat
 
     place, token = constants.ENDPOINT, "a token (HF_TOKEN, or hf auth login)"
     known: list[tuple[type[Exception], type[ScforgeError], str]] = [
-        (errors.GatedRepoError, OptionError, f"ask for access at {place}/{repo_id}, and pass {token}"),
-        (errors.RevisionNotFoundError, MissingFileError, f"there is no revision {revision!r} of {repo_id!r}"),
+        (
+            errors.GatedRepoError,
+            OptionError,
+            f"access is restricted; request access at {place}/{repo_id}, and pass {token}",
+        ),
+        (
+            errors.RevisionNotFoundError,
+            MissingFileError,
+            f"there is no revision {revision!r} of {repo_id!r}; check the revision",
+        ),
         (
             errors.RepositoryNotFoundError,
             MissingFileError,
@@ -47,12 +55,12 @@ def hub_errors(prefix: str, repo_id: str, revision: str | None = None) -> Iterat
         (
             errors.LocalEntryNotFoundError,
             MissingFileError,
-            f"{repo_id!r} is not in the cache, and the hub was not queried or did not answer; download it with a "
-            "connection",
+            f"{repo_id!r} is not in the cache, and the hub was not queried or did not answer; connect to the "
+            "internet to download it",
         ),
-        (errors.OfflineModeIsEnabled, HubError, "HF_HUB_OFFLINE disables the hub; unset it"),
-        (errors.HFValidationError, OptionError, "this is not the name of a repository; pass it as 'organization/name'"),
-        (errors.LocalTokenNotFoundError, OptionError, "there is no token here; log in with hf auth login"),
+        (errors.OfflineModeIsEnabled, HubError, "the hub is disabled by HF_HUB_OFFLINE; unset HF_HUB_OFFLINE"),
+        (errors.HFValidationError, OptionError, "this is not a valid repository name; pass 'organization/name'"),
+        (errors.LocalTokenNotFoundError, OptionError, "no token was found; log in with hf auth login"),
     ]
     try:
         yield
@@ -65,5 +73,6 @@ def hub_errors(prefix: str, repo_id: str, revision: str | None = None) -> Iterat
         text = " ".join((getattr(error, "server_message", None) or str(error)).split())[:300].rstrip(".")
         status = f"{error.response.status_code}, " if isinstance(error, errors.HfHubHTTPError) else ""
         raise HubError(
-            f"{prefix}: {place} fails ({status}{text}); check the connection, HF_ENDPOINT, or pass {token}."
+            f"{prefix}: the request to {place} failed ({status}{text}); check the connection and HF_ENDPOINT, or pass "
+            f"{token}."
         ) from safe_cause(error)

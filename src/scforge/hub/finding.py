@@ -176,7 +176,7 @@ def _entries() -> dict[str, tuple[_Entry, Path]]:
     own = [Path(name) for name in os.environ.get(_VARIABLE, "").split(os.pathsep) if name]
     with as_file(files("scforge.hub").joinpath("registry.json")) as shipped:
         for path in (*own, shipped):
-            found = parsed(_RegistryFile, read_json(path), f"{str(path)!r} is not a registry of models ({_VARIABLE})")
+            found = parsed(_RegistryFile, read_json(path), f"{str(path)!r} is not a valid model registry ({_VARIABLE})")
             for name, entry in found.models.items():
                 entries.setdefault(name, (entry, path))
     return entries
@@ -306,20 +306,20 @@ def find_model(
         repo_id, _, written = str(name).removeprefix(_HUB).rstrip("/").partition("@")
         if written and revision is not None:
             raise OptionError(
-                f"{prefix} names a revision, and revision={revision!r} is a different one; pass one of them."
+                f"{prefix} contains a revision, but revision={revision!r} is given as well; pass only one of them."
             )
         revision = written or revision
     else:
         folder = _checked(Path(name), prefix)
         if revision is not None:
-            raise OptionError(f"revision={revision!r} has no effect if {prefix} is a local folder; omit it.")
+            raise OptionError(f"revision={revision!r} has no effect: {prefix} is a local folder; omit revision.")
         return FoundModel(folder, *origin_of(folder))
     assert repo_id is not None
     is_bare = not str(name).startswith((_HUB, SCHEME))
     found = _fetch(repo_id, f"{prefix} (not a local folder)" if is_bare else prefix, revision, **access)
     if is_bare:
         logger.info(
-            "%s is not a local folder; it is the repository %s of the hub, at %s.", prefix, repo_id, found.commit
+            "%s is not a local folder; using the hub repository %s at commit %s.", prefix, repo_id, found.commit
         )
     return found
 
@@ -329,7 +329,7 @@ def _checked(folder: Path, prefix: str) -> Path:
     if folder.is_dir():
         return folder
     what = "is a file" if folder.exists() else "does not exist"
-    raise MissingFileError(f"{prefix} {what}; pass a folder, hf://org/name of the hub, or scforge://name.")
+    raise MissingFileError(f"{prefix} {what}; pass a folder, a hub repository (hf://org/name) or scforge://name.")
 
 
 def _fetch(
@@ -340,5 +340,7 @@ def _fetch(
         api = hub_api(token)
         folder = Path(api.snapshot_download(repo_id, revision=revision, allow_patterns=list(SHARED_FILES), **options))
     if kind_of_folder(folder) is None:
-        raise ModelFileError(f"{prefix}: {repo_id!r} contains no {described_kind()}; see scforge convert-checkpoint.")
+        raise ModelFileError(
+            f"{prefix}: {repo_id!r} contains no {described_kind()}; convert it with scforge convert-checkpoint."
+        )
     return FoundModel(folder, repo_id, folder.name)

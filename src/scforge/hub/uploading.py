@@ -103,11 +103,13 @@ def send_model(
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete
 
     if not folder.is_dir():
-        raise MissingFileError(f"folder={str(folder)!r} is not a folder; pass one that model.save() wrote.")
+        raise MissingFileError(f"folder={str(folder)!r} is not a folder; pass a folder written by model.save().")
     if kind_of_folder(folder) is None:
-        raise ModelFileError(f"folder={str(folder)!r} contains no {described_kind()}; pass the folder of one.")
+        raise ModelFileError(f"folder={str(folder)!r} contains no {described_kind()}; pass a model folder.")
     if create_pr and revision is not None:
-        raise OptionError(f"revision={revision!r} and create_pr=True: pull requests go to the main branch.")
+        raise OptionError(
+            f"revision={revision!r} does not work with create_pr=True, which targets the main branch; omit revision."
+        )
     tell_left_behind(folder)
     names = [name for name in SHARED_FILES if (folder / name).is_file()]
     prefix = f"repo_id={repo_id!r}"
@@ -119,17 +121,20 @@ def send_model(
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
         info = api.model_info(repo_id, revision=revision)
         if private and not info.private:
-            raise OptionError(f"{prefix} exists and is public; make it private in its settings, or omit private=True.")
+            raise OptionError(
+                f"{prefix} already exists and is public; make the repository private in its settings, or omit "
+                "private=True."
+            )
         there = {file.rfilename for file in info.siblings or ()}
         if "config.json" in there and kind_of(there) is None:
             raise OptionError(
-                f"{prefix} has a model of another package, which would be overwritten; push to another one."
+                f"{prefix} contains a model of another package that would be overwritten; push to another repository."
             )
         if {CARD} <= there & set(names) and is_own_card(_text(folder / CARD)):
             theirs = Path(api.hf_hub_download(repo_id, CARD, revision=info.sha))
             if not is_own_card(_text(theirs)):
                 names.remove(CARD)
-                logger.warning("The %s of %s was written or edited by a user, and is not changed.", CARD, repo_id)
+                logger.warning("The %s of %s was written or edited by a user, so it is not changed.", CARD, repo_id)
         stale = sorted((there & set(SHARED_FILES)) - {*names, CARD})
         done = api.create_commit(
             repo_id,
@@ -159,4 +164,4 @@ def _text(card: Path) -> str:
 def tell_left_behind(folder: Path) -> None:
     """Log the files in a folder that are not uploaded."""
     if kept := sorted(path.name for path in folder.iterdir() if path.name not in {*SHARED_FILES, ORIGIN_FILE}):
-        logger.info("Not sent, because it is not part of a shared model: %s.", listing(kept))
+        logger.info("These files are not part of a shared model and were not uploaded: %s.", listing(kept))

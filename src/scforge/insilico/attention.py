@@ -54,11 +54,14 @@ def attention_between_genes(
     >>> graph.shape[0] == cells.vocab.n_genes, bool(np.diff(graph.indptr).max() <= 5)
     (True, True)
     """
-    check_offers(module, "output_attentions", "has no attention")
+    check_offers(module, "output_attentions", "does not return attention weights")
     n_genes, n_special = tokenizer.vocab.n_genes, tokenizer.vocab.n_special
     used, n_seen = _widely_expressed(cells, max_genes)
     if n_seen > len(used):
-        warn(f"the {len(used)} most widely expressed of {n_seen} genes are looked at; raise max_genes for more.")
+        warn(
+            f"only the {len(used)} most widely expressed of {n_seen} genes are analyzed; raise max_genes to include "
+            "more."
+        )
     place = np.full(len(tokenizer.vocab), -1, dtype=np.int64)
     place[n_special + used] = np.arange(len(used))
     sums = np.zeros((len(used), len(used)), dtype=np.float32)

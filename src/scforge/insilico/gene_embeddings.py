@@ -43,7 +43,7 @@ def input_gene_embeddings(module: nn.Module, tokenizer: Tokenizer) -> np.ndarray
     ids = torch.arange(vocab.n_special, len(vocab), device=next(module.parameters()).device)
     embedding = _token_embedding(module, len(vocab))
     if embedding is None:
-        raise OptionError(f"{type(module).__name__} has no GeneExpressionEmbedding of {len(vocab)} tokens.")
+        raise OptionError(f"{type(module).__name__} has no GeneExpressionEmbedding with {len(vocab)} tokens.")
     is_bag = isinstance(embedding, nn.EmbeddingBag | GeneVectorBag)
     # A bag sums: bags of one token each.
     vectors = embedding(ids.unsqueeze(1)) if is_bag else embedding(ids.unsqueeze(0))[0]
@@ -61,8 +61,8 @@ def contextual_gene_embeddings(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the token state of each gene, averaged over the cells that contain the token.
 
-    Returns the means, float32, shape (G, H), NaN for genes that are not a token in any cell, and the number of cells,
-    int64, shape (G,).
+    The means are float32, shape (G, H), with NaN for genes that are not a token in any cell. They are returned with the
+    number of cells of each gene, int64, shape (G,).
 
     Examples
     --------
@@ -74,7 +74,7 @@ def contextual_gene_embeddings(
     >>> means.shape == (cells.vocab.n_genes, 8), bool(np.isnan(means[n_cells == 0]).all())
     (True, True)
     """
-    check_offers(module, "output_hidden_states", "returns no states of tokens", ", or contextual=False")
+    check_offers(module, "output_hidden_states", "does not return token embeddings", ", or pass contextual=False")
     n_special, n_tokens = tokenizer.vocab.n_special, len(tokenizer.vocab)
     sums: torch.Tensor | None = None
     numbers = torch.zeros(n_tokens, dtype=torch.int64)
@@ -84,8 +84,8 @@ def contextual_gene_embeddings(
         output = module(**batch, return_logits=False, output_hidden_states=True)
         states = of_layer(output.hidden_states, layer)
         if states.stride(1) == 0 and states.shape[1] > 1:
-            what = f"{type(module).__name__} with these options have one state for all tokens of a cell"
-            raise OptionError(f"{what}; choose contextual=False, or e.g. the architecture 'transformer_encoder'.")
+            what = f"{type(module).__name__} with these options returns the same embedding for all tokens of a cell"
+            raise OptionError(f"{what}; pass contextual=False, or use e.g. architecture='transformer_encoder'.")
         chosen = batch["attention_mask"] & (batch["input_ids"] >= n_special)
         chosen &= states.any(dim=2)  # tokens that had no room have zeros
         ids, of_tokens = batch["input_ids"][chosen].cpu(), states[chosen].double().cpu()
@@ -101,7 +101,7 @@ def contextual_gene_embeddings(
 
 
 def visit(module: nn.Module, cells: Cells, tokenizer: Tokenizer, do: Any, **options: Any) -> None:
-    """Call `do` with each batch of tokens; `options` are passed to :func:`scforge.training.predict.run_over`."""
+    """Call `do` on each batch of tokens; `options` are passed to :func:`scforge.training.predict.run_over`."""
 
     def compute(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         do(batch)
@@ -113,7 +113,7 @@ def visit(module: nn.Module, cells: Cells, tokenizer: Tokenizer, do: Any, **opti
 def of_layer(parts: Sequence[torch.Tensor] | None, layer: int) -> torch.Tensor:
     """Return the output of one layer. Raises :class:`~scforge.errors.OptionError` if the layer does not exist."""
     if not parts or not -len(parts) <= layer < len(parts):
-        raise OptionError(f"layer={layer} is not one of the {len(parts or ())} layers; -1 is the last.")
+        raise OptionError(f"layer={layer} is out of range for {len(parts or ())} layers; -1 is the last layer.")
     return parts[layer]
 
 

@@ -31,8 +31,9 @@ def check_predicts(objective: Objective) -> None:
     """Raise :class:`~scforge.errors.OptionError` if this objective does not predict the expression of masked genes."""
     if not (objective.predicts_values or objective.denoises_values):
         raise OptionError(
-            f"a model trained for {type(objective).__name__} does not predict expression of masked genes; use "
-            "'masked_value_prediction' and architecture='masked_autoencoder', or 'masked_diffusion' and 'scdiva'."
+            f"a model trained with {type(objective).__name__} does not predict the expression of masked genes; use "
+            "objective='masked_value_prediction' with architecture='masked_autoencoder', or 'masked_diffusion' with "
+            "'scdiva'."
         )
 
 
@@ -58,8 +59,8 @@ def predict_uncounted(
 
     Returns
     -------
-    Float32, shape (number of cells, R), in the unit of the tokenizer values: unchanged for genes with counts, predicted
-    (at least 0) for other genes.
+    Expression, float32, shape (number of cells, R), in the unit of the tokenizer values: unchanged for genes with
+    counts, predicted (at least 0) for other genes.
 
     Examples
     --------
@@ -109,7 +110,8 @@ def predict_counted(
 
     Returns
     -------
-    Float32, shape (number of cells, G), in the unit of the tokenizer values, with an entry for each count.
+    Sparse expression, float32, shape (number of cells, G), in the unit of the tokenizer values, with an entry for each
+    count.
 
     Examples
     --------
@@ -157,8 +159,8 @@ def hide_genes(tokens: _Batch, hidden: torch.Tensor, tokenizer: Tokenizer) -> tu
 
     Returns
     -------
-    The batch with ``masked_positions``, tensors of shape (B, W), and the gene index of each masked token in the
-    vocabulary, -1 elsewhere, int64, shape (B, W).
+    The batch with ``masked_positions`` (tensors of shape (B, W)), and the vocabulary gene index of each masked token
+    (int64, shape (B, W)), with -1 elsewhere.
     """
     n_special, n_front = tokenizer.vocab.n_special, int(tokenizer.append_cls)
     ids, mask = tokens["input_ids"], tokens["attention_mask"] != 0
@@ -222,7 +224,9 @@ def _values_of_tokens(module: nn.Module, batch: _Batch) -> torch.Tensor:
         bins = torch.arange(raw.shape[2], dtype=torch.float32, device=raw.device)
         return raw.float().softmax(dim=2) @ bins
     if raw is None or raw.ndim != 2:
-        raise OptionError(f"{type(module).__name__} does not predict values of tokens; choose 'masked_autoencoder'.")
+        raise OptionError(
+            f"{type(module).__name__} does not predict expression values; use architecture='masked_autoencoder'."
+        )
     return raw
 
 
@@ -288,5 +292,7 @@ def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objec
     room = int(embedding.max_seq_len) - int(lengths.max())
     if room < 1:
         full = f"the {int(lengths.max())} tokens of a cell"
-        raise OptionError(f"max_seq_len={embedding.max_seq_len} leaves no room for more than {full}; raise it.")
+        raise OptionError(
+            f"max_seq_len={embedding.max_seq_len} leaves no room for more than {full}; raise max_seq_len."
+        )
     return min(size, room)

@@ -106,7 +106,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Perturbation:
-    """The change of the counts of perturbed genes.
+    """A change in the counts of perturbed genes.
 
     ``"delete"`` sets the counts to 0. ``"overexpress"`` raises them above the counts of all other genes in the cell. If
     a tokenizer ranks by count over median, counts are raised until the gene ranks first. If it ranks by log1p CP10K
@@ -161,7 +161,7 @@ class Perturbation:
         return cls(mode, shares=usual_shares(cells) if mode == "activate" else None)
 
     def applies(self, expressed_nk: np.ndarray) -> np.ndarray:
-        """Return which cells are perturbed, bool, shape (N,), from the genes that they express, bool, shape (N, K).
+        """Return which cells are perturbed (bool, shape (N,)), given the genes that they express (bool, shape (N, K)).
 
         Genes are deleted in cells that express all of them, activated in cells that express none of them, and
         overexpressed in all cells.
@@ -180,7 +180,7 @@ class Perturbation:
         block
             The cells.
         genes_bk
-            Genes to perturb in each cell, each once, as indices among the genes of the vocabulary, shape (B, K).
+            Genes to perturb in each cell, each once, as vocabulary gene indices, shape (B, K).
         """
         found_bk, place_bk = _find(block, genes_bk)
         before_bk = np.where(found_bk, np.append(block.counts, 0)[place_bk], 0).astype(np.float64)
@@ -194,7 +194,7 @@ class Perturbation:
         found_bk: np.ndarray,
         place_bk: np.ndarray,
     ) -> np.ndarray:
-        """Return the new counts, integers in float64, shape (B, K)."""
+        """Return the new counts, integers stored as float64, shape (B, K)."""
         if self.scales is not None:
             ratios = block.counts / self.scales[block.genes]
             ratios[place_bk[found_bk]] = 0.0  # to be above the others, not above itself
@@ -298,11 +298,9 @@ class PerturbedCells:
         raise OptionError("perturbed cells cannot be sampled; sample the original cells.")
 
     def with_vocab(self, vocab: GeneVocab) -> PerturbedCells:
-        """Raise an error if `vocab` is not the vocabulary of the cells."""
+        """Return the cells unchanged, or raise an error if `vocab` is not their vocabulary."""
         if self.vocab is None or vocab.genes != self.vocab.genes:
-            raise OptionError(
-                "perturbed cells are keep the genes of their source; map the source to the vocabulary first."
-            )
+            raise OptionError("perturbed cells keep the genes of their source; map the source to the vocabulary first.")
         return self
 
 
@@ -314,7 +312,7 @@ def with_counts(block: CellBlock, genes_bk: np.ndarray, counts_bk: np.ndarray) -
     block
         The cells.
     genes_bk
-        Genes of each cell, each once, as indices among the genes of the vocabulary, shape (B, K).
+        Genes of each cell, each once, as vocabulary gene indices, shape (B, K).
     counts_bk
         New counts of these genes, at least 0, shape (B, K).
     """
@@ -439,7 +437,7 @@ def screen(
     ['n_cells', 'n_controls', 'shift', 'shift_sd', 'shift_z', 'p_value']
     """
     if not len(cells):
-        raise DataError("there are no cells to perturb; choose others.")
+        raise DataError("there are no cells to perturb; choose other cells.")
     combinations = np.asarray(combinations, dtype=np.int32).reshape(len(combinations), -1)
     strata = np.zeros(len(cells), dtype=np.int64) if strata is None else strata
     rng = np.random.default_rng(seed)

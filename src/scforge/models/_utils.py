@@ -100,14 +100,14 @@ def number_of_each(argument: str, given: Any, n_cells: int, device: torch.device
     whole = not (numbers.is_floating_point() or numbers.dtype == torch.bool)
     if not whole or numbers.ndim > 1 or (numbers.ndim == 1 and len(numbers) != n_cells):
         raise OptionError(
-            f"{argument} is of {numbers.dtype} and shape {tuple(numbers.shape)}; pass a whole number, or one for each "
-            f"of the {n_cells} cells."
+            f"{argument} has dtype {numbers.dtype} and shape {tuple(numbers.shape)}; pass an integer, or one integer "
+            f"for each of the {n_cells} cells."
         )
     return numbers.long().expand(n_cells)
 
 
 class Architecture(nn.Module):
-    """Base class of the scforge architectures: creation from a configuration, and number of parameters."""
+    """Base class for the scforge architectures: creation from a configuration, and number of parameters."""
 
     config_names: ClassVar[Mapping[str, str]] = {}
     """Mapping from shared configuration names to constructor names, e.g. ``{"hidden_dim": "encoder_dim"}``."""

@@ -32,11 +32,15 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         what = f"is corrupted or is not a safetensors file ({first_line(error)})"
-        raise ModelFileError(f"{str(path)!r} {what}; copy it again, or see scforge convert-checkpoint.") from error
+        raise ModelFileError(
+            f"{str(path)!r} {what}; copy the file again, or convert it with scforge convert-checkpoint."
+        ) from error
 
 
 def refuse_not_finite(weights: Mapping[str, torch.Tensor], module: nn.Module, *, source: str) -> None:
     """Raise an error if new parameter values of a module are NaN or infinite; buffers may contain such values."""
     for name, _ in module.named_parameters():
         if name in weights and not weights[name].isfinite().all():
-            raise ModelFileError(f"the weights in {source!r} hold {name!r} with NaN or infinite values; copy it again.")
+            raise ModelFileError(
+                f"the weights in {source!r} contain NaN or infinite values in {name!r}; copy the weights again."
+            )

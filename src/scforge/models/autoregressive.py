@@ -70,7 +70,7 @@ def generate_cells(
     temperature
         Divisor of the gene and bin logits; below 1, likely values become more likely.
     top_k
-        Sample only from the `top_k` most likely genes.
+        Number of most likely genes to sample from.
     seed
         Random seed.
     condition
@@ -100,14 +100,15 @@ def generate_cells(
         max_len = most
     if check_count("max_len", max_len, "tokens", least=1 + n_first) > most:
         raise OptionError(
-            f"max_len={max_len} is more than the {most} tokens that a cell can have, because each gene occurs once "
-            f"and max_seq_len={model.max_seq_len}; lower it."
+            f"max_len={max_len} is more than the {most} tokens that a cell can have, because each gene occurs once and "
+            f"max_seq_len={model.max_seq_len}; lower max_len."
         )
     begin = _begin(prompt, n_cells, first_id, n_special, model, max_len)
     classes = None if condition is None else number_of_each("condition", condition, n_cells, device)
     if classes is not None and (wrong_b := (classes < 0) | (classes > model.n_conditions)).any():
         raise OptionError(
-            f"condition={int(classes[wrong_b][0])} is not between 0 (none) and n_conditions={model.n_conditions}."
+            f"condition={int(classes[wrong_b][0])} must be between 0 (no condition) and "
+            f"n_conditions={model.n_conditions}."
         )
     draws = [generator_of(f"{seed} {first_cell + row}") for row in range(n_cells)]
     draws_bt2 = torch.stack([torch.rand((max_len, 2), generator=generator, dtype=torch.float64) for generator in draws])
@@ -249,19 +250,22 @@ def _begin(
     ids, values, mask, is_first = read_prompt(prompt, n_cells, first_id, n_special, model.vocab_size)
     lengths = mask.sum(dim=1)
     if int(lengths.min()) == 0:
-        raise OptionError("first_id=None needs a prompt with a token for every cell; pass one.")
+        raise OptionError("first_id=None requires a prompt with at least one token for every cell; pass such a prompt.")
     if int(lengths.max()) > max_len:
-        raise OptionError(f"prompt has {int(lengths.max())} tokens, the first included, but max_len={max_len}.")
+        raise OptionError(
+            f"prompt has {int(lengths.max())} tokens, including the first token, but max_len={max_len}; pass fewer "
+            "tokens, or increase max_len."
+        )
     bins = values.nan_to_num(-1.0).round().long().masked_fill(is_first, 0)
     known = mask & ~is_first & ~values.isnan()
     wrong = known & ((bins < 1) | (bins >= model.n_bins) | (values != bins))
     if bool(wrong.any()):
         raise OptionError(
-            f"prompt has the value {float(values[wrong][0]):g}, not a bin from 1 to {model.n_bins - 1}; pass bins of "
-            "the tokenizer, or NaN for bins to sample."
+            f"prompt contains the value {float(values[wrong][0]):g}, which is not a bin from 1 to {model.n_bins - 1}; "
+            "pass bins from the tokenizer, or NaN for bins to sample."
         )
     if first_id is None and not bool(known[:, 0].all()):
-        raise OptionError("prompt has no bin for the first token, which cannot be predicted; pass it in values.")
+        raise OptionError("prompt has no bin for the first token, which cannot be predicted; pass its bin in values.")
     return _Prompt(ids, bins, lengths)
 
 
@@ -404,7 +408,7 @@ class AutoregressiveTransformer(Architecture):
         self.expression_loss_weight = check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
         self.cell_loss_weight = check_positive("cell_loss_weight", cell_loss_weight, or_zero=True)
         if not gene_loss_weight + expression_loss_weight + (cell_loss_weight if has_readout else 0):
-            raise OptionError("all loss weights are 0, so the model would not learn; raise one of them.")
+            raise OptionError("all loss weights are 0, so the model would not learn; increase at least one of them.")
         self.vocab_size = vocab_size
         self.n_bins = n_bins
         self.hidden_dim = hidden_dim
@@ -472,7 +476,7 @@ class AutoregressiveTransformer(Architecture):
         input_ids
             Token ids, shape (B, S).
         attention_mask
-            Bool, int or float of shape (B, S), nonzero for tokens.
+            Nonzero for tokens, bool, int or float, shape (B, S).
         values
             Expression values, shape (B, S).
         labels
@@ -560,7 +564,10 @@ class AutoregressiveTransformer(Architecture):
             If the model was created with ``shift_labels=False``.
         """
         if not self.shift_labels:
-            raise OptionError("shift_labels=False predicts each token itself, not the next one; train with True.")
+            raise OptionError(
+                "a model with shift_labels=False predicts each token itself, not the next token; train a model with "
+                "shift_labels=True."
+            )
         tokens_bs = attention_mask != 0
         before_b = 0 if cache.tokens is None else cache.tokens.sum(dim=1, keepdim=True)
         hidden_bsh = self._embed(input_ids, tokens_bs, values, token_positions(tokens_bs) + before_b, condition)
@@ -575,7 +582,10 @@ class AutoregressiveTransformer(Architecture):
     def init_bin_values(self, bin_values: torch.Tensor) -> None:
         """Set the bin values, shape (n_bins,), e.g. the mean log1p CP10K of each bin."""
         if bin_values.shape != self.bin_values.shape:
-            raise OptionError(f"bin_values has the shape {tuple(bin_values.shape)} but there are {self.n_bins} bins.")
+            raise OptionError(
+                f"bin_values has shape {tuple(bin_values.shape)}, but there are {self.n_bins} bins; pass one value per "
+                "bin."
+            )
         self.bin_values.copy_(bin_values)
 
     def _states(
@@ -593,7 +603,8 @@ class AutoregressiveTransformer(Architecture):
         check_shapes(input_ids.shape, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
         if condition is not None and condition.shape != input_ids.shape[:1]:
             raise OptionError(
-                f"condition has the shape {tuple(condition.shape)} for {len(input_ids)} cells; pass one class for each."
+                f"condition has shape {tuple(condition.shape)}, but there are {len(input_ids)} cells; pass one class "
+                "per cell."
             )
         n_tokens, tokens_bs = input_ids.shape[1], attention_mask != 0
         hidden_bsh = self._embed(input_ids, tokens_bs, values, token_positions(tokens_bs), condition)
@@ -634,7 +645,10 @@ class AutoregressiveTransformer(Architecture):
             return hidden_bsh
         if self.condition_embedding is None:
             if bool((condition != 0).any()):
-                raise OptionError("condition names classes but n_conditions=0; create the model with n_conditions.")
+                raise OptionError(
+                    "condition contains classes, but n_conditions=0; create the model with the number of classes as "
+                    "n_conditions."
+                )
             return hidden_bsh
         vectors_bh = self.condition_embedding((condition - 1).clamp(min=0)) * (condition > 0).unsqueeze(1)
         return hidden_bsh + vectors_bh.unsqueeze(1)

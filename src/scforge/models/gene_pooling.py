@@ -29,7 +29,7 @@ _DENSE = 16
 
 
 class _TokenStates(nn.Module):
-    """Computes a state for each token (residual feed-forward layers), then the mean over tokens."""
+    """Compute a state for each token (residual feed-forward layers), then the mean over tokens."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class _TokenStates(nn.Module):
 
 
 class _WeightedSum(nn.Module):
-    """Computes the sum of gene embeddings weighted by expression, then an MLP: one hidden state per cell."""
+    """Compute the sum of gene embeddings weighted by expression, then an MLP: one hidden state per cell."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class _WeightedSum(nn.Module):
 
 @register_model("gene_pooling")
 class GenePoolingModel(Architecture):
-    """Pools gene embeddings without attention, in two forms.
+    """Pool gene embeddings without attention, in two forms.
 
     ``pooling="mean"`` applies feed-forward layers to each token, then averages over tokens. It is a reference for the
     benefit of attention: at a masked position, the model receives the position but no information about the other
@@ -197,7 +197,10 @@ class GenePoolingModel(Architecture):
         pooling = "mean" if pooling == "cls" else pooling
         check_choice("pooling", pooling, ["mean", "weighted_sum"])
         if latent_dim is not None and pooling == "mean":
-            raise OptionError(f"latent_dim={latent_dim} is an option of pooling='weighted_sum'; omit it with 'mean'.")
+            raise OptionError(
+                f"latent_dim={latent_dim} has no effect with pooling='mean'; omit latent_dim, or choose "
+                "pooling='weighted_sum'."
+            )
         check_count("num_layers", num_layers, "layers")
         if latent_dim is not None:
             check_count("latent_dim", latent_dim, "dimensions")
@@ -229,7 +232,7 @@ class GenePoolingModel(Architecture):
         if n_batches is not None:
             if pooling == "mean":
                 raise OptionError(
-                    f"pooling='mean' has no decoder of expression, which n_batches={n_batches} and decoding "
+                    f"pooling='mean' does not include the expression decoder that n_batches={n_batches} and decoding "
                     "objectives require; choose pooling='weighted_sum', or another objective."
                 )
             n_genes = vocab_size - n_special

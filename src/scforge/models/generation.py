@@ -49,27 +49,32 @@ def read_prompt(
     first[:, :1] = first_id is not None
     wrong = mask & ~first & ((ids < n_special) | (ids >= vocab_size))
     if bool(wrong.any()):
-        raise OptionError(f"prompt has the token {int(ids[wrong][0])}, which is not a gene; omit it.")
+        raise OptionError(f"prompt contains the token {int(ids[wrong][0])}, which is not a gene; remove this token.")
     again = mask & ~first_of_its_kind(ids.masked_fill(~mask, -1))
     if bool(again.any()):
         row, column = again.nonzero()[0].tolist()
-        raise OptionError(f"prompt has the gene {int(ids[row, column])} twice in cell {row}; pass each once.")
+        raise OptionError(
+            f"prompt contains gene {int(ids[row, column])} more than once in cell {row}; pass each gene once."
+        )
     return Prompt(ids, values, mask, first)
 
 
 def _tensors_of(prompt: Mapping[str, torch.Tensor], n_cells: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the ids, values and mask of a prompt, shape (B, P)."""
     if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
-        raise OptionError("prompt is not a mapping with 'input_ids'; pass a batch of the tokenizer.")
+        raise OptionError("prompt is not a mapping with the key 'input_ids'; pass a batch from the tokenizer.")
     ids = torch.as_tensor(prompt["input_ids"]).cpu().long()
     values, mask = prompt.get("values"), prompt.get("attention_mask")
     values = torch.full(ids.shape, float("nan")) if values is None else torch.as_tensor(values).cpu().float()
     mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else torch.as_tensor(mask).cpu() != 0
     for name, tensor in (("values", values), ("attention_mask", mask)):
         if tensor.shape != ids.shape:
-            raise OptionError(f"prompt has {name} of shape {tuple(tensor.shape)} for ids of {tuple(ids.shape)}.")
+            raise OptionError(
+                f"prompt has {name} of shape {tuple(tensor.shape)}, but input_ids of shape {tuple(ids.shape)}; pass "
+                "one number per token."
+            )
     if ids.ndim not in (1, 2) or (ids.ndim == 2 and len(ids) != n_cells):
-        raise OptionError(f"prompt has ids of shape {tuple(ids.shape)}; pass (P,), or ({n_cells}, P) for n_cells.")
+        raise OptionError(f"prompt has input_ids of shape {tuple(ids.shape)}; pass shape (P,) or ({n_cells}, P).")
     shape = (n_cells, ids.shape[-1])
     return ids.expand(shape), values.expand(shape), mask.expand(shape)
 
@@ -102,7 +107,7 @@ def softmax(
 ) -> torch.Tensor:
     """Return probabilities of the allowed entries, float64, shape (B, V); rows without allowed entries are zeros."""
     if not bool(logits_bv.isfinite().all()):
-        raise TrainingError("the model predicts values that are not finite; train it again with a lower lr.")
+        raise TrainingError("the model predicts NaN or infinite values; train it again with a lower lr.")
     logits_bv = logits_bv.double().masked_fill(~allowed_bv, float("-inf"))
     if top_k is not None and top_k < logits_bv.shape[1]:
         likeliest_bk = logits_bv.topk(top_k, dim=1).indices

@@ -45,7 +45,7 @@ class Layout:
         Position of each token among the tokens of its cell in the batch, int64, shape (B, S), in the order of the
         layout.
     width
-        The first C positions contain all visible tokens.
+        Number of positions C at the start that contain all visible tokens.
     order
         Position of each token in the batch, int64, shape (B, S). If None, the order is the same as in the batch.
     """
@@ -103,7 +103,7 @@ def lay_out(tokens_bs: torch.Tensor, hidden_bs: torch.Tensor | None = None) -> L
 
 @register_model("masked_autoencoder")
 class MaskedAutoencoder(Architecture):
-    """Asymmetric masked autoencoder of expression, after scFoundation (Hao et al. 2024) and He et al. (2022).
+    """Asymmetric masked autoencoder for expression, after scFoundation (Hao et al. 2024) and He et al. (2022).
 
     The encoder runs only on visible tokens, so its cost depends on their number. The cell embedding is pooled from the
     resulting states. The decoder receives the encoder states of visible tokens and a learned mask token for each masked
@@ -207,7 +207,7 @@ class MaskedAutoencoder(Architecture):
         decoder_heads = encoder_heads if decoder_heads is None else decoder_heads
         if decoder_dim < 1 or decoder_dim % decoder_heads:
             raise OptionError(
-                f"decoder_dim={decoder_dim} is not divisible by decoder_heads={decoder_heads}; change one of them."
+                f"decoder_dim={decoder_dim} is not divisible by decoder_heads={decoder_heads}; change one of the two."
             )
         self.vocab_size = vocab_size
         self.encoder_dim = encoder_dim
@@ -265,7 +265,7 @@ class MaskedAutoencoder(Architecture):
         input_ids
             Token ids, shape (B, S).
         attention_mask
-            Bool, int or float of shape (B, S), nonzero for tokens.
+            Nonzero for tokens, bool, int or float, shape (B, S).
         values
             Expression values, shape (B, S). Values of masked tokens are used only as targets.
         labels
@@ -392,8 +392,8 @@ class MaskedAutoencoder(Architecture):
         # In a batch that is narrow enough no token can stand too far behind, and a GPU need not be asked.
         learned = self.embedding.position_embedding is not None
         if learned and layout.visible.shape[1] > most and (furthest := layout.furthest()) > most:
-            advice = "raise max_seq_len or lower the tokenizer's max_len"
-            raise OptionError(f"a cell has {furthest} tokens but max_seq_len={most}; {advice}.")
+            advice = "increase max_seq_len, or lower the tokenizer's max_len"
+            raise OptionError(f"a cell has {furthest} tokens, but max_seq_len={most}; {advice}.")
         # Tokens that the encoder does not see may stand beyond the last position.
         return layout.positions[:, : layout.width].clamp(max=most - 1)
 
@@ -441,6 +441,9 @@ class MaskedAutoencoder(Architecture):
         return None if self.log_dispersion is None else self.log_dispersion(genes).squeeze(-1).float()
 
     def init_value_prior(self, mean: float) -> None:
-        """Initialize the head at the mean of the values to predict; count losses start from the mean of each cell."""
+        """Initialize the head at the mean of the values to predict.
+
+        Count losses do not need this, because their predictions start at the mean of each cell.
+        """
         if self.value_loss not in COUNT_LOSSES:
             nn.init.constant_(self.head.decoder.bias, mean)

@@ -127,7 +127,7 @@ class CellModule(Protocol):
 
         Returns
         -------
-        Float, shape (B, H).
+        The cell embeddings, float, shape (B, H).
         """
         ...
 
@@ -142,7 +142,7 @@ class CellModule(Protocol):
 
         Returns
         -------
-        The module.
+        The module, with random weights.
         """
         ...
 

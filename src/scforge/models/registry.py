@@ -39,7 +39,7 @@ def get_model(name: str, config: ModelConfig) -> nn.Module:
     Parameters
     ----------
     name
-        One of :func:`list_models`.
+        Name of an architecture, see :func:`list_models`.
     config
         The ``model`` section of a configuration. Fields that are not set use the defaults of the constructor.
 
@@ -86,7 +86,8 @@ def own_names(architecture: Any, options: dict[str, Any]) -> dict[str, Any]:
         if shared in options and own in options:
             name = architecture.__name__
             raise OptionError(
-                f"{shared}={options[shared]!r} and {own}={options[own]!r} are the same option of {name}; keep only one."
+                f"{shared}={options[shared]!r} and {own}={options[own]!r} set the same option of {name}; pass only one "
+                "of the two."
             )
     return {renamed.get(option, option): value for option, value in options.items()}
 

@@ -103,7 +103,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Attended:
-    """Positions of the attended tokens, int64, (B, K), and the total number S of positions."""
+    """Positions of the attended tokens (int64, shape (B, K)), and the total number of positions S."""
 
     places: torch.Tensor
     width: int
@@ -197,7 +197,7 @@ def gene_losses(
     chosen_bs: torch.Tensor,
     n_special: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross entropy of the gene at the selected tokens, (M,), and the cell index of each token, (M,).
+    """Return the cross entropy of the gene and the cell index of each selected token, both of shape (M,).
 
     Impossible genes are left out of the softmax, so excluding them does not reduce the loss. The logits are computed
     for some tokens at a time, and are recomputed in the backward pass if there are many.
@@ -452,7 +452,10 @@ class ScDiVaModel(Architecture):
             If the model has no annotation head.
         """
         if self.annotation_head is None:
-            raise OptionError("the model has num_cell_types=0, so no annotation head; create it with num_cell_types.")
+            raise OptionError(
+                "the model has num_cell_types=0 and therefore no annotation head; create it with the number of cell "
+                "types as num_cell_types."
+            )
         return self.annotation_head(latent)
 
     @torch.no_grad()
@@ -551,7 +554,8 @@ class ScDiVaModel(Architecture):
         if self.mode == "vector":
             if output_attentions:
                 raise OptionError(
-                    "output_attentions=True needs mode='tokens'; with one vector per cell there is no attention."
+                    "output_attentions=True requires mode='tokens', because mode='vector' has no attention; omit "
+                    "output_attentions, or choose mode='tokens'."
                 )
             state_bh, layers = self._alone(*self._summed(seen), output_hidden_states=output_hidden_states)
             shape = (-1, seen.ids.shape[1], -1)
@@ -581,13 +585,15 @@ class ScDiVaModel(Architecture):
         """Run the transformer on profiles; return the read-out, (B, H)."""
         if x_bg.ndim != 2 or x_bg.shape[1] != self.num_genes or not x_bg.is_floating_point():
             raise OptionError(
-                f"a profile of {x_bg.dtype} and shape {tuple(x_bg.shape)} was given; pass floats (B, {self.num_genes}) "
-                "for the genes of the model, or tokens with their attention_mask."
+                f"the profiles have dtype {x_bg.dtype} and shape {tuple(x_bg.shape)}; pass floats of shape (B, "
+                f"{self.num_genes}) for the genes of the model, or tokens with their attention_mask."
             )
         # (On other devices the check would wait for them.)
         if x_bg.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(x_bg.isfinite().all()):
             cell = int((~x_bg.isfinite().all(dim=1)).nonzero()[0, 0])
-            raise DataError(f"the profile of cell {cell} contains NaN or infinity; pass log1p of counts per 10,000.")
+            raise DataError(
+                f"the profile of cell {cell} contains NaN or infinite values; pass log1p of counts per 10,000."
+            )
         nothing_b1 = ~(x_bg != 0).any(dim=1, keepdim=True)
         if self.mode == "vector":
             return self._alone(self.gene_embedding.project(x_bg), nothing_b1)[0]
@@ -625,7 +631,7 @@ class ScDiVaModel(Architecture):
         weights = torch.as_tensor(weights)
         if tuple(weights.shape) != (self.num_genes,):
             raise OptionError(
-                f"weights has the shape {tuple(weights.shape)}; pass one number per gene, {self.num_genes}."
+                f"weights has shape {tuple(weights.shape)}; pass one number for each of the {self.num_genes} genes."
             )
         if self.gene_weights is not None:
             self.gene_weights.copy_(weights)
@@ -822,7 +828,7 @@ class ScDiVaModel(Architecture):
         masked_values: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the values of visible genes with masked values, (B, S), with zeros elsewhere.
+        """Return predictions for the masked values of visible genes, shape (B, S), with zeros elsewhere.
 
         Parameters
         ----------
@@ -837,13 +843,16 @@ class ScDiVaModel(Architecture):
             If the model has no value head, or a cell has too many masked values.
         """
         if not self.denoising:
-            raise OptionError("denoising=False has no head to predict values; train with 'masked_diffusion'.")
+            raise OptionError(
+                "a model with denoising=False has no head to predict values; train a model with the objective "
+                "'masked_diffusion'."
+            )
         seen = what_is_seen(input_ids, attention_mask, values, None, masked_values, self.n_special)
         states = self.states(seen, table=True)
         chosen_bs = seen.hidden_value & seen.has_gene
         if bool((chosen_bs & ~states.attended).any()):
             raise OptionError(
-                f"masked_values hides more than max_tokens={self.max_tokens} values of a cell; ask for less."
+                f"masked_values masks more than max_tokens={self.max_tokens} values of a cell; mask fewer values."
             )
         predicted_bs = torch.zeros_like(seen.values)
         predicted_bs[chosen_bs] = self.values_of(states, seen.ids, chosen_bs).to(predicted_bs.dtype)
@@ -854,7 +863,9 @@ class ScDiVaModel(Architecture):
         """Set the 101 percentiles of the number of tokens per cell, from which ``generate`` samples lengths."""
         quantiles = torch.as_tensor(quantiles)
         if self.length_quantiles is None or tuple(quantiles.shape) != (101,):
-            raise OptionError(f"quantiles has the shape {tuple(quantiles.shape)}; pass 101 to a denoising model.")
+            raise OptionError(
+                f"quantiles has shape {tuple(quantiles.shape)}; pass 101 quantiles to a model with denoising=True."
+            )
         self.length_quantiles.copy_(quantiles)
 
     @torch.no_grad()
@@ -925,7 +936,10 @@ class ScDiVaModel(Architecture):
         check_drawing(n_cells, temperature, seed, top_k)
         check_count("n_steps", n_steps, "steps")
         if not self.denoising:
-            raise OptionError("denoising=False has no head to generate cells; train with 'masked_diffusion'.")
+            raise OptionError(
+                "a model with denoising=False has no head to generate cells; train a model with the objective "
+                "'masked_diffusion'."
+            )
         draws = [generator_of(f"unmask {seed} {first_cell + cell}") for cell in range(n_cells)]
         ids_bp, values_bp, mask_bp = self._begin(n_cells, prompt, first_id, mask_id)
         lengths_b = self._lengths(n_tokens, mask_bp.sum(dim=1), draws, first_id)
@@ -947,14 +961,14 @@ class ScDiVaModel(Architecture):
         """Return the ids, values (NaN for values to sample) and mask of the prompts, (B, P)."""
         if not 0 < mask_id < self.n_special:
             raise OptionError(
-                f"mask_id={mask_id} is not one of the {self.n_special} special tokens; pass the id of MASK."
+                f"mask_id={mask_id} is not one of the {self.n_special} special tokens; pass the token id of MASK."
             )
         ids, values, mask, first = read_prompt(prompt, n_cells, first_id, self.n_special, self.vocab_size)
         known = mask & ~first
         wrong = known & (values.isinf() | (values < 0))
         if bool(wrong.any()):
             value = float(values[wrong][0])
-            raise OptionError(f"prompt has the value {value}; pass log1p of counts, or NaN to sample it.")
+            raise OptionError(f"prompt contains the value {value}; pass log1p of counts, or NaN for values to sample.")
         width = int(mask.sum(dim=1).max()) if mask.numel() else 0
         return (ids.masked_fill(~mask, PAD_ID)[:, :width], values.masked_fill(~known, 0.0)[:, :width], mask[:, :width])
 
@@ -968,11 +982,12 @@ class ScDiVaModel(Architecture):
         """Return the number of tokens of each cell, int64, (B,)."""
         most, n_given = min(self.num_genes + (first_id is not None), self.max_generated), int(given_b.max())
         if n_given > most:
-            raise OptionError(f"prompt has {n_given} tokens, but the model accepts at most {most}; pass fewer.")
+            raise OptionError(f"prompt has {n_given} tokens, but the model accepts at most {most}; pass fewer tokens.")
         if n_tokens is None:
             if self.length_quantiles is None or not bool(self.length_quantiles.any()):
                 raise OptionError(
-                    "n_tokens=None needs a model that was trained on lengths of cells; pass n_tokens, or train it."
+                    "n_tokens=None requires a trained model, which contains the lengths of the training cells; pass "
+                    "n_tokens, or train the model."
                 )
             places = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in draws]) * 100
             low = places.floor().long().clamp(max=99)
@@ -982,8 +997,8 @@ class ScDiVaModel(Architecture):
         lengths = number_of_each("n_tokens", n_tokens, len(draws)).cpu()
         if bool((lengths < given_b.clamp(min=1)).any()) or int(lengths.max()) > most:
             raise OptionError(
-                f"n_tokens is {int(lengths.min())} to {int(lengths.max())}, but prompt has {n_given} tokens and the "
-                f"model accepts at most {most}; pass a number from {max(n_given, 1)} to {most}."
+                f"n_tokens ranges from {int(lengths.min())} to {int(lengths.max())}, but prompt has {n_given} tokens "
+                f"and the model accepts at most {most}; pass numbers from {max(n_given, 1)} to {most}."
             )
         return lengths
 
@@ -1062,7 +1077,7 @@ class _Cells:
     def _drawn(
         self, random_m: torch.Tensor, temperature: float, top_k: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a gene for each masked token, int64, and the logarithm of its probability, float64, both (M,)."""
+        """Return a gene (int64) and its log probability (float64) for each masked token, both of shape (M,)."""
         table_vh = self.states.table
         blocked_bv = self.seen.blocked(len(table_vh), self.model.n_special)
         cells_m = self.no_gene_bs.nonzero()[:, 0]

@@ -24,7 +24,7 @@ class GeneEmbedding(nn.Module):
     Parameters
     ----------
     num_genes, hidden_dim
-        G and H.
+        Number of genes G and width H.
     dropout
         Dropout rate after the norm.
     layer_norm_eps, norm
@@ -73,12 +73,12 @@ class GeneEmbedding(nn.Module):
         return F.embedding_bag(genes_bs, self.weight, mode="sum", per_sample_weights=values_bs) + self.bias
 
     def forward(self, x_bg: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings (B, H) of profiles (B, G)."""
+        """Embed profiles of shape (B, G) as vectors of shape (B, H)."""
         return self.dropout(self.norm(self.project(x_bg)))
 
 
 class ValueEncoder(nn.Module):
-    """Embeds the value of a token: Linear, GELU, Linear, with the last layer initialized at zero.
+    """Embed the value of a token: Linear, GELU, Linear, with the last layer initialized at zero.
 
     Parameters
     ----------
@@ -92,17 +92,17 @@ class ValueEncoder(nn.Module):
         self.linear_out = nn.Linear(hidden_dim, hidden_dim, bias=False)
 
     def forward(self, values_bs: torch.Tensor) -> torch.Tensor:
-        """Return vectors of shape (B, S, H) for values of shape (B, S)."""
+        """Embed values of shape (B, S) as vectors of shape (B, S, H)."""
         return self.linear_out(F.gelu(self.linear_in(values_bs.unsqueeze(-1).to(self.linear_in.weight.dtype))))
 
 
 class VariationalLayer(nn.Module):
-    """Computes the latent mean and variance, and samples the latent variable in training (Kingma and Welling 2013).
+    """Compute the latent mean and variance, and sample the latent variable in training (Kingma and Welling 2013).
 
     Parameters
     ----------
     hidden_dim, latent_dim
-        H and L.
+        Input width H and latent width L.
     variational
         If false, there is no variance, and the latent variable is the mean.
 
@@ -138,12 +138,12 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 class AnnotationHead(nn.Module):
-    """Predicts cell types from latent variables: Linear to H, GELU, Linear to T.
+    """Predict cell types from latent variables: Linear to H, GELU, Linear to T.
 
     Parameters
     ----------
     latent_dim, hidden_dim, num_cell_types
-        L, H and T.
+        Latent width L, hidden width H and number of cell types T.
     """
 
     def __init__(self, latent_dim: int, hidden_dim: int, num_cell_types: int) -> None:

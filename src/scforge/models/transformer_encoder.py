@@ -146,19 +146,23 @@ class TransformerEncoder(Architecture):
         if expression_head is not None:
             check_choice("expression_head", expression_head, ["value", "deep", "bin"])
         if (expression_head == "bin") != (n_bins is not None):
-            raise OptionError(f"n_bins={n_bins!r} does not work with expression_head={expression_head!r}; pass both.")
+            raise OptionError(
+                f"n_bins={n_bins!r} does not work with expression_head={expression_head!r}; set n_bins if and only if "
+                "expression_head='bin'."
+            )
         if tie_head and (gene_vectors is not None or not gene_head):
             raise OptionError(
-                "tie_head=True needs a learned gene embedding and a head that shares it, so neither gene_vectors nor "
-                "gene_head=False; leave one of them out."
+                "tie_head=True requires a learned gene embedding and a gene head that shares its weights, and does "
+                "not work with gene_vectors or gene_head=False; omit tie_head, or change the other option."
             )
         if embedding_layer >= num_layers:
             raise OptionError(
-                f"embedding_layer={embedding_layer} but there are {num_layers} layers; pass a smaller number."
+                f"embedding_layer={embedding_layer}, but there are only {num_layers} layers; pass a smaller number."
             )
         if not n_special and (pooling in ("depths", "genes") or special_value is not None):
             raise OptionError(
-                f"pooling={pooling!r} and special_value={special_value!r} need n_special, the number of special tokens."
+                f"pooling={pooling!r} with special_value={special_value!r} requires n_special, the number of special "
+                "tokens."
             )
         self.vocab_size = vocab_size
         self.hidden_dim = hidden_dim
@@ -230,7 +234,7 @@ class TransformerEncoder(Architecture):
         input_ids
             Token ids, shape (B, S).
         attention_mask
-            Bool, int or float of shape (B, S), nonzero for tokens.
+            Nonzero for tokens, bool, int or float, shape (B, S).
         values
             Expression values, shape (B, S).
         labels

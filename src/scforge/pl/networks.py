@@ -141,9 +141,7 @@ def attention_heatmap(
     rows = _genes_of(adata, genes, graph, n_genes)
     values = graph[rows][:, rows].toarray().astype(float)
     if not (values > 0).any():
-        raise DataError(
-            "there is no attention between these genes in the graph; choose other genes, or leave genes out."
-        )
+        raise DataError("the graph contains no attention between these genes; choose other genes, or omit genes.")
     order = _alike(values)
     values, names = values[np.ix_(order, order)], [str(adata.var_names[rows[row]]) for row in order]
     n_shown = len(names)

@@ -67,7 +67,10 @@ def perturbation_scatter(
     check_count("n_labels", n_labels, "genes", least=0)
     known = effects[[measured, predicted]].astype(float).replace([np.inf, -np.inf], np.nan).dropna()
     if len(known) < 2:
-        raise DataError(f"effects has {len(known)} genes with both {predicted!r} and {measured!r}; pass two or more.")
+        raise DataError(
+            f"effects contains {len(known)} genes with both {predicted!r} and {measured!r}; pass at least two such "
+            "genes."
+        )
     x, y = known[measured].to_numpy(), known[predicted].to_numpy()
     ax = new_axes(ax, 5.2, 4.2)
     ax.axhline(0, color="0.88", linewidth=0.8, zorder=0)
@@ -215,10 +218,10 @@ def in_silico_ranking(
     check_count("n_genes", n_genes, "genes")
     if "group" in table and table["group"].nunique() > 1:
         group = table["group"].iloc[0]
-        raise DataError(f"table has several groups; plot one of them, e.g. table[table['group'] == {group!r}].")
+        raise DataError(f"table contains several groups; plot one of them, e.g. table[table['group'] == {group!r}].")
     top = table.dropna(subset=[metric]).sort_values(metric, ascending=False, kind="stable").head(n_genes)
     if not len(top):
-        raise DataError(f"table has no gene with a value of {metric!r}; perturb more cells, or set n_permutations.")
+        raise DataError(f"table has no values in the column {metric!r}; perturb more cells, or set n_permutations.")
     names = top["gene"].astype(str)
     if "gene_2" in top:
         names = names + " + " + top["gene_2"].astype(str)

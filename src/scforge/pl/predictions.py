@@ -96,7 +96,9 @@ def _counts(
         columns.columns = ["label", "predicted"]
         known = columns.dropna()
         if not len(known):
-            raise DataError(f"no cell has both a true class ({truth!r}) and a predicted one; nothing to plot.")
+            raise DataError(
+                f"no cell has both a true class ({truth!r}) and a predicted class, so there is nothing to plot."
+            )
         found = known.assign(n_cells=1)
         left_out = len(columns) - len(known)
     elif not hasattr(data, "uns"):
@@ -133,7 +135,7 @@ def calibration(
 ) -> Axes:
     """Plot accuracy by confidence (a reliability diagram, Guo et al. 2017, figure 1).
 
-    Points are confidence bins, lines are 95 % intervals of the accuracy (Wilson 1927), and bars are fractions of the
+    Points are confidence bins, lines are 95% intervals of the accuracy (Wilson 1927), and bars are fractions of the
     cells. The title shows the expected calibration error, as in ``annotator.evaluate``.
 
     Parameters
@@ -174,10 +176,12 @@ def calibration(
     known = columns.dropna()
     known = known[known["predicted"].astype(str) != _UNASSIGNED]
     if not len(known):
-        raise DataError(f"no cell has a true class ({truth!r}), a predicted one and a confidence; nothing to plot.")
+        raise DataError(
+            f"no cell has a true class ({truth!r}), a predicted class and a confidence, so there is nothing to plot."
+        )
     sure = known["confidence"].to_numpy(dtype=np.float64)
     if sure.min() < 0 or sure.max() > 1 + 1e-6:
-        raise DataError(f"confidence={confidence!r} has values outside [0, 1]; pass the column of a probability.")
+        raise DataError(f"confidence={confidence!r} contains values outside [0, 1]; pass a column with probabilities.")
     right = known["truth"].astype(str) == known["predicted"].astype(str)
     bins = np.searchsorted(np.linspace(0, 1, n_bins + 1)[1:-1], sure)
     grouped = known.assign(right=right, sure=sure).groupby(bins)[["right", "sure"]]

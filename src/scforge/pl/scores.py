@@ -88,7 +88,7 @@ def metrics(
     else:
         axes = list(ax) if isinstance(ax, Sequence | np.ndarray) else [ax]
     if len(axes) != len(chosen):
-        raise OptionError(f"ax contains {len(axes)} axes for {len(chosen)} metrics; pass one per metric.")
+        raise OptionError(f"ax contains {len(axes)} axes for {len(chosen)} metrics; pass one axes per metric.")
     for name, one in zip(chosen, axes, strict=True):
         _panel(one, frame[frame["metric"] == name].set_index("method"), order, kinds)
         one.set_xlabel(name.replace("_", " ") + ("\n(lower is better)" if name in lower_is_better else ""))
@@ -108,7 +108,7 @@ def _of_benchmark(report: Any, benchmark: str | None) -> pd.DataFrame:
         return frame
     known = list(dict.fromkeys(frame["benchmark"]))
     benchmark = known[0] if benchmark is None and len(known) == 1 else benchmark
-    check_known("benchmark", benchmark, known, "the report", fix="name one of them", error=OptionError)
+    check_known("benchmark", benchmark, known, "the report", fix="choose one of them", error=OptionError)
     return frame[frame["benchmark"] == benchmark]
 
 

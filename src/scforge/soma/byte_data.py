@@ -121,7 +121,7 @@ def hold_out(documents: Sequence[Document], share: float, *, seed: int) -> tuple
     longest = max((one.data for one in left), key=lambda data: (sizes[data], data))
     cut = len(longest) - max(1, round(len(longest) * (target - n_bytes) / sizes[longest]))
     if cut < 1:
-        raise OptionError(f"validation_size={share!r} leaves no training bytes; pass more bytes, or 0.")
+        raise OptionError(f"validation_size={share!r} leaves no training bytes; pass more data, or validation_size=0.")
     ends = [Document(one.name, longest[cut:]) for one in left if one.data == longest]
     return [Document(one.name, longest[:cut]) if one.data == longest else one for one in left], held_out + ends
 
@@ -173,11 +173,11 @@ class ByteData(lightning.LightningDataModule):
     train, held_out
         Training and held-out documents.
     seq_len
-        S.
+        Number of tokens S per chunk.
     batch_size
-        B.
+        Number of chunks B per batch.
     seed
-        Random seed of the chunk order.
+        Random seed for the chunk order.
     """
 
     max_tokens_per_batch = None

@@ -100,7 +100,9 @@ def read_groups(
     for option, value in {"field": field, **columns}.items():
         needed = "fasta" if option == "field" else "table"
         if value is not None and needed not in there:
-            raise OptionError(f"{option}={value!r} has no effect, as no file is of the kind {needed}; omit it.")
+            raise OptionError(
+                f"{option}={value!r} has no effect, because no file is of the kind {needed!r}; omit {option}."
+            )
     names = _COLUMNS | {option: column for option, column in columns.items() if column is not None}
     return [[one for path, this in group for one in _read(path, this, field, names)] for group in kinds]
 
@@ -109,9 +111,9 @@ def _paths(files: Files) -> list[Path]:
     try:
         paths = [Path(file) for file in ([files] if isinstance(files, str | os.PathLike) else files)]
     except TypeError as error:
-        raise OptionError(f"files={files!r} is neither the name of a file nor a list of names.") from error
+        raise OptionError(f"files={files!r} must be a file name or a list of file names.") from error
     if not paths:
-        raise OptionError("files is empty; pass at least one.")
+        raise OptionError("files is empty; pass at least one file.")
     return paths
 
 
@@ -128,7 +130,7 @@ def _read(path: Path, kind: str, field: str | None, columns: dict[str, str]) -> 
         return _rows(path, _DELIMITERS.get(_suffix(path), ","), columns)
     data = _content(path)
     if not data:
-        raise DataError(f"files: {str(path)!r} is empty; omit it.")
+        raise DataError(f"files: {str(path)!r} is empty; remove this file.")
     return [Document(_unpacked(path).stem, data)]
 
 
@@ -157,20 +159,23 @@ def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]
             encoding="utf-8-sig",
         )
     except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
-        raise DataError(f"{where} cannot be read as a table in UTF-8: {first_line(error)}.") from error
+        raise DataError(f"{where} cannot be read as a UTF-8 table: {first_line(error)}.") from error
     header = table.iloc[0].tolist()
     if len(table) == 1:
-        raise DataError(f"{where} has no rows; it needs a line of column names and one line per gene.")
+        raise DataError(f"{where} has no rows; write a line with the column names and one line per gene.")
     for option, column in columns.items():
         if header.count(column) != 1:
-            why = "twice" if column in header else f"not{did_you_mean(column, header)}"
-            raise DataError(f"{option}={column!r} is {why} in {str(path)!r} (it has: {listing(header)}).")
+            found = "more than once in" if column in header else "not in"
+            hint = "" if column in header else did_you_mean(column, header)
+            raise DataError(f"{option}={column!r} is {found} {str(path)!r}{hint} (columns: {listing(header)}).")
     table = (
         table.iloc[1:].set_axis(header, axis=1)[list(columns.values())].fillna("").apply(lambda one: one.str.strip())
     )
     if (empty := np.argwhere(table.to_numpy() == "")).size:
         row, column = empty[0]
-        raise DataError(f"{where} has no {table.columns[column]} in row {row + 2}; omit it.")
+        raise DataError(
+            f"{where} has no {table.columns[column]} in row {row + 2}; fill in the value, or remove the row."
+        )
     return [Document(name, text.encode()) for name, text in table.itertuples(index=False)]
 
 
@@ -192,7 +197,7 @@ class FastaRecord(NamedTuple):
 def _content(path: Path) -> bytes:
     """Return the bytes of a file; ``.gz`` files are decompressed."""
     if not path.is_file():
-        what = "is a folder; name the files in it" if path.is_dir() else "does not exist; check its name"
+        what = "is a folder; pass the files in the folder" if path.is_dir() else "does not exist; check the file name"
         raise MissingFileError(f"files: {str(path)!r} {what}.")
     data = path.read_bytes()
     if _unpacked(path) == path:
@@ -200,7 +205,7 @@ def _content(path: Path) -> bytes:
     try:
         return gzip.decompress(data)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"files: {str(path)!r} cannot be unpacked: {first_line(error)}.") from error
+        raise DataError(f"files: {str(path)!r} cannot be decompressed: {first_line(error)}.") from error
 
 
 def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> list[FastaRecord]:
@@ -239,7 +244,7 @@ def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> lis
     data = _content(Path(path)).removeprefix(_BYTE_ORDER_MARK).replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     before, *parts = re.split(rb"^>", data, flags=re.MULTILINE)
     if not parts or before.strip():
-        raise DataError(f"{where} does not begin with a FASTA record, which starts with a line such as '>name'.")
+        raise DataError(f"{where} does not begin with a FASTA record; start each record with a line such as '>name'.")
     records = []
     for number, part in enumerate(parts, 1):
         header, _, rest = part.partition(b"\n")
@@ -253,7 +258,7 @@ def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> lis
 
 def _name(header: str, field: str | None, where: str) -> str:
     if not header:
-        raise DataError(f"{where} has no name; write it after '>'.")
+        raise DataError(f"{where} has no name; write the name after '>'.")
     if field is None:
         return header.split()[0]
     found = re.search(rf"(?:^|\s){re.escape(field)}[=:](\S+)", header)

@@ -142,7 +142,7 @@ def gene_table(
     documents = []
     for name, text in genes.items():
         if not isinstance(text, str | bytes) or not text:
-            raise DataError(f"genes has {text!r} for {name!r}; pass text or bytes, or remove the gene.")
+            raise DataError(f"genes contains {text!r} for gene {name!r}; pass text or bytes, or remove the gene.")
         documents.append(Document(str(name), text.encode() if isinstance(text, str) else text))
     return _embed(documents, model, output, "error", batch_size, device, overwrite, progress_bar)
 
@@ -164,7 +164,10 @@ def _embed(
     names = pd.Index([one.name for one in documents], name="gene")
     if duplicates == "error" and names.has_duplicates:
         twice = names[names.duplicated()].unique()
-        raise DataError(f"files name {twice[0]!r} twice; rename one, or pass duplicates='mean' (--duplicates mean).")
+        raise DataError(
+            f"files contains the name {twice[0]!r} more than once; rename one of the records, or pass "
+            "duplicates='mean' (--duplicates mean)."
+        )
     module, seq_len = read_model(model)
     vectors = _vectors(
         module.to(device_of(device)), Chunks(documents, seq_len), len(documents), batch_size, progress_bar
@@ -190,7 +193,9 @@ def _check_output(output: Path, overwrite: bool) -> None:
         )
     check_folder("output", output.parent)
     if output.exists() and not overwrite:
-        raise OptionError(f"output={str(output)!r} exists; pass overwrite=True (--overwrite) or choose another name.")
+        raise OptionError(
+            f"output={str(output)!r} already exists; pass overwrite=True (--overwrite) or choose another name."
+        )
     check_writable("output", output)
 
 

@@ -80,7 +80,9 @@ def _read(path: Path) -> tuple[Model, int]:
     content = read_json(path / CONFIG)
     found = parsed(_Description, content, f"{where!r} is not a configuration of a byte-level language model")
     if (found.format, found.architecture_version) != (_FORMAT, ARCHITECTURE_VERSION):
-        raise ModelFileError(f"{where!r} is of a later version; load it with scforge {found.scforge_version}.")
+        raise ModelFileError(
+            f"{where!r} was written by another version of scforge; load the model with scforge {found.scforge_version}."
+        )
     del content["sha256"]
     for name, checksum in ((CONFIG, sha256_of_json(content, sort_keys=True)), (WEIGHTS, sha256_of(path / WEIGHTS))):
         if found.sha256.get(name) != checksum:

@@ -299,7 +299,7 @@ def train(
     ['README.md', 'config.json', 'weights.safetensors']
     """
     if resume is not None and overwrite:
-        raise OptionError(f"resume={str(resume)!r} and overwrite=True contradict each other; keep one of the two.")
+        raise OptionError(f"resume={str(resume)!r} and overwrite=True contradict each other; pass only one of the two.")
     if checkpoint_every_n_steps is not None:
         check_count("checkpoint_every_n_steps", checkpoint_every_n_steps, "steps")
     check_positive("sig_reg", sig_reg, or_zero=True)
@@ -339,7 +339,7 @@ def train(
             begin = _after(folder, path, state)
         parts = ((training, data.train_chunks), (held_out, data.held_out_chunks))
         told = [f"{chunks.n_bytes:,} bytes of {len(documents):,} documents" for documents, chunks in parts]
-        logger.info("Learning from %s; %s are held out.", *told)
+        logger.info("Training on %s; %s are held out.", *told)
         facts = {"bytes": data.train_chunks.n_bytes, "held_out_bytes": data.held_out_chunks.n_bytes, **settings}
         plan = TrainingPlan(model, objective, optimizer=optimizer, lr=peak)
         result = _fit(
@@ -365,7 +365,9 @@ def train(
         if result.interrupted:
             raise KeyboardInterrupt
         if result.signal is not None:
-            logger.warning("Training was stopped, and a checkpoint saved; continue with resume='auto' (--resume auto).")
+            logger.warning(
+                "Training was stopped and a checkpoint was saved; resume training with resume='auto' (--resume auto)."
+            )
             signal.raise_signal(result.signal)
         bits = _bits(result)
         facts |= {"bits_per_byte": bits, "epochs": result.n_epochs, "best_epoch": result.best_epoch + 1}
@@ -384,7 +386,10 @@ def _documents(
     documents, held_out = read_groups([files, validation], **reading)
     if known := {one.data for one in documents} & {one.data for one in held_out}:
         name = next(one.name for one in held_out if one.data in known)
-        raise DataError(f"validation has {len(known)} documents that are also in files, e.g. {name!r}; remove them.")
+        raise DataError(
+            f"validation contains {len(known)} documents that are also in files, e.g. {name!r}; remove these documents "
+            "from one of the two."
+        )
     return documents, held_out
 
 
@@ -428,8 +433,8 @@ def _writer(
             folder.keep_last(_KEPT)
         except (OSError, SafetensorError) as error:
             raise SavingError(
-                f"checkpoint_dir={str(folder.path)!r}: {name} cannot be written ({first_line(error)}); free disk "
-                "space and continue with resume='auto' (--resume auto)."
+                f"checkpoint_dir={str(folder.path)!r}: {name} cannot be written ({first_line(error)}); free some disk "
+                "space and resume training with resume='auto' (--resume auto)."
             ) from error
 
     return write

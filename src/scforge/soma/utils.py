@@ -98,8 +98,11 @@ def unflatten_dict(flat_dict: Mapping[str, Any], sep: str = ".") -> dict[str, An
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
                 shorter = sep.join(parents[:depth])
-                raise DataError(f"flat_dict has a value at {shorter!r} and one below it, {path!r}; rename one.")
+                raise DataError(
+                    f"flat_dict has a value at {shorter!r} and another value below it, at {path!r}; rename one of the "
+                    "two."
+                )
         if isinstance(place.get(last), dict) and not isinstance(value, dict):
-            raise DataError(f"flat_dict has a value at {path!r} and others below it; rename one of them.")
+            raise DataError(f"flat_dict has a value at {path!r} and other values below it; rename one of these keys.")
         place[last] = value
     return nested

@@ -28,7 +28,7 @@ def apply_rules(name: str, rules: Mapping[str, Callable[..., None]], *subject: A
         except Exception as error:
             # The whole message stands in the cause; some of torch's are pages long.
             raised = textwrap.shorten(repr(error), 400, placeholder=" ...")
-            raise AssertionError(f"{name}: the check that {rule} raises {raised}.") from error
+            raise AssertionError(f"{name}: checking that {rule} raised {raised}.") from error
 
 
 def class_of[T](argument: str, given: Any, options: dict[str, Any], base: type[T], registry: Any) -> type[T] | None:

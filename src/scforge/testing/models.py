@@ -48,7 +48,9 @@ def subject_of(model: nn.Module, remake: Callable[[], nn.Module] | None) -> Subj
     """Return a copy of `model` for the checks, so that `model` itself is not modified."""
     vocab_size = getattr(model, "vocab_size", VOCAB_SIZE)
     if vocab_size < N_SPECIAL + N_TOKENS:
-        raise OptionError(f"vocab_size={vocab_size} is too small for the checks; create the model with {VOCAB_SIZE}.")
+        raise OptionError(
+            f"vocab_size={vocab_size} is too small for the checks; create the model with vocab_size={VOCAB_SIZE}."
+        )
     model = jittered(_filled(copy.deepcopy(model).cpu()))
 
     def again() -> nn.Module:
@@ -140,12 +142,12 @@ def _took_part(parameter: torch.Tensor) -> bool:
 
 def _require_close(one: torch.Tensor, two: torch.Tensor, sentence: str, *, tolerance: float = _TOLERANCE) -> None:
     """Raise an error if two tensors differ by more than rounding."""
-    require(one.shape == two.shape, f"{sentence} (its shape: {tuple(one.shape)} and {tuple(two.shape)}).")
+    require(one.shape == two.shape, f"{sentence} (shapes: {tuple(one.shape)} and {tuple(two.shape)}).")
     one, two = one.detach().double(), two.detach().double()
-    require(one.isfinite().all() and two.isfinite().all(), f"{sentence} (there are numbers that are not finite).")
+    require(one.isfinite().all() and two.isfinite().all(), f"{sentence} (some values are NaN or infinite).")
     if one.numel():
         most = float((one - two).abs().max())
-        require(most <= tolerance * (1 + float(two.abs().max())), f"{sentence} (by {most:.2g}).")
+        require(most <= tolerance * (1 + float(two.abs().max())), f"{sentence} (by up to {most:.2g}).")
 
 
 def _require_finite(loss: torch.Tensor, when: str) -> None:
@@ -213,26 +215,26 @@ def _make(
         check_options("option", cls.__name__, options, [*known, *getattr(cls, "config_names", {})])
     name = model if isinstance(model, str) else None
     config = ModelConfig(architecture=name, vocab_size=VOCAB_SIZE, **(options or _SIZES))
-    apply_rules(cls.__name__, {"it is made": _rule_from_config}, cls)
+    apply_rules(cls.__name__, {"it can be created": _rule_from_config}, cls)
     from_config = cast(Any, cls).from_config
     return from_config(config), lambda: from_config(config)
 
 
 def _rule_from_config(model: type[nn.Module] | nn.Module) -> None:
     made = callable(getattr(model, "from_config", None))
-    require(made, "it has no 'from_config', which makes it from a ModelConfig.")
+    require(made, "it has no method 'from_config' that creates it from a ModelConfig.")
 
 
 def _rule_protocol(model: nn.Module) -> None:
     for name in ("forward", "encode"):
         method = getattr(model, name, None)
-        require(callable(method), f"it has no {name!r}.")
+        require(callable(method), f"it has no method {name!r}.")
         parameters = inspect.signature(method).parameters  # type: ignore[arg-type]
         given = tuple(parameters)[: len(_TOKENS)]
-        require(given == _TOKENS, f"{name} takes {given} first instead of {_TOKENS}.")
+        require(given == _TOKENS, f"the first arguments of {name} are {given} instead of {_TOKENS}.")
         rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        require(rest, f"{name} takes no **kwargs, but a batch may contain further keys.")
-    require("labels" in inspect.signature(model.forward).parameters, "forward takes no 'labels'.")
+        require(rest, f"{name} does not accept **kwargs, but a batch may contain additional keys.")
+    require("labels" in inspect.signature(model.forward).parameters, "forward does not accept 'labels'.")
     _rule_from_config(model)
 
 
@@ -246,22 +248,22 @@ def _rule_output(subject: Subject) -> None:
             require(getattr(output, part) is not None, f"forward returns no {part}.")
         shape = tuple(output.logits.shape)
         fits = shape[:2] == (n_cells, n_tokens) and len(shape) in (2, 3)
-        require(fits, f"the logits of {n_cells} cells and {n_tokens} tokens are {shape}.")
+        require(fits, f"the logits of {n_cells} cells and {n_tokens} tokens have shape {shape}.")
         shape = tuple(output.embeddings.shape)
-        require(len(shape) == 2 and shape[0] == n_cells, f"the embeddings of {n_cells} cells are {shape}.")
+        require(len(shape) == 2 and shape[0] == n_cells, f"the embeddings of {n_cells} cells have shape {shape}.")
         for part in ("logits", "embeddings"):
-            require(getattr(output, part).isfinite().all(), f"the {part} contain a number that is not finite.")
-    require(output.loss is None, "there is a loss without labels.")
+            require(getattr(output, part).isfinite().all(), f"the {part} contain NaN or infinite values.")
+    require(output.loss is None, "forward returns a loss without labels.")
     loss = model(**batch).loss
-    require(loss is not None, "there is no loss though labels are given.")
-    require(loss.ndim == 0, f"the loss is {tuple(loss.shape)}, not a scalar.")
+    require(loss is not None, "forward returns no loss, although labels are passed.")
+    require(loss.ndim == 0, f"the loss has shape {tuple(loss.shape)}, but it must be a scalar.")
     _require_finite(loss, "with labels")
 
 
 def _rule_without_logits(subject: Subject) -> None:
     expected = subject.model(**subject.masked).loss
     loss = subject.model(**subject.masked, return_logits=False).loss
-    require(loss is not None, "there is no loss with return_logits=False.")
+    require(loss is not None, "forward returns no loss with return_logits=False.")
     _require_close(loss, expected, "return_logits=False changes the loss")
 
 
@@ -275,12 +277,14 @@ def _rule_batch_is_left_alone(subject: Subject) -> None:
             method(**batch)
         for key, tensor in before.items():
             same = key in batch and torch.equal(tensor, batch[key])
-            require(same, f"{name} changes the batch that it is given ({key!r}).")
+            require(same, f"{name} modifies its input batch ({key!r}).")
 
 
 def _rule_encode(subject: Subject) -> None:
     embeddings = _encode(subject.model, subject.tokens)
-    _require_close(subject.model(**subject.tokens).embeddings, embeddings, "forward and encode embed cells differently")
+    _require_close(
+        subject.model(**subject.tokens).embeddings, embeddings, "forward and encode return different embeddings"
+    )
 
 
 def _rule_determinism(subject: Subject) -> None:
@@ -291,14 +295,14 @@ def _rule_determinism(subject: Subject) -> None:
             output = model(**subject.masked)
         outputs.append([_encode(model, subject.tokens), output.embeddings, output.logits, output.loss])
     for part, one, two in zip(("embeddings", "embeddings", "logits", "loss"), *outputs, strict=True):
-        require(torch.equal(one, two), f"the {part} are random in evaluation mode.")
+        require(torch.equal(one, two), f"the output {part!r} is random in evaluation mode.")
 
 
 def _rule_cells(subject: Subject) -> None:
     embeddings = _encode(subject.model, subject.tokens).double()
     nearest = float(torch.pdist(embeddings).min())
     length = float(embeddings.norm(dim=1).max())
-    require(nearest > 1e-5 * length, "cells of other genes have the same embedding.")
+    require(nearest > 1e-5 * length, "cells with different genes have the same embedding.")
 
 
 def _rule_labels(subject: Subject) -> None:
@@ -323,7 +327,7 @@ def _rule_gradients(subject: Subject) -> None:
     _backward(subject.model.train(), subject)
     for name, parameter in subject.model.named_parameters():
         if parameter.requires_grad:
-            require(_took_part(parameter), f"the parameter {name!r} takes no part in the loss.")
+            require(_took_part(parameter), f"the parameter {name!r} does not contribute to the loss.")
             require(parameter.grad.isfinite().all(), f"the gradient of {name!r} is not finite.")
 
 
@@ -340,11 +344,11 @@ def _rule_padding(subject: Subject) -> None:
     _require_close(_encode(model, _widened(tokens, 3)), expected, "more padding changes the embeddings")
     for row, length in enumerate(mask.sum(dim=1).tolist()):
         alone = _widened({key: tensor[row : row + 1] for key, tensor in tokens.items()}, length - mask.shape[1])
-        sentence = f"cell {row} alone has another embedding than among others"
+        sentence = f"the embedding of cell {row} alone differs from its embedding in a batch"
         _require_close(_encode(model, alone), expected[row : row + 1], sentence)
     for key, other in (("input_ids", N_SPECIAL + 7), ("values", 5.0), ("bin_ids", 1)):
         changed = tokens | {key: tokens[key].masked_fill(~mask, other)}
-        _require_close(_encode(model, changed), expected, f"{key!r} at padding change the embeddings")
+        _require_close(_encode(model, changed), expected, f"{key!r} at padding positions change the embeddings")
     with torch.no_grad():
         one, two = model(**masked), model(**_widened(masked, 3))
     _require_close(two.loss, one.loss, "more padding changes the loss")
@@ -358,7 +362,7 @@ def _rule_masks(subject: Subject) -> None:
         loss = model(**subject.masked).loss
         for dtype in (torch.int64, torch.uint8, torch.float32):
             mask = {"attention_mask": subject.tokens["attention_mask"].to(dtype)}
-            sentence = f"a mask of {dtype} means something else than one of torch.bool"
+            sentence = f"a mask of dtype {dtype} gives different results than a mask of dtype torch.bool"
             _require_close(_encode(model, subject.tokens | mask), expected, sentence)
             _require_close(model(**subject.masked | mask).loss, loss, sentence)
 
@@ -372,7 +376,7 @@ def _rule_order(subject: Subject) -> None:
         rows.append(torch.cat([first, 1 + torch.randperm(n_tokens - 1), torch.arange(n_tokens, N_TOKENS)]))
     order = torch.stack(rows)
     moved = subject.tokens | {key: tensor.gather(1, order) for key, tensor in _per_token(subject.tokens).items()}
-    sentence = "uses_order is False but genes in another order change the embeddings"
+    sentence = "uses_order is False, but the order of the genes changes the embeddings"
     _require_close(_encode(subject.model, moved), _encode(subject.model, subject.tokens), sentence)
 
 
@@ -382,17 +386,17 @@ def _rule_empty_cell(subject: Subject) -> None:
     expected = _encode(model, subject.tokens)
     embeddings = _encode(model, _emptied(subject.tokens, row))
     require(embeddings.isfinite().all(), "the embedding of a cell without tokens is not finite.")
-    _require_close(embeddings[others], expected[others], "a cell without tokens changes the embeddings of others")
+    _require_close(embeddings[others], expected[others], "a cell without tokens changes the embeddings of other cells")
     alone = {key: tensor[row : row + 1] for key, tensor in _emptied(subject.tokens, row).items()}
     for width in (0, 3):
-        sentence = "a cell without tokens has another embedding alone than among others"
+        sentence = "the embedding of a cell without tokens alone differs from its embedding in a batch"
         _require_close(_encode(model, _widened(alone, width)), embeddings[row : row + 1], sentence)
     loss = model.train()(**_emptied(subject.masked, row)).loss
-    _require_finite(loss, "where a cell has no tokens")
+    _require_finite(loss, "if a cell has no tokens")
     loss.backward()
     for name, parameter in model.named_parameters():
         finite = parameter.grad is None or parameter.grad.isfinite().all()
-        require(finite, f"the gradient of {name!r} is not finite where a cell has no tokens.")
+        require(finite, f"the gradient of {name!r} is not finite if a cell has no tokens.")
 
 
 def _emptied(batch: Batch, row: int) -> Batch:
@@ -408,7 +412,7 @@ def _rule_weights(subject: Subject) -> None:
     weights = {name: tensor.contiguous() for name, tensor in subject.model.state_dict().items()}
     again = subject.again()
     again.load_state_dict(load(save(weights)), strict=True)
-    sentence = "a model with the same weights embeds cells differently; all that counts must stand in state_dict()"
+    sentence = "a model with the same weights embeds cells differently; state_dict() must contain all of its state"
     _require_close(_encode(again, subject.tokens), _encode(subject.model, subject.tokens), sentence, tolerance=1e-6)
 
 
@@ -431,10 +435,10 @@ def _rule_lora(subject: Subject) -> None:
     _backward(inner, subject)
     for name in used:
         reached = _took_part(inner.get_submodule(name).lora_B["default"].weight)
-        require(reached, f"a LoRA adapter of {name!r} does nothing; call the layer instead of reading its weight.")
+        require(reached, f"a LoRA adapter of {name!r} has no effect; call the layer instead of reading its weight.")
     with adapted.disable_adapter():
         _require_close(
-            _encode(inner, tokens), plain, "with disabled LoRA adapters the embeddings are not those of before"
+            _encode(inner, tokens), plain, "disabling the LoRA adapters does not restore the original embeddings"
         )
     merged = adapted.merge_and_unload()
     _require_close(_encode(merged, tokens), with_lora, "merging LoRA adapters into the weights changes the embeddings")
@@ -458,21 +462,23 @@ def _rule_export(subject: Subject) -> None:
     with torch.no_grad():
         embeddings = program.module()(**fewer)
     _require_close(
-        embeddings, _encode(subject.model, fewer), "exported for any number of cells, encode gives other numbers"
+        embeddings,
+        _encode(subject.model, fewer),
+        "encode returns different embeddings after the export for any number of cells",
     )
 
 
 _RULES: dict[str, Callable[[Subject], None]] = {
     "forward returns a loss, logits and embeddings": _rule_output,
     "the batch does not change": _rule_batch_is_left_alone,
-    "evaluation is not random": _rule_determinism,
-    "logits are left out when they are not asked for": _rule_without_logits,
-    "encode gives the embeddings of forward": _rule_encode,
+    "evaluation is deterministic": _rule_determinism,
+    "logits are omitted if they are not requested": _rule_without_logits,
+    "encode returns the same embeddings as forward": _rule_encode,
     "cells have different embeddings": _rule_cells,
-    "labels serve the loss alone": _rule_labels,
-    "every parameter learns": _rule_gradients,
+    "labels affect only the loss": _rule_labels,
+    "every parameter is trained": _rule_gradients,
     "padding has no effect": _rule_padding,
-    "a mask may be of any dtype": _rule_masks,
+    "a mask may have any dtype": _rule_masks,
     "the order of genes only matters if the model declares it": _rule_order,
     "a cell may have no tokens": _rule_empty_cell,
     "weights are saved and loaded": _rule_weights,

@@ -60,7 +60,7 @@ def simulate_screen(
     """Simulate a screen similar to Norman et al. (2019) and Replogle et al. (2022).
 
     Each knockout shifts the log means of the response genes of one program by its strength, and the log means of 5
-    other genes; 40 % of the knockouts have no effect. A pair shifts the log means by the sum of both effects. Counts
+    other genes; 40% of the knockouts have no effect. A pair shifts the log means by the sum of both effects. Counts
     are negative binomial.
 
     Parameters

@@ -63,7 +63,7 @@ def _all_cells(cells: CellSource) -> CellBlock:
 
 def _require_same(one: Batch, two: Batch, sentence: str) -> None:
     """Raise an error if two batches are not equal up to padding."""
-    require(set(one) == set(two), f"{sentence} (its keys: {sorted(one)} and {sorted(two)}).")
+    require(set(one) == set(two), f"{sentence} (keys: {sorted(one)} and {sorted(two)}).")
     for key in one:
         pair = [batch[key] for batch in (one, two)]
         width = max(tensor.shape[1] for tensor in pair)
@@ -136,19 +136,21 @@ def _rule_batch(tokenizer: Tokenizer, cells: CellSource) -> None:
     require(set(_KINDS) <= keys, f"the batch lacks {sorted(set(_KINDS) - keys)}.")
     require(not keys & _LABELS, f"the batch contains {sorted(keys & _LABELS)}, which only masking creates.")
     shape = batch["input_ids"].shape
-    require(shape[0] == len(cells) and len(shape) == 2, f"the batch of {len(cells)} cells is {tuple(shape)}.")
+    require(shape[0] == len(cells) and len(shape) == 2, f"the batch of {len(cells)} cells has shape {tuple(shape)}.")
     for key, tensor in batch.items():
         allowed = (_KINDS[key],) if key in _KINDS else (torch.int64, torch.float32)
-        require(tensor.dtype in allowed, f"{key!r} is {tensor.dtype} instead of {allowed[0]}.")
-        require(tensor.shape == shape, f"{key!r} has the shape {tuple(tensor.shape)}, ids {tuple(shape)}.")
-        require(tensor.isfinite().all(), f"{key!r} contains a number that is not finite.")
+        require(tensor.dtype in allowed, f"{key!r} has dtype {tensor.dtype} instead of {allowed[0]}.")
+        require(
+            tensor.shape == shape, f"{key!r} has shape {tuple(tensor.shape)}, but 'input_ids' has shape {tuple(shape)}."
+        )
+        require(tensor.isfinite().all(), f"{key!r} contains NaN or infinite values.")
 
 
 def _rule_padding(tokenizer: Tokenizer, cells: CellSource) -> None:
     batch = _tokens_of(tokenizer, cells)
     mask, ids = batch["attention_mask"], batch["input_ids"]
     require(not (mask[:, 1:] & ~mask[:, :-1]).any(), "padding comes before a token.")
-    require(torch.equal(mask, ids != 0), "attention_mask is not true exactly where there is a token.")
+    require(torch.equal(mask, ids != 0), "attention_mask is not True exactly at the tokens.")
     # Other special tokens may carry a value, such as the depth of the cell.
     blank = [0, *(token for token in (tokenizer.vocab.cls_id, tokenizer.vocab.eos_id) if token is not None)]
     special = torch.isin(ids, torch.tensor(blank))
@@ -161,16 +163,16 @@ def _rule_special_tokens(tokenizer: Tokenizer, cells: CellSource) -> None:
     vocab, batch = tokenizer.vocab, _tokens_of(tokenizer, cells)
     ids, lengths = batch["input_ids"], batch["attention_mask"].sum(dim=1)
     require(int(ids.min()) >= 0 and int(ids.max()) < len(vocab), "a token id is not in the vocabulary.")
-    require(not (ids == vocab.mask_id).any(), "MASK is among the tokens, which masking alone may put there.")
+    require(not (ids == vocab.mask_id).any(), "MASK is among the tokens, but only masking may add it.")
     require(ids.shape[1] == max(1, int(lengths.max())), "the batch is wider than its longest cell.")
     last = ids[torch.arange(len(ids)), (lengths - 1).clamp(min=0)]
     for name, wanted, there in (("CLS", "append_cls", ids[:, 0]), ("EOS", "append_eos", last)):
         token = vocab.cls_id if name == "CLS" else vocab.eos_id
         asked = bool(getattr(tokenizer, wanted))
         n_found = (ids == (-1 if token is None else token)).sum(dim=1)
-        place = "in front of" if name == "CLS" else "behind"
-        require((n_found == asked).all(), f"{wanted}={asked} but a cell has {int(n_found.max())} {name}.")
-        require(not asked or (there == token).all(), f"{name} does not stand {place} the genes.")
+        place = "before" if name == "CLS" else "after"
+        require((n_found == asked).all(), f"{wanted}={asked}, but a cell has {int(n_found.max())} {name} tokens.")
+        require(not asked or (there == token).all(), f"{name} is not {place} the genes.")
 
 
 def _rule_genes(tokenizer: Tokenizer, cells: CellSource) -> None:
@@ -178,17 +180,17 @@ def _rule_genes(tokenizer: Tokenizer, cells: CellSource) -> None:
     dense = cells.counts.toarray() * _taken(tokenizer)
     for row in range(len(cells)):
         genes = _genes_of(tokenizer, batch, row)
-        require(len(np.unique(genes)) == len(genes), f"a gene occurs twice in the tokens of cell {row}.")
+        require(len(np.unique(genes)) == len(genes), f"a gene occurs more than once in the tokens of cell {row}.")
         missing = np.setdiff1d(np.flatnonzero(dense[row]), genes)
         full = len(genes) >= tokenizer.most_genes
         require(
-            full or not len(missing), f"an expressed gene is not among the tokens of cell {row}, though it would fit."
+            full or not len(missing), f"an expressed gene is not among the tokens of cell {row}, although it would fit."
         )
     half = np.arange(0, tokenizer.vocab.n_genes, 2)
     some = _tokens_of(tokenizer, cells.counts[:, half], np.array(tokenizer.vocab.genes)[half])
     for row in range(len(cells)):
         extra = np.setdiff1d(_genes_of(tokenizer, some, row), half)
-        require(not len(extra), "a gene that the data do not have is among the tokens.")
+        require(not len(extra), "a gene that is not in the data is among the tokens.")
 
 
 def _rule_lengths(tokenizer: Tokenizer, cells: CellSource) -> None:
@@ -197,10 +199,10 @@ def _rule_lengths(tokenizer: Tokenizer, cells: CellSource) -> None:
     # A strategy that leaves some genes out can only tell how many tokens there may be.
     wrong = lengths != told if _taken(tokenizer).all() else lengths > told
     for row in np.flatnonzero(wrong)[:1]:
-        require(False, f"lengths() says {told[row]} tokens but cell {row} has {lengths[row]}.")
+        require(False, f"lengths() returns {told[row]} tokens for cell {row}, which has {lengths[row]} tokens.")
     most, limit = tokenizer.max_tokens(), tokenizer.max_len
-    require(most == lengths[2], f"max_tokens() is {most} but a cell with all genes has {lengths[2]} tokens.")
-    require(limit is None or lengths.max() <= limit, f"a cell has {lengths.max()} tokens, max_len={limit}.")
+    require(most == lengths[2], f"max_tokens() is {most}, but a cell with all genes has {lengths[2]} tokens.")
+    require(limit is None or lengths.max() <= limit, f"a cell has {lengths.max()} tokens, but max_len={limit}.")
 
 
 def _rule_alone(tokenizer: Tokenizer, cells: CellSource) -> None:
@@ -208,7 +210,7 @@ def _rule_alone(tokenizer: Tokenizer, cells: CellSource) -> None:
     for row in range(len(cells)):
         alone = _tokens_of(tokenizer, cells.take(np.array([row])))
         cut = {key: tensor[row : row + 1] for key, tensor in whole.items()}
-        _require_same(alone, cut, f"cell {row} alone has other tokens than in a block")
+        _require_same(alone, cut, f"cell {row} alone has different tokens than in a block")
     order = np.random.default_rng(2).permutation(len(cells))
     moved = {key: tensor[order] for key, tensor in whole.items()}
     _require_same(_tokens_of(tokenizer, cells.block(order)), moved, "the order of the cells changes their tokens")
@@ -216,16 +218,16 @@ def _rule_alone(tokenizer: Tokenizer, cells: CellSource) -> None:
 
 def _rule_repeatable(tokenizer: Tokenizer, cells: CellSource) -> None:
     first = _tokens_of(tokenizer, cells)
-    _require_same(first, _tokens_of(tokenizer, cells), "a second call gives other tokens")
+    _require_same(first, _tokens_of(tokenizer, cells), "a second call returns different tokens")
     copy: Tokenizer = pickle.loads(pickle.dumps(tokenizer))
-    _require_same(first, _tokens_of(copy, cells), "a pickled copy gives other tokens")
+    _require_same(first, _tokens_of(copy, cells), "a pickled copy returns different tokens")
     # Torch is asked first, as numba may change its number when it starts threads.
     torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
     try:
         for n_threads in (1, 2):
             numba.set_num_threads(min(n_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
             torch.set_num_threads(n_threads)
-            _require_same(first, _tokens_of(tokenizer, cells), f"{n_threads} threads give other tokens")
+            _require_same(first, _tokens_of(tokenizer, cells), f"{n_threads} threads give different tokens")
     finally:
         numba.set_num_threads(numba_threads)
         torch.set_num_threads(torch_threads)
@@ -244,7 +246,7 @@ def _rule_truncation(tokenizer: Tokenizer, cells: CellSource) -> None:
     short = type(tokenizer)(flat, **{**config, "max_len": most + n_around})
     batch, dense = _tokens_of(short, cells), cells.counts.toarray() * _taken(tokenizer)
     n_tokens = int(batch["attention_mask"].sum(dim=1).max())
-    require(n_tokens <= most + n_around, f"a cell has {n_tokens} tokens although max_len={most + n_around}.")
+    require(n_tokens <= most + n_around, f"a cell has {n_tokens} tokens, but max_len={most + n_around}.")
     kept = [_genes_of(short, batch, row) for row in range(len(cells))]
     long = [row for row in range(len(cells)) if np.count_nonzero(dense[row]) > 2 * most and row not in EQUAL]
     plain = [np.array_equal(np.sort(kept[row]), np.flatnonzero(dense[row])[: len(kept[row])]) for row in long]
@@ -252,7 +254,9 @@ def _rule_truncation(tokenizer: Tokenizer, cells: CellSource) -> None:
     for row in [] if getattr(short, "samples", False) else range(len(cells)):
         dropped = np.delete(dense[row], kept[row]).max(initial=0)
         lowest = dense[row][kept[row]].min(initial=np.inf)
-        sentence = f"truncation drops a count of {dropped:g} and keeps one of {lowest:g}; set samples if that is meant."
+        sentence = (
+            f"truncation drops a count of {dropped:g} but keeps {lowest:g}; set samples = True if this is intended."
+        )
         require(dropped <= lowest, sentence)
 
 
@@ -260,18 +264,18 @@ def _rule_columns(tokenizer: Tokenizer, cells: CellSource) -> None:
     vocab, counts = tokenizer.vocab, cells.counts
     names = np.array(vocab.genes, dtype=object)
     expected = _tokens_of(tokenizer, counts)
-    _require_same(expected, _tokens_of(tokenizer, cells), "a matrix gives other tokens than a block")
+    _require_same(expected, _tokens_of(tokenizer, cells), "a matrix gives different tokens than a block")
     _require_same(expected, _tokens_of(tokenizer, counts, names), "naming the columns changes the tokens")
     order = np.random.default_rng(3).permutation(vocab.n_genes)
     permuted = _tokens_of(tokenizer, counts[:, order], GeneMap.of(names[order], vocab))
-    _require_same(expected, permuted, "permuted columns give other tokens")
+    _require_same(expected, permuted, "permuted columns give different tokens")
     other_names = {"version suffixes": names + ".7", "symbols": np.array(vocab.symbols or names, dtype=object)}
     for kind, others in other_names.items():
         # A name may stand for another gene (a shared symbol), or for none (a version behind what is not an Ensembl id).
         others = np.where(vocab.gene_indices(others) == np.arange(vocab.n_genes), others, names)
-        _require_same(expected, _tokens_of(tokenizer, counts, others), f"{kind} give other tokens")
+        _require_same(expected, _tokens_of(tokenizer, counts, others), f"{kind} give different tokens")
         repeated = _tokens_of(tokenizer, _halves(counts), np.concatenate([others, names]))
-        _require_same(expected, repeated, "two columns of one gene are not summed")
+        _require_same(expected, repeated, "two columns of the same gene are not summed")
 
 
 def _rule_foreign_genes(tokenizer: Tokenizer, cells: CellSource) -> None:
@@ -289,19 +293,19 @@ def _rule_matrices(tokenizer: Tokenizer, cells: CellSource) -> None:
     for matrix, dtypes in ((counts, "float64 int64 uint32"), (small, "uint8 int16 uint16 int32")):
         same = _tokens_of(tokenizer, matrix)
         for dtype in dtypes.split():
-            _require_same(same, _tokens_of(tokenizer, matrix.astype(dtype)), f"counts as {dtype} give other tokens")
+            _require_same(same, _tokens_of(tokenizer, matrix.astype(dtype)), f"counts as {dtype} give different tokens")
     wide, block = _halves(counts), _all_cells(cells)
     # Each count in two entries that do not stand together, one of them often zero.
     messy = sparse.csr_matrix((wide.data, wide.indices % counts.shape[1], wide.indptr), shape=counts.shape)
     given = [messy.data, messy.indices, messy.indptr, block.indptr, block.genes, block.counts, block.totals, block.rows]
     before = [array.copy() for array in given]
-    sentence = "explicit zeros, unsorted or repeated indices give other tokens"
+    sentence = "explicit zeros, unsorted or repeated indices give different tokens"
     _require_same(expected, _tokens_of(tokenizer, messy), sentence)
     _tokens_of(tokenizer, block)
     tokenizer.ragged(block)
     # SciPy gives a matrix other arrays where it sums repeated entries in place.
     unchanged = messy.data is given[0] and all(np.array_equal(a, b) for a, b in zip(before, given, strict=True))
-    require(unchanged, "the counts that it was given are changed.")
+    require(unchanged, "the input counts are modified.")
 
 
 def _halves(counts: sparse.csr_matrix) -> sparse.csr_matrix:
@@ -320,17 +324,24 @@ def _rule_config(tokenizer: Tokenizer, cells: CellSource) -> None:
         copy = json.loads(json.dumps(config))
     except TypeError as error:
         raise BrokenRuleError(f"config() cannot be written as JSON: {error}.") from error
-    require(copy == config, "config() is another after it was written as JSON.")
+    require(copy == config, "config() changes when it is written as JSON and read again.")
     again = type(tokenizer)(tokenizer.vocab, **copy)
-    require(again.config() == config, "the options of config() do not come back from the constructor.")
-    _require_same(_tokens_of(tokenizer, cells), _tokens_of(again, cells), "its config() makes one with other tokens")
+    require(again.config() == config, "the tokenizer created from config() has a different config().")
+    _require_same(
+        _tokens_of(tokenizer, cells),
+        _tokens_of(again, cells),
+        "the tokenizer created from config() returns different tokens",
+    )
 
 
 def _rule_ragged(tokenizer: Tokenizer, cells: CellSource) -> None:
     batch, ragged = _tokens_of(tokenizer, cells), tokenizer.ragged(_all_cells(cells))
     mask = batch["attention_mask"]
     arrays = {"input_ids": ragged.ids, "values": ragged.values, **ragged.extras}
-    require(set(arrays) == set(batch) - {"attention_mask"}, f"ragged() has the keys {sorted(arrays)}.")
+    require(
+        set(arrays) == set(batch) - {"attention_mask"},
+        f"ragged() has the keys {sorted(arrays)}, which are not the keys of the batch.",
+    )
     require(np.array_equal(np.diff(ragged.indptr), mask.sum(dim=1)), "ragged() and the padded batch differ in length.")
     for key, array in arrays.items():
         require(np.array_equal(array, batch[key][mask]), f"ragged() and the padded batch differ in {key!r}.")
@@ -342,10 +353,10 @@ def _rule_order(tokenizer: Tokenizer, cells: CellSource) -> None:
     batches = [_tokens_of(tokenizer, cells.block(np.arange(len(cells)), draw=draw)) for draw in range(8)]
     orders = [_genes_of(tokenizer, batch, row) for batch in batches for row in EQUAL.tolist()]
     alike = all(np.array_equal(orders[0], other) for other in orders)
-    require(not alike, "genes with equal counts stand in one order in every cell; set ordered_by_gene = True.")
+    require(not alike, "genes with equal counts have the same order in every cell; set ordered_by_gene = True.")
     # In this cell the count of a gene is its place in the vocabulary.
     ranks = [np.corrcoef(np.arange(len(genes)), genes)[0, 1] for genes in (_genes_of(tokenizer, b, 8) for b in batches)]
-    require(abs(np.mean(ranks)) < 0.5, "the position of a gene depends on its count only; set ordered_by_gene = True.")
+    require(abs(np.mean(ranks)) < 0.5, "the position of a gene depends only on its count; set ordered_by_gene = True.")
 
 
 def _rule_masking(tokenizer: Tokenizer, cells: CellSource) -> None:
@@ -354,7 +365,7 @@ def _rule_masking(tokenizer: Tokenizer, cells: CellSource) -> None:
     masked = masking(cast(TokenBatch, batch), np.arange(len(cells)), epoch=0, hidden_last=tokenizer.ordered_by_gene)
     hidden = masked["labels"] != IGNORE_LABEL
     has_genes = (batch["input_ids"] >= tokenizer.vocab.n_special).any(dim=1)
-    require(torch.equal(hidden.any(dim=1), has_genes), "masking does not hide a token of each cell.")
+    require(torch.equal(hidden.any(dim=1), has_genes), "masking does not mask a token in every cell.")
     for key, tensor in cast(dict[str, torch.Tensor], masked).items():
         blank = tokenizer.vocab.mask_id if key == "input_ids" else 0
         told = key not in _LABELS and key != "attention_mask" and (tensor[hidden] != blank).any()
@@ -364,17 +375,17 @@ def _rule_masking(tokenizer: Tokenizer, cells: CellSource) -> None:
 _RULES: dict[str, Callable[[Tokenizer, CellSource], None]] = {
     "a batch has the right keys, dtypes and shapes": _rule_batch,
     "padding follows the tokens of a cell": _rule_padding,
-    "special tokens are in their places": _rule_special_tokens,
-    "the tokens are the same a second time": _rule_repeatable,
-    "config() makes an equal tokenizer": _rule_config,
+    "special tokens are at the correct positions": _rule_special_tokens,
+    "the tokens are reproducible": _rule_repeatable,
+    "config() creates an equal tokenizer": _rule_config,
     "the tokens are the genes of the cell": _rule_genes,
     "lengths() and max_tokens() are correct": _rule_lengths,
-    "a cell alone has the tokens that it has among others": _rule_alone,
-    "the names of the columns decide, not their order": _rule_columns,
-    "genes outside the vocabulary change the library size alone": _rule_foreign_genes,
+    "a cell has the same tokens alone and in a block": _rule_alone,
+    "columns are matched by name and not by order": _rule_columns,
+    "genes outside the vocabulary change only the library size": _rule_foreign_genes,
     "the matrix format has no effect, and the matrix is not changed": _rule_matrices,
-    "a cell that is too long loses its lowest genes": _rule_truncation,
+    "truncation drops the genes with the lowest counts": _rule_truncation,
     "ragged() is the batch without padding": _rule_ragged,
     "the neighbors of a masked token do not reveal its gene": _rule_order,
-    "masking hides all of a masked token": _rule_masking,
+    "masking hides masked tokens completely": _rule_masking,
 }

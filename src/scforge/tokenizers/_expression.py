@@ -126,7 +126,7 @@ def check_transform(transform: str, target_sum: float) -> float:
     """Return `target_sum` as a float. Raises an OptionError if the transform is unknown or ignores `target_sum`."""
     check_choice("transform", transform, TRANSFORMS)
     if check_positive("target_sum", target_sum) != TARGET_SUM and "cp10k" not in transform:
-        raise OptionError(f"target_sum={target_sum!r} has no effect with transform={transform!r}; omit it.")
+        raise OptionError(f"target_sum={target_sum!r} has no effect with transform={transform!r}; omit target_sum.")
     return float(target_sum)
 
 
@@ -200,14 +200,14 @@ def keep(
     most
         Maximum number of entries to keep per cell.
     sample
-        Whether to sample without replacement. If false, earlier entries are preferred among equal counts, except that
-        zeros are sampled.
+        Whether to sample without replacement. If false, the highest counts are kept; among equal counts, earlier
+        entries are preferred, except that zeros are sampled.
     seed
         Random seed.
 
     Returns
     -------
-    Row boundaries, shape (B + 1,), and ordered positions of the kept entries, int64 (a slice if all are kept).
+    Row boundaries (shape (B + 1,)), and ordered positions of the kept entries (int64, or a slice if all are kept).
     """
     if np.diff(indptr).max(initial=0) <= most:
         return indptr, slice(None)
@@ -310,7 +310,7 @@ def ranked(
 
     Returns
     -------
-    Row boundaries, int64, shape (B + 1,); token ids, int32; and values.
+    Row boundaries (int64, shape (B + 1,)), token ids (int32) and values.
     """
     indptr, longest = kept_indptr(block.indptr, most)
     ids, told = np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=values.dtype)
@@ -350,7 +350,7 @@ def with_zeros(
 
     Returns
     -------
-    Row boundaries, int64, shape (B + 1,); the gene of each entry, int32, shape (B * M,); and the columns, with zeros
+    Row boundaries (int64, shape (B + 1,)), the gene of each entry (int32, shape (B * M,)), and the columns, with zeros
     for genes without counts in a cell.
     """
     measured = np.arange(n_genes) if block.measured is None else np.flatnonzero(block.measured)

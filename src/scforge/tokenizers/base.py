@@ -188,8 +188,8 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
     is_matrix = sparse.issparse(cells) or isinstance(cells, np.ndarray)
     if not is_matrix or cells.ndim != 2 or cells.dtype.kind not in "biuf":
         raise OptionError(
-            f"cells of type {type(cells).__name__!r} are not a matrix of numbers; pass counts of shape "
-            "(cells, genes), a sparse matrix or a NumPy array, e.g. tokenizer(adata.X, adata.var_names)."
+            f"cells is of type {type(cells).__name__!r} and not a numeric matrix; pass counts of shape (cells, genes) "
+            "as a sparse matrix or a NumPy array, e.g. tokenizer(adata.X, adata.var_names)."
         )
     if sparse.issparse(cells):
         cells = sound_csr(cells, "cells")
@@ -200,7 +200,7 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
     if problem is None and data.dtype == np.float64 and data.max(initial=0) > np.finfo(np.float32).max:
         problem = f"contains values that are too large (largest: {data.max():g})"
     if problem:
-        raise DataError(f"cells {problem}, but raw counts are needed; pass the matrix that contains them.")
+        raise DataError(f"cells {problem}, but raw counts are needed; pass the matrix with the raw counts.")
     return matrix
 
 
@@ -208,7 +208,7 @@ def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
     """Return library sizes, float64, shape (B,). Raises a DataError if one is missing, negative or not finite."""
     array = np.asarray(totals, dtype=np.float64)
     if array.shape != (n_cells,):
-        raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; pass one number per cell.")
+        raise DataError(f"totals has shape {array.shape}, but there are {n_cells} cells; pass one number per cell.")
     if len(bad := array[~(np.isfinite(array) & (array >= 0))]):
         raise DataError(f"totals contains {bad[0]:g}, which is not a library size; pass zero or a positive number.")
     return array
@@ -220,12 +220,13 @@ def checked_map(gene_ids: Any, vocab: GeneVocab, n_columns: int) -> GeneMap:
     highest = gene_map.columns.max(initial=-1)
     if gene_map.n_genes != vocab.n_genes or highest >= vocab.n_genes:
         raise DataError(
-            f"gene_ids is a GeneMap onto {max(gene_map.n_genes, highest + 1)} genes but the vocabulary has "
-            f"{vocab.n_genes}; create it with GeneMap.of(names, tokenizer.vocab)."
+            f"gene_ids is a GeneMap for {max(gene_map.n_genes, highest + 1)} genes, but the vocabulary has "
+            f"{vocab.n_genes} genes; create the GeneMap with GeneMap.of(names, tokenizer.vocab)."
         )
     if len(gene_map.columns) != n_columns:
         raise DataError(
-            f"gene_ids names {len(gene_map.columns)} genes but cells has {n_columns} columns; name each column once."
+            f"gene_ids contains {len(gene_map.columns)} genes, but cells has {n_columns} columns; pass one gene per "
+            "column."
         )
     if n_columns and highest < 0:
         raise no_known_gene("gene_ids", None if gene_map is gene_ids else [str(name) for name in gene_ids], vocab)
@@ -234,11 +235,11 @@ def checked_map(gene_ids: Any, vocab: GeneVocab, n_columns: int) -> GeneMap:
 
 def no_known_gene(argument: str, names: Sequence[str] | None, vocab: GeneVocab) -> GeneMismatchError:
     """Return the error, with advice, for names (or, if None, a map) without any vocabulary gene."""
-    start = f"{argument} has none of the {vocab.n_genes} genes of the vocabulary"
+    start = f"{argument} contains none of the {vocab.n_genes} genes of the vocabulary"
     if names is None:
-        return GeneMismatchError(f"{start}; create it with GeneMap.of(names, tokenizer.vocab).")
+        return GeneMismatchError(f"{start}; create the GeneMap with GeneMap.of(names, tokenizer.vocab).")
     kind, expected = recognize_ids(names), recognize_ids(vocab.genes)
-    hint = how_to_convert(kind, expected) or "map the names to those of the vocabulary first"
+    hint = how_to_convert(kind, expected) or "convert them to the names in the vocabulary"
     return GeneMismatchError(
         f"{start}. It contains {kind} such as {listing(names[:2])}, but the vocabulary contains {expected} such as "
         f"{listing(vocab.genes[:2])}; {hint}."
@@ -255,7 +256,7 @@ def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 class Tokenizer(ABC):
-    """Base class of tokenizers, which convert counts to tokens, vectorized over a block of cells.
+    """Base class for tokenizers, which convert counts to tokens, vectorized over a block of cells.
 
     A subclass implements :meth:`_tokenize` and is registered with :func:`~scforge.tokenizers.register_tokenizer`.
     Its options are keyword-only arguments of the constructor, and are stored as attributes with the same names.
@@ -319,7 +320,7 @@ class Tokenizer(ABC):
         self.append_cls = check_bool("append_cls", append_cls)
         self.append_eos = check_bool("append_eos", append_eos)
         if self.max_len is not None and self.max_len <= self._n_around:
-            raise OptionError(f"max_len={max_len} leaves no token for genes; increase it.")
+            raise OptionError(f"max_len={max_len} leaves no token for genes; increase max_len.")
         for option, token in _TOKEN_OF.items():
             if getattr(self, option):
                 self._require_token(option, token)
@@ -347,8 +348,8 @@ class Tokenizer(ABC):
     def _require_token(self, option: str, token: str) -> None:
         if self.vocab.token_id(token) is None:
             raise OptionError(
-                f"{option}={getattr(self, option)!r} needs the token {token!r}, which the vocabulary lacks; "
-                f"add it with vocab.with_special_tokens({token!r})."
+                f"{option}={getattr(self, option)!r} requires the token {token!r}, which is not in the vocabulary; add "
+                f"the token with vocab.with_special_tokens({token!r})."
             )
 
     def truncate(self, block: CellBlock) -> tuple[np.ndarray, np.ndarray | slice]:
@@ -361,7 +362,7 @@ class Tokenizer(ABC):
 
         Returns
         -------
-        Row boundaries, int64, shape (B + 1,), and ordered positions of the kept entries.
+        Row boundaries (int64, shape (B + 1,)), and ordered positions of the kept entries.
         """
         return keep(block.indptr, block.counts, block, self.most_genes)
 
@@ -475,7 +476,9 @@ class Tokenizer(ABC):
         """
         if isinstance(cells, CellBlock):
             if gene_ids is not None or totals is not None:
-                raise OptionError("gene_ids and totals belong to a matrix, but cells is a block; omit them.")
+                raise OptionError(
+                    "gene_ids and totals are only for a matrix, but cells is a CellBlock; omit gene_ids and totals."
+                )
             return self._batch(cells)
         counts = checked_counts(cells)
         if totals is not None:
@@ -483,8 +486,8 @@ class Tokenizer(ABC):
         if gene_ids is None:
             if counts.shape[1] != self.vocab.n_genes:
                 raise DataError(
-                    f"cells has {counts.shape[1]} columns but the vocabulary {self.vocab.n_genes} genes; "
-                    "pass the names of the columns as gene_ids."
+                    f"cells has {counts.shape[1]} columns, but the vocabulary has {self.vocab.n_genes} genes; pass the "
+                    "column names as gene_ids."
                 )
             return self._batch(CellBlock.from_csr(counts, totals))
         gene_map = checked_map(gene_ids, self.vocab, counts.shape[1])

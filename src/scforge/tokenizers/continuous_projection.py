@@ -28,7 +28,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
     """Represent a cell by its expressed genes and their values, which are log1p CP10K by default.
 
     A model projects the value: a transformer adds it to the gene embedding, and ``gene_pooling`` weights the embedding
-    by it. :meth:`scfoundation` and :meth:`transcriptformer` create the same tokens as these two packages.
+    by it. :meth:`scfoundation` and :meth:`transcriptformer` create the same tokens as the packages of these names.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         Whether to add a CLS token before the genes, and an EOS token after them.
     transform
         Values of genes: ``"log1p_cp10k"``; ``"cp10k"``, without the logarithm; ``"log1p_counts"``, without library-size
-        normalization; or ``"counts"``, without both.
+        normalization; or ``"counts"``, without either.
     target_sum
         Total counts per cell after scaling, instead of 10,000 as in CP10K.
     clip
@@ -58,12 +58,12 @@ class ContinuousProjectionTokenizer(Tokenizer):
     unmeasured_as_zero
         Whether `include_zero_genes` also applies to vocabulary genes that are not in the data.
     target_depth
-        If given, adds two tokens after the genes, for the target depth and the depth of the cell, with scFoundation's
-        values T and S. S is log10 of the library size. T is 4 with ``"t4"``, S of twice the library size with ``"f2"``,
-        and S + 1 with ``"a1"``.
+        If given, adds two tokens after the genes, for the target depth and the depth of the cell, with the values that
+        scFoundation calls T and S. S is the log10 of the library size. T is 4 for ``"t4"``, the log10 of twice the
+        library size for ``"f2"``, and S + 1 for ``"a1"``.
     attention_bias
         Whether to return ``attention_bias``, the log of the count (or of `clip`) of each gene, which TranscriptFormer
-        adds to the attention scores of this gene.
+        adds to the attention scores of that gene.
     seed
         Random seed.
 
@@ -105,8 +105,8 @@ class ContinuousProjectionTokenizer(Tokenizer):
     ) -> None:
         if target_depth is not None and not _DEPTH.fullmatch(str(target_depth)):
             raise OptionError(
-                f"target_depth={target_depth!r} is not a depth; pass e.g. 't4' for 10^4 counts, 'f2' for twice the "
-                "counts of the cell, or 'a1' for 10^1 times those."
+                f"target_depth={target_depth!r} is invalid; pass e.g. 't4' for 10^4 counts, 'f2' for 2 times the "
+                "counts of the cell, or 'a1' for 10^1 times the counts of the cell."
             )
         self.target_depth = target_depth
         super().__init__(vocab, max_len=max_len, append_cls=append_cls, append_eos=append_eos)
@@ -121,7 +121,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         self.include_zero_genes = check_bool("include_zero_genes", include_zero_genes)
         self.unmeasured_as_zero = check_bool("unmeasured_as_zero", unmeasured_as_zero)
         if self.unmeasured_as_zero and not self.include_zero_genes:
-            raise OptionError("unmeasured_as_zero=True requires include_zero_genes=True; set both.")
+            raise OptionError("unmeasured_as_zero=True requires include_zero_genes=True; set both options.")
         self.attention_bias = check_bool("attention_bias", attention_bias)
         self.seed = check_seed(seed)
         self.lists_all_genes = self.include_zero_genes

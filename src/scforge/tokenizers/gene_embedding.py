@@ -32,7 +32,7 @@ _FEW = 0.5
 
 
 def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
-    """Return the gene names and the vectors of a table, float32, shape (N, D).
+    """Return the gene names and the vectors (float32, shape (N, D)) of a table.
 
     Raises
     ------
@@ -53,20 +53,20 @@ def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
         names, vectors = _read(table)
     except Exception as error:  # each reader raises different errors
         raise DataError(
-            f"{where} cannot be read as gene names with vectors of one length: {first_line(error)}."
+            f"{where} cannot be read as gene names with vectors of equal length: {first_line(error)}."
         ) from error
     if vectors.dtype.kind not in "biuf" or vectors.ndim != 2 or not vectors.size or len(names) != len(vectors):
         raise DataError(
-            f"{where} has {len(names)} names of genes and vectors of dtype {vectors.dtype} and shape {vectors.shape}; "
-            "numbers of shape (genes, dimensions) are needed."
+            f"{where} has {len(names)} gene names and vectors of dtype {vectors.dtype} and shape {vectors.shape}; pass "
+            "numeric vectors of shape (genes, dimensions)."
         )
     with np.errstate(over="ignore"):
         vectors = vectors.astype(np.float32, copy=False)
     bad = ~np.isfinite(vectors).all(axis=1)
     if bad.any():
         raise DataError(
-            f"{where} has missing or infinite numbers in the vectors of {int(bad.sum())} genes "
-            f"(first: {names[int(bad.argmax())]!r}); remove genes without a vector."
+            f"{where} contains missing or infinite values in the vectors of {int(bad.sum())} genes (first: "
+            f"{names[int(bad.argmax())]!r}); remove these genes."
         )
     return names, vectors
 
@@ -151,10 +151,11 @@ def match_vectors(names: Sequence[str], vectors: np.ndarray, vocab: GeneVocab) -
         gene = genes[found][differs][0]
         rows = [names[row] for row in found[genes[found] == gene]]
         raise DataError(
-            f"table has several vectors for the gene {vocab.genes[gene]!r}, in the rows {listing(rows)}; keep one."
+            f"table contains several vectors for gene {vocab.genes[gene]!r}, in the rows {listing(rows)}; keep one of "
+            "the rows."
         )
     n_known = len(np.unique(tokens))
-    report = f"table has vectors for {n_known:,} of the {vocab.n_genes:,} genes of the vocabulary"
+    report = f"table contains vectors for {n_known:,} of the {vocab.n_genes:,} genes of the vocabulary"
     logger.info("%s.", report)
     if n_known < _FEW * vocab.n_genes:
         warn(f"{report} ({n_known / vocab.n_genes:.0%}).")
@@ -229,11 +230,17 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         super().__init__(vocab, **options)
         self.missing = check_choice("missing", missing, ["learned", "drop"])
         if missing == "drop" and table is None and dropped is None:
-            raise OptionError("missing='drop' needs a table to find genes without a vector; pass table=...")
+            raise OptionError(
+                "missing='drop' requires table, which determines the genes without a vector; pass table=..."
+            )
         if dropped is not None and (missing == "learned" or table is not None):
-            raise OptionError("dropped is computed from the table with missing='drop'; omit it.")
+            raise OptionError(
+                "dropped is computed from table with missing='drop' and cannot be passed here; omit dropped."
+            )
         if missing == "drop" and options.get("library_size", "data") != "data":
-            raise OptionError("missing='drop' counts dropped genes in the library size; pass library_size='data'.")
+            raise OptionError(
+                "missing='drop' includes the dropped genes in the library size; pass library_size='data'."
+            )
         self.table = None  # a saved model is loaded where the table is not
         self.freeze = check_bool("freeze", freeze)
         self._vectors = None if table is None else match_vectors(*read_table(table), vocab)
@@ -280,8 +287,8 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         """
         if self._vectors is None:
             raise OptionError(
-                "table=None but the tokenizer 'gene_embedding' needs gene vectors; pass a file, a data frame or a "
-                "dict as its option table."
+                "table=None, but the tokenizer 'gene_embedding' requires gene vectors; pass a file, a data frame or a "
+                "dict as table."
             )
         return self._vectors
 
@@ -303,7 +310,8 @@ def _kept(vocab: GeneVocab, dropped: Sequence[str]) -> np.ndarray:
     gone = vocab.gene_indices(dropped)
     if (gone < 0).any():
         raise OptionError(
-            f"dropped names {dropped[int((gone < 0).argmax())]!r}, which is not a gene of the vocabulary."
+            f"dropped contains {dropped[int((gone < 0).argmax())]!r}, which is not a gene of the vocabulary; remove it "
+            "from dropped."
         )
     kept = np.ones(vocab.n_genes, dtype=np.bool_)
     kept[gone] = False

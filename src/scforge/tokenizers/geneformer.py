@@ -25,7 +25,7 @@ MODEL_INPUT = {"V1": 2048, "V2": 4096}
 """Maximum number of tokens per cell, including special tokens."""
 
 _BOTH = "the two dictionaries (gene to token, gene to median) as a tuple"
-_IN_MEMORY = {"tokens_medians": _BOTH, "ensembl_map": "the dictionary of former ids to current ones"}
+_IN_MEMORY = {"tokens_medians": _BOTH, "ensembl_map": "the dictionary from former to current ids"}
 
 _SPECIAL = {"V1": ("<pad>", "<mask>"), "V2": ("<pad>", "<mask>", "<cls>", "<eos>")}
 
@@ -48,24 +48,24 @@ def geneformer_vocab(
         tokens, medians = (_column(table, name) for name in ("token", "median"))
     for what, of_genes in (("token", tokens), ("median", medians)):
         if odd := [value for value in of_genes.values() if not isinstance(value, numbers.Real)]:
-            raise DataError(f"tokens_medians has the {what} {odd[0]!r}, which is not a number; pass {_BOTH}.")
+            raise DataError(f"tokens_medians contains the {what} {odd[0]!r}, which is not a number; pass {_BOTH}.")
     names = sorted(tokens, key=lambda name: tokens[name])
     special = _SPECIAL[version]
     if [tokens[name] for name in names] != list(range(len(names))):
         raise DataError(
-            "tokens_medians has token ids that are not 0, 1, 2, ... without gaps; pass a published dictionary."
+            "the token ids in tokens_medians must be consecutive integers from 0; pass a token dictionary as published."
         )
     if tuple(names[: len(special)]) != special or any(name.startswith("<") for name in names[len(special) :]):
         raise DataError(
             f"tokens_medians starts with {listing(names[:4])}, but Geneformer {version} has the special tokens "
-            f"{listing(special)}; pass the dictionaries of version {version}, or the version that fits them "
-            "(of an export, scforge's own: load what model.save wrote)."
+            f"{listing(special)}; pass the dictionaries of version {version}, or the version that matches the "
+            "dictionaries (for dictionaries that scforge exported, load the saved scforge model instead)."
         )
     genes = tuple(names[len(special) :])
     if bad := [gene for gene in genes if not 0 < medians.get(gene, 0) < float("inf")]:
         raise DataError(
-            f"tokens_medians has no positive median for {len(bad)} genes (first: {bad[0]!r}, "
-            f"{medians.get(bad[0])}); pass the two dictionaries of one release."
+            f"tokens_medians has no positive median for {len(bad)} genes (first: {bad[0]!r}, {medians.get(bad[0])}); "
+            "pass the two dictionaries of the same release."
         )
     return GeneVocab(
         genes=genes,
@@ -158,7 +158,7 @@ def _table(source: pd.DataFrame | str | os.PathLike[str], argument: str, columns
     if not isinstance(source, pd.DataFrame) or not set(columns) <= set(source.columns):
         has = listing(map(str, source)) if isinstance(source, pd.DataFrame | Mapping) else type(source).__name__
         raise DataError(
-            f"{argument} is not a table with the columns {listing(columns)} (it has: {has}); pass one, a file, or "
-            f"{_IN_MEMORY[argument]}."
+            f"{argument} is not a table with the columns {listing(columns)} (it has: {has}); pass such a table, a "
+            f"file, or {_IN_MEMORY[argument]}."
         )
     return source

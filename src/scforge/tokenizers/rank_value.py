@@ -189,7 +189,8 @@ def rank_cells(
 
     Returns
     -------
-    Row boundaries, int64, shape (B + 1,); and token ids, int32, and log1p CP10K, float32, from highest to lowest rank.
+    Row boundaries (int64, shape (B + 1,)), and the token ids (int32) and log1p CP10K values (float32), from highest to
+    lowest rank.
     """
     indptr, longest = kept_indptr(block.indptr, most)
     ids, values = np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=np.float32)
@@ -200,7 +201,7 @@ def rank_cells(
 def rank_padded(
     block: CellBlock, scales: Scales, most: int, n_special: int, first: int, last: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rank the genes of each cell directly into padded arrays, which avoids writing them twice.
+    """Rank the genes of each cell and write them directly into padded arrays, which avoids a second copy.
 
     Parameters
     ----------
@@ -211,7 +212,7 @@ def rank_padded(
 
     Returns
     -------
-    Token ids, int64, attention mask, bool, and values, float32, each of shape (B, S).
+    Token ids (int64), attention mask (bool) and values (float32), each of shape (B, S).
     """
     indptr, longest = kept_indptr(block.indptr, most)
     sizes = np.diff(indptr)
@@ -357,19 +358,21 @@ class RankValueTokenizer(Tokenizer):
         self.use_medians = check_bool("use_medians", use_medians)
         if self.use_medians and vocab.medians is None:
             raise OptionError(
-                "use_medians=True but the vocabulary has no medians; add them with vocab.with_medians, or pass False."
+                "use_medians=True, but the vocabulary has no medians; add them with vocab.with_medians, or pass "
+                "use_medians=False."
             )
         self.parity = check_choice("parity", parity, ["stable", "exact"])
         if parity == "stable" and not check_bool("collapse_duplicates", collapse_duplicates):
             raise OptionError(
-                "collapse_duplicates=False needs parity='exact'; parity='stable' sums columns of one gene."
+                "collapse_duplicates=False requires parity='exact', because parity='stable' sums the columns of each "
+                "gene; pass parity='exact'."
             )
         self.collapse_duplicates = check_bool("collapse_duplicates", collapse_duplicates)
         medians = vocab.medians if self.use_medians else None
         if medians is not None and not (medians.min() >= 1 / LARGEST and medians.max() <= LARGEST):
             raise OptionError(
-                f"the vocabulary has medians from {medians.min():g} to {medians.max():g}; "
-                f"those of expression lie between {1 / LARGEST:g} and {LARGEST:g}."
+                f"the vocabulary has medians from {medians.min():g} to {medians.max():g}, but medians of expression "
+                f"lie between {1 / LARGEST:g} and {LARGEST:g}; correct the medians with vocab.with_medians."
             )
         self._scales = Scales.of(np.ones(vocab.n_genes) if medians is None else 1.0 / medians)
 

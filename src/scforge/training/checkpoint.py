@@ -37,7 +37,7 @@ logger = logging.getLogger("scforge")
 
 
 class GracefulStop(Callback):
-    """Stops training after the current step at the first Ctrl-C; a second Ctrl-C interrupts that step.
+    """Stop training after the current step at the first Ctrl-C; a second Ctrl-C interrupts that step.
 
     Parameters
     ----------
@@ -142,7 +142,7 @@ def is_better(value: float, other: float, mode: str) -> bool:
 
 
 class BestWeights(Callback):
-    """Keeps a copy of the weights from the best epoch.
+    """Keep a copy of the weights from the best epoch.
 
     Parameters
     ----------
@@ -186,7 +186,7 @@ class BestWeights(Callback):
 
 
 class MovingAverage(Callback):
-    """Keeps an exponential moving average of the weights, which is validated and saved.
+    """Keep an exponential moving average of the weights, which is validated and saved.
 
     After step t the average is ``d * average + (1 - d) * weights`` with ``d = min(decay, (1 + t) / (10 + t))``, so that
     it does not start from the random weights (as in the moving averages of TensorFlow and timm).
@@ -200,7 +200,7 @@ class MovingAverage(Callback):
     def __init__(self, decay: float) -> None:
         check_share("ema_decay", decay)
         if decay in (0, 1):
-            raise OptionError(f"ema_decay={decay!r} does not average; pass a number between 0 and 1, e.g. 0.999.")
+            raise OptionError(f"ema_decay={decay!r} is invalid; pass a number between 0 and 1, e.g. 0.999.")
         self.decay = decay
         self.steps = 0
         self._seen = 0
@@ -318,7 +318,7 @@ class SaveOptions:
 
 
 class SaveState(Checkpoint):
-    """Saves checkpoints during a training run, and restores one before the first step.
+    """Save checkpoints during a training run, and restore one before the first step.
 
     This callback must run last, after all callbacks that may end training; Lightning runs subclasses of ``Checkpoint``
     last.
@@ -416,8 +416,8 @@ class SaveState(Checkpoint):
         if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
             # On a GPU losses are looked at now and then only, see TrainingPlan.
             raise NotFiniteError(
-                f"the weights are NaN or infinite in step {trainer.global_step}, and are not saved; lower the "
-                "learning rate (lr), or check the counts for extreme values."
+                f"the weights contain NaN or infinite values in step {trainer.global_step} and are not saved; lower "
+                "the learning rate (lr), or check the counts for extreme values."
             )
         state = {
             "format": _FORMAT,
@@ -453,7 +453,8 @@ class SaveState(Checkpoint):
                 continue
             if callback.state_key in keyed:
                 raise OptionError(
-                    f"callbacks has two of {callback.state_key!r} with a state to save; set a different state_key."
+                    f"callbacks contains two callbacks with the state_key {callback.state_key!r}, and both have a "
+                    "state to save; set a different state_key for one of them."
                 )
             keyed[callback.state_key] = callback
         return keyed
@@ -470,11 +471,13 @@ def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: s
     names = [name for name in [*saved, *(set(now) - set(saved))] if saved.get(name) != now.get(name)]
     if not names:
         return
-    shown = ", ".join(f"{name}={saved.get(name)!r:.40} there, {now.get(name)!r:.40} here" for name in names[:4])
+    shown = ", ".join(
+        f"{name}={saved.get(name)!r:.40} in the checkpoint, but {now.get(name)!r:.40} now" for name in names[:4]
+    )
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
     raise OptionError(
-        f"resume: the training in {where!r} had other settings ({shown}{more}); "
-        "use those to resume, or another folder (or overwrite=True) to start a new run."
+        f"resume: the settings differ from the settings of the training run in {where!r} ({shown}{more}); use the same "
+        "settings to resume, or start a new run in another folder or with overwrite=True."
     )
 
 
@@ -522,8 +525,8 @@ def _set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all(state["cuda"])
     else:
         warn(
-            f"The state is of {len(state['cuda'])} GPUs, but there are {torch.cuda.device_count()}; their random "
-            "numbers are not restored."
+            f"The checkpoint was saved with {len(state['cuda'])} GPUs, but {torch.cuda.device_count()} are available; "
+            "the random states of the GPUs are not restored."
         )
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
@@ -538,8 +541,8 @@ def restoring() -> Iterator[None]:
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ModelFileError(
-            f"resume: the checkpoint does not fit this training run ({first_line(error)}); use another checkpoint, or "
-            "start a new run in another folder (or with overwrite=True)."
+            f"resume: the checkpoint does not match this training run ({first_line(error)}); use another checkpoint, "
+            "or start a new run in another folder or with overwrite=True."
         ) from error
 
 
@@ -608,7 +611,9 @@ def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         items = [(key, _pack(part, f"{name}.{key}", tensors)) for key, part in value.items()]
         plain = all(isinstance(key, str) and not key.startswith("__") for key, _ in items)
         if not all(isinstance(key, str | int) for key, _ in items):
-            raise TrainingError(f"{name} has a key that is neither a string nor an integer, which cannot be saved.")
+            raise TrainingError(
+                f"{name} has a key that cannot be saved in a checkpoint; use only strings and integers as keys."
+            )
         return dict(items) if plain else {_ITEMS: [list(item) for item in items]}
     if isinstance(value, list | tuple):
         parts = [_pack(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]
@@ -653,12 +658,12 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
         sums = {_TENSORS: sha256_of(place / _TENSORS), "state": sha256_of_json(content["state"])}
         if wrong := [name for name, found in sums.items() if found != content["sha256"][name]]:
             file = place / (_TENSORS if _TENSORS in wrong else _STATE)
-            raise ModelFileError(f"{str(file)!r} is corrupted: its checksum is not the one in {_STATE}.")
+            raise ModelFileError(f"{str(file)!r} is corrupted: its checksum does not match the one in {_STATE}.")
         state = unpack(content["state"], load_file(place / _TENSORS))
         if state["format"] != _FORMAT:
             raise TrainingError(
-                f"the checkpoint {str(folder)!r} is of scforge {state.get('scforge_version')}, this is "
-                f"{__version__}; continue with that version."
+                f"the checkpoint {str(folder)!r} was saved with scforge {state.get('scforge_version')}, but this is "
+                f"scforge {__version__}; resume training with the version that saved the checkpoint."
             )
     except ModelFileError:
         raise
@@ -690,7 +695,9 @@ def check_state(path: Path, run: RunFolder | None = None) -> None:
     states = sorted(path.glob("step=*"))
     ways = ["--resume auto"] if run is not None and states and path.resolve() == run.path.resolve() else []
     ways += [os.fspath(state) for state in states[-1:]]
-    meant = f"did you mean {', or '.join(ways)}?" if ways else "pass one such as ckpt/step=00000100, or 'auto'."
+    meant = (
+        f"did you mean {', or '.join(ways)}?" if ways else "pass a checkpoint such as ckpt/step=00000100, or 'auto'."
+    )
     raise MissingFileError(f"resume={str(path)!r} {problem} (--resume); {meant}")
 
 
@@ -745,10 +752,10 @@ class RunFolder:
             except (MissingFileError, ModelFileError) as error:
                 if path == states[0]:
                     raise ModelFileError(
-                        f"checkpoint_dir={str(self.path)!r} has no intact checkpoint ({error}); pass overwrite=True "
-                        "(--overwrite) to start a new run."
+                        f"checkpoint_dir={str(self.path)!r} has no intact checkpoint ({str(error).rstrip('.')}); pass "
+                        "overwrite=True (--overwrite) to start a new run."
                     ) from error
-                warn(f"{error} Training resumes from the one before it.")
+                warn(f"{error} Training resumes from the previous checkpoint.")
         return None
 
     def holds(self, state: Path) -> bool:
@@ -790,7 +797,7 @@ class RunFolder:
             for part in self.path.glob(f"{kind}=*"):
                 number = part.name.removeprefix(f"{kind}=")
                 if part.is_dir() and number.isdecimal() and int(number) > most:
-                    logger.info("%s came later, and is removed.", part)
+                    logger.info("%s was saved after the checkpoint to resume from and is removed.", part)
                     remove_folder(part)
 
     def keep_last(self, n: int) -> None:
@@ -816,7 +823,7 @@ class RunFolder:
             problem = (
                 "is in use by another training run" if taken else f"cannot be written to ({error.strerror or error})"
             )
-            wait = "wait for it, or " if taken else ""
+            wait = "wait for that run to finish, or " if taken else ""
             raise OptionError(f"checkpoint_dir={str(self.path)!r} {problem}; {wait}choose another folder.") from error
         try:
             for pattern in (".step=*", ".epoch=*", f".{FINAL}.*"):

@@ -39,7 +39,7 @@ def default_threads(cells: Cells) -> int:
 
 
 class BatchLoader:
-    """Iterates over the batches of an epoch, in the order of a :class:`~scforge.data.CellOrder`.
+    """Iterate over the batches of an epoch, in the order of a :class:`~scforge.data.CellOrder`.
 
     The batches do not depend on the number of threads. A checkpoint counts the batches that were returned, not the
     batches that were prepared. A run that is resumed within an epoch therefore receives exactly the remaining batches.
@@ -180,8 +180,8 @@ def _warn_of_shared_batches(cells: Cells, batch_key: str) -> None:
     pairs = pd.DataFrame({"batch": cells.column(batch_key), "source": source}).dropna().drop_duplicates()
     if shared := sorted(pairs.loc[pairs["batch"].duplicated(), "batch"].unique()):
         warn(
-            f"batch_key={batch_key!r}: batches of one name in several sources count as one: {listing(shared)}; pass "
-            "different batches different names, e.g. of study and donor."
+            f"batch_key={batch_key!r}: batches with the same name in several sources are treated as one batch "
+            f"({listing(shared)}); give different batches different names, e.g. by combining study and donor."
         )
 
 
@@ -280,7 +280,8 @@ class CellDataModule(lightning.LightningDataModule):
             cells = open_cells(cells, cache=AUTO)
         if not hasattr(cells, "stream"):
             raise OptionError(
-                f"cells is of type {type(cells).__name__!r}; pass what scforge.data.open_cells returns, or a store."
+                f"cells is of type {type(cells).__name__!r}; pass the cells that scforge.data.open_cells returns, or "
+                "the path of a store."
             )
         self.cells: Cells = cells
         self.bound: Cells = cells
@@ -294,12 +295,14 @@ class CellDataModule(lightning.LightningDataModule):
         elif train_rows is None or validation_rows is None:
             raise OptionError("train_rows and validation_rows must be given together; pass both, or neither.")
         elif split_by is not None:
-            raise OptionError(f"split_by={split_by!r} has no effect with train_rows and validation_rows; omit it.")
+            raise OptionError(
+                f"split_by={split_by!r} has no effect with train_rows and validation_rows; omit split_by."
+            )
         else:
             train_rows = _checked_rows("train_rows", train_rows, len(cells))
             validation_rows = _checked_rows("validation_rows", validation_rows, len(cells))
             if np.intersect1d(train_rows, validation_rows).size:
-                raise OptionError("train_rows and validation_rows share cells; a split must be disjoint.")
+                raise OptionError("train_rows and validation_rows overlap; pass disjoint rows.")
             if not len(train_rows):
                 raise OptionError("train_rows is empty; pass at least one cell to train on.")
         self.train_rows = train_rows
@@ -328,7 +331,8 @@ class CellDataModule(lightning.LightningDataModule):
         if weight_by is not None:
             if balance_by is not None:
                 raise OptionError(
-                    f"weight_by={weight_by!r} and balance_by={balance_by!r} both weight cells; pass only one."
+                    f"weight_by={weight_by!r} and balance_by={balance_by!r} both weight cells; pass only one of the "
+                    "two."
                 )
             self._balance = CellWeights(
                 named_column(cells, weight_by, argument="weight_by").iloc[self.train_rows].to_numpy(dtype=np.float64)
@@ -359,8 +363,8 @@ class CellDataModule(lightning.LightningDataModule):
         objective.check(tokenizer)
         if self.max_tokens_per_batch is not None and objective.random_batches:
             raise OptionError(
-                f"max_tokens_per_batch={self.max_tokens_per_batch} fills batches with cells of similar length, but "
-                f"the objective {type(objective).__name__} needs random batches; pass batch_size."
+                f"max_tokens_per_batch={self.max_tokens_per_batch} fills batches with cells of similar length, but the "
+                f"objective {type(objective).__name__} requires random batches; pass batch_size instead."
             )
         if first_epoch is not None:
             self.first_epoch = first_epoch
@@ -416,7 +420,9 @@ class CellDataModule(lightning.LightningDataModule):
     def _loader(self, rows: np.ndarray, *, shuffle: bool) -> BatchLoader:
         tokenizer, objective = self.tokenizer, self.objective
         if tokenizer is None or objective is None:
-            raise TrainingError("the data module has no tokenizer and objective yet; call bind(tokenizer, objective).")
+            raise TrainingError(
+                "the data module has no tokenizer and objective yet; call bind(tokenizer, objective) first."
+            )
         lengths = None
         if not objective.random_batches:
             lengths = tokenizer.lengths(self.bound.n_expressed[rows].astype(np.int32, copy=False))
@@ -456,5 +462,7 @@ class CellDataModule(lightning.LightningDataModule):
 def _checked_rows(argument: str, rows: np.ndarray, n_cells: int) -> np.ndarray:
     rows = np.unique(np.asarray(rows, dtype=np.int64))
     if (outside := rows[(rows < 0) | (rows >= n_cells)]).size:
-        raise OptionError(f"{argument} has the row {outside[0]}, but there are {n_cells} cells.")
+        raise OptionError(
+            f"{argument} contains row {outside[0]}, but there are {n_cells} cells; pass rows from 0 to {n_cells - 1}."
+        )
     return rows

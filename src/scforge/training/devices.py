@@ -33,7 +33,8 @@ def ensure_devices(accelerator: str, devices: Any) -> None:
     if wanted > there:
         others = "accelerator='cpu'" if there == 0 else f"devices={there}"
         raise OptionError(
-            f"devices={devices!r} with accelerator={accelerator!r}, but this machine has {there} GPUs; pass {others}."
+            f"devices={devices!r} with accelerator={accelerator!r} requires more GPUs than this machine has ({there}); "
+            f"pass {others}."
         )
 
 
@@ -169,7 +170,8 @@ def compiled(module: nn.Module, wanted: bool) -> Iterator[None]:
     on_cpu = next(module.parameters()).device.type == "cpu"
     if on_cpu and shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
         raise OptionError(
-            "compile=True needs a C++ compiler such as g++, but none is installed; install one, or omit it."
+            "compile=True requires a C++ compiler such as g++, but none is installed; install a compiler, or omit "
+            "compile."
         )
     blocks = [part for part in module.modules() if isinstance(part, TransformerBlock)]
     for block in blocks or [module]:
@@ -215,7 +217,7 @@ def gradient_checkpointing(module: nn.Module, wanted: bool | None) -> Iterator[N
     parts = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
     if wanted and not parts:
         raise OptionError(
-            f"gradient_checkpointing=True, but {type(module).__name__} cannot recompute its layers; omit it."
+            f"gradient_checkpointing=True is not supported by {type(module).__name__}; omit gradient_checkpointing."
         )
     before = [part.gradient_checkpointing for part in parts]
     for part in parts:

@@ -79,7 +79,7 @@ class StopAfterWarmup(EarlyStopping):
 
 
 class SaveBest(Callback):
-    """Saves the model after each epoch that is among the best, and removes epochs that no longer are.
+    """Save the model after each epoch that is among the best, and remove epochs that no longer are.
 
     Parameters
     ----------
@@ -204,7 +204,7 @@ def find_batch_size(
             "memory ran out with a batch of one cell; lower the tokenizer's max_len (data.max_genes), or pass "
             "gradient_checkpointing=True (training.gradient_checkpointing)."
         )
-    logger.info("Batches have %d cells (batch_size='auto').", found)
+    logger.info("Using batches of %d cells (batch_size='auto').", found)
     return found
 
 
@@ -253,7 +253,7 @@ def choose_precision(module: nn.Module, data: CellDataModule, device: torch.devi
         seconds[precision] = min(times[1:])  # the first step also creates plans and kernels
     gain = seconds["32-true"] / seconds["bf16-mixed"]
     chosen = "bf16-mixed" if gain >= _FASTER else "32-true"
-    logger.info("A step in bf16 is %.2f times as fast: precision=%r.", gain, chosen)
+    logger.info("A training step in bf16 is %.2f times as fast as in float32; using precision=%r.", gain, chosen)
     return chosen
 
 
@@ -516,8 +516,8 @@ def fit(
     check_count("log_every_n_steps", log_every_n_steps, "steps")
     if (n_train := len(data.train_rows)) < _FEW_CELLS:
         warn(
-            f"The model learns from {n_train} cells, fewer than {_FEW_CELLS}, which is too few to select an epoch; "
-            "pass more cells."
+            f"The model is trained on {n_train} cells, which are too few to select the best epoch; pass at least "
+            f"{_FEW_CELLS} cells."
         )
     if max_epochs is None:
         max_epochs = default_max_epochs(plan.objective.defaults, n_train) if max_steps < 0 else -1
@@ -530,7 +530,7 @@ def fit(
     for one in (loggers := list(given) if isinstance(given, list | tuple) else [given]):
         if not isinstance(one, bool | Logger | None):
             raise OptionError(
-                f"logger={one!r} is not a Lightning logger; create one with "
+                f"logger={one!r} is not a Lightning logger; create a logger with "
                 "scforge.training.make_loggers(['csv'], 'logs')."
             )
     has_validation = len(data.validation_rows) > 0 and trainer_options.get("limit_val_batches") != 0
@@ -544,7 +544,10 @@ def fit(
     own: list[Callback] = [history]
     if ema_decay is not None:
         if strategy == "fsdp":
-            raise OptionError(f"ema_decay={ema_decay!r} needs the whole model in each process; remove one of the two.")
+            raise OptionError(
+                f"ema_decay={ema_decay!r} needs unsharded weights and does not work with strategy='fsdp'; omit "
+                "ema_decay, or use strategy='ddp'."
+            )
         own.append(MovingAverage(ema_decay))
     own += [best, stop]
     if gradual_unfreezing is not None:
@@ -619,9 +622,9 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
         _trained_alone = True
     elif _trained_alone and not ("WORLD_SIZE" in os.environ or SLURMEnvironment.detect()):
         raise OptionError(
-            f"devices={devices!r}, but this script has already trained on one device, and further processes would "
-            "repeat that; train on all devices from the first call on, or start the script with torchrun "
-            f"--nproc-per-node {processes}."
+            f"devices={devices!r} cannot be used, because this script has already trained on one device and new "
+            "processes would repeat that training; train on all devices from the first call on, or start the script "
+            f"with torchrun --nproc-per-node {processes}."
         )
     made = make_strategy(strategy, n_processes=processes)
     try:
@@ -643,7 +646,7 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
             **options,
         )
     except (MisconfigurationException, RuntimeError, TypeError, ValueError) as error:
-        raise OptionError(f"an option of training cannot be used: {' '.join(str(error).split())}") from error
+        raise OptionError(f"invalid training option: {' '.join(str(error).split())}") from error
 
 
 def _run(
@@ -694,6 +697,6 @@ def _memory_hint(data: CellDataModule) -> str:
     batch = f"{size} cells" if data.max_tokens_per_batch is None else f"{data.max_tokens_per_batch} tokens"
     return (
         f"memory ran out with batches of {batch} (cells have up to {tokens} tokens); lower batch_size "
-        "(training.batch_size) and raise accumulate_grad_batches as much, lower the tokenizer's max_len "
+        "(training.batch_size) and increase accumulate_grad_batches by the same factor, lower the tokenizer's max_len "
         "(data.max_genes), or pass gradient_checkpointing=True (training.gradient_checkpointing)."
     )

@@ -37,7 +37,7 @@ _WANDB_MODES = ("online", "offline", "disabled")
 
 
 class TableLogger(Logger):
-    """Writes ``metrics.csv`` into a folder, with one row per logged step and one column per metric.
+    """Write ``metrics.csv`` into a folder, with one row per logged step and one column per metric.
 
     A resumed run first removes the rows after its checkpoint, so that no step occurs twice.
 
@@ -176,7 +176,9 @@ def make_loggers(
     for name in names:
         check_choice("loggers", name, LOGGERS)
         if name != "csv" and importlib.util.find_spec(name) is None:
-            raise OptionError(f"loggers contains {name!r}, which is not installed; pip install 'scforge[{name}]'.")
+            raise OptionError(
+                f"loggers contains {name!r}, which is not installed; install it with pip install 'scforge[{name}]'."
+            )
     check_folder("log_dir", log_dir)
     if "csv" in names:
         loggers.append(TableLogger(log_dir))
@@ -195,11 +197,11 @@ def _read(path: Path) -> list[dict[str, Any]]:
             # A killed process may have left an incomplete row.
             return [row for row in csv.DictReader(handle) if None not in row.values() and row["step"].isdecimal()]
     except (KeyError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{str(path)!r} is not a table of a training run; choose another log_dir.") from error
+        raise DataError(f"{str(path)!r} is not the log table of a training run; choose another log_dir.") from error
 
 
 class StepClock:
-    """Estimates the remaining time of a run from the rate of the steps so far."""
+    """Estimate the remaining time of a run from the rate of the steps so far."""
 
     def __init__(self) -> None:
         self._start, self._first = 0.0, 0
@@ -273,7 +275,7 @@ class EpochProgress(Callback):
 
 
 class History(Callback):
-    """Records the metrics of each epoch, and stops training if the loss is NaN or infinite.
+    """Record the metrics of each epoch, and stop training if the loss is NaN or infinite.
 
     It must be the first callback, so that training stops before anything is saved.
 
@@ -376,7 +378,7 @@ def _wait(device: torch.device) -> None:
 
 
 class Monitor(Callback):
-    """Logs a row every few steps, and a row at the end of each epoch.
+    """Log a row every few steps, and a row at the end of each epoch.
 
     The row of a step contains ``step_loss`` (of its last batch), ``learning_rate``, ``gradient_norm``,
     ``cells_per_second``, ``tokens_per_second`` (of all processes, without padding), ``waiting`` (fraction of the time
@@ -497,5 +499,6 @@ class Monitor(Callback):
                 one.log_metrics(row, step=trainer.global_step)
             except OSError as error:
                 raise SavingError(
-                    f"logger {type(one).__name__} cannot write ({error.strerror or error}); free disk space and resume."
+                    f"logger {type(one).__name__} cannot write its logs ({error.strerror or error}); free some disk "
+                    "space and resume the training."
                 ) from error

@@ -40,11 +40,15 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def __init__(self, module: nn.Module, *, lr: float, weight_decay: float, fused: bool) -> None:
         matrices = _hidden_matrices(module)
         if not matrices:
-            raise OptionError(f"optimizer='muon': {type(module).__name__} has no hidden matrices; choose 'adamw'.")
+            raise OptionError(
+                f"optimizer='muon' requires weight matrices in hidden layers, but {type(module).__name__} has none; "
+                "use optimizer='adamw'."
+            )
         hidden = [matrix for matrix in matrices if matrix.requires_grad]
         if not hidden:
             raise OptionError(
-                "optimizer='muon' is for the matrices of hidden layers, which are all frozen; freeze fewer."
+                "optimizer='muon' trains the weight matrices of hidden layers, but all of them are frozen; freeze "
+                "fewer layers."
             )
         ids = {id(parameter) for parameter in hidden}
         rest = [
@@ -188,7 +192,7 @@ def make_optimizer(
     check_choice("optimizer", name, (*_OF_TORCH, "muon"))
     if factors:
         raise OptionError(
-            "layer_lr_decay does not work with optimizer='muon'; choose 'adamw', or leave layer_lr_decay out."
+            "layer_lr_decay does not work with optimizer='muon'; use optimizer='adamw', or omit layer_lr_decay."
         )
     return MuonWithAdamW(module, lr=lr, weight_decay=weight_decay, fused=fused)
 
@@ -255,7 +259,7 @@ def make_schedule(
         Number of optimizer steps in the whole training run.
     warmup_steps
         Number of steps until the peak, at most half of all steps, so that even a short run completes the warm-up. If
-        None, uses 10 % of all steps (30 % for ``one_cycle``; 0 for ``constant``, ``cosine`` and ``linear``).
+        None, uses 10% of all steps (30% for ``one_cycle``; 0 for ``constant``, ``cosine`` and ``linear``).
 
     Raises
     ------

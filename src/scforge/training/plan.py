@@ -21,7 +21,7 @@ from scforge.training.optimizers import make_optimizer, make_schedule, warmup_le
 
 
 class EpochMetrics:
-    """Sums metrics over steps; the sums stay on the device, so that no step waits for them."""
+    """Sum metrics over steps; the sums stay on the device, so that no step waits for them."""
 
     def __init__(self) -> None:
         self._sums: dict[str, torch.Tensor] = {}
@@ -102,7 +102,8 @@ def freeze_layers(module: nn.Module, n_layers: int) -> None:
     check_count("freeze", n_layers, "layers")
     if n_layers > len(groups) - 2:
         raise OptionError(
-            f"freeze={n_layers} but there are {len(groups) - 2} layers; freeze fewer, or all with freeze=True."
+            f"freeze={n_layers}, but there are only {len(groups) - 2} layers; freeze fewer layers, or all layers with "
+            "freeze=True."
         )
     for group in groups[: n_layers + 1]:
         for parameter in group:
@@ -125,7 +126,7 @@ def learning_rate_factors(module: nn.Module, decay: float | None) -> dict[int, f
 
 
 class GradualUnfreezing(Callback):
-    """Trains the top layer first, and one more layer below it every few epochs (Howard and Ruder, 2018).
+    """Train the top layer first, and one more layer below it every few epochs (Howard and Ruder, 2018).
 
     The gradients of layers that are not trained yet are dropped immediately before a step. Processes therefore need no
     synchronization, and a resumed training run needs no saved state.
@@ -164,7 +165,7 @@ class NotFiniteError(TrainingError):
 
 
 class TrainingPlan(lightning.LightningModule):
-    """Trains a module by minimizing an objective.
+    """Train a module by minimizing an objective.
 
     Parameters
     ----------
@@ -312,7 +313,10 @@ class TrainingPlan(lightning.LightningModule):
         # The scaler of 16-bit losses needs gradients that nobody else scales; fused kernels take no sharded tensors.
         sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
         if sharded and self.optimizer_name == "muon":
-            raise OptionError("optimizer='muon' needs whole matrices, not strategy='fsdp'; choose 'adamw', or 'ddp'.")
+            raise OptionError(
+                "optimizer='muon' needs unsharded weight matrices and does not work with strategy='fsdp'; use "
+                "optimizer='adamw' or strategy='ddp'."
+            )
         fused = not self._scales_losses and not sharded
         optimizer = make_optimizer(
             self.module,

@@ -52,7 +52,7 @@ def embed(
 
     Returns
     -------
-    The embeddings.
+    The embeddings, float32, shape (N, D).
 
     Raises
     ------
@@ -125,8 +125,8 @@ def run_over(
                 shape = getattr(computed, "shape", None)
                 given = f"a {type(computed).__name__}" if shape is None else f"an embedding of shape {tuple(shape)}"
                 raise TrainingError(
-                    f"{type(module).__name__} gives {given} for {len(at)} cells; encode has to return one vector per "
-                    "cell, a tensor of shape (B, H)."
+                    f"{type(module).__name__} returned {given} for {len(at)} cells; encode must return one vector per "
+                    "cell, as a tensor of shape (B, H)."
                 )
             if result is None:
                 result = np.empty((len(wanted), computed.shape[1]), dtype=np.float32)

@@ -94,13 +94,12 @@ def tokenizer_of(config: Config) -> dict[str, Any]:
         if name not in TOKENIZERS.get(strategy).option_names():
             raise ConfigError(
                 f"data.preprocessing requires values that the tokenizer {strategy!r} does not provide "
-                f"({name}={value!r}); "
-                "remove it, or choose 'continuous_projection'."
+                f"({name}={value!r}); remove these options, or set tokenizer.strategy to 'continuous_projection'."
             )
         if options.setdefault(name, value) != value:
             raise ConfigError(
-                f"tokenizer.{name}={options[name]!r} and data.preprocessing, which asks for {value!r}, contradict each "
-                "other; keep one of the two."
+                f"tokenizer.{name}={options[name]!r} contradicts data.preprocessing, which requires {value!r}; keep "
+                "only one of the two."
             )
     return options if config.tokenizer.strategy is None else {"name": config.tokenizer.strategy, **options}
 
@@ -124,13 +123,14 @@ def objective_of(config: Config) -> dict[str, Any]:
         name = name if "mask_ratio" in OBJECTIVES.get(name).option_names() else _MASKED
     if masking and "mask_ratio" not in OBJECTIVES.get(str(name)).option_names():
         raise ConfigError(
-            f"tokenizer.masking={masking} has no effect, because the objective {name!r} does not mask; remove it, or "
-            f"set objective.name to {_MASKED!r}."
+            f"tokenizer.masking={masking} has no effect, because the objective {name!r} does not mask; remove "
+            f"tokenizer.masking, or set objective.name to {_MASKED!r}."
         )
     for key in sorted(set(masking) & set(options)):
         if masking[key] != options[key]:
             raise ConfigError(
-                f"tokenizer.masking.{key}={masking[key]} and objective.{key}={options[key]} mean the same; keep one."
+                f"tokenizer.masking.{key}={masking[key]} and objective.{key}={options[key]} set the same option; keep "
+                "only one of the two."
             )
     options = {**masking, **options}
     return options if name is None else {"name": name, **options}
@@ -154,13 +154,13 @@ def planned_model(config: Config) -> tuple[ModelSpec, bool]:
     """
     if config.model.vocab_size is not None:
         raise ConfigError(
-            f"model.vocab_size={config.model.vocab_size} is determined by the genes; remove it, and choose genes with "
-            "data.gene_vocab and data.preprocessing.hvg_selection."
+            f"model.vocab_size={config.model.vocab_size} cannot be set, because it is determined by the genes; remove "
+            "model.vocab_size, and choose genes with data.gene_vocab and data.preprocessing.hvg_selection."
         )
     found = _model_of(config)
     for name in _unread(config):
         prefix = f"{config.place_of(f'model.{name}')}model.{name}={shown(getattr(config.model, name))}"
-        warn(f"{prefix} has no effect, because {found[0].architecture!r} has no such option.")
+        warn(f"{prefix} has no effect, because the architecture {found[0].architecture!r} has no such option.")
     return found
 
 
@@ -212,12 +212,12 @@ def _place(config: Config, message: str) -> str:
 NOT_OF_TUNING = {
     **dict.fromkeys(
         ("tokenizer", "objective", "model", "data.gene_vocab", "data.max_genes", "data.preprocessing"),
-        "is determined by the base model in fine-tuning; remove it",
+        "is determined by the base model in fine-tuning; remove it from the configuration",
     ),
-    "data.pin_memory": "has no effect in fine-tuning; omit it",
-    "data.sampling": "has no effect in fine-tuning; weight classes with finetune.class_weights",
-    "data.split": "has no effect in fine-tuning; name the column in finetune.split_by",
-    "training.validation_size": "has no effect in fine-tuning; set finetune.validation_size",
+    "data.pin_memory": "has no effect in fine-tuning; omit data.pin_memory",
+    "data.sampling": "has no effect in fine-tuning; use finetune.class_weights instead",
+    "data.split": "has no effect in fine-tuning; set finetune.split_by to the column instead",
+    "training.validation_size": "has no effect in fine-tuning; set finetune.validation_size instead",
 }
 """A mapping from sections and options without effect in fine-tuning to advice."""
 
@@ -314,7 +314,7 @@ def described(config: Config) -> str:
     for option in TASKS.get(section.task).needed_options():
         if given.get(option) is None and option not in FOUND_IN_CELLS.get(section.task, ()):
             flag = option.replace("_", "-")
-            raise ConfigError(f"the task {section.task!r} needs {option}; set finetune.{option} (--{flag}).")
+            raise ConfigError(f"the task {section.task!r} requires {option}; set finetune.{option} (--{flag}).")
     how = "" if section.lora is False else " with adapters"
     how = " of the head" if section.freeze is True else how
     name = base["architecture"]["name"]
@@ -402,8 +402,8 @@ def check_settings(config: Config, *, replaces: bool = False) -> None:
             check_writable(option, folder)
     for package in output.loggers or []:
         if package != "csv" and importlib.util.find_spec(package) is None:
-            fix = f"pip install 'scforge[{package}]'"
-            raise OptionError(f"output.loggers={output.loggers} names {package!r}, which is not installed; {fix}.")
+            fix = f"install with pip install 'scforge[{package}]'"
+            raise OptionError(f"output.loggers={output.loggers} contains {package!r}, which is not installed; {fix}.")
     _check_embedding(config, replaces=replaces)
     files = {f"data.paths.{index}": path for index, path in enumerate(data.paths or [])}
     files |= {f"eval.datasets.{name}": path for name, path in config.eval.datasets.items()}
@@ -430,7 +430,7 @@ def _absent(config: Config) -> dict[str, DatasetCard]:
         try:
             find_file(name)
         except MissingFileError as error:
-            warn(f"{config.place_of('eval.benchmarks')}{error} Training needs it.")
+            warn(f"{config.place_of('eval.benchmarks')}{error} Training requires this data set.")
             absent[name] = get_card(name)
     return absent
 
@@ -459,19 +459,22 @@ def benchmark_callbacks(config: Config, *, absent: Mapping[str, DatasetCard] | N
         for one in callback.evaluations:
             if missing := one.missing(keys):
                 raise ConfigError(
-                    f"the benchmark {one.name!r} needs a column of obs, {missing[0]}; set data.{missing[0]}, or "
-                    f"{missing[0]} below the benchmark."
+                    f"the benchmark {one.name!r} requires {missing[0]}, a column of obs; set data.{missing[0]}, or set "
+                    f"{missing[0]} in the options of the benchmark."
                 )
     of_training = "training" if config.finetune is None else "finetune"
     if getattr(config, of_training).validation_size == 0:
         raise ConfigError(
-            f"{of_training}.validation_size=0 leaves no validation cells, which eval.benchmarks need; set it above 0, "
-            "or remove the benchmarks."
+            f"{of_training}.validation_size=0 leaves no validation cells, but eval.benchmarks requires validation "
+            f"cells; set {of_training}.validation_size above 0, or remove eval.benchmarks."
         )
     used = [options.get("dataset") for _, options in _named(config)]
     for name, path in section.datasets.items():
         if name not in used:
-            raise ConfigError(f"eval.datasets.{name}={path!r} has no benchmark{did_you_mean(name, used)}; remove it.")
+            raise ConfigError(
+                f"eval.datasets.{name}={path!r} is not used by any benchmark{did_you_mean(name, used)}; remove the "
+                "data set."
+            )
     return [callback]
 
 

@@ -59,7 +59,7 @@ def chosen_device(device: str | torch.device) -> str | torch.device:
 
 
 def model_identity(model: CellModel) -> str:
-    """Return the SHA-256 hash of all that determines an embedding: weights, vocabulary, names and options."""
+    """Return the SHA-256 hash of everything that determines an embedding: weights, vocabulary, names and options."""
     digest = hashlib.sha256(json.dumps(model.spec.to_json(), sort_keys=True).encode())
     digest.update(model.vocab.hash.encode())
     for name, value in sorted(model.module.state_dict().items()):
@@ -113,7 +113,7 @@ _ENCODING = {"encoding-type": "array", "encoding-version": "0.2.0"}
 
 
 class EmbeddingFiles:
-    """The output of an embedding, with a hidden folder next to it that contains a file for each finished block.
+    """The output file of an embedding run, and a hidden folder next to it with one file per finished block.
 
     Parameters
     ----------
@@ -130,7 +130,7 @@ class EmbeddingFiles:
 
     def __init__(self, output: Path, *, overwrite: bool) -> None:
         if output.suffix not in (".zarr", ".h5ad"):
-            raise OptionError(f"output={str(output)!r} ends with neither .zarr nor .h5ad; add one of them.")
+            raise OptionError(f"output={str(output)!r} must end with .zarr or .h5ad.")
         self._is_zarr, self._prefix = output.suffix == ".zarr", f"output={str(output)!r}"
         output = output.resolve() if output.is_symlink() else output  # the link stays
         self.output, self.overwrite = output, overwrite
@@ -153,13 +153,13 @@ class EmbeddingFiles:
         if not output.exists():
             return None
         if output.is_dir() != self._is_zarr:
-            what = "a file, but zarr makes a folder" if self._is_zarr else "a folder, but h5ad is a file"
+            what = "a file, but .zarr output is a folder" if self._is_zarr else "a folder, but .h5ad output is a file"
             raise OptionError(f"{self._prefix} is {what}; choose another name.")
         if self._is_zarr and not any(output.iterdir()):
             return None
         found = _mark_of(output)
         if found is None:
-            raise OptionError(f"{self._prefix} exists and is not an embedding that scforge wrote; choose another name.")
+            raise OptionError(f"{self._prefix} exists and is not an embedding written by scforge; choose another name.")
         return found
 
     def begin(self, plan: dict[str, Any], *, alone: bool) -> bool:
@@ -184,15 +184,15 @@ class EmbeddingFiles:
                 return False
             if not self.overwrite and self.mark() not in (None, sha256_of_json(plan, sort_keys=True)):
                 raise OptionError(
-                    f"{self._prefix} exists and is from other cells or another model; choose another "
-                    "name, or pass overwrite=True (--overwrite)."
+                    f"{self._prefix} exists and contains an embedding of other cells or from another model; choose "
+                    "another name, or pass overwrite=True (--overwrite) to replace it."
                 )
             begun = self._begun()
             if begun not in (None, plan):
                 if not self.overwrite:
                     raise OptionError(
                         f"an unfinished embedding in {str(self.folder)!r} {_difference(begun or {}, plan)}; use the "
-                        "same to resume, or pass overwrite=True (--overwrite) to start again."
+                        "same settings to resume, or pass overwrite=True (--overwrite) to start again."
                     )
                 shutil.rmtree(self.folder)
             self.folder.mkdir(exist_ok=True)
@@ -296,10 +296,10 @@ def _mark_of(path: Path) -> str | None:
 def _difference(begun: dict[str, Any], plan: dict[str, Any]) -> str:
     name = next(name for name in plan if begun.get(name) != plan[name])
     how = {
-        "model": "with other weights, options or genes",
-        "source": "of other cells, or they have changed since",
-    }.get(name, f"with {name}={begun.get(name)!r}, not {plan[name]!r}")
-    return f"has another {name}: it was begun {how}"
+        "model": "another model (other weights, options or genes)",
+        "source": "another source (other cells, or cells that have changed since)",
+    }.get(name, f"{name}={begun.get(name)!r}, not {name}={plan[name]!r}")
+    return f"was started with {how}"
 
 
 _BLOCK = 8192
@@ -436,9 +436,9 @@ def embed_to(
     check_count("batch_size", batch_size, "cells")
     check_count("block_size", block_size, "cells")
     if not isinstance(key, str) or not key or "/" in key:
-        raise OptionError(f"key={key!r} is not a valid key of obsm; pass text without a slash.")
+        raise OptionError(f"key={key!r} is not a valid obsm key; pass a string without a slash.")
     if is_url(output):
-        raise OptionError(f"output={output!r} is a URL; pass a local path, and copy the result.")
+        raise OptionError(f"output={output!r} is a URL; pass a local path, and upload the result afterwards.")
     files = EmbeddingFiles(Path(output), overwrite=overwrite)
     if not isinstance(model, CellModel):
         model = load_named(model, f"model={str(model)!r} (--model)")
@@ -482,8 +482,8 @@ def _embed_blocks(
             return embed(model.module, cells, model.tokenizer, objective=objective, batch_size=batch_size, rows=rows)
         except torch.OutOfMemoryError as error:
             raise OptionError(
-                f"batch_size={batch_size} needs more memory than the device {str(model.device)!r} has; pass a "
-                "smaller one (--batch-size)."
+                f"batch_size={batch_size} requires more memory than the device {str(model.device)!r} has; lower "
+                "batch_size (--batch-size)."
             ) from error
 
     def frame() -> AnnData:
@@ -531,11 +531,11 @@ def _open(model: CellModel, source: Any) -> Cells:
         if "_protein_coding'" not in way_out:
             raise
         raise GeneMismatchError(
-            f"{problem}; the model (--model) has the genes of one species only, so use cells of that species, or a "
-            "model that was trained on this one."
+            f"{problem}; the model (--model) contains genes of a single species, so use cells of that species, or a "
+            "model that was trained on the species of these cells."
         ) from error
     if not len(cells):
-        raise DataError("source has no cells to embed.")
+        raise DataError("source contains no cells to embed; pass at least one cell.")
     return cells
 
 
@@ -558,7 +558,7 @@ def _which_process(rank: int | None, world_size: int | None) -> tuple[int, int]:
         else:
             return 0, 1
     check_count("world_size", world_size, "processes")
-    check_count("rank", rank, "a process", least=0)
+    check_count("rank", rank, "", least=0)
     if rank >= world_size:
-        raise OptionError(f"rank={rank} is not below world_size={world_size}; ranks count from 0.")
+        raise OptionError(f"rank={rank} must be less than world_size={world_size}, because ranks start from 0.")
     return int(rank), int(world_size)

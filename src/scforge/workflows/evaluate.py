@@ -107,21 +107,23 @@ def evaluate_to(
     by_task = benchmarks is None and bool(tuned)
     if by_task and len(folders) > 1:
         raise OptionError(
-            f"model={str(tuned[0])!r} (--model) was fine-tuned and is scored by its task, one model at a time; pass "
-            "only this model, or name benchmarks for the embeddings."
+            f"model={str(tuned[0])!r} (--model) was fine-tuned, and fine-tuned models are scored one at a time; pass "
+            "only this model, or pass benchmarks to score the embeddings."
         )
     what, known = ("a task is", _OF_TASKS) if by_task else ("embeddings are", _OF_EMBEDDINGS)
     if by_task and not isinstance(baselines, bool):
         options["baselines"] = list(baselines)
     for name, value in options.items():
         if name not in known:
-            raise OptionError(f"{name}={value!r} has no effect if {what} scored (known: {listing(known)}).")
+            raise OptionError(
+                f"{name}={value!r} has no effect if {what} scored; omit {name} (known options: {listing(known)})."
+            )
     trained_on = options.pop("trained_on", None)
     if trained_on is not None:
         learned = in_memory(trained_on)
         if learned is None:
             raise OptionError(
-                f"trained_on={str(trained_on)!r} (--trained-on) is not an h5ad file; pass the path of one."
+                f"trained_on={str(trained_on)!r} (--trained-on) is not an h5ad file; pass the path of an h5ad file."
             )
         models = {name: _load(folder, learned) for name, folder in zip(models, folders, strict=True)}
     for one in models.values():
@@ -148,8 +150,8 @@ def _evaluate_task(
     path = None if output is None else output_file(output, [_TABLE], overwrite=overwrite, inputs=inputs)
     if trained_on is not None and tuned._known_split() is None:
         raise OptionError(
-            f"trained_on={str(trained_on)!r} (--trained-on) are not exactly the cells used for fine-tuning; pass "
-            "those, or omit it."
+            f"trained_on={str(trained_on)!r} (--trained-on) does not contain exactly the cells used for fine-tuning; "
+            "pass these cells, or omit trained_on."
         )
     base = None
     if base_model is not None:
@@ -206,8 +208,8 @@ def _cells_of(source: Folder) -> tuple[AnnData, dict[str, str | None]]:
     adata = in_memory(source)
     if adata is None:
         raise OptionError(
-            f"source={name!r} is neither an h5ad file nor a data set of scforge.datasets; pass one of these (data "
-            f"sets: {listing(list_cards())})."
+            f"source={name!r} must be an h5ad file or the name of a data set in scforge.datasets (data sets: "
+            f"{listing(list_cards())})."
         )
     return adata, {}
 
@@ -225,7 +227,7 @@ def _names(models: Sequence[Folder]) -> list[str]:
     if len(set(names)) < len(names):
         names = [f"{place.parent.name}_{place.name}" for place in places]
     if len(set(names)) < len(names):
-        raise OptionError(f"model names {listing(names)}, which have the same name; rename the folders.")
+        raise OptionError(f"model contains folders with the same name ({listing(names)}); rename the folders.")
     return names
 
 
@@ -234,10 +236,11 @@ def _check_output(path: Path, source: Folder, *, overwrite: bool) -> None:
         output_file(path, [_TABLE], overwrite=overwrite, inputs=[source])
         return
     if path.suffix and not path.is_dir():
-        raise OptionError(f"output={str(path)!r} is neither a .csv file nor a folder; pass one or the other.")
+        raise OptionError(f"output={str(path)!r} must be a .csv file or a folder.")
     check_folder("output", path)
     check_writable("output", path)
     if (path / "report.json").exists() and not overwrite:
         raise OptionError(
-            f"output={str(path)!r} contains a report; choose another name, or replace it with --overwrite."
+            f"output={str(path)!r} already contains a report; choose another folder, or pass overwrite=True "
+            "(--overwrite) to replace the report."
         )

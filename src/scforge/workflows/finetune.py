@@ -75,7 +75,9 @@ def finetuning_config(
         given = {option for option, _ in flags.values()} | {override.partition("=")[0] for override in overrides}
         needed = {"--base-model": "finetune.base_model", "--data": "data.paths", "--task": "finetune.task"}
         if missing := [flag for flag, option in needed.items() if not any(_names(one, option) for one in given)]:
-            raise OptionError(f"scforge finetune lacks {' and '.join(missing)}; add it, or --config FILE.")
+            raise OptionError(
+                f"scforge finetune requires {' and '.join(missing)}; add the missing options, or --config FILE."
+            )
     config = load_config(path, overrides, flags=flags)
     section = finetune_section(config)
     if config.output.checkpoint_dir is None:
@@ -215,11 +217,11 @@ def _found_in_cells(task: str, options: dict[str, Any], source: AnnData | Cells)
     key = found.get("perturbation_key", options.get("perturbation_key"))
     if "control" in missing:
         if key is None or key not in columns:
-            raise OptionError(f"perturbation_key={key!r} is not a column of obs{suggest(key, columns, 'obs has')}")
+            raise OptionError(f"perturbation_key={key!r} is not a column of obs{suggest(key, columns, 'available')}")
         values = source.obs[key] if isinstance(source, AnnData) else source.column(key)
         found["control"] = _the_one(_CONTROLS, [str(value) for value in values.unique()], "control", task)
     taken = " and ".join(f"finetune.{name}={value!r}" for name, value in found.items())
-    logger.info("Taking %s, which the cells have.", taken)
+    logger.info("Using %s, as found in the cells.", taken)
     return found
 
 
@@ -227,6 +229,8 @@ def _the_one(usual: tuple[str, ...], there: list[str], option: str, task: str) -
     fitting = [name for name in usual if name in there]
     if len(fitting) == 1:
         return fitting[0]
-    why = f"the cells have {listing(fitting)}" if fitting else f"the cells have none of {listing(usual)}"
+    why = f"more than one candidate: {listing(fitting)}" if fitting else f"none of {listing(usual)}"
     flag = option.replace("_", "-")
-    raise OptionError(f"the task {task!r} needs {option}, and {why}; set finetune.{option} (--{flag}).")
+    raise OptionError(
+        f"the task {task!r} requires {option}, but the cells contain {why}; set finetune.{option} (--{flag})."
+    )

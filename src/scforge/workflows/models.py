@@ -63,7 +63,9 @@ def _found(path: str | os.PathLike[str], prefix: str, *, adapters: bool = False)
         if not adapters and kind_of_folder(found.folder) == "adapter":
             raise MissingFileError(f"{prefix} contains only adapters; pass their base model.")
         return found
-    folder = _folder(path, prefix, "pass the folder of a model, e.g. ckpt/final, or hf://org/name of the hub")
+    folder = _folder(
+        path, prefix, "pass the folder of a model, e.g. ckpt/final, or a model on the hub, e.g. hf://org/name"
+    )
     if not (adapters and kind_of_folder(folder) == "adapter"):
         _check_holds_model(folder, prefix)
     return FoundModel(folder)
@@ -82,7 +84,7 @@ def _check_holds_model(folder: Path, prefix: str) -> None:
     if not (folder / "config.json").exists():
         if models := RunFolder(folder).models():
             raise MissingFileError(f"{prefix} is the folder of a training run; did you mean {str(models[-1])!r}?")
-        raise MissingFileError(f"{prefix} contains no model; pass the folder of one, e.g. ckpt/final.")
+        raise MissingFileError(f"{prefix} contains no model; pass the folder of a model, e.g. ckpt/final.")
 
 
 def push_folder(
@@ -127,20 +129,20 @@ def push_folder(
     from scforge.estimators.encoder import Encoder
 
     prefix = f"DIR={str(folder)!r}"
-    path = _folder(folder, prefix, "pass the folder that model.save() wrote")
+    path = _folder(folder, prefix, "pass the folder written by model.save()")
     is_adapter = kind_of_folder(path) == "adapter"
     if not is_adapter:
         _check_holds_model(path, prefix)
         if base is not None:
-            raise OptionError(f"base={base!r} (--base) has no effect if {prefix} is a complete model; omit it.")
+            raise OptionError(f"base={base!r} (--base) has no effect if {prefix} is a complete model; omit base.")
     told: dict[str, Any] = {"license": license, "data": data, "citation": citation}
     told["metrics"] = None if metrics is None else _table(metrics)
     given = [name for name, value in told.items() if value is not None]
     card = _card_of_others(path)
     if card is not None and given:
         raise OptionError(
-            f"{prefix} has a README.md that was written or edited by hand, but {given[0]} (--{given[0]}) requires a "
-            "new one; write it in README.md and leave the flag out, or remove the file."
+            f"{prefix} contains a README.md that was written or edited by hand, but {given[0]} (--{given[0]}) requires "
+            f"a generated README.md; add the information to README.md and omit {given[0]}, or remove README.md."
         )
     if card is not None and not is_adapter:
         read_folder(path)
@@ -159,7 +161,9 @@ def _card_of_others(folder: Path) -> str | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise DataError(f"{str(path)!r} is not text in UTF-8: {first_line(error)}; convert or remove it.") from error
+        raise DataError(
+            f"{str(path)!r} is not valid UTF-8 text ({first_line(error)}); convert or remove the file."
+        ) from error
     return None if is_own_card(text) else text
 
 
@@ -194,7 +198,8 @@ def pull_folder(
         place = Path(output)
         if not overwrite and place.is_dir() and any(place.iterdir()):
             raise OptionError(
-                f"output={str(output)!r} (--output) exists and is not empty; add --overwrite to replace it."
+                f"output={str(output)!r} (--output) exists and is not empty; pass overwrite=True (--overwrite) to "
+                "replace it."
             )
     found = find_model(name, prefix=f"name={name!r}", **options)
     if output is None:
@@ -209,7 +214,9 @@ def _table(path: str | os.PathLike[str]) -> pd.DataFrame:
     try:
         table = pd.read_csv(path)
     except (ValueError, OSError) as error:
-        raise DataError(f"{prefix} cannot be read as a CSV table: {first_line(error)}.") from error
+        raise DataError(
+            f"{prefix} cannot be read as a CSV table ({first_line(error)}); pass a table written by scforge evaluate."
+        ) from error
     if not is_long(table):
         table = table.set_index(table.columns[0])
     scores_of(table, prefix=prefix)

@@ -72,18 +72,18 @@ def predict_to(
     if tuned.spec.tuning is None and tuned._own_task() is None:
         raise OptionError(
             f"{prefix} was not fine-tuned, so it has no task; run scforge finetune --base-model {model} first, or "
-            "scforge embed for its embedding."
+            "run scforge embed to embed the cells."
         )
     tuned._move_to(chosen_device(device))
     task = tuned._own_task() or tuned.objective
     assert isinstance(task, Task)
     adata = in_memory(source)
     if task.makes_cells and path.suffix == _TABLE:
-        raise OptionError(f"output={str(output)!r}: the task generates cells, not a table; choose an h5ad file.")
+        raise OptionError(f"output={str(output)!r} is a table, but the task generates cells; choose an h5ad file.")
     if adata is None and path.suffix == _CELLS and not task.makes_cells:
         raise OptionError(
-            f"output={str(output)!r} needs cells from an h5ad file, not {str(source)!r}; choose a table, e.g. "
-            "labels.csv."
+            f"output={str(output)!r} requires cells from an h5ad file, but source={str(source)!r}; choose a table as "
+            "output, e.g. labels.csv."
         )
     found = tuned.predict(source if adata is None else adata, batch_size=batch_size, **options)
     if isinstance(found, AnnData):
@@ -111,10 +111,10 @@ def output_file(output: Any, endings: list[str], *, overwrite: bool, inputs: lis
     """Return the path of a file to write. Raises an :class:`~scforge.errors.OptionError` if it is not writable."""
     path, prefix = Path(output), f"output={str(output)!r}"
     if path.suffix not in endings:
-        raise OptionError(f"{prefix} does not end in {' or '.join(endings)}; choose such a name.")
+        raise OptionError(f"{prefix} must end with {' or '.join(endings)}.")
     if any(path.resolve() == Path(one).resolve() for one in inputs):
         raise OptionError(f"{prefix} is the input file; choose another name.")
     if path.is_dir() or (path.exists() and not overwrite):
-        raise OptionError(f"{prefix} exists; choose another name, or replace it with --overwrite.")
+        raise OptionError(f"{prefix} exists; choose another name, or pass overwrite=True (--overwrite) to replace it.")
     check_writable("output", path)
     return path

@@ -174,11 +174,12 @@ def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
     folder = config.output.checkpoint_dir
     if resume is not None and overwrite:
         raise OptionError(
-            f"resume={str(resume)!r} and overwrite=True (--resume and --overwrite) contradict each other; keep one."
+            f"resume={str(resume)!r} and overwrite=True (--resume and --overwrite) contradict each other; keep only "
+            "one of the two."
         )
     if folder is None and (resume == _AUTO or (overwrite and config.output.embedding is None)):
         what = "overwrite=True (--overwrite)" if overwrite else "resume='auto'"
-        raise ConfigError(f"{what} needs output.checkpoint_dir, which is not set; set it.")
+        raise ConfigError(f"{what} requires output.checkpoint_dir, the folder of the training run.")
     run = None if folder is None else RunFolder(folder)
     state = None if resume in (None, _AUTO) else Path(resume)
     if state is not None:

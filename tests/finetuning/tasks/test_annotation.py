@@ -160,12 +160,12 @@ def test_evaluation_without_what_baselines_learn_from(cells200, tuned, context):
     predictor = tuned("annotation", cells200, labels_key="group")
     evaluated = predictor.task.evaluate(context(predictor, train_cells=None, train_rows=None))
     assert list(evaluated.metrics.index) == ["scforge"]
-    with pytest.warns(ScforgeWarning, match="frozen embedding is missing"):
+    with pytest.warns(ScforgeWarning, match="frozen embedding are missing"):
         evaluated = predictor.task.evaluate(context(predictor, base=None))
     assert "frozen_embedding" not in evaluated.metrics.index
     cells200.obs["group"] = "z"
     predictor.cells.obs["group"] = "z"
-    with pytest.raises(DataError, match="no value of the model in 50 scored cells"):
+    with pytest.raises(DataError, match="no value that the model predicts in any of the 50 scored cells"):
         predictor.task.evaluate(context(predictor))
 
 
@@ -205,13 +205,13 @@ def test_cells_without_label_do_not_count(cells200, tuned, step):
     torch.testing.assert_close(figures["confusion"] * 30, figures_alone["confusion"] * 10)
     nothing, _ = step(predictor, np.arange(150, 170))
     assert nothing.item() == 0
-    with pytest.raises(DataError, match="1 of 2 training cells have no known value in labels_key='label'"):
+    with pytest.raises(DataError, match="labels_key='label' is missing or unknown for 1 of 2 training cells"):
         predictor.task.bind(predictor.cells, np.array([149, 150]))
 
 
 def test_odd_labels_are_told_and_kept(cells200):
     for odd, n, message in (
-        ("rare", 1, "the labels 'rare' have one training cell each"),
+        ("rare", 1, "the labels 'rare' have only one cell each"),
         ("nan", 4, "the label 'nan'"),
         ("unknown", 4, "the label 'unknown'"),
     ):
@@ -226,7 +226,7 @@ def test_given_classes_keep_their_order(cells200, tuned):
     assert predictor.task.classes == ["b", "a"]
     table = predictor.task.predict(predictor, None)
     assert (np.asarray(table["label"]) == labeled(cells200)).mean() > 0.97
-    with pytest.raises(DataError, match="classes and labels_key='group' differ in 'c'"):
+    with pytest.raises(DataError, match="classes does not match the labels in labels_key='group' .difference: 'c'."):
         get_task("annotation", labels_key="group", classes=["a", "b", "c"]).options_from(lambda key: cells200.obs[key])
 
 
@@ -238,7 +238,9 @@ def test_a_class_of_held_out_donors_alone(cells200):
     cells200.obs["type"] = np.where(cells200.obs["donor"] == "d0", "new", np.asarray(cells200.obs["group"], dtype=str))
     part = cells200.obs["donor"].astype(str).map({"d0": "test", "d1": "test", "d2": "validation"}).fillna("train")
     cells200.obs["part"] = part
-    with pytest.warns(ScforgeWarning, match="labels_key='type': no training cell has 'new', which 31 held-out cells"):
+    with pytest.warns(
+        ScforgeWarning, match="labels_key='type': 31 held-out cells have values that no training cell has .'new'."
+    ):
         tuned = base.finetune("annotation", labels_key="type", split_key="part", **quick)
     metrics = tuned.evaluate()
     n_new, n_test = (cells200.obs["type"] == "new").sum(), (part == "test").sum()

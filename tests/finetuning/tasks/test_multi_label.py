@@ -72,7 +72,7 @@ def test_cells_without_values(sets, tuned, step):
     assert predictor.task.targets(np.array([0, 1]))["target"].tolist() == [[0, 0, 0], [0, 1, 0]]
     torch.testing.assert_close(step(predictor, np.arange(140, 170))[0], step(predictor, np.arange(140, 150))[0])
     assert step(predictor, np.arange(150, 160))[0].item() == 0
-    with pytest.raises(DataError, match="1 of 2 training cells have no known value"):
+    with pytest.raises(DataError, match="is missing or unknown for 1 of 2 training cells"):
         predictor.task.bind(predictor.cells, np.array([149, 150]))
     sets.obs["p"] = pd.array([True, False, None, True] * 50, dtype="boolean")
     usable = get_task("multi_label", labels_keys=["p", "q"]).usable(lambda key: sets.obs[key])
@@ -98,7 +98,7 @@ def test_evaluation(sets, tuned, context):
     assert per_label["auroc"].mean() == pytest.approx(metrics.loc["scforge", "auroc"])
     # The head stands where logistic regressions on the frozen embedding do, as it was not trained further.
     assert metrics.loc["frozen_embedding", "auroc"] == pytest.approx(metrics.loc["scforge", "auroc"], abs=0.01)
-    with pytest.warns(ScforgeWarning, match="frozen embedding is missing"):
+    with pytest.warns(ScforgeWarning, match="frozen embedding are missing"):
         predictor.task.evaluate(context(predictor, base_train=None))
 
 
@@ -122,13 +122,13 @@ def test_labels_that_are_not_learned_are_told(sets):
     sets.obs["sets"] = [f"{text};new" if i >= 190 else text for i, text in enumerate(sets.obs["sets"])]
     task = get_task("multi_label", labels_key="sets")
     split = Split(train=np.arange(150), validation=np.arange(150, 170), test=np.arange(170, 200))
-    message = "labels_key='sets': no training cell has 'new', which 10 held-out cells have"
+    message = "labels_key='sets': 10 held-out cells have values that no training cell has .'new'."
     with pytest.warns(ScforgeWarning, match=message):
         task.check_split(lambda key: sets.obs[key], split)
     task.check_split(lambda key: sets.obs[key], Split(np.arange(195), np.arange(195, 200), np.arange(0)))
     # What classes leaves out is told when it is left out.
     task = get_task("multi_label", labels_key="sets", classes=["q", "p"])
     task.check_split(lambda key: sets.obs[key], split)
-    message = "classes leaves out 'new', 'r' of labels_key='sets', which 48 of the 200 tr"
+    message = "classes lacks labels of labels_key='sets' .'new', 'r'. that 48 of the 200 tr"
     with pytest.warns(ScforgeWarning, match=message):
         assert task.options_from(lambda key: sets.obs[key]) == {}

@@ -172,12 +172,16 @@ def test_what_the_model_cannot_know_is_not_drawn() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"heldout": ["gene7"]}, OptionError, "heldout='gene7' is not a label of a perturbed cell; did you mean"),
-        ({"heldout": ["ctrl"]}, OptionError, "heldout names 'ctrl', which is the control"),
+        ({"heldout": ["gene7"]}, OptionError, "heldout='gene7' is not the label of a perturbed cell; did you mean"),
+        ({"heldout": ["ctrl"]}, OptionError, "heldout contains 'ctrl', which is the control"),
         ({"heldout": SINGLES + COMBINATIONS}, OptionError, "leaves no perturbation to train on"),
         ({"heldout_contexts": ["z"], "context_key": "type"}, OptionError, "heldout_contexts='z'"),
-        ({"split_by": "donor"}, OptionError, "split_by='donor' holds out neither perturbations nor contexts"),
-        ({"heldout": ["gene0"], "context_key": "type", "split_by": "type"}, OptionError, "split_by='type'; pass one"),
+        ({"split_by": "donor"}, OptionError, "split_by='donor' must be the column of perturbation_key or context_key"),
+        (
+            {"heldout": ["gene0"], "context_key": "type", "split_by": "type"},
+            OptionError,
+            "split_by='type' holds out contexts; omit one",
+        ),
     ],
 )
 def test_a_split_that_makes_no_sense_is_refused(adata: ad.AnnData, options: dict, error: type, message: str) -> None:
@@ -198,14 +202,14 @@ def test_a_single_perturbation_leaves_nothing_to_hold_out(base: Encoder) -> None
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"control": "NT"}, DataError, r"control='NT' is not in obs\['target'\] \(obs.* has: 'ctrl', 'gene0'"),
-        ({"perturbation_key": "targets"}, DataError, "'targets' is not a column of obs of .* did you mean 'target'"),
-        ({"perturbation_key": "nothing"}, DataError, "no cell is perturbed"),
+        ({"control": "NT"}, DataError, r"control='NT' is not in obs\['target'\] \(available: 'ctrl', 'gene0'"),
+        ({"perturbation_key": "targets"}, DataError, "'targets' is not a column of obs.* did you mean 'target'"),
+        ({"perturbation_key": "nothing"}, DataError, "all cells are controls"),
         ({"split_key": "part"}, OptionError, "hold out whole perturbations"),
         (
             {"perturbation_key": "named", "heldout": ["drug"]},
             OptionError,
-            "the targets 'drug' are unknown to the model",
+            "the targets 'drug' are not in the vocabulary of the model",
         ),
     ],
 )
@@ -221,10 +225,10 @@ def test_cells_that_cannot_be_learned_from(adata: ad.AnnData, base: Encoder, cha
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"perturbations": ["drug+gene0"]}, "the targets 'drug' are unknown to the model"),
-        ({"perturbations": ["ctrl"]}, "names 'ctrl', which is the control"),
+        ({"perturbations": ["drug+gene0"]}, "the targets 'drug' are not in the vocabulary of the model"),
+        ({"perturbations": ["ctrl"]}, "contains 'ctrl', which is the control"),
         ({"perturbations": []}, "is not a list of unique names"),
-        ({"perturbations": ["gene0"], "contexts": ["b"]}, "contexts='b' is not in what has control cells"),
+        ({"perturbations": ["gene0"], "contexts": ["b"]}, "contexts='b' is not in the contexts with control cells"),
         ({"key_added": "x"}, "key_added='x'"),
         ({"n_cells": 0}, "n_cells=0"),
     ],
@@ -264,7 +268,7 @@ def test_other_cells_are_scored_against_controls_of_their_own(tuned: Encoder) ->
     metrics = tuned.evaluate(other)
     assert tuned.predict(other).obs["n_controls"].tolist() == [120]
     assert np.isfinite(metrics["mse"]).all()
-    with pytest.raises(DataError, match="none of the scored cells"):
+    with pytest.raises(DataError, match="the scored cells have no unseen perturbation"):
         tuned.evaluate(planted(["gene0"]))
 
 

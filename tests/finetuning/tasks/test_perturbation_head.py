@@ -91,5 +91,5 @@ def test_pretrained_gene_vectors_are_features() -> None:
     # Three dimensions went in.
     assert features[4:, :3].any()
     torch.testing.assert_close(features[:, 3:], torch.zeros(12, 3), atol=1e-3, rtol=0)
-    with pytest.raises(OptionError, match="Linear has no embedding of genes"):
+    with pytest.raises(OptionError, match="Linear has no gene embedding"):
         gene_vectors(nn.Linear(2, 2))

@@ -70,7 +70,7 @@ def test_cells_without_number_do_not_count(aged, tuned, step):
     alone, _ = step(predictor, np.arange(140, 150))
     torch.testing.assert_close(with_missing, alone)
     assert step(predictor, np.arange(150, 170))[0].item() == 0
-    with pytest.raises(DataError, match="20 of 30 training cells have no known value"):
+    with pytest.raises(DataError, match="is missing or unknown for 20 of 30 training cells"):
         predictor.task.bind(predictor.cells, np.arange(140, 170))
 
 
@@ -89,7 +89,7 @@ def test_evaluation(aged, tuned, context):
     np.testing.assert_allclose(frozen, own, rtol=1e-3)
     alone = predictor.task.evaluate(context(predictor, train_cells=None))
     assert list(alone.metrics.index) == ["scforge"]
-    with pytest.raises(DataError, match="no value of the model in 10 scored cells"):
+    with pytest.raises(DataError, match="no value that the model predicts in any of the 10 scored cells"):
         predictor.task.evaluate(context(predictor, rows=np.arange(190, 200)))
 
 

@@ -33,8 +33,8 @@ def test_fields_and_defaults(name):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_heads": 7}, "embedding_dim=2048 does not give num_heads=7"),
-        ({"embedding_dim": 6, "num_heads": 2}, "embedding_dim=6 does not give num_heads=2 of an even width"),
+        ({"num_heads": 7}, "embedding_dim=2048 cannot be split into num_heads=7"),
+        ({"embedding_dim": 6, "num_heads": 2}, "embedding_dim=6 cannot be split into num_heads=2 heads of even width"),
         ({"scale_factor": 0.5}, "scale_factor=0.5 is below 1"),
         ({"dropout_rate": 1.5}, "dropout_rate=1.5"),
         ({"vocab_size": 2.5}, "vocab_size=2.5"),

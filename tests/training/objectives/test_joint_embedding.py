@@ -104,7 +104,7 @@ def test_training_refuses_unknown_batches(cells):
     for changed, message in (
         ({"batches": ["x"]}, "batch_key='protocol': 40 of 60 cells have batches that"),
         ({"batch_key": "protocl"}, "batch_key='protocl'"),
-        ({"clusters": 61}, "clusters=61 are more than the 60 cells to find them in"),
+        ({"clusters": 61}, "clusters=61 is more than the 60 cells to cluster"),
     ):
         with pytest.raises(DataError, match=message):
             bound(cells, **{**PER_BATCH, **changed})

@@ -32,7 +32,7 @@ def recipe_path(name: str) -> Path:
     Parameters
     ----------
     name
-        One of :func:`list_recipes`.
+        Name of a recipe, see :func:`list_recipes`.
 
     Returns
     -------

@@ -144,7 +144,7 @@ def hold_out(
         Fractions of the perturbations or contexts. If above 0, at least one each is held out, and one for validation
         only if two are left.
     seed
-        Random seed of the split.
+        Random seed for the split.
 
     Raises
     ------
@@ -159,11 +159,11 @@ def hold_out(
     codes = np.where(conditions.perturbed, conditions.context if by_context else conditions.perturbation, UNLABELED)
     present = [int(code) for code in np.unique(codes[codes >= 0])]
     if not present:
-        raise DataError("no cell is perturbed, all are controls; there is nothing to learn from.")
+        raise DataError("all cells are controls, so there is nothing to learn from; add perturbed cells.")
     number = {names[code]: code for code in present}
     if unknown := [name for name in named or () if name not in number]:
         raise OptionError(
-            f"{argument}={unknown[0]!r} is not a label of a perturbed cell{suggest(unknown[0], number, 'there is')}"
+            f"{argument}={unknown[0]!r} is not the label of a perturbed cell{suggest(unknown[0], number, 'labels')}"
         )
     rng = np.random.default_rng(seed)
     order = [int(code) for code in rng.permutation(present)]
@@ -174,7 +174,9 @@ def hold_out(
     rest = [code for code in order if code not in test]
     if not rest or (named is None and test_size and not test):
         held_out = listing(names[code] for code in sorted(test) or order)
-        raise OptionError(f"holding out {held_out} leaves no {what} to train on; hold out fewer, or set test_size=0.")
+        raise OptionError(
+            f"holding out {held_out} leaves no {what} to train on; hold out fewer {what}s, or set test_size=0."
+        )
     validation = _draw(rest, validation_size, len(present), known, conditions.targets) if len(rest) > 1 else []
     train = [code for code in rest if code not in validation]
     input_controls, test_controls = _split_controls(conditions, rng)
@@ -216,7 +218,7 @@ def _split_controls(conditions: Conditions, rng: np.random.Generator) -> tuple[n
             few.append(name)
         tested[rng.permutation(rows)[: round(len(rows) * _TEST_CONTROLS) or len(rows) // 2]] = True
     if few:
-        raise DataError(f"the contexts {listing(few)} have fewer than 2 control cells to compare with; remove them.")
+        raise DataError(f"the contexts {listing(few)} have fewer than 2 control cells; remove these contexts.")
     return conditions.controls & ~tested, tested
 
 
@@ -283,14 +285,20 @@ class BoundEffects:
         partly = (n_trained > 0) & (n_trained < np.bincount(codes, minlength=n_groups))
         if partly.any():
             names = sorted({conditions.names[perturbation] for perturbation in self.groups[partly, 0].tolist()})
-            raise OptionError(f"the split divides {listing(names)}; hold out whole perturbations (without split_key).")
+            raise OptionError(
+                f"the split separates cells of the same perturbation ({listing(names)}); hold out whole perturbations, "
+                "e.g. by omitting split_key."
+            )
         self.trained = n_trained > 0
         if not self.trained.any():
-            raise DataError("no training cell is perturbed, so there is no effect to learn; check the split.")
+            raise DataError("no training cell is perturbed, so there is no effect to learn; change the split.")
         controls = np.flatnonzero(conditions.controls & in_training)
         contexts = conditions.context[controls]
         if without := [conditions.contexts[code] for code in sorted({*self.groups[:, 1]} - {*contexts})]:
-            raise DataError(f"the contexts {listing(without)} have no training control to measure effects against.")
+            raise DataError(
+                f"the contexts {listing(without)} have no training controls to measure effects against; change "
+                "the split."
+            )
         self.group = np.full(len(cells), -1, dtype=np.int64)
         self.group[perturbed] = codes
         # The groups behind the effects are the controls of each context.
@@ -343,7 +351,7 @@ MAX_FEATURES = BANDS[-1]
 
 
 class PerturbationHead(nn.Module):
-    """Predicts the effect of a perturbation on a cell: a linear model plus a network, in a low-rank basis.
+    """Predict the effect of a perturbation on a cell: a linear model plus a network, in a low-rank basis.
 
     Let e_g be the features of a perturbed gene, v_g a vector for each target in the training set, k the features of the
     context, and z the standardized embedding of a control cell::
@@ -505,7 +513,10 @@ def gene_vectors(module: nn.Module) -> torch.Tensor:
     for part in parts:
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.padding_idx == PAD_ID:
             return part.weight.detach()
-    raise OptionError(f"{type(module).__name__} has no embedding of genes for the task 'perturbation'; choose another.")
+    raise OptionError(
+        f"{type(module).__name__} has no gene embedding, which the task 'perturbation' requires; choose another "
+        "architecture."
+    )
 
 
 def gene_features(vectors: torch.Tensor, n_special: int, n_features: int) -> torch.Tensor:
@@ -513,7 +524,7 @@ def gene_features(vectors: torch.Tensor, n_special: int, n_features: int) -> tor
 
     Returns
     -------
-    Float32, shape (V, F); columns are zero if there are fewer components.
+    The components, float32, shape (V, F); columns are zero if there are fewer than F components.
     """
     genes = vectors[n_special:].float()
     genes = genes - genes.mean(dim=0)
@@ -535,7 +546,7 @@ class Observed:
     deltas
         Training effects, shape (N, V).
     n_cells
-        Cells of each effect, shape (N,).
+        Number of cells per effect, shape (N,).
     members
         Target indicators: 1 for the targets of each effect, shape (N, T).
     features
@@ -637,7 +648,7 @@ def fit_spread(coefficients: np.ndarray, gains: np.ndarray, n_cells: np.ndarray)
     gains
         Variance of the perturbed cells along each basis vector, minus the variance of the controls, shape (N, R).
     n_cells
-        Cells of each effect, shape (N,).
+        Number of cells per effect, shape (N,).
     """
     squares, weights = np.square(coefficients), n_cells[:, None].astype(np.float64)
     size = (weights * np.square(squares)).sum(axis=0)

@@ -30,7 +30,7 @@ from scforge.training.objectives.base import Objective, TrainingDefaults
 
 @register_task("adaptation")
 class Adaptation(Task):
-    """Continues training with the pretraining objective; no labels are needed.
+    """Continue training with the pretraining objective; no labels are needed.
 
     With adapters (``lora=True``), the weights of the base model do not change.
     :meth:`scforge.models.Encoder.load_query_data` uses this task to adapt a reference model to a query.
@@ -89,7 +89,7 @@ class Adaptation(Task):
         encoder: Any = module.encoder
         if self.n_reference is not None and not any(p.requires_grad for p in encoder.parameters()):
             raise OptionError(
-                "the query model has nothing to train, since only new batches are trained; leave train out, or pass "
+                "the query model has nothing to train, because only new batches are trained; skip training, or call "
                 "load_query_data(..., batch_key=...)."
             )
         n, vectors = self.n_reference, batch_vectors(encoder)
@@ -140,7 +140,7 @@ class Adaptation(Task):
 
         Returns
         -------
-        Float32, shape (N, D).
+        The embedding, float32, shape (N, D).
         """
         embedding = predictor.embedding()
         if adata is not None:
@@ -159,4 +159,4 @@ class Adaptation(Task):
         OptionError
             Always.
         """
-        raise OptionError("the task 'adaptation' has no labels to score; use scforge.eval.evaluate.")
+        raise OptionError("the task 'adaptation' has no labels to score; use scforge.eval.evaluate instead.")

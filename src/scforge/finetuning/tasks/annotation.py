@@ -94,7 +94,10 @@ def majority_vote(labels: np.ndarray, clusters: pd.Series | np.ndarray, *, min_s
     """
     codes, names = pd.factorize(clusters)
     if (codes < 0).any():
-        raise DataError(f"majority_voting: {int((codes < 0).sum())} of {len(codes)} cells have no cluster.")
+        raise DataError(
+            f"majority_voting: {int((codes < 0).sum())} of {len(codes)} cells have no cluster; assign a cluster to "
+            "each cell."
+        )
     label_codes, label_names = pd.factorize(np.asarray(labels, dtype=object), sort=True)
     votes = np.zeros((len(names), len(label_names)), dtype=np.int64)
     np.add.at(votes, (codes, label_codes), 1)
@@ -151,7 +154,7 @@ class Annotation(SupervisedTask):
         self.class_weights = check_weights("class_weights", class_weights, self.classes)
         if check_share("label_smoothing", label_smoothing) == 1:
             raise OptionError(
-                f"label_smoothing={label_smoothing!r} removes all information of the labels; pass less than 1."
+                f"label_smoothing={label_smoothing!r} removes all information from the labels; pass a value below 1."
             )
         self.label_smoothing = float(label_smoothing)
         self._weights: torch.Tensor | None = None
@@ -182,21 +185,29 @@ class Annotation(SupervisedTask):
         labels = text_labels(values, key=self.labels_key)
         names = [str(name) for name in labels.categories]
         if len(names) < 2:
-            what = f"one label only ({names[0]!r})" if names else "no label"
-            raise DataError(f"{self.argument} has {what} among the training cells; annotation needs two classes.")
+            what = f"only one label ({names[0]!r})" if names else "no labels"
+            raise DataError(
+                f"{self.argument} has {what} among the training cells; annotation needs at least two classes."
+            )
         if names_each_cell(labeled := values.dropna()):
-            raise DataError(f"{self.argument} has a different value for each of the {len(labeled):,} training cells.")
+            raise DataError(
+                f"{self.argument} has a different value for each of the {len(labeled):,} training cells; choose "
+                "another column."
+            )
         if single := [str(name) for name, size in labels.value_counts().items() if size == 1]:
-            warn(f"{self.argument}: the labels {listing(single)} have one training cell each and no cell to score.")
+            warn(f"{self.argument}: the labels {listing(single)} have only one cell each and cannot be scored.")
         if odd := [name for name in names if name in MISSING_TEXTS]:
             warn(
-                f"{self.argument} has the label {listing(odd)}, which is used as a class; mark missing labels by "
-                "numpy.nan."
+                f"{self.argument} has the label {listing(odd)}, which is used as a class; replace missing labels "
+                "with numpy.nan."
             )
         if self.classes is None:
             return {"classes": names}
         if differing := sorted({*self.classes} ^ {*names}):
-            raise DataError(f"classes and {self.argument} differ in {listing(differing)}; remove some classes.")
+            raise DataError(
+                f"classes does not match the labels in {self.argument} (difference: {listing(differing)}); correct "
+                "classes."
+            )
         return {}
 
     def check_split(self, column: Column, split: Split) -> None:
@@ -323,13 +334,13 @@ class Annotation(SupervisedTask):
         check_share("min_share", min_share)
         clusters = None
         if not isinstance(majority_voting, bool | str):
-            raise OptionError(f"majority_voting={majority_voting!r} is neither True, False nor a column of obs.")
+            raise OptionError(f"majority_voting={majority_voting!r} must be True, False or a column of obs.")
         if isinstance(majority_voting, str):  # report a missing column early
             of_cells = predictor.cells.column
             clusters = of_cells(majority_voting) if adata is None else column_of(adata.obs, majority_voting)
         if threshold is not None and check_share("threshold", threshold) and predictor.module.head.temperature == 1.0:
             warn(
-                f"threshold={threshold}: confidence is not calibrated; complete the fine-tuning with validation_size "
+                f"threshold={threshold}: the confidence is not calibrated; finish the fine-tuning with validation_size "
                 "> 0."
             )
         probabilities = self.estimate(predictor)

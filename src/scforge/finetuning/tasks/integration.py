@@ -112,7 +112,7 @@ class IntegrationHead(nn.Module):
         Parameters
         ----------
         embeddings
-            Shape (B, D).
+            Cell embeddings, shape (B, D).
         codes
             Batch of each cell, int64, shape (B,). -1 denotes an unknown batch, for which the mean of all batches is
             used.
@@ -167,7 +167,7 @@ def align(sigreg: SIGReg, z_bd: torch.Tensor, codes: torch.Tensor, n_batches: in
 def negative_binomial(
     logits: torch.Tensor, counts: torch.Tensor, log_dispersion: torch.Tensor, measured: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the mean negative log-likelihood of a count, up to a constant, scalar.
+    """Return the mean negative log-likelihood of a count, up to a constant, as a scalar.
 
     If m is the fraction times the library size and r the dispersion, this is ``(y + r) log(r + m) - r log r - y log m +
     lgamma(r) - lgamma(y + r)`` (Lopez et al. 2018).
@@ -177,7 +177,7 @@ def negative_binomial(
     logits
         Logit of the fraction of each gene, shape (B, G).
     counts
-        Shape (B, G).
+        Counts, shape (B, G).
     log_dispersion
         Logarithm of r, shape (G,).
     measured
@@ -217,7 +217,7 @@ _OWN = ("counts", "batch")
 
 @register_task("integration")
 class Integration(Task):
-    """Removes batch effects from the embedding, without labels.
+    """Remove batch effects from the embedding, without labels.
 
     A decoder predicts the counts y of a cell from the embedding of a thinned view of the cell (a fraction of its
     counts, some genes masked) and from its batch e::
@@ -266,7 +266,7 @@ class Integration(Task):
         self.batches = check_names("batches", batches)
         self.n_reference = n_reference
         if n_reference is not None and (self.batches is None or not 0 < n_reference <= len(self.batches)):
-            raise OptionError(f"n_reference={n_reference} is not a number of some of the batches={batches!r}.")
+            raise OptionError(f"n_reference={n_reference} must be between 1 and the number of batches={batches!r}.")
         self.alignment = check_positive("alignment", alignment, or_zero=True)
         self.hidden_dim = check_count("hidden_dim", hidden_dim, "dimensions")
         self._sigreg = SIGReg(_SLICES)
@@ -293,7 +293,10 @@ class Integration(Task):
             return {}
         found = text_labels(column(self.batch_key), key=self.batch_key, argument="batch_key").categories
         if len(found) < 2:
-            raise DataError(f"batch_key={self.batch_key!r} has only one batch among the training cells.")
+            raise DataError(
+                f"batch_key={self.batch_key!r} has only one batch among the training cells; integration needs at least "
+                "two."
+            )
         return {"batches": [str(name) for name in found]}
 
     @property
@@ -354,13 +357,13 @@ class Integration(Task):
         Parameters
         ----------
         predictor, adata
-            The model over the cells, and the AnnData to write to, or None.
+            The model applied to the cells, and the AnnData to write to, or None.
         key_added
             Key in obsm to write instead of ``"X_scforge_integrated"``.
 
         Returns
         -------
-        Float32, shape (N, D), as from ``get_latent_representation``.
+        The embedding, float32, shape (N, D), as from ``get_latent_representation``.
         """
         embedding = predictor.embedding()
         if adata is not None:
@@ -390,7 +393,7 @@ class Integration(Task):
             If a baseline is missing.
         """
         if self.labels_key is None:
-            raise OptionError("labels_key=None, but scores need cell types; pass labels_key to finetune.")
+            raise OptionError("labels_key=None, but scoring requires cell types; pass labels_key to finetune.")
         methods = {"scforge": context.predictor.embedding(context.rows)}
         if context.base is not None:
             methods[FROZEN] = context.base.embedding(context.rows)

@@ -30,7 +30,7 @@ def _truth(values: pd.Series, key: str) -> np.ndarray:
     present = values.dropna()
     odd = [value for value in present.unique() if isinstance(value, str) or value not in (0, 1)]
     if odd:
-        raise DataError(f"labels_keys: {key!r} contains {str(odd[0])!r}, which is neither a truth value nor 0 or 1.")
+        raise DataError(f"labels_keys: {key!r} contains {str(odd[0])!r}; use only True and False, or 1 and 0.")
     result = np.zeros(len(values), dtype=bool)
     result[np.asarray(values.notna())] = np.asarray(present, dtype=object).astype(bool)
     return result
@@ -56,7 +56,7 @@ class MultiLabel(SupervisedTask):
         Weight of cells with a label relative to cells without it: ``"balanced"`` for equal total weights (cells without
         / cells with the label), or a dict from label to weight. If None, the weight is 1.
     head
-        Options of the head, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
+        Head options, a dict with ``hidden_dim`` (0: linear) and ``dropout``.
     probe_first
         Whether to initialize the last layer of the head from logistic regressions on the embeddings of the training
         cells.
@@ -80,13 +80,13 @@ class MultiLabel(SupervisedTask):
         if (labels_keys is None) == (labels_key is None):
             raise OptionError("pass either labels_keys (boolean columns) or labels_key (one column of text).")
         if not isinstance(separator, str) or not separator.strip():
-            raise OptionError(f"separator={separator!r} is not a text that can separate labels.")
+            raise OptionError(f"separator={separator!r} is not a valid label separator; pass e.g. ';'.")
         self.labels_keys = check_names("labels_keys", labels_keys)
         self.labels_key = labels_key
         self.separator = separator
         self.classes = check_names("classes", classes)
         if self.labels_keys is not None and self.classes not in (None, self.labels_keys):
-            raise OptionError(f"classes={self.classes!r} are not labels_keys, which name the labels; omit them.")
+            raise OptionError(f"classes={self.classes!r} does not match labels_keys; omit classes.")
         self.pos_weight = check_weights("pos_weight", pos_weight, self.classes)
         self._weight: torch.Tensor | None = None
 
@@ -110,7 +110,8 @@ class MultiLabel(SupervisedTask):
     def _split(self, text: Any) -> list[str]:
         if not isinstance(text, str):
             raise DataError(
-                f"{self.argument} contains {str(text)!r}, not text such as 'a{self.separator}b'; convert it."
+                f"{self.argument} contains {str(text)!r}, which is not text; convert the column to text such as "
+                f"'a{self.separator}b'."
             )
         return [label.strip() for label in text.split(self.separator) if label.strip()]
 
@@ -171,10 +172,13 @@ class MultiLabel(SupervisedTask):
         if not classes:
             raise DataError(f"{self.argument} has no label for any training cell; choose another column.")
         if same := [name for name, has in zip(classes, targets.T, strict=True) if has.all() or not has.any()]:
-            raise DataError(f"{self.argument} has {listing(same)} for all training cells or none; remove these labels.")
+            raise DataError(
+                f"{self.argument} contains labels of all or none of the training cells ({listing(same)}); remove these "
+                "labels."
+            )
         if unknown.any():
-            lacking = f"{listing(sorted({*self._occurring(column)} - {*classes}))} of {self.argument}"
-            warn(f"classes leaves out {lacking}, which {int(unknown.sum())} of the {len(unknown)} training cells have.")
+            lacking = f"labels of {self.argument} ({listing(sorted({*self._occurring(column)} - {*classes}))})"
+            warn(f"classes lacks {lacking} that {int(unknown.sum())} of the {len(unknown)} training cells have.")
         return {"classes": classes} if self.classes is None else {}
 
     def read(self, column: Column) -> np.ndarray:
@@ -242,7 +246,7 @@ class MultiLabel(SupervisedTask):
         Parameters
         ----------
         predictor, adata
-            The model over the cells, and the AnnData to write to, or None.
+            The model applied to the cells, and the AnnData to write to, or None.
         key_added
             Name to use instead of ``"scforge_<labels_key>"``; for the label columns, it is the prefix before
             ``_<label>``.

@@ -150,7 +150,7 @@ def _context_features(context: EvaluationContext, inputs: Mapping[str, np.ndarra
 
 @register_task("perturbation")
 class Perturbation(Task):
-    """Predicts the change of mean expression under unseen perturbations and combinations.
+    """Predict the change in mean expression under unseen perturbations and combinations.
 
     The target is the change in mean log1p CP10K relative to the controls of the context. The prediction is a linear
     model of effects plus a network (:class:`PerturbationHead`). The linear model is a ridge regression on several
@@ -223,9 +223,9 @@ class Perturbation(Task):
         self.heldout = check_names("heldout", heldout)
         self.heldout_contexts = check_names("heldout_contexts", heldout_contexts)
         if self.heldout is not None and self.heldout_contexts is not None:
-            raise OptionError("heldout and heldout_contexts are both given; hold out perturbations, or contexts.")
+            raise OptionError("heldout and heldout_contexts cannot be combined; pass only one of them.")
         if self.heldout_contexts is not None and self.context_key is None:
-            raise OptionError(f"heldout_contexts={self.heldout_contexts!r} needs context_key; pass that column.")
+            raise OptionError(f"heldout_contexts={self.heldout_contexts!r} requires context_key; pass context_key.")
         self.delta_loss = check_choice("delta_loss", delta_loss, ["mse", "wmse"])
         self.rank = check_count("rank", rank, "directions")
         self.head = check_head(head)
@@ -249,12 +249,15 @@ class Perturbation(Task):
     ) -> Split:
         """Hold out whole perturbations or contexts."""
         if split_by not in (None, self.perturbation_key, self.context_key):
-            raise OptionError(f"split_by={split_by!r} holds out neither perturbations nor contexts (context_key).")
+            raise OptionError(f"split_by={split_by!r} must be the column of perturbation_key or context_key.")
         by_context = self.heldout_contexts is not None or (
             self.context_key is not None and split_by == self.context_key
         )
         if by_context and self.heldout is not None:
-            raise OptionError(f"heldout={self.heldout!r} names perturbations, but split_by={split_by!r}; pass one.")
+            raise OptionError(
+                f"heldout={self.heldout!r} contains perturbations, but split_by={split_by!r} holds out contexts; omit "
+                "one of the two."
+            )
         named = self.heldout_contexts
         if not by_context and self.heldout is not None:
             named = [self.name_of(targets) for targets in self._targets_of("heldout", self.heldout)]
@@ -278,7 +281,8 @@ class Perturbation(Task):
         """Return the targets of the given perturbations."""
         targets = [self.parts(name) for name in names]
         if () in targets:
-            raise OptionError(f"{argument} names {names[targets.index(())]!r}, which is the control; omit it.")
+            name = names[targets.index(())]
+            raise OptionError(f"{argument} contains {name!r}, which is the control; remove it from {argument}.")
         return targets
 
     def name_of(self, targets: Sequence[str]) -> str:
@@ -298,7 +302,7 @@ class Perturbation(Task):
         for targets, place in conditions.pairs(np.arange(len(conditions.perturbation))):
             found.setdefault(self.name_of(targets), []).append(place)
         if not found:
-            raise DataError(f"no training cell has another label than control={self.control!r}; check the split.")
+            raise DataError(f"all training cells have the label control={self.control!r}; change the split.")
         return {"perturbations": found}
 
     @property
@@ -331,7 +335,10 @@ class Perturbation(Task):
                     unknown.add(target)
         if unknown:
             names = listing(sorted(unknown))
-            raise OptionError(f"the targets {names} are unknown to the model and its training; remove them.")
+            raise OptionError(
+                f"the targets {names} are not in the vocabulary of the model or in its training data; remove these "
+                "targets."
+            )
         return {"perturbed_tokens": tokens, "perturbed_targets": own}
 
     # --- the module
@@ -466,7 +473,7 @@ class Perturbation(Task):
         basis = predictor.module.head.basis[:, self._genes.n_special :].double().cpu().numpy()
         weight = network_weight(linear @ basis, network @ basis, bound.deltas[groups], bound.n_cells[groups])
         predictor.module.head.weight.fill_(weight)
-        logger.info(f"Weight of the network, from {len(groups)} validation effects: {weight:.2f}.")
+        logger.info(f"Weight of the network, estimated from {len(groups)} validation effects: {weight:.2f}.")
 
     @torch.inference_mode()
     def _parts(
@@ -516,7 +523,7 @@ class Perturbation(Task):
     ) -> list[Pair]:
         """Return the effects to predict, each once."""
         for name in contexts or ():
-            check_known("contexts", name, controls, "what has control cells", error=OptionError)
+            check_known("contexts", name, controls, "the contexts with control cells", error=OptionError)
         if perturbations is not None:
             targets = self._targets_of("perturbations", check_names("perturbations", perturbations) or [])
             return list(dict.fromkeys(Pair(some, place) for some in targets for place in contexts or controls))
@@ -527,11 +534,11 @@ class Perturbation(Task):
         ]
         if not pairs:
             raise OptionError(
-                "perturbations=None, but the model was trained on every perturbation in these cells; pass the ones "
-                "to predict."
+                "perturbations=None, but the model was trained on every perturbation in these cells; pass the "
+                "perturbations to predict."
             )
         if without := sorted({pair.context for pair in pairs} - {*controls}):
-            raise DataError(f"the contexts {listing(without)} have no control cell to predict from; add controls.")
+            raise DataError(f"the contexts {listing(without)} have no control cells to predict from; add controls.")
         return pairs
 
     def predict(  # type: ignore[override]
@@ -586,14 +593,14 @@ class Perturbation(Task):
         """
         if key_added is not None:
             raise OptionError(
-                f"key_added={key_added!r} has no effect: 'perturbation' returns an AnnData and writes nothing."
+                f"key_added={key_added!r} has no effect, because 'perturbation' returns an AnnData; omit key_added."
             )
         if n_cells is not None:
             check_count("n_cells", n_cells, "controls")
         cells = predictor.cells
         assert cells.vocab is not None
         key, columns = self.perturbation_key, getattr(cells, "obs", None)
-        fix = f"where no cell is perturbed, set adata.obs[{key!r}] = {self.control!r}"
+        fix = f"if no cell is perturbed, set adata.obs[{key!r}] = {self.control!r}"
         check_known("perturbation_key", key, () if columns is None else columns, "obs", fix=fix)
         conditions = self.conditions(cells.column)
         controls = rows_by_context(conditions, np.flatnonzero(conditions.controls))
@@ -669,9 +676,9 @@ class Perturbation(Task):
         Returns
         -------
         Each metric of :func:`~scforge.eval.perturbation_metrics.score_deltas`, averaged over perturbations, for the
-        model, each of :func:`~scforge.eval.perturbation.baseline_effects`, and ``technical_duplicate``. Further tables
-        are ``per_perturbation`` and ``calibrated`` (0: the mean of the training effects, 1: the duplicate; over the
-        effects that have enough cells for a duplicate). Without baselines, the table contains only the model,
+        model, each of :func:`~scforge.eval.perturbation.baseline_effects`, and ``technical_duplicate``. Additional
+        tables are ``per_perturbation`` and ``calibrated`` (0: the mean of the training effects, 1: the duplicate; over
+        the effects that have enough cells for a duplicate). Without baselines, the table contains only the model,
         ``no_change``, and ``train_mean`` if the training cells are available.
 
         Raises
@@ -689,7 +696,7 @@ class Perturbation(Task):
         scored = context.rows[conditions.perturbation[context.rows] >= 0]
         pairs = [pair for pair in conditions.pairs(scored) if not self.is_seen(*pair)]
         if not pairs:
-            raise DataError("none of the scored cells has an unseen perturbation; hold some out (heldout=[...]).")
+            raise DataError("the scored cells have no unseen perturbation; hold out perturbations (heldout=[...]).")
         inputs, tested = _divide_controls(conditions, context, {pair.context for pair in pairs})
         measured, rows, groups, controls = measured_effects(conditions, cells, scored, pairs, tested)
         genes = _measured(context.predictor)

@@ -67,7 +67,7 @@ class Regression(SupervisedTask):
         if (center is None) != (scale is None):
             raise OptionError(f"center={center!r} and scale={scale!r} must be given together; pass both, or neither.")
         if isinstance(center, str) or isinstance(scale, str):
-            raise OptionError(f"center={center!r} and scale={scale!r} have to be numbers.")
+            raise OptionError(f"center={center!r} and scale={scale!r} must be numbers.")
         self.center = None if center is None else float(center)
         self.scale = None if scale is None else check_positive("scale", scale)
 
@@ -86,7 +86,7 @@ class Regression(SupervisedTask):
         values = self.read(column)
         values = values[~np.isnan(values)]
         if not len(values) or np.ptp(values) == 0:
-            what = f"one value only ({values[0]:g})" if len(values) else "no value"
+            what = f"only one value ({values[0]:g})" if len(values) else "no values"
             found = f"{self.argument} has {what} among the training cells"
             raise DataError(f"{found}; regression needs at least two different values.")
         return {} if self.center is not None else {"center": float(values.mean()), "scale": float(values.std())}
@@ -104,11 +104,11 @@ class Regression(SupervisedTask):
         if pd.api.types.is_bool_dtype(kinds) or not pd.api.types.is_numeric_dtype(kinds):
             first = next(iter(values.dropna()), None)
             raise DataError(
-                f"{self.argument} does not contain numbers (first: {first!r}); use 'annotation' for classes."
+                f"{self.argument} does not contain numbers (first: {first!r}); use the task 'annotation' for classes."
             )
         found = np.asarray(values.astype("Float64").to_numpy(dtype=np.float64, na_value=np.nan))
         if np.isinf(found).any():
-            raise DataError(f"{self.argument} contains infinite values; replace them by numpy.nan.")
+            raise DataError(f"{self.argument} contains infinite values; replace them with numpy.nan.")
         return found
 
     def has_target(self, targets: np.ndarray) -> np.ndarray:
@@ -171,7 +171,7 @@ class Regression(SupervisedTask):
         Parameters
         ----------
         predictor, adata
-            The model over the cells, and the AnnData to write to, or None.
+            The model applied to the cells, and the AnnData to write to, or None.
         key_added
             Column of ``adata.obs`` to write (float32) instead of ``"scforge_<labels_key>"``.
 

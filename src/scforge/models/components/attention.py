@@ -24,11 +24,12 @@ def _without_cudnn(query: torch.Tensor) -> AbstractContextManager[None]:
 def check_shapes(shape: Sequence[int], **tensors: torch.Tensor | None) -> None:
     """Raise :class:`~scforge.errors.OptionError` if a tensor does not have the shape (B, S), one value per token."""
     if len(shape) != 2:
-        raise OptionError(f"input_ids has the shape {tuple(shape)}; pass a batch of cells, (B, S).")
+        raise OptionError(f"input_ids has shape {tuple(shape)}; pass a batch of cells of shape (B, S).")
     for name, tensor in tensors.items():
         if tensor is not None and tensor.shape != shape:
             raise OptionError(
-                f"{name} has the shape {tuple(tensor.shape)} but input_ids {tuple(shape)}; pass one number per token."
+                f"{name} has shape {tuple(tensor.shape)}, but input_ids has shape {tuple(shape)}; pass one number per "
+                "token."
             )
 
 
@@ -77,7 +78,7 @@ def generate_causal_mask(seq_len: int, device: torch.device | None = None) -> to
 
     Returns
     -------
-    Float32, shape (S, S), to be added to attention scores; rows are queries.
+    The mask, float32, shape (S, S), to be added to attention scores; rows are queries.
 
     Examples
     --------
@@ -163,7 +164,7 @@ class KeyValueCache:
 
         Returns
         -------
-        Bool, shape (B, T).
+        True for tokens, bool, shape (B, T).
         """
         self.tokens = tokens_bs if self.tokens is None else torch.cat([self.tokens, tokens_bs], dim=1)
         return self.tokens
@@ -234,7 +235,9 @@ class SelfAttention(nn.Module):
         check_count("hidden_dim", hidden_dim, "dimensions")
         check_count("num_heads", num_heads, "heads")
         if hidden_dim % num_heads:
-            raise OptionError(f"hidden_dim={hidden_dim} is not divisible by num_heads={num_heads}; change one of them.")
+            raise OptionError(
+                f"hidden_dim={hidden_dim} is not divisible by num_heads={num_heads}; change one of the two."
+            )
         self.num_heads = num_heads
         self.qkv = nn.Linear(hidden_dim, 3 * hidden_dim, bias=bias)
         self.out = nn.Linear(hidden_dim, hidden_dim, bias=bias)
@@ -265,7 +268,7 @@ class SelfAttention(nn.Module):
 
         Returns
         -------
-        Shape (B, S, H).
+        The new states, shape (B, S, H).
         """
         alone = hidden_bsh.shape[1] == 1 and mask is None and cache is None
         if alone and not torch.compiler.is_compiling():
@@ -296,7 +299,7 @@ class SelfAttention(nn.Module):
 
         Returns
         -------
-        Shape (P, H).
+        The new states, shape (P, H).
         """
         from torch.nn.attention.varlen import varlen_attn
 

@@ -68,9 +68,9 @@ def mean_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     Parameters
     ----------
     logits
-        Shape (M, V).
+        Logits, shape (M, V).
     labels
-        int64, shape (M,); positions with -100 are ignored.
+        Token ids, int64, shape (M,); positions with -100 are ignored.
     """
     total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_LABEL, reduction="sum")
     return total / (labels != IGNORE_LABEL).sum().clamp(min=1)
@@ -88,11 +88,11 @@ def linear_cross_entropy(
     Parameters
     ----------
     hidden_mh
-        Shape (M, H); with M = 0 the loss is 0.
+        States, shape (M, H); with M = 0 the loss is 0.
     weight_vh, bias_v
-        Shapes (V, H) and (V,).
+        Weight and bias of the last layer, shapes (V, H) and (V,).
     labels_m
-        int64, shape (M,), in 0..V-1.
+        Token ids from 0 to V - 1, int64, shape (M,).
     """
     kind = hidden_mh.device.type
     if torch.is_autocast_enabled(kind):

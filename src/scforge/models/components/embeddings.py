@@ -19,8 +19,8 @@ _AMPLITUDE = 0.5
 def waves(n_rows: int, dim: int) -> torch.Tensor:
     """Return sinusoidal vectors, float32, shape (n_rows, dim); neighboring rows are similar.
 
-    The longest wave is twice the length of the table, so low and high rows are far apart. The shortest wave spans four
-    rows.
+    The longest wavelength is twice the length of the table, so the first and last rows are far apart; the shortest is
+    four rows.
 
     Examples
     --------
@@ -85,7 +85,7 @@ class ValueMLP(nn.Module):
         self.layer_norm = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Return vectors of shape (B, S, H) for values of shape (B, S)."""
+        """Embed values of shape (B, S) as vectors of shape (B, S, H)."""
         x = values.unsqueeze(-1).clamp(max=self.most).to(self.linear_in.weight.dtype)
         return self.layer_norm(self.linear_out(F.relu(self.linear_in(x))))
 
@@ -119,7 +119,7 @@ class SoftBins(nn.Module):
         self.bins = nn.Embedding(n_bins, hidden_dim)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        """Return vectors of shape (B, S, H) for values of shape (B, S)."""
+        """Embed values of shape (B, S) as vectors of shape (B, S, H)."""
         x = F.leaky_relu(self.linear_in(values.unsqueeze(-1).to(self.linear_in.weight.dtype)), 0.1)
         return (self.alpha * x + self.linear_out(x)).softmax(dim=-1) @ self.bins.weight
 
@@ -191,11 +191,14 @@ class GeneExpressionEmbedding(nn.Module):
         check_choice("embedding_norm", embedding_norm, EMBEDDING_NORMS)
         check_count("max_seq_len", max_seq_len, "tokens")
         if value_encoder != "linear" and not use_expression_values:
-            raise OptionError(f"value_encoder={value_encoder!r} needs use_expression_values=True; set it, or neither.")
+            raise OptionError(
+                f"value_encoder={value_encoder!r} requires use_expression_values=True; set use_expression_values=True, "
+                "or omit value_encoder."
+            )
         if (value_encoder == "soft_bins") != (n_value_bins is not None):
             raise OptionError(
-                f"n_value_bins={n_value_bins!r} does not work with value_encoder={value_encoder!r}; set it only with "
-                "'soft_bins'."
+                f"n_value_bins={n_value_bins!r} does not work with value_encoder={value_encoder!r}; set n_value_bins "
+                "if and only if value_encoder='soft_bins'."
             )
         self.max_seq_len = max_seq_len
         self.gene_embedding = token_embedding(vocab_size, hidden_dim, gene_vectors)
@@ -230,12 +233,13 @@ class GeneExpressionEmbedding(nn.Module):
 
         Returns
         -------
-        Shape (B, S, H).
+        The embeddings, shape (B, S, H).
         """
         seq_len = input_ids.shape[1]
         if seq_len > self.max_seq_len:
             raise OptionError(
-                f"a cell has {seq_len} tokens but max_seq_len={self.max_seq_len}; raise it, or lower max_len."
+                f"a cell has {seq_len} tokens, but max_seq_len={self.max_seq_len}; increase max_seq_len, or lower the "
+                "tokenizer's max_len."
             )
         values = torch.zeros_like(input_ids) if values is None else values
         hidden = self.gene_embedding(input_ids)

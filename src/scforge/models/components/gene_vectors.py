@@ -29,7 +29,7 @@ class _Vectors(nn.Embedding):
 
 
 class _Projection(nn.Linear):
-    """Projects vectors of length 1 to a standard deviation of 0.02, like the initial values of all embeddings."""
+    """Project vectors of length 1 to a standard deviation of 0.02, like the initial values of all embeddings."""
 
     initializes_itself = True
 
@@ -98,7 +98,7 @@ class GeneVectorEmbedding(nn.Module):
 
         Returns
         -------
-        Shape (B, S, H).
+        The embeddings, shape (B, S, H).
         """
         rows = self.row[input_ids]
         # (An exported graph has to do for batches of all sizes.)
@@ -131,14 +131,16 @@ class GeneVectorEmbedding(nn.Module):
         expected = (self.vocab_size, self.vectors.embedding_dim)
         if tuple(vectors.shape) != expected or int(without.sum()) != self.n_learned or not without[PAD_ID]:
             raise OptionError(
-                f"gene vectors of shape {tuple(vectors.shape)} with {int(without.sum())} rows of NaN do not match; "
-                f"the shape {expected} with {self.n_learned} rows of NaN, including PAD, is needed."
+                f"gene vectors of shape {tuple(vectors.shape)} with {int(without.sum())} rows of NaN do not match the "
+                f"model; pass vectors of shape {expected} with {self.n_learned} rows of NaN, including the row of PAD."
             )
         known = vectors[~without].float()
         center = known.mean(dim=0)
         length = (known - center).square().sum(dim=1).mean().sqrt()
         if not length > 0:
-            raise OptionError("all gene vectors are the same; they cannot distinguish genes.")
+            raise OptionError(
+                "all gene vectors are identical and cannot distinguish genes; pass vectors that differ between genes."
+            )
         device = self.row.device
         self.center.copy_(center)
         self.scale.copy_(1 / length)
@@ -170,11 +172,11 @@ class GeneVectorBag(GeneVectorEmbedding):
         input_ids
             Token ids, shape (B, S).
         per_sample_weights
-            Shape (B, S). If None, uses ones.
+            Weights, shape (B, S). If None, uses ones.
 
         Returns
         -------
-        Shape (B, H).
+        The weighted sums, shape (B, H).
         """
         rows = self.row[input_ids]
         # (An exported graph has to do for batches of all sizes.)
@@ -220,8 +222,8 @@ def _of_vectors[E: GeneVectorEmbedding](
 ) -> E:
     if not isinstance(gene_vectors, Mapping) or not {"dim", "learned"} <= set(gene_vectors):
         raise OptionError(
-            f"gene_vectors={gene_vectors!r} is not a dict with 'dim' and 'learned'; "
-            "omit it, or pass e.g. {'dim': 1280, 'learned': 4}."
+            f"gene_vectors={gene_vectors!r} is not a dict with 'dim' and 'learned'; omit gene_vectors, or pass e.g. "
+            "{'dim': 1280, 'learned': 4}."
         )
     check_options("option", "gene_vectors", gene_vectors, ["dim", "learned", "frozen"])
     return cls(vocab_size, hidden_dim, **gene_vectors)
@@ -258,8 +260,8 @@ def fill_gene_vectors(module: nn.Module, vectors: torch.Tensor) -> None:
     parts = _parts(module)
     if not parts:
         raise OptionError(
-            f"{type(module).__name__} has an option 'gene_vectors' but embeds no gene vectors; pass the option to "
-            "GeneExpressionEmbedding or to GeneVectorEmbedding."
+            f"{type(module).__name__} has an option 'gene_vectors', but does not embed gene vectors; pass the option "
+            "on to GeneExpressionEmbedding or GeneVectorEmbedding."
         )
     for part in parts:
         part.fill(vectors)
@@ -275,8 +277,8 @@ def check_filled(module: nn.Module) -> None:
     """
     if any(not part.scale for part in _parts(module)):
         raise OptionError(
-            "gene_vectors is set but the model was given no vectors; omit it and pass them with "
-            "tokenizer={'name': 'gene_embedding', 'table': ...}."
+            "gene_vectors is set, but no vectors were passed to the model; omit gene_vectors, and pass the vectors "
+            "with tokenizer={'name': 'gene_embedding', 'table': ...}."
         )
 
 

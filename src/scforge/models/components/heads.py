@@ -63,7 +63,7 @@ def count_loss(
 
     Returns
     -------
-    Shape (...), float32, or float64 if `log_rate` is float64.
+    The loss of each count, shape (...), float32, or float64 if `log_rate` is float64.
 
     Examples
     --------
@@ -115,7 +115,7 @@ def log_counts(name: str, counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> t
     if counts_bs.device.type == "cpu" and not torch.compiler.is_compiling() and bool((counts_bs < 0).any()):
         raise OptionError(
             f"value_loss={name!r} requires counts, but the values include {float(counts_bs.min()):g}; use a tokenizer "
-            "with counts (continuous_projection with transform='counts'), or value_loss='mse'."
+            "that returns counts (continuous_projection with transform='counts'), or value_loss='mse'."
         )
     return counts_bs.log1p()
 
@@ -154,9 +154,9 @@ def check_count_targets(name: str, counts: torch.Tensor) -> None:
     if bool(bad.any()):
         value = float(counts[bad][0])
         raise OptionError(
-            f"value_loss={name!r} needs whole counts of at least {least} but a target is {value:g}; use a tokenizer "
-            "that gives counts (continuous_projection with transform='counts')"
-            + (", without genes that are not expressed, " if least else ", ")
+            f"value_loss={name!r} requires integer counts of at least {least}, but a target is {value:g}; use a "
+            "tokenizer that returns counts (continuous_projection with transform='counts')"
+            + (" without unexpressed genes, " if least else ", ")
             + "or value_loss='mse'."
         )
 
@@ -231,7 +231,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class MaskedGenePredictionHead(nn.Module):
-    """Predicts logits over the vocabulary: Linear, activation, LayerNorm, Linear.
+    """Predict logits over the vocabulary: Linear, activation, LayerNorm, Linear.
 
     Parameters
     ----------
@@ -287,7 +287,7 @@ class MaskedGenePredictionHead(nn.Module):
         Parameters
         ----------
         hidden_states
-            Shape (..., H).
+            States, shape (..., H).
         weight
             Weight of the last layer, shape (V, H), for a head without its own weight.
         labels
@@ -295,7 +295,7 @@ class MaskedGenePredictionHead(nn.Module):
 
         Returns
         -------
-        Shape (..., V), or a scalar.
+        The logits, shape (..., V), or the loss, a scalar.
         """
         states, bias = self.layer_norm(self.activation(self.dense(hidden_states))), self.bias
         if self.decoder is not None:
@@ -330,7 +330,7 @@ class MaskedGenePredictionHead(nn.Module):
 
 
 class BinPredictionHead(nn.Module):
-    """Predicts logits over expression bins: Linear, GELU, LayerNorm, Linear.
+    """Predict logits over expression bins: Linear, GELU, LayerNorm, Linear.
 
     Parameters
     ----------
@@ -360,7 +360,7 @@ class BinPredictionHead(nn.Module):
 
 
 class ExpressionPredictionHead(nn.Module):
-    """Predicts a number for each token: Linear, GELU, Linear.
+    """Predict a number for each token: Linear, GELU, Linear.
 
     Parameters
     ----------
@@ -385,7 +385,7 @@ class ExpressionPredictionHead(nn.Module):
 
 
 class DeepExpressionHead(ExpressionPredictionHead):
-    """Predicts a number for each token: Linear, LeakyReLU, Linear, LeakyReLU, Linear, as in scGPT (Cui et al. 2024).
+    """Predict a number for each token: Linear, LeakyReLU, Linear, LeakyReLU, Linear, as in scGPT (Cui et al. 2024).
 
     Parameters
     ----------

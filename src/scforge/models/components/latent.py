@@ -22,7 +22,7 @@ def draw_latent(mu_bl: torch.Tensor, logvar_bl: torch.Tensor) -> torch.Tensor:
 
 
 class BatchIntegrationHead(nn.Module):
-    """Decodes latent variables to expression: Linear to H, GELU, Linear to G; batch vectors are added before the GELU.
+    """Decode latent variables to expression: Linear to H, GELU, Linear to G; batch vectors are added before the GELU.
 
     Parameters
     ----------
@@ -57,7 +57,9 @@ class BatchIntegrationHead(nn.Module):
         dense_bh = self.dense(latent_bl)
         if self.batch_embedding is None:
             if batch is not None:
-                raise OptionError("batch is given but the model has n_batches=0; omit it, or train with batches.")
+                raise OptionError(
+                    "batch is given, but the model has n_batches=0; omit batch, or train a model with batches."
+                )
         else:
             mean_h = self.batch_embedding.weight.mean(dim=0)
             if batch is None:
@@ -66,7 +68,8 @@ class BatchIntegrationHead(nn.Module):
             n_batches = self.batch_embedding.num_embeddings
             if batch_b.device.type == "cpu" and bool(((batch_b < -1) | (batch_b >= n_batches)).any()):
                 raise OptionError(
-                    f"batch has a number that is not between 0 and {n_batches - 1}, or -1 for the mean of all."
+                    f"batch contains an invalid number; pass numbers from 0 to {n_batches - 1}, or -1 for the mean of "
+                    "all batches."
                 )
             of_batch_bh = self.batch_embedding(batch_b.clamp(min=0))
             dense_bh = dense_bh + torch.where((batch_b < 0).unsqueeze(1), mean_h, of_batch_bh)
@@ -90,9 +93,9 @@ def classification_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Ten
     Parameters
     ----------
     logits
-        Shape (B, T).
+        Logits, shape (B, T).
     labels
-        int64, shape (B,).
+        Class of each cell, int64, shape (B,).
     """
     total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_LABEL, reduction="sum")
     return total / (labels != IGNORE_LABEL).sum().clamp(min=1)
@@ -108,7 +111,7 @@ def kl_divergence(mu: torch.Tensor, logvar: torch.Tensor, free_bits: float = 0.0
     Parameters
     ----------
     mu, logvar
-        Shape (B, L).
+        Mean and log-variance of the latent distribution, shape (B, L).
     free_bits
         Number of nats per dimension that are not penalized.
 

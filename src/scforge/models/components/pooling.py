@@ -14,13 +14,13 @@ def cls_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = 
     Parameters
     ----------
     hidden_states
-        Shape (B, S, H).
+        Token states, shape (B, S, H).
     attention_mask
-        Shape (B, S), nonzero for tokens. If None, every position is a token.
+        Nonzero for tokens, shape (B, S). If None, every position is a token.
 
     Returns
     -------
-    Shape (B, H).
+    The embedding of each cell, shape (B, H).
 
     Examples
     --------
@@ -47,13 +47,13 @@ def mean_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None =
     Parameters
     ----------
     hidden_states
-        Shape (B, S, H).
+        Token states, shape (B, S, H).
     attention_mask
-        Shape (B, S), nonzero for tokens. If None, every position is a token.
+        Nonzero for tokens, shape (B, S). If None, every position is a token.
 
     Returns
     -------
-    Shape (B, H); zeros for a cell without tokens.
+    The embedding of each cell, shape (B, H); zeros for a cell without tokens.
 
     Examples
     --------
@@ -74,13 +74,13 @@ def last_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None =
     Parameters
     ----------
     hidden_states
-        Shape (B, S, H).
+        Token states, shape (B, S, H).
     attention_mask
-        Shape (B, S), nonzero for tokens. If None, every position is a token.
+        Nonzero for tokens, shape (B, S). If None, every position is a token.
 
     Returns
     -------
-    Shape (B, H).
+    The embedding of each cell, shape (B, H).
 
     Examples
     --------
@@ -105,15 +105,15 @@ def depth_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor, genes:
     Parameters
     ----------
     hidden_states
-        Shape (B, S, H).
+        Token states, shape (B, S, H).
     attention_mask
-        Shape (B, S), nonzero for tokens.
+        Nonzero for tokens, shape (B, S).
     genes
         True for tokens that are genes, bool, shape (B, S).
 
     Returns
     -------
-    Shape (B, 4 H): last token, previous token, maximum over genes, mean over genes.
+    The embedding of each cell, shape (B, 4 H): last token, previous token, maximum over genes, mean over genes.
 
     Examples
     --------

@@ -80,7 +80,7 @@ class SIGReg(nn.Module):
 
         Returns
         -------
-        Scalar, float32.
+        The statistic, a float32 scalar.
         """
         noise = torch.randn(x.shape[-1], self.slices, device=x.device, dtype=torch.float32)
         several = self.sync and torch.is_grad_enabled() and _n_processes() > 1
@@ -96,11 +96,11 @@ class SIGReg(nn.Module):
         x
             Embeddings, shape (..., N, D).
         noise
-            Directions of any length, shape (D, K).
+            Directions, not necessarily of unit length, shape (D, K).
 
         Returns
         -------
-        Scalar, float32.
+        The statistic, a float32 scalar.
         """
         return self._statistic(x, noise, several=False)
 
@@ -137,7 +137,7 @@ class SIGReg(nn.Module):
 
         Returns
         -------
-        Shape (..., G); the value for a group without cells is meaningless.
+        The statistic, shape (..., G); the value for a group without cells is meaningless.
         """
         with torch.autocast(x.device.type, enabled=False):
             t, phi, weights = self._quadrature()

@@ -55,7 +55,7 @@ class Packing:
     Attributes
     ----------
     shape
-        B and S.
+        Number of cells B and number of positions S.
     groups
         Groups of cells, in order.
     index
@@ -103,7 +103,7 @@ def pack_cells(
     Parameters
     ----------
     shape
-        B and S.
+        Number of cells B and number of positions S.
     tokens_bs
         True for tokens, bool, in any order, shape (B, S). If None, all positions are tokens.
     unpad
@@ -425,8 +425,8 @@ class TransformerStack(nn.Module):
         self.head_dim = hidden_dim // num_heads
         if rotary and self.head_dim % 2:
             raise OptionError(
-                f"position_embedding='rotary' needs heads of an even width, but hidden_dim={hidden_dim} and "
-                f"num_heads={num_heads} make them {self.head_dim}; change one of them."
+                f"position_embedding='rotary' requires heads of even width, but hidden_dim={hidden_dim} and "
+                f"num_heads={num_heads} give a width of {self.head_dim}; change one of the two."
             )
         self.rotary = check_bool("rotary", rotary)
         self.gradient_checkpointing = check_bool("gradient_checkpointing", gradient_checkpointing)
@@ -451,7 +451,7 @@ class TransformerStack(nn.Module):
         hidden_bsh
             Embedded tokens, shape (B, S, H).
         attention_mask
-            Bool, int or float, nonzero for tokens, in any order, shape (B, S). If None, all positions are tokens.
+            Nonzero for tokens, in any order, bool, int or float, shape (B, S). If None, all positions are tokens.
         causal
             Whether each token attends only to tokens up to itself.
         attention_bias
@@ -459,14 +459,17 @@ class TransformerStack(nn.Module):
         cache
             Keys and values of earlier tokens. The new tokens attend to them, and causally to each other.
         output_hidden_states, output_attentions
-            Whether to return the states after each layer, and the attention weights, whose memory grows with the square
-            of S.
+            Whether to return the states after each layer, and the attention weights, whose memory grows quadratically
+            with S.
         """
         check_shapes(hidden_bsh.shape[:2], attention_mask=attention_mask, attention_bias=attention_bias)
         tokens_bs = None if attention_mask is None else attention_mask != 0
         if cache is not None:
             if attention_bias is not None or output_hidden_states or output_attentions:
-                raise OptionError("a cache works with neither attention_bias nor further outputs; omit them.")
+                raise OptionError(
+                    "cache does not work with attention_bias, output_hidden_states or output_attentions; omit these "
+                    "arguments."
+                )
             return StackOutput(self._cached(hidden_bsh, tokens_bs, cache))
         positions_bs = None
         if self.rotary:

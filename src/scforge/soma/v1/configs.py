@@ -31,7 +31,7 @@ V1_BATCH_SIZE: Final = 16
 def _check_scale_factor(argument: str, value: Any) -> None:
     """Raise an error if `value` is not a valid scale factor of positions, i.e. a number of at least 1."""
     if check_positive(argument, value) < 1:
-        raise OptionError(f"{argument}={value} is below 1; pass 1, or more for closer positions.")
+        raise OptionError(f"{argument}={value} is below 1; pass 1, or a larger number for closer positions.")
 
 
 _CHECKS: Mapping[str, Callable[[str, Any], object]] = {
@@ -61,7 +61,10 @@ def check_numbers(**numbers: Any) -> None:
             check(name, numbers[name])
     width = "embedding_dim" if "embedding_dim" in numbers else "num_features"
     if (n_heads := numbers.get("num_heads")) and numbers[width] % (2 * n_heads):
-        raise OptionError(f"{width}={numbers[width]} does not give num_heads={n_heads} of an even width; change one.")
+        raise OptionError(
+            f"{width}={numbers[width]} cannot be split into num_heads={n_heads} heads of even width; change one of the "
+            "two."
+        )
 
 
 class _Checked:
@@ -237,7 +240,7 @@ def part_of[C](config: Any, kind: type[C]) -> C:
 def check_config(config: Any, kind: type) -> None:
     """Raise an error if a configuration lacks a field of `kind`."""
     if lacking := [field.name for field in fields(kind) if not hasattr(config, field.name)]:
-        raise OptionError(f"config={config!r:.60} has no {lacking[0]}; pass a {kind.__name__}(...).")
+        raise OptionError(f"config={config!r:.60} has no field {lacking[0]}; pass a {kind.__name__}(...).")
 
 
 def check_whole(argument: str, values: Any, kind: type = object) -> None:
@@ -246,21 +249,24 @@ def check_whole(argument: str, values: Any, kind: type = object) -> None:
         raise DataError(f"{argument} is of type {type(values).__name__}; pass a {kind.__name__}.")
     dtype, shape = getattr(values, "dtype", type(values).__name__), tuple(getattr(values, "shape", ()))
     if "int" not in str(dtype) or len(shape) != 2:
-        raise DataError(f"{argument} has dtype {dtype} and shape {shape}; pass whole numbers of shape (batch, seq).")
+        raise DataError(f"{argument} has dtype {dtype} and shape {shape}; pass integers of shape (batch, seq).")
 
 
 def check_tokens(argument: str, values: Any, vocab_size: int) -> None:
     """Raise an error if a token is outside the vocabulary."""
     if values.shape[0] and values.shape[1] and not 0 <= int(values.min()) <= int(values.max()) < vocab_size:
         wrong = values.min() if values.min() < 0 else values.max()
-        raise DataError(f"{argument} contains {int(wrong)}; pass tokens from 0 to {vocab_size - 1}, the vocabulary.")
+        raise DataError(
+            f"{argument} contains {int(wrong)}, which is not in the vocabulary; pass tokens from 0 to {vocab_size - 1}."
+        )
 
 
 def check_one_a_token(argument: str, values: Any, of: str, tokens: Any, *, or_one_row: bool = False) -> None:
     """Raise an error if `values` does not have the shape of `tokens` (argument `of`), or optionally of one row."""
     if tuple(values.shape) not in {tuple(tokens.shape), *([(1, tokens.shape[1])] if or_one_row else [])}:
         raise DataError(
-            f"{argument} has shape {tuple(values.shape)} and {of} {tuple(tokens.shape)}; pass one per token."
+            f"{argument} has shape {tuple(values.shape)}, but {of} has shape {tuple(tokens.shape)}; pass one value per "
+            "token."
         )
 
 
@@ -269,4 +275,4 @@ def check_states(x: Any, noise: Any = None) -> None:
     if "float" not in str(x.dtype) or not x.shape:
         raise DataError(f"x has dtype {x.dtype} and shape {tuple(x.shape)}; pass states of shape (..., width).")
     if noise is not None and (len(noise.shape) != 2 or len(noise) != x.shape[-1]):
-        raise DataError(f"noise has shape {tuple(noise.shape)}; pass ({x.shape[-1]}, directions).")
+        raise DataError(f"noise has shape {tuple(noise.shape)}; pass shape ({x.shape[-1]}, directions).")

@@ -19,7 +19,7 @@ from scforge.errors import MissingFileError, ModelFileError, first_line, listing
 
 
 class Serde[M](abc.ABC):
-    """Writes and reads the weights of a module.
+    """Write and read the weights of a module.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ class Serde[M](abc.ABC):
             As in :meth:`deserialize`.
         """
         if not Path(filename).is_file():
-            raise MissingFileError(f"filename={str(filename)!r} is not a file; pass the name of a file of weights.")
+            raise MissingFileError(f"filename={str(filename)!r} is not a file; pass the name of a file with weights.")
         return self._read(repr(str(filename)), lambda: self._format.load_file(filename))
 
     def _read(self, where: str, load: Callable[[], dict[str, Any]]) -> M:
@@ -86,24 +86,32 @@ class Serde[M](abc.ABC):
             raise ModelFileError(f"{where} cannot be read as safetensors: {first_line(error)}.") from error
         wanted = self._tensors()
         if missing := wanted.keys() - found.keys():
-            raise ModelFileError(f"{where} lacks {listing(sorted(missing), most=3)}; check the sizes of the model.")
+            raise ModelFileError(
+                f"{where} lacks the weights {listing(sorted(missing), most=3)}; check the sizes of the model."
+            )
         if unknown := found.keys() - wanted.keys():
-            raise ModelFileError(f"{where} contains unknown {listing(sorted(unknown))}; check the sizes of the model.")
+            raise ModelFileError(
+                f"{where} contains the unknown weights {listing(sorted(unknown))}; check the sizes of the model."
+            )
         for name, values in sorted(found.items()):
             shape, own = tuple(values.shape), tuple(wanted[name].shape)
             if shape != own:
                 raise ModelFileError(
-                    f"{where} has {name!r} of shape {shape}, the model {own}; check the sizes of the model."
+                    f"{where} contains {name!r} with shape {shape}, but the model requires shape {own}; check the "
+                    "sizes of the model."
                 )
             # The difference is not a number for what is not finite.
             if "float" not in str(values.dtype) or not (values - values == 0).all():
-                raise ModelFileError(f"{where} has {name!r} as {values.dtype}, not real and finite; copy it again.")
+                raise ModelFileError(
+                    f"{where} contains {name!r} ({values.dtype}) with values that are not real and finite; copy the "
+                    "weights again."
+                )
         self._set(found)
         return self.module
 
 
 class Serializable:
-    """Adds ``save`` and ``load`` to a module class; list it before the base module class."""
+    """Add ``save`` and ``load`` to a module class; list it before the base module class."""
 
     _serde: ClassVar[type[Serde[Any]]]
 

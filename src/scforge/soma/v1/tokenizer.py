@@ -81,7 +81,7 @@ def tokenize_arrays(
 
     Returns
     -------
-    Tokens and targets, int32, and offsets, int64, each of shape (chunks, max_seq_len).
+    Tokens and targets (int32) and offsets (int64), each of shape (chunks, max_seq_len).
 
     Raises
     ------
@@ -119,5 +119,7 @@ def _numbers(data: bytes | bytearray | memoryview | np.ndarray) -> np.ndarray:
     except (TypeError, ValueError) as error:
         raise DataError(f"data is of type {type(data).__name__}; pass bytes, e.g. text.encode().") from error
     if view.format != "B" or view.ndim != 1:
-        raise DataError(f"data has the format {view.format!r} and shape {view.shape}; pass bytes, or uint8 in one row.")
+        raise DataError(
+            f"data has format {view.format!r} and shape {view.shape}; pass bytes, or a one-dimensional uint8 array."
+        )
     return np.frombuffer(view if view.c_contiguous else view.tobytes(), dtype=np.uint8)

@@ -27,9 +27,9 @@ def check_classes(argument: str, classes: Any, key_argument: str, key: str | Non
     if classes is None:
         return None
     if isinstance(classes, str) or not classes or len(set(classes)) < len(classes):
-        raise OptionError(f"{argument}={classes!r} is not a list of unique class names.")
+        raise OptionError(f"{argument}={classes!r} must be a list of unique class names.")
     if key is None:
-        raise OptionError(f"{argument}={list(classes)!r} needs {key_argument}, the column of obs with the classes.")
+        raise OptionError(f"{argument}={list(classes)!r} requires {key_argument}, the column of obs with the classes.")
     return list(classes)
 
 
@@ -46,17 +46,17 @@ def classes_found(argument: str, key: str, column: Callable[[str], pd.Series]) -
     except DataError as error:
         raise DataError(f"{argument}={error}") from error
     if classes.dtype.kind == "f":
-        raise OptionError(f"{argument}={key!r} contains numbers, not classes; convert it to categories.")
+        raise OptionError(f"{argument}={key!r} contains numbers instead of classes; convert the column to categories.")
     names = classes.astype(str).unique()
     if not len(names):
-        raise OptionError(f"{argument}={key!r} has no value for any cell; choose another column.")
+        raise OptionError(f"{argument}={key!r} is missing for all cells; choose another column.")
     return sorted(map(str, names))
 
 
 def numbers_of_cells(
     key_argument: str, key: str | None, argument: str, names: list[str] | None, cells: Cells, *, needed: bool = True
 ) -> np.ndarray | None:
-    """Return the class code of each cell, int64, shape (N,), -1 for unknown classes, or None without a column `key`.
+    """Return the class code of each cell (int64, shape (N,); -1 for unknown classes), or None without a column `key`.
 
     Parameters
     ----------
@@ -90,11 +90,13 @@ def of_block(key: str | None, numbers: np.ndarray | None, block: CellBlock) -> t
     if key is None:
         return None
     if numbers is None:
-        raise TrainingError(f"the classes in the column {key!r} are unknown; call bind of the objective first.")
+        raise TrainingError(
+            f"the classes in the column {key!r} are unknown; call the bind method of the objective first."
+        )
     return torch.from_numpy(numbers[block.rows])
 
 
-IN_THE_MEAN = "they are decoded with the mean of all batches."
+IN_THE_MEAN = "these cells are decoded with the mean of all batches."
 """How cells of unknown batches are treated."""
 
 
@@ -130,7 +132,7 @@ class TellsBatches(Objective):
             If the column is missing, or contains a batch that is unknown to the model.
         """
         if problem := self.look_up_batches(cells):
-            raise DataError(f"{problem}; rename the batches of the data, or train a new model.")
+            raise DataError(f"{problem}; rename the batches in the data, or train a new model.")
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the batch of each query cell; unknown batches are decoded with the mean of all batch vectors."""
@@ -147,10 +149,10 @@ class TellsBatches(Objective):
         if self._batches is None or not (n_unknown := int((self._batches < 0).sum())):
             return ""
         of = f"batch_key={key!r}: {n_unknown} of {len(cells)} cells"
-        return f"{of} have batches that the model does not know (known: {listing(names or [])})"
+        return f"{of} have batches that are unknown to the model (known: {listing(names or [])})"
 
     def own_batches(self, cells: Cells) -> np.ndarray:
-        """Return a code for the batch of each cell, even for new batches; int64, shape (N,), -1 if missing.
+        """Return a code for the batch of each cell, even for new batches, int64, shape (N,); -1 if missing.
 
         Raises
         ------

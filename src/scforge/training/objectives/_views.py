@@ -20,7 +20,7 @@ from scforge.training.objectives.base import Objective
 _SINGLY = 8.0
 """Maximum count for which each trial uses a separate random number; above, groups of 64 trials share numbers."""
 _NORMAL_ABOVE = 1000.0
-"""Count above which the binomial is sampled from its normal approximation (relative error of the spread < 0.1 %)."""
+"""Count above which the binomial is sampled from its normal approximation (relative error of the spread < 0.1%)."""
 
 
 @numba.njit(cache=True)
@@ -179,7 +179,7 @@ class SeesViews(Objective):
         if not 0 < self.keep_min <= self.keep_max or self.gene_dropout == 1:
             raise OptionError(
                 f"keep_min={keep_min} and keep_max={keep_max} must satisfy 0 < keep_min <= keep_max <= 1, and "
-                f"gene_dropout={gene_dropout} 0 <= gene_dropout < 1."
+                f"gene_dropout={gene_dropout} must satisfy 0 <= gene_dropout < 1."
             )
 
     def _views(self, blocks: Sequence[CellBlock], tokenizer: Tokenizer, *, epoch: int, seed: int) -> TokenBatch:
@@ -225,8 +225,8 @@ def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
 
     Returns
     -------
-    The covariance of the cells, shape (D, D), their mean direction, shape (D,), and the number of cells in the step, a
-    scalar. All tensors are float32 and detached.
+    The covariance of the cells (shape (D, D)), their mean direction (shape (D,)), and the number of cells in the step
+    (a scalar), all float32 and detached.
     """
     with torch.autocast(z_bd.device.type, enabled=False):
         z_bd = z_bd.detach().float()
@@ -282,7 +282,7 @@ def has_collapsed(figures: Mapping[str, float], n_dims: int) -> bool:
 
 
 class CollapseWatch:
-    """Tracks the geometry of an embedding per epoch; the first process warns once if it collapses."""
+    """Track the geometry of an embedding per epoch; the first process warns once if it collapses."""
 
     def __init__(self) -> None:
         self._collapsed = False

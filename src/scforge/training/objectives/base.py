@@ -195,7 +195,7 @@ def refuse_zero_genes(objective: str, tokenizer: Tokenizer) -> None:
     """Raise :class:`~scforge.errors.OptionError` if all measured genes are tokens, so that none can be masked."""
     if tokenizer.lists_all_genes:
         raise OptionError(
-            f"include_zero_genes=True presents every measured gene, but {objective!r} learns to predict which genes a "
+            f"include_zero_genes=True includes every measured gene, but {objective!r} learns to predict which genes a "
             "cell expresses; set include_zero_genes=False."
         )
 
@@ -227,7 +227,10 @@ def loss_of(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """
     loss = output_of(module, batch).loss
     if loss is None:
-        raise TrainingError(f"{type(module).__name__}.forward returned no loss although labels were given.")
+        raise TrainingError(
+            f"{type(module).__name__}.forward returned no loss, although labels were passed; return "
+            "ModelOutput(loss=...)."
+        )
     return loss
 
 
@@ -262,7 +265,7 @@ def get_objective(name: str, **options: Any) -> Objective:
 
     Returns
     -------
-    The objective.
+    The objective, with these options.
 
     Raises
     ------

@@ -64,8 +64,8 @@ class MaskedDiffusion(TellsBatches):
     fractions. The last two terms are the same as in :class:`~scforge.training.Variational`. These terms train the
     embedding, which is computed from the visible part of a cell and decoded to the whole cell.
 
-    For architectures that take ``loss_weights``, such as ``scdiva``. The trained models can generate cells and impute
-    genes.
+    Requires an architecture that takes ``loss_weights``, such as ``scdiva``. The trained models can generate cells and
+    impute genes.
 
     Parameters
     ----------
@@ -149,15 +149,15 @@ class MaskedDiffusion(TellsBatches):
         unit = (getattr(tokenizer, "transform", "log1p_cp10k"), getattr(tokenizer, "target_sum", TARGET_SUM))
         if unit != ("log1p_cp10k", TARGET_SUM) or getattr(tokenizer, "n_bins", None) is not None:
             raise OptionError(
-                f"'masked_diffusion' predicts log1p CP10K values, which {type(tokenizer).__name__} with these options "
-                "does not provide; choose tokenizer='entropy_ranked'."
+                f"'masked_diffusion' predicts log1p CP10K values, but {type(tokenizer).__name__} with these options "
+                "does not provide them; choose tokenizer='entropy_ranked'."
             )
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
         """Raise an error if the architecture does not predict masked genes and masked values with cell weights."""
         named = set(inspect.signature(architecture.forward).parameters)
         if not {"loss_weights", "masked_values", "target"} <= named:
-            why = "does not accept loss_weights, masked_values and target in forward"
+            why = "does not accept loss_weights, masked_values and target as arguments of forward"
             raise mismatch("masked_diffusion", architecture, why, "the architecture 'scdiva'")
 
     def model_options(self) -> dict[str, Any]:
@@ -202,9 +202,10 @@ class MaskedDiffusion(TellsBatches):
             return
         limit = "max_genes" if self.max_genes is not None or self._attended is None else "max_tokens"
         warn(
-            f"{limit}={self.most_genes} cuts {cut.mean():.0%} of the cells (they have {np.median(lengths):.0f} genes, "
-            f"the median): 'masked_diffusion' learns the first {self.most_genes} in the order of the tokenizer, and "
-            f"generated cells have at most this many; raise {limit} for whole cells."
+            f"{limit}={self.most_genes} truncates {cut.mean():.0%} of the cells (median of all cells: "
+            f"{np.median(lengths):.0f} genes), so 'masked_diffusion' learns only the first {self.most_genes} genes in "
+            f"the order of the tokenizer, and generated cells have at most {self.most_genes} genes; increase {limit} "
+            "to use complete cells."
         )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
@@ -263,7 +264,8 @@ class MaskedDiffusion(TellsBatches):
         parts = output.losses
         if not parts or not {"identity", "value"} <= set(parts):
             raise TrainingError(
-                f"{type(module).__name__} returned no losses of masked genes and values; create it with denoising=True."
+                f"{type(module).__name__} returned no losses for masked genes and values; create the model with "
+                "denoising=True."
             )
         weights = {
             "identity": 1.0,

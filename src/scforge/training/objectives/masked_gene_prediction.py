@@ -84,7 +84,7 @@ class MaskedGenePrediction(Objective):
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
         """Raise an error if the architecture uses labels as the names of masked genes rather than as targets."""
         if getattr(architecture, "labels_name_genes", False):
-            why = "receives the masked genes and predicts their values"
+            why = "receives the masked genes as input and predicts only their values"
             choice = "objective='masked_value_prediction', or the architecture 'transformer_encoder'"
             raise mismatch("masked_gene_prediction", architecture, why, choice)
 

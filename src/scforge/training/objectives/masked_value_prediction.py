@@ -32,7 +32,7 @@ _SAMPLED_CELLS = 1024
 
 @register_objective("masked_value_prediction")
 class MaskedValuePrediction(Objective):
-    """Predicts the value (or bin) of genes with masked expression; the gene names remain visible.
+    """Predict the value (or bin) of genes with masked expression; the gene names remain visible.
 
     Requires an architecture that predicts a value per token: ``masked_autoencoder``, or ``transformer_encoder`` with
     ``expression_head="value"`` or ``"bin"``. The ``forward`` of other architectures must have an argument
@@ -85,7 +85,7 @@ class MaskedValuePrediction(Objective):
         if getattr(architecture, "predicts_next", False):
             why = "predicts the next token rather than masked values"
         elif not _TARGETS & set(inspect.signature(architecture.forward).parameters):
-            why = "does not predict values of tokens"
+            why = "does not predict token values"
         else:
             return
         raise mismatch("masked_value_prediction", architecture, why, "the architecture 'masked_autoencoder'")

@@ -47,7 +47,7 @@ _OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "has_neighbor", "batch"}
 
 @register_objective("neighbor_denoising")
 class NeighborDenoising(TellsBatches, SeesViews):
-    """Reconstructs the expression of a cell from subsampled counts of the cell and of a mutual nearest neighbor.
+    """Reconstruct the expression of a cell from subsampled counts of the cell and of a mutual nearest neighbor.
 
     Batches are integrated by translation: the decoder reconstructs a cell from the latent variable of a neighbor in
     another batch, conditioned on the batch of the cell. The decoder therefore models batch effects, and the latent
@@ -158,7 +158,12 @@ class NeighborDenoising(TellsBatches, SeesViews):
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
         """Raise an error if the architecture does not have a latent distribution and an expression decoder."""
-        check_latent("neighbor_denoising", architecture, ("infer", "decode"), "'gene_pooling', 'mlp' or 'scdiva'")
+        check_latent(
+            "neighbor_denoising",
+            architecture,
+            ("infer", "decode"),
+            "the architecture 'gene_pooling', 'mlp' or 'scdiva'",
+        )
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Initialize the decoder at the mean expression of each gene."""
@@ -191,25 +196,27 @@ class NeighborDenoising(TellsBatches, SeesViews):
             share = self._pool.share_across
             if batches is not None and len(self._pool.members) > 1 and self.across and share < _FEW:
                 warn(
-                    f"{1 - share:.0%} of the cells have no mutual neighbor in another batch, so batches mix less; "
-                    "check that the batches share cell types."
+                    f"{1 - share:.0%} of the cells have no mutual neighbor in another batch, so the batches will mix "
+                    "less; check that the batches share cell types."
                 )
         return problem
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Bind query cells as in :meth:`bind`, without a warning about new batches or a missing column."""
         if self._look_up(cells, train_rows):
-            logger.info("Cells of batches that the model does not know are decoded with the mean of all batch vectors.")
+            logger.info(
+                "Cells from batches that are unknown to the model are decoded with the mean of all batch vectors."
+            )
 
     def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
         """Return the number of cells in a batch, without their neighbors."""
         return batch["profile_genes"].shape[0]
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenize a view of each cell, then of a neighbor of each cell, and add the whole profiles of the cells.
+        """Tokenize a view of each cell and a view of one of its neighbors, and add the full profiles of the cells.
 
-        A cell without a neighbor receives an arbitrary neighbor with weight 0, so that all processes compute the same
-        shapes.
+        A cell without a neighbor is assigned an arbitrary neighbor with weight 0, so that all processes compute the
+        same shapes.
         """
         seen = [block]
         extra: dict[str, torch.Tensor] = {}

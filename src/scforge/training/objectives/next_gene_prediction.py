@@ -109,8 +109,8 @@ class NextGenePrediction(Objective):
         """Raise an error if the tokenizer does not bin expression, or includes unexpressed genes."""
         if getattr(tokenizer, "n_bins", None) is None:
             raise OptionError(
-                f"'next_gene_prediction' predicts expression bins, which {type(tokenizer).__name__} does not provide; "
-                "choose tokenizer='binned_expression'."
+                f"'next_gene_prediction' predicts expression bins, but {type(tokenizer).__name__} does not provide "
+                "them; choose tokenizer='binned_expression'."
             )
         refuse_zero_genes("next_gene_prediction", tokenizer)
 
@@ -118,7 +118,7 @@ class NextGenePrediction(Objective):
         """Raise an error if the architecture receives the token that it has to predict."""
         if not getattr(architecture, "predicts_next", False):
             choice = "'autoregressive_transformer'"
-            raise mismatch("next_gene_prediction", architecture, "sees the token that it is to predict", choice)
+            raise mismatch("next_gene_prediction", architecture, "receives the token that it has to predict", choice)
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
         """Return the classes of the cells that the model is created with, unless classes are already set."""
@@ -138,11 +138,13 @@ class NextGenePrediction(Objective):
         self._codes += 1  # 0 is not a class
         if not self._codes.any():
             raise DataError(
-                f"condition_key={self.condition_key!r}: no cell has one of the classes that the model knows "
-                f"({listing(self.conditions or [])}); rename the classes of the data."
+                f"condition_key={self.condition_key!r}: no cell has a class that is known to the model (known: "
+                f"{listing(self.conditions or [])}); rename the classes in the data."
             )
         if unknown := int((self._codes == 0).sum()):
-            logger.info("%d of %d cells have no class in %r.", unknown, len(self._codes), self.condition_key)
+            logger.info(
+                "%d of %d cells have no known class in the column %r.", unknown, len(self._codes), self.condition_key
+            )
 
     def initialize(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Initialize the gene head at the token frequencies, and set the bin values."""
@@ -204,7 +206,7 @@ def bin_means(cells: CellSource, tokenizer: Tokenizer, n_bins: int | None = None
     tokenizer
         A tokenizer that bins expression.
     n_bins
-        Number of bins. If None, uses the number of the tokenizer.
+        Number of bins. If None, uses the number of bins of the tokenizer.
     """
     n_bins = int(getattr(tokenizer, "n_bins", 0)) if n_bins is None else n_bins
     sums, counts = np.zeros(n_bins), np.zeros(n_bins)

@@ -121,8 +121,8 @@ class Variational(TellsBatches):
         self.thinning = check_thinning(thinning)
         if not self.reconstruction_weight and (self.labels_key is None or not self.classification_weight):
             raise OptionError(
-                "reconstruction_weight=0 without labels means that there is no loss; pass labels_key and a "
-                "classification_weight, or a reconstruction_weight."
+                "reconstruction_weight=0 without labels leaves no loss to train on; pass labels_key and a "
+                "classification_weight, or a positive reconstruction_weight."
             )
         self._labels: np.ndarray | None = None
 
@@ -156,7 +156,7 @@ class Variational(TellsBatches):
         """
         super().bind(cells, train_rows)
         if problem := self._no_class(cells, train_rows, needed=True):
-            raise DataError(f"{problem}; rename the classes of the data.")
+            raise DataError(f"{problem}; rename the classes in the data.")
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the class and the batch of each query cell, which may be new to the model.
@@ -169,9 +169,9 @@ class Variational(TellsBatches):
         super().bind_query(cells, train_rows)
         problem = self._no_class(cells, train_rows, needed=False)
         if problem and not self.reconstruction_weight:
-            raise DataError(f"{problem}, and reconstruction_weight=0 leaves no other loss; label some cells.")
+            raise DataError(f"{problem}, and reconstruction_weight=0 leaves no other loss; label some of the cells.")
         if problem:
-            warn(f"{problem}; the cells are used for the reconstruction only.")
+            warn(f"{problem}; the cells are used only for the reconstruction.")
 
     def _no_class(self, cells: Cells, train_rows: np.ndarray, *, needed: bool) -> str:
         """Look up the class of each cell; return a message if no training cell has a known class, otherwise ""."""
@@ -180,7 +180,8 @@ class Variational(TellsBatches):
         if self._labels is None or (self._labels[train_rows] >= 0).any():
             return ""
         return (
-            f"labels_key={key!r}: no training cell has one of the classes that the model knows ({listing(names or [])})"
+            f"labels_key={key!r}: no training cell has a class that is known to the model (known: "
+            f"{listing(names or [])})"
         )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
@@ -240,7 +241,7 @@ def check_latent(
 ) -> None:
     """Raise :class:`~scforge.errors.OptionError` if an architecture lacks one of these latent-variable methods."""
     if not all(hasattr(architecture, name) for name in methods):
-        why = f"has no latent distribution with {listing(methods)}"
+        why = f"has no latent distribution with the methods {listing(methods)}"
         raise mismatch(objective, architecture, why, choice)
 
 
@@ -257,7 +258,8 @@ def check_thinning(thinning: Sequence[float] | None) -> list[float] | None:
     shares = list(thinning) if isinstance(thinning, Sequence) else []
     if len(shares) != 2 or not 0 < shares[0] <= shares[1] <= 1:
         raise OptionError(
-            f"thinning={thinning!r} is not a range of shares (low, high) with 0 < low <= high <= 1, e.g. (0.1, 1)."
+            f"thinning={thinning!r} is not a valid range; pass two fractions (low, high) with 0 < low <= high <= 1, "
+            "e.g. (0.1, 1)."
         )
     return [float(share) for share in shares]
 
@@ -265,8 +267,8 @@ def check_thinning(thinning: Sequence[float] | None) -> list[float] | None:
 def whole_profiles(block: CellBlock) -> dict[str, torch.Tensor]:
     """Return the log1p CP10K values and the indices of all expressed genes of each cell.
 
-    ``profile_genes`` contains 1 + index among the genes in the vocabulary, and 0 after the last gene, int64, shape (B,
-    E). ``profile_values`` is float32, shape (B, E). These arrays are much smaller than dense profiles.
+    ``profile_genes`` (int64, shape (B, E)) contains the vocabulary gene index plus 1, padded with 0. ``profile_values``
+    (float32, shape (B, E)) contains the values. These arrays are much smaller than dense profiles.
     """
     padded = pad(RaggedTokens(block.indptr, block.genes + 1, log1p_cp10k(block)))
     return {"profile_genes": padded["input_ids"], "profile_values": padded["values"]}

@@ -54,7 +54,7 @@ NO_MASK = r"mask has dtype .* broadcasts to \(2, 2, 5, 5\)"
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: MultiHeadAttention(3, 16), OptionError, "num_features=16 does not give num_heads=3"),
+        (lambda: MultiHeadAttention(3, 16), OptionError, "num_features=16 cannot be split into num_heads=3"),
         (lambda: MultiHeadAttention(2, 16, dropout_rate=-0.1), OptionError, "dropout_rate=-0.1"),
         (lambda: apply_rope(X[..., None, :], X[..., 0].long(), 16, scale_factor=0.9), OptionError, "0.9 is below 1"),
         (lambda: MultiHeadAttention(2, 16)(X[..., :8]), DataError, r"inputs has shape \(2, 5, 8\)"),

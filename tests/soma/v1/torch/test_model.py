@@ -118,7 +118,7 @@ def test_what_is_no_configuration(tiny):
     for config in ({"dropout_rate": 0.0}, SIGRegConfig()):
         with pytest.raises(OptionError, match=r"config=.* has no dropout_rate; pass a ModelConfig"):
             Model(config)
-    with pytest.raises(OptionError, match="does not give num_heads=3"):
+    with pytest.raises(OptionError, match="cannot be split into num_heads=3"):
         Model(dataclasses.replace(tiny, num_heads=3))
     with pytest.raises(OptionError, match="pad_mask='no'"):
         Model(tiny, pad_mask="no")

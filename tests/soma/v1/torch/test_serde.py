@@ -44,7 +44,7 @@ def test_kinds_and_dtypes(tiny):
     ("change", "message"),
     [
         ({"embedding_dim": 32}, r"'embedding.weight' of shape \(264, 16\), the model \(264, 32\)"),
-        ({"num_layers": 1}, "contains unknown 'encoder.layers.1"),
+        ({"num_layers": 1}, "contains the unknown weights 'encoder.layers.1"),
     ],
 )
 def test_a_file_of_other_sizes(tiny, change, message, tmp_path):
@@ -58,7 +58,7 @@ def test_a_file_of_other_sizes(tiny, change, message, tmp_path):
     ("values", "message"),
     [
         (torch.zeros(264, dtype=torch.int64), "'predictor.bias' as torch.int64, not real"),
-        (torch.full((264,), float("nan")), "'predictor.bias' as torch.float32, not real and finite"),
+        (torch.full((264,), float("nan")), "'predictor.bias' .torch.float32. with values that are not real and finite"),
     ],
 )
 def test_a_refused_file_changes_no_weight(tiny, values, message):

@@ -18,7 +18,7 @@ def regularizers(published):
     ("x", "noise", "message"),
     [
         (torch.zeros(3, 4, dtype=torch.int64), torch.randn(4, 5), "x has dtype torch.int64"),
-        (torch.zeros(3, 4), torch.randn(5, 4), r"noise has shape \(5, 4\); pass \(4, directions\)"),
+        (torch.zeros(3, 4), torch.randn(5, 4), r"noise has shape \(5, 4\); pass shape \(4, directions\)"),
         (torch.zeros(3, 4), torch.randn(4), r"noise has shape \(4,\)"),
     ],
 )

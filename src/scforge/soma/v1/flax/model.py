@@ -74,7 +74,7 @@ class Model(Serializable, nnx.Module):
 
         Returns
         -------
-        Shape (B, S, H).
+        The states, shape (B, S, H).
 
         Raises
         ------

@@ -17,7 +17,7 @@ _NAMES = {"embedding": "weight", "kernel": "weight", "scale": "gamma"}
 
 
 class Serde[M: nnx.Module](serde.Serde[M]):
-    """Writes and reads the weights of a module.
+    """Write and read the weights of a module.
 
     Parameters
     ----------
@@ -50,6 +50,6 @@ class Serde[M: nnx.Module](serde.Serde[M]):
 
 
 class Serializable(serde.Serializable):
-    """Adds ``save`` and ``load`` to a module class; list it before ``nnx.Module``."""
+    """Add ``save`` and ``load`` to a module class; list it before ``nnx.Module``."""
 
     _serde = Serde

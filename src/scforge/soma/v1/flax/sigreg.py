@@ -15,7 +15,7 @@ from scforge.soma.v1.configs import SIGRegConfig, check_config, check_states
 
 
 class SIGReg(nnx.Module):
-    """Compares the projections of each token onto random directions with a normal distribution (Epps and Pulley 1983).
+    """Compare the projections of each token onto random directions with a normal distribution (Epps and Pulley 1983).
 
     Let p be the projections of one token onto N directions of length 1, w the trapezoidal weights of `points` points t
     from 0 to `t_max`, each counted twice, and phi(t) = exp(-t^2 / 2)::
@@ -49,13 +49,13 @@ class SIGReg(nnx.Module):
         self.weights = jnp.where(ends, step, 2 * step) * self.phi
 
     def __call__(self, x: Array) -> Array:
-        """Return the loss of representations of shape (..., H), a scalar, along newly sampled directions."""
+        """Return the loss for representations of shape (..., H), a scalar, along newly sampled directions."""
         check_states(x)
         shape = (x.shape[-1], self.config.slices)
         return self.compute(x, jax.random.normal(self.rngs.noise(), shape=shape, dtype=x.dtype))
 
     def compute(self, x: Array, noise: Array) -> Array:
-        """Return the loss of representations of shape (..., H) along the columns of `noise`, shape (H, N)."""
+        """Return the loss for representations of shape (..., H) along the columns of `noise`, shape (H, N)."""
         check_states(x, noise)
         projected = x @ (noise / jnp.linalg.norm(noise, axis=0))
         angles = projected[..., None] * self.t

@@ -27,7 +27,7 @@ def compute_loss(
     model
         The model.
     sig_reg
-        The regularizer, which samples its directions with the torch generator.
+        The regularizer, which samples its directions with torch's default generator.
     token_ids
         Tokens, integers, shape (B, S).
     targets

@@ -13,7 +13,7 @@ from scforge.soma.v1 import serde
 
 
 class Serde[M: nn.Module](serde.Serde[M]):
-    """Writes and reads the weights of a module.
+    """Write and read the weights of a module.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def load_safetensor_into(module: nn.Module, data: bytes) -> None:
 
 
 class Serializable(serde.Serializable):
-    """Adds ``save`` and ``load`` to a module class; list it before ``nn.Module``.
+    """Add ``save`` and ``load`` to a module class; list it before ``nn.Module``.
 
     Examples
     --------

@@ -12,7 +12,7 @@ from scforge.soma.v1.configs import SIGRegConfig, check_config, check_states
 
 
 class SIGReg(nn.Module):
-    """Compares the projections of each state onto random directions with the standard normal, as published.
+    """Compare the projections of each state onto random directions with the standard normal, as published.
 
     For each state, the characteristic function of its K projections p is compared with that of the standard normal::
 
@@ -48,7 +48,7 @@ class SIGReg(nn.Module):
         self.register_buffer("weights", trapezoid * phi)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the loss of states of shape (..., H), along directions sampled with the torch generator."""
+        """Return the loss for states of shape (..., H), using directions sampled with torch's default generator."""
         check_states(x)
         noise = torch.randn(x.shape[-1], self.config.slices, dtype=x.dtype, device=x.device)
         return self.compute(x, noise)
@@ -61,7 +61,7 @@ class SIGReg(nn.Module):
         x
             States, shape (..., H).
         noise
-            Directions of any length, shape (H, K).
+            Directions, not necessarily of unit length, shape (H, K).
 
         Returns
         -------

@@ -25,14 +25,15 @@ def apply_rope(
 ) -> Array:
     """Rotate the two halves of each vector against each other by angles that grow with the position (Su et al. 2021).
 
-    Angles are computed in float32, because half precision cannot represent all integers above 256.
+    Angles are computed in float32, because bfloat16 cannot represent all integers above 256, nor float16 all integers
+    above 2048.
 
     Parameters
     ----------
     inputs
-        Shape (B, S, N, K).
+        Queries or keys, shape (B, S, N, K).
     positions
-        Shape (B, S).
+        Positions of the tokens, shape (B, S).
     head_dim
         Head width K, even.
     max_wavelength
@@ -42,7 +43,7 @@ def apply_rope(
 
     Returns
     -------
-    Shape (B, S, N, K), with the dtype of `inputs`.
+    The rotated vectors, shape (B, S, N, K), with the dtype of `inputs`.
 
     Raises
     ------
@@ -72,7 +73,7 @@ class MultiHeadAttention(nnx.Module):
     Parameters
     ----------
     num_heads
-        N.
+        Number of heads N.
     num_features
         Width H, a multiple of twice `num_heads`.
     dropout_rate

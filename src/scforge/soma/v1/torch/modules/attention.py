@@ -21,8 +21,9 @@ def rotation_of(
 ) -> Rotation:
     """Return cosines and sines of the angles by which the pairs of a head are rotated, each (B, S, 1, D / 2).
 
-    Pair i is rotated by ``position / max_wavelength^(2 i / D) / scale_factor`` (Su et al. 2021, arXiv:2104.09864). In a
-    16-bit dtype, positions above 256 could not be distinguished.
+    Pair i is rotated by ``position / max_wavelength^(2 i / D) / scale_factor`` (Su et al. 2021, arXiv:2104.09864).
+    Angles are not computed in a 16-bit dtype: bfloat16 cannot represent all integers above 256, nor float16 all
+    integers above 2048.
 
     Parameters
     ----------
@@ -140,7 +141,7 @@ class MultiHeadAttention(nn.Module):
         Parameters
         ----------
         inputs
-            Shape (B, S, H).
+            States, shape (B, S, H).
         positions
             Positions of the tokens, shape (B, S). If None, queries and keys are not rotated.
         rotation
@@ -152,7 +153,7 @@ class MultiHeadAttention(nn.Module):
 
         Returns
         -------
-        Shape (B, S, H).
+        States, shape (B, S, H).
 
         Raises
         ------
@@ -160,7 +161,7 @@ class MultiHeadAttention(nn.Module):
             If `inputs` has a different shape, or `mask` has a different shape or dtype.
         """
         if inputs.dim() != 3 or inputs.shape[-1] != self.num_features:
-            raise DataError(f"inputs has shape {tuple(inputs.shape)}; pass (batch, seq, {self.num_features}).")
+            raise DataError(f"inputs has shape {tuple(inputs.shape)}; pass shape (batch, seq, {self.num_features}).")
         if mask is not None:
             mask = self._with_causal(mask, inputs)
         heads = (self.num_heads, self.head_dim)
@@ -188,8 +189,8 @@ class MultiHeadAttention(nn.Module):
         fits = len(shape) == 4 and all(n in (1, m) for n, m in zip(shape, wanted, strict=True))
         if mask.dtype != torch.bool or not fits:
             raise DataError(
-                f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}; pass bool of a shape that broadcasts to"
-                f" {wanted}."
+                f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}; pass a bool tensor with a shape that "
+                f"broadcasts to {wanted}."
             )
         before = torch.ones((n_tokens, n_tokens), dtype=torch.bool, device=mask.device).tril()
         return (mask.view(shape) & before).expand(n_sequences, -1, -1, -1)

@@ -50,7 +50,7 @@ class Encoder(nn.Module):
         Parameters
         ----------
         input
-            Shape (B, S, H).
+            States, shape (B, S, H).
         positions
             Positions of the tokens, integers, shape (B, S). The rotations are computed once for all layers.
         mask

@@ -56,7 +56,7 @@ class Layer(nn.Module):
         Parameters
         ----------
         context
-            Shape (B, S, H).
+            States, shape (B, S, H).
         positions, rotation, mask
             As in :meth:`MultiHeadAttention.forward`.
         """
