@@ -134,7 +134,7 @@ _KEPT |= {"token_dictionary.pkl", "gene_median_dictionary.pkl"}
 def atomic_folder(
     path: str | os.PathLike[str], *, overwrite: bool = False, argument: str = "dir_path"
 ) -> Iterator[Path]:
-    """Yield an empty temporary folder, whose content is moved to `path` on success and removed on error.
+    """Yield an empty temporary folder, whose contents are moved to `path` on success and removed on error.
 
     A new folder appears only when it is complete. In an existing folder, which may be the working directory or the
     target of a link, only the files of the model are replaced. If a process is killed, the next process that reads or
@@ -153,8 +153,8 @@ def atomic_folder(
     Raises
     ------
     OptionError
-        If `path` is a file, the folder is not empty and `overwrite` is false, or a file that scforge did not write has
-        the name of a new file.
+        If `path` is a file, if the folder is not empty and `overwrite` is False, or if a new file would replace a file
+        that scforge did not write.
     """
     given, path = path, Path(path).resolve()
     check_folder(argument, path)

@@ -106,7 +106,7 @@ def test_a_column_that_cannot_be_stored(tiny_adata, tmp_path, monkeypatch, caplo
         patch.setattr(AdataStream, "chunks", Mock(side_effect=AssertionError("no cell is read")))
         with pytest.raises(DataError, match="'a/b' contains a slash, which is not allowed in column names of a store"):
             convert(tiny_adata, tmp_path / "t.zarr", obs=["a/b"])
-    with pytest.warns(ScforgeWarning, match="a column of obs is not stored: 'a/b' contains a slash"):
+    with pytest.warns(ScforgeWarning, match="a column of obs cannot be stored and is skipped: 'a/b' contains a slash"):
         assert convert(tiny_adata, tmp_path / "t.zarr").obs_columns == ["group", "batch"]
 
 

@@ -394,8 +394,8 @@ class _Scattered:
         most = counts.data.max(initial=0)
         if most > _MAX_COUNT:
             raise DataError(
-                f"{stream.name!r} contains the count {most:.0f}, but a store can contain at most {_MAX_COUNT:,}; "
-                "correct this count."
+                f"{stream.name!r} contains the count {most:.0f}, but the largest count of a store is {_MAX_COUNT:,}; "
+                "check that these are raw counts."
             )
         if most > np.iinfo(np.uint16).max:
             self.counts_dtype = np.dtype(np.uint32)
@@ -526,7 +526,7 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
                 if wanted is not None:
                     raise DataError(problem)
                 if "/" in name:
-                    warn(f"a column of obs is not stored: {problem}")
+                    warn(f"a column of obs cannot be stored and is skipped: {problem}")
                 left_out[name] = problem
                 continue
             columns[name] = _joined(parts)

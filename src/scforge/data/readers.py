@@ -758,7 +758,7 @@ class StoredAdata:
         if n_genes != len(self.var) or not n_cells or not n_genes:
             shape = f"{n_cells} cells x {n_genes} genes, but var has {len(self.var)} rows"
             raise DataError(
-                f"{name} of {self.path!r} has {shape}; write a matrix that has cells and one column per row of var."
+                f"{name} of {self.path!r} has {shape}; it must have cells, and one column for each row of var."
             )
         return matrix
 

@@ -68,7 +68,7 @@ class Split:
             object.__setattr__(self, part, np.sort(np.asarray(getattr(self, part), dtype=object)))
         for part in PARTS:
             if not len(getattr(self, part)):
-                raise DataError(f"the split {self.name!r} has no {part} cells; hold out a different amount.")
+                raise DataError(f"the split {self.name!r} has no {part} cells; hold out more or fewer cells.")
         cells = pd.Index(np.concatenate([getattr(self, part) for part in (*PARTS, LEFT_OUT)]))
         if not cells.is_unique:
             twice = cells[cells.duplicated()][0]

@@ -186,7 +186,7 @@ class CellTypeProbe(Benchmark):
     def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame | None:
         """Return the scores of the predictions on bootstrap samples of the cells, or of whole groups.
 
-        Labels that are missing from a sample are left out of its means. Returns None if there are fewer than four
+        Labels that do not occur in a sample are excluded from its averages. Returns None if there are fewer than four
         groups.
         """
         plan = self._plan(obs)

@@ -780,17 +780,19 @@ def _correlations(values: sparse.csc_matrix, rows: np.ndarray, columns: np.ndarr
 
 
 def degree_weights(universe: Universe, *, out: bool = True, seed: int = 0) -> np.ndarray:
-    """Score pairs of genes by their fractions of true edges, without the scored pair itself, shape (T, G).
+    """Score each pair of genes by the degrees of its two genes, excluding the pair itself, shape (T, G).
 
-    The weight of an edge is the out-degree of its source (with `out`) times the in-degree of its target, both as
-    fractions. The degrees are cross-fitted: transcription factors and genes are split into folds. For a pair with the
-    factor in fold a and the gene in fold b, the out-degree is counted over the genes outside b and the in-degree over
-    the transcription factors outside a. Subtracting the scored edge from each count is not sufficient: true pairs of a
-    gene would then have lower counts, which would reveal them. Folds reduce this effect but do not remove it. Among the
-    pairs of one transcription factor, the out-degree scores somewhat below chance on random edges (AUROC 0.47 if 60
-    factors have 20 of 200 genes each). If most genes in the truth have one edge, degrees also score below chance,
-    because the truth is too small for degrees. The fractions are shrunk toward the fraction over all pairs with one
-    pseudo-observation.
+    The score is the out-degree of the source (with `out`) times the in-degree of the target, both as fractions that are
+    shrunk toward the overall fraction of true pairs, with a weight of one pseudo-observation. The degrees are
+    cross-fitted: transcription factors and genes are split into folds. For a pair with the factor in fold a and the
+    gene in fold b, the out-degree is counted over the genes outside b and the in-degree over the transcription factors
+    outside a.
+
+    Subtracting the scored edge from the degrees is not enough: true pairs would then have lower degrees than false
+    pairs of the same gene, which would leak the answer. Folds reduce this effect but do not remove it. Within one
+    transcription factor, the out-degree scores slightly below chance on random edges (AUROC 0.47 if 60 factors have 20
+    of 200 genes each). Degrees also score below chance if most target genes have only one true edge, because degrees
+    cannot be estimated from so few edges.
     """
     rng = np.random.default_rng(seed)
     edges, pairs = universe.edges, universe.pairs

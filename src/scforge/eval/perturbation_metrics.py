@@ -811,8 +811,8 @@ def _for_cell_eval(
     rows = {keys.name_of(effect.targets): cells.rows(effect) for effect in effects} | {keys.control: source.rows(plain)}
     if without := [name for name, some in rows.items() if not len(some)]:
         raise DataError(
-            f"predicted has no cells of {listing(without)} in the context {plain.context!r}; predict all perturbations "
-            "in real."
+            f"predicted has no cells of {listing(without)} in the context {plain.context!r}; it must contain all "
+            "perturbations that are in real."
         )
     parts = [(source if name == keys.control else cells).expression[some] for name, some in rows.items()]
     labels = np.repeat(list(rows), [part.shape[0] for part in parts])

@@ -330,10 +330,10 @@ def in_order(tokens: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def read_dictionary(path: Path) -> dict[str, Any]:
-    """Return a dictionary from text to text or numbers, read from a JSON or pickle file.
+    """Read a dictionary that maps strings to strings or numbers from a JSON or pickle file.
 
-    A pickle file may contain containers, text, numbers and NumPy scalars. Anything else is rejected before it is
-    created, so no code from the file runs.
+    A pickle file may contain only containers, strings, numbers and NumPy scalars. Any other object is rejected before
+    it is created, so no code in the file is executed.
 
     Raises
     ------

@@ -638,9 +638,9 @@ class _Measured:
             return mean, np.where(n_cells < 2, np.nan, np.sqrt(left / (n_cells - 1)))
 
     def standardized(self, name: str, rows: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        """Return the mean of each of the combinations `rows`, standardized to the stratum weights `weights`.
+        """Return the mean of each combination in `rows`, averaged over strata with the weights `weights`.
 
-        Strata in which a combination has no cells are ignored; NaN if no stratum is left.
+        Strata without cells of a combination are ignored; the mean is NaN if no stratum remains.
         """
         counts = self.counts[rows]
         there = np.where(counts > 0, weights, 0.0)

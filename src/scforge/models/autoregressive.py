@@ -565,8 +565,8 @@ class AutoregressiveTransformer(Architecture):
         """
         if not self.shift_labels:
             raise OptionError(
-                "a model with shift_labels=False predicts each token itself, not the next token; train a model with "
-                "shift_labels=True."
+                "a model with shift_labels=False predicts each token itself, so it cannot generate the next token; "
+                "train a model with shift_labels=True."
             )
         tokens_bs = attention_mask != 0
         before_b = 0 if cache.tokens is None else cache.tokens.sum(dim=1, keepdim=True)

@@ -606,7 +606,7 @@ class ScDiVaModel(Architecture):
         return self.encoder(states_bkh, F.pad(part.tokens, (1, 0), value=True)).hidden[:, 0]
 
     def serialize(self, x: torch.Tensor) -> Seen:
-        """Return the genes of profiles that become tokens: the first `max_tokens` by value times gene weight.
+        """Return the genes of each profile that become tokens: the first `max_tokens` by value times gene weight.
 
         Ties are resolved by gene order. The weights are set by :meth:`init_gene_weights`.
 
@@ -627,7 +627,7 @@ class ScDiVaModel(Architecture):
 
     @torch.no_grad()
     def init_gene_weights(self, weights: torch.Tensor) -> None:
-        """Set the weights, (G,), that rank the genes in a profile; unused in mode ``"vector"``."""
+        """Set the gene weights, shape (G,), that rank the genes of a profile; not used in mode ``"vector"``."""
         weights = torch.as_tensor(weights)
         if tuple(weights.shape) != (self.num_genes,):
             raise OptionError(

@@ -130,7 +130,7 @@ def _read(path: Path, kind: str, field: str | None, columns: dict[str, str]) -> 
         return _rows(path, _DELIMITERS.get(_suffix(path), ","), columns)
     data = _content(path)
     if not data:
-        raise DataError(f"files: {str(path)!r} is empty; remove this file.")
+        raise DataError(f"files contains {str(path)!r}, which is empty; remove it from files.")
     return [Document(_unpacked(path).stem, data)]
 
 

@@ -69,8 +69,8 @@ def quantile_bins(
     matrix.eliminate_zeros()
     if not np.isfinite(matrix.data).all() or (len(matrix.data) and matrix.data.min() < 0):
         raise DataError(
-            "counts contains negative, missing or infinite values; pass counts, or values that increase with the "
-            "counts."
+            "counts contains negative, missing or infinite values; pass raw counts, or a monotonic transformation of "
+            "counts such as log1p."
         )
     draws = np.random.RandomState(random_state).rand(matrix.nnz if side == "both" else 0)
     data = matrix.data if matrix.dtype in (np.float32, np.float64) else matrix.data.astype(np.float64)

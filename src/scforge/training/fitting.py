@@ -623,8 +623,8 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
     elif _trained_alone and not ("WORLD_SIZE" in os.environ or SLURMEnvironment.detect()):
         raise OptionError(
             f"devices={devices!r} cannot be used, because this script has already trained on one device and new "
-            "processes would repeat that training; train on all devices from the first call on, or start the script "
-            f"with torchrun --nproc-per-node {processes}."
+            f"processes would repeat that training; pass devices={devices!r} to the first call as well, or start the "
+            f"script with torchrun --nproc-per-node {processes}."
         )
     made = make_strategy(strategy, n_processes=processes)
     try:

@@ -126,15 +126,15 @@ def learning_rate_factors(module: nn.Module, decay: float | None) -> dict[int, f
 
 
 class GradualUnfreezing(Callback):
-    """Train the top layer first, and one more layer below it every few epochs (Howard and Ruder, 2018).
+    """Train only the top layer at first, then unfreeze the next lower layer every few epochs (Howard and Ruder, 2018).
 
-    The gradients of layers that are not trained yet are dropped immediately before a step. Processes therefore need no
-    synchronization, and a resumed training run needs no saved state.
+    The gradients of layers that are still frozen are discarded immediately before each optimizer step, so processes
+    need no synchronization and resuming needs no saved state.
 
     Parameters
     ----------
     every_n_epochs
-        Number of epochs between unfreezing two layers.
+        Number of epochs after which the next layer is unfrozen.
     """
 
     def __init__(self, every_n_epochs: int) -> None:

@@ -340,8 +340,8 @@ class Annotation(SupervisedTask):
             clusters = of_cells(majority_voting) if adata is None else column_of(adata.obs, majority_voting)
         if threshold is not None and check_share("threshold", threshold) and predictor.module.head.temperature == 1.0:
             warn(
-                f"threshold={threshold}: the confidence is not calibrated; finish the fine-tuning with validation_size "
-                "> 0."
+                f"threshold={threshold} requires a calibrated confidence, but this model was not calibrated; fine-tune "
+                "it with validation_size above 0."
             )
         probabilities = self.estimate(predictor)
         categories = list(self.known_classes)

@@ -35,9 +35,9 @@ def waves(n_rows: int, dim: int) -> torch.Tensor:
 
 
 def between_rows(table: nn.Embedding, values_bs: torch.Tensor) -> torch.Tensor:
-    """Look up numbers in a table with linear interpolation between rows, shape (B, S, H).
+    """Look up fractional row indices in an embedding table, interpolating linearly between rows, shape (B, S, H).
 
-    Numbers below the first row, or above the last, are clipped to it.
+    Indices outside the table are clipped to the first or last row.
 
     Examples
     --------
