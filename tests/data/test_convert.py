@@ -226,7 +226,7 @@ def test_the_source_that_does_not_fit_is_named(sources, tmp_path):
         ({"path": "s3://bucket/s.zarr"}, "is a URL"),
         ({"path": "file"}, "is a file"),
         ({"path": "."}, "exists and is not a store"),
-        ({"path": "out.h5ad"}, r"out\.h5ad' has the name of a file, but a store is a folder; choose e.g."),
+        ({"path": "out.h5ad"}, r"out\.h5ad' has a file extension, but a store is a folder; choose e.g."),
     ],
 )
 def test_options_that_cannot_be(tiny_adata, tmp_path, monkeypatch, options, match):

@@ -120,7 +120,7 @@ def test_species_are_told_apart():
         map_names(np.array(mouse.genes[:500]), human)
     with pytest.raises(GeneMismatchError, match="mouse gene symbols such as .*'mouse_protein_coding'"):
         map_names(np.array(mouse.symbols[:2000]), human)
-    with pytest.raises(GeneMismatchError, match="human genes need .*'human_protein_coding'"):
+    with pytest.raises(GeneMismatchError, match="for human genes, use vocab='human_protein_coding'"):
         map_names(np.array(human.symbols[:2000]), mouse)
     bare = GeneVocab.from_genes(mouse.genes[:500])  # by the annotation, they are of another species, too
     with pytest.raises(GeneMismatchError, match="for human genes, use vocab='human_pro"):

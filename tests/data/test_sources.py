@@ -55,7 +55,7 @@ def test_what_cannot_be_read(tiny_adata, tmp_path):
         read_h5ad([path, str(path)])
     for source, error, message in [
         (tmp_path / "no.h5ad", MissingFileError, r"no\.h5ad' does not exist"),
-        (tmp_path, DataError, "is not a file"),
+        (tmp_path, DataError, "is a folder; pass the path of an h5ad file"),
         ([], OptionError, "is empty; pass at least one"),
     ]:
         with pytest.raises(error, match=message):

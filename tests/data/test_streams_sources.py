@@ -127,7 +127,7 @@ def test_what_is_wrong_in_a_file_is_told_with_its_name(tiny_adata, tmp_path):
     other.write_h5ad(tmp_path / "b.h5ad")
     assert open_cells(tmp_path / "b.h5ad").counts.dtype == np.uint32
     assert open_cells(tmp_path / "b.h5ad").counts[0, 0] == 70_000
-    with pytest.raises(GeneMismatchError, match=r"b\.h5ad' shares 0 gene names"):
+    with pytest.raises(GeneMismatchError, match=r"b\.h5ad' shares only 0 gene names"):
         open_cells(tmp_path.as_posix() + "/*.h5ad")
     with pytest.raises(GeneMismatchError, match=r"b\.h5ad': adata.var_names has only 0"):
         open_cells(tmp_path.as_posix() + "/*.h5ad", GeneVocab.from_genes(tiny_adata.var_names))
@@ -168,7 +168,7 @@ def test_damaged_pieces_are_told(tiny_adata, tmp_path):
 
 def test_more_than_fits_into_memory(tiny_adata, tmp_path, monkeypatch):
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
-    message = r"60 cells with [\d,]+ counts need about 0\.\d MB .* but there are 0\.0 MB .*scforge convert.*cache="
+    message = r"60 cells with [\d,]+ counts need about 0\.\d MB of memory, but the limit set by memory is 0\.0 MB; .*scforge convert.*cache="
     with pytest.raises(DataError, match=message):
         open_cells(tmp_path / "a.h5ad", memory=1000)
     monkeypatch.setattr("scforge.data.readers.available_memory", lambda: 3000)

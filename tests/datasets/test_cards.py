@@ -55,7 +55,7 @@ def test_a_missing_file_says_how_to_get_it(name: str, tmp_path: Path) -> None:
     with pytest.raises(MissingFileError, match="not found because neither folder nor SCFORGE_DATA is set") as told:
         load(name)
     assert str(told.value).endswith(f"; to get {name}.h5ad, {get_card(name).how_to_get}.")
-    with pytest.raises(MissingFileError, match=f"the data set '{name}' is not in '.*{tmp_path.name}'; to get"):
+    with pytest.raises(MissingFileError, match=f"the data set '{name}' was not found in '.*{tmp_path.name}'; to get"):
         load(name, tmp_path)
 
 
@@ -77,7 +77,7 @@ def test_a_file_is_found_by_the_environment_and_checked(
 def test_controls_must_be_there(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
     tiny_adata.obs["perturbation"] = tiny_adata.obs["group"]
     tiny_adata.write_h5ad(tmp_path / "adamson.h5ad")
-    with pytest.raises(DataError, match=r"control='control' is not in 'perturbation' of obs .*'a', 'b'"):
+    with pytest.raises(DataError, match=r"control='control' is not in obs\['perturbation'\] .*'a', 'b'"):
         load("adamson", tmp_path)
 
 

@@ -129,7 +129,7 @@ def test_what_pertpy_cannot_read(screen: SimulatedScreen, cache: Path) -> None:
         load("norman", download=True)
     cache.unlink()
     write(cache / "norman_2019.h5ad", screen.adata)
-    with pytest.raises(DataError, match="layer='counts' is not in layers of the file"):
+    with pytest.raises(DataError, match="layer='counts' is not in the layers of the file"):
         load("norman", download=True)
 
 

@@ -142,7 +142,7 @@ def test_rows_of_a_part(tiny_adata: ad.AnnData, pbmc: ad.AnnData) -> None:
         split.rows(tiny_adata, "test")
     with pytest.raises(DataError, match="adata has 300 cells, but the split 'pbmc3k' has 2700"):
         get_split("pbmc3k", some)
-    with pytest.raises(DataError, match="no cell of adata is in 'test'"):
+    with pytest.raises(DataError, match="no cell of adata is in part 'test'"):
         split.rows(pbmc[list(split.train)], "test")
     with pytest.raises(OptionError, match="part='tests' is not known; did you mean 'test'?"):
         split.rows(pbmc, "tests")

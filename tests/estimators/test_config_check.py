@@ -56,7 +56,7 @@ MISTAKES = [
         "tokenizer option 'max_length' is unknown to 'rank_value'; did you mean 'max_len'",
     ),
     ("tokenizer.max_len=many", ConfigError, "override 'tokenizer.max_len=many': data.max_genes='many' cannot be"),
-    ("objective={name: joint_embedding, views: 0}", OptionError, "views=0 is not "),
+    ("objective={name: joint_embedding, views: 0}", OptionError, "views=0 is too small"),
     ("tokenizer.append_cls=3", OptionError, "append_cls=3 must be True or False"),
     (
         "model={expression_head: bin, n_bins: 9}",
@@ -75,7 +75,7 @@ MISTAKES = [
         "has no effect without output.chec",
     ),
     (("output.log_dir=logs", "output.loggers=wandb"), OptionError, "'wandb', which is not installed; install with pip"),
-    ("output.checkpoint_dir=cells.h5ad", OptionError, "output.checkpoint_dir='cells.h5ad': 'cells.h5ad' is a file"),
+    ("output.checkpoint_dir=cells.h5ad", OptionError, "output.checkpoint_dir='cells.h5ad' cannot be a folder"),
     ("eval={benchmarks: [label_prediction], datasets: {a: b.h5ad}}", MissingFileError, "the file 'b.h5ad' does not"),
     ("data.labels_key=", ConfigError, "requires labels_key, a column of obs; set data.labels_key"),
     (
@@ -108,7 +108,7 @@ def test_mistakes(load, store: Path, monkeypatch, overrides, error: type[Scforge
 
 def test_what_is_told_but_no_mistake(load: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(
-        ScforgeWarning, match=r"line \d+: model\.num_heads=2 has no effect, because 'gene_pooling' has no"
+        ScforgeWarning, match=r"line \d+: model\.num_heads=2 has no effect, because the architecture 'gene_pooling' has no"
     ):
         check_config(load("model.architecture=gene_pooling"))
     with pytest.warns(ScforgeWarning, match=r"model\.max_seq_len=9 has no effect, because the architecture 'scdiva' "):

@@ -235,7 +235,7 @@ def test_adapters_in_a_folder(base: Encoder, adapted: Encoder, cells: ad.AnnData
         (OptionError, "no adapters", loaded.merge_adapter),
         (OptionError, "no adapters", partial(loaded.save, tmp_path / "none", adapter_only=True)),
         (OptionError, "no adapters", partial(base.save, tmp_path / "none", adapter_only=True)),
-        (OptionError, "the model has no task; .*evaluate_models", base.evaluate),
+        (OptionError, "the model has no task to evaluate; .*evaluate_models", base.evaluate),
         (OptionError, "the model has no task, so it cannot .*finetune", base.predict),
         (ModelFileError, "another base model", partial(Encoder.load, tmp_path / "adapter", base=other)),
         (
@@ -291,7 +291,7 @@ def test_cells_without_label_take_no_part(tune: Callable[..., Encoder], cells: a
         ({"lora": {"targets": ["qkv_prj"]}}, "'qkv_prj', which is not a linear layer of TransformerEncoder"),
         ({"lora": True, "freeze": 1}, "freeze=1 has no effect with lora=True, which freezes the encoder"),
         ({"lora": True, "gradual_unfreezing": 1}, "unfreezes layers that lora=True keeps frozen"),
-        ({"freeze": 9}, "freeze=9 but there are 3 layers"),
+        ({"freeze": 9}, "freeze=9, but there are only 3 layers"),
         ({"datamodule": 3}, "datamodule has no effect in finetune"),
         (
             {"freeze": True, "optimizer": "muon"},

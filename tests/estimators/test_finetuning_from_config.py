@@ -196,7 +196,7 @@ def test_evaluations_in_files(place: Path, tuned: Path) -> None:
     assert others.loc["scforge", "n_scored"] == 60
     assert len(others) > 1
     assert list(evaluate_to(tuned, "others.h5ad", baselines=False).index) == ["scforge"]
-    with pytest.raises(OptionError, match="are not exactly the cells used for fine-tuning"):
+    with pytest.raises(OptionError, match="does not contain exactly the cells used for fine-tuning"):
         evaluate_to(tuned, "cells.h5ad", trained_on="others.h5ad")
     with pytest.raises(OptionError, match=r"output='own\.csv' exists"):
         evaluate_to(tuned, "cells.h5ad", "own.csv")

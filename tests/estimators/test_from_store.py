@@ -59,7 +59,7 @@ def test_a_loaded_model_is_trained_on(data, tmp_path) -> None:
     model.train(**QUICK)
     model.save(tmp_path / "model")
     loaded = Encoder.load(tmp_path / "model")
-    with pytest.raises(OptionError, match=r"train\(datamodule=\)"):
+    with pytest.raises(OptionError, match=r"pass adata to Encoder\.load, or datamodule to train"):
         loaded.train(**QUICK)
     more = data()
     loaded.train(datamodule=more, **QUICK)

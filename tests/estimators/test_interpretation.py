@@ -177,7 +177,7 @@ def test_cells_and_models_that_cannot_be_asked(planted_model: Encoder):
     with pytest.raises(DataError, match="no cell expresses 'gene5'"):
         planted_model.perturb_in_silico(silent, ["gene5"], mode="activate")
     for method in (planted_model.impute, planted_model.denoise):
-        with pytest.raises(OptionError, match="JointEmbedding does not predict expression.*masked_autoencoder"):
+        with pytest.raises(OptionError, match="JointEmbedding does not predict the expression.*masked_autoencoder"):
             method()
 
 

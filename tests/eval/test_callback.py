@@ -199,7 +199,7 @@ def test_data_sets_by_their_name(pbmc: ad.AnnData, tmp_path, monkeypatch: pytest
     with pytest.raises(OptionError, match=r"dataset='pbmc3' is not known; did you mean 'pbmc3k'.*put the file at"):
         found("pbmc3")
     # A card says how to get what is not there.
-    with pytest.raises(MissingFileError, match=r"'norman' is not here, .*to get norman.h5ad, pass download"):
+    with pytest.raises(MissingFileError, match=r"'norman' was not found .*to get norman.h5ad, pass download"):
         found("norman")
     monkeypatch.setenv("SCFORGE_DATA", str(tmp_path))
     (tmp_path / "norman.h5ad").touch()

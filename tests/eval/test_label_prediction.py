@@ -85,7 +85,7 @@ def test_mistakes(cells) -> None:
     for some, message in [
         (obs[:90], "labels_key='label' has only one value .'a'.; choose"),
         (obs.assign(label=None), "labels_key='label' has no values; choose a column with at least two"),
-        (obs[:93], r"fewer than 2 labels .* \(left out: 'b' \(3 cells\)\); lower n_folds=5"),
+        (obs[:93], r"fewer than 2 labels .* n_folds=5 \(left out: 'b' \(3 cells\)\); lower n_folds"),
         (mixed, "labels_key='label' contains different values with the same text"),
     ]:
         with pytest.raises(DataError, match=message):

@@ -45,7 +45,7 @@ def test_cells_under_another_name_are_found(perturbed) -> None:
         # Whatever the order of the genes, and whether they are stored as floats or not.
         test.X = sparse.csr_matrix(counts.astype(np.int32))
         if n_copies == 1:
-            with pytest.warns(ScforgeWarning, match="1 of 220 test cells have the same expression"):
+            with pytest.warns(ScforgeWarning, match="1 of 220 test cells have exactly the same expression"):
                 check_disjoint(train, test[:, ::-1].copy())
     with pytest.raises(DataError, match="3 of 220 test cells have exactly the same expression .* copies"):
         check_disjoint(train, test[:, ::-1].copy())
@@ -59,7 +59,7 @@ def test_leaked_cells_are_found_where_one_side_is_counts_and_the_other_logs(pert
     sc.pp.log1p(logs)
     one, other = log_normalized(counts), log_normalized(logs)
     assert not np.array_equal(one.toarray(), other.toarray())
-    with pytest.raises(DataError, match="220 of 220 test cells have the same expression"):
+    with pytest.raises(DataError, match="220 of 220 test cells have exactly the same expression"):
         check_copies(copied_rows(other, one), f"test cells {SAME_CELL}")
 
 

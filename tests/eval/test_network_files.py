@@ -91,7 +91,7 @@ def test_several_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("a\tb\nx\ty\n", {}, r"the column source or tf is missing .*\(columns: 'a', 'b'\); set source"),
+        ("a\tb\nx\ty\n", {}, r"the column source or tf or .* is missing .*\(columns: 'a', 'b'\); set source"),
         ("", {}, "cannot be read as a network"),
         ("source,target\nA,\n", {}, "has 1 edges without a source or target; remove"),
         ("source,target,weight\nA,x,much\n", {}, "Unable to parse string"),

@@ -242,7 +242,7 @@ def with_bias(bias: torch.Tensor, name: str = "cls.predictions.bias") -> Callabl
     [
         (
             without("query.bias"),
-            "cannot be converted to 'encoder.layers.0.attention.qkv.bias', .*key.bias.*: .*query.bias",
+            "cannot be converted to 'encoder.layers.0.attention.qkv.bias' .*key.bias.*: .*query.bias",
         ),
         (without("cls."), "lacks the weights 'cls.predictions.*, which would stay random"),
         (
@@ -294,7 +294,7 @@ def test_configurations_that_do_not_fit(changes: dict, message: str, bert_folder
         ("bert", {"version": "V3"}, OptionError, "version='V3' is not known .known: 'V1', 'V2'"),
         ("bert", {"pooling": "middle"}, OptionError, "pooling='middle' is not known"),
         ("bert", {"pooling": "cls"}, OptionError, "pooling='cls' needs a CLS token"),
-        ("bert", {"embedding_layer": 2}, OptionError, "embedding_layer=2 but there are 2 layers"),
+        ("bert", {"embedding_layer": 2}, OptionError, "embedding_layer=2, but there are only 2 layers"),
         (
             "bert",
             {"tokens_medians": "."},

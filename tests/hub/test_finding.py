@@ -121,7 +121,7 @@ def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -
             "org/light",
             {"token": "hf_wrong"},
             HubError,
-            r"fails \(401, Invalid credentials.* a token .HF_TOKEN",
+            r"failed \(401, Invalid credentials.* a token .HF_TOKEN",
         ),
         ("hf://org/nothing", {}, MissingFileError, "name='hf://org/nothing': there is no repository 'org/nothing'"),
         ("org/light", {"revision": "v9"}, MissingFileError, "there is no revision 'v9' of 'org/light'"),

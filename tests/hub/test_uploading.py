@@ -91,7 +91,7 @@ def test_of_two_pushes_at_once_one_is_refused(hub, model: Path) -> None:
     upload(model, "org/light")
     hub.before_commit = lambda: hub.add_file("org/light", "vocab.json", b"of somebody")
     (model / "config.json").write_bytes(CONFIG + b"\n")
-    with pytest.raises(HubError, match=r"fails \(412, A commit has happened since"):
+    with pytest.raises(HubError, match=r"failed \(412, A commit has happened since"):
         upload(model, "org/light")
     assert hub.files("org/light")["config.json"] == CONFIG
 
@@ -123,8 +123,8 @@ def test_nothing_is_sent_where_everybody_would_see_it(hub, model: Path) -> None:
 @pytest.mark.parametrize(
     ("repo_id", "options", "message"),
     [
-        ("org/light", {"token": "hf_wrong"}, r"fails \(401, Invalid credentials.* a token \(HF_TOKEN"),
-        ("org/light", {"token": "hf_reader"}, r"fails \(403, You don't have the rights.* a token \(HF_TOKEN"),
+        ("org/light", {"token": "hf_wrong"}, r"failed \(401, Invalid credentials.* a token \(HF_TOKEN"),
+        ("org/light", {"token": "hf_reader"}, r"failed \(403, You don't have the rights.* a token \(HF_TOKEN"),
         ("org/light?", {}, "this is not a valid repository name; pass 'organization/name'"),
         ("org/light", {"revision": "v1", "create_pr": True}, "create_pr=True, which targets the main branch"),
         ("org/light", {"token": True}, "no token was found; log in with hf auth login"),
@@ -142,7 +142,7 @@ def test_what_cannot_be_sent(hub, model: Path, repo_id, options: dict, message: 
 
 def test_a_card_that_the_hub_refuses(hub, model: Path) -> None:
     (model / "README.md").write_bytes(b"---\nlicense: bad\n---\n")
-    with pytest.raises(HubError, match='fails .*"license" is bad'):
+    with pytest.raises(HubError, match='failed .*"license" is bad'):
         upload(model, "org/light")
 
 

@@ -172,7 +172,7 @@ def test_what_generates_and_with_which_first_token():
         ({"prompt": {"input_ids": torch.tensor([9, 9])}}, "prompt contains gene 9 more than once in cell 0"),
         (
             {"prompt": {"input_ids": torch.tensor([9]), "values": torch.tensor([0.5])}},
-            "the value 0.5, not a bin",
+            "the value 0.5, which is not a bin",
         ),
         ({"prompt": {"input_ids": torch.tensor([[9]])}}, r"input_ids of shape \(1, 1\); pass shape \(P,\) or \(3, P\)"),
         ({"prompt": torch.tensor([9])}, "prompt is not a mapping with the key 'input_ids'"),

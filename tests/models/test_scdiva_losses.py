@@ -85,7 +85,7 @@ def test_batches_change_the_expression(made, profiles):
     fresh = ScDiVaModel(VOCAB, **SIZES, n_batches=3).eval()
     torch.testing.assert_close(fresh.decode(latent, 2), fresh.decode(latent))
     for batch, message in (
-        (3, "not between 0 and 2"),
+        (3, "pass numbers from 0 to 2"),
         (0.5, "a whole number"),
         (torch.zeros(2).long(), "each of the 5"),
     ):

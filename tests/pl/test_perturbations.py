@@ -83,7 +83,7 @@ def test_the_ranking_of_a_knock_out_shows_what_an_untrained_network_does(texts) 
     assert alone.get_legend() is None
     with pytest.raises(DataError, match="table has no values in the column 'shift_z'"):
         in_silico_ranking(table.assign(shift_z=np.nan))
-    with pytest.raises(DataError, match=r"column='goal_z' is not in table \(table has"):
+    with pytest.raises(DataError, match=r"column='goal_z' is not in table \(available"):
         in_silico_ranking(table, metric="goal_z")
     with pytest.raises(DataError, match=r"table contains several groups; .*table\['group'\] == 'B'"):
         in_silico_ranking(table.assign(group=["B", "B", "T", "T"]))

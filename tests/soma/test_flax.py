@@ -160,7 +160,7 @@ def test_weights_that_do_not_fit_are_named(ours, tmp_path):
     data = ours.save_bytes()
     for change, message in [
         ({"pwff_hidden_dim": 64}, r"encoder\.layers\.0\.pwff\.linear_inner\.bias.*\(48,\).*\(64,\)"),
-        ({"num_layers": 3}, r"lacks 'encoder\.layers\.2\."),
+        ({"num_layers": 3}, r"lacks the weights 'encoder\.layers\.2\."),
         ({"num_layers": 1}, r"contains the unknown weights 'encoder\.layers\.1\."),
     ]:
         with pytest.raises(ModelFileError, match=message):
@@ -199,7 +199,7 @@ IDS = np.array([[97, 98, 99]])
         (lambda model: both(model, IDS, np.arange(4)[None]), r"positions has shape \(1, 4\)"),
         (
             lambda model: compute_loss(model, REGULARIZER, IDS, IDS.T),
-            r"targets has shape \(3, 1\) and token_ids \(1, 3\)",
+            r"targets has shape \(3, 1\), but token_ids has shape \(1, 3\)",
         ),
         (lambda model: compute_loss(model, REGULARIZER, IDS, IDS + 201), "targets contains 300"),
     ],

@@ -269,8 +269,8 @@ def test_names_that_stand_twice(model):
     [
         ({}, {}, DataError, "genes is empty"),
         (["A"], {}, DataError, "not a dict"),
-        ({"A": ""}, {}, DataError, "'' for 'A'"),
-        ({"A": 3}, {}, DataError, "3 for 'A'"),
+        ({"A": ""}, {}, DataError, "'' for gene 'A'"),
+        ({"A": 3}, {}, DataError, "3 for gene 'A'"),
         ({"A": "x"}, {"model": "."}, MissingFileError, "is not a byte-level language model"),
         ({"A": "x"}, {"model": 3}, OptionError, "model is of type int; pass the folder"),
         ({"A": "x"}, {"output": "table.txt"}, OptionError, "table.txt.*unknown format"),

@@ -202,7 +202,7 @@ GENEFORMER = [
     (None, DataError, "(it has: NoneType); pass such a table, a file, or the two dictionaries"),
     ((MEDIANS, TOKENS), DataError, "the token ids in tokens_medians must be consecutive integers from 0"),
     (({**TOKENS, "<pad>": "0"}, MEDIANS), DataError, "tokens_medians contains the token '0', which is not a number"),
-    ((TOKENS, {**MEDIANS, ONE: "a"}), DataError, "has the median 'a', which is not a number"),
+    ((TOKENS, {**MEDIANS, ONE: "a"}), DataError, "contains the median 'a', which is not a number"),
     ((TOKENS, {**MEDIANS, ONE: -1.0}), DataError, f"has no positive median for 1 genes (first: '{ONE}', -1.0)"),
     ((TOKENS, {**MEDIANS, ONE: np.nan}), DataError, f"has no positive median for 1 genes (first: '{ONE}', nan)"),
     (TEXT, DataError, "tokens_medians contains the token 'a', which is not a number"),

@@ -126,7 +126,7 @@ COLUMNS = ("balance_by", "split_by", "weight_by", "batch_key", "labels_key")
     ("options", "match"),
     [
         ({"train_rows": ROWS}, "must be given together; pass both, or neither"),
-        ({"train_rows": ROWS, "validation_rows": np.arange(4, 8)}, "must be disjoint"),
+        ({"train_rows": ROWS, "validation_rows": np.arange(4, 8)}, "pass disjoint rows"),
         ({"train_rows": [], "validation_rows": [1]}, "train_rows is empty"),
         ({"train_rows": np.array([0, 700]), "validation_rows": ROWS}, "train_rows contains row 700, but there"),
         ({"train_rows": ROWS, "validation_rows": np.array([-1])}, "validation_rows contains row -1"),

@@ -174,7 +174,7 @@ def test_classes_of_cells(monkeypatch):
 
 def test_columns_that_are_no_classes():
     objective, cells = conditioned(conditions=["a"])
-    with pytest.raises(TrainingError, match="call bind"):
+    with pytest.raises(TrainingError, match="call the bind method"):
         objective.prepare(cells.block(np.arange(2)), tokenizer_of(), epoch=0, seed=0)
     with pytest.raises(TrainingError, match="conditions are unknown"):
         conditioned()[0].bind(cells)

@@ -36,7 +36,7 @@ def test_dropout_is_off_and_the_module_is_left_alone(setup, training, monkeypatc
     np.testing.assert_array_equal(one, two)
     # An error does not change it either.
     monkeypatch.setattr(setup.module, "encode", lambda input_ids, **batch: input_ids.unsqueeze(-1).float())
-    message = r"GenePoolingModel gives an embedding of shape \(60, \d+, 1\) for 60 cells"
+    message = r"GenePoolingModel returned an embedding of shape \(60, \d+, 1\) for 60 cells"
     with pytest.raises(TrainingError, match=message):
         embed(setup.module, setup.cells, setup.tokenizer)
     assert [part.training for part in setup.module.modules()] == modes

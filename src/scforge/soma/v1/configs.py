@@ -103,7 +103,7 @@ class ModelConfig(_Checked):
     >>> ModelConfig(0.0, num_heads=7)
     Traceback (most recent call last):
         ...
-    scforge.errors.OptionError: embedding_dim=2048 does not give num_heads=7 of an even width; change one.
+    scforge.errors.OptionError: embedding_dim=2048 cannot be split into num_heads=7 heads of even width; change ...
     """
 
     dropout_rate: float

@@ -42,7 +42,7 @@ def test_pads_are_left_out_if_asked_for(tiny):
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (torch.zeros(3, 69, dtype=torch.int64), r"targets has shape \(3, 69\) and token_ids \(3, 70\)"),
+        (torch.zeros(3, 69, dtype=torch.int64), r"targets has shape \(3, 69\), but token_ids has shape \(3, 70\)"),
         (torch.zeros(3, 70), "targets has dtype torch.float32"),
         (torch.full((3, 70), 264), "targets contains 264"),
     ],

@@ -103,7 +103,7 @@ def test_pads_are_hidden_if_asked_for(tiny):
         (torch.rand(1, 4), PLACES[:, :4], "input has dtype torch.float32"),
         ([[97, 98]], PLACES[:, :2], "input is of type list; pass a Tensor"),
         (PLACES[:, :2].numpy(), PLACES[:, :2], "input is of type ndarray; pass a Tensor"),
-        (torch.tensor([[97, 264]]), PLACES[:, :2], "input contains 264; pass tokens from 0 to 263"),
+        (torch.tensor([[97, 264]]), PLACES[:, :2], "input contains 264; which is not in the vocabulary; pass tokens from 0 to 263"),
         (torch.tensor([1, 2, 3, 4]), PLACES[:, :4], r"input has dtype torch.int64 and shape \(4,\)"),
         (torch.tensor([[1, 2]]), torch.rand(1, 2), "positions has dtype"),
         (torch.tensor([[1], [2], [3]]), torch.tensor([[0], [1]]), r"positions has shape \(2, 1\)"),
@@ -116,7 +116,7 @@ def test_what_is_no_tokens(tiny, tokens, places, message):
 
 def test_what_is_no_configuration(tiny):
     for config in ({"dropout_rate": 0.0}, SIGRegConfig()):
-        with pytest.raises(OptionError, match=r"config=.* has no dropout_rate; pass a ModelConfig"):
+        with pytest.raises(OptionError, match=r"config=.* has no field dropout_rate; pass a ModelConfig"):
             Model(config)
     with pytest.raises(OptionError, match="cannot be split into num_heads=3"):
         Model(dataclasses.replace(tiny, num_heads=3))

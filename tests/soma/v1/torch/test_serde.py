@@ -43,7 +43,7 @@ def test_kinds_and_dtypes(tiny):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"embedding_dim": 32}, r"'embedding.weight' of shape \(264, 16\), the model \(264, 32\)"),
+        ({"embedding_dim": 32}, r"'embedding.weight' with shape \(264, 16\), but the model requires shape \(264, 32\)"),
         ({"num_layers": 1}, "contains the unknown weights 'encoder.layers.1"),
     ],
 )
@@ -57,7 +57,7 @@ def test_a_file_of_other_sizes(tiny, change, message, tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (torch.zeros(264, dtype=torch.int64), "'predictor.bias' as torch.int64, not real"),
+        (torch.zeros(264, dtype=torch.int64), "'predictor.bias' .torch.int64. with values that are not real"),
         (torch.full((264,), float("nan")), "'predictor.bias' .torch.float32. with values that are not real and finite"),
     ],
 )
