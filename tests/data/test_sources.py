@@ -74,7 +74,7 @@ def test_what_cannot_be_read(tiny_adata, tmp_path):
     tiny_adata.write_h5ad(path)
     tiny_adata.var_names = tiny_adata.var["ensembl"]
     tiny_adata.write_h5ad(tmp_path / "b.h5ad")
-    with pytest.raises(GeneMismatchError, match=r"shares 0 var_names .* human Ensembl ids such as .*; convert"):
+    with pytest.raises(GeneMismatchError, match=r"shares only 0 var_names .* human Ensembl ids such as .*; convert"):
         read_h5ad([path, tmp_path / "b.h5ad"])
 
 

@@ -120,7 +120,7 @@ def test_what_is_told_but_no_mistake(load: Callable[..., Config], monkeypatch: p
         pytest.warns(
             ScforgeWarning, match="the data set 'tabula_sapiens' was not found.*Training requires this data set"
         ),
-        pytest.warns(ScforgeWarning, match="the data set 'immune_atlas' is not here"),
+        pytest.warns(ScforgeWarning, match="the data set 'immune_atlas' was not found"),
     ):
         check_config(config)
     with pytest.raises(MissingFileError, match="the data set 'tabula_sapiens' was not found"):

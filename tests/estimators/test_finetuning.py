@@ -237,7 +237,7 @@ def test_adapters_in_a_folder(base: Encoder, adapted: Encoder, cells: ad.AnnData
         (OptionError, "no adapters", partial(base.save, tmp_path / "none", adapter_only=True)),
         (OptionError, "the model has no task to evaluate; .*evaluate_models", base.evaluate),
         (OptionError, "the model has no task, so it cannot .*finetune", base.predict),
-        (ModelFileError, "another base model", partial(Encoder.load, tmp_path / "adapter", base=other)),
+        (ModelFileError, "a base model with other weights", partial(Encoder.load, tmp_path / "adapter", base=other)),
         (
             MissingFileError,
             "none' does not exist; pass a folder",

@@ -56,7 +56,7 @@ def test_all_genes_and_a_first_token(options):
     first = model.generate(1, n_tokens=61, n_steps=2, first_id=3).input_ids[0]
     assert sorted(first.tolist()) == list(range(3, 64))
     for n_tokens, first_id in ((61, None), (62, 3)):
-        with pytest.raises(OptionError, match=f"the {n_tokens - 1} of the model"):
+        with pytest.raises(OptionError, match=f"the model accepts at most {n_tokens - 1}"):
             model.generate(1, n_tokens=n_tokens, first_id=first_id)
     cells = model.generate(2, {"input_ids": torch.tensor([10])}, n_tokens=6, first_id=3)
     assert cells.input_ids[:, :2].tolist() == [[3, 10], [3, 10]]

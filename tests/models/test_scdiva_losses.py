@@ -86,7 +86,7 @@ def test_batches_change_the_expression(made, profiles):
     torch.testing.assert_close(fresh.decode(latent, 2), fresh.decode(latent))
     for batch, message in (
         (3, "pass numbers from 0 to 2"),
-        (0.5, "a whole number"),
+        (0.5, "pass an integer"),
         (torch.zeros(2).long(), "each of the 5"),
     ):
         with pytest.raises(OptionError, match=message):

@@ -82,7 +82,7 @@ def test_tables_are_read():
             DataError,
             "'txt' is not in 'a.csv'; did you mean 'text'.? .columns: 'gene'",
         ),
-        ("a.bin", b"", {}, DataError, "'a.bin' is empty"),
+        ("a.bin", b"", {}, DataError, "'a.bin', which is empty"),
         ("a.gz", b"no gzip", {}, DataError, "decompressed"),
         ("a", "x", {"kind": "fast"}, OptionError, "kind='fast'.*did you mean 'fasta'"),
         ("gone.txt", None, {}, MissingFileError, "gone.txt.*does not exist"),

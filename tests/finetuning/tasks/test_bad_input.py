@@ -24,7 +24,7 @@ TABLES = {
         ("annotation", {"classes": "ab"}, "classes='ab' is not a list"),
         ("annotation", {"class_weights": "even"}, "class_weights='even'"),
         ("annotation", {"class_weights": {"a": -1}}, r"class_weights\['a'\]=-1"),
-        ("annotation", {"classes": ["a", "b"], "class_weights": {"c": 1}}, "class_weights has 'c'"),
+        ("annotation", {"classes": ["a", "b"], "class_weights": {"c": 1}}, "class_weights contains 'c'"),
         ("annotation", {"label_smoothing": 1.0}, "label_smoothing=1.0"),
         ("annotation", {"head": {"hiden_dim": 3}}, "did you mean 'hidden_dim'"),
         ("annotation", {"head": 3}, "head=3 is not a dict of options"),
