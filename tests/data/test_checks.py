@@ -158,7 +158,10 @@ def test_check_obs_column(tiny_adata):
         check_obs_column(tiny_adata, key, argument=argument)
     many = ad.AnnData(np.ones((120, 2)))
     many.obs["depth"] = np.linspace(0.25, 1, 120)
-    with pytest.raises(DataError, match="batch_key='depth' has 120 different values .*first: 0.25. and does not look like a batch column"):
+    with pytest.raises(
+        DataError,
+        match="batch_key='depth' has 120 different values .*first: 0.25. and does not look like a batch column",
+    ):
         check_obs_column(many, "depth", argument="batch_key")
     twice = tiny_adata.copy()
     twice.obs = twice.obs[["group", "batch", "batch"]]

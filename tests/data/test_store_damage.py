@@ -60,7 +60,9 @@ def test_damage_is_told(damaged, part, match, how):
 @pytest.mark.parametrize("how", ["cut", "missing"])
 def test_missing_totals_are_told(damaged, how):
     damage(damaged / "dataset_1/obs/scforge_total/c/0", how)
-    with pytest.raises(DataError, match=r"(scforge_total .*cannot be read|is corrupted: .*scforge_total).*; copy the store"):
+    with pytest.raises(
+        DataError, match=r"(scforge_total .*cannot be read|is corrupted: .*scforge_total).*; copy the store"
+    ):
         read_all(damaged)
 
 
@@ -124,7 +126,10 @@ def _set(*keys, value):
 EDITS = {
     "no last dataset": (_without("dataset_2"), "counts of dataset_2 have shape .missing., expected"),
     "not listed": (lambda info, _: info["datasets"].pop(), r"counts of dataset_2 have shape \(.*\), expected no such"),
-    "fewer cells": (_set("datasets", 1, "n_cells", value=200), r"counts of dataset_1 have shape \(234, 80\), expected \(200, 80\)"),
+    "fewer cells": (
+        _set("datasets", 1, "n_cells", value=200),
+        r"counts of dataset_1 have shape \(234, 80\), expected \(200, 80\)",
+    ),
     "entries": (_set("dataset_1/X/data", "shape", value=[9]), "dataset_1 of .*indptr"),
     "type": (_set("dataset_1/X/data", "data_type", value="uint8"), "a cell of .* cannot be read"),
     "vocabulary": (_set("vocab_hash", value="0"), "its vocabulary or the genes"),

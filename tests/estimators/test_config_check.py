@@ -108,7 +108,8 @@ def test_mistakes(load, store: Path, monkeypatch, overrides, error: type[Scforge
 
 def test_what_is_told_but_no_mistake(load: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(
-        ScforgeWarning, match=r"line \d+: model\.num_heads=2 has no effect, because the architecture 'gene_pooling' has no"
+        ScforgeWarning,
+        match=r"line \d+: model\.num_heads=2 has no effect, because the architecture 'gene_pooling' has no",
     ):
         check_config(load("model.architecture=gene_pooling"))
     with pytest.warns(ScforgeWarning, match=r"model\.max_seq_len=9 has no effect, because the architecture 'scdiva' "):

@@ -138,7 +138,9 @@ def test_the_tutorial_on_custom_models(run, pbmc: ad.AnnData, monkeypatch) -> No
     text = CUSTOM_MODEL.read_text(encoding="utf-8").replace("/path/to/dataset.h5ad", "pbmc.h5ad")
     few = ["training.max_epochs=2", "training.accelerator=cpu", "data.max_genes=64", "model.max_seq_len=64"]
     few += ["model.hidden_dim=8", "model.num_layers=1", "model.architecture=my_pool"]
-    with pytest.warns(ScforgeWarning, match=r"model\.pooling='mean' has no effect, because the architecture 'my_pool' has no"):
+    with pytest.warns(
+        ScforgeWarning, match=r"model\.pooling='mean' has no effect, because the architecture 'my_pool' has no"
+    ):
         model = run(text, *few)
     assert (model._spec.tokenizer, model._spec.objective) == ("rank_value", "masked_gene_prediction")
     assert model.vocab.n_genes == 20_120

@@ -172,7 +172,7 @@ def test_further_devices_after_a_training_on_one(setup, monkeypatch):
     setup.fit(max_epochs=1)
     with pytest.raises(
         OptionError,
-        match=r"devices=2 cannot be used, because this script has already trained on one device, .* torchrun",
+        match=r"devices=2 cannot be used, because this script has already trained on one device .* torchrun",
     ):
         setup.fit(max_epochs=1, devices=2)
     # Where Slurm starts all processes, Lightning tells: ours would be wrong.

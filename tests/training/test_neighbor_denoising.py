@@ -265,7 +265,9 @@ def test_cells_of_unknown_batches_are_trained_on(adata):
 
 
 def test_models_without_a_decoder_are_refused():
-    with pytest.raises(OptionError, match="which has no latent .*; choose the architecture 'gene_pooling', 'mlp' or 'scdiva'"):
+    with pytest.raises(
+        OptionError, match="which has no latent .*; choose the architecture 'gene_pooling', 'mlp' or 'scdiva'"
+    ):
         NeighborDenoising().check_architecture(TransformerEncoder)
     with pytest.raises(OptionError, match="the model has no expression decoder; create it with n_batches=0"):
         GenePoolingModel(20, 8, pooling="weighted_sum").decode(torch.zeros(2, 8))

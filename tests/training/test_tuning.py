@@ -64,7 +64,10 @@ def test_layers_are_compiled_for_a_while(setup):
         with compiled(setup.module, wanted):
             assert (setup.module._compiled_call_impl is not None) == wanted
         assert setup.module._compiled_call_impl is None
-    with pytest.raises(OptionError, match="not supported by GenePoolingModel"), gradient_checkpointing(setup.module, True):
+    with (
+        pytest.raises(OptionError, match="not supported by GenePoolingModel"),
+        gradient_checkpointing(setup.module, True),
+    ):
         pass
     with gradient_checkpointing(setup.module, None):
         pass

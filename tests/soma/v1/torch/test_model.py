@@ -103,7 +103,11 @@ def test_pads_are_hidden_if_asked_for(tiny):
         (torch.rand(1, 4), PLACES[:, :4], "input has dtype torch.float32"),
         ([[97, 98]], PLACES[:, :2], "input is of type list; pass a Tensor"),
         (PLACES[:, :2].numpy(), PLACES[:, :2], "input is of type ndarray; pass a Tensor"),
-        (torch.tensor([[97, 264]]), PLACES[:, :2], "input contains 264, which is not in the vocabulary; pass tokens from 0 to 263"),
+        (
+            torch.tensor([[97, 264]]),
+            PLACES[:, :2],
+            "input contains 264, which is not in the vocabulary; pass tokens from 0 to 263",
+        ),
         (torch.tensor([1, 2, 3, 4]), PLACES[:, :4], r"input has dtype torch.int64 and shape \(4,\)"),
         (torch.tensor([[1, 2]]), torch.rand(1, 2), "positions has dtype"),
         (torch.tensor([[1], [2], [3]]), torch.tensor([[0], [1]]), r"positions has shape \(2, 1\)"),
