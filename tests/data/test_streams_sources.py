@@ -168,7 +168,8 @@ def test_damaged_pieces_are_told(tiny_adata, tmp_path):
 
 def test_more_than_fits_into_memory(tiny_adata, tmp_path, monkeypatch):
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
-    message = r"60 cells with [\d,]+ counts need .* limit set by memory is 0\.0 MB; .*scforge convert.*cache="
+    message = r"60 cells with [\d,]+ counts need about 0\.\d MB of memory, but the limit set by memory is 0\.0 MB; "
+    message += ".*scforge convert.*cache="
     with pytest.raises(DataError, match=message):
         open_cells(tmp_path / "a.h5ad", memory=1000)
     monkeypatch.setattr("scforge.data.readers.available_memory", lambda: 3000)

@@ -193,5 +193,7 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
             call(**given)
     with pytest.warns(NotTrainedWarning, match="the embedding is random"):
         untrained.get_latent_representation(key_added=None)
-    with pytest.raises(OptionError, match="supervised=True, but the objective 'masked_diffusion' does not learn"):
+    with pytest.raises(
+        OptionError, match="supervised=True, but the objective 'masked_diffusion' does not learn labels"
+    ):
         made(cells, objective="masked_diffusion", supervised=True)

@@ -125,8 +125,8 @@ def ranking_baselines(train: np.ndarray, reference: np.ndarray, *, seed: int = 0
     scored cells, (N, S). Returns a mapping from baseline name to orders, int64, shape (N, S).
     """
     rng = np.random.default_rng(seed)
-    given = ((train, "the orders in train"), (reference, "the reference orders"))
-    learned, true = (_rows(some, what, repeated=False) for some, what in given)
+    learned = _rows(train, "the orders in train", repeated=False)
+    true = _rows(reference, "the reference orders", repeated=False)
     totals = np.zeros(max(int(np.max(train)), int(np.max(reference))) + 1)
     for row in learned:
         totals[row] += 1 - np.arange(len(row)) / len(row)
@@ -198,8 +198,8 @@ def evaluate_reconstruction(
     """
     made = dict(reconstructed) if isinstance(reconstructed, Mapping) else {"reconstructed": reconstructed}
     baselines = ranking_baselines(train, true, seed=seed)
-    given = ((train, "the orders in train"), (true, "the true orders"))
-    known, rows = (_rows(some, what, repeated=False) for some, what in given)
+    known = _rows(train, "the orders in train", repeated=False)
+    rows = _rows(true, "the true orders", repeated=False)
     seen = {row.tobytes() for row in known if len(row) >= _MIN_GENES}
     same = np.array([row.tobytes() in seen for row in rows])
     check_copies(same, "true orders are identical to the order of a training cell")

@@ -165,9 +165,9 @@ def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]
         raise DataError(f"{where} has no rows; write a line with the column names and one line per gene.")
     for option, column in columns.items():
         if header.count(column) != 1:
-            found = "more than once in" if column in header else "not in"
-            hint = "" if column in header else did_you_mean(column, header)
-            raise DataError(f"{option}={column!r} is {found} {str(path)!r}{hint} (columns: {listing(header)}).")
+            twice = f"more than once in {str(path)!r}"
+            found = twice if column in header else f"not in {str(path)!r}{did_you_mean(column, header)}"
+            raise DataError(f"{option}={column!r} is {found} (columns: {listing(header)}).")
     table = (
         table.iloc[1:].set_axis(header, axis=1)[list(columns.values())].fillna("").apply(lambda one: one.str.strip())
     )

@@ -197,7 +197,7 @@ def placed(config: Config, option: str | None = None) -> Iterator[None]:
 
 
 def _place(config: Config, message: str) -> str:
-    begin = re.match(r"([\w.]+)(?:=| asks )|(?:\w+ )?option '(\w+)'", message)
+    begin = re.match(r"([\w.]+)=|(?:\w+ )?option '(\w+)'", message)
     if begin is None:
         return ""
     name = begin[1] or begin[2]
