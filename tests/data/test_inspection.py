@@ -32,6 +32,7 @@ def test_the_best_vocabulary(pbmc, tmp_path):
     found = inspect_h5ad(tmp_path / "human.h5ad", n_top=3)
     assert found.overlap.vocab.startswith("human_protein_coding,")
     assert found.overlap.n_matched == 12380
+    assert found.obs_columns == {"cell_type": "7 values, 2 cells without a value"}
     assert found.other_names == {"adata.var['gene_ids']": "human Ensembl ids (13,236 in the vocabulary)"}
     assert len(found.overlap.top_missing) == 3
     mouse = ad.AnnData(np.ones((3, 500)))

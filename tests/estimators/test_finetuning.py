@@ -98,6 +98,38 @@ def test_a_folder_brings_it_back(annotator: Encoder, base: Encoder, cells: ad.An
     assert bare.history_["validation_macro_f1"].equals(annotator.history_["validation_macro_f1"])
 
 
+def test_differences_from_baselines_have_intervals(annotator: Encoder, cells: ad.AnnData) -> None:
+    """The interval of a difference in accuracy is that of a paired t-test over cells."""
+    metrics = annotator.evaluate()
+    table = cells.uns["scforge"]["metrics_differences"].set_index(["method", "score"])
+    assert set(table.index.get_level_values("method")) == set(metrics.index) - {"scforge"}
+    for (method, score), row in table.iterrows():
+        assert row["difference"] == pytest.approx(metrics.loc["scforge", score] - metrics.loc[method, score])
+        is_tie = row["low"] <= 0 <= row["high"]
+        assert (row["verdict"] == "tie") == is_tie or row["verdict"] == ""
+    row = table.loc[("majority_class", "accuracy")]
+    test = annotator._known_split().test
+    truth, found = cells.obs["group"].astype(str).iloc[test], annotator.predict(cells)["label"].astype(str).iloc[test]
+    most = cells.obs["group"].astype(str).iloc[annotator._known_split().train].mode()[0]
+    gain = (found == truth).astype(float) - (truth == most)
+    assert row["high"] - row["difference"] == pytest.approx(1.96 * gain.std() / np.sqrt(len(gain)), rel=0.35)
+    assert row["verdict"] == "better"
+    copied = cells.copy()
+    copied.obs["donor"] = np.resize(["a", "b", "c", "d", "e"], copied.n_obs)
+    copied.obs["few"] = np.resize(["a", "b"], copied.n_obs)
+    annotator.evaluate(copied, groups_key="donor")
+    by_donor = copied.uns["scforge"].pop("metrics_differences")
+    assert (by_donor["difference"].to_numpy() == table["difference"].to_numpy()).all()
+    assert not by_donor["low"].equals(table["low"].reset_index(drop=True))
+    with pytest.warns(ScforgeWarning, match="groups_key='few' has only 2 scored groups; intervals need at least 4"):
+        annotator.evaluate(copied, groups_key="few")
+    with pytest.raises(DataError, match="groups_key='nope' is not a column of obs"):
+        annotator.evaluate(copied, groups_key="nope")
+    with pytest.raises(OptionError, match="groups_key='donor' has no effect here; omit groups_key"):
+        annotator.evaluate(copied, groups_key="donor", intervals=False)
+    assert "metrics_differences" not in copied.uns["scforge"]
+
+
 @pytest.mark.filterwarnings("ignore:the model before fine-tuning is not available")
 @pytest.mark.filterwarnings("ignore:The cells used for fine-tuning are not available")
 def test_cells_are_known_by_their_counts(annotator: Encoder, cells, many_adata: ad.AnnData, saved: Path) -> None:

@@ -3,6 +3,7 @@ import warnings
 import numpy as np
 import pandas as pd
 import pytest
+from anndata import AnnData
 from scipy import sparse
 from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression
@@ -14,7 +15,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
 from scforge.errors import DataError, OptionError, ScforgeWarning
-from scforge.eval import CellTypeProbe, Geometry, LabelPrediction, get_benchmark
+from scforge.eval import CellTypeProbe, Geometry, LabelPrediction, evaluate, get_benchmark
 from scforge.eval.label_prediction import CellTypeAnnotation, check_embedding, is_collapsed
 
 
@@ -300,8 +301,12 @@ def test_groups_that_take_no_part_are_no_units(donors) -> None:
     assert CellTypeProbe("label", "donor").describe(donors[1])["resampled"] == "groups of donor (4)"
     few = "nothing, so there are no intervals and tests: {} groups of donor, but at least 4 are needed"
     assert probe.describe(obs) == {"cells scored": "144 of 192", "resampled": few.format(3)}
+    counts = np.random.default_rng(0).poisson(2.0, (len(obs), 20)).astype(np.float32)
+    adata = AnnData(counts, obs, obsm={"X_own": donors[0]})
     with pytest.warns(ScforgeWarning, match="'donor' has only 3 scored groups; .* tests need at least 4"):
-        assert probe.resampled(donors[0], obs, n=10, seed=0) is None
+        report = evaluate(adata, probe, "X_own", baselines=[2])
+    assert not any(row.intervals for row in report.rows)
+    assert probe.resampled(donors[0], obs, n=10, seed=0) is None
     obs.loc[obs["donor"] == "donor0", "label"] = "alone"
     with pytest.warns(ScforgeWarning, match="'alone' .in one group."):
         assert probe.describe(obs)["resampled"] == few.format(2)

@@ -358,8 +358,8 @@ def stream_genes(stream: ChunkReader, gene_key: str | None = None) -> np.ndarray
 def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene names") -> None:
     """Raise a GeneMismatchError if sources, given by their gene names, share too few genes with the first source.
 
-    They must share a tenth of their genes, or of the genes of the first source if it has fewer genes. `what` describes
-    the gene names in messages.
+    Each must share at least a tenth of its genes, or of the genes of the first source if those are fewer. `what`
+    describes the gene names in messages.
     """
     (first, known), *others = names
     for source, found in others:

@@ -452,6 +452,9 @@ class Inspection:
         Sentence that states whether the matrix contains raw counts, or which other matrix does.
     n_empty
         Number of cells without counts; None if there are no counts.
+    obs_columns
+        Text columns of ``obs``, which can be labels, batches or groups, each with its numbers of values and of cells
+        without a value.
     other_names
         Other columns of ``var`` that contain gene names, each with the kind of its names and how many of them are in
         the vocabulary.
@@ -478,6 +481,7 @@ class Inspection:
     stored: str
     counts: str
     n_empty: int | None
+    obs_columns: dict[str, str]
     other_names: dict[str, str]
     overlap: OverlapReport
     chosen: bool
@@ -496,6 +500,8 @@ class Inspection:
         }
         if self.n_empty:
             rows["empty cells"] = f"{self.n_empty:,}; remove them with sc.pp.filter_cells(adata, min_counts=1)"
+        if self.obs_columns:
+            rows["text columns of obs"] = "; ".join(f"{key!r}: {text}" for key, text in self.obs_columns.items())
         if self.other_names:
             rows["other gene names"] = "; ".join(f"{where}: {kind}" for where, kind in self.other_names.items())
         if self.chosen:
@@ -554,7 +560,7 @@ def inspect_h5ad(
     check_count("n_top", n_top, "genes", least=0)
     given = None if vocab is None else open_vocab(vocab)
     with reading(repr(os.fspath(path)), fix="write the file again"), Location(os.fspath(path)).open() as opened:
-        var, matrix = opened.var, opened.matrix(layer)
+        obs, var, matrix = opened.obs, opened.var, opened.matrix(layer)
         names = names_of(var, gene_key)
         sums, empty, counts = _counts(opened, matrix, layer)
     candidates = [open_vocab(name) for name in list_vocabs()] if given is None else [given]
@@ -566,6 +572,11 @@ def inspect_h5ad(
         for key, column in text_columns(var).items()
         if key != gene_key and (kind := recognize_ids(column)) != OTHER_NAMES
     }
+    obs_columns = {}
+    for key in (key for key in obs if obs[key].dtype.kind not in "biufcmM"):
+        n_missing = int(obs[key].isna().sum())
+        missing = f", {n_missing:,} cells without a value" if n_missing else ""
+        obs_columns[str(key)] = f"{obs[key].nunique():,} values{missing}"
     mismatch = None if given is None else _mismatch(names, given, var, gene_key)
     return Inspection(
         os.fspath(path),
@@ -573,6 +584,7 @@ def inspect_h5ad(
         matrix.kind,
         counts,
         empty,
+        obs_columns,
         others,
         best,
         chosen=given is None,

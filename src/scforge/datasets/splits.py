@@ -363,7 +363,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
 
 
 def check_rule(split: Split, card: DatasetCard, adata: AnnData) -> None:
-    """Raise an error if a unit that the card's rule holds out (group, or perturbation in a context) is in two parts."""
+    """Raise an error if two parts share a unit of the card's split rule (a group, or a perturbation in a context)."""
     rule = card.rule(split.version)
     if rule is None or rule.kind == "stratified":
         return

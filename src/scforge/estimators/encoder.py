@@ -21,7 +21,7 @@ from scforge._checks import check_count, check_seed, check_share
 from scforge._constants import QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._registry import check_options
-from scforge.data.cells import Cells, column_of
+from scforge.data.cells import Cells, column_of, named_column
 from scforge.data.neighbors import n_query_clusters
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names
 from scforge.errors import DataError, NotTrainedWarning, OptionError, first_line, warn
@@ -60,6 +60,7 @@ from scforge.finetuning.heads import FineTunedModule, QueryMapping
 from scforge.finetuning.held_out import CellFingerprints, fingerprints
 from scforge.finetuning.labels import UNASSIGNED, text_labels
 from scforge.finetuning.splits import Split
+from scforge.finetuning.supervised import SupervisedTask
 from scforge.foreign.base import Foreign, read_checkpoint
 from scforge.hub.finding import find_model
 from scforge.insilico.attention import attention_between_genes
@@ -588,6 +589,8 @@ class Encoder(CellModel):
         *,
         baselines: bool = True,
         base: Encoder | None = None,
+        intervals: bool = True,
+        groups_key: str | None = None,
         key_added: str | None = "metrics",
         batch_size: int = 256,
         seed: int = 0,
@@ -606,13 +609,20 @@ class Encoder(CellModel):
         base
             The model before fine-tuning, used for the baseline on its frozen embedding. If None, uses the model that
             :meth:`finetune` was called on, if it is in memory.
+        intervals
+            Whether to add the table ``<key_added>_differences`` for annotation, multi-label and regression tasks: each
+            score minus that of each baseline, its 95% interval from 100 bootstrap samples, and a verdict, which is
+            "tie" if the interval includes zero.
+        groups_key
+            Column whose groups, e.g. donors, are resampled as a whole for the intervals; requires four groups. If None,
+            single cells are resampled, and the intervals only apply to the donors in the test set.
         key_added
             Key in ``adata.uns["scforge"]`` for the table; additional tables are stored as ``<key_added>_<table>``. None
             writes nothing.
         batch_size
             Number of cells per batch.
         seed
-            Random seed for the baselines.
+            Random seed for the baselines and for resampling.
 
         Returns
         -------
@@ -645,7 +655,17 @@ class Encoder(CellModel):
         check_seed(seed)
         own = self.adata if self._data is None else self._data.cells
         source = self._source(adata)
+        compares = (
+            isinstance(task, SupervisedTask) and isinstance(source, AnnData) and key_added is not None and intervals
+        )
         cells = self._open(source)
+        if groups_key is not None:
+            if not compares:
+                raise OptionError(
+                    f"groups_key={groups_key!r} has no effect here; omit groups_key, or evaluate annotation, "
+                    "multi_label or regression on an AnnData, with intervals=True and key_added."
+                )
+            named_column(cells, groups_key, argument="groups_key")
         rows, split = self._rows_to_score(cells, within=source is own)
         if split is not None:
             own = source  # the cells of the fine-tuning, maybe in another object
@@ -678,6 +698,8 @@ class Encoder(CellModel):
             train_cells=train_cells,
             baselines=baselines and train is not None,
             seed=seed,
+            intervals=compares,
+            groups_key=groups_key,
         )
         evaluated = task.evaluate(context)
         if key_added is not None and isinstance(source, AnnData):

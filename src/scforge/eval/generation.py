@@ -647,7 +647,7 @@ def evaluate_generation(
     ------
     DataError
         If real cells are also training cells (under any name), generated cells are copies of real cells, counts cover
-        only some genes, or the data have a different scale.
+        only some genes, or the data sets differ in scale.
     OptionError
         If an option is invalid, or `kinds` names an unknown method.
 

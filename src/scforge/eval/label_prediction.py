@@ -193,10 +193,6 @@ class CellTypeProbe(Benchmark):
         units = np.arange(len(plan.rows)) if plan.groups is None else plan.groups
         n_units, rng = units.max() + 1, np.random.default_rng(seed)
         if plan.groups is not None and n_units < MIN_GROUPS:
-            warn(
-                f"groups_key={self.groups_key!r} has only {n_units} scored groups; confidence intervals and tests "
-                f"need at least {MIN_GROUPS}."
-            )
             return None
         predicted = self._predict(embedding, plan, len(obs))
         times = (np.bincount(rng.integers(n_units, size=n_units), minlength=n_units) for _ in range(n))

@@ -870,8 +870,8 @@ def evaluate_network(
     gene_key
         Column of ``adata.var`` with names as in the truth. If None, uses ``adata.var_names``.
     genes
-        Measured genes to restrict the pairs to, e.g. the genes of a model. Otherwise, pairs with other genes have no
-        score and rank last. If None, uses all measured genes.
+        Measured genes to restrict the pairs to, e.g. the genes of a model. If None, uses all measured genes; pairs
+        with genes that a method does not score then rank last.
     tfs
         Transcription factors to restrict the pairs to. If None, uses all transcription factors in the truth that are
         among the genes.

@@ -105,7 +105,11 @@ class EvaluationContext:
     baselines
         Whether to compute baselines.
     seed
-        Random seed for the baselines.
+        Random seed for the baselines and for resampling.
+    intervals
+        Whether to compare the scores with those of the baselines on resampled cells.
+    groups_key
+        Column of the evaluation cells whose groups are resampled as a whole.
 
     Examples
     --------
@@ -131,6 +135,8 @@ class EvaluationContext:
     train_cells: Cells | None
     baselines: bool = True
     seed: int = 0
+    intervals: bool = False
+    groups_key: str | None = None
 
 
 @dataclass(frozen=True)

@@ -111,15 +111,17 @@ def multi_label_figures(targets: np.ndarray, probabilities: np.ndarray) -> dict[
     The scores. AUROC is NaN for labels that all cells or no cells have; the other scores are NaN for labels that no
     cell has.
     """
-    from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
+    from sklearn.metrics import average_precision_score, roc_auc_score
 
-    figures: dict[str, list[float]] = {"auroc": [], "average_precision": [], "f1": []}
-    for has, probability in zip(targets.T, probabilities.T, strict=True):
-        none = not has.any()
-        figures["auroc"].append(float("nan") if none or has.all() else roc_auc_score(has, probability))
-        figures["average_precision"].append(float("nan") if none else average_precision_score(has, probability))
-        figures["f1"].append(float("nan") if none else f1_score(has, probability > 0.5, zero_division=0.0))
-    return {**{name: np.array(values) for name, values in figures.items()}, "support": targets.sum(axis=0)}
+    support, predicted = targets.sum(axis=0), probabilities > 0.5
+    occurs, varies = support > 0, (support > 0) & (support < len(targets))
+    auroc, average_precision = np.full((2, len(support)), np.nan)
+    if varies.any():
+        auroc[varies] = roc_auc_score(targets[:, varies], probabilities[:, varies], average=None)
+    if occurs.any():
+        average_precision[occurs] = average_precision_score(targets[:, occurs], probabilities[:, occurs], average=None)
+    f1 = np.where(occurs, _ratio(2 * (targets & predicted).sum(axis=0), support + predicted.sum(axis=0)), np.nan)
+    return {"auroc": auroc, "average_precision": average_precision, "f1": f1, "support": support}
 
 
 def mean_of_known(values: np.ndarray) -> float:

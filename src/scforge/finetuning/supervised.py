@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -17,13 +17,18 @@ import torch
 from torch import nn
 
 from scforge.data.cells import Cells, CellSource
-from scforge.errors import DataError, listing
+from scforge.errors import DataError, listing, warn
+from scforge.eval.base import MIN_GROUPS
 from scforge.eval.baselines import BaselineInputs
+from scforge.eval.report import bootstrap_weights, compare_paired
 from scforge.finetuning.base import FROZEN, Column, Evaluated, EvaluationContext, Predictor, Task, warn_of_missing_base
 from scforge.finetuning.heads import check_head, probe
 from scforge.finetuning.labels import BALANCED
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import TrainingDefaults
+
+_N_DRAWS = 100
+"""Number of bootstrap samples for the differences between methods."""
 
 
 class SupervisedTask(Task):
@@ -35,7 +40,14 @@ class SupervisedTask(Task):
         Head options, a dict with ``hidden_dim`` (0: linear) and ``dropout``.
     probe_first
         Whether to initialize the last layer of the head from a linear model on the embeddings of the training cells.
+
+    Attributes
+    ----------
+    lower_is_better
+        Scores for which lower is better.
     """
+
+    lower_is_better: ClassVar[frozenset[str]] = frozenset()
 
     defaults = TrainingDefaults(batch_size=64, lr=3e-4, weight_decay=0.01, schedule="cosine_warmup", max_epochs=15)
     labels_key: str | None
@@ -122,12 +134,18 @@ class SupervisedTask(Task):
 
         Scores are computed over the ``n_scored`` cells whose target is known to the model; see the method ``scores``.
         No method can predict the other cells correctly, so they are not counted as wrong. Columns report the number of
-        these cells.
+        these cells. With baselines, the table ``differences`` compares the model with each of them on bootstrap samples
+        of the scored cells, or of whole groups.
 
         Raises
         ------
         DataError
             If there are no such cells.
+
+        Warns
+        -----
+        ScforgeWarning
+            If there are fewer than four groups, so that there are no differences.
         """
 
         def column(key: str) -> pd.Series:
@@ -155,4 +173,37 @@ class SupervisedTask(Task):
         counts = {"n_scored": len(rows), **self.count_unscored(targets, column)}
         table = {name: {**self.scores(truth, found), **counts} for name, found in methods.items()}
         metrics = pd.DataFrame.from_dict(table, orient="index").rename_axis("method")
-        return Evaluated(metrics, self.tables(truth, methods["scforge"]))
+        tables = self.tables(truth, methods["scforge"])
+        if context.intervals and len(methods) > 1:
+            key = context.groups_key
+            groups = np.arange(len(rows)) if key is None else pd.factorize(column(key)[known], use_na_sentinel=False)[0]
+            n_groups = int(groups.max()) + 1
+            if key is None or n_groups >= MIN_GROUPS:
+                tables["differences"] = self._differences(truth, methods, groups, seed=context.seed)
+            else:
+                warn(f"groups_key={key!r} has only {n_groups} scored groups; intervals need at least {MIN_GROUPS}.")
+        return Evaluated(metrics, tables)
+
+    def _differences(
+        self, truth: np.ndarray, methods: Mapping[str, np.ndarray], groups: np.ndarray, *, seed: int
+    ) -> pd.DataFrame:
+        """Return each score minus that of each baseline, with 95% intervals from bootstrap samples of the groups."""
+        values = {name: self.scores(truth, found) for name, found in methods.items()}
+        draws: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
+        for i in range(_N_DRAWS):
+            (times,) = bootstrap_weights(len(truth), 1, seed=seed * _N_DRAWS + i, groups=groups)
+            rows = np.repeat(np.arange(len(truth)), times)
+            for name, found in methods.items():
+                draws[name].append(self.scores(truth[rows], found[rows]))
+        tables, n_groups = {name: pd.DataFrame(drawn) for name, drawn in draws.items()}, int(groups.max()) + 1
+        lines = []
+        for other in list(methods)[1:]:
+            for score, value in values["scforge"].items():
+                one = compare_paired(
+                    other, value, values[other][score], tables["scforge"][score], tables[other][score], n_units=n_groups
+                )
+                verdict = "" if np.isnan(one.low) else "tie"
+                if one.low > 0 or one.high < 0:
+                    verdict = "better" if (one.low > 0) != (score in self.lower_is_better) else "worse"
+                lines.append((other, score, one.difference, one.low, one.high, verdict))
+        return pd.DataFrame(lines, columns=["method", "score", "difference", "low", "high", "verdict"])

@@ -806,7 +806,7 @@ class ScDiVaModel(Architecture):
         return self.attended_tokens or self.num_genes + 1
 
     def values_of(self, states: States, genes_bs: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
-        """Return the predicted values of the selected tokens, given their genes, (M,)."""
+        """Return the predicted values of the selected tokens, given their genes, shape (M,)."""
         vectors_mh = states.table[genes_bs[chosen_bs]]
         return self.value_head(states.tokens[chosen_bs] + vectors_mh).float()
 

@@ -189,12 +189,12 @@ def keep(
 ) -> tuple[np.ndarray, np.ndarray | slice]:
     """Choose at most `most` entries of each cell, either the highest counts or a random sample.
 
-    Samples depend on the seed, the cell and the draw of the block.
+    Samples depend on the seed, the cell and ``block.draw``.
 
     Parameters
     ----------
     indptr, counts
-        Row boundaries, shape (B + 1,), and counts of the entries to choose from, which may include more than `block`.
+        Row boundaries, shape (B + 1,), and counts of the entries to choose from, which may include zeros.
     block
         The cells.
     most

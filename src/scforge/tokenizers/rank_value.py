@@ -42,7 +42,7 @@ def rank_packed(
 ):  # fmt: skip
     """Write the highest-ranked genes of each cell.
 
-    If `distinct`, equal keys with equal counts imply equal medians.
+    Set `distinct` if equal keys with equal counts imply equal medians.
     """
     one: Any = np.uint64(1)
     low16, shift16, shift32 = np.uint64(0xFFFF), np.uint64(16), np.uint64(32)

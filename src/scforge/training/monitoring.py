@@ -332,11 +332,11 @@ class History(Callback):
         return {name: values[-1] for name, values in self.epochs.items() if not math.isnan(values[-1])}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the metrics and the clock."""
+        """Return the metrics and the elapsed time."""
         return {"epochs": self.epochs, "n_epochs": self.n_epochs, "seconds": self.seconds}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the metrics and the clock."""
+        """Restore the metrics and the elapsed time."""
         self.epochs = {name: list(values) for name, values in state_dict["epochs"].items()}
         self.n_epochs, self._before = state_dict["n_epochs"], state_dict["seconds"]
 
@@ -468,7 +468,7 @@ class Monitor(Callback):
         return {"rows": tables[0].n_rows if tables else 0}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the saved number of rows."""
+        """Restore the number of saved rows."""
         self._rows = state_dict["rows"]
 
     def _clear(self, trainer: lightning.Trainer) -> None:

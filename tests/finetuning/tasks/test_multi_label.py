@@ -85,7 +85,7 @@ def test_evaluation(sets, tuned, context):
     sets.obs.iloc[195:, place] = np.nan
     sets.obs.iloc[190:195, place] = [f"{value};new" for value in sets.obs["sets"].iloc[190:195]]
     predictor = tuned("multi_label", sets, labels_key="sets")
-    evaluated = predictor.task.evaluate(context(predictor))
+    evaluated = predictor.task.evaluate(context(predictor, intervals=True))
     metrics = evaluated.metrics
     assert list(metrics.index) == ["scforge", "logistic_regression_pca", "frozen_embedding", "label_frequency"]
     assert (metrics["n_scored"] == 45).all()
@@ -93,6 +93,9 @@ def test_evaluation(sets, tuned, context):
     assert (metrics["n_unlabeled"] == 5).all()
     assert metrics.loc["label_frequency", "auroc"] == pytest.approx(0.5)
     assert metrics.loc["scforge", "auroc"] > 0.75
+    differences = evaluated.tables["differences"].set_index(["method", "score"])
+    assert differences.loc[("label_frequency", "auroc"), "verdict"] == "better"
+    assert differences.loc[("frozen_embedding", "auroc"), "verdict"] == "tie"
     per_label = evaluated.tables["per_label"]
     assert (per_label.loc[["p", "q"], "auroc"] > 0.95).all()
     assert per_label["auroc"].mean() == pytest.approx(metrics.loc["scforge", "auroc"])

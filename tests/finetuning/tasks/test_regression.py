@@ -87,6 +87,13 @@ def test_evaluation(aged, tuned, context):
     # The head stands where the ridge regression on the frozen embedding does, as it was not trained further.
     frozen, own = metrics.loc[["frozen_embedding", "scforge"], "mae":"r2"].to_numpy(dtype=float)
     np.testing.assert_allclose(frozen, own, rtol=1e-3)
+    differences = predictor.task.evaluate(context(predictor, intervals=True)).tables["differences"]
+    from_mean = differences[differences["method"] == "mean"].set_index("score")
+    assert from_mean["difference"]["mae"] < 0 < from_mean["difference"]["r2"]
+    assert from_mean["verdict"].to_dict() == dict.fromkeys(("mae", "rmse", "r2"), "better") | {
+        "pearson": "",
+        "spearman": "",
+    }
     alone = predictor.task.evaluate(context(predictor, train_cells=None))
     assert list(alone.metrics.index) == ["scforge"]
     with pytest.raises(DataError, match="no value that the model predicts in any of the 10 scored cells"):

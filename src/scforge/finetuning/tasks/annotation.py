@@ -136,6 +136,7 @@ class Annotation(SupervisedTask):
 
     monitor = "macro_f1"
     monitor_mode = "max"
+    lower_is_better = frozenset({"calibration_error"})
     labels_key: str
 
     def __init__(

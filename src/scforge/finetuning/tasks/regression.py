@@ -49,6 +49,7 @@ class Regression(SupervisedTask):
     """
 
     monitor = "rmse"
+    lower_is_better = frozenset({"mae", "rmse"})
     labels_key: str
 
     def __init__(

@@ -59,8 +59,8 @@ class Packing:
     groups
         Groups of cells, in order.
     index
-        Position in the flattened batch of each packed position, int64, shape (P,). None if the groups contain the cells
-        in their original order.
+        For each packed position, its index in the flattened batch, int64, shape (P,). None if the groups contain the
+        cells in their original order.
     ends
         Boundaries of the cells, int32, shape (B + 1,), starting at 0, and the maximum number of tokens per cell. None
         unless all padding is removed.

@@ -207,7 +207,7 @@ class PositionWiseFeedForwardConfig(_Checked):
 
 @dataclass
 class SIGRegConfig(_Checked):
-    """The embedding regularizer.
+    """Settings of SIGReg, the embedding regularizer.
 
     Parameters
     ----------
