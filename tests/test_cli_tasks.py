@@ -131,7 +131,7 @@ TUNE = "finetune --base-model base --data cells.h5ad --task annotation"
     [
         (
             "finetune",
-            "scforge finetune requires --base-model and --data and --task; add the missing options, or --config FILE.",
+            "scforge finetune requires --base-model and --data and --task; add them, or --config FILE.",
         ),
         ("finetune --base-model base --data no.h5ad --task annotation", "--data: the file 'no.h5ad' does not exist"),
         (f"{TUNE} --base-model scforge://x", "finetune.base_model='scforge://x' (--base-model) is not in the registry"),

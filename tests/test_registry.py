@@ -90,7 +90,7 @@ def test_a_class_of_another_family_is_told(strict):
 
 def test_a_method_that_is_missing_is_told(strict):
     strict.register("bare")(type("Bare", (Part,), {}))
-    with pytest.raises(OptionError, match="part='bare' is Bare, which does not define 'make'; add it."):
+    with pytest.raises(OptionError, match="part='bare' is Bare, which lacks 'make'; add it."):
         strict.get("bare")
     # Nothing is known of what another callable makes.
     partial = strict.register("partial")(functools.partial(Part))
@@ -106,7 +106,7 @@ def test_a_method_that_is_missing_is_told(strict):
 def test_an_attribute_that_is_missing_is_told(monkeypatch, registry, base, attribute):
     methods = {name: lambda self: None for name in base.__abstractmethods__}
     monkeypatch.setitem(registry._entries, "bare", type("Bare", (base,), methods))
-    with pytest.raises(OptionError, match=f"'bare' is Bare, which does not define '{attribute}'; add it."):
+    with pytest.raises(OptionError, match=f"'bare' is Bare, which lacks '{attribute}'; add it."):
         registry.get("bare")
     monkeypatch.setitem(registry._entries, "whole", type("Whole", (base,), methods | {attribute: ("one",)}))
     assert registry.get("whole").__name__ == "Whole"

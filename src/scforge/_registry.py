@@ -152,9 +152,7 @@ class Registry[T]:
     def _load(self, name: str, offered: list[EntryPoint]) -> None:
         packages = sorted({_package_of(point) for point in offered})
         if len({point.value for point in offered}) > 1:
-            raise OptionError(
-                f"{self.kind} {name!r} is provided by the packages {listing(packages)}; keep only one of them."
-            )
+            raise OptionError(f"{self.kind} {name!r} is provided by the packages {listing(packages)}; keep only one.")
         try:
             loaded = offered[0].load()
         except Exception as error:
@@ -221,9 +219,7 @@ def check_defines(what: str, found: object, members: Sequence[str]) -> None:
     abstract: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
     lacking = sorted({*abstract, *(name for name in members if not _defines(found, name))})
     if lacking:
-        raise OptionError(
-            f"{what}, which does not define {listing(lacking)}; add {'it' if len(lacking) == 1 else 'them'}."
-        )
+        raise OptionError(f"{what}, which lacks {listing(lacking)}; add {'it' if len(lacking) == 1 else 'them'}.")
 
 
 def _defines(entry: object, name: str) -> bool:

@@ -116,9 +116,7 @@ def _predict(
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name.isidentifier() or name in {*options, "model", "source", "output"}:
-            raise OptionError(
-                f"{override!r} is not a prediction option of the task; pass each option once, as name=value."
-            )
+            raise OptionError(f"{override!r} is not a prediction option of the task; pass each once, as name=value.")
         options[name] = parse_yaml(text, where=override)[0]
     done = predict_to(model, source, output, **options)
     if not quiet:

@@ -266,7 +266,7 @@ def test_overrides(load: Load) -> None:
         ("training.batch_size", "override='training.batch_size' is not an option; write it as section.option=value."),
         ("training..lr=3", "write it as section.option=value."),
         ("training.batch_size=[", "override 'training.batch_size=[', line 1, column 2 is not valid YAML: "),
-        ("data.paths.x=3", "data.paths must be a section with options, but is 'cells.h5ad'."),
+        ("data.paths.x=3", "data.paths must be a section of options, but is 'cells.h5ad'."),
         ("task=annotation", "task='annotation' is not a known option; did you mean 'finetune.task'?"),
     ],
 )

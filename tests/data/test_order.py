@@ -264,7 +264,7 @@ PACKED = {"batch_size": None, "max_tokens_per_batch": 10}
         ({"world_size": 4}, "rows has 3 cells, which are too few for world_size=4"),
         (
             {"world_size": 2, "batch_size": 1},
-            "batch_size=1 cannot be divided equally among world_size=2 ranks; increase batch_size",
+            "batch_size=1 cannot be divided among world_size=2 ranks; raise batch_size",
         ),
         ({"max_tokens_per_batch": 9}, "max_tokens_per_batch=9 requires lengths"),
         ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .* with 10 tokens; pass at"),

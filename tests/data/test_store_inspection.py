@@ -162,7 +162,7 @@ def test_what_is_no_store(tiny_adata, tmp_path):
     partial_path(tmp_path / "half.zarr").mkdir()
     for name, match in {
         "folder": "'.*folder' is a folder but not a store",
-        "file": "'.*file' is a file, but a store is a folder; create a store with scforge convert",
+        "file": "'.*file' is a file, but a store is a folder; create one with scforge convert",
         "broken": "'.*broken' cannot be read as a zarr folder",
         "a.zarr": r"'.*a\.zarr' is an AnnData, not a store; create a store with scforge convert SOURCE -o STORE",
         "c.zarr": "is an annbatch collection from another program",

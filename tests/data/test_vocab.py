@@ -156,7 +156,7 @@ def test_intersection_and_subset(vocab):
 @pytest.mark.parametrize(
     ("method", "argument", "message"),
     [
-        ("decode", [4, -1], "ids contains -1, which is not a token id; pass ids from 0 to 6"),
+        ("decode", [4, -1], "ids contains -1, which is not a token id; use ids from 0 to 6"),
         ("from_genes", "ABC", "^genes='ABC' is not a list of names; pass a list"),
         ("encode", None, "^names=None is not a list of names; pass a list"),
         ("gene_indices", 3, "^names=3 is not a list of names; pass a list"),

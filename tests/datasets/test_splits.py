@@ -120,7 +120,7 @@ def test_only_combinations_are_held_out_in_whatever_order() -> None:
 
 
 def test_a_planted_leak_is_an_error() -> None:
-    with pytest.raises(DataError, match="contains the cell 'b' twice"):
+    with pytest.raises(DataError, match="contains cell 'b' twice"):
         Split("x", 1, ["a", "b"], ["c"], ["b"])
     with pytest.raises(DataError, match="has no validation cells"):
         Split("x", 1, ["a", "b"], [], ["c"])
@@ -140,7 +140,7 @@ def test_rows_of_a_part(tiny_adata: ad.AnnData, pbmc: ad.AnnData) -> None:
         DataError, match=r"cells that are not in the split 'pbmc3k' \('cell0', .*; pass the data that the split was"
     ):
         split.rows(tiny_adata, "test")
-    with pytest.raises(DataError, match="adata has 300 cells, but the split 'pbmc3k' has 2700"):
+    with pytest.raises(DataError, match="adata has 300 cells, but split 'pbmc3k' has 2700"):
         get_split("pbmc3k", some)
     with pytest.raises(DataError, match="no cell of adata is in part 'test'"):
         split.rows(pbmc[list(split.train)], "test")
@@ -193,7 +193,7 @@ def test_write_and_read_back(tmp_path: Path) -> None:
 def test_files_that_are_no_split(tmp_path: Path) -> None:
     for content in (b"cell,part\n", gzip.compress(b""), gzip.compress(b"cell,parts\na,train\n")):
         (tmp_path / "x.csv.gz").write_bytes(content)
-        with pytest.raises(DataError, match="x.csv.gz' .*write the split with write_split"):
+        with pytest.raises(DataError, match="x.csv.gz' .*write it with write_split"):
             read_split(tmp_path / "x.csv.gz")
     (tmp_path / "x.csv.gz").write_bytes(gzip.compress(b"cell,part\na,train\na,test\nb,validation\n"))
     with pytest.raises(DataError, match="the cell 'a' twice"):

@@ -54,7 +54,7 @@ COUNTS = [
     (lambda x: -x, "adata.X contains negative values (smallest: -"),
     (lambda x: x + np.where(np.arange(80) == 3, np.nan, 0), "adata.X contains 60 missing or infinite values"),
     (np.log1p, "adata.X contains values that are not whole numbers (first: "),
-    (lambda x: x.astype(object), "adata.X has the dtype object"),
+    (lambda x: x.astype(object), "adata.X has dtype object"),
     (lambda x: None, "adata.X is None"),
     (lambda x: x[:, :0], "adata is empty ("),
     (lambda x: x * ~np.isin(np.arange(60), [3, 5])[:, None], "adata.X has 2 cells without counts (first: '3', '5')"),

@@ -209,7 +209,7 @@ class Means(Bare):
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
-        (Bare, "architecture='own' is .*Bare, which does not define 'encode', 'forward'"),
+        (Bare, "architecture='own' is .*Bare, which lacks 'encode', 'forward'"),
         (Means, r"Means.forward returned a tuple; return scforge.models.ModelOutput"),
     ],
 )

@@ -313,7 +313,7 @@ def test_cells_without_label_take_no_part(tune: Callable[..., Encoder], cells: a
         ({"task": "anotation"}, "task='anotation' is not known; did you mean 'annotation'"),
         ({"task": 3}, "task=3 must be a name, or a dict"),
         ({"learning_rate": 0.1}, "option of finetune 'learning_rate' is unknown to 'annotation'"),
-        ({"batch_key": "donor"}, "batch_key='donor' has no effect for the task 'annotation'"),
+        ({"batch_key": "donor"}, "batch_key='donor' has no effect for task 'annotation'"),
         ({"task": {"name": "annotation", "labels_key": "kind"}}, "labels_key is set both in task and as an argument"),
         ({"test_size": 0.5, "validation_size": 0.5}, "leave no training cells"),
         ({"split_by": "donor", "split_key": "kind"}, "split_by='donor' has no effect with split_key"),

@@ -181,7 +181,7 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
         (model.generate, {"n_cells": None, "prompt": ["gene0"]}, "n_cells=None is not a whole number of cells"),
         (small.generate, {"max_len": 9}, "max_len=9 exceeds the 8 tokens that the model accepts; lower max_len"),
         (other.generate, {"n_steps": 4}, "n_steps=4 has no effect for models without 'masked_diffusion'; omit n_steps"),
-        (tuned.generate, {}, "was fine-tuned for 'annotation' and cannot generate cells; use its base model"),
+        (tuned.generate, {}, "was fine-tuned for 'annotation' and cannot generate; use its base model"),
         (
             untrained.get_latent_representation,
             {"return_dist": True},

@@ -150,7 +150,7 @@ def test_a_failure_costs_the_score_only(tiny_adata: ad.AnnData) -> None:
         (
             [{"label_prediction": 3}],
             OptionError,
-            "is not a valid benchmark entry; pass one benchmark name with a dict of its options",
+            "is not a valid benchmark entry; pass one name with a dict of its options",
         ),
         ([{"label_prediction": None, "dataset": "x"}], OptionError, "is not a valid benchmark entry"),
         ([Evaluation(Draws(), max_cells=5), Draws()], OptionError, "two evaluations have the name 'Draws_held_out'"),

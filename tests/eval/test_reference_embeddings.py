@@ -153,7 +153,7 @@ def test_labels_are_not_looked_at_and_the_data_are_not_changed(shifted) -> None:
             r"baselines='harmoni' is not in the baselines; did you mean 'harmony'\? \(.*or pass a number",
         ),
         ("pca", {}, r"baselines='pca' is not a list of baselines; pass baselines=\['pca'\]"),
-        (["harmony"], {}, "contains 'harmony', which requires batch_key; pass batch_key"),
+        (["harmony"], {}, "contains 'harmony', which needs batch_key; pass batch_key"),
         ([60], {}, r"n_comps=60 must be positive and below both dimensions of adata, \(60, 80\)"),
         ([0], {}, "baselines=0 is not a positive number of principal components"),
         (["pca"], {"n_comps": 0}, "n_comps=0 is not a positive number of components"),

@@ -100,7 +100,7 @@ def test_a_benchmark_without_metrics_is_refused_by_name(embedded: ad.AnnData) ->
         lambda: evaluate(embedded, Nameless(), "X_good", baselines=(3,)),
         lambda: compare(Nameless(), {"X_good": embedded.obsm["X_good"]}, embedded.obs, kinds={"X_good": "model"}),
     ):
-        with pytest.raises(OptionError, match="the benchmark 'Nameless', which does not define 'metrics'; add it"):
+        with pytest.raises(OptionError, match="the benchmark 'Nameless', which lacks 'metrics'; add it"):
             call()
 
 

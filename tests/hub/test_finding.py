@@ -153,7 +153,7 @@ def test_what_cannot_be_had(hub, folder: Path, name, options: dict, error, messa
             "name='nothing' does not exist; pass a folder, a hub repository .hf://org/name",
         ),
         ("hf://org/--bad..name", {}, OptionError, "is not a valid repository name; pass 'organization/name'"),
-        ("hf://org/light@v1", {"revision": "v2"}, OptionError, "revision='v2' is given as well; pass only one of them"),
+        ("hf://org/light@v1", {"revision": "v2"}, OptionError, "revision='v2' is given too; pass only one"),
     ],
 )
 def test_arguments(hub, name, options: dict, error, message: str) -> None:

@@ -163,7 +163,7 @@ def test_bad_input_is_refused(tokens_of, made, profiles):
         bad = profiles.clone()
         bad[3, 7] = wrong
         for model_of_mode in (model, made(mode="vector")):
-            with pytest.raises(DataError, match="the profile of cell 3 contains NaN or infinite values"):
+            with pytest.raises(DataError, match="the profile of cell 3 has NaN or infinite values"):
                 model_of_mode.encode(bad)
     with pytest.raises(OptionError, match="task='both'"):
         model.predict(profiles, "both")

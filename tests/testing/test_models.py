@@ -221,9 +221,7 @@ def test_names_classes_and_instances_are_taken(monkeypatch):
     for model in ("small", Small):
         with pytest.raises(OptionError, match="'hidden_dims' is unknown to"):
             check_model(model, hidden_dims=4)
-    with pytest.raises(
-        OptionError, match="vocab_size=15 is too small for the checks; create the model with vocab_size=60"
-    ):
+    with pytest.raises(OptionError, match="vocab_size=15 is too small for the checks; use vocab_size=60"):
         check_model(Small(15))
 
 

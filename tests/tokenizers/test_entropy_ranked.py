@@ -47,7 +47,7 @@ def test_weights_and_defaults():
     np.testing.assert_allclose(serialization_weights(vocab, "inverse"), [100, 4, 1])
     with pytest.raises(OptionError, match="weighting='entropy' is not known .known: 'complement', 'inverse'"):
         get_tokenizer("entropy_ranked", vocab, weighting="entropy")
-    with pytest.raises(OptionError, match="the vocabulary contains no gene entropies"):
+    with pytest.raises(OptionError, match="the vocabulary has no entropies"):
         get_tokenizer("entropy_ranked", GeneVocab.from_genes(["A"]))
     default = {"max_len": None, "append_cls": False, "append_eos": False, "weighting": "complement"}
     assert get_tokenizer("entropy_ranked", vocab).config() == default

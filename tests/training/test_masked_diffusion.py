@@ -192,7 +192,7 @@ def test_the_decoder_is_told_the_batch(cells, tokenizer):
     objective = MaskedDiffusion(batch_key="batch", **MaskedDiffusion(batch_key="batch").options_from(cells.column))
     assert objective.model_options() == {"denoising": True, "n_batches": 2}
     assert MaskedDiffusion().model_options() == {"denoising": True}
-    with pytest.raises(TrainingError, match="the classes in the column 'batch' are unknown; call the bind method"):
+    with pytest.raises(TrainingError, match="the classes in column 'batch' are unknown; call the bind method"):
         objective.prepare(cells.block(np.arange(60)), tokenizer, epoch=0, seed=0)
     objective.bind(cells, np.arange(60))
     batch = objective.prepare(cells.block(np.array([3, 40])), tokenizer, epoch=0, seed=0)

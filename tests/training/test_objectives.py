@@ -218,7 +218,7 @@ def test_a_class_that_is_no_whole_objective_is_refused(monkeypatch):
     monkeypatch.setattr(OBJECTIVES, "_entries", dict(OBJECTIVES._entries))
     for cls, message in (
         (type("NoObjective", (), {}), "NoObjective, which is not a subclass of scforge.training.Objective; derive it"),
-        (WithoutLoss, "WithoutLoss, which does not define 'loss'; add it"),
+        (WithoutLoss, "WithoutLoss, which lacks 'loss'; add it"),
     ):
         OBJECTIVES.register(cls.__name__)(cls)
         with pytest.raises(OptionError, match=message):

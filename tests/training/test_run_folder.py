@@ -91,11 +91,11 @@ DEEP = b"[" * 50_000
     ("content", "message"),
     [
         (DEEP, "is not a JSON file"),
-        (b"[]", "is not a checkpoint of a training run"),
+        (b"[]", "is not a training checkpoint"),
         (b"\xff\xfe", "is not a JSON file"),
-        (None, "is not a checkpoint of a training run"),
-        ({"x": {"__tensor__": ["a"]}}, "is not a checkpoint of a training run"),
-        ({}, "is not a checkpoint of a training run"),
+        (None, "is not a training checkpoint"),
+        ({"x": {"__tensor__": ["a"]}}, "is not a training checkpoint"),
+        ({}, "is not a training checkpoint"),
     ],
 )
 def test_hostile_states(content, message, folder):

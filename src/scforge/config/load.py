@@ -270,9 +270,7 @@ def _merged(content: Mapping[str, Any], changes: Mapping[str, Any], prefix: str 
         # An option such as finetune.lora is true, or a section.
         if isinstance(change, Mapping) and old is not None and not isinstance(old, bool):
             if not isinstance(old, Mapping):
-                raise AliasError(
-                    f"{prefix}{key} must be a section with options, but is {shown(old)}.", f"{prefix}{key}"
-                )
+                raise AliasError(f"{prefix}{key} must be a section of options, but is {shown(old)}.", f"{prefix}{key}")
             change = _merged(old, change, f"{prefix}{key}.")
         merged[key] = change
     return merged

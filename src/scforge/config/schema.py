@@ -321,9 +321,7 @@ class DataConfig(Section):
         local = info.field_name == "modality"
         if value is not None and info.data.get("source", "") == (_CENSUS if local else "local"):
             needed = "local" if local else _CENSUS
-            raise ValueError(
-                f"has no effect without data.source={needed!r}; set data.source={needed!r}, or remove this key"
-            )
+            raise ValueError(f"has no effect without data.source={needed!r}; set data.source={needed!r}, or remove it")
         return value
 
 

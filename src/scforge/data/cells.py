@@ -115,9 +115,7 @@ class CellBlock:
             matrix = canonical(matrix)
         sums = row_sums(matrix)
         if totals is not None and np.shape(totals) != sums.shape:
-            raise DataError(
-                f"totals has shape {np.shape(totals)}, but there are {len(sums)} cells; pass one total per cell."
-            )
+            raise DataError(f"totals has shape {np.shape(totals)}, but there are {len(sums)} cells; pass one per cell.")
         return cls(
             indptr=matrix.indptr.astype(np.int64),
             genes=matrix.indices.astype(np.int32, copy=False),
@@ -467,9 +465,7 @@ class StreamingMedians:
             If a count is larger than the total of its cell.
         """
         if not _fill(self._counts, block.indptr, block.genes, block.counts, block.totals):
-            raise DataError(
-                "block contains a count that is not positive or exceeds the total of its cell; pass raw counts."
-            )
+            raise DataError("block contains a count that is not positive or exceeds its cell's total; pass raw counts.")
 
     def medians(self) -> np.ndarray:
         """Return the medians, float64, shape (n_genes,); 1 for genes that no cell expresses."""

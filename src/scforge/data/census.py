@@ -324,9 +324,7 @@ def _experiment(root: Any, organism: str, name: str) -> Any:
     if isinstance(root, tiledbsoma.Experiment):
         return root
     if not isinstance(root, tiledbsoma.Collection):
-        raise DataError(
-            f"{name!r} is a SOMA {type(root).__name__}; pass an experiment, or a folder with the Census layout."
-        )
+        raise DataError(f"{name!r} is a SOMA {type(root).__name__}; pass an experiment, or a folder in Census layout.")
     key = "_".join(organism.lower().split())
     return _member(root.get("census_data", root), _SPECIES.get(key, key), "organism", name, OptionError)
 

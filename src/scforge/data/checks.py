@@ -173,9 +173,7 @@ def check_adata(adata: Any, *, argument: str = "adata") -> None:
 
     check_is_adata(adata, argument=argument)
     if adata.n_obs == 0 or adata.n_vars == 0:
-        raise DataError(
-            f"{argument} is empty ({adata.n_obs} cells x {adata.n_vars} genes); pass data with cells and genes."
-        )
+        raise DataError(f"{argument} is empty ({adata.n_obs} cells x {adata.n_vars} genes); pass non-empty data.")
     if not isinstance(adata.obs, pd.DataFrame):
         raise DataError(f"{argument} was read lazily and is not in memory; load it with {argument}.to_memory() first.")
 
@@ -240,13 +238,11 @@ def warn_if_transformed(counts: sparse.csr_matrix, layer: str | None) -> None:
     smallest = np.minimum.reduceat(some.data, some.indptr[:-1])
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
     if some.data.max() == 1 and totals.mean() >= _DEEP:
-        warn(
-            f"{where} contains only 0 and 1, as if it had been binarized; pass the layer that contains the raw counts."
-        )
+        warn(f"{where} contains only 0 and 1, as if it had been binarized; pass the layer that contains raw counts.")
     elif totals.std() < _EQUAL * totals.mean() and np.median(smallest) > 1 and 2 * some.nnz < np.prod(some.shape):
         warn(
             f"{where} has nearly the same total in all cells (median {np.median(totals):,.0f}) and no count of 1 in "
-            "most of them, as if normalized values had been rounded; pass the layer that contains the raw counts."
+            "most of them, as if normalized values had been rounded; pass the layer that contains raw counts."
         )
 
 
@@ -280,9 +276,7 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     matrix = _matrix(adata, layer)
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
     if not _is_numeric(matrix):
-        raise DataError(
-            f"{where} has the dtype {matrix.dtype}, but raw counts are needed; convert it to a numeric dtype first."
-        )
+        raise DataError(f"{where} has dtype {matrix.dtype}, but raw counts are needed; convert it to a numeric dtype.")
     mark = content_mark(matrix)
     if mark is not None and _CHECKED.get(id(matrix)) == mark:
         return matrix if isinstance(matrix, sparse.csr_matrix) else _as_csr(matrix, where)

@@ -229,9 +229,7 @@ def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
         raise OptionError(f"path={name!r} has a file extension, but a store is a folder; choose e.g. 'store.zarr'.")
     if target.exists():
         if not is_store(target) and any(target.iterdir()):
-            raise OptionError(
-                f"path={str(target)!r} exists and is not a store; choose another name, or remove this folder."
-            )
+            raise OptionError(f"path={str(target)!r} exists and is not a store; choose another name, or remove it.")
         if not overwrite:
             raise OptionError(f"path={str(target)!r} exists; pass overwrite=True (--overwrite) or choose another name.")
     return target
@@ -504,9 +502,7 @@ def join_obs(streams: Sequence[ChunkReader], wanted: Sequence[str] | None) -> pd
         If `wanted` contains a column twice, or a column that scforge adds.
     """
     if wanted is not None and len(set(wanted) - set(OWN_COLUMNS)) < len(wanted):
-        raise OptionError(
-            f"obs={list(wanted)!r} contains a duplicate column, or a column that scforge adds itself; remove it."
-        )
+        raise OptionError(f"obs={list(wanted)!r} contains a duplicate, or a column that scforge adds; remove it.")
     tables, names = [], []
     for stream in streams:
         obs = stream.obs(None if wanted is None else list(wanted))

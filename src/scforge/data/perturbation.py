@@ -101,7 +101,5 @@ def _parts(label: str, keys: PerturbationKeys) -> list[str]:
     cut = any(part.count("(") != part.count(")") for part in parts) and label.count("(") == label.count(")")
     if cut or not all(parts):
         what = "within brackets" if cut else "into empty parts"
-        raise DataError(
-            f"separator={keys.separator!r} splits {label!r} {what}; use another separator, or separator=None."
-        )
+        raise DataError(f"separator={keys.separator!r} splits {label!r} {what}; use another one, or separator=None.")
     return parts

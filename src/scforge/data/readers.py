@@ -182,9 +182,7 @@ def remote_file_system(
     from fsspec.core import url_to_fs
 
     if f"://{SECRET}@" in url or f"?{SECRET}" in url or f"'{SECRET}'" in repr(storage_options):
-        raise OptionError(
-            f"{url!r} requires a credential, which scforge does not save to files; enter the credential again."
-        )
+        raise OptionError(f"{url!r} requires a credential, which scforge does not save to files; enter it again.")
     with reading(repr(url)):
         try:
             options = _with_limits(url.partition("://")[0], dict(storage_options or {}))
@@ -697,9 +695,7 @@ class StoredAdata:
             check_modality(modality, list(file["mod"]), path)
             opened = cls(path, file[f"mod/{modality}"], file, str(modality))
         elif modality is not None:
-            raise OptionError(
-                f"modality={modality!r} has no effect, because {path!r} has no modalities; omit modality."
-            )
+            raise OptionError(f"modality={modality!r} has no effect, because {path!r} has no modalities; omit it.")
         else:
             opened = cls(path, file)
         tables = [opened.file.get(name) for name in ("obs", "var")]
@@ -757,9 +753,7 @@ class StoredAdata:
         n_cells, n_genes = matrix.shape
         if n_genes != len(self.var) or not n_cells or not n_genes:
             shape = f"{n_cells} cells x {n_genes} genes, but var has {len(self.var)} rows"
-            raise DataError(
-                f"{name} of {self.path!r} has {shape}; it must have cells, and one column for each row of var."
-            )
+            raise DataError(f"{name} of {self.path!r} has {shape}; it needs cells, and one column for each row of var.")
         return matrix
 
 
@@ -929,9 +923,7 @@ class FileStream:
         with self._place.open() as opened:
             table = opened.obs
         if len(table) != self.n_cells:
-            raise DataError(
-                f"{self.name!r} has {self.n_cells} cells, but its obs has {len(table)} rows; write the file again."
-            )
+            raise DataError(f"{self.name!r} has {self.n_cells} cells, but obs has {len(table)} rows; write it again.")
         return chosen_columns(table, columns, self.name)
 
     def chunks(self) -> Iterator[tuple[int, sparse.csr_matrix]]:
@@ -1128,9 +1120,7 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> ChunkR
         return AdataStream(adata, layer, shared=shared)
     check_is_adata(source, argument="source")
     if modality is not None:
-        raise OptionError(
-            f"modality={modality!r} has no effect for an AnnData, which has no modalities; omit modality."
-        )
+        raise OptionError(f"modality={modality!r} has no effect for an AnnData, which has no modalities; omit it.")
     if not source.isbacked:
         return AdataStream(source, layer)
     if source.is_view:
@@ -1169,7 +1159,5 @@ def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) 
         elif not any((path / name).exists() for name in _ZARR_METADATA):
             raise DataError(f"{place!r} is a folder without zarr metadata; pass an h5ad file or a zarr folder.")
     if path.suffix in _READERS and not path.is_dir():
-        raise DataError(
-            f"{place!r} is not an h5ad or zarr file; read it with {_READERS[path.suffix]} and write an h5ad file."
-        )
+        raise DataError(f"{place!r} is not an h5ad or zarr file; read it with {_READERS[path.suffix]} and write h5ad.")
     return Location(place, modality, options)

@@ -590,9 +590,7 @@ class CellOrder:
                 1,
             )
         elif n_batches > least:
-            raise OptionError(
-                f"batch_size=1 cannot be divided equally among world_size={world_size} ranks; increase batch_size."
-            )
+            raise OptionError(f"batch_size=1 cannot be divided among world_size={world_size} ranks; raise batch_size.")
         self.n_windows = -(-self.n_pieces // self.pieces_per_window)
 
     def _typical_batch(self) -> int:

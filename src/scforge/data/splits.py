@@ -71,9 +71,7 @@ def split_cells(
         train, validation = _split_by_cell(n_cells if rows is None else len(rows), validation_size, seed)
     else:
         if len(names) < 2:
-            raise DataError(
-                f"groups contains only one group, {str(names[0])!r}; use two or more groups, or split by cell."
-            )
+            raise DataError(f"groups contains only one group, {str(names[0])!r}; use two or more, or split by cell.")
         held_out = _hold_out(np.bincount(codes), validation_size, seed)
         train, validation = np.flatnonzero(~held_out[codes]), np.flatnonzero(held_out[codes])
     return (train, validation) if rows is None else (rows[train], rows[validation])

@@ -177,36 +177,26 @@ class GeneVocab:
                 "duplicates."
             )
         if special := set(self.genes) & {*SPECIAL_TOKENS, *tokens}:
-            raise DataError(
-                f"genes contains {special.pop()!r}, which is the name of a special token; rename this gene."
-            )
+            raise DataError(f"genes contains {special.pop()!r}, which is the name of a special token; rename the gene.")
         for name in ("symbols", "medians", "entropies"):
             column = getattr(self, name)
             if column is not None and len(column) != len(self.genes):
-                raise DataError(
-                    f"{name} has {len(column)} entries, but there are {len(self.genes)} genes; pass one per gene."
-                )
+                raise DataError(f"{name} has {len(column)} entries for {len(self.genes)} genes; pass one per gene.")
         if self.medians is not None:
             medians = np.array(self.medians, dtype=np.float64)
             if not (np.isfinite(medians).all() and (medians > 0).all()):
-                raise DataError(
-                    "medians contains a value that is not a positive number; remove genes without a median."
-                )
+                raise DataError("medians contains a value that is not positive; remove genes without a median.")
             medians.setflags(write=False)
             object.__setattr__(self, "medians", medians)
         if self.entropies is not None:
             entropies = np.array(self.entropies, dtype=np.float64)
             if not ((entropies >= 0) & (entropies <= 1)).all():
-                raise DataError(
-                    "entropies contains a value outside the range 0 to 1; compute them with measure_entropies."
-                )
+                raise DataError("entropies contains a value outside 0 to 1; compute them with measure_entropies.")
             entropies.setflags(write=False)
             object.__setattr__(self, "entropies", entropies)
         if self.aliases is not None:
             if unknown := set(self.aliases.values()).difference(self.genes):
-                raise DataError(
-                    f"aliases refers to {unknown.pop()!r}, which is not among the genes; remove this alias."
-                )
+                raise DataError(f"aliases refers to {unknown.pop()!r}, which is not among the genes; remove the alias.")
             object.__setattr__(self, "aliases", MappingProxyType(dict(self.aliases)) if self.aliases else None)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -464,9 +454,7 @@ class GeneVocab:
         tokens = self.tokens
         found = [int(i) for i in ids]
         if wrong := [i for i in found if not 0 <= i < len(tokens)]:
-            raise OptionError(
-                f"ids contains {wrong[0]}, which is not a token id; pass ids from 0 to {len(tokens) - 1}."
-            )
+            raise OptionError(f"ids contains {wrong[0]}, which is not a token id; use ids from 0 to {len(tokens) - 1}.")
         return [tokens[i] for i in found]
 
     def token_id(self, token: str) -> int | None:

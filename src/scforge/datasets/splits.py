@@ -72,9 +72,7 @@ class Split:
         cells = pd.Index(np.concatenate([getattr(self, part) for part in (*PARTS, LEFT_OUT)]))
         if not cells.is_unique:
             twice = cells[cells.duplicated()][0]
-            raise DataError(
-                f"the split {self.name!r} contains the cell {twice!r} twice; each cell must be in one part."
-            )
+            raise DataError(f"the split {self.name!r} contains cell {twice!r} twice; each cell must be in one part.")
 
     def __len__(self) -> int:
         return sum(len(getattr(self, part)) for part in (*PARTS, LEFT_OUT))
@@ -135,9 +133,7 @@ class Split:
         check_choice("part", part, PARTS)
         rows = np.flatnonzero(np.asarray(self.labels(adata) == part))
         if not len(rows):
-            raise DataError(
-                f"no cell of adata is in part {part!r} of the split {self.name!r}; pass the whole data set."
-            )
+            raise DataError(f"no cell of adata is in part {part!r} of split {self.name!r}; pass the whole data set.")
         return rows
 
     def seen_targets(
@@ -228,9 +224,7 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
         split = _parse(content, name, version, f"{name}-v{version}.csv.gz")
         if adata is not None:
             if len(split.labels(adata)) < len(split) or not adata.obs_names.is_unique:
-                raise DataError(
-                    f"adata has {adata.n_obs} cells, but the split {name!r} has {len(split)} cells; pass all cells."
-                )
+                raise DataError(f"adata has {adata.n_obs} cells, but split {name!r} has {len(split)}; pass all cells.")
             check_rule(split, card, adata)
         return split
     if adata is None:
@@ -296,7 +290,7 @@ def read_split(path: str | os.PathLike[str], *, name: str | None = None, version
     """
     path = Path(path)
     if not path.is_file():
-        raise MissingFileError(f"path={str(path)!r} is not a file; write the split with write_split.")
+        raise MissingFileError(f"path={str(path)!r} is not a file; write it with write_split.")
     return _parse(path.read_bytes(), path.name.split(".")[0] if name is None else name, version, path.name)
 
 
@@ -308,9 +302,7 @@ def _parse(content: bytes, name: str, version: int, file: str) -> Split:
     except (gzip.BadGzipFile, EOFError, ValueError):
         fits = False
     if not fits:
-        raise DataError(
-            f"{file!r} is not a gzipped CSV with the columns cell and part; write the split with write_split."
-        )
+        raise DataError(f"{file!r} is not a gzipped CSV with the columns cell and part; write it with write_split.")
     return Split(name, version, **{part: table["cell"][table["part"] == part].to_numpy(object) for part in parts})
 
 

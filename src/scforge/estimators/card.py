@@ -229,9 +229,7 @@ class CardFacts:
         try:
             return TypeAdapter(cls).validate_python(content)
         except ValidationError as error:
-            raise ModelFileError(
-                f"the model card in the description of {source!r} is invalid; copy the model again."
-            ) from error
+            raise ModelFileError(f"the model card of {source!r} is invalid; copy the model again.") from error
 
 
 _UNKNOWN = "not stated"

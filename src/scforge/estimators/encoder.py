@@ -1050,9 +1050,7 @@ class Encoder(CellModel):
             check_share("threshold", threshold)
         is_query = self._is_query
         if query is None and not is_query:
-            raise OptionError(
-                "query=None, but the model was not created by load_query_data; pass the cells to label as query."
-            )
+            raise OptionError("query=None requires a model from load_query_data; pass the cells to label as query.")
         source = self._source(query)
         owner = reference if isinstance(reference, type(self)) else self._base if is_query else self
         labels_key = labels_key or (owner or self)._setup.get("labels_key")
@@ -1072,9 +1070,7 @@ class Encoder(CellModel):
         labels = text_labels(reference_cells.column(labels_key), key=labels_key)
         rows = np.flatnonzero(labels.codes >= 0)
         if len(np.unique(labels.codes[rows])) < 2:
-            raise DataError(
-                f"labels_key={labels_key!r} has fewer than two labels in the reference; choose another column."
-            )
+            raise DataError(f"labels_key={labels_key!r} has fewer than 2 labels in the reference; use another column.")
         # Query cells are moved onto the fixed reference.
         landmarks = replace(self._predictor(reference_cells, batch_size), module=self._backbone).embedding(rows)
         predictor = self._predictor(self._open(source), batch_size)

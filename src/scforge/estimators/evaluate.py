@@ -450,9 +450,7 @@ def _generated(
     computed = {name: model.generate(adata.n_obs, seed=seed, batch_size=batch_size) for name, model in models.items()}
     cells = {id(model.adata): model.adata for model in models.values()}
     if len(cells) > 1:
-        raise OptionError(
-            f"the models {listing(models)} have different training cells; evaluate the models one at a time."
-        )
+        raise OptionError(f"the models {listing(models)} have different training cells; evaluate them one at a time.")
     (trained,) = cells.values()
     layer = (next(iter(models.values()))._setup_of(adata) or {}).get("layer")
     return evaluate_generation(computed, adata, trained, layer=layer, **options, **dict(evaluation.options))

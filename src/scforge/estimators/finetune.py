@@ -156,9 +156,7 @@ def _task_options(
     beside = {key: value for key, value in common.items() if value is not None}
     beside |= {key: options.pop(key) for key in list(options) if key in known}
     if useless := sorted(beside.keys() - known):
-        raise OptionError(
-            f"{useless[0]}={beside[useless[0]]!r} has no effect for the task {name!r}; omit {useless[0]}."
-        )
+        raise OptionError(f"{useless[0]}={beside[useless[0]]!r} has no effect for task {name!r}; omit {useless[0]}.")
     if twice := sorted(beside.keys() & found):
         raise OptionError(f"{twice[0]} is set both in task and as an argument; remove one of the two.")
     found |= beside
@@ -179,9 +177,7 @@ def make_split(task: Task, cells: Cells, *, split_by: str | None, split_key: str
         raise DataError(f"{named or 'the task'} leaves no training cells; choose another column or other cells.")
     if split_key is not None:
         if split_by is not None:
-            raise OptionError(
-                f"split_by={split_by!r} has no effect with split_key={split_key!r}; pass only one of the two."
-            )
+            raise OptionError(f"split_by={split_by!r} has no effect with split_key={split_key!r}; pass only one.")
         return split_from(named_column(cells, split_key, argument="split_key"), usable, key=split_key)
     own = task.split(column, split_by=split_by, **how)
     if own is not None:
@@ -308,9 +304,7 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
     """Save the adapters and the head of a model fine-tuned with ``lora``."""
     tuning = model.spec.tuning
     if tuning is None or tuning.lora is None:
-        raise OptionError(
-            "the model has no adapters to save; fine-tune with lora=True, or save the whole model with save()."
-        )
+        raise OptionError("the model has no adapters to save; fine-tune with lora=True, or save the model with save().")
     state = {
         name: value.detach().cpu().contiguous()
         for name, value in model.module.state_dict().items()

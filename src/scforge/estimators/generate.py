@@ -120,9 +120,7 @@ def check_generates(model: CellModel) -> None:
         )
     check_filled(module)
     if spec.tuning is not None and spec.tuning.task != "adaptation":
-        raise OptionError(
-            f"the model was fine-tuned for {spec.tuning.task!r} and cannot generate cells; use its base model."
-        )
+        raise OptionError(f"the model was fine-tuned for {spec.tuning.task!r} and cannot generate; use its base model.")
 
 
 def _matrices(cells: GeneratedCells, vocab: GeneVocab) -> tuple[sparse.csr_matrix, sparse.csr_matrix]:
@@ -193,9 +191,7 @@ def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int
         raise OptionError("condition has no effect, because the model has no classes; omit condition.")
     names = list(condition) if pd.api.types.is_list_like(condition) else [str(condition)] * n_cells
     if len(names) != n_cells:
-        raise OptionError(
-            f"condition has {len(names)} classes for {n_cells} cells; pass one class, or one class per cell."
-        )
+        raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; pass one class, or one per cell.")
     numbers_of = {name: i + 1 for i, name in enumerate(conditions)}
     if unknown := [name for name in names if not _is_missing(name) and name not in numbers_of]:
         raise OptionError(f"condition={unknown[0]!r} is not a class of the model{suggest(unknown[0], conditions)}")

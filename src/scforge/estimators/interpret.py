@@ -78,9 +78,7 @@ def widely_expressed(vocab: GeneVocab, cells: CellSource) -> np.ndarray:
     least = max(3, int(np.ceil(_MIN_SHARE * len(cells))))
     found = np.flatnonzero(n_cells >= least)
     if not len(found):
-        raise DataError(
-            f"no gene of the model is expressed in at least {least} of {len(cells)} cells; pass a list of genes."
-        )
+        raise DataError(f"no model gene is expressed in at least {least} of {len(cells)} cells; pass a list of genes.")
     chosen = np.sort(found[np.argsort(-n_cells[found], kind="stable")[:_MAX_GENES]])
     if len(chosen) < len(found):
         warn(

@@ -143,9 +143,7 @@ class ScDiVa(Encoder):
         **options: Any,
     ) -> None:
         if architecture not in (None, _ARCHITECTURE):
-            raise OptionError(
-                f"architecture={architecture!r} does not work with ScDiVa; omit architecture, or use Encoder."
-            )
+            raise OptionError(f"architecture={architecture!r} does not work with ScDiVa; omit it, or use Encoder.")
         self._supervised = check_bool("supervised", supervised)
         super().__init__(adata, _ARCHITECTURE, tokenizer, objective, **options)
 

@@ -279,9 +279,7 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
         If an architecture, tokenizer, objective or task is not registered.
     """
     if is_url(path):
-        raise MissingFileError(
-            f"dir_path={os.fspath(path)!r} is not a folder; load a model from a hub with Encoder.load."
-        )
+        raise MissingFileError(f"dir_path={os.fspath(path)!r} is not a folder; load hub models with Encoder.load.")
     return read_settled(path, lambda: _read(Path(path)))
 
 

@@ -210,13 +210,9 @@ def check_freeze(freeze: bool | int, lora: Any, gradual_unfreezing: int | None) 
         check_count("freeze", freeze, "layers")
     frozen = "freeze=True" if freeze is True else f"lora={lora!r}" if lora not in (None, False) else None
     if freeze is not False and lora not in (None, False):
-        raise OptionError(
-            f"freeze={freeze!r} has no effect with lora={lora!r}, which freezes the encoder; omit freeze."
-        )
+        raise OptionError(f"freeze={freeze!r} has no effect with lora={lora!r}, which freezes the encoder; omit it.")
     if gradual_unfreezing is not None and frozen:
-        raise OptionError(
-            f"gradual_unfreezing unfreezes layers that {frozen} keeps frozen; remove one of the two options."
-        )
+        raise OptionError(f"gradual_unfreezing unfreezes layers that {frozen} keeps frozen; remove one of the two.")
 
 
 _TAKEN = frozenset(

@@ -153,9 +153,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             precision = saved.get("precision") or choose_precision(model.module, data, device, processes)
         if batch_size == _AUTO:
             if processes != 1 or data.batch_size is not None or data.max_tokens_per_batch is not None:
-                raise OptionError(
-                    "batch_size='auto' requires a single process and no other batch size limit; pass a number."
-                )
+                raise OptionError("batch_size='auto' needs one process and no other batch size limit; pass a number.")
             stack.callback(setattr, data, "batch_size", None)
             fitting = saved.get("batch_size") or find_batch_size(model.module, data, device, precision=precision)
             data.batch_size = fitting

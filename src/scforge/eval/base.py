@@ -389,9 +389,7 @@ class Evaluation:
         if not isinstance(self.benchmark, Benchmark):
             _check_given(self.benchmark, self.options, besides=KEYS)
         elif self.options:
-            raise OptionError(
-                f"options={dict(self.options)} only has an effect for a benchmark given by name; omit options."
-            )
+            raise OptionError(f"options={dict(self.options)} has no effect on a benchmark object; omit options.")
         else:
             check_has_metrics(self.benchmark)
 
@@ -466,9 +464,7 @@ def to_evaluation(entry: Entry) -> Evaluation:
     if not isinstance(entry, Mapping):
         return Evaluation(entry)
     if len(entry) != 1 or not isinstance(next(iter(entry.values())), Mapping | None):
-        raise OptionError(
-            f"{dict(entry)} is not a valid benchmark entry; pass one benchmark name with a dict of its options."
-        )
+        raise OptionError(f"{dict(entry)} is not a valid benchmark entry; pass one name with a dict of its options.")
     ((benchmark, given),) = entry.items()
     options = dict(given or {})
     theirs = options_of(benchmark) if benchmark in BENCHMARKS.names() else {}

@@ -289,9 +289,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
     if isinstance(names, str | int):
         raise OptionError(f"baselines={names!r} is not a list of baselines; pass baselines=[{names!r}].")
     if min(adata.shape) < 3:
-        raise DataError(
-            f"{adata.n_obs} cells with {adata.n_vars} genes are too few for baselines; use more cells or genes."
-        )
+        raise DataError(f"{adata.n_obs} cells with {adata.n_vars} genes are too few for baselines; use more.")
     for name in names:
         if isinstance(name, str):
             fix = "or pass a number of principal components"
@@ -300,9 +298,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
             check_count("baselines", name, "principal components")
             check_n_comps(name, adata)
         if name == "harmony" and batch_key is None:
-            raise OptionError(
-                "baselines contains 'harmony', which requires batch_key; pass batch_key, or omit 'harmony'."
-            )
+            raise OptionError("baselines contains 'harmony', which needs batch_key; pass batch_key, or omit 'harmony'.")
         if batch_key is not None and name != "random":
             check_column("batch_key", batch_key, adata.obs)
         if name in ("harmony", "scvi") and batch_key is not None:

@@ -170,9 +170,7 @@ class Generation(Benchmark):
         real, cells = self._cells(reference, "real"), self._cells(made, "generated")
         if {*made.var_names} != {*reference.var_names}:
             of_one = made.var_names.symmetric_difference(reference.var_names)
-            raise DataError(
-                f"{len(of_one)} genes are only in the generated cells or only in the real cells; remove these genes."
-            )
+            raise DataError(f"{len(of_one)} genes are only in the generated or only in the real cells; remove them.")
         cells = cells[:, made.var_names.get_indexer(reference.var_names)]
         rng = np.random.default_rng(self.seed)
         n_cells = min(self.max_cells, *(matrix.shape[0] for matrix in (real, cells)))
@@ -574,9 +572,7 @@ def generation_baselines(
         {} if labels_key is None else {labels_key: wanted}, index=[f"cell{i}" for i in range(len(wanted))]
     )
     if missing := sorted(set(wanted) - set(known)):
-        raise DataError(
-            f"no training cell has the label {listing(missing, most=3)}; leave out the cells with this label."
-        )
+        raise DataError(f"no training cell has the label {listing(missing, most=3)}; leave out cells with this label.")
     totals = np.asarray(counts.sum(axis=1)).ravel()
     logs = log_normalized(train, layer, argument="train")
     parts: dict[str, list[sparse.csr_matrix]] = {CEILING: [], "independent genes": [], "mean and Poisson": []}

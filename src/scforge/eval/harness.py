@@ -439,9 +439,7 @@ def _join_replicates(
                 "names to obsm_keys."
             )
         if len({kinds[key] for key in keys}) > 1:
-            raise OptionError(
-                f"replicates of {name!r} have different kinds ({listing(keys)}); set the same kind for all."
-            )
+            raise OptionError(f"replicates of {name!r} have different kinds ({listing(keys)}); set one kind for all.")
         found = Replicates(embeddings.pop(key) for key in keys)
         kinds[name] = [kinds.pop(key) for key in keys][0]
         embeddings[name] = found

@@ -48,9 +48,7 @@ def labeled(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> np.
     values = np.asarray(obs[key], dtype=object)[known]
     labels = np.unique(values.astype(str))
     if len(labels) < len(pd.unique(values)):
-        raise DataError(
-            f"{argument}={key!r} contains different values with the same text, e.g. 1 and '1'; rename one of them."
-        )
+        raise DataError(f"{argument}={key!r} contains different values with the same text, e.g. 1 and '1'; rename one.")
     if len(labels) < 2:
         found = f"only one value ({str(labels[0])!r})" if len(labels) else "no values"
         raise DataError(f"{argument}={key!r} has {found}; choose a column with at least two values.")
@@ -223,9 +221,7 @@ class CellTypeProbe(Benchmark):
         fewest = int(kept.sum() - np.bincount(folds[kept]).max())
         if self.n_neighbors > fewest:
             most = f"the number of labeled training cells ({fewest} with n_folds={self.n_folds})"
-            raise DataError(
-                f"n_neighbors={self.n_neighbors} is larger than {most}; lower n_neighbors, or score more cells."
-            )
+            raise DataError(f"n_neighbors={self.n_neighbors} is larger than {most}; lower it, or score more cells.")
         group_codes = None if groups is None else np.unique(groups[kept], return_inverse=True)[1]
         return _Plan(rows[kept], codes, len(names), folds[kept], group_codes, tuple(left_out.values()))
 

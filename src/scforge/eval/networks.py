@@ -245,9 +245,7 @@ def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.n
     places = known.get_indexer(asked)
     if not (places >= 0).any():
         some = f"{len(known)} genes ({listing(known, most=3)})"
-        raise DataError(
-            f"{argument} ({listing(asked, most=3)}) has no overlap with the {some}; use the same gene identifiers."
-        )
+        raise DataError(f"{argument} ({listing(asked, most=3)}) has no overlap with the {some}; use the same gene ids.")
     return places[places >= 0]
 
 
@@ -423,9 +421,7 @@ def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str |
         edges = pd.DataFrame({"source": column("target"), "target": column("source")})
         edges = edges[~edges["target"].str.lower().isin(["genesym", "gene symbol", "na", "n/a"])]
         if edges["source"].nunique() > edges["target"].nunique():
-            raise DataError(
-                "there are more factors than targets, so the columns may be swapped; set source=... and target=..."
-            )
+            raise DataError("there are more factors than targets; swap the columns with source=... and target=...")
         return edges
     if "source_genesymbol" in columns:
         up, down = (

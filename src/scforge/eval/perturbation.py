@@ -1109,9 +1109,7 @@ def _components(features: pd.DataFrame, n_comps: int) -> dict[str, np.ndarray]:
     """Return the leading components of features."""
     values = features.to_numpy(dtype=np.float64)
     if not np.isfinite(values).all() or not features.index.is_unique:
-        raise DataError(
-            "gene_features contains non-finite values or duplicate targets; pass one row of numbers per target."
-        )
+        raise DataError("gene_features has non-finite values or duplicate targets; pass one row of numbers per target.")
     return dict(zip(features.index.astype(str), _scores(values, n_comps), strict=True))
 
 

@@ -511,9 +511,7 @@ class EffectKeys:
         found = [Effect(some, str(context)) for some, (_, context) in zip(targets, labels, strict=False)]
         twice = self.titles([effect for effect, n in Counter(found).items() if n > 1])
         if twice := [*twice, *table.columns[table.columns.duplicated()]]:
-            raise DataError(
-                f"predictions contains {listing(twice)} more than once; pass each effect and each gene only once."
-            )
+            raise DataError(f"predictions contains {listing(twice)} more than once; pass each effect and gene once.")
         return found
 
     def titles(self, effects: Sequence[Effect]) -> list[str]:

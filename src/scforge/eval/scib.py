@@ -136,9 +136,7 @@ class BatchIntegration(Benchmark):
         n_cells, n_pairs = pairs.groupby("label").size(), pairs.drop_duplicates().groupby("label").size()
         if not ((n_pairs > 1) & (n_pairs < n_cells)).any():
             columns = f"label of obs[{self.labels_key!r}] has cells of several batches of obs[{self.batch_key!r}]"
-            raise DataError(
-                f"no {columns}, so batch mixing cannot be distinguished from biology; choose other columns."
-            )
+            raise DataError(f"no {columns}, so batch mixing cannot be distinguished from biology; use other columns.")
         return rows, labels, batches
 
 
@@ -440,9 +438,7 @@ class Scib(Benchmark):
         else:
             rows, _, _ = BatchIntegration(self.labels_key, self.batch_key)._columns(obs)
         if len(rows) <= _WIDEST:
-            raise DataError(
-                f"scib needs {_WIDEST} neighbors per cell, but there are only {len(rows)} cells; score more cells."
-            )
+            raise DataError(f"scib needs {_WIDEST} neighbors per cell, but there are {len(rows)} cells; score more.")
         if self.max_cells is not None and len(rows) > self.max_cells:
             rows = rows[_drawn(obs[self.labels_key].iloc[rows], self.max_cells, np.random.default_rng(0))]
         if self.pre_integrated is not None:
@@ -451,9 +447,7 @@ class Scib(Benchmark):
             lacking = names[~names.isin(self.pre_integrated.index)]
             if len(lacking) or not self.pre_integrated.index.is_unique:
                 some = f"{len(lacking)} of {len(rows)} cells (first: {listing(lacking[:3])})"
-                raise DataError(
-                    f"pre_integrated lacks {some} or has duplicate names; its index must contain each cell once."
-                )
+                raise DataError(f"pre_integrated lacks {some} or has duplicates; its index needs each cell once.")
         return rows
 
 

@@ -54,9 +54,7 @@ def text_labels(values: pd.Series, *, key: str, argument: str = "labels_key") ->
     fractional = [value for value in found if _is_number(value) and not float(value).is_integer()]
     if fractional and all(_is_number(value) for value in found):
         what = f"non-integer numbers (first: {float(fractional[0]):g})"
-        raise DataError(
-            f"{argument}={key!r} contains {what}; use the task 'regression', or bin the numbers with pandas.cut."
-        )
+        raise DataError(f"{argument}={key!r} contains {what}; use the task 'regression', or bin them with pandas.cut.")
     texts = np.array([text_of(value) for value in found], dtype=object).astype(str)
     names, places = np.unique(texts, return_inverse=True)
     # The code of a missing value is -1, which finds the -1 at the end.

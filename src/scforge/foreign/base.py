@@ -350,9 +350,7 @@ def read_dictionary(path: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise MissingFileError(f"the file {str(path)!r} does not exist.") from error
     except Exception as error:  # corrupted files raise anything
-        raise ModelFileError(
-            f"{str(path)!r} is not a pickle file that maps names to values: {first_line(error)}."
-        ) from error
+        raise ModelFileError(f"{str(path)!r} is not a pickled dict of values: {first_line(error)}.") from error
     plain = {name: value.item() if isinstance(value, np.generic) else value for name, value in content.items()}
     kinds = (str, int, float, type(None))
     if not all(isinstance(name, str) and isinstance(value, kinds) for name, value in plain.items()):
@@ -420,9 +418,7 @@ def read_torch(path: Path) -> Any:
     except Exception as error:  # corrupted files raise anything
         raise ModelFileError(f"{str(path)!r} is corrupted or is not a torch file: {first_line(error)}.") from error
     if damaged is not None:
-        raise ModelFileError(
-            f"{str(path)!r} is corrupted: the checksum of {damaged[:80]!r} does not match; copy the file again."
-        )
+        raise ModelFileError(f"{str(path)!r} is corrupted: the checksum of {damaged[:80]!r} is wrong; copy it again.")
     return content
 
 

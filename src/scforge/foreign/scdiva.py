@@ -149,9 +149,7 @@ class ScDiVa:
         # Without an annotation head there are none, whatever the configuration says by default.
         has_types = any(name.startswith(tuple(f"{head}." for head in _HEADS["annotation_head"])) for name in tensors)
         if has_types and config.n_types is None:
-            raise ModelFileError(
-                f"{_CONFIG} lacks 'num_cell_types', although there is an annotation head; add this option."
-            )
+            raise ModelFileError(f"{_CONFIG} lacks 'num_cell_types', although there is an annotation head; add it.")
         made = GeneVocab(genes=genes, release="ScDiVa")
         architecture = {
             "name": "scdiva",

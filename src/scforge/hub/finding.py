@@ -305,9 +305,7 @@ def find_model(
     elif is_hub_name(name):
         repo_id, _, written = str(name).removeprefix(_HUB).rstrip("/").partition("@")
         if written and revision is not None:
-            raise OptionError(
-                f"{prefix} contains a revision, but revision={revision!r} is given as well; pass only one of them."
-            )
+            raise OptionError(f"{prefix} contains a revision, but revision={revision!r} is given too; pass only one.")
         revision = written or revision
     else:
         folder = _checked(Path(name), prefix)
@@ -340,7 +338,5 @@ def _fetch(
         api = hub_api(token)
         folder = Path(api.snapshot_download(repo_id, revision=revision, allow_patterns=list(SHARED_FILES), **options))
     if kind_of_folder(folder) is None:
-        raise ModelFileError(
-            f"{prefix}: {repo_id!r} contains no {described_kind()}; convert it with scforge convert-checkpoint."
-        )
+        raise ModelFileError(f"{prefix}: {repo_id!r} contains no {described_kind()}; use scforge convert-checkpoint.")
     return FoundModel(folder, repo_id, folder.name)

@@ -224,9 +224,7 @@ def _values_of_tokens(module: nn.Module, batch: _Batch) -> torch.Tensor:
         bins = torch.arange(raw.shape[2], dtype=torch.float32, device=raw.device)
         return raw.float().softmax(dim=2) @ bins
     if raw is None or raw.ndim != 2:
-        raise OptionError(
-            f"{type(module).__name__} does not predict expression values; use architecture='masked_autoencoder'."
-        )
+        raise OptionError(f"{type(module).__name__} cannot predict expression; use architecture='masked_autoencoder'.")
     return raw
 
 
@@ -292,7 +290,5 @@ def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objec
     room = int(embedding.max_seq_len) - int(lengths.max())
     if room < 1:
         full = f"the {int(lengths.max())} tokens of a cell"
-        raise OptionError(
-            f"max_seq_len={embedding.max_seq_len} leaves no room for more than {full}; raise max_seq_len."
-        )
+        raise OptionError(f"max_seq_len={embedding.max_seq_len} leaves no room for more than {full}; raise it.")
     return min(size, room)

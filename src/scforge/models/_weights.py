@@ -41,6 +41,4 @@ def refuse_not_finite(weights: Mapping[str, torch.Tensor], module: nn.Module, *,
     """Raise an error if new parameter values of a module are NaN or infinite; buffers may contain such values."""
     for name, _ in module.named_parameters():
         if name in weights and not weights[name].isfinite().all():
-            raise ModelFileError(
-                f"the weights in {source!r} contain NaN or infinite values in {name!r}; copy the weights again."
-            )
+            raise ModelFileError(f"the weights in {source!r} have NaN or infinite values in {name!r}; copy them again.")

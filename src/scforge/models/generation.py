@@ -53,9 +53,7 @@ def read_prompt(
     again = mask & ~first_of_its_kind(ids.masked_fill(~mask, -1))
     if bool(again.any()):
         row, column = again.nonzero()[0].tolist()
-        raise OptionError(
-            f"prompt contains gene {int(ids[row, column])} more than once in cell {row}; pass each gene once."
-        )
+        raise OptionError(f"prompt contains gene {int(ids[row, column])} more than once in cell {row}; pass each once.")
     return Prompt(ids, values, mask, first)
 
 

@@ -207,7 +207,7 @@ class MaskedAutoencoder(Architecture):
         decoder_heads = encoder_heads if decoder_heads is None else decoder_heads
         if decoder_dim < 1 or decoder_dim % decoder_heads:
             raise OptionError(
-                f"decoder_dim={decoder_dim} is not divisible by decoder_heads={decoder_heads}; change one of the two."
+                f"decoder_dim={decoder_dim} is not divisible by decoder_heads={decoder_heads}; change one."
             )
         self.vocab_size = vocab_size
         self.encoder_dim = encoder_dim

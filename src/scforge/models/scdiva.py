@@ -591,9 +591,7 @@ class ScDiVaModel(Architecture):
         # (On other devices the check would wait for them.)
         if x_bg.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(x_bg.isfinite().all()):
             cell = int((~x_bg.isfinite().all(dim=1)).nonzero()[0, 0])
-            raise DataError(
-                f"the profile of cell {cell} contains NaN or infinite values; pass log1p of counts per 10,000."
-            )
+            raise DataError(f"the profile of cell {cell} has NaN or infinite values; pass log1p of counts per 10,000.")
         nothing_b1 = ~(x_bg != 0).any(dim=1, keepdim=True)
         if self.mode == "vector":
             return self._alone(self.gene_embedding.project(x_bg), nothing_b1)[0]
@@ -851,9 +849,7 @@ class ScDiVaModel(Architecture):
         states = self.states(seen, table=True)
         chosen_bs = seen.hidden_value & seen.has_gene
         if bool((chosen_bs & ~states.attended).any()):
-            raise OptionError(
-                f"masked_values masks more than max_tokens={self.max_tokens} values of a cell; mask fewer values."
-            )
+            raise OptionError(f"masked_values has more than max_tokens={self.max_tokens} values per cell; mask fewer.")
         predicted_bs = torch.zeros_like(seen.values)
         predicted_bs[chosen_bs] = self.values_of(states, seen.ids, chosen_bs).to(predicted_bs.dtype)
         return predicted_bs
@@ -863,9 +859,7 @@ class ScDiVaModel(Architecture):
         """Set the 101 percentiles of the number of tokens per cell, from which ``generate`` samples lengths."""
         quantiles = torch.as_tensor(quantiles)
         if self.length_quantiles is None or tuple(quantiles.shape) != (101,):
-            raise OptionError(
-                f"quantiles has shape {tuple(quantiles.shape)}; pass 101 quantiles to a model with denoising=True."
-            )
+            raise OptionError(f"quantiles has shape {tuple(quantiles.shape)}; pass 101 quantiles if denoising=True.")
         self.length_quantiles.copy_(quantiles)
 
     @torch.no_grad()
@@ -960,9 +954,7 @@ class ScDiVaModel(Architecture):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the ids, values (NaN for values to sample) and mask of the prompts, (B, P)."""
         if not 0 < mask_id < self.n_special:
-            raise OptionError(
-                f"mask_id={mask_id} is not one of the {self.n_special} special tokens; pass the token id of MASK."
-            )
+            raise OptionError(f"mask_id={mask_id} is not one of the {self.n_special} special tokens; pass the MASK id.")
         ids, values, mask, first = read_prompt(prompt, n_cells, first_id, self.n_special, self.vocab_size)
         known = mask & ~first
         wrong = known & (values.isinf() | (values < 0))

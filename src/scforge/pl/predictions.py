@@ -96,9 +96,7 @@ def _counts(
         columns.columns = ["label", "predicted"]
         known = columns.dropna()
         if not len(known):
-            raise DataError(
-                f"no cell has both a true class ({truth!r}) and a predicted class, so there is nothing to plot."
-            )
+            raise DataError(f"no cell has both a true class ({truth!r}) and a predicted class to plot.")
         found = known.assign(n_cells=1)
         left_out = len(columns) - len(known)
     elif not hasattr(data, "uns"):
@@ -176,9 +174,7 @@ def calibration(
     known = columns.dropna()
     known = known[known["predicted"].astype(str) != _UNASSIGNED]
     if not len(known):
-        raise DataError(
-            f"no cell has a true class ({truth!r}), a predicted class and a confidence, so there is nothing to plot."
-        )
+        raise DataError(f"no cell has a true class ({truth!r}), a predicted class and a confidence to plot.")
     sure = known["confidence"].to_numpy(dtype=np.float64)
     if sure.min() < 0 or sure.max() > 1 + 1e-6:
         raise DataError(f"confidence={confidence!r} contains values outside [0, 1]; pass a column with probabilities.")

@@ -101,7 +101,7 @@ def read_groups(
         needed = "fasta" if option == "field" else "table"
         if value is not None and needed not in there:
             raise OptionError(
-                f"{option}={value!r} has no effect, because no file is of the kind {needed!r}; omit {option}."
+                f"{option}={value!r} has no effect, because no file is of kind {needed!r}; omit {option}."
             )
     names = _COLUMNS | {option: column for option, column in columns.items() if column is not None}
     return [[one for path, this in group for one in _read(path, this, field, names)] for group in kinds]
@@ -173,9 +173,7 @@ def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]
     )
     if (empty := np.argwhere(table.to_numpy() == "")).size:
         row, column = empty[0]
-        raise DataError(
-            f"{where} has no {table.columns[column]} in row {row + 2}; fill in the value, or remove the row."
-        )
+        raise DataError(f"{where} has no {table.columns[column]} in row {row + 2}; fill it in, or remove the row.")
     return [Document(name, text.encode()) for name, text in table.itertuples(index=False)]
 
 

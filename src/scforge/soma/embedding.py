@@ -188,14 +188,10 @@ def _embed(
 
 def _check_output(output: Path, overwrite: bool) -> None:
     if output.suffix not in _SUFFIXES:
-        raise OptionError(
-            f"output={str(output)!r} has an unknown format; choose a name that ends with {' or '.join(_SUFFIXES)}."
-        )
+        raise OptionError(f"output={str(output)!r} has an unknown format; it must end with {' or '.join(_SUFFIXES)}.")
     check_folder("output", output.parent)
     if output.exists() and not overwrite:
-        raise OptionError(
-            f"output={str(output)!r} already exists; pass overwrite=True (--overwrite) or choose another name."
-        )
+        raise OptionError(f"output={str(output)!r} exists; pass overwrite=True (--overwrite) or choose another name.")
     check_writable("output", output)
 
 

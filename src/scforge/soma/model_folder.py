@@ -86,9 +86,7 @@ def _read(path: Path) -> tuple[Model, int]:
     del content["sha256"]
     for name, checksum in ((CONFIG, sha256_of_json(content, sort_keys=True)), (WEIGHTS, sha256_of(path / WEIGHTS))):
         if found.sha256.get(name) != checksum:
-            raise ModelFileError(
-                f"{str(path / name)!r} is corrupted: its checksum does not match; copy the folder again."
-            )
+            raise ModelFileError(f"{str(path / name)!r} is corrupted: its checksum is wrong; copy the folder again.")
     return Model.load(path / WEIGHTS, found.model).eval(), found.seq_len
 
 

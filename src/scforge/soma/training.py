@@ -365,9 +365,7 @@ def train(
         if result.interrupted:
             raise KeyboardInterrupt
         if result.signal is not None:
-            logger.warning(
-                "Training was stopped and a checkpoint was saved; resume training with resume='auto' (--resume auto)."
-            )
+            logger.warning("Training stopped and a checkpoint was saved; continue with resume='auto' (--resume auto).")
             signal.raise_signal(result.signal)
         bits = _bits(result)
         facts |= {"bits_per_byte": bits, "epochs": result.n_epochs, "best_epoch": result.best_epoch + 1}

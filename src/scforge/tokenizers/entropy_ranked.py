@@ -45,9 +45,7 @@ def serialization_weights(vocab: GeneVocab, weighting: str = "complement") -> np
     """
     check_choice("weighting", weighting, ["complement", "inverse"])
     if vocab.entropies is None:
-        raise OptionError(
-            "the vocabulary contains no gene entropies; add them with scforge.data.statistics.measure_entropies."
-        )
+        raise OptionError("the vocabulary has no entropies; add them with scforge.data.statistics.measure_entropies.")
     if weighting == "complement":
         return (1.0 - vocab.entropies).astype(np.float32)
     return (1.0 / np.maximum(vocab.entropies, _MIN_ENTROPY)).astype(np.float32)

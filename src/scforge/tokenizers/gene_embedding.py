@@ -53,7 +53,7 @@ def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
         names, vectors = _read(table)
     except Exception as error:  # each reader raises different errors
         raise DataError(
-            f"{where} cannot be read as gene names with vectors of equal length: {first_line(error)}."
+            f"{where} cannot be read as genes with vectors of equal length: {first_line(error)}."
         ) from error
     if vectors.dtype.kind not in "biuf" or vectors.ndim != 2 or not vectors.size or len(names) != len(vectors):
         raise DataError(
@@ -230,17 +230,11 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         super().__init__(vocab, **options)
         self.missing = check_choice("missing", missing, ["learned", "drop"])
         if missing == "drop" and table is None and dropped is None:
-            raise OptionError(
-                "missing='drop' requires table, which determines the genes without a vector; pass table=..."
-            )
+            raise OptionError("missing='drop' requires table, which defines the genes without a vector; pass table=...")
         if dropped is not None and (missing == "learned" or table is not None):
-            raise OptionError(
-                "dropped is computed from table with missing='drop' and cannot be passed here; omit dropped."
-            )
+            raise OptionError("dropped is computed from table with missing='drop' and cannot be passed here; omit it.")
         if missing == "drop" and options.get("library_size", "data") != "data":
-            raise OptionError(
-                "missing='drop' includes the dropped genes in the library size; pass library_size='data'."
-            )
+            raise OptionError("missing='drop' includes dropped genes in the library size; pass library_size='data'.")
         self.table = None  # a saved model is loaded where the table is not
         self.freeze = check_bool("freeze", freeze)
         self._vectors = None if table is None else match_vectors(*read_table(table), vocab)

@@ -611,9 +611,7 @@ def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         items = [(key, _pack(part, f"{name}.{key}", tensors)) for key, part in value.items()]
         plain = all(isinstance(key, str) and not key.startswith("__") for key, _ in items)
         if not all(isinstance(key, str | int) for key, _ in items):
-            raise TrainingError(
-                f"{name} has a key that cannot be saved in a checkpoint; use only strings and integers as keys."
-            )
+            raise TrainingError(f"{name} has a key that cannot be saved; use only strings and integers as keys.")
         return dict(items) if plain else {_ITEMS: [list(item) for item in items]}
     if isinstance(value, list | tuple):
         parts = [_pack(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]
@@ -668,9 +666,7 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
     except ModelFileError:
         raise
     except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
-        raise ModelFileError(
-            f"{str(place / _STATE)!r} is not a checkpoint of a training run: {first_line(error)}."
-        ) from error
+        raise ModelFileError(f"{str(place / _STATE)!r} is not a training checkpoint: {first_line(error)}.") from error
     return state
 
 

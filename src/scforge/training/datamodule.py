@@ -295,9 +295,7 @@ class CellDataModule(lightning.LightningDataModule):
         elif train_rows is None or validation_rows is None:
             raise OptionError("train_rows and validation_rows must be given together; pass both, or neither.")
         elif split_by is not None:
-            raise OptionError(
-                f"split_by={split_by!r} has no effect with train_rows and validation_rows; omit split_by."
-            )
+            raise OptionError(f"split_by={split_by!r} has no effect with train_rows and validation_rows; omit it.")
         else:
             train_rows = _checked_rows("train_rows", train_rows, len(cells))
             validation_rows = _checked_rows("validation_rows", validation_rows, len(cells))
@@ -420,9 +418,7 @@ class CellDataModule(lightning.LightningDataModule):
     def _loader(self, rows: np.ndarray, *, shuffle: bool) -> BatchLoader:
         tokenizer, objective = self.tokenizer, self.objective
         if tokenizer is None or objective is None:
-            raise TrainingError(
-                "the data module has no tokenizer and objective yet; call bind(tokenizer, objective) first."
-            )
+            raise TrainingError("the data module has no tokenizer and objective yet; call bind(tokenizer, objective).")
         lengths = None
         if not objective.random_batches:
             lengths = tokenizer.lengths(self.bound.n_expressed[rows].astype(np.int32, copy=False))

@@ -191,9 +191,7 @@ def make_optimizer(
         return _OF_TORCH[name](parameter_groups(module, weight_decay, lr=lr, factors=factors), lr=lr, fused=fused)
     check_choice("optimizer", name, (*_OF_TORCH, "muon"))
     if factors:
-        raise OptionError(
-            "layer_lr_decay does not work with optimizer='muon'; use optimizer='adamw', or omit layer_lr_decay."
-        )
+        raise OptionError("layer_lr_decay does not work with optimizer='muon'; use 'adamw', or omit layer_lr_decay.")
     return MuonWithAdamW(module, lr=lr, weight_decay=weight_decay, fused=fused)
 
 

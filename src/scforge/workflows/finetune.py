@@ -75,9 +75,7 @@ def finetuning_config(
         given = {option for option, _ in flags.values()} | {override.partition("=")[0] for override in overrides}
         needed = {"--base-model": "finetune.base_model", "--data": "data.paths", "--task": "finetune.task"}
         if missing := [flag for flag, option in needed.items() if not any(_names(one, option) for one in given)]:
-            raise OptionError(
-                f"scforge finetune requires {' and '.join(missing)}; add the missing options, or --config FILE."
-            )
+            raise OptionError(f"scforge finetune requires {' and '.join(missing)}; add them, or --config FILE.")
     config = load_config(path, overrides, flags=flags)
     section = finetune_section(config)
     if config.output.checkpoint_dir is None:

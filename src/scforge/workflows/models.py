@@ -161,9 +161,7 @@ def _card_of_others(folder: Path) -> str | None:
     except FileNotFoundError:
         return None
     except ValueError as error:
-        raise DataError(
-            f"{str(path)!r} is not valid UTF-8 text ({first_line(error)}); convert or remove the file."
-        ) from error
+        raise DataError(f"{str(path)!r} is not UTF-8 text ({first_line(error)}); convert or remove it.") from error
     return None if is_own_card(text) else text
 
 

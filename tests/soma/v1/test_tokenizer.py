@@ -41,7 +41,7 @@ def test_arrays_of_views_and_numbers(given):
     [
         ("text", 8, DataError, "encode"),
         ([97, 98], 8, DataError, "type list"),
-        (memoryview(np.zeros(2)), 8, DataError, "format 'd' .*pass bytes, or a one-dimensional uint8"),
+        (memoryview(np.zeros(2)), 8, DataError, "format 'd' .*pass bytes, or a 1D uint8"),
         (np.arange(3), 8, DataError, "format 'l'"),
         (np.zeros((2, 2), dtype=np.uint8), 8, DataError, r"\(2, 2\)"),
         (b"abc", 0, OptionError, "max_seq_len"),

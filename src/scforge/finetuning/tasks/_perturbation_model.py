@@ -174,9 +174,7 @@ def hold_out(
     rest = [code for code in order if code not in test]
     if not rest or (named is None and test_size and not test):
         held_out = listing(names[code] for code in sorted(test) or order)
-        raise OptionError(
-            f"holding out {held_out} leaves no {what} to train on; hold out fewer {what}s, or set test_size=0."
-        )
+        raise OptionError(f"holding out {held_out} leaves no {what} to train on; hold out fewer, or set test_size=0.")
     validation = _draw(rest, validation_size, len(present), known, conditions.targets) if len(rest) > 1 else []
     train = [code for code in rest if code not in validation]
     input_controls, test_controls = _split_controls(conditions, rng)

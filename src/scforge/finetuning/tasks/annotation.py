@@ -187,9 +187,7 @@ class Annotation(SupervisedTask):
         names = [str(name) for name in labels.categories]
         if len(names) < 2:
             what = f"only one label ({names[0]!r})" if names else "no labels"
-            raise DataError(
-                f"{self.argument} has {what} among the training cells; annotation needs at least two classes."
-            )
+            raise DataError(f"{self.argument} has {what} among the training cells; annotation needs two classes.")
         if names_each_cell(labeled := values.dropna()):
             raise DataError(
                 f"{self.argument} has a different value for each of the {len(labeled):,} training cells; choose "

@@ -235,9 +235,7 @@ class SelfAttention(nn.Module):
         check_count("hidden_dim", hidden_dim, "dimensions")
         check_count("num_heads", num_heads, "heads")
         if hidden_dim % num_heads:
-            raise OptionError(
-                f"hidden_dim={hidden_dim} is not divisible by num_heads={num_heads}; change one of the two."
-            )
+            raise OptionError(f"hidden_dim={hidden_dim} is not divisible by num_heads={num_heads}; change one.")
         self.num_heads = num_heads
         self.qkv = nn.Linear(hidden_dim, 3 * hidden_dim, bias=bias)
         self.out = nn.Linear(hidden_dim, hidden_dim, bias=bias)

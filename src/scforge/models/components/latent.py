@@ -57,9 +57,7 @@ class BatchIntegrationHead(nn.Module):
         dense_bh = self.dense(latent_bl)
         if self.batch_embedding is None:
             if batch is not None:
-                raise OptionError(
-                    "batch is given, but the model has n_batches=0; omit batch, or train a model with batches."
-                )
+                raise OptionError("batch is given, but the model has n_batches=0; omit it, or train with batches.")
         else:
             mean_h = self.batch_embedding.weight.mean(dim=0)
             if batch is None:

@@ -90,9 +90,7 @@ def of_block(key: str | None, numbers: np.ndarray | None, block: CellBlock) -> t
     if key is None:
         return None
     if numbers is None:
-        raise TrainingError(
-            f"the classes in the column {key!r} are unknown; call the bind method of the objective first."
-        )
+        raise TrainingError(f"the classes in column {key!r} are unknown; call the bind method of the objective first.")
     return torch.from_numpy(numbers[block.rows])
 
 

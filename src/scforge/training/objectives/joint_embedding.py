@@ -128,9 +128,7 @@ class JointEmbedding(TellsBatches, SeesViews):
             raise OptionError("per_batch=True requires batch_key, the column of obs with the batch of each cell.")
         for name, value in {"batch_key": batch_key, "clusters": clusters}.items():
             if value is not None and not self.per_batch:
-                raise OptionError(
-                    f"{name}={value!r} has an effect only with per_batch=True; set per_batch=True, or omit {name}."
-                )
+                raise OptionError(f"{name}={value!r} has an effect only with per_batch=True; set it, or omit {name}.")
         self.clusters = None if clusters is None else check_count("clusters", clusters, "clusters", least=2)
         self.max_cells = check_count("max_cells", max_cells, "cells", least=2)
         self.projector = None if projector is None else check_count("projector", projector, "dimensions")

@@ -21,9 +21,7 @@ class MissingFlaxError(ScforgeError, ImportError):
 
 for _package in ("jax", "flax"):
     if importlib.util.find_spec(_package) is None:
-        raise MissingFlaxError(
-            f"scforge.soma.v1.flax requires {_package!r}; install it with pip install 'scforge[flax]'."
-        )
+        raise MissingFlaxError(f"scforge.soma.v1.flax needs {_package!r}; install it with pip install 'scforge[flax]'.")
 
 from scforge.soma.v1.configs import ModelConfig, SIGRegConfig  # noqa: E402
 from scforge.soma.v1.flax.loss import compute_loss  # noqa: E402
