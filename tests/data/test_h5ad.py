@@ -80,4 +80,4 @@ def test_files_and_matrices_that_are_none(tmp_path, tiny_adata):
         file.create_group("layers/group")
     fails("is not a 2D matrix of numbers", "text")
     fails("a CSR, CSC or dense matrix is needed", "group")
-    fails("has 60 cells x 3 genes, but var has 80 rows; it must have cells", "small")
+    fails("has 60 cells x 3 genes, but var has 80 rows; it needs cells", "small")

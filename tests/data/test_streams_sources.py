@@ -254,7 +254,7 @@ def test_what_is_no_source(tiny_adata, tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     for source, error, message in [
         ("cell.h5ad", MissingFileError, r"'cell\.h5ad' does not exist; did you mean 'cells\.h5ad'"),
-        ("cells.csv", DataError, r"is not an h5ad .* scanpy\.read_csv and write an h5ad"),
+        ("cells.csv", DataError, r"is not an h5ad .* scanpy\.read_csv and write h5ad"),
         ("folder", DataError, "a folder without zarr metadata"),
         ([], OptionError, "is empty; pass at least one"),
         (["cells.h5ad", f"{tmp_path}/cells.h5ad"], OptionError, "twice"),

@@ -122,8 +122,8 @@ def test_hash_depends_on_order_symbols_and_medians_but_not_on_release():
         ({"genes": ("A", "<mask>")}, "'<mask>'"),
         ({"genes": ("A", "B"), "symbols": ("x",)}, "symbols has 1 entries"),
         ({"genes": ("A", "B"), "medians": np.ones(3)}, "medians has 3 entries"),
-        ({"genes": ("A",), "medians": np.array([0.0])}, "not a positive number"),
-        ({"genes": ("A",), "medians": np.array([np.nan])}, "not a positive number"),
+        ({"genes": ("A",), "medians": np.array([0.0])}, "a value that is not positive"),
+        ({"genes": ("A",), "medians": np.array([np.nan])}, "a value that is not positive"),
         *(({"genes": (name, "a")}, "genes has 1 missing names; fill in") for name in (None, np.nan, pd.NA, pd.NaT)),
     ],
 )

@@ -322,7 +322,7 @@ def test_labels_come_from_the_reference_or_cells_that_are_given(reference, query
     few.obs["kind"] = few.obs["kind"].where(few.obs["kind"] != "t1")
     assert set(reference.transfer_labels(query, reference=few)["label"]) <= {"t0", "t2"}
     few.obs["kind"] = "t0"
-    with pytest.raises(DataError, match="labels_key='kind' has fewer than two labels"):
+    with pytest.raises(DataError, match="labels_key='kind' has fewer than 2 labels"):
         reference.transfer_labels(query, reference=few)
     with pytest.raises(DataError, match="'type' is not a column of obs"):
         reference.transfer_labels(query, labels_key="type")

@@ -163,7 +163,7 @@ def test_bad_input_on_construction(wrong: Any, error: type[Exception], message: 
     monkeypatch.delenv("SCFORGE_DATA", raising=False)
     with pytest.raises(error, match=message):
         BenchmarkCallback(wrong)
-    with pytest.raises(OptionError, match="options={'a': 1} only has an effect for a benchmark given by name"):
+    with pytest.raises(OptionError, match="options={'a': 1} has no effect on a benchmark object"):
         Evaluation(Draws(), options={"a": 1})
     with pytest.raises(OptionError, match="max_cells=0"):
         Evaluation(Draws(), max_cells=0)
@@ -178,7 +178,7 @@ def test_bad_input_on_construction(wrong: Any, error: type[Exception], message: 
         ("batch_integration", {"keys": {"labels_key": "group"}}, OptionError, "requires batch_key, a column of obs"),
         ("label_prediction", {"validation_size": 0.0}, OptionError, "no cells are held out; set validation_size abov"),
         ({"label_prediction": {"labels_key": "grup"}}, {}, DataError, "held-out cells: .*'grup' .* mean 'group'"),
-        ("cell_type_annotation", {"validation_size": 0.3}, DataError, "n_neighbors=15 is larger .*; lower n_neighbors"),
+        ("cell_type_annotation", {"validation_size": 0.3}, DataError, "n_neighbors=15 is larger .*; lower it"),
         ({"label_prediction": {"n_folds": 20}}, {}, DataError, "score the held-out cells: fewer than 2 labels"),
     ],
 )

@@ -221,7 +221,7 @@ def test_scforge_cells_may_lack_genes(cells: ad.AnnData) -> None:
     ("made", "message"),
     [
         (lambda c: c[:5], "there are only 5 generated cells; pass at least 20 generated cells"),
-        (lambda c: c[:, :200], "100 genes are only in the generated cells or only in the real cells"),
+        (lambda c: c[:, :200], "100 genes are only in the generated or only in the real cells"),
         (lambda c: ad.AnnData(c.X * 100.5, var=c.var), "neither counts nor log1p of counts per 10,000"),
         (lambda c: ad.AnnData(-c.X, var=c.var), "negative values"),
     ],

@@ -151,7 +151,7 @@ def test_bad_input(obs) -> None:
     ]:
         with pytest.raises(OptionError, match=message):
             Scib("label", "batch", **options)
-    with pytest.raises(DataError, match="needs 90 neighbors per cell, but there are only 90 cells;"):
+    with pytest.raises(DataError, match="needs 90 neighbors per cell, but there are 90 cells; score more"):
         Scib("label").check(obs[:90])
     with pytest.raises(DataError, match=r"lacks 140 of 240 cells \(first: 'cell100', 'cell101', 'cell102'"):
         Scib("label", "batch", pre_integrated=before).check(obs)

@@ -141,7 +141,7 @@ def bad_tables(folder: Path):
     yield {"gene0": [[1.0], [2.0, 3.0]]}, DataError, "inhomogeneous shape"
     yield {"gene0": ["a"], "gene1": ["b"]}, DataError, "vectors of dtype <U1"
     yield {"gene0": [[1.0]]}, DataError, r"shape \(1, 1, 1\)"
-    yield saved("a", vectors=VECTORS), DataError, "a.npz' cannot be read as gene names"
+    yield saved("a", vectors=VECTORS), DataError, "a.npz' cannot be read as genes with vectors"
     yield saved("b", genes=text[:70], vectors=VECTORS), DataError, "70 gene names and vectors"
     yield saved("c", genes=text.astype(object), vectors=VECTORS), DataError, "Object arrays cannot be loaded"
     yield saved("d", genes=np.arange(80), vectors=VECTORS), GeneMismatchError, "none of the 80 genes"
