@@ -130,7 +130,7 @@ def test_lengths_are_drawn_from_those_of_training():
         ({"seed": -1}, "seed=-1"),
         ({"mask_id": 9}, "mask_id=9 is not one of the 4"),
         ({"n_tokens": 41}, "the model accepts at most 40; pass numbers from 1 to 40"),
-        ({"n_tokens": 0}, "n_tokens ranges from 0 to 0"),
+        ({"n_tokens": 0}, "n_tokens=0 does not fit"),
         ({"n_tokens": 1.5}, "pass an integer"),
         ({"n_tokens": torch.tensor([1, 2, 3])}, "one integer for each of the 2 cells"),
         ({"prompt": {"values": torch.ones(2)}}, "not a mapping with the key 'input_ids'"),

@@ -987,10 +987,11 @@ class ScDiVaModel(Architecture):
             lengths = torch.lerp(quantiles[low], quantiles[low + 1], places - low).round().long()
             return torch.maximum(lengths.clamp(min=1, max=most), given_b)
         lengths = number_of_each("n_tokens", n_tokens, len(draws)).cpu()
-        if bool((lengths < given_b.clamp(min=1)).any()) or int(lengths.max()) > most:
+        wrong = lengths[(lengths < given_b.clamp(min=1)) | (lengths > most)]
+        if len(wrong):
             raise OptionError(
-                f"n_tokens ranges from {int(lengths.min())} to {int(lengths.max())}, but prompt has {n_given} tokens "
-                f"and the model accepts at most {most}; pass numbers from {max(n_given, 1)} to {most}."
+                f"n_tokens={int(wrong[0])} does not fit: prompt has {n_given} tokens and the model accepts at most "
+                f"{most}; pass numbers from {max(n_given, 1)} to {most}."
             )
         return lengths
 
