@@ -456,11 +456,15 @@ def _add_evaluate(command: argparse.ArgumentParser) -> None:
     add("--obsm-keys", nargs="+", metavar="KEY", help="embeddings in FILE to compare")
     add("--labels-key", metavar="COLUMN", help="column of obs with the cell types")
     add("--batch-key", metavar="COLUMN", help="column of obs with the batches")
-    add("--groups-key", metavar="COLUMN", help="column of obs with donors; folds hold out whole donors")
+    add(
+        "--groups-key",
+        metavar="COLUMN",
+        help="column of obs with donors; folds hold out, and intervals resample, whole donors",
+    )
     add("--network", metavar="FILE", help="true edges, for the benchmark gene_network")
     add("--gene-key", metavar="COLUMN", help="column of var with the gene names of --network")
     add("--seeds", type=int, metavar="N", help="seeds of folds (3)")
-    add("--intervals", action=switch, help="intervals and tests of embeddings (default: on)")
+    add("--intervals", action=switch, help="confidence intervals and tests (default: on)")
     add("--untrained", action=switch, help="include an untrained control (default: on)")
     add("--baselines", action=switch, help="score baselines if possible (default: on)")
     add("--trained-on", metavar="FILE", help="cells of the fine-tuning, if FILE has others")

@@ -192,6 +192,11 @@ def test_evaluations_in_files(place: Path, tuned: Path) -> None:
     assert own.loc["scforge", "n_scored"] == 16
     assert "frozen_embedding" in own.index
     pd.testing.assert_frame_equal(pd.read_csv("own.csv", index_col=0), own, check_dtype=False)
+    differences = pd.read_csv("own_differences.csv")
+    assert set(differences["method"]) == set(own.index) - {"scforge"}
+    assert set(differences["verdict"].dropna()) <= {"better", "worse", "tie"}
+    evaluate_to(tuned, "cells.h5ad", "own.csv", base_model="base", intervals=False, overwrite=True)
+    assert not Path("own_differences.csv").exists()
     others = evaluate_to(tuned, "others.h5ad", trained_on="cells.h5ad")
     assert others.loc["scforge", "n_scored"] == 60
     assert len(others) > 1

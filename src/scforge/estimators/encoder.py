@@ -705,6 +705,8 @@ class Encoder(CellModel):
         if key_added is not None and isinstance(source, AnnData):
             tables = {f"{key_added}_{name}": table for name, table in evaluated.tables.items()}
             source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key_added: evaluated.metrics, **tables}
+            if "differences" not in evaluated.tables:  # those of an earlier evaluation do not belong to these metrics
+                source.uns[UNS_KEY].pop(f"{key_added}_differences", None)
         return evaluated.metrics
 
     def _own_task(self) -> Task | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from anndata import AnnData
 
+from scforge._constants import UNS_KEY
 from scforge._io import check_folder, check_writable
 from scforge.errors import OptionError, listing
 from scforge.estimators.encoder import Encoder
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 type Folder = str | os.PathLike[str]
 
 _TABLE = ".csv"
-_OF_TASKS = ("trained_on", "base_model")
+_OF_TASKS = ("trained_on", "base_model", "groups_key", "intervals")
 _OF_EMBEDDINGS = (
     *("trained_on", "obsm_keys", "labels_key", "batch_key", "groups_key", "untrained", "intervals", "seeds"),
     *("network", "gene_key"),
@@ -61,7 +62,9 @@ def evaluate_to(
         Labeled cells: an h5ad file, a store (for tasks), or the name of a data set
         (:func:`scforge.datasets.list_cards`). Of the cells used for fine-tuning, only test cells are scored.
     output
-        A ``.csv`` file for the scores or, for embeddings, a folder for the report. If None, nothing is written.
+        A ``.csv`` file for the scores or, for embeddings, a folder for the report. For the tasks annotation,
+        multi-label and regression, the differences from the baselines are written next to it, as
+        ``<name>_differences.csv``. If None, nothing is written.
     benchmarks
         Benchmarks of embeddings, as in :func:`scforge.workflows.evaluate_models`.
     baselines
@@ -79,9 +82,10 @@ def evaluate_to(
     **options
         ``trained_on``: h5ad file with the training cells, if they are not in `source`; used for baselines of tasks, and
         for ``generation``. For tasks: ``base_model`` (folder of the model before fine-tuning, for the baseline on its
-        frozen embedding). For embeddings: ``obsm_keys`` (additional embeddings in the file), ``labels_key``,
-        ``batch_key``, ``groups_key``, ``untrained``, ``intervals``, ``seeds`` (number of seeds), and ``network`` and
-        ``gene_key`` of :func:`evaluate_models`.
+        frozen embedding), and ``groups_key`` and ``intervals`` of :meth:`scforge.models.Encoder.evaluate`. For
+        embeddings: ``obsm_keys`` (additional embeddings in the file), ``labels_key``, ``batch_key``, ``groups_key``,
+        ``untrained``, ``intervals``, ``seeds`` (number of seeds), and ``network`` and ``gene_key`` of
+        :func:`evaluate_models`.
 
     Returns
     -------
@@ -147,7 +151,11 @@ def _evaluate_task(
     **options: Any,
 ) -> pd.DataFrame:
     inputs = [source] if trained_on is None else [source, trained_on]
-    path = None if output is None else output_file(output, [_TABLE], overwrite=overwrite, inputs=inputs)
+    paths = None
+    if output is not None:
+        path = Path(output)
+        both = (path, path.with_stem(f"{path.stem}_differences"))
+        paths = [output_file(one, [_TABLE], overwrite=overwrite, inputs=inputs) for one in both]
     if trained_on is not None and tuned._known_split() is None:
         raise OptionError(
             f"trained_on={str(trained_on)!r} (--trained-on) does not contain exactly the cells used for fine-tuning; "
@@ -158,10 +166,16 @@ def _evaluate_task(
         base = load_named(base_model, f"base_model={str(base_model)!r} (--base-model)")
         base._move_to(chosen_device(device))
     adata = in_memory(source)
+    options = {"intervals": output is not None, **options}
     found = tuned.evaluate(source if adata is None else adata, base=base, **options)
     assert isinstance(found, pd.DataFrame)
-    if path is not None:
-        write(path, found)
+    if paths is not None:
+        write(paths[0], found)
+        differences = None if adata is None else adata.uns[UNS_KEY].get("metrics_differences")
+        if differences is None:
+            paths[1].unlink(missing_ok=True)
+        else:
+            write(paths[1], differences.set_index("method"))
     return found
 
 
