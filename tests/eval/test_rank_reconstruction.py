@@ -137,7 +137,7 @@ def test_training_cells_among_the_true_ones(orders: np.ndarray) -> None:
 @pytest.mark.parametrize(
     ("made", "true", "message"),
     [
-        (TRUE[:1], TRUE, "there are 1 reconstructed and 2 true orders"),
+        (TRUE[:1], TRUE, "there are 1 reconstructed and 2 true gene orders"),
         (TRUE, np.array([[0, 1], [2, 2]]), "the true orders have a duplicate gene in row 1"),
         (TRUE, np.array([[0, 1], [-1, 2]]), "have -1 before a gene in row 1"),
         (TRUE, np.array([[0, 1], [-1, -1]]), "have no gene in row 1"),

@@ -244,7 +244,7 @@ def with_bias(bias: torch.Tensor, name: str = "cls.predictions.bias") -> Callabl
             without("query.bias"),
             "cannot be converted to 'encoder.layers.0.attention.qkv.bias' .*key.bias.*: .*query.bias",
         ),
-        (without("cls."), "lacks the weights 'cls.predictions.*, which would stay random"),
+        (without("cls."), "lacks the weights 'cls.predictions.*, which would be randomly initialized"),
         (
             with_bias(torch.ones(16), "bert.encoder.layer.2.output.dense.bias"),
             "a Geneformer model with this config does not have: .*layer.2",

@@ -199,7 +199,11 @@ def with_ones(name: str) -> Callable[[dict], dict]:
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
-        (without("mu_projection.bias"), {}, "lacks the weights 'mu_projection.bias', which would stay random"),
+        (
+            without("mu_projection.bias"),
+            {},
+            "lacks the weights 'mu_projection.bias', which would be randomly initialized",
+        ),
         (dict, {"num_attention_heads": None}, "num_attention_heads: Field required"),
         (dict, {"latent_dim": "5"}, "latent_dim: Input should be a valid integer, got '5'"),
         (dict, {"num_genes": 84}, "has 84 genes, but vocab has 85"),

@@ -197,7 +197,7 @@ def lacking(name: str) -> Callable[[dict], dict]:
             with_weight("transformer_encoder.layers.0.self_attn.Wqkv.bias", 48),
             "a scGPT model with this config does not have: .*qkv.bias",
         ),
-        (lacking("decoder.fc.4.bias"), "lacks the weights 'decoder.fc.4.bias', which would stay random"),
+        (lacking("decoder.fc.4.bias"), "lacks the weights 'decoder.fc.4.bias', which would be randomly initialized"),
         (
             with_weight("encoder.embedding.weight", 80, 16),
             "vocabulary has 88 tokens, but the embedding table has 80",

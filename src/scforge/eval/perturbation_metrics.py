@@ -645,7 +645,7 @@ class PerturbedCells:
         without = sorted({e.context for e, n in zip(self.effects, groups.n[self.controls], strict=True) if not n})
         if without:
             raise DataError(
-                f"{argument} has no control cells in the contexts {listing(without)}; add controls of these contexts."
+                f"{argument} has no control cells in the contexts {listing(without)}; add controls for these contexts."
             )
         return effects_of(groups, np.arange(len(self.effects)), self.controls)
 

@@ -103,7 +103,9 @@ class RankReconstruction(Benchmark):
         true = _rows(reference, "the true orders", repeated=False)
         found = _rows(made, "the reconstructed orders", repeated=True)
         if len(found) != len(true):
-            raise DataError(f"there are {len(found)} reconstructed and {len(true)} true orders; pass one per cell.")
+            raise DataError(
+                f"there are {len(found)} reconstructed and {len(true)} true gene orders; pass one of each per cell."
+            )
         return np.array([_of_cell(one, other) for one, other in zip(found, true, strict=True)])
 
 

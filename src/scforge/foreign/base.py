@@ -228,8 +228,8 @@ class NameMap:
                 used.update(names)
         if missing := [self._name_of(name) for name in expected if name not in ours]:
             raise ModelFileError(
-                f"{where} lacks the weights {listing(missing, most=3)}, which would stay random; use a complete "
-                "checkpoint."
+                f"{where} lacks the weights {listing(missing, most=3)}, which would be randomly initialized; use "
+                "a complete checkpoint."
             )
         surplus = [self._name_of(name) for name in ours if name not in expected]
         if unknown := [*(name for name in tensors if name not in used), *surplus]:

@@ -234,7 +234,7 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         if dropped is not None and (missing == "learned" or table is not None):
             raise OptionError("dropped is computed from table with missing='drop' and cannot be passed here; omit it.")
         if missing == "drop" and options.get("library_size", "data") != "data":
-            raise OptionError("missing='drop' includes dropped genes in the library size; pass library_size='data'.")
+            raise OptionError("missing='drop' needs the library size of all genes; pass library_size='data'.")
         self.table = None  # a saved model is loaded where the table is not
         self.freeze = check_bool("freeze", freeze)
         self._vectors = None if table is None else match_vectors(*read_table(table), vocab)

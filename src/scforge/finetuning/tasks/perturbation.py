@@ -302,7 +302,7 @@ class Perturbation(Task):
         for targets, place in conditions.pairs(np.arange(len(conditions.perturbation))):
             found.setdefault(self.name_of(targets), []).append(place)
         if not found:
-            raise DataError(f"all training cells have the label control={self.control!r}; change the split.")
+            raise DataError(f"all training cells are controls (control={self.control!r}); change the split.")
         return {"perturbations": found}
 
     @property

@@ -257,7 +257,8 @@ def check_tokens(argument: str, values: Any, vocab_size: int) -> None:
     if values.shape[0] and values.shape[1] and not 0 <= int(values.min()) <= int(values.max()) < vocab_size:
         wrong = values.min() if values.min() < 0 else values.max()
         raise DataError(
-            f"{argument} contains {int(wrong)}, which is not in the vocabulary; pass tokens from 0 to {vocab_size - 1}."
+            f"{argument} contains {int(wrong)}, which is not in the vocabulary; pass token ids from 0 to "
+            f"{vocab_size - 1}."
         )
 
 

@@ -106,7 +106,7 @@ def test_pads_are_hidden_if_asked_for(tiny):
         (
             torch.tensor([[97, 264]]),
             PLACES[:, :2],
-            "input contains 264, which is not in the vocabulary; pass tokens from 0 to 263",
+            "input contains 264, which is not in the vocabulary; pass token ids from 0 to 263",
         ),
         (torch.tensor([1, 2, 3, 4]), PLACES[:, :4], r"input has dtype torch.int64 and shape \(4,\)"),
         (torch.tensor([[1, 2]]), torch.rand(1, 2), "positions has dtype"),
