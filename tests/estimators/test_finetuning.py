@@ -125,8 +125,9 @@ def test_differences_from_baselines_have_intervals(annotator: Encoder, cells: ad
         annotator.evaluate(copied, groups_key="few")
     with pytest.raises(DataError, match="groups_key='nope' is not a column of obs"):
         annotator.evaluate(copied, groups_key="nope")
-    with pytest.raises(OptionError, match="groups_key='donor' has no effect here; omit groups_key"):
-        annotator.evaluate(copied, groups_key="donor", intervals=False)
+    for off in ("intervals", "baselines"):
+        with pytest.raises(OptionError, match="groups_key='donor' has no effect here; omit groups_key"):
+            annotator.evaluate(copied, groups_key="donor", **{off: False})
     assert "metrics_differences" not in copied.uns["scforge"]
 
 

@@ -614,8 +614,9 @@ class Encoder(CellModel):
             score minus that of each baseline, its 95% interval from 100 bootstrap samples, and a verdict, which is
             "tie" if the interval includes zero.
         groups_key
-            Column whose groups, e.g. donors, are resampled as a whole for the intervals; requires four groups. If None,
-            single cells are resampled, and the intervals only apply to the donors in the test set.
+            Column whose groups, e.g. donors, are resampled as a whole for the intervals; requires four groups. Cells
+            without a value count as one group. If None, single cells are resampled, and the intervals only apply to the
+            donors in the test set.
         key_added
             Key in ``adata.uns["scforge"]`` for the table; additional tables are stored as ``<key_added>_<table>``. None
             writes nothing.
@@ -655,15 +656,14 @@ class Encoder(CellModel):
         check_seed(seed)
         own = self.adata if self._data is None else self._data.cells
         source = self._source(adata)
-        compares = (
-            isinstance(task, SupervisedTask) and isinstance(source, AnnData) and key_added is not None and intervals
-        )
+        supervised = isinstance(task, SupervisedTask) and isinstance(source, AnnData)
+        compares = supervised and baselines and intervals and key_added is not None
         cells = self._open(source)
         if groups_key is not None:
             if not compares:
                 raise OptionError(
                     f"groups_key={groups_key!r} has no effect here; omit groups_key, or evaluate annotation, "
-                    "multi_label or regression on an AnnData, with intervals=True and key_added."
+                    "multi_label or regression on an AnnData, with baselines, intervals and key_added."
                 )
             named_column(cells, groups_key, argument="groups_key")
         rows, split = self._rows_to_score(cells, within=source is own)
