@@ -143,7 +143,7 @@ def test_what_is_wrong_in_a_file_is_told_with_its_name(tiny_adata, tmp_path):
     with h5py.File(tmp_path / "a.h5ad", "r+") as file:
         del file["obs"]
         ad.io.write_elem(file, "obs", tiny_adata.obs[:50])
-    with pytest.raises(DataError, match="has 60 cells, but obs has 50 rows; write it again"):
+    with pytest.raises(DataError, match="has 60 cells, but obs has 50 rows; write the file again"):
         open_cells(tmp_path / "a.h5ad")
 
 

@@ -147,7 +147,9 @@ def test_intersection_and_subset(vocab):
     whole = GeneVocab.named("human_mouse")
     assert (whole & GeneVocab.from_genes(["CD3D"])).chosen_from_data
     assert not (whole & GeneVocab.named("human_protein_coding")).chosen_from_data
-    with pytest.raises(DataError, match="other has no gene of this vocabulary. It contains gene symbols such as 'B2'"):
+    with pytest.raises(
+        DataError, match="other shares no gene with this vocabulary. It contains gene symbols such as 'B2'"
+    ):
         vocab.intersection(GeneVocab.from_genes(["B2"]))
     with pytest.raises(TypeError, match="unsupported operand"):
         vocab & ["A1"]

@@ -923,7 +923,9 @@ class FileStream:
         with self._place.open() as opened:
             table = opened.obs
         if len(table) != self.n_cells:
-            raise DataError(f"{self.name!r} has {self.n_cells} cells, but obs has {len(table)} rows; write it again.")
+            raise DataError(
+                f"{self.name!r} has {self.n_cells} cells, but obs has {len(table)} rows; write the file again."
+            )
         return chosen_columns(table, columns, self.name)
 
     def chunks(self) -> Iterator[tuple[int, sparse.csr_matrix]]:

@@ -423,8 +423,8 @@ class GeneVocab:
             shared |= other.gene_indices(self.symbols) >= 0
         if not shared.any():
             raise DataError(
-                f"other has no gene of this vocabulary. It contains {other.kind} such as {other.genes[0]!r}, but this "
-                f"vocabulary contains {self.kind} such as {self.genes[0]!r}; convert the identifiers, e.g. with "
+                f"other shares no gene with this vocabulary. It contains {other.kind} such as {other.genes[0]!r}, but "
+                f"this vocabulary contains {self.kind} such as {self.genes[0]!r}; convert the identifiers, e.g. with "
                 "scforge.data.convert_gene_ids."
             )
         chosen = other.chosen_from_data and not self.chosen_from_data

@@ -447,7 +447,9 @@ class Scib(Benchmark):
             lacking = names[~names.isin(self.pre_integrated.index)]
             if len(lacking) or not self.pre_integrated.index.is_unique:
                 some = f"{len(lacking)} of {len(rows)} cells (first: {listing(lacking[:3])})"
-                raise DataError(f"pre_integrated lacks {some} or has duplicates; its index needs each cell once.")
+                raise DataError(
+                    f"pre_integrated lacks {some} or has duplicates; its index must contain each cell once."
+                )
         return rows
 
 

@@ -181,7 +181,8 @@ class SupervisedTask(Task):
             if key is None or n_groups >= MIN_GROUPS:
                 tables["differences"] = self._differences(truth, methods, groups, seed=context.seed)
             else:
-                warn(f"groups_key={key!r} has only {n_groups} scored groups; intervals need at least {MIN_GROUPS}.")
+                few = f"groups_key={key!r} has only {n_groups} scored groups"
+                warn(f"{few}; confidence intervals need at least {MIN_GROUPS}.")
         return Evaluated(metrics, tables)
 
     def _differences(

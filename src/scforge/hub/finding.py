@@ -338,5 +338,7 @@ def _fetch(
         api = hub_api(token)
         folder = Path(api.snapshot_download(repo_id, revision=revision, allow_patterns=list(SHARED_FILES), **options))
     if kind_of_folder(folder) is None:
-        raise ModelFileError(f"{prefix}: {repo_id!r} contains no {described_kind()}; use scforge convert-checkpoint.")
+        raise ModelFileError(
+            f"{prefix}: {repo_id!r} contains no {described_kind()}; convert it with scforge convert-checkpoint."
+        )
     return FoundModel(folder, repo_id, folder.name)

@@ -102,7 +102,7 @@ def source_identity(source: Any, cells: Cells, *, layer: str | None, gene_key: s
             digest.update(np.ascontiguousarray(part))
         return {"counts": digest.hexdigest(), "obs": None if cells.obs is None else table_digest(cells.obs)}
     raise OptionError(
-        f"source is of type {type(source).__name__!r}, which has no fingerprint; pass a path, a store or an AnnData."
+        f"source is of type {type(source).__name__!r}, which is not supported; pass a path, a store or an AnnData."
     )
 
 
