@@ -125,6 +125,9 @@ def test_differences_from_baselines_have_intervals(annotator: Encoder, cells: ad
         annotator.evaluate(copied, groups_key="few")
     with pytest.raises(DataError, match="groups_key='nope' is not a column of obs"):
         annotator.evaluate(copied, groups_key="nope")
+    copied.obs["gaps"] = copied.obs["donor"].where(copied.obs["donor"] != "a")
+    with pytest.raises(DataError, match="groups_key='gaps' has no value for .* scored cells; fill in"):
+        annotator.evaluate(copied, groups_key="gaps")
     for off in ("intervals", "baselines"):
         with pytest.raises(OptionError, match="groups_key='donor' has no effect here; omit groups_key"):
             annotator.evaluate(copied, groups_key="donor", **{off: False})

@@ -203,5 +203,9 @@ def test_evaluations_in_files(place: Path, tuned: Path) -> None:
     assert list(evaluate_to(tuned, "others.h5ad", baselines=False).index) == ["scforge"]
     with pytest.raises(OptionError, match="does not contain exactly the cells used for fine-tuning"):
         evaluate_to(tuned, "cells.h5ad", trained_on="others.h5ad")
+    with pytest.raises(OptionError, match=r"output='\.' must end with \.csv"):
+        evaluate_to(tuned, "cells.h5ad", ".")
+    with pytest.raises(OptionError, match=r"groups_key .* requires output"):
+        evaluate_to(tuned, "cells.h5ad", groups_key="group")
     with pytest.raises(OptionError, match=r"output='own\.csv' exists"):
         evaluate_to(tuned, "cells.h5ad", "own.csv")

@@ -614,9 +614,8 @@ class Encoder(CellModel):
             score minus that of each baseline, its 95% interval from 100 bootstrap samples, and a verdict, which is
             "tie" if the interval includes zero.
         groups_key
-            Column whose groups, e.g. donors, are resampled as a whole for the intervals; requires four groups. Cells
-            without a value count as one group. If None, single cells are resampled, and the intervals only apply to the
-            donors in the test set.
+            Column whose groups, e.g. donors, are resampled as a whole for the intervals; requires four groups. If None,
+            single cells are resampled, and the intervals only apply to the donors in the test set.
         key_added
             Key in ``adata.uns["scforge"]`` for the table; additional tables are stored as ``<key_added>_<table>``. None
             writes nothing.
@@ -665,8 +664,13 @@ class Encoder(CellModel):
                     f"groups_key={groups_key!r} has no effect here; omit groups_key, or evaluate annotation, "
                     "multi_label or regression on an AnnData, with baselines, intervals and key_added."
                 )
-            named_column(cells, groups_key, argument="groups_key")
+            groups = named_column(cells, groups_key, argument="groups_key")
         rows, split = self._rows_to_score(cells, within=source is own)
+        if groups_key is not None and (n_missing := int(groups.iloc[rows].isna().sum())):
+            raise DataError(
+                f"groups_key={groups_key!r} has no value for {n_missing} of {len(rows)} scored cells; fill in the "
+                "values, or drop these cells."
+            )
         if split is not None:
             own = source  # the cells of the fine-tuning, maybe in another object
         elif own is not None and source is not own:

@@ -176,7 +176,7 @@ class SupervisedTask(Task):
         tables = self.tables(truth, methods["scforge"])
         if context.intervals and len(methods) > 1:
             key = context.groups_key
-            groups = np.arange(len(rows)) if key is None else pd.factorize(column(key)[known], use_na_sentinel=False)[0]
+            groups = np.arange(len(rows)) if key is None else pd.factorize(column(key)[known])[0]
             n_groups = int(groups.max()) + 1
             if key is None or n_groups >= MIN_GROUPS:
                 tables["differences"] = self._differences(truth, methods, groups, seed=context.seed)
@@ -203,8 +203,10 @@ class SupervisedTask(Task):
                 one = compare_paired(
                     other, value, values[other][score], tables["scforge"][score], tables[other][score], n_units=n_groups
                 )
-                verdict = "" if np.isnan(one.low) else "tie"
-                if one.low > 0 or one.high < 0:
-                    verdict = "better" if (one.low > 0) != (score in self.lower_is_better) else "worse"
-                lines.append((other, score, one.difference, one.low, one.high, verdict))
+                # Without a p-value, samples do not vary, e.g. because there are too few cells for an interval.
+                low, high = (np.nan, np.nan) if np.isnan(one.p_value) else (one.low, one.high)
+                verdict = "" if np.isnan(low) else "tie"
+                if low > 0 or high < 0:
+                    verdict = "better" if (low > 0) != (score in self.lower_is_better) else "worse"
+                lines.append((other, score, one.difference, low, high, verdict))
         return pd.DataFrame(lines, columns=["method", "score", "difference", "low", "high", "verdict"])

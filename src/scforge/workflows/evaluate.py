@@ -16,6 +16,7 @@ from scforge.errors import OptionError, listing
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.evaluate import evaluate_models
 from scforge.eval.report import Report
+from scforge.finetuning.supervised import SupervisedTask
 from scforge.workflows.embed import chosen_device
 from scforge.workflows.models import is_shared_name, load_named
 from scforge.workflows.predict import in_memory, output_file
@@ -151,11 +152,12 @@ def _evaluate_task(
     **options: Any,
 ) -> pd.DataFrame:
     inputs = [source] if trained_on is None else [source, trained_on]
-    paths = None
-    if output is not None:
-        path = Path(output)
-        both = (path, path.with_stem(f"{path.stem}_differences"))
-        paths = [output_file(one, [_TABLE], overwrite=overwrite, inputs=inputs) for one in both]
+    if output is None and options.get("groups_key") is not None:
+        raise OptionError("groups_key (--groups-key) requires output (-o), where the intervals are written; pass both.")
+    paths = [] if output is None else [output_file(output, [_TABLE], overwrite=overwrite, inputs=inputs)]
+    if paths and isinstance(tuned.objective, SupervisedTask):
+        beside = paths[0].with_stem(f"{paths[0].stem}_differences")
+        paths.append(output_file(beside, [_TABLE], overwrite=overwrite, inputs=inputs))
     if trained_on is not None and tuned._known_split() is None:
         raise OptionError(
             f"trained_on={str(trained_on)!r} (--trained-on) does not contain exactly the cells used for fine-tuning; "
@@ -169,8 +171,9 @@ def _evaluate_task(
     options = {"intervals": output is not None, **options}
     found = tuned.evaluate(source if adata is None else adata, base=base, **options)
     assert isinstance(found, pd.DataFrame)
-    if paths is not None:
+    if paths:
         write(paths[0], found)
+    if len(paths) > 1:
         differences = None if adata is None else adata.uns[UNS_KEY].get("metrics_differences")
         if differences is None:
             paths[1].unlink(missing_ok=True)

@@ -132,7 +132,7 @@ def finetune_from_config(
     outputs_of(model, source, config)
     metrics: Any = None
     if section.evaluate:
-        metrics = model.evaluate(seed=config.seed)
+        metrics = model.evaluate(seed=config.seed, intervals=False)
         if config.output.checkpoint_dir is not None:
             atomic_write_text(Path(config.output.checkpoint_dir) / EVALUATION_FILE, metrics.to_csv())
     return FinetuningResult(model, metrics)
