@@ -318,9 +318,13 @@ def _better_column(var: pd.DataFrame | None, vocab: GeneVocab, gene_key: str | N
 
 def text_columns(var: pd.DataFrame) -> dict[str | None, np.ndarray]:
     """Return possible gene names in a gene table: its index, with the key None, and its text columns."""
-    text = [column for column in var.columns if var[column].dtype.kind not in "biufcmM"]
     columns: dict[str | None, np.ndarray] = {None: np.asarray(var.index.astype(str))}
-    return columns | {column: np.asarray(var[column], dtype=object).astype(str) for column in text}
+    return columns | {key: np.asarray(var[key], dtype=object).astype(str) for key in text_keys(var)}
+
+
+def text_keys(table: pd.DataFrame) -> list[str]:
+    """Return the names of the columns that contain neither numbers, booleans nor dates."""
+    return [key for key in table if table[key].dtype.kind not in "biufcmM"]
 
 
 def _way_out(kind: str, expected: str) -> str:

@@ -39,6 +39,7 @@ from scforge.data.genes import (
     map_streams,
     overlap_report,
     text_columns,
+    text_keys,
     union_vocab,
     warn_counts_outside,
     warn_empty,
@@ -573,7 +574,7 @@ def inspect_h5ad(
         if key != gene_key and (kind := recognize_ids(column)) != OTHER_NAMES
     }
     obs_columns = {}
-    for key in (key for key in obs if obs[key].dtype.kind not in "biufcmM"):
+    for key in text_keys(obs):
         n_missing = int(obs[key].isna().sum())
         missing = f", {n_missing:,} cells without a value" if n_missing else ""
         obs_columns[str(key)] = f"{obs[key].nunique():,} values{missing}"

@@ -658,19 +658,18 @@ class Encoder(CellModel):
         supervised = isinstance(task, SupervisedTask) and isinstance(source, AnnData)
         compares = supervised and baselines and intervals and key_added is not None
         cells = self._open(source)
+        rows, split = self._rows_to_score(cells, within=source is own)
         if groups_key is not None:
             if not compares:
                 raise OptionError(
                     f"groups_key={groups_key!r} has no effect here; omit groups_key, or evaluate annotation, "
                     "multi_label or regression on an AnnData, with baselines, intervals and key_added."
                 )
-            groups = named_column(cells, groups_key, argument="groups_key")
-        rows, split = self._rows_to_score(cells, within=source is own)
-        if groups_key is not None and (n_missing := int(groups.iloc[rows].isna().sum())):
-            raise DataError(
-                f"groups_key={groups_key!r} has no value for {n_missing} of {len(rows)} scored cells; fill in the "
-                "values, or drop these cells."
-            )
+            if n_missing := int(named_column(cells, groups_key, argument="groups_key").iloc[rows].isna().sum()):
+                raise DataError(
+                    f"groups_key={groups_key!r} has no value for {n_missing} of {len(rows)} scored cells; fill in the "
+                    "values, or drop these cells."
+                )
         if split is not None:
             own = source  # the cells of the fine-tuning, maybe in another object
         elif own is not None and source is not own:

@@ -22,13 +22,23 @@ from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
 from scforge.datasets.cards import get_card, list_cards
 from scforge.datasets.loading import DATA_FOLDER, find_file
-from scforge.errors import DataError, MissingFileError, OptionError, listing, suggest
+from scforge.errors import DataError, MissingFileError, OptionError, listing, suggest, warn
 
 KEYS = ("labels_key", "batch_key", "groups_key")
 """Options that name a column of obs. If they are left out, the caller of a benchmark fills them in from the data."""
 
 MIN_GROUPS = 4
 """Minimum number of groups for intervals, because fewer groups do not show how groups differ."""
+
+
+def has_enough_groups(groups_key: str, n_groups: int) -> bool:
+    """Return whether there are enough groups for intervals, and warn if not."""
+    if n_groups < MIN_GROUPS:
+        warn(
+            f"groups_key={groups_key!r} has only {n_groups} scored groups; confidence intervals and tests need at "
+            f"least {MIN_GROUPS}."
+        )
+    return n_groups >= MIN_GROUPS
 
 
 class Benchmark(ABC):

@@ -14,13 +14,13 @@ import pandas as pd
 from scforge._checks import check_choice, check_known, check_seed
 from scforge._constants import UNS_KEY
 from scforge._progress import announce, duration
-from scforge.errors import OptionError, listing, warn
+from scforge.errors import OptionError, listing
 from scforge.eval.base import (
-    MIN_GROUPS,
     Benchmark,
     Entry,
     check_has_metrics,
     check_scores_embeddings,
+    has_enough_groups,
     title_of,
     to_evaluation,
 )
@@ -88,11 +88,8 @@ def score(
     means = {method: {metric: float(table[metric].mean()) for metric in table} for method, table in scores.items()}
     n_units = benchmark.n_units(reference) if intervals else None
     groups_key = getattr(benchmark, "groups_key", None)
-    if groups_key is not None and n_units is not None and n_units < MIN_GROUPS:
-        warn(
-            f"groups_key={groups_key!r} has only {n_units} scored groups; confidence intervals and tests need at least "
-            f"{MIN_GROUPS}."
-        )
+    if groups_key is not None and n_units is not None:
+        has_enough_groups(groups_key, n_units)
     best = {metric: _best(metric, means, kinds, measured) for metric in measured.metrics}
     for method, one in made.items():
         table = draws[method]

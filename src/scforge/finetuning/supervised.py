@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from scforge.data.cells import Cells, CellSource
-from scforge.errors import DataError, listing, warn
-from scforge.eval.base import MIN_GROUPS
+from scforge.errors import DataError, listing
+from scforge.eval.base import has_enough_groups
 from scforge.eval.baselines import BaselineInputs
 from scforge.eval.report import bootstrap_weights, compare_paired
 from scforge.finetuning.base import FROZEN, Column, Evaluated, EvaluationContext, Predictor, Task, warn_of_missing_base
@@ -171,25 +171,27 @@ class SupervisedTask(Task):
             train_cells = context.train_cells
             methods |= self.baselines(inputs, self.read(lambda key: train_cells.column(key).iloc[inputs.rows]))
         counts = {"n_scored": len(rows), **self.count_unscored(targets, column)}
-        table = {name: {**self.scores(truth, found), **counts} for name, found in methods.items()}
+        scores = {name: self.scores(truth, found) for name, found in methods.items()}
+        table = {name: {**values, **counts} for name, values in scores.items()}
         metrics = pd.DataFrame.from_dict(table, orient="index").rename_axis("method")
         tables = self.tables(truth, methods["scforge"])
         if context.intervals and len(methods) > 1:
             key = context.groups_key
             groups = np.arange(len(rows)) if key is None else pd.factorize(column(key)[known])[0]
-            n_groups = int(groups.max()) + 1
-            if key is None or n_groups >= MIN_GROUPS:
-                tables["differences"] = self._differences(truth, methods, groups, seed=context.seed)
-            else:
-                few = f"groups_key={key!r} has only {n_groups} scored groups"
-                warn(f"{few}; confidence intervals need at least {MIN_GROUPS}.")
+            if key is None or has_enough_groups(key, int(groups.max()) + 1):
+                tables["differences"] = self._differences(scores, truth, methods, groups, seed=context.seed)
         return Evaluated(metrics, tables)
 
     def _differences(
-        self, truth: np.ndarray, methods: Mapping[str, np.ndarray], groups: np.ndarray, *, seed: int
+        self,
+        values: Mapping[str, Mapping[str, float]],
+        truth: np.ndarray,
+        methods: Mapping[str, np.ndarray],
+        groups: np.ndarray,
+        *,
+        seed: int,
     ) -> pd.DataFrame:
         """Return each score minus that of each baseline, with 95% intervals from bootstrap samples of the groups."""
-        values = {name: self.scores(truth, found) for name, found in methods.items()}
         draws: dict[str, list[dict[str, float]]] = {name: [] for name in methods}
         for i in range(_N_DRAWS):
             (times,) = bootstrap_weights(len(truth), 1, seed=seed * _N_DRAWS + i, groups=groups)

@@ -154,10 +154,11 @@ def _evaluate_task(
     inputs = [source] if trained_on is None else [source, trained_on]
     if output is None and options.get("groups_key") is not None:
         raise OptionError("groups_key (--groups-key) requires output (-o), where the intervals are written; pass both.")
-    paths = [] if output is None else [output_file(output, [_TABLE], overwrite=overwrite, inputs=inputs)]
-    if paths and isinstance(tuned.objective, SupervisedTask):
-        beside = paths[0].with_stem(f"{paths[0].stem}_differences")
-        paths.append(output_file(beside, [_TABLE], overwrite=overwrite, inputs=inputs))
+    path = None if output is None else output_file(output, [_TABLE], overwrite=overwrite, inputs=inputs)
+    differences_path = None
+    if path is not None and isinstance(tuned.objective, SupervisedTask):
+        differences_path = path.with_stem(f"{path.stem}_differences")
+        output_file(differences_path, [_TABLE], overwrite=overwrite, inputs=inputs)
     if trained_on is not None and tuned._known_split() is None:
         raise OptionError(
             f"trained_on={str(trained_on)!r} (--trained-on) does not contain exactly the cells used for fine-tuning; "
@@ -168,17 +169,17 @@ def _evaluate_task(
         base = load_named(base_model, f"base_model={str(base_model)!r} (--base-model)")
         base._move_to(chosen_device(device))
     adata = in_memory(source)
-    options = {"intervals": output is not None, **options}
+    options.setdefault("intervals", path is not None)
     found = tuned.evaluate(source if adata is None else adata, base=base, **options)
     assert isinstance(found, pd.DataFrame)
-    if paths:
-        write(paths[0], found)
-    if len(paths) > 1:
+    if path is not None:
+        write(path, found)
+    if differences_path is not None:
         differences = None if adata is None else adata.uns[UNS_KEY].get("metrics_differences")
-        if differences is None:
-            paths[1].unlink(missing_ok=True)
+        if differences is None:  # those of an earlier evaluation do not belong to these scores
+            differences_path.unlink(missing_ok=True)
         else:
-            write(paths[1], differences.set_index("method"))
+            write(differences_path, differences.set_index("method"))
     return found
 
 
