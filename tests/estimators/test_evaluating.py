@@ -43,7 +43,7 @@ def test_an_embedding_beside_baselines_and_random_weights(trained: Encoder, tmp_
     np.testing.assert_allclose(cells.obsm["X_scforge"], trained.get_latent_representation(cells, key_added=None))
     assert "X_untrained" not in cells.obsm
     cells.write_h5ad(tmp_path / "cells.h5ad")
-    figures = ad.read_h5ad(tmp_path / "cells.h5ad").uns["scforge"]["metrics"]
+    figures = ad.read_h5ad(tmp_path / "cells.h5ad").uns["scforge"]["report"]
     assert set(figures["benchmark"]) == {"label_prediction", "geometry"}
     assert len(report.verdicts()) == 1
     assert report.facts["labels_key"] == "group (2)"
@@ -191,7 +191,7 @@ def test_gene_embeddings_against_a_network(trained: Encoder, tmp_path: Path) -> 
     assert "baseline" in kinds.values()
     table = report.to_table("gene_network")
     assert "auprc_ratio" in table
-    assert set(cells.uns["scforge"]["metrics"]["benchmark"]) == {"geometry", "gene_network"}
+    assert set(cells.uns["scforge"]["report"]["benchmark"]) == {"geometry", "gene_network"}
     cells.var["symbol"] = [f"S{name}" for name in cells.var_names]
     options = {"benchmarks": "gene_network", "network": "S" + edges(), "gene_key": "symbol"}
     again = evaluate_models(trained, cells, **options, intervals=False, seeds=(0,)).to_table("gene_network")

@@ -35,16 +35,16 @@ def test_models_stand_beside_baselines(embedded: ad.AnnData, tmp_path: Path) -> 
     assert found == [("X_good", "model", 4), ("X_noise", "untrained", 4), *baselines]
     assert report.rows[0].scores["knn_macro_f1"] == 1.0
     assert report.rows[1].scores["knn_macro_f1"] < 0.8
-    metrics = embedded.uns["scforge"]["metrics"]
+    metrics = embedded.uns["scforge"]["report"]
     assert set(metrics["method"]) == {row.name for row in report.rows}
     embedded.write_h5ad(tmp_path / "cells.h5ad")
-    again = ad.read_h5ad(tmp_path / "cells.h5ad").uns["scforge"]["metrics"]
+    again = ad.read_h5ad(tmp_path / "cells.h5ad").uns["scforge"]["report"]
     assert again.query("method == 'X_good' and metric == 'knn_macro_f1'")["value"].tolist() == [1.0]
     pd.testing.assert_frame_equal(again, metrics, check_index_type=False, check_dtype=False)
     for key in ("scores", None):
         one = evaluate(embedded, LabelPrediction("group"), "X_good", baselines=(3,), intervals=False, key_added=key)
         assert one.rows[0].name == "X_good"
-        assert set(embedded.uns["scforge"]) == {"mine", "metrics", "scores"}
+        assert set(embedded.uns["scforge"]) == {"mine", "report", "scores"}
 
 
 def test_mistakes(embedded: ad.AnnData) -> None:

@@ -40,7 +40,7 @@ from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError, first_line, warn
 from scforge.estimators.card import CardFacts, Origin, in_epochs, model_card, shown
-from scforge.estimators.serialize import LANDMARKS, load_weights, write_folder
+from scforge.estimators.serialize import BASE, LABELED, LANDMARKS, load_weights, part_of, write_folder
 from scforge.estimators.setup import (
     LAST,
     GeneField,
@@ -56,6 +56,7 @@ from scforge.estimators.spec import FineTuneSpec, ModelSpec
 from scforge.finetuning.base import Task
 from scforge.finetuning.heads import FineTunedModule
 from scforge.finetuning.held_out import HeldOutRegistry
+from scforge.finetuning.new_cells import LabeledCells
 from scforge.hub.finding import origin_of
 from scforge.models._utils import count_parameters
 from scforge.models.components.gene_vectors import check_filled
@@ -140,6 +141,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
     _seen: HeldOutRegistry | None = None
     _landmarks: torch.Tensor | None = None
     """Embeddings of sampled training cells, shape (S, D), onto which queries are mapped."""
+    _labeled: LabeledCells | None = None
+    """Training cells of a fine-tuned classifier, in the embedding of its base model if that maps queries."""
     trainer = _Absent("use model.history for the training metrics, and callbacks=[...] to access Lightning's Trainer")
     prepare_query_anndata = _Absent("genes are matched by name, so call load_query_data(query, reference) directly")
     get_normalized_expression = _Absent("use scforge.models.ScDiVa, which decodes expression")
@@ -532,10 +535,9 @@ class CellModel(BaseModelClass, metaclass=_Front):
         card: str | None = None,
     ) -> None:
         """Write a model folder. If None, uses the weights of the module and a generated card."""
-        state = self.module.state_dict() if weights is None else weights
         write_folder(
             dir_path,
-            state if weights is not None or self._landmarks is None else {**state, LANDMARKS: self._landmarks},
+            self._tensors() if weights is None else weights,
             vocab=self._spec.vocab,
             content=self._content(),
             seen=self._seen,
@@ -544,6 +546,23 @@ class CellModel(BaseModelClass, metaclass=_Front):
             adata=adata,
             extra=extra,
         )
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the weights and the other tensors to save."""
+        found = dict(self.module.state_dict())
+        if self._landmarks is not None:
+            found[LANDMARKS] = self._landmarks
+        if self._labeled is not None:
+            found |= {f"{LABELED}{name}": value for name, value in self._labeled.tensors().items()}
+            if (base := self._mapping_base) is not None:
+                found |= {f"{BASE}{name}": value for name, value in base._tensors().items()}
+        return found
+
+    @property
+    def _mapping_base(self) -> CellModel | None:
+        """The model before fine-tuning, if new cells can be mapped onto its training cells."""
+        base = self._base
+        return base if base is not None and base.spec.tuning is None and base._landmarks is not None else None
 
     def _current_origin(self) -> Origin | None:
         """Return the location of the model, or None if it has no location or was trained since."""
@@ -648,15 +667,25 @@ class CellModel(BaseModelClass, metaclass=_Front):
         model = cls._of_parts(config, vocab, adata=adata, registry=registry, seed=config["seed"], tuning=tuning)
         load_weights(model.module, weights, source=str(dir_path))
         model._landmarks = weights.get(LANDMARKS)
+        model._restore(config, dir_path, weights)
+        if tuning is not None and (of_base := part_of(weights, BASE)):
+            parts = replace(model.spec, tuning=None).to_json()
+            base = cls._of_parts(parts, vocab, registry=bare_registry(cls.__name__, setup), seed=config["seed"])
+            load_weights(base.module, of_base, source=str(dir_path))
+            base._landmarks, base.is_trained_, base.n_epochs_ = of_base[LANDMARKS], True, tuning.base["n_epochs"]
+            model._base = base
         model._move_to(device)
         model.is_trained_ = config["is_trained"]
-        model._restore(config, dir_path)
         name, revision = origin_of(Path(dir_path))
         model._origin = replace(model._origin_at(dir_path), name=name, revision=revision)
         return model
 
-    def _restore(self, content: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
-        """Restore the training record from the description of a model or an adapter."""
+    def _restore(
+        self, content: Mapping[str, Any], folder: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Restore the training record from the content of a folder of a model or an adapter."""
+        if labeled := part_of(tensors, LABELED):
+            self._labeled = LabeledCells.of_tensors(labeled, source=str(folder))
         if self._spec.tuning is not None:
             self._seen = HeldOutRegistry.load(folder, self._spec.tuning.split.get("cells"))
         self._extend_history(content["history"])

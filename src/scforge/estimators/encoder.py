@@ -20,6 +20,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from scforge._checks import check_count, check_seed, check_share
 from scforge._constants import QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
+from scforge._progress import announce
 from scforge._registry import check_options
 from scforge.data.cells import Cells, column_of, named_column
 from scforge.data.neighbors import n_query_clusters
@@ -33,7 +34,6 @@ from scforge.estimators.finetune import (
     of_both,
     options_of,
     save_adapter,
-    votes_of,
     warn_of_undecided,
     with_batches_of,
     with_room,
@@ -54,11 +54,13 @@ from scforge.estimators.spec import (
     vocab_of_cells,
 )
 from scforge.estimators.training import OF_PLAN, run_training, train_options
+from scforge.eval.report import write_scores
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, merge_lora, merged
 from scforge.finetuning.base import EvaluationContext, Predictor, Task
 from scforge.finetuning.heads import FineTunedModule, QueryMapping
 from scforge.finetuning.held_out import CellFingerprints, fingerprints
 from scforge.finetuning.labels import UNASSIGNED, text_labels
+from scforge.finetuning.new_cells import LabeledCells, NewCells, choose_labeled, votes_of
 from scforge.finetuning.splits import Split
 from scforge.finetuning.supervised import SupervisedTask
 from scforge.foreign.base import Foreign, read_checkpoint
@@ -293,6 +295,7 @@ class Encoder(CellModel):
             self._calibrate(data, after_failure=True)  # the model keeps the best weights so far
             raise
         self._calibrate(data)
+        self._keep_labeled(data)
         if self._obsm_key == QUERY_KEY:
             warn(
                 f"The encoder was trained on the query, so obsm[{QUERY_KEY!r}] is not comparable with the embedding of "
@@ -536,10 +539,19 @@ class Encoder(CellModel):
         adata: AnnData | Cells | str | os.PathLike[str] | None = None,
         *,
         key_added: str | None = None,
+        map_query: bool = True,
         batch_size: int = 256,
         **options: Any,
     ) -> pd.DataFrame | AnnData:
         """Predict with a fine-tuned model, and write the predictions into `adata`.
+
+        For the task ``"annotation"``, cells that were not part of the fine-tuning data are compared with the training
+        cells first. If the base model was trained with ``neighbor_denoising``, the default, they are mapped onto its
+        training cells as in :meth:`load_query_data`. Their class probabilities are the mean of three classifiers: the
+        fine-tuned head, a logistic regression on the embedding of the base model, and votes of the nearest training
+        cells there. Their confidence is calibrated on held-out batches if the fine-tuning data have batches. It is
+        reported how many genes were found, by which factor the expression of a gene typically differs, and how many
+        cells are far from all training cells. A warning is issued if these differences are large.
 
         Parameters
         ----------
@@ -547,6 +559,9 @@ class Encoder(CellModel):
             Cells, see :meth:`get_latent_representation`. If None, uses the cells used for fine-tuning.
         key_added
             Key of the predictions, instead of the default key.
+        map_query
+            Whether to map new cells, as described above. If False, the fine-tuned head predicts all cells as is.
+            Predictions of mapped cells depend on which cells are mapped together.
         batch_size
             Number of cells per batch.
         **options
@@ -555,6 +570,13 @@ class Encoder(CellModel):
         Returns
         -------
         A data frame with one row per cell; for ``"perturbation"``, the predicted cells.
+
+        Notes
+        -----
+        Tasks that learn labels also write ``obs["scforge_split"]`` (``"<key_added>_split"``): ``"train"``,
+        ``"validation"``, ``"test"``, ``"unused"`` (part of the fine-tuning data, e.g. without a label) or ``"new"``.
+        The labels of training and validation cells are known to the model, so their predictions do not show how
+        accurate it is.
 
         Raises
         ------
@@ -580,8 +602,32 @@ class Encoder(CellModel):
         assert self.spec.tuning is not None  # it has a task
         check_options("option of predict", self.spec.tuning.task, options, options_of(task.predict))
         source = self._source(adata)
-        predictor = self._predictor(self._open(source), batch_size)
-        return task.predict(predictor, source if isinstance(source, AnnData) else None, key_added=key_added, **options)
+        cells = self._open(source)
+        predictor = self._predictor_of_query(cells, batch_size) if map_query else self._predictor(cells, batch_size)
+        into = source if isinstance(source, AnnData) else None
+        predicted = task.predict(predictor, into, key_added=key_added, **options)
+        if task.learns_labels and not task.makes_cells and self._seen is not None:
+            self._mark_split(cells, into, key_added)
+        if predictor.new is not None:
+            announce(predictor.new.describe())
+            if into is not None:
+                key = key_added or f"scforge_{cast('Any', task).labels_key}"
+                into.uns[UNS_KEY] = {**into.uns.get(UNS_KEY, {}), key: {**self._made_with(), **predictor.new.shift}}
+        return predicted
+
+    def _mark_split(self, cells: Cells, adata: AnnData | None, key_added: str | None) -> None:
+        """Write the part of the split of each cell, and say how many cells the model learned from."""
+        assert self._seen is not None  # it was fine-tuned
+        parts = self._seen.parts_of(CellFingerprints.of(cells))
+        column = f"{key_added or 'scforge'}_split"
+        if adata is not None:
+            adata.obs[column] = pd.Categorical(parts)
+        if n_learned := int(np.isin(parts, ("train", "validation")).sum()):
+            where = "" if adata is None else f" (obs[{column!r}])"
+            announce(
+                f"The model knows the labels of {n_learned:,} of the {len(parts):,} cells from fine-tuning{where}; the "
+                "predictions of these cells do not show how accurate it is."
+            )
 
     def evaluate(
         self,
@@ -592,6 +638,7 @@ class Encoder(CellModel):
         intervals: bool = True,
         groups_key: str | None = None,
         key_added: str | None = "metrics",
+        map_query: bool = True,
         batch_size: int = 256,
         seed: int = 0,
     ) -> pd.DataFrame:
@@ -617,8 +664,10 @@ class Encoder(CellModel):
             Column whose groups, e.g. donors, are resampled as a whole for the intervals; requires four groups. If None,
             single cells are resampled, and the intervals only apply to the donors in the test set.
         key_added
-            Key in ``adata.uns["scforge"]`` for the table; additional tables are stored as ``<key_added>_<table>``. None
-            writes nothing.
+            Key in ``adata.uns["scforge"]`` for the table; additional tables are stored as ``<key_added>_<table>``, and
+            replace all tables of an earlier evaluation with this key. None writes nothing.
+        map_query
+            Whether to map new cells before prediction, see :meth:`predict`.
         batch_size
             Number of cells per batch.
         seed
@@ -691,7 +740,7 @@ class Encoder(CellModel):
         else:
             scored_cells = self._over_all_genes(source, train_cells.vocab)
         context = EvaluationContext(
-            predictor=self._predictor(cells, batch_size),
+            predictor=self._predictor_of_query(cells, batch_size) if map_query else self._predictor(cells, batch_size),
             rows=rows,
             train=train,
             train_rows=None if split is None or train is None else split.train,
@@ -706,10 +755,7 @@ class Encoder(CellModel):
         )
         evaluated = task.evaluate(context)
         if key_added is not None and isinstance(source, AnnData):
-            tables = {f"{key_added}_{name}": table for name, table in evaluated.tables.items()}
-            source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key_added: evaluated.metrics, **tables}
-            if "differences" not in evaluated.tables:  # those of an earlier evaluation do not belong to these metrics
-                source.uns[UNS_KEY].pop(f"{key_added}_differences", None)
+            write_scores(source, key_added, evaluated.metrics, evaluated.tables)
         return evaluated.metrics
 
     def _own_task(self) -> Task | None:
@@ -750,6 +796,42 @@ class Encoder(CellModel):
             if not after_failure:
                 raise
             warn(f"the confidence of the model could not be calibrated: {first_line(error)}.")
+
+    def _keep_labeled(self, data: CellDataModule) -> None:
+        """Keep labeled training cells to predict the classes of new cells, if the task does."""
+        task: Any = data.objective
+        if self.spec.tuning is None or not task.maps_new_cells or is_sharded(self.module):
+            return
+        classes = task.read(data.bound.column)[data.train_rows]
+        chosen = choose_labeled(classes, seed=self.seed)
+        space, rows = self._mapping_base or self, data.train_rows[chosen]
+        key, obs = data.batch_key or self._setup.get("batch_key"), cast("Any", data.bound).obs
+        batches = None if obs is None or key not in obs else pd.factorize(obs[key].iloc[rows])[0]
+        embeddings = space._predictor(data.bound, 256).embedding(rows)
+        self._labeled = LabeledCells.calibrated(embeddings, classes[chosen], batches)
+
+    def _predictor_of_query(self, cells: Cells, batch_size: int) -> Predictor:
+        """Return the model applied to cells, of which those that it was not fine-tuned on are mapped."""
+        predictor, labeled = self._predictor(cells, batch_size), self._labeled
+        if self._seen is None or labeled is None:
+            return predictor
+        is_new = self._seen.parts_of(CellFingerprints.of(cells)) == "new"
+        if not is_new.any():
+            return predictor
+        rows, module, base = np.flatnonzero(is_new), self.module, cast("Encoder | None", self._mapping_base)
+        space, shift = predictor, {"n_new": len(rows), "gene_overlap": cells.overlap, "counts_kept": cells.counts_kept}
+        if base is not None:
+            if base.device != self.device:
+                base._move_to(self.device)
+            mapping = base._mapping_of(cells, rows)
+            space = replace(base._predictor(cells, batch_size), module=FineTunedModule(base._backbone, mapping))
+            tuning = cast("FineTuneSpec", self.spec.tuning)
+            module = FineTunedModule(self._backbone, self.module.head, mapping.only_factors(tuning.n_latent))
+            shift["gene_factor"] = mapping.typical_factor()
+        embeddings = space.embedding(rows)
+        shift["share_far"] = labeled.share_far(embeddings)
+        probabilities = labeled.probabilities(embeddings, len(cast("Any", self.objective).known_classes))
+        return replace(predictor, new=NewCells(is_new, module, probabilities, labeled.temperature, shift))
 
     def merge_adapter(self) -> None:
         """Merge the adapters into the weights; predictions stay the same and are as fast as without adapters.
@@ -958,11 +1040,12 @@ class Encoder(CellModel):
         )
         return model
 
-    def _mapping_of(self, query: Cells) -> QueryMapping:
-        """Fit the mapping of query cells onto the training cells."""
-        some = query.sample(_MOST_OF_QUERY, seed=self.seed)
+    def _mapping_of(self, query: Cells, rows: np.ndarray | None = None) -> QueryMapping:
+        """Fit the mapping of query cells (in `rows`) onto the training cells."""
+        some = query.sample(_MOST_OF_QUERY, rows=rows, seed=self.seed)
         reference = cast("torch.Tensor", self._landmarks).numpy()
-        mapping = QueryMapping(reference.shape[1], n_query_clusters(len(query)), len(self.vocab)).to(self.device)
+        n_clusters = n_query_clusters(len(query) if rows is None else len(rows))
+        mapping = QueryMapping(reference.shape[1], n_clusters, len(self.vocab)).to(self.device)
         module = FineTunedModule(self._backbone, mapping)
 
         def embedding() -> np.ndarray:

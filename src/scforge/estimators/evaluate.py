@@ -19,10 +19,10 @@ from scforge.estimators.generate import check_generates
 from scforge.estimators.interpret import untrained_embedder
 from scforge.eval.base import Entry, Evaluation, check_column, to_evaluation
 from scforge.eval.generation import evaluate_generation
-from scforge.eval.harness import check_seeds, entries_of, evaluate, write_metrics
+from scforge.eval.harness import check_seeds, entries_of, evaluate
 from scforge.eval.label_prediction import is_collapsed
 from scforge.eval.networks import check_edges, edges_from_embeddings, evaluate_network, read_network
-from scforge.eval.report import Kind, Report
+from scforge.eval.report import Kind, Report, write_scores
 from scforge.insilico.gene_embeddings import input_gene_embeddings
 
 BENCHMARKS_OF_EMBEDDINGS = ("cell_type_probe", "scib", "geometry")
@@ -56,7 +56,7 @@ def evaluate_models(
     gene_key: str | None = None,
     batch_size: int = 256,
     title: str | None = None,
-    key_added: str | None = "metrics",
+    key_added: str | None = "report",
     progress_bar: bool = True,
 ) -> Report:
     """Score models on benchmarks, each with its baselines.
@@ -191,7 +191,7 @@ def evaluate_models(
             report.extend(found, one.title)
     assert report is not None
     if others and key_added is not None:
-        write_metrics(adata, report, key_added)
+        write_scores(adata, key_added, report.to_frame())
     return report
 
 
@@ -277,7 +277,7 @@ def _evaluate_embeddings(
         for name, model in every.items():
             model._keep(adata, f"X_{name}", computed.pop(f"X_{name}"), model._cells(adata))
         adata.obsm.update({key: computed[key] for key in computed if key != _UNTRAINED})
-        write_metrics(adata, report, key_added)
+        write_scores(adata, key_added, report.to_frame())
     return report
 
 

@@ -27,7 +27,7 @@ from scforge.data.cells import Cells, named_column
 from scforge.data.checks import inherited_batch_key
 from scforge.errors import DataError, ModelFileError, OptionError, listing, warn
 from scforge.estimators.base import CellModel
-from scforge.estimators.serialize import ADAPTER, check_sum, load_weights, read_description, sealed
+from scforge.estimators.serialize import ADAPTER, LABELED, check_sum, load_weights, read_description, sealed
 from scforge.estimators.setup import bare_registry
 from scforge.estimators.spec import FineTuneSpec, check_freeze, named_options
 from scforge.finetuning.adapters import base_state, digest_of, is_adapter, load_base, lora_options, merged
@@ -290,13 +290,6 @@ def of_both(query: Cells, reference: Cells, pretraining: Any, key: str | None, s
     return both, {"batch_key": batch_key, "batches": [*known, *sorted({*parts[0], *parts[1]} - {*known})]}
 
 
-def votes_of(distances: np.ndarray) -> np.ndarray:
-    """Return the vote weights ``exp(-d^2 / (2 s^2))``, with s the mean distance of a cell, shape (N, K)."""
-    # Cells that lie on all their neighbors count each the same.
-    scale = np.maximum(distances.mean(axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    return np.exp(-0.5 * np.square(distances / scale))
-
-
 _CONFIG, _WEIGHTS = "adapter.json", "adapter.safetensors"
 
 
@@ -310,6 +303,8 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
         for name, value in model.module.state_dict().items()
         if name.startswith("head.") or is_adapter(name)
     }
+    if model._labeled is not None:
+        state |= {f"{LABELED}{name}": value for name, value in model._labeled.tensors().items()}
     with atomic_folder(dir_path, overwrite=overwrite) as folder:
         if model._seen is not None:
             model._seen.save(folder)
@@ -359,5 +354,5 @@ def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None)
     load_weights(model.module, weights, source=str(folder), adapters=True)
     model.module.to(torch.device(base.device)).eval()
     model.is_trained_, model._base = True, base
-    model._restore(content, folder)
+    model._restore(content, folder, weights)
     return model

@@ -35,8 +35,10 @@ FORMAT = 2
 MODEL, ADAPTER = "model", "adapter"
 """Kinds of model descriptions."""
 _CHECKSUM = "checksum"
-LANDMARKS = "scforge.landmarks"
-"""Name of the embeddings of sampled training cells among the weights."""
+_OWN = "scforge."
+"""Prefix of tensors that are saved with the weights and are not weights of the module."""
+LANDMARKS, LABELED, BASE = f"{_OWN}landmarks", f"{_OWN}labeled.", f"{_OWN}base."
+"""Name of the embeddings of sampled training cells; prefixes of labeled cells and of the base model's tensors."""
 _NUMBER = "$number"
 """Key for a number that JSON cannot represent, e.g. ``{"$number": "nan"}``."""
 
@@ -177,6 +179,11 @@ def expected_of(found: Foreign) -> Shapes | None:
     return None if module is None else shapes_of(module)
 
 
+def part_of(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    """Return the tensors whose name starts with `prefix`, without the prefix."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
 def load_weights(
     module: nn.Module, weights: dict[str, torch.Tensor], *, source: str, adapters: bool = False, assign: bool = False
 ) -> None:
@@ -198,7 +205,7 @@ def load_weights(
     ModelFileError
         If names or shapes differ, or a weight is NaN or infinite.
     """
-    weights = {name: value for name, value in weights.items() if name != LANDMARKS}
+    weights = {name: value for name, value in weights.items() if not name.startswith(_OWN)}
     refuse_not_finite(weights, module, source=source)
     try:
         missing, unknown = module.load_state_dict(weights, strict=False, assign=assign)

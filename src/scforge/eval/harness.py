@@ -12,7 +12,6 @@ import numpy as np
 import pandas as pd
 
 from scforge._checks import check_choice, check_known, check_seed
-from scforge._constants import UNS_KEY
 from scforge._progress import announce, duration
 from scforge.errors import OptionError, listing
 from scforge.eval.base import (
@@ -26,7 +25,7 @@ from scforge.eval.base import (
 )
 from scforge.eval.baselines import check_baselines, embedding_baselines
 from scforge.eval.label_prediction import check_embedding
-from scforge.eval.report import KINDS, Kind, Measured, Report, Row, compare_paired, interval
+from scforge.eval.report import KINDS, Kind, Measured, Report, Row, compare_paired, interval, write_scores
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -184,7 +183,7 @@ def evaluate(
     rows: np.ndarray | None = None,
     seconds: Mapping[str, float] | None = None,
     title: str = "Embeddings compared",
-    key_added: str | None = "metrics",
+    key_added: str | None = "report",
     progress_bar: bool = True,
 ) -> Report:
     """Score embeddings in ``adata.obsm`` with baselines on the same cells.
@@ -293,7 +292,7 @@ def evaluate(
         )
     report.facts |= {"seeds": ", ".join(str(seed) for seed in seeds), "versions": _versions_of_packages()}
     if key_added is not None:
-        write_metrics(adata, report, key_added)
+        write_scores(adata, key_added, report.to_frame())
     return report
 
 
@@ -401,11 +400,6 @@ def check_seeds(seeds: Sequence[int]) -> None:
         raise OptionError(f"seeds={seeds!r} is not a list of seeds; pass e.g. seeds=(0, 1, 2).")
     for seed in seeds:
         check_seed(seed)
-
-
-def write_metrics(adata: AnnData, report: Report, key: str) -> None:
-    """Write the scores of a report into ``adata.uns["scforge"]``."""
-    adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key: report.to_frame()}
 
 
 def _check_kinds(kinds: Mapping[str, Any]) -> None:

@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
+from scforge._constants import UNS_KEY
 from scforge._io import atomic_folder, atomic_path
 from scforge.errors import OptionError
 
 if TYPE_CHECKING:
+    from anndata import AnnData
+
     from scforge.eval.base import Benchmark
 
 
@@ -482,6 +485,20 @@ class Report:
                 place = written.enter_context(atomic_folder(place, argument="folder"))
             for suffix, text in texts.items():
                 written.enter_context(atomic_path(place / f"report.{suffix}")).write_bytes(text.encode())
+
+
+def write_scores(
+    adata: AnnData, key: str, scores: pd.DataFrame, tables: Mapping[str, pd.DataFrame] | None = None
+) -> None:
+    """Write the scores and tables of an evaluation into uns, and remove the tables of an earlier one with this key."""
+    written = dict(adata.uns.get(UNS_KEY, {}))
+    for name in written.pop(f"{key}_tables", ()):
+        written.pop(f"{key}_{name}", None)
+    written[key] = scores
+    if tables:
+        written[f"{key}_tables"] = np.array([*tables], dtype=object)
+        written |= {f"{key}_{name}": table for name, table in tables.items()}
+    adata.uns[UNS_KEY] = written
 
 
 def _sentence(row: Row, about: Measured, compared: Comparison, p_value: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,10 +18,11 @@ from scforge._registry import Registry, check_options, check_switches
 from scforge.data.cells import CellBlock, Cells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, warn
+from scforge.finetuning.new_cells import NewCells
 from scforge.finetuning.splits import Split
 from scforge.tokenizers.base import TokenBatch, Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults
-from scforge.training.predict import embed, run_over
+from scforge.training.predict import run_over
 
 
 @dataclass
@@ -39,6 +41,8 @@ class Predictor:
         The cells over the genes of the model.
     batch_size
         Number of cells per batch.
+    new
+        Cells that the model was not fine-tuned on, if they are predicted differently.
 
     Examples
     --------
@@ -56,6 +60,7 @@ class Predictor:
     objective: Objective
     cells: Cells
     batch_size: int = 256
+    new: NewCells | None = None
 
     @property
     def task(self) -> Task:
@@ -65,21 +70,30 @@ class Predictor:
 
     def outputs(self, rows: np.ndarray | None = None) -> np.ndarray:
         """Return the head outputs for each cell (in `rows`), float32, shape (N, K)."""
-        return run_over(
-            self.module,
-            self.cells,
-            self.tokenizer,
-            lambda batch: self.module(**batch).logits,
-            objective=self.objective,
-            batch_size=self.batch_size,
-            rows=rows,
-        )
+        return self._over(lambda module, batch: module(**batch).logits, rows)
 
     def embedding(self, rows: np.ndarray | None = None) -> np.ndarray:
         """Return the embedding of each cell (in `rows`), float32, shape (N, D)."""
-        return embed(
-            self.module, self.cells, self.tokenizer, objective=self.objective, batch_size=self.batch_size, rows=rows
-        )
+        return self._over(lambda module, batch: module.encode(**batch), rows)
+
+    def _over(self, compute: Callable[[nn.Module, Batch], torch.Tensor], rows: np.ndarray | None) -> np.ndarray:
+        """Return the output of `compute` for each cell (in `rows`), using the module for new cells for these."""
+        how = {"objective": self.objective, "batch_size": self.batch_size}
+
+        def run(module: nn.Module, rows: np.ndarray | None) -> np.ndarray:
+            return run_over(module, self.cells, self.tokenizer, partial(compute, module), rows=rows, **how)
+
+        if self.new is None:
+            return run(self.module, rows)
+        rows = np.arange(len(self.cells)) if rows is None else rows
+        is_new = self.new.is_new[rows]
+        if is_new.all() or not is_new.any():
+            return run(self.new.module if is_new.any() else self.module, rows)
+        parts = [(~is_new, run(self.module, rows[~is_new])), (is_new, run(self.new.module, rows[is_new]))]
+        found = np.empty((len(rows), parts[0][1].shape[1]), dtype=np.float32)
+        for chosen, values in parts:
+            found[chosen] = values
+        return found
 
 
 FROZEN = "frozen_embedding"
@@ -201,6 +215,8 @@ class Task(Objective):
         ``setup_anndata``.
     makes_cells
         Whether :meth:`predict` returns an AnnData instead of a table with one row per cell.
+    maps_new_cells
+        Whether cells that the model was not fine-tuned on are mapped onto the training cells before prediction.
     learns_labels
         Whether training uses the labels of cells, which must then not be scored later. False if labels are only used in
         :meth:`evaluate`.
@@ -235,6 +251,7 @@ class Task(Objective):
 
     keys: ClassVar[tuple[str, ...]] = ("labels_key",)
     makes_cells: ClassVar[bool] = False
+    maps_new_cells: ClassVar[bool] = False
     learns_labels: ClassVar[bool] = True
     pretraining: Objective | None = None
     vocab: GeneVocab | None = None

@@ -17,10 +17,10 @@ from scforge._registry import check_options
 from scforge.data.cells import CellSource
 from scforge.data.neighbors import SHARPNESS, query_shifts
 from scforge.errors import OptionError
-from scforge.finetuning.base import Task
 from scforge.models._utils import evaluating
 from scforge.models.protocol import ModelOutput
 from scforge.tokenizers.base import Tokenizer
+from scforge.training.objectives.base import Objective
 from scforge.training.predict import embed
 
 
@@ -34,6 +34,8 @@ class FineTunedModule(nn.Module):
     head
         Head whose ``forward(embeddings, batch)`` takes embeddings of shape (B, D) and the batch, and returns shape (B,
         K).
+    mapping
+        Mapping of query cells onto the training cells. If None, cells are not mapped, unless `head` is a mapping.
 
     Attributes
     ----------
@@ -53,18 +55,20 @@ class FineTunedModule(nn.Module):
     torch.Size([1, 3])
     """
 
-    def __init__(self, encoder: nn.Module, head: nn.Module) -> None:
+    def __init__(self, encoder: nn.Module, head: nn.Module, mapping: QueryMapping | None = None) -> None:
         super().__init__()
         self.encoder = encoder
         self.head = head
+        self.mapping = mapping
         self.frozen = False
 
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> torch.Tensor:
         """Return cell embeddings, shape (B, D); query embeddings are in the space of the reference."""
         whole = {"input_ids": input_ids, "attention_mask": attention_mask, **batch}
-        if not isinstance(self.head, QueryMapping):
+        mapping = self.head if isinstance(self.head, QueryMapping) else self.mapping
+        if mapping is None:
             return self.encoder.encode(**whole)
-        return self.head.move(self.encoder.encode(**self.head.scaled(whole)))
+        return mapping.move(self.encoder.encode(**mapping.scaled(whole)))
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> ModelOutput:
         """Return the head outputs as ``logits``, shape (B, K), and ``embeddings``, shape (B, D)."""
@@ -157,6 +161,17 @@ class QueryMapping(Unchanged):
         median *= below[-1] / (below[-1] + prior)
         factors = np.where(observed.any(axis=0), np.exp(median), 1.0).clip(1 / _LARGEST_FACTOR, _LARGEST_FACTOR)
         self.factors[len(self.factors) - len(factors) :] = torch.from_numpy(factors).to(self.factors)
+
+    def typical_factor(self) -> float:
+        """Return the geometric standard deviation of the factors, which is 1 if all genes keep their expression."""
+        logs = self.factors.log()
+        return float(logs[logs != 0].std(correction=0).nan_to_num().exp())
+
+    def only_factors(self, n_latent: int) -> QueryMapping:
+        """Return a mapping with these factors and without shifts, for an encoder with `n_latent` dimensions."""
+        found = QueryMapping(n_latent, 1, len(self.factors)).to(self.factors.device)
+        found.factors.copy_(self.factors)
+        return found
 
     def scaled(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a token batch with the expression that the encoder expects."""
@@ -306,7 +321,7 @@ type Fit = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Function that takes cell features (N, F), and returns weights (K, F) and biases (K,)."""
 
 
-def probe(module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer, task: Task, fit: Fit | None) -> None:
+def probe(module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer, task: Objective, fit: Fit | None) -> None:
     """Fit the standardization of a :class:`~scforge.finetuning.PredictionHead`, and its last layer if `fit` is given.
 
     Parameters

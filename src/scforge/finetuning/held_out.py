@@ -166,6 +166,19 @@ class HeldOutRegistry:
         """Fingerprints of the cells that were used for training or for choosing the best epoch."""
         return self.marks.take(np.concatenate([self.rows.train, self.rows.validation]))
 
+    def parts_of(self, marks: CellFingerprints) -> np.ndarray:
+        """Return the part of the split that each cell belongs to, as text, shape (N,).
+
+        Cells that were not used for fine-tuning are ``"new"``; cells of the fine-tuning data without a part, e.g.
+        without a label, are ``"unused"``.
+        """
+        found = np.full(len(marks), "new", dtype=object)
+        found[marks.among(self.marks)] = "unused"
+        for part in reversed(PARTS):  # of cells that are alike, one that was trained on decides
+            found[marks.among(self.marks.take(getattr(self.rows, part)))] = part
+        found[marks.among(self.learned)] = PARTS[0]
+        return found
+
     def with_learned(self, marks: CellFingerprints) -> HeldOutRegistry:
         """Return a copy with additional cells whose labels were learned."""
         return replace(self, learned=self.learned.union(marks))

@@ -134,6 +134,7 @@ class Annotation(SupervisedTask):
         arXiv:2202.10054).
     """
 
+    maps_new_cells = True
     monitor = "macro_f1"
     monitor_mode = "max"
     lower_is_better = frozenset({"calibration_error"})
@@ -283,7 +284,8 @@ class Annotation(SupervisedTask):
 
     def estimate(self, predictor: Predictor, rows: np.ndarray | None = None) -> np.ndarray:
         """Return calibrated probabilities of each class, float64, shape (N, C)."""
-        return probabilities_of(predictor.outputs(rows), float(predictor.module.head.temperature))
+        found = probabilities_of(predictor.outputs(rows), float(predictor.module.head.temperature))
+        return found if predictor.new is None else predictor.new.combine(found, rows)
 
     def predict(  # type: ignore[override]
         self,
