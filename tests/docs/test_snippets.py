@@ -7,11 +7,20 @@ import tomllib
 from pathlib import Path
 from typing import NamedTuple
 
+import matplotlib
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import pytest
+import scanpy as sc
+from anndata import AnnData
 
 import scforge
 from scforge.cli import main
+from scforge.estimators import Encoder
 from scforge.eval.base import BENCHMARKS
 from scforge.finetuning.base import TASKS
 from scforge.models.registry import MODELS
@@ -130,3 +139,43 @@ def test_every_page_is_covered():
     assert {path.stem for path in DOCS.glob("extending*.md")} <= set(pages)
     for page in pages:
         assert any(block.language == "python" for block in blocks(page)), page
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::scforge.errors.ScforgeWarning")
+def test_the_readme_runs_on_10000_cells(tmp_path, monkeypatch):
+    """Neighbors are approximated from 8,192 cells on, by packages that fit together in some versions only."""
+    rng = np.random.default_rng(0)
+    cells = scforge.datasets.pbmc3k()
+    cells = cells[cells.obs["cell_type"].notna()]
+    rows = rng.integers(cells.n_obs, size=10_500)
+    genes = np.argsort(-np.asarray(cells.X.sum(axis=0)).ravel(), kind="stable")[:500]
+    counts = cells.X[rows][:, np.sort(genes)]
+    counts.data = rng.binomial(counts.data.astype(int), 0.8).astype("float32")
+    adata = AnnData(counts, var=cells.var.iloc[np.sort(genes)], layers={"counts": counts})
+    adata.obs["cell_type"] = cells.obs["cell_type"].array[rows]
+    adata.obs["donor"] = pd.Categorical(rng.choice(["a", "b", "c", "d"], adata.n_obs))
+    new = adata[10_000:].copy()
+    monkeypatch.chdir(tmp_path)
+    adata[:10_000].copy().write_h5ad("cells.h5ad")
+    train = Encoder.train
+
+    def short(self, max_epochs=None, **options):
+        train(self, 1, **(options | {"progress_bar": False, "accelerator": "cpu"}))
+
+    monkeypatch.setattr(Encoder, "train", short)
+    monkeypatch.setattr(plt, "show", plt.close)
+    names = {}
+    (block,) = (block for block in blocks("../README") if block.language == "python")
+    text, report, _ = block.text.partition("report = ")  # which takes minutes, with exact neighbors of 5,000 cells
+    assert report
+    exec(compile(text, block.place, "exec"), names)
+    adata, annotator = names["adata"], names["annotator"]
+    assert adata.obsm["X_umap"].shape == (10_000, 2)
+    annotator.predict(adata, majority_voting=True)
+    sc.tl.leiden(adata, flavor="igraph", n_iterations=2, directed=False)
+    assert adata.obs["leiden"].nunique() > 2
+    truth = new.obs.pop("cell_type")
+    names["model"].get_latent_representation(new)
+    sc.tl.ingest(new, adata, obs="cell_type", embedding_method="umap")
+    assert (new.obs["cell_type"].astype(str) == truth.astype(str)).mean() > 0.5

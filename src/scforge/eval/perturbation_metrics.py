@@ -841,7 +841,8 @@ def distances(
     perturbation_key, control, context_key, separator
         Columns of ``obs``, see :func:`evaluate_perturbations`.
     metric
-        Name of a :class:`pertpy.tl.Distance` metric, e.g. ``"edistance"``, ``"mmd"`` or ``"wasserstein"``.
+        Name of a :class:`pertpy.tl.Distance` metric, e.g. ``"edistance"`` or ``"mmd"``. Some, e.g. ``"wasserstein"``,
+        need ``pip install "pertpy[jax]"``.
     obsm_key
         Coordinates in obsm, e.g. an embedding of all cells by the same model. If None, uses log1p CP10K over the genes
         shared by all data sets, which is slow for distances between cells.
