@@ -382,9 +382,11 @@ def _add_convert_checkpoint(command: argparse.ArgumentParser) -> None:
 def _add_embed(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     place = "folder, org/name on the hub, or scforge://name"
+    counts = "also write the genes and counts of a single h5ad file (default: on)"
     add("source", metavar="STORE_OR_H5AD", help="store, h5ad, AnnData-zarr, pattern or URL")
     add("-m", "--model", required=True, metavar="MODEL", help=place)
-    add("-o", "--output", required=True, metavar="FILE", help="out.zarr or out.h5ad: obs and the embedding, no genes")
+    add("-o", "--output", required=True, metavar="FILE", help="out.h5ad or out.zarr")
+    add("--counts", action=argparse.BooleanOptionalAction, help=counts)
     add("--key", metavar="KEY", help="key in obsm (X_scforge)")
     add("--batch-size", **_BATCH_SIZE)
     add("--device", **_DEVICE)
