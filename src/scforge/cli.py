@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from scforge.errors import ConfigError, MissingFileError, OptionError, ScforgeError, ScforgeWarning, listing
+from scforge.errors import (
+    ON_COMMAND_LINE,
+    ConfigError,
+    MissingFileError,
+    OptionError,
+    ScforgeError,
+    ScforgeWarning,
+    listing,
+)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, even if training saved its results, so that a script does not continue."""
@@ -644,6 +652,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", category=ScforgeWarning)
         warnings.showwarning = _ShowOnce()
+        token = ON_COMMAND_LINE.set(True)
         try:
             return run(**options) or 0
         except (ScforgeError, OSError) as error:
@@ -652,6 +661,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("scforge: interrupted", file=sys.stderr)
             return INTERRUPTED
+        finally:
+            ON_COMMAND_LINE.reset(token)
 
 
 if __name__ == "__main__":
