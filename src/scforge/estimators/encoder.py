@@ -919,7 +919,8 @@ class Encoder(CellModel):
         found: dict[str, Any] = {}
         if known.get("batches") and has_column and reference_cells is None:
             found = with_batches_of(cells, key, known["batches"])
-        base, task, given = reference, dict[str, Any](name="adaptation"), source
+        base, task = reference, dict[str, Any](name="adaptation")
+        given = source if isinstance(source, AnnData) else cells  # opened once
         if reference_cells is not None:
             learned = reference._open(reference._source(reference_cells))
             given, found = of_both(cells, learned, pretraining, key, reference.seed)
