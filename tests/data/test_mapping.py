@@ -46,8 +46,8 @@ def test_mismatches_are_told_with_what_would_fit(tiny_adata, tiny_vocab):
         (lambda: open_cells(tiny_adata, GeneVocab.from_genes(["x"]), min_overlap=0.0), "convert the gene names of the"),
         (
             lambda: map_names(np.array(human.symbols[:300]), panel),
-            r"10 of the \d+ genes of the vocabulary, and at least 71 are needed.*measure 300 genes, human gene symbols.*"
-            "; use cells with more genes of the vocabulary",
+            r"10 of the \d+ genes of the vocabulary, and at least 71 are needed.*measure 300 genes, human gene symbols"
+            ".*; use cells with more genes of the vocabulary",
         ),
     ]:
         with pytest.raises(GeneMismatchError, match=message):
@@ -132,7 +132,9 @@ def test_ids_and_symbols_are_matched_by_the_annotation():
     human = GeneVocab.named("human_protein_coding")
     bare = GeneVocab.from_genes(human.genes[:500])  # knows no symbols
     names = np.array(human.symbols[:500])
-    said = r"498 human gene symbols were matched with human Ensembl ids .*; names of several genes were left out: 'CD99', "
+    said = (
+        r"498 human gene symbols were matched with human Ensembl ids .*; names of several genes were left out: 'CD99', "
+    )
     with pytest.warns(ScforgeWarning, match=said):
         found = map_names(names, bare)
     known = ~np.isin(names, ["CD99", "MATR3"])
