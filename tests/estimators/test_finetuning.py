@@ -233,9 +233,7 @@ def test_a_split_without_cells_to_select_the_best_epoch_by(cells: ad.AnnData) ->
     split = model.finetune("annotation", split_by="donor", validation_size=0, **QUICK)._known_split()
     assert [adata.obs["donor"].iloc[rows].nunique() for rows in (split.train, split.test)] == [1, 1]
     adata.obs["donor"] = "a"
-    with pytest.raises(
-        DataError, match=r"has 1 group with usable cells \('a'\), .*; omit split_by to split"
-    ):
+    with pytest.raises(DataError, match=r"has 1 group with usable cells \('a'\), .*; omit split_by to split"):
         model.finetune("annotation", split_by="donor", **QUICK)
 
 

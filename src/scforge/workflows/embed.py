@@ -518,7 +518,7 @@ def _embed_blocks(
         uns = {UNS_KEY: {plan["key"]: model._provenance(cells, plan["n_latent"])}}
         if isinstance(kept, Path) and source_identity(kept, cells, **_setup(model)) != plan["source"]:
             raise DataError(f"source={str(kept)!r} has changed since its cells were embedded; embed them again.")
-        found = read_h5ad(kept) if isinstance(kept, Path) and not is_copied else kept
+        found = read_h5ad(kept) if isinstance(kept, Path) and copied is None else kept
         if not isinstance(found, AnnData):
             return AnnData(obs=obs, uns=uns)
         layer = (model._setup_of(found) or model._setup)["layer"]
@@ -527,11 +527,11 @@ def _embed_blocks(
         return AnnData(found.X, obs=obs, var=found.var, layers=layers, obsm=obsm, uns=uns)
 
     def copy(root: Any) -> None:
-        if is_copied:
+        if copied is not None:
             layer = [] if model._setup["layer"] is None else [f"layers/{model._setup['layer']}"]
-            _copy_parts(kept, root, ["X", "var", *layer, "obsm"], without=f"obsm/{plan['key']}")
+            _copy_parts(copied, root, ["X", "var", *layer, "obsm"], without=f"obsm/{plan['key']}")
 
-    is_copied = isinstance(kept, Path) and files.can_copy(kept)
+    copied = kept if isinstance(kept, Path) and files.can_copy(kept) else None
 
     objective = model.objective
     plan = json.loads(json.dumps(plan | {"n_latent": embedded(np.zeros(1, dtype=np.int64)).shape[1]}))
