@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from scforge.cli import main
-from scforge.data import GeneVocab
+from scforge.data import GeneVocab, convert
+from scforge.errors import OptionError, ScforgeWarning
 from scforge.estimators import Encoder
+from scforge.finetuning.base import warn_of_missing_base
 
 CONFIG = """
 data: {paths: [cells.h5ad], preprocessing: {hvg_selection: 40}}
@@ -174,3 +176,14 @@ def test_a_folder_for_the_model_and_a_bar(folder: Path, capsys, monkeypatch) -> 
     assert f"Model:       {Path('checkpoints/light/final')}\n" in shown.out
     assert "Epoch 2/2" in shown.err
     Encoder.load("checkpoints/light/final")
+
+
+def test_options_are_spelled_as_the_reader_writes_them(told, capsys) -> None:
+    """As flags on the command line, and as arguments in Python, also after a command has run."""
+    assert main(["convert", "cells.h5ad", "-o", "store.zarr", "--quiet"]) == 0
+    capsys.readouterr()
+    assert "store.zarr' exists; pass --overwrite or choose" in told("convert", "cells.h5ad", "-o", "store.zarr")
+    with pytest.raises(OptionError, match="store.zarr' exists; pass overwrite=True or choose"):
+        convert("cells.h5ad", "store.zarr", progress=False)
+    with pytest.warns(ScforgeWarning, match=r"frozen embedding are missing; pass it as base\.$"):
+        warn_of_missing_base()

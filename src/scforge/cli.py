@@ -10,7 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from scforge.errors import ConfigError, MissingFileError, OptionError, ScforgeError, ScforgeWarning, listing
+from scforge.errors import (
+    ON_COMMAND_LINE,
+    ConfigError,
+    MissingFileError,
+    OptionError,
+    ScforgeError,
+    ScforgeWarning,
+    listing,
+)
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, even if training saved its results, so that a script does not continue."""
@@ -382,9 +390,11 @@ def _add_convert_checkpoint(command: argparse.ArgumentParser) -> None:
 def _add_embed(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     place = "folder, org/name on the hub, or scforge://name"
+    counts = "also write the genes and counts of a single h5ad file (default: on)"
     add("source", metavar="STORE_OR_H5AD", help="store, h5ad, AnnData-zarr, pattern or URL")
     add("-m", "--model", required=True, metavar="MODEL", help=place)
-    add("-o", "--output", required=True, metavar="FILE", help="out.zarr or out.h5ad: obs and the embedding, no genes")
+    add("-o", "--output", required=True, metavar="FILE", help="out.h5ad or out.zarr")
+    add("--counts", action=argparse.BooleanOptionalAction, help=counts)
     add("--key", metavar="KEY", help="key in obsm (X_scforge)")
     add("--batch-size", **_BATCH_SIZE)
     add("--device", **_DEVICE)
@@ -642,6 +652,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", category=ScforgeWarning)
         warnings.showwarning = _ShowOnce()
+        token = ON_COMMAND_LINE.set(True)
         try:
             return run(**options) or 0
         except (ScforgeError, OSError) as error:
@@ -650,6 +661,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("scforge: interrupted", file=sys.stderr)
             return INTERRUPTED
+        finally:
+            ON_COMMAND_LINE.reset(token)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterable
+from contextvars import ContextVar
 from pathlib import Path
 
 __all__ = [
@@ -406,6 +407,21 @@ def warn(message: str, category: type[Warning] | None = None) -> None:
     'The model is not trained.'
     """
     warnings.warn(message, category or ScforgeWarning, skip_file_prefixes=_NOT_THE_USER)
+
+
+ON_COMMAND_LINE: ContextVar[bool] = ContextVar("scforge_on_command_line", default=False)
+"""Whether a command runs, whose user knows flags, but not arguments of functions."""
+
+
+def spelled(argument: str, flag: str) -> str:
+    """Return how the reader of a message spells an option: as an argument in Python, as a flag on the command line.
+
+    Examples
+    --------
+    >>> spelled("overwrite=True", "--overwrite")
+    'overwrite=True'
+    """
+    return flag if ON_COMMAND_LINE.get() else argument
 
 
 def first_line(error: BaseException) -> str:

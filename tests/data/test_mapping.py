@@ -46,7 +46,8 @@ def test_mismatches_are_told_with_what_would_fit(tiny_adata, tiny_vocab):
         (lambda: open_cells(tiny_adata, GeneVocab.from_genes(["x"]), min_overlap=0.0), "convert the gene names of the"),
         (
             lambda: map_names(np.array(human.symbols[:300]), panel),
-            "both contain the same kind of identifier, so the genes differ",
+            r"10 of the \d+ genes of the vocabulary, and at least 71 are needed.*measure 300 genes, human gene symbols"
+            ".*; use cells with more genes of the vocabulary",
         ),
     ]:
         with pytest.raises(GeneMismatchError, match=message):
@@ -131,7 +132,9 @@ def test_ids_and_symbols_are_matched_by_the_annotation():
     human = GeneVocab.named("human_protein_coding")
     bare = GeneVocab.from_genes(human.genes[:500])  # knows no symbols
     names = np.array(human.symbols[:500])
-    said = r"498 human gene symbols were matched with human Ensembl ids .*; 'CD99', 'MATR3' match several"
+    said = (
+        r"498 human gene symbols were matched with human Ensembl ids .*; names of several genes were left out: 'CD99', "
+    )
     with pytest.warns(ScforgeWarning, match=said):
         found = map_names(names, bare)
     known = ~np.isin(names, ["CD99", "MATR3"])
@@ -141,6 +144,20 @@ def test_ids_and_symbols_are_matched_by_the_annotation():
     with pytest.warns(ScforgeWarning, match="500 human Ensembl ids were matched with human gene symbols"):
         found = map_names(np.array(human.genes[:500]), symbols)
     assert [symbols.genes[i] for i in found.columns] == list(human.symbols[:500])
+
+
+def test_conversion_is_proposed_only_if_it_helps():
+    """Few measured genes are the cause, even if the cells contain symbols and the model contains ids."""
+    human = GeneVocab.named("human_protein_coding")
+    bare = GeneVocab.from_genes(human.genes[:2000])  # knows no symbols
+    few = np.array([*human.symbols[:100], *human.symbols[5000:5199]])
+    said = r"only \d+ of the 2000 genes .*, even after conversion to human Ensembl ids, and at least 200 are needed"
+    with pytest.raises(GeneMismatchError, match=said + ".* measure 299 genes, human gene symbols such as") as caught:
+        map_names(few, bare)
+    assert "convert_gene_ids" not in str(caught.value)
+    mixed = np.array([*human.genes[:100], *human.symbols[100:700]])  # too many match for a conversion without notice
+    with pytest.raises(GeneMismatchError, match="only 100 of the 2000 .*convert_gene_ids.*'ensembl'.* as gene_key"):
+        map_names(mixed, bare)
 
 
 def test_dots_of_r():

@@ -102,6 +102,75 @@ def test_other_sources(run, kind, many_adata, tmp_path, model):
     assert run(source, key="X_new").n_embedded == 0
 
 
+@pytest.fixture
+def cells(many_adata: ad.AnnData) -> ad.AnnData:
+    """Cells with more than the output takes along, and an older embedding."""
+    adata = many_adata[:150].copy()
+    adata.layers["counts"], adata.layers["other"] = adata.X.copy(), adata.X * 2
+    adata.X = adata.X.astype(np.float32) * 0.5
+    adata.obsm["X_pca"], adata.obsm["X_scforge"] = np.ones((150, 3)), np.ones((150, 7))
+    return adata
+
+
+@pytest.fixture(scope="module")
+def layered(model: Encoder, many_adata: ad.AnnData) -> Encoder:
+    """The model, set up with a layer."""
+    adata = many_adata.copy()
+    adata.layers["counts"] = adata.X.copy()
+    Encoder.setup_anndata(adata, layer="counts")
+    other = Encoder(adata, n_top_genes=40, hidden_dim=8, ffn_dim=8, latent_dim=4)
+    other.module.load_state_dict(model.module.state_dict())
+    other.is_trained_ = True
+    return other
+
+
+@pytest.mark.parametrize("kind", ["h5ad", "adata", "backed", "old"])
+@pytest.mark.parametrize("output", ["out.zarr", "out.h5ad"])
+def test_genes_and_counts_of_one_file(run, layered, cells, kind, output, tmp_path, monkeypatch):
+    """A gene can color a UMAP of the output; parts of an h5ad file are copied within HDF5, not through memory."""
+    path, output = tmp_path / "in.h5ad", tmp_path / output
+    cells.write_h5ad(path)
+    if kind == "old":
+        with h5py.File(path, "r+") as file:
+            file.attrs.clear()
+    source = {"adata": cells, "backed": ad.read_h5ad(path, backed="r") if kind == "backed" else None}.get(kind, path)
+    if kind == "h5ad" and output.suffix == ".h5ad":
+        monkeypatch.setattr(bulk, "read_h5ad", mock.Mock(side_effect=MemoryError))
+    info = run(source, output, model=layered)
+    found = (ad.read_zarr if output.suffix == ".zarr" else ad.read_h5ad)(output)
+    assert info.counts
+    assert "with obs, genes and counts" in str(info)
+    assert found.var.equals(cells.var)
+    assert found.obs_names.equals(cells.obs_names)
+    assert ({*found.layers} - {None}, {*found.obsm}) == ({"counts"}, {"X_pca", "X_scforge"})
+    assert (abs(found.X - cells.X).sum(), abs(found.layers["counts"] - cells.layers["counts"]).sum()) == (0, 0)
+    assert found.X.dtype == cells.X.dtype
+    expected = layered.get_latent_representation(cells, key_added=None)
+    np.testing.assert_allclose(found.obsm["X_scforge"], expected, atol=1e-6)
+    assert found.uns["scforge"]["X_scforge"]["n_latent"] == 4
+    assert run(source, output, model=layered).n_embedded == 0
+    with pytest.raises(OptionError, match="or with other options; choose another name, or pass overwrite=True"):
+        run(source, output, model=layered, counts=False)
+    assert not run(source, output, model=layered, counts=False, overwrite=True).counts
+    small = (ad.read_zarr if output.suffix == ".zarr" else ad.read_h5ad)(output)
+    assert (small.shape, list(small.obsm)) == ((150, 0), ["X_scforge"])
+    assert left_over(tmp_path) == []
+
+
+def test_a_file_that_changes_while_it_is_embedded(run, model, many_adata, tmp_path, monkeypatch):
+    many_adata[:150].copy().write_h5ad(tmp_path / "in.h5ad")
+    write = EmbeddingFiles.write
+
+    def changing(self, block, embedding):
+        write(self, block, embedding)
+        many_adata[150:300].copy().write_h5ad(tmp_path / "in.h5ad")
+
+    monkeypatch.setattr(EmbeddingFiles, "write", changing)
+    with pytest.raises(DataError, match="in.h5ad' has changed since its cells were embedded; embed them again"):
+        run(tmp_path / "in.h5ad")
+    assert not (tmp_path / "out.zarr").exists()
+
+
 def test_memory_holds_one_block(run, monkeypatch):
     sizes, embed = [], bulk.embed
 

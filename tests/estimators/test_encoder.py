@@ -176,6 +176,12 @@ def test_repr_names_what_one_can_pass(build, trained, model: Encoder, capsys) ->
         assert objective in list_objectives()
         assert "trained for 2 epochs" in text
         build(name, tokenizer, objective)
+        assert len(text.splitlines()) <= 5
+        assert "dropout=" not in text, "a default"
+        assert "dropout=" in made._repr_html_()
+    assert "tokenizer: rank_value (max_len=7)" in repr(
+        build("transformer_encoder", {"name": "rank_value", "max_len": 7})
+    )
     assert "not trained" in repr(build(n_top_genes=5_000))
     model.view_anndata_setup()
     assert "adata.X" in capsys.readouterr().out
@@ -259,16 +265,38 @@ def test_a_custom_tokenizer_without_the_option_max_len(build, tmp_path, request)
     assert (again.tokenizer.k, again.spec.model_options["max_seq_len"]) == (9, 9)
 
 
-def test_what_only_scvi_tools_has_says_what_to_do(model: Encoder) -> None:
+def test_what_only_scvi_tools_has_says_what_to_do(model: Encoder, build: Callable[..., Encoder]) -> None:
     for name, instead in (
         ("trainer", "Encoder has no trainer; use model.history for the training metrics"),
         ("get_normalized_expression", "use scforge.models.ScDiVa"),
         ("posterior_predictive_sample", "that scvi.criticism requires"),
+        ("differential_expression", "compare their counts with scanpy.tl.rank_genes_groups"),
+        ("get_elbo", "Encoder has no get_elbo; .*use model.history for the losses"),
+        ("get_marginal_ll", "Encoder has no get_marginal_ll; "),
+        ("get_reconstruction_error", "Encoder has no get_reconstruction_error; "),
+        ("minify_adata", r"embed_to\(model, adata, output, counts=False\)"),
     ):
         for owner in (model, Encoder):
             assert name not in dir(owner)
             with pytest.raises(AttributeError, match=instead):
                 getattr(owner, name)
+    with pytest.raises(OptionError, match=r"^history has no 'elbo_train' \(known: .*'validation_loss', .*'train_loss'"):
+        model.history["elbo_train"]
+    with pytest.raises(OptionError, match="history has no 'elbo_train'; train the model first"):
+        build().history["elbo_train"]
+    for name, instead in (
+        ("return_dist", "an embedding of this class has no variances"),
+        ("mc_samples", "the embedding is always a mean"),
+        ("use_raw", r"pass adata.raw.to_adata\(\) as adata"),
+        ("key_add", "did you mean 'key_added'"),
+    ):
+        with pytest.raises(OptionError, match=f"argument '{name}' is unknown .*{instead}"):
+            model.get_latent_representation(**{name: True})
+    for architecture, width in ((None, "latent_dim"), ("transformer_encoder", "hidden_dim")):
+        with pytest.raises(OptionError, match=f"option 'n_latent' is unknown to .*; pass {width}, as scforge calls it"):
+            build(architecture, n_latent=10)
+    with pytest.raises(OptionError, match="argument 'use_raw' is unknown .*layer with raw counts as layer"):
+        Encoder.setup_anndata(model.adata, use_raw=True)
     assert "get_normalized_expression" in dir(ScDiVa)
     assert "train" in dir(Encoder)
 

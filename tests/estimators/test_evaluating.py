@@ -1,4 +1,5 @@
 from pathlib import Path
+from unittest import mock
 
 import anndata as ad
 import numpy as np
@@ -9,6 +10,7 @@ from scforge.cli import main
 from scforge.config import load_config
 from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
+from scforge.estimators import evaluate as evaluating
 from scforge.eval import Benchmark, register_benchmark
 from scforge.eval.base import BENCHMARKS
 from scforge.workflows import evaluate_models, evaluate_to, train_from_config
@@ -124,6 +126,19 @@ def test_mistakes(trained: Encoder, options: dict, message: str, request: pytest
         del cells.obs["group"]
     with pytest.raises((OptionError, DataError), match=message):
         evaluate_models(trained, cells, **{"benchmarks": "label_prediction", **QUICK, **options})
+
+
+def test_the_cost_of_scib_is_announced(trained: Encoder, caplog: pytest.LogCaptureFixture, monkeypatch) -> None:
+    monkeypatch.setattr(evaluating, "_MANY", 159)
+    monkeypatch.setattr(evaluating, "evaluate", mock.Mock(side_effect=InterruptedError))
+    cells = trained.adata.copy()
+    for benchmarks, n_lines in ((None, 1), (["cell_type_probe", "geometry"], 0)):
+        caplog.clear()
+        with caplog.at_level("INFO", "scforge"), pytest.raises(InterruptedError):
+            evaluate_models(trained, cells, benchmarks=benchmarks, **QUICK)
+        lines = [line for line in caplog.messages if line.startswith("benchmark 'scib' on 160 cells takes longer than")]
+        assert len(lines) == n_lines
+        assert all("use benchmarks=['cell_type_probe', 'geometry'] to skip it" in line for line in lines)
 
 
 def test_what_nobody_asked_for_is_left_out_where_cells_do_not_allow_it(many_adata: ad.AnnData) -> None:

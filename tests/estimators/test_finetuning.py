@@ -228,6 +228,13 @@ def test_a_split_without_cells_to_select_the_best_epoch_by(cells: ad.AnnData) ->
     adata.obs["donor"] = np.resize(["a", "b"], 120)
     with pytest.raises(DataError, match=r"split_by='donor' has 2 groups with usable cells \('a', 'b'\), but .* need 3"):
         model.finetune("annotation", split_by="donor", **QUICK)
+    with pytest.raises(DataError, match="pass validation_size=0 to test on one of them, or as split_key a column of"):
+        model.finetune("annotation", split_by="donor", **QUICK)
+    split = model.finetune("annotation", split_by="donor", validation_size=0, **QUICK)._known_split()
+    assert [adata.obs["donor"].iloc[rows].nunique() for rows in (split.train, split.test)] == [1, 1]
+    adata.obs["donor"] = "a"
+    with pytest.raises(DataError, match=r"has 1 group with usable cells \('a'\), .*; omit split_by to split"):
+        model.finetune("annotation", split_by="donor", **QUICK)
 
 
 def test_adapters(base: Encoder, annotator: Encoder, adapted: Encoder, cells: ad.AnnData) -> None:

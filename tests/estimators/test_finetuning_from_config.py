@@ -153,10 +153,13 @@ def test_mistakes(run: Callable[..., FinetuningResult], override: str, error: ty
     assert not Path("ck/final").exists()
 
 
-def test_a_store(run: Callable[..., FinetuningResult], store: Path) -> None:
+def test_a_store(run: Callable[..., FinetuningResult], store: Path, caplog: pytest.LogCaptureFixture) -> None:
     result = run(f"data.paths={store}", "finetune.evaluate=true", "data.num_threads=0")
     assert result.metrics.loc["scforge", "accuracy"] > 0.5
-    assert predict_to("ck/final", store, "labels.csv") == "700 cells"
+    caplog.clear()
+    with caplog.at_level("INFO", "scforge"):
+        assert predict_to("ck/final", store, "labels.csv") == "700 cells"
+    assert [message.split()[0] for message in caplog.messages] == ["Opened"], "once"
     table = pd.read_csv("labels.csv", index_col=0)
     assert table.index.str.startswith("cell").all()
     assert list(table) == ["label", "confidence", "entropy"]

@@ -85,7 +85,7 @@ def test_log_embedding_and_benchmarks(run) -> None:
         ({"resume": "auto", "overwrite": True}, "--resume and --overwrite"),
         (
             {"resume": "ck"},
-            r"resume='ck' contains no training checkpoint .*; did you mean --resume auto, or ck/step=00000004\?$",
+            r"resume='ck' contains no training checkpoint; did you mean resume='auto', or ck/step=00000004\?$",
         ),
         ({"resume": "other/step=1"}, "resume='other/step=1' contains no training checkpoint"),
     ],

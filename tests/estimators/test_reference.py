@@ -1,4 +1,5 @@
 import copy
+import re
 from pathlib import Path
 
 import anndata as ad
@@ -299,6 +300,49 @@ def test_labels_are_transferred(reference, query):
     strict = reference.transfer_labels(query, threshold=limit, key_added="mine", n_neighbors=10_000)
     assert ((strict["label"] == "unassigned") == (strict["uncertainty"] > limit)).all()
     assert "mine_uncertainty" in query.obs
+
+
+def test_transfer_of_labels_writes_the_embedding(reference, query):
+    """It is that of a query model; the embedding of the reference, which is not mapped, stays."""
+    mapped = Encoder.load_query_data(query.copy(), reference)
+    points = mapped.get_latent_representation()
+    reference.transfer_labels(query)
+    np.testing.assert_allclose(query.obsm["X_scforge"], points, atol=1e-6)
+    expected = mapped.adata.uns["scforge"]["X_scforge"] | {"n_epochs": reference.n_epochs_}
+    assert query.uns["scforge"]["X_scforge"] == expected
+    del mapped.adata.obsm["X_scforge"]
+    mapped.transfer_labels()
+    np.testing.assert_allclose(mapped.adata.obsm["X_scforge"], points, atol=1e-6)
+    learned = reference.adata
+    before = reference.get_latent_representation().copy()
+    reference.transfer_labels(learned)
+    mapped.transfer_labels(learned)
+    np.testing.assert_array_equal(learned.obsm["X_scforge"], before)
+    del learned.obs["scforge_kind_transferred"], learned.obs["scforge_kind_transferred_uncertainty"]
+
+
+@pytest.mark.parametrize("kind", ["adata", "h5ad", "store"])
+def test_a_query_is_opened_and_warned_about_once(reference, query, kind, tmp_path, caplog):
+    """Also if the decoder gets vectors for new batches, on a copy of the reference model."""
+    few = query[:, :25].copy()
+    few.write_h5ad(tmp_path / "few.h5ad")
+    convert(tmp_path / "few.h5ad", tmp_path / "few.zarr", progress=False)
+    source = {"adata": few, "h5ad": tmp_path / "few.h5ad", "store": tmp_path / "few.zarr"}[kind]
+    caplog.clear()
+    with pytest.warns(ScforgeWarning, match="has 25 of the 60 genes") as warned, caplog.at_level("INFO", "scforge"):
+        Encoder.load_query_data(source, reference)
+    assert len(warned) == 1
+    assert sum(message.startswith(("Opened", "Read into memory")) for message in caplog.messages) == (kind != "adata")
+
+
+def test_a_query_model_says_what_it_is(reference, viewed, query):
+    mapped = Encoder.load_query_data(query, reference)
+    heading = repr(mapped).splitlines()[0]
+    assert heading.endswith(" parameters, mapped onto a reference trained for 20 epochs)")
+    mapped.train(max_epochs=1, **QUIET)
+    said = r", [\d,]+ of them trained, mapped onto a reference trained for 20 epochs, then trained for 1 epoch\)$"
+    assert re.search(said, repr(mapped).splitlines()[0])
+    assert "query model of a reference trained for 5 epochs)" in repr(Encoder.load_query_data(query, viewed))
 
 
 def test_predicted_and_transferred_labels_are_kept_apart(reference, query):

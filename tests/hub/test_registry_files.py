@@ -6,10 +6,12 @@ import anndata as ad
 import numpy as np
 import pytest
 
+from scforge.cli import main
 from scforge.errors import MissingFileError, ModelFileError, OptionError
 from scforge.estimators import Encoder
-from scforge.hub import known_models
-from scforge.hub.finding import find_registered
+from scforge.hub import known_models, resolve
+from scforge.hub.finding import find_registered, is_hub_name, is_registry_name
+from scforge.workflows.models import check_model_folder
 
 SHIPPED = {"pbmc3k-light": "Light encoder trained on PBMC 3k, for tests and tutorials"}
 A, B = "a" * 40, "b" * 40
@@ -82,6 +84,19 @@ def test_versions(registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     other = write(tmp_path / "other.json", {"light": entry("Other"), "more": entry()})
     monkeypatch.setenv("SCFORGE_MODELS", f"{other}{os.pathsep}{registry}")
     assert known_models() == {"light": "Other", "more": "Small", "here": "Small", **SHIPPED}
+
+
+@pytest.mark.parametrize("scheme", ["scModelForge", "scmodelforge", "SCFORGE"])
+def test_names_of_scmodelforge(scheme: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Python, YAML and the command line accept the scheme of scModelForge's configurations, in any case."""
+    name = f"{scheme}://pbmc3k-light"
+    folder = resolve("scforge://pbmc3k-light")
+    assert (is_registry_name(name), is_hub_name(name)) == (True, False)
+    assert resolve(name) == resolve(f"{name}@1") == check_model_folder(name, "finetune.base_model") == folder
+    assert Encoder.load(name, False)._origin.name == "scforge://pbmc3k-light@1"
+    assert main(["pull", name, "-o", str(tmp_path / "here")]) == 0
+    with pytest.raises(OptionError, match=rf"name='{scheme}://geneformer-v2' is not in the registry .known: "):
+        resolve(f"{scheme}://geneformer-v2")
 
 
 def test_load_refuses_other_names() -> None:

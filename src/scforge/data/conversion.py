@@ -43,7 +43,7 @@ from scforge.data.store import (
     write_root,
 )
 from scforge.data.vocab import GeneVocab, open_vocab
-from scforge.errors import DataError, OptionError, first_line, warn
+from scforge.errors import DataError, OptionError, first_line, spelled, warn
 
 logger = logging.getLogger("scforge")
 
@@ -231,7 +231,8 @@ def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
         if not is_store(target) and any(target.iterdir()):
             raise OptionError(f"path={str(target)!r} exists and is not a store; choose another name, or remove it.")
         if not overwrite:
-            raise OptionError(f"path={str(target)!r} exists; pass overwrite=True (--overwrite) or choose another name.")
+            how = spelled("overwrite=True", "--overwrite")
+            raise OptionError(f"path={str(target)!r} exists; pass {how} or choose another name.")
     return target
 
 

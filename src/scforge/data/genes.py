@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import warnings
@@ -217,8 +218,17 @@ def map_names(
     where = names_place(gene_key)
     if share < min_overlap or gene_map.n_matched == 0:
         kind, expected = recognize_ids(names), recognize_ids(vocab.genes)
-        needed = max(gene_map.n_matched + 1, min_overlap * possible)
-        hint = _better_column(var, vocab, gene_key, needed) or _way_out(kind, expected)
+        needed = max(gene_map.n_matched + 1, math.ceil(min_overlap * possible))
+        converted = GeneMap(_by_annotation([*names], gene_map.columns, vocab)[0], vocab.n_genes).n_matched
+        hint = _better_column(var, vocab, gene_key, needed) or _way_out(kind, expected, helps=converted >= needed)
+        if hint is None:
+            after = "" if kind == expected else f", even after conversion to {expected}"
+            raise GeneMismatchError(
+                f"{where} has only {converted} of the {vocab.n_genes} genes of the vocabulary{after}, and at least "
+                f"{needed} are needed. The cells measure {len(names)} genes, {kind} such as {listing(names[:2])}, and "
+                f"the vocabulary contains {expected} such as {listing(vocab.genes[:2])}; use cells with more genes of "
+                "the vocabulary, or another model."
+            )
         raise GeneMismatchError(
             f"{where} has only {gene_map.n_matched} of the {vocab.n_genes} genes of the vocabulary. It contains "
             f"{kind} such as {listing(names[:2])}, but the vocabulary contains {expected} such as "
@@ -249,7 +259,7 @@ def _by_annotation(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> t
         return columns, []
     genes = set(vocab.genes)
     lost = [name for name, ids in found.ambiguous.items() if genes.intersection(ids)]
-    unclear = f"; {listing(lost, most=3)} match several genes and were left out" if lost else ""
+    unclear = f"; names of several genes were left out: {listing(lost, most=3)}" if lost else ""
     return converted, [f"{n_found:,} {kind} were matched with {expected} using the genes of {ANNOTATION}{unclear}"]
 
 
@@ -327,20 +337,21 @@ def text_keys(table: pd.DataFrame) -> list[str]:
     return [key for key in table if table[key].dtype.kind not in "biufcmM"]
 
 
-def _way_out(kind: str, expected: str) -> str:
-    """Return advice for gene names that do not match the vocabulary, given the kinds of names."""
+def _way_out(kind: str, expected: str, *, helps: bool) -> str | None:
+    """Return advice for gene names that do not match the vocabulary, or None if the data measure too few genes.
+
+    `helps` states whether conversion of the names matches enough genes.
+    """
     species, wanted = kind.split(" ")[0], expected.split(" ")[0]
     if {species, wanted} == set(SPECIES):
         return (
             f"for {species} genes, use vocab='{species}_protein_coding' (data.gene_vocab in a YAML file), or "
             "vocab='human_mouse', which contains both species"
         )
-    if conversion := how_to_convert(kind, expected):
-        return f"{conversion} and pass the new column as gene_key"
-    if kind == expected and species in SPECIES:
-        return (
-            "both contain the same kind of identifier, so the genes differ: use data with these genes, or another model"
-        )
+    if helps:
+        return f"{how_to_convert(kind, expected)} and pass the new column as gene_key"
+    if species == wanted and species in SPECIES:
+        return None
     return "convert the gene names of the data to vocabulary identifiers first"
 
 

@@ -7,7 +7,7 @@ import inspect
 import os
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ from scforge.data.checks import (
 from scforge.data.readers import check_modality, is_collection
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError, first_line, warn
+from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError, first_line, suggest, warn
 from scforge.estimators.card import CardFacts, Origin, in_epochs, model_card, shown
 from scforge.estimators.serialize import BASE, LABELED, LANDMARKS, load_weights, part_of, write_folder
 from scforge.estimators.setup import (
@@ -52,17 +52,18 @@ from scforge.estimators.setup import (
     datamodule_registry,
     shared,
 )
-from scforge.estimators.spec import FineTuneSpec, ModelSpec
-from scforge.finetuning.base import Task
+from scforge.estimators.spec import FineTuneSpec, ModelSpec, defaults_for
+from scforge.finetuning.base import TASKS, Task
 from scforge.finetuning.heads import FineTunedModule
 from scforge.finetuning.held_out import HeldOutRegistry
 from scforge.finetuning.new_cells import LabeledCells
 from scforge.hub.finding import origin_of
 from scforge.models._utils import count_parameters
 from scforge.models.components.gene_vectors import check_filled
-from scforge.tokenizers.base import Tokenizer
+from scforge.models.registry import MODELS
+from scforge.tokenizers.base import TOKENIZERS, Tokenizer
 from scforge.training.datamodule import CellDataModule
-from scforge.training.objectives.base import Objective
+from scforge.training.objectives.base import OBJECTIVES, Objective
 from scforge.training.predict import embed
 
 if TYPE_CHECKING:
@@ -81,8 +82,24 @@ _OF_SCVI = {
     ),
     "size_factor_key": "scforge uses the sum of the counts of a cell as its size factor, so omit size_factor_key",
     "unlabeled_category": "mark cells without a label by NaN in the labels_key column, and omit unlabeled_category",
+    "use_raw": "pass the layer with raw counts as layer, or adata.raw.to_adata() as adata",
 }
-"""A mapping from arguments of scvi-tools' ``setup_anndata`` to advice for scforge."""
+"""A mapping from arguments of scvi-tools' and scanpy's functions to advice for ``setup_anndata``."""
+
+_OF_POSTERIOR = {
+    "return_dist": "an embedding of this class has no variances, so omit return_dist, or use scforge.models.ScDiVa",
+    **dict.fromkeys(("give_mean", "mc_samples"), "the embedding is always a mean, so omit it"),
+    "use_raw": "counts are read from the place that setup_anndata registered, so pass adata.raw.to_adata() as adata",
+}
+"""A mapping from arguments of scvi-tools' and scanpy's functions to advice for ``get_latent_representation``."""
+
+
+class _History(dict[str, pd.DataFrame]):
+    """The scores of the epochs by name; for a name of scvi-tools, the error lists the names."""
+
+    def __missing__(self, name: str) -> pd.DataFrame:
+        advice = suggest(name, self) if self else "; train the model first"
+        raise OptionError(f"history has no {name!r}{advice}.")
 
 
 def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
@@ -122,6 +139,21 @@ class _Front(BaseModelMetaClass):
         return isinstance(inspect.getattr_static(cls, name, None), _Absent)
 
 
+_FOLLOWS = frozenset(("max_seq_len", "n_batches", "n_special"))
+"""Options of an architecture that follow from tokenizer, batches and vocabulary."""
+
+
+def _changed(options: Mapping[str, Any], owner: type, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the options that differ from `defaults` and the defaults of the constructor of `owner`."""
+    known = {name: parameter.default for name, parameter in inspect.signature(owner).parameters.items()}
+    known |= defaults or {}
+    return {name: value for name, value in options.items() if name not in _FOLLOWS and known.get(name, ...) != value}
+
+
+def _with_options(name: str, options: Mapping[str, Any]) -> str:
+    return f"{name} ({shown(options)})" if options else name
+
+
 class CellModel(BaseModelClass, metaclass=_Front):
     """Base class for the model classes, built on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
 
@@ -149,8 +181,19 @@ class CellModel(BaseModelClass, metaclass=_Front):
     differential_abundance = _Absent(
         "embed the cells with scforge, and compute differential abundance with another package"
     )
+    differential_expression = _Absent(
+        "label the cells with scforge, and compare their counts with scanpy.tl.rank_genes_groups, or per donor with a "
+        "package for pseudobulks"
+    )
     posterior_predictive_sample = _Absent(
         "scforge models do not define the count likelihood that scvi.criticism requires"
+    )
+    get_elbo, get_marginal_ll, get_reconstruction_error = (
+        _Absent("scforge models do not define the count likelihood that it requires; use model.history for the losses")
+        for _ in range(3)
+    )
+    minify_adata = _Absent(
+        "call scforge.workflows.embed_to(model, adata, output, counts=False) for a file without genes and counts"
     )
 
     def __dir__(self) -> list[str]:
@@ -174,7 +217,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         self._trained_in: set[str] = set()
         self._stopped = False
         """Whether Ctrl-C stopped the last training run."""
-        self.history_: dict[str, pd.DataFrame] = {}
+        self.history_: dict[str, pd.DataFrame] = _History()
         self._opened: list[tuple[weakref.ref[AnnData], tuple[Any, ...], CellSource]] = []
         """AnnData objects, with fingerprints to detect changes and their cells over the genes of the model."""
 
@@ -252,6 +295,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         key_added: str | None = AUTO_KEY,
         batch_size: int = 256,
         indices: Sequence[int] | np.ndarray | None = None,
+        **of_others: Any,
     ) -> np.ndarray:
         """Embed cells, and write the embedding into ``adata.obsm``.
 
@@ -270,6 +314,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
             Number of cells per batch.
         indices
             Positions of the cells to embed, or a boolean mask. If given, nothing is written. If None, embeds all cells.
+        **of_others
+            Raises an error with advice for arguments of other packages, e.g. `return_dist` of scvi-tools.
 
         Returns
         -------
@@ -280,7 +326,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         GeneMismatchError
             If `adata` contains too few genes of the model.
         OptionError
-            If the gene vectors of the model are missing.
+            If the gene vectors of the model are missing, or an argument is unknown.
 
         Examples
         --------
@@ -296,6 +342,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
         >>> adata.uns["scforge"]["X_scforge"]["architecture"]
         'gene_pooling'
         """
+        known = ("adata", "key_added", "batch_size", "indices")
+        check_options("argument", "get_latent_representation", of_others, known, _OF_POSTERIOR)
         source = self._ready(adata, "its embedding is")
         cells = self._open(source)
         rows = None if indices is None else positions(indices, len(cells))
@@ -368,12 +416,13 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return self._tokenizer
 
     def __repr__(self) -> str:
-        heading, facts = self._described()
-        return "\n".join([heading, *(f"    {name}: {text}" for name, text in facts.items())])
+        """Return a summary with the options that differ from their defaults; :attr:`spec` contains all options."""
+        heading, facts = self._described(_changed)
+        return "\n".join([heading, *(f"    {name}: {text}" for name, text in facts.items() if text)])
 
     def _repr_html_(self) -> str:
         """Return an HTML summary of the model for notebooks."""
-        heading, facts = self._described()
+        heading, facts = self._described(lambda options, *_: options)
         keys = ("layer", "gene_key", "batch_key", "labels_key")
         facts["set up with"] = ", ".join(f"{key}={self._setup[key]!r}" for key in keys if self._setup.get(key))
         left = "style='text-align: left; vertical-align: top'"
@@ -381,25 +430,34 @@ class CellModel(BaseModelClass, metaclass=_Front):
         lines = (f"<tr><th {left}>{name}</th><td {left}>{text}</td></tr>" for name, text in cells)
         return f"<b>{html.escape(heading)}</b><table>{''.join(lines)}</table>"
 
-    def _described(self) -> tuple[str, dict[str, str]]:
-        """Return a summary of the model: a heading, and a mapping from name to property."""
-        spec, checkpoint = self._spec, self._facts.checkpoint
+    def _described(self, chosen: Callable[..., Mapping[str, Any]]) -> tuple[str, dict[str, str]]:
+        """Return a summary of the model: a heading, and a mapping from name to property.
+
+        `chosen` returns the options to show, given all options, their class, and defaults in addition to its own.
+        """
+        spec, tuning, checkpoint = self._spec, self._spec.tuning, self._facts.checkpoint
         data = self.adata if self._data is None else self._data.cells
         trained = f"trained for {in_epochs(self.n_epochs_)}" if self.is_trained_ else "not trained"
-        if checkpoint is not None:
-            trained = f"weights of {checkpoint.replace('`', '')}" + (f", {trained}" if self.n_epochs_ else "")
         n_all, n_trained = count_parameters(self.module, trainable_only=False), count_parameters(self.module)
         frozen = "" if n_all == n_trained else f", {n_trained:,} of them trained"
+        origin = None if checkpoint is None else f"weights of {checkpoint.replace('`', '')}"
+        if tuning is not None and self._is_query:
+            what = "mapped onto a" if tuning.freeze is True else "query model of a"
+            origin = f"{what} reference trained for {in_epochs(tuning.base['n_epochs'])}"
+            frozen = frozen if self.n_epochs_ else ""
+        if origin is not None:
+            trained = f"{origin}, then {trained}" if self.n_epochs_ else origin
+        defaults = defaults_for(spec.architecture, spec.model_options)
+        tokenizer = chosen(spec.tokenizer_options, TOKENIZERS.get(spec.tokenizer), defaults.tokenizer_options)
         facts = {
             "data": f"{'without adata' if data is None else f'{len(data)} cells'}, {spec.vocab}",
-            "tokenizer": f"{spec.tokenizer} ({shown(spec.tokenizer_options)})",
-            "objective": f"{spec.objective} ({shown(spec.objective_options)})",
-            "options": shown(spec.model_options),
+            "tokenizer": _with_options(spec.tokenizer, tokenizer),
+            "objective": _with_options(spec.objective, chosen(spec.objective_options, OBJECTIVES.get(spec.objective))),
+            "options": shown(chosen(spec.model_options, MODELS.get(spec.architecture), defaults.options)),
         }
-        if spec.tuning is not None:
-            facts["task"] = f"{spec.tuning.task} ({shown(spec.tuning.task_options)})"
-            if spec.tuning.lora is not None:
-                facts["lora"] = shown(spec.tuning.lora)
+        if tuning is not None:
+            facts["task"] = _with_options(tuning.task, chosen(tuning.task_options, TASKS.get(tuning.task)))
+            facts["lora"] = shown(tuning.lora or {})
         return f"{type(self).__name__}({spec.architecture}, {n_all:,} parameters{frozen}, {trained})", facts
 
     @classmethod
@@ -450,7 +508,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             setup = {} if is_collection(os.fspath(source)) else self._setup
             return open_cells(source, layer=setup.get("layer"), gene_key=setup.get("gene_key"), **options)
         if not isinstance(source, AnnData) and hasattr(source, "with_vocab"):
-            return source.with_vocab(**options)
+            return source if source.vocab is options["vocab"] else source.with_vocab(**options)
         check_adata(source)
         own = self._setup_of(source)
         setup = own or self._setup

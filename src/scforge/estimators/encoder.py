@@ -18,7 +18,7 @@ from scipy import sparse
 from sklearn.neighbors import KNeighborsClassifier
 
 from scforge._checks import check_count, check_seed, check_share
-from scforge._constants import QUERY_KEY, UNS_KEY
+from scforge._constants import AUTO_KEY, QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._progress import announce
 from scforge._registry import check_options
@@ -1001,7 +1001,8 @@ class Encoder(CellModel):
         found: dict[str, Any] = {}
         if known.get("batches") and has_column and reference_cells is None:
             found = with_batches_of(cells, key, known["batches"])
-        base, task, given = reference, dict[str, Any](name="adaptation"), source
+        base, task = reference, dict[str, Any](name="adaptation")
+        given = source if isinstance(source, AnnData) else cells  # opened once
         if reference_cells is not None:
             learned = reference._open(reference._source(reference_cells))
             given, found = of_both(cells, learned, pretraining, key, reference.seed)
@@ -1086,6 +1087,8 @@ class Encoder(CellModel):
         embedding with small values. The kernel used here is scale-invariant. This model embeds both reference and
         query. The results are written to ``obs["scforge_<labels_key>_transferred"]`` (categories) and
         ``obs["scforge_<labels_key>_transferred_uncertainty"]`` (float32), separate from the columns of :meth:`predict`.
+        The embedding of the query is written to ``obsm["X_scforge"]``, as by ``load_query_data(query, model)`` and
+        :meth:`get_latent_representation`. If the query is the AnnData of the reference, its own embedding is kept.
 
         Parameters
         ----------
@@ -1152,9 +1155,10 @@ class Encoder(CellModel):
                 raise OptionError(
                     "the model was loaded without its training cells; pass labeled cells or a model as reference."
                 )
-            reference_cells = opener._open(owner._source(None))
+            learned = owner._source(None)
         else:
-            reference_cells = opener._open(opener._source(reference))
+            learned = opener._source(reference)
+        reference_cells = opener._open(learned)
         labels = text_labels(reference_cells.column(labels_key), key=labels_key)
         rows = np.flatnonzero(labels.codes >= 0)
         if len(np.unique(labels.codes[rows])) < 2:
@@ -1182,6 +1186,10 @@ class Encoder(CellModel):
             table.index = source.obs_names
             key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
             source.obs[key], source.obs[f"{key}_uncertainty"] = table["label"], table["uncertainty"]
+            if source is not learned and (is_query or source is not self.adata):
+                self._keep(source, AUTO_KEY, embedding, predictor.cells)
+                if self._landmarks is not None:
+                    source.uns[UNS_KEY][self._obsm_key]["task"] = "adaptation"  # as from load_query_data
         return table
 
     def get_gene_embeddings(

@@ -13,7 +13,7 @@ from anndata import AnnData
 from scforge._progress import announce
 from scforge._registry import check_options
 from scforge.data.checks import check_is_adata, gene_names
-from scforge.errors import DataError, OptionError, listing, warn
+from scforge.errors import DataError, OptionError, listing, spelled, warn
 from scforge.estimators.base import CellModel
 from scforge.estimators.generate import check_generates
 from scforge.estimators.interpret import untrained_embedder
@@ -32,6 +32,9 @@ _BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi")
 _UNTRAINED = "X_untrained"
 _MIN_FOR_SCIB = 91
 """Minimum number of labeled cells for scib-metrics, which uses 90 neighbors."""
+
+_MANY = 2_000
+"""Number of cells above which the cost of scib-metrics, which grows quadratically up to 5,000 cells, is announced."""
 
 _OPTIONS = {"gene_network": ["tfs", "targets"], "generation": ["labels_key", "n_comps", "max_cells"]}
 """A mapping from benchmarks of models, not of embeddings, to their options."""
@@ -146,14 +149,14 @@ def evaluate_models(
         if one.subject == "network" and network is None:
             raise OptionError(
                 f"the benchmark {one.benchmark!r} requires known edges; pass a file of edges, e.g. from TRRUST, as "
-                "network (--network)."
+                f"{spelled('network', '--network')}."
             )
         for name, model in every.items() if one.subject == "expression" else ():
             if model.adata is None or model.adata is adata:
                 raise OptionError(
                     f"the benchmark {one.benchmark!r} requires held-out cells and the training cells of the model "
-                    f"{name!r}; pass cells that the model was not trained on as adata, and load the model with its "
-                    "training cells (--trained-on)."
+                    f"{name!r}; pass cells that the model was not trained on, and "
+                    f"{spelled('load the model with its training cells', 'its training cells as --trained-on')}."
                 )
             check_generates(model)
     if others and not of_embeddings and (obsm_keys or baselines is not True):
@@ -246,6 +249,12 @@ def _evaluate_embeddings(
                 notes.append(f"{_UNTRAINED} has the architecture of {first_name!r}.")
         if baselines is True:
             baselines = [name for name in _BASELINES if name != "harmony" or keys["batch_key"] is not None]
+        if progress_bar and not evaluations and "scib" in chosen and adata.n_obs > _MANY:
+            others = ("benchmarks=['cell_type_probe', 'geometry']", "--benchmarks cell_type_probe geometry")
+            announce(
+                f"benchmark 'scib' on {adata.n_obs:,} cells takes longer than all others; use {spelled(*others)} to "
+                "skip it ..."
+            )
         report = evaluate(
             adata,
             chosen,

@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from scforge._io import atomic_folder, sha256_of
 from scforge._registry import check_options
 from scforge.data.cells import Cells, named_column
 from scforge.data.checks import inherited_batch_key
-from scforge.errors import DataError, ModelFileError, OptionError, listing, warn
+from scforge.errors import DataError, ModelFileError, OptionError, ScforgeWarning, listing, warn
 from scforge.estimators.base import CellModel
 from scforge.estimators.serialize import ADAPTER, LABELED, check_sum, load_weights, read_description, sealed
 from scforge.estimators.setup import bare_registry
@@ -128,7 +129,9 @@ def finetune(
             cells, train_rows=split.train, validation_rows=split.validation, seed=seed, **given
         )
     parts = replace(model.spec, tuning=None).to_json()
-    tuned = type(model)._of_parts(parts, model.vocab, seed=seed, tuning=tuning, **data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ScforgeWarning)  # about genes, as issued when the cells were opened above
+        tuned = type(model)._of_parts(parts, model.vocab, seed=seed, tuning=tuning, **data)
     if registered is not None and all(registered[key] in (None, *source.obs) for key in ("batch_key", "labels_key")):
         # The next fine-tuning uses the columns of setup_anndata, not those of this one.
         register(type(model), source, registered)
@@ -247,6 +250,7 @@ def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
     model.module.load_state_dict(state)
     model.module.to(reference.device)
     model.is_trained_, model.n_epochs_, model._seen = True, reference.n_epochs_, reference._seen
+    model._opened = reference._opened  # so that warnings about genes are issued once
     return model
 
 

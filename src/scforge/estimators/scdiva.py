@@ -156,12 +156,13 @@ class ScDiVa(Encoder):
         indices: Sequence[int] | np.ndarray | None = None,
         return_dist: bool = False,
         uncertainty_key: str | None = _UNCERTAINTY,
+        **of_others: Any,
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
         """Embed cells as the means of their posteriors, and write the embedding into ``adata.obsm``.
 
         Parameters
         ----------
-        adata, key_added, batch_size, indices
+        adata, key_added, batch_size, indices, **of_others
             See :meth:`Encoder.get_latent_representation`.
         return_dist
             Whether to also return the variances, and write `uncertainty_key`.
@@ -194,14 +195,15 @@ class ScDiVa(Encoder):
         >>> mean.shape, variance.shape, "scforge_uncertainty" in adata.obs
         ((60, 4), (60, 4), True)
         """
-        if not check_bool("return_dist", return_dist):
+        if of_others or not check_bool("return_dist", return_dist):
             if self.spec.tuning is None and not self._trains_latent:
                 warn(
                     f"the objective {self.spec.objective!r} does not train the latent space, so the embedding is "
                     "random.",
                     NotTrainedWarning,
                 )
-            return super().get_latent_representation(adata, key_added=key_added, batch_size=batch_size, indices=indices)
+            how: dict[str, Any] = {"key_added": key_added, "batch_size": batch_size, "indices": indices}
+            return super().get_latent_representation(adata, **how, **of_others)  # raises if there are of_others
         self._check_variational()
         source = self._ready(adata, "its embedding is")
         cells = self._open(source)

@@ -24,7 +24,7 @@ from scforge._io import remove_folder
 from scforge._progress import announce
 from scforge._registry import check_options
 from scforge.data.vocab import GeneVocab
-from scforge.errors import OptionError, TrainingError, first_line
+from scforge.errors import OptionError, TrainingError, first_line, spelled
 from scforge.estimators.serialize import load_weights, read_folder
 from scforge.estimators.spec import SAMPLED_CELLS
 from scforge.training.checkpoint import (
@@ -220,8 +220,9 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         raise KeyboardInterrupt
     if result.signal is not None:
         logger.warning(
-            "Training was stopped by %s, and a checkpoint was saved; continue with resume='auto' (--resume auto).",
+            "Training was stopped by %s, and a checkpoint was saved; continue with %s.",
             signal.Signals(result.signal).name,
+            spelled("resume='auto'", "--resume auto"),
         )
         signal.raise_signal(result.signal)
     if rank == 0:
@@ -310,7 +311,8 @@ def _saved(model: CellModel, folder: RunFolder, name: str, n_epochs: int) -> Any
     except (OSError, SafetensorError, TrainingError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         kept = "".join(f", but {state.name} is complete" for state in folder.states()[-1:])
-        problem = f"{name} cannot be written ({reason}){kept}; free disk space and pass resume='auto' (--resume auto)"
+        how = spelled("resume='auto'", "--resume auto")
+        problem = f"{name} cannot be written ({reason}){kept}; free disk space and pass {how}"
         raise SavingError(f"checkpoint_dir={str(folder.path)!r}: {problem}.") from error
     finally:
         model.is_trained_, model.n_epochs_ = before

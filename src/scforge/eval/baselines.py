@@ -24,7 +24,7 @@ from scforge._progress import announce, duration
 from scforge.data.cells import choose_rows
 from scforge.data.checks import counts_of
 from scforge.data.neighbors import harmony_correct
-from scforge.errors import DataError, OptionError, warn
+from scforge.errors import DataError, OptionError, spelled, warn
 from scforge.eval.base import check_column
 from scforge.eval.expression import ExpressionSpace, log_expression
 
@@ -258,7 +258,7 @@ def embedding_baselines(
             if progress_bar:
                 announce(
                     f"baseline 'scvi': training scVI on {adata.n_obs:,} cells, which is the slowest baseline; use "
-                    "baselines=['pca'] (--against pca) to skip it ..."
+                    f"{spelled("baselines=['pca']", '--against pca')} to skip it ..."
                 )
             found[name] = scvi_embedding(
                 *(adata, batch_key),

@@ -17,7 +17,7 @@ from torch import nn
 from scforge._registry import Registry, check_options, check_switches
 from scforge.data.cells import CellBlock, Cells
 from scforge.data.vocab import GeneVocab
-from scforge.errors import OptionError, warn
+from scforge.errors import OptionError, spelled, warn
 from scforge.finetuning.new_cells import NewCells
 from scforge.finetuning.splits import Split
 from scforge.tokenizers.base import TokenBatch, Tokenizer
@@ -179,8 +179,8 @@ class Evaluated:
 def warn_of_missing_base() -> None:
     """Warn that the baseline of the frozen embedding is missing."""
     warn(
-        "the model before fine-tuning is not available, so scores for its frozen embedding are missing; pass base=... "
-        "(--base-model)."
+        "the model before fine-tuning is not available, so scores for its frozen embedding are missing; pass it as "
+        f"{spelled('base', '--base-model')}."
     )
 
 

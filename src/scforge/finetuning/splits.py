@@ -128,9 +128,15 @@ def _check_groups(groups: pd.Series, *, n_parts: int) -> None:
     """Raise :class:`~scforge.errors.DataError` if there are fewer groups than parts of the split."""
     names = sorted(str(name) for name in groups.dropna().unique())
     if len(names) < n_parts:
+        fix = "omit split_by to split by cell"
+        if len(names) == 2:
+            fix = (
+                "pass validation_size=0 to test on one of them, or as split_key a column of train and validation cells "
+                "of one group and test cells of the other"
+            )
         raise DataError(
-            f"split_by={groups.name!r} has {len(names)} groups with usable cells ({listing(names)}), but training, "
-            f"validation and test sets need {n_parts} groups; set validation_size=0 or test_size=0, or omit split_by."
+            f"split_by={groups.name!r} has {len(names)} group{'' if len(names) == 1 else 's'} with usable cells "
+            f"({listing(names)}), but training, validation and test sets need {n_parts} groups; {fix}."
         )
 
 

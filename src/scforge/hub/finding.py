@@ -102,6 +102,8 @@ def origin_of(folder: Path) -> Origin:
 
 
 SCHEME = "scforge://"
+_SCHEMES = (SCHEME, "scmodelforge://")
+"""Schemes of registry names in lower case; the second is that of scModelForge's configurations."""
 _VARIABLE = "SCFORGE_MODELS"
 
 
@@ -152,7 +154,7 @@ def known_models() -> dict[str, str]:
 
 def find_registered(text: str, prefix: str) -> tuple[FoundModel | None, str | None, str | None]:
     """Return the folder of ``scforge://name[@version]``, or its repository and commit."""
-    name, _, version = text.removeprefix(SCHEME).partition("@")
+    name, _, version = text.partition("://")[2].partition("@")
     entries = _entries()
     if name not in entries:
         advice = did_you_mean(name, entries)
@@ -230,8 +232,8 @@ def is_hub_name(name: object) -> bool:
 
 
 def is_registry_name(name: object) -> bool:
-    """Return whether a name refers to the registry, i.e. ``scforge://name``."""
-    return isinstance(name, str) and name.startswith(SCHEME)
+    """Return whether a name refers to the registry, i.e. ``scforge://name``, or ``scModelForge://name`` in any case."""
+    return isinstance(name, str) and name.lower().startswith(_SCHEMES)
 
 
 def resolve(
@@ -249,6 +251,7 @@ def resolve(
     name_or_folder_or_repo_id
         A folder; a Hugging Face Hub repository, ``"org/name"`` (or ``"hf://org/name@revision"``, if a folder has the
         same name); or a registry name, ``"scforge://name"`` or ``"scforge://name@version"`` (see :func:`known_models`).
+        ``scModelForge://`` is read as ``scforge://``.
     revision
         Branch, tag or commit of the repository. If None, uses the main branch.
     cache_dir
@@ -313,7 +316,7 @@ def find_model(
             raise OptionError(f"revision={revision!r} has no effect: {prefix} is a local folder; omit revision.")
         return FoundModel(folder, *origin_of(folder))
     assert repo_id is not None
-    is_bare = not str(name).startswith((_HUB, SCHEME))
+    is_bare = "://" not in str(name)
     found = _fetch(repo_id, f"{prefix} (not a local folder)" if is_bare else prefix, revision, **access)
     if is_bare:
         logger.info(

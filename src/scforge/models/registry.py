@@ -92,8 +92,19 @@ def own_names(architecture: Any, options: dict[str, Any]) -> dict[str, Any]:
     return {renamed.get(option, option): value for option, value in options.items()}
 
 
+_OF_SCVI = {
+    "n_latent": ("latent_dim", "hidden_dim", "encoder_dim"),
+    "n_hidden": ("hidden_dim", "encoder_dim"),
+    "n_layers": ("num_layers", "encoder_layers"),
+    "dropout_rate": ("dropout",),
+}
+"""A mapping from options of scvi-tools to names for the same here, of which an architecture has the first it knows."""
+
+
 def check_model_options(name: str, options: dict[str, Any]) -> None:
     """Raise :class:`~scforge.errors.OptionError` if an option is not an option of the architecture `name`."""
     known = option_names(name)
     if known is not None:
-        check_options("option", name, own_names(MODELS.get(name), options), known)
+        found = {old: [new for new in names if new in known] for old, names in _OF_SCVI.items()}
+        hints = {old: f"pass {new[0]}, as scforge calls it" for old, new in found.items() if new}
+        check_options("option", name, own_names(MODELS.get(name), options), known, hints)

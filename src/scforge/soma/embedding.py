@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from scforge._checks import check_choice, check_count
 from scforge._io import atomic_path, check_folder, check_writable
-from scforge.errors import DataError, OptionError
+from scforge.errors import DataError, OptionError, spelled
 from scforge.soma.byte_data import Chunks
 from scforge.soma.documents import Document, Files, read_documents
 from scforge.soma.model_folder import device_of, read_model
@@ -166,7 +166,7 @@ def _embed(
         twice = names[names.duplicated()].unique()
         raise DataError(
             f"files contains the name {twice[0]!r} more than once; rename one of the records, or pass "
-            "duplicates='mean' (--duplicates mean)."
+            f"{spelled("duplicates='mean'", '--duplicates mean')}."
         )
     module, seq_len = read_model(model)
     vectors = _vectors(
@@ -191,7 +191,8 @@ def _check_output(output: Path, overwrite: bool) -> None:
         raise OptionError(f"output={str(output)!r} has an unknown format; it must end with {' or '.join(_SUFFIXES)}.")
     check_folder("output", output.parent)
     if output.exists() and not overwrite:
-        raise OptionError(f"output={str(output)!r} exists; pass overwrite=True (--overwrite) or choose another name.")
+        how = spelled("overwrite=True", "--overwrite")
+        raise OptionError(f"output={str(output)!r} exists; pass {how} or choose another name.")
     check_writable("output", output)
 
 

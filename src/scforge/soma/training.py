@@ -23,7 +23,7 @@ from torch import nn
 
 from scforge._checks import check_count, check_positive, check_seed
 from scforge._io import atomic_folder
-from scforge.errors import DataError, OptionError, TrainingError, first_line
+from scforge.errors import DataError, OptionError, TrainingError, first_line, spelled
 from scforge.soma.byte_data import ByteData, hold_out
 from scforge.soma.documents import Document, Files, read_documents, read_groups
 from scforge.soma.model_folder import FINAL, WEIGHTS, device_of, read_model, write_model
@@ -365,7 +365,8 @@ def train(
         if result.interrupted:
             raise KeyboardInterrupt
         if result.signal is not None:
-            logger.warning("Training stopped and a checkpoint was saved; continue with resume='auto' (--resume auto).")
+            how = spelled("resume='auto'", "--resume auto")
+            logger.warning("Training stopped and a checkpoint was saved; continue with %s.", how)
             signal.raise_signal(result.signal)
         bits = _bits(result)
         facts |= {"bits_per_byte": bits, "epochs": result.n_epochs, "best_epoch": result.best_epoch + 1}
@@ -432,7 +433,7 @@ def _writer(
         except (OSError, SafetensorError) as error:
             raise SavingError(
                 f"checkpoint_dir={str(folder.path)!r}: {name} cannot be written ({first_line(error)}); free some disk "
-                "space and resume training with resume='auto' (--resume auto)."
+                f"space and resume training with {spelled("resume='auto'", '--resume auto')}."
             ) from error
 
     return write
@@ -450,7 +451,7 @@ def _fit(plan: TrainingPlan, data: Any, **options: Any) -> FitResult:
             raise
         raise TrainingError(
             f"memory ran out with batches of {data.batch_size} sequences of {data.train_chunks.seq_len} tokens; lower "
-            "batch_size or seq_len, or pass gradient_checkpointing=True (--gradient-checkpointing)."
+            f"batch_size or seq_len, or pass {spelled('gradient_checkpointing=True', '--gradient-checkpointing')}."
         ) from error
 
 

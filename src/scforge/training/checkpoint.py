@@ -28,7 +28,16 @@ from safetensors.torch import load_file, save_file
 from scforge._checks import check_share
 from scforge._io import check_folder, read_json, remove_folder, sha256_of, sha256_of_json
 from scforge._version import __version__
-from scforge.errors import MissingFileError, ModelFileError, OptionError, ScforgeError, TrainingError, first_line, warn
+from scforge.errors import (
+    MissingFileError,
+    ModelFileError,
+    OptionError,
+    ScforgeError,
+    TrainingError,
+    first_line,
+    spelled,
+    warn,
+)
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import copy_of_weights
 from scforge.training.plan import NotFiniteError
@@ -689,12 +698,13 @@ def check_state(path: Path, run: RunFolder | None = None) -> None:
         return
     problem = "contains no training checkpoint" if path.is_dir() else "does not exist"
     states = sorted(path.glob("step=*"))
-    ways = ["--resume auto"] if run is not None and states and path.resolve() == run.path.resolve() else []
+    auto = spelled("resume='auto'", "--resume auto")
+    ways = [auto] if run is not None and states and path.resolve() == run.path.resolve() else []
     ways += [os.fspath(state) for state in states[-1:]]
     meant = (
         f"did you mean {', or '.join(ways)}?" if ways else "pass a checkpoint such as ckpt/step=00000100, or 'auto'."
     )
-    raise MissingFileError(f"resume={str(path)!r} {problem} (--resume); {meant}")
+    raise MissingFileError(f"{spelled('resume', '--resume')}={str(path)!r} {problem}; {meant}")
 
 
 class RunFolder:
@@ -749,7 +759,7 @@ class RunFolder:
                 if path == states[0]:
                     raise ModelFileError(
                         f"checkpoint_dir={str(self.path)!r} has no intact checkpoint ({str(error).rstrip('.')}); pass "
-                        "overwrite=True (--overwrite) to start a new run."
+                        f"{spelled('overwrite=True', '--overwrite')} to start a new run."
                     ) from error
                 warn(f"{error} Training resumes from the previous checkpoint.")
         return None
@@ -776,10 +786,10 @@ class RunFolder:
         if resumes and (self.states() or all(part.name.startswith("epoch=") for part in found)):
             return
         if found:
+            ways = spelled("resume='auto'", "--resume auto"), spelled("overwrite=True", "--overwrite")
             raise OptionError(
-                f"checkpoint_dir={str(self.path)!r} already contains a training run ({found[-1].name}); pass "
-                "resume='auto' (--resume auto) to resume, overwrite=True (--overwrite) to replace it, or another "
-                "folder."
+                f"checkpoint_dir={str(self.path)!r} already contains a training run ({found[-1].name}); pass {ways[0]} "
+                f"to resume, {ways[1]} to replace it, or another folder."
             )
 
     def clear(self, *, states_only: bool = False) -> None:

@@ -35,7 +35,7 @@ from scforge._io import (
 )
 from scforge.data.cells import Cells, CellSource
 from scforge.data.readers import Location, is_query, is_url, open_streams, table_digest
-from scforge.data.sources import AUTO, open_cells
+from scforge.data.sources import AUTO, open_cells, read_h5ad
 from scforge.data.store import StoreCells, StoreInfo, is_store
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, warn
 from scforge.estimators.base import CellModel
@@ -140,6 +140,11 @@ class EmbeddingFiles:
         check_writable("output", output)
         self.mark()
 
+    def can_copy(self, path: Path) -> bool:
+        """Return whether parts of an h5ad file can be copied into the output as they are."""
+        with h5py.File(path, "r") as file:
+            return not self._is_zarr and file.attrs.get("encoding-type") == "anndata"
+
     def mark(self) -> str | None:
         """Return the plan hash of the existing output, or None if it does not exist or is an empty folder.
 
@@ -184,8 +189,8 @@ class EmbeddingFiles:
                 return False
             if not self.overwrite and self.mark() not in (None, sha256_of_json(plan, sort_keys=True)):
                 raise OptionError(
-                    f"{self._prefix} exists and contains an embedding of other cells or from another model; choose "
-                    "another name, or pass overwrite=True (--overwrite) to replace it."
+                    f"{self._prefix} exists and contains an embedding of other cells or from another model, or with "
+                    "other options; choose another name, or pass overwrite=True (--overwrite) to replace it."
                 )
             begun = self._begun()
             if begun not in (None, plan):
@@ -209,7 +214,9 @@ class EmbeddingFiles:
         with atomic_path(self.path_of(block)) as temporary, temporary.open("wb") as file:
             np.save(file, embedding)
 
-    def finish(self, plan: dict[str, Any], n_blocks: int, make: Callable[[], AnnData]) -> None:
+    def finish(
+        self, plan: dict[str, Any], n_blocks: int, make: Callable[[], AnnData], copy: Callable[[Any], None]
+    ) -> None:
         """Assemble the output if all blocks are done and no other process has done so.
 
         Parameters
@@ -218,13 +225,15 @@ class EmbeddingFiles:
             Description of the embedding, and number of blocks.
         make
             Function that creates the AnnData into which the embedding is written.
+        copy
+            Function that copies further content into the HDF5 file or zarr group of the output.
         """
         with self._locked():
             if not self.folder.exists() or not all(self.path_of(block).exists() for block in range(n_blocks)):
                 return
             parts = (np.load(self.path_of(block)) for block in range(n_blocks))
             result = self.folder / ("result.zarr" if self._is_zarr else "result.h5ad")
-            _write(result, make(), parts, plan)
+            _write(result, make(), parts, plan, copy)
             swap_in(result, self.output)
             shutil.rmtree(self.folder)
 
@@ -249,26 +258,31 @@ class EmbeddingFiles:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def _write(path: Path, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[str, Any]) -> None:
+def _write(
+    path: Path, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[str, Any], copy: Callable[[Any], None]
+) -> None:
     """Write an AnnData as zarr or h5ad, with an embedding that is passed block by block."""
     import zarr
 
     if path.suffix == ".zarr":
         shutil.rmtree(path, ignore_errors=True)
         root = zarr.open_group(path, mode="w", zarr_format=3)
-        _fill(root, adata, parts, plan)
+        _fill(root, adata, parts, plan, copy)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
             zarr.consolidate_metadata(root.store)
     else:
         with new_h5(path) as file:
-            _fill(file, adata, parts, plan)
+            _fill(file, adata, parts, plan, copy)
 
 
-def _fill(root: Any, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[str, Any]) -> None:
+def _fill(
+    root: Any, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[str, Any], copy: Callable[[Any], None]
+) -> None:
     from anndata.io import write_elem
 
     write_elem(root, "/", adata)
+    copy(root)
     n_cells, n_latent = plan["n_cells"], plan["n_latent"]
     create = root["obsm"].create_dataset if isinstance(root, h5py.File) else root["obsm"].create_array
     array = create(
@@ -324,6 +338,8 @@ class EmbeddingInfo:
         Run time of this call.
     complete
         Whether the output is complete. If not, other processes are still running.
+    counts
+        Whether the output contains the genes and counts of the source.
 
     Examples
     --------
@@ -340,6 +356,7 @@ class EmbeddingInfo:
     n_embedded: int
     seconds: float
     complete: bool
+    counts: bool = False
 
     def __str__(self) -> str:
         rate = self.n_embedded / max(self.seconds, 1e-9)
@@ -348,7 +365,8 @@ class EmbeddingInfo:
         shape = f"{self.n_cells:,} cells x {self.n_latent:,} dimensions"
         where = f"obsm[{self.key!r}] of {self.output}"
         if self.complete:
-            return f"{done}; {where} is complete: {shape}, with obs and without the genes and counts of the source."
+            along = "obs, genes and counts" if self.counts else "obs and without the genes and counts of the source"
+            return f"{done}; {where} is complete: {shape}, with {along}."
         return f"{done}; {where} ({shape}) appears when the other processes are done."
 
 
@@ -362,6 +380,7 @@ def embed_to(
     block_size: int = _BLOCK,
     rank: int | None = None,
     world_size: int | None = None,
+    counts: bool = True,
     overwrite: bool = False,
     progress_bar: bool = True,
     device: str | torch.device = "auto",
@@ -382,9 +401,8 @@ def embed_to(
         process reads into memory.
     output
         Path that ends with ``.zarr`` or ``.h5ad``, for an AnnData with ``obs`` as in the source, the embedding
-        (float32, shape (N, D)) in ``obsm[key]``, and its settings in ``uns["scforge"][key]``. It contains no genes,
-        because the source may be much larger than memory. To plot a gene, copy ``obsm[key]`` into the source, which has
-        the same order of cells. Several processes must have access to the same folder.
+        (float32, shape (N, D)) in ``obsm[key]``, and its settings in ``uns["scforge"][key]``. Several processes must
+        have access to the same folder.
     key
         Key in ``obsm``; ``"auto"`` is the same as in :meth:`Encoder.get_latent_representation`.
     batch_size
@@ -394,6 +412,11 @@ def embed_to(
     rank, world_size
         Index of this process, starting at 0, and number of processes. If None, reads both from ``torchrun`` or
         ``srun``, or uses a single process.
+    counts
+        Whether `output` also contains ``X``, ``var``, ``obsm`` and the layer with the counts, e.g. to color a UMAP by a
+        gene. They are only copied from an AnnData or a single local h5ad file, block by block from h5ad to h5ad. Output
+        for a store, several files or a URL, which may be much larger than memory, never contains them. To plot a gene
+        then, copy ``obsm[key]`` into the source, which has the same order of cells.
     overwrite
         Whether to replace an embedding of other cells or from another model, even if it is unfinished. A single process
         also recomputes an identical embedding.
@@ -429,8 +452,9 @@ def embed_to(
     >>> model = scforge.models.Encoder(adata)
     >>> model.train(max_epochs=1, progress_bar=False)
     >>> info = embed_to(model, adata, "embedded.zarr", progress_bar=False)
-    >>> anndata.read_zarr("embedded.zarr").obsm["X_scforge"].shape
-    (2700, 32)
+    >>> found = anndata.read_zarr("embedded.zarr")
+    >>> found.obsm["X_scforge"].shape, found.shape
+    ((2700, 32), (2700, 16634))
     """
     rank, world_size = _which_process(rank, world_size)
     check_count("batch_size", batch_size, "cells")
@@ -450,15 +474,17 @@ def embed_to(
     model._move_to(chosen_device(device))
     try:
         cells = _open(model, source)
+        kept = _with_genes(model, source) if counts else None
         plan = {
             "model": model_identity(model),
             "source": source_identity(source, cells, **_setup(model)),
             "key": key,
             "n_cells": len(cells),
             "block_size": block_size,
+            "counts": kept is not None,
         }
         hidden = not progress_bar or rank != 0
-        return _embed_blocks(model, cells, files, plan, rank, world_size, batch_size=batch_size, hidden=hidden)
+        return _embed_blocks(model, cells, kept, files, plan, rank, world_size, batch_size=batch_size, hidden=hidden)
     finally:
         model._move_to(before)
 
@@ -466,6 +492,7 @@ def embed_to(
 def _embed_blocks(
     model: CellModel,
     cells: Cells,
+    kept: AnnData | Path | None,
     files: EmbeddingFiles,
     plan: dict[str, Any],
     rank: int,
@@ -488,7 +515,23 @@ def _embed_blocks(
 
     def frame() -> AnnData:
         obs = embedded_adata(cells, np.empty((len(cells), 0), dtype=np.float32), plan["key"]).obs
-        return AnnData(obs=obs, uns={UNS_KEY: {plan["key"]: model._provenance(cells, plan["n_latent"])}})
+        uns = {UNS_KEY: {plan["key"]: model._provenance(cells, plan["n_latent"])}}
+        if isinstance(kept, Path) and source_identity(kept, cells, **_setup(model)) != plan["source"]:
+            raise DataError(f"source={str(kept)!r} has changed since its cells were embedded; embed them again.")
+        found = read_h5ad(kept) if isinstance(kept, Path) and copied is None else kept
+        if not isinstance(found, AnnData):
+            return AnnData(obs=obs, uns=uns)
+        layer = (model._setup_of(found) or model._setup)["layer"]
+        layers = {} if layer is None else {layer: found.layers[layer]}
+        obsm = {key: value for key, value in found.obsm.items() if key != plan["key"]}
+        return AnnData(found.X, obs=obs, var=found.var, layers=layers, obsm=obsm, uns=uns)
+
+    def copy(root: Any) -> None:
+        if copied is not None:
+            layer = [] if model._setup["layer"] is None else [f"layers/{model._setup['layer']}"]
+            _copy_parts(copied, root, ["X", "var", *layer, "obsm"], without=f"obsm/{plan['key']}")
+
+    copied = kept if isinstance(kept, Path) and files.can_copy(kept) else None
 
     objective = model.objective
     plan = json.loads(json.dumps(plan | {"n_latent": embedded(np.zeros(1, dtype=np.int64)).shape[1]}))
@@ -505,7 +548,7 @@ def _embed_blocks(
                 n_embedded += len(blocks[block])
                 bar.update(len(blocks[block]))
         # Also with nothing to do: all may be done, but for the last step.
-        files.finish(plan, len(blocks), frame)
+        files.finish(plan, len(blocks), frame, copy)
     return EmbeddingInfo(
         output=files.output,
         key=plan["key"],
@@ -514,7 +557,31 @@ def _embed_blocks(
         n_embedded=n_embedded,
         seconds=time.perf_counter() - began,
         complete=files.is_complete(plan),
+        counts=plan["counts"],
     )
+
+
+def _with_genes(model: CellModel, source: Any) -> AnnData | Path | None:
+    """Return the cells whose genes and counts the output can contain: an AnnData or an h5ad file; None for others."""
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        return path if path.suffix == ".h5ad" and path.is_file() else None
+    found = model._source(source)
+    if not isinstance(found, AnnData):
+        return None
+    return found.to_memory() if found.isbacked else found
+
+
+def _copy_parts(path: Path, root: h5py.File, names: list[str], *, without: str) -> None:
+    """Copy parts of an h5ad file into another one, a block at a time, except for one name."""
+    with h5py.File(path, "r") as source:
+        for name in names:
+            if name in source:
+                if name in root:
+                    del root[name]
+                source.copy(name, root, name)
+        if without in root:
+            del root[without]
 
 
 def _open(model: CellModel, source: Any) -> Cells:

@@ -85,7 +85,8 @@ def predict_to(
             f"output={str(output)!r} requires cells from an h5ad file, but source={str(source)!r}; choose a table as "
             "output, e.g. labels.csv."
         )
-    found = tuned.predict(source if adata is None else adata, batch_size=batch_size, **options)
+    cells = tuned._cells(source) if adata is None else adata
+    found = tuned.predict(cells, batch_size=batch_size, **options)
     if isinstance(found, AnnData):
         write(path, found)
         return f"{found.n_obs:,} x {found.n_vars:,} predicted values"
@@ -95,7 +96,6 @@ def predict_to(
     else:
         table = pd.DataFrame(found)
         if adata is None:
-            cells = tuned._cells(source)
             table.index = embedded_adata(cells, np.empty((len(cells), 0), dtype=np.float32), "none").obs_names
         write(path, table.rename_axis("cell"))
     return f"{len(found):,} cells"
