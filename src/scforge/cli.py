@@ -440,6 +440,8 @@ def _add_predict(command: argparse.ArgumentParser) -> None:
     add("--threshold", type=float, metavar="SHARE", help='less certain cells become "unassigned"')
     add("--majority-voting", action=_MayStandAlone, metavar="COLUMN", help=vote)
     add("--soft", action="store_true", help="probabilities of all classes")
+    mapping = "map cells that the model was not fine-tuned on (default: on)"
+    add("--map-query", action=argparse.BooleanOptionalAction, help=mapping)
     add("--key-added", metavar="NAME", help="column of obs to write")
     add("--batch-size", **_BATCH_SIZE)
     add("--device", **_DEVICE)

@@ -56,7 +56,7 @@ from scforge.estimators.spec import (
 from scforge.estimators.training import OF_PLAN, run_training, train_options
 from scforge.eval.report import write_scores
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, merge_lora, merged
-from scforge.finetuning.base import EvaluationContext, Predictor, Task
+from scforge.finetuning.base import Evaluated, EvaluationContext, Predictor, Task
 from scforge.finetuning.heads import FineTunedModule, QueryMapping
 from scforge.finetuning.held_out import CellFingerprints, fingerprints
 from scforge.finetuning.labels import UNASSIGNED, text_labels
@@ -756,6 +756,8 @@ class Encoder(CellModel):
         evaluated = task.evaluate(context)
         if key_added is not None and isinstance(source, AnnData):
             write_scores(source, key_added, evaluated.metrics, evaluated.tables)
+            if "differences" in evaluated.tables:
+                announce(_verdict(evaluated, f'adata.uns["{UNS_KEY}"]["{key_added}_differences"]'))
         return evaluated.metrics
 
     def _own_task(self) -> Task | None:
@@ -2166,3 +2168,15 @@ class Encoder(CellModel):
         model.is_trained_ = True  # elsewhere
         model._facts = CardFacts.of_checkpoint(found)
         return cast("Self", model)
+
+
+def _verdict(evaluated: Evaluated, place: str) -> str:
+    """Return a sentence on the differences of the main score from all baselines; `place` has the others."""
+    table = evaluated.tables["differences"]
+    score = next(name for name in ("macro_f1", *table["score"]) if name in set(table["score"]))
+    lines = table[table["score"] == score]
+    parts = (
+        f"{one.difference:+.3f} ({one.low:.3f} to {one.high:.3f}) from {one.method}: {one.verdict or 'no interval'}"
+        for one in lines.itertuples()
+    )
+    return f"{score} of scforge, difference and 95% interval: {'; '.join(parts)}. All scores: {place}."
