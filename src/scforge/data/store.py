@@ -11,14 +11,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import anndata
 import numpy as np
 import pandas as pd
 import zarr
-from annbatch import Loader
-from annbatch.abc import Sampler
 from pandas.api.types import union_categoricals
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -43,14 +41,9 @@ from scforge.errors import (
     DataError,
     MissingFileError,
     ModelFileError,
-    OptionError,
     redacted,
     suggest,
 )
-
-if TYPE_CHECKING:
-    from annbatch.types import LoadRequest
-
 
 CODECS = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}
 """Zarr setting: zarrs compresses and decompresses chunks in separate threads, three times as fast as zarr's Python
@@ -282,43 +275,6 @@ def content_hash(vocab_hash: str, datasets: Iterable[str]) -> str:
     return hashlib.sha256("".join([vocab_hash, *datasets]).encode()).hexdigest()
 
 
-_GAP = 32
-"""Maximum number of unrequested cells between requested cells that are read, instead of splitting the read."""
-
-
-class _WindowSampler(Sampler):
-    """Sampler that lets annbatch's loader, which keeps the row boundaries, read the windows of each pass."""
-
-    batch_size = None  # each request sets the ends of its batches
-    shuffle = False
-    windows: Iterable[Window] = ()
-
-    def n_batches(self, n_obs: int) -> int:
-        """Return 0 as a placeholder, because the length of the loader is not used."""
-        return 0
-
-    def validate(self, n_obs: int) -> None:
-        """Accept any number of cells, because the windows come from a :class:`StoreCells`."""
-
-    def _sample(self, n_obs: int) -> Iterator[LoadRequest]:
-        for window in self.windows:
-            ordered = np.sort(window.rows)
-            if ordered[0] < 0 or ordered[-1] >= n_obs:
-                wrong = ordered[0] if ordered[0] < 0 else ordered[-1]
-                raise OptionError(f"windows refers to cell {wrong}, but the store only has cells 0 to {n_obs - 1}.")
-            cuts = np.flatnonzero(np.diff(ordered) > _GAP + 1)
-            starts = ordered[np.concatenate([[0], cuts + 1])]
-            stops = ordered[np.concatenate([cuts, [-1]])] + 1
-            sizes = stops - starts
-            # Where the first cell of each slice would be if its slice began at cell 0 of what is read.
-            shifts = np.cumsum(sizes) - sizes - starts
-            places = window.rows + shifts[np.searchsorted(starts, window.rows, side="right") - 1]
-            yield {
-                "requests": [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)],
-                "splits": np.split(places, window.ends[:-1]),
-            }
-
-
 _SETTINGS: dict[str, Any] = {**CODECS, "threading.max_workers": max(1, (os.cpu_count() or 1) // 2)}
 """Zarr settings: half of the cores decompress, and the other cores are left for tokenization."""
 
@@ -368,9 +324,7 @@ class _Store:
             self._set_foreign_genes()
             self.counts_kept, self.chunk_size, self.shuffled = 1.0, CHUNK_SIZE, True
         self.obs = self._table(info.obs_columns if info is not None and obs is None else obs)
-        self._sampler = _WindowSampler()
-        self._loader: Any = Loader(batch_sampler=self._sampler, preload_to_gpu=False)
-        self._loader.add_datasets(self._matrices)
+        self._windows: Any = None
         self._begins = threading.Lock()
 
     def _damaged(self, problem: str) -> DataError:
@@ -482,10 +436,15 @@ class _Store:
                 yield rows, draw, self._cleaned(rows, counts)
 
     def _loaded(self, windows: Iterator[Window]) -> Iterator[sparse.csr_matrix]:
+        # Only here, because annbatch imports torch, which an inspection does without.
+        from scforge.data.windows import window_loader
+
         # The first step of a pass takes the windows, and opens the arrays.
         with self._begins, zarr.config.set(_SETTINGS):
-            self._sampler.windows = windows
-            passing = iter(self._loader)
+            self._windows = self._windows or window_loader(self._matrices)
+            sampler, loader = self._windows
+            sampler.windows = windows
+            passing = iter(loader)
             first = next(passing, None)
         if first is not None:
             yield first["X"]

@@ -15,7 +15,7 @@ from scforge.estimators.hub import place_of, push_model
 from scforge.estimators.serialize import read_folder
 from scforge.hub.finding import FoundModel, copy_model, find_model, is_hub_name, is_registry_name, kind_of_folder
 from scforge.hub.uploading import is_own_card, tell_left_behind, upload
-from scforge.training.checkpoint import RunFolder
+from scforge.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import pandas as pd

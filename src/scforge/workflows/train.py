@@ -30,10 +30,10 @@ from scforge.data.vocab import GeneVocab
 from scforge.errors import ConfigError, OptionError, redacted
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.setup import class_of_architecture
-from scforge.training.checkpoint import FINAL, RunFolder, check_state
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import ensure_devices
 from scforge.training.options import TrainOptions
+from scforge.training.run_folder import FINAL, RunFolder, check_state
 from scforge.workflows.check import (
     benchmark_callbacks,
     check_settings,
