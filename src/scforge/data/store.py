@@ -34,7 +34,8 @@ from scforge.data.checks import (
     value_problem,
 )
 from scforge.data.genes import MIN_OVERLAP, GeneMap, map_names, warn_counts_outside, warn_empty
-from scforge.data.readers import file_system, is_url, open_group, reading, root_attributes
+from scforge.data.paths import STORE_KEY, holds_store, is_url, partial_path
+from scforge.data.readers import file_system, open_group, reading, root_attributes
 from scforge.data.sampling import Window
 from scforge.data.vocab import GeneVocab, open_vocab
 from scforge.errors import (
@@ -67,7 +68,6 @@ DATASET = "dataset_{}"
 _FORMAT = 1
 """Format version of the attribute ``"scforge"``."""
 
-_GROUP = "scforge"
 _ENCODING = {"encoding-type": "annbatch-preshuffled", "encoding-version": "0.1.0"}
 _AGAIN = "copy the store again, or convert the data again"
 
@@ -137,7 +137,7 @@ class StoreInfo:
 
     @classmethod
     def _of(cls, attributes: Mapping[str, Any], place: str) -> StoreInfo:
-        content = attributes.get(_GROUP)
+        content = attributes.get(STORE_KEY)
         if not isinstance(content, dict):
             raise DataError(f"{place} {_other_kind(attributes)}.")
         if content.get("format") != _FORMAT:
@@ -165,12 +165,6 @@ class StoreInfo:
         return "\n".join(f"{name:<25}{value}" for name, value in rows.items())
 
 
-def partial_path(path: str | os.PathLike[str]) -> Path:
-    """Return the folder next to `path` in which a store is written."""
-    path = Path(path)
-    return path.with_name(f".{path.name}.partial")
-
-
 def may_be_store(path: str | os.PathLike[str]) -> bool:
     """Return whether `path` is a folder, a URL, or a store that is being written, i.e. anything but a file."""
     if is_url(path):
@@ -181,8 +175,11 @@ def may_be_store(path: str | os.PathLike[str]) -> bool:
 
 def is_store(path: str | os.PathLike[str]) -> bool:
     """Return whether a path or URL is a complete scforge store; False if it does not exist."""
+    if not is_url(path):
+        put_back(path)
+        return holds_store(Path(path))
     try:
-        return isinstance(_attributes(path).get(_GROUP), dict)
+        return isinstance(_attributes(path).get(STORE_KEY), dict)
     except (DataError, MissingFileError):
         return False
 
@@ -229,7 +226,7 @@ def read_measured(group: Any) -> np.ndarray:
 
 
 def _part(group: Any, name: str) -> np.ndarray:
-    key = f"{_GROUP}/{name}"
+    key = f"{STORE_KEY}/{name}"
     with reading(f"{key!r} of the store {str(group.store_path)!r}", fix=_AGAIN):
         return np.asarray(group[key][...])
 
@@ -237,11 +234,11 @@ def _part(group: Any, name: str) -> np.ndarray:
 def write_root(folder: Path, info: StoreInfo, vocab: GeneVocab, measured: np.ndarray) -> None:
     """Write the metadata of a store, and consolidate the zarr metadata."""
     root = zarr.open_group(folder, mode="a", zarr_format=3)
-    part = root.create_group(_GROUP, overwrite=True)
+    part = root.create_group(STORE_KEY, overwrite=True)
     part.create_array("vocab", data=np.frombuffer(vocab.to_json().encode(), dtype=np.uint8))
     part.create_array("measured", data=measured)
     # A collection of annbatch as well.
-    root.attrs.put({**_ENCODING, _GROUP: {"format": _FORMAT, **asdict(info)}})
+    root.attrs.put({**_ENCODING, STORE_KEY: {"format": _FORMAT, **asdict(info)}})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
         zarr.consolidate_metadata(root.store)
@@ -307,7 +304,7 @@ class _Store:
         if not is_url(path) and not Path(path, "zarr.json").is_file():
             StoreInfo.read(path)  # raises an error that describes the folder
         group: Any = open_group(path, storage_options)
-        self.is_own = _GROUP in group.attrs or group.attrs.get("encoding-type") != _ENCODING["encoding-type"]
+        self.is_own = STORE_KEY in group.attrs or group.attrs.get("encoding-type") != _ENCODING["encoding-type"]
         info = StoreInfo._of(group.attrs, repr(self.place)) if self.is_own else None
         self._datasets = self._found_datasets(group)
         self._matrices, lengths = zip(*map(self._matrix, self._datasets), strict=True)

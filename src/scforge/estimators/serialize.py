@@ -17,7 +17,8 @@ from torch import nn
 
 from scforge._io import atomic_folder, parsed, read_json, read_settled, sha256_of, sha256_of_json
 from scforge._version import __version__
-from scforge.data.readers import is_url, write_h5ad
+from scforge.data.paths import is_url
+from scforge.data.readers import write_h5ad
 from scforge.data.sources import read_h5ad
 from scforge.data.vocab import GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, ScforgeError, first_line, listing, warn
