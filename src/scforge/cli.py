@@ -194,7 +194,8 @@ def _config_show(file: str, overrides: list[str]) -> None:
     from scforge.config import load_config
 
     config = load_config(file, overrides)
-    from scforge.workflows.check import show_config
+    with announced_loading():
+        from scforge.workflows.check import show_config
 
     print(show_config(config), end="")
 

@@ -11,8 +11,8 @@ import zarr
 
 from scforge.cli import main
 from scforge.data import GeneVocab, convert, open_cells
-from scforge.data.readers import open_group
 from scforge.data.paths import partial_path
+from scforge.data.readers import open_group
 from scforge.data.store import (
     StoreCells,
     StoreInfo,

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from scforge._checks import check_known
 from scforge._registry import check_options
@@ -42,7 +41,7 @@ from scforge.estimators.spec import (
 from scforge.eval.harness import embedding_evaluations
 from scforge.finetuning.base import TASKS
 from scforge.finetuning.heads import check_head
-from scforge.models._utils import count_parameters
+from scforge.models._utils import count_parameters, without_weights
 from scforge.models.registry import MODELS, option_names
 from scforge.tokenizers.base import TOKENIZERS
 from scforge.training.objectives.base import OBJECTIVES, get_objective
@@ -297,7 +296,7 @@ def check_config(config: Config) -> str:
         if config.finetune is not None:
             return described(config)
         spec, known = planned_model(config)
-        with torch.device("meta"):
+        with without_weights():
             module = spec.build_module()
     size = f", about {count_parameters(module) / 1e6:.1f} million parameters" if known else ""
     return f"{spec.architecture} on tokens of {spec.tokenizer}, trained by {spec.objective}{size}"
