@@ -13,8 +13,11 @@ from typing import Any
 _PATIENCE_S = 2.0
 """Seconds after which an import is announced."""
 
-_LARGE = {"anndata": "anndata", "torch": "PyTorch", "lightning": "Lightning", "scvi": "scvi-tools"}
-"""A mapping from packages that take seconds to import to their names."""
+_LARGE = {
+    **{name: name for name in ("pandas", "numba", "anndata")},
+    **{"torch": "PyTorch", "lightning": "Lightning", "scvi": "scvi-tools"},
+}
+"""A mapping from packages that take long to import to their names."""
 
 _announces = threading.Lock()
 """Held while an import is timed, so that the imports within it are not announced as well, or while none is to be."""
@@ -35,7 +38,7 @@ def silent_loading() -> Iterator[None]:
 
 @contextlib.contextmanager
 def announced_loading() -> Iterator[None]:
-    """Say what is loading if imports take more than two seconds and a person watches: in a notebook or a terminal."""
+    """Name the packages that are loading if it takes two seconds, in notebooks and terminals."""
     import multiprocessing
 
     watched = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())

@@ -59,7 +59,7 @@ def init_weights(module: nn.Module) -> None:
 
 
 class _Undrawn(TorchFunctionMode):
-    """Leaves weights as they are, because random numbers on the device ``meta`` import the compiler of torch."""
+    """Skips drawing weights, because random numbers on the device ``meta`` import the compiler of torch."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = kwargs or {}
