@@ -99,7 +99,7 @@ def _finetune(
 def _embed(source: str, model: str, output: str, *, quiet: bool = False, **options: Any) -> None:
     from scforge.data.paths import check_exists
     from scforge.workflows.models import check_local_model
-    from scforge.workflows.places import check_ending
+    from scforge.workflows.outputs import check_ending
 
     check_exists(source)
     check_ending(output, [".zarr", ".h5ad"])
@@ -115,15 +115,16 @@ def _embed(source: str, model: str, output: str, *, quiet: bool = False, **optio
 def _predict(
     source: str, model: str, output: str, overrides: list[str], *, quiet: bool = False, **options: Any
 ) -> None:
-    from scforge.config.load import parse_yaml
     from scforge.data.paths import check_exists
     from scforge.workflows.models import check_local_model
-    from scforge.workflows.places import output_file
+    from scforge.workflows.outputs import output_file
 
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name.isidentifier() or name in {*options, "model", "source", "output"}:
             raise OptionError(f"{override!r} is not a prediction option of the task; pass each once, as name=value.")
+        from scforge.config.load import parse_yaml
+
         options[name] = parse_yaml(text, where=override)[0]
     check_exists(source)
     output_file(output, [".csv", ".h5ad"], overwrite=options.get("overwrite", False), inputs=[source])
@@ -149,7 +150,7 @@ def _evaluate(
 ) -> None:
     from scforge.data.paths import check_exists
     from scforge.workflows.models import check_local_model
-    from scforge.workflows.places import check_scores
+    from scforge.workflows.outputs import check_scores
 
     if (source is None) == (data is None):
         raise OptionError("the cells must be given exactly once; pass either FILE or --data FILE.")

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
@@ -78,6 +77,7 @@ def unpack(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    import numpy as np
     import torch
 
     if value is None or isinstance(value, bool | int | float | str):

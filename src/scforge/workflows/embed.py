@@ -43,7 +43,7 @@ from scforge.estimators.base import CellModel
 from scforge.models.components.gene_vectors import check_filled
 from scforge.training.predict import embed
 from scforge.workflows.models import load_named
-from scforge.workflows.places import check_ending
+from scforge.workflows.outputs import check_ending
 from scforge.workflows.train import embedded_adata
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from scforge.eval.report import Report
 from scforge.finetuning.supervised import SupervisedTask
 from scforge.workflows.embed import chosen_device
 from scforge.workflows.models import is_shared_name, load_named
-from scforge.workflows.places import check_scores, output_file
+from scforge.workflows.outputs import check_scores, output_file
 from scforge.workflows.predict import in_memory
 from scforge.workflows.train import write
 

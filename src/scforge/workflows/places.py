@@ -20,7 +20,6 @@ from scforge.errors import ConfigError, OptionError, ScforgeError
 from scforge.training.run_folder import RunFolder, check_state
 
 _AUTO = "auto"
-_TABLE = ".csv"
 
 
 _SAID = {
@@ -214,37 +213,3 @@ def finetuning_config(
 def _names(given: str, option: str) -> bool:
     """Return whether an override sets an option, individually or with its section."""
     return option == given or option.startswith(f"{given}.") or ALIASES.get(given) == option
-
-
-def check_ending(output: str | os.PathLike[str], endings: Sequence[str]) -> None:
-    """Raise an OptionError if the name of an output has none of the file extensions."""
-    if Path(output).suffix not in endings:
-        raise OptionError(f"output={str(output)!r} must end with {' or '.join(endings)}.")
-
-
-def output_file(output: Any, endings: list[str], *, overwrite: bool, inputs: list[Any]) -> Path:
-    """Return the path of a file to write. Raises an :class:`~scforge.errors.OptionError` if it is not writable."""
-    path, prefix = Path(output), f"output={str(output)!r}"
-    check_ending(output, endings)
-    if any(path.resolve() == Path(one).resolve() for one in inputs):
-        raise OptionError(f"{prefix} is the input file; choose another name.")
-    if path.is_dir() or (path.exists() and not overwrite):
-        raise OptionError(f"{prefix} exists; choose another name, or pass overwrite=True (--overwrite) to replace it.")
-    check_writable("output", path)
-    return path
-
-
-def check_scores(path: Path, *, overwrite: bool, inputs: list[Any]) -> None:
-    """Raise an error if scores cannot be written: a table into a ``.csv`` file, or a report into a folder."""
-    if path.suffix == _TABLE:
-        output_file(path, [_TABLE], overwrite=overwrite, inputs=inputs)
-        return
-    if path.suffix and not path.is_dir():
-        raise OptionError(f"output={str(path)!r} must be a .csv file or a folder.")
-    check_folder("output", path)
-    check_writable("output", path)
-    if (path / "report.json").exists() and not overwrite:
-        raise OptionError(
-            f"output={str(path)!r} already contains a report; choose another folder, or pass overwrite=True "
-            "(--overwrite) to replace the report."
-        )

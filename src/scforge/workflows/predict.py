@@ -14,7 +14,7 @@ from scforge.errors import OptionError
 from scforge.finetuning.base import Task
 from scforge.workflows.embed import chosen_device
 from scforge.workflows.models import load_named
-from scforge.workflows.places import output_file
+from scforge.workflows.outputs import output_file
 from scforge.workflows.train import embedded_adata, write
 
 _TABLE, _CELLS = ".csv", ".h5ad"
