@@ -90,12 +90,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_a_file_with_flags(folder: Path, seen: dict[str, Any]) -> None:
-    text = "data: {paths: [a.h5ad]}\nfinetune: {base_model: base, task: annotation, labels_key: a, freeze: true}\n"
+    text = "data: {paths: [cells.h5ad]}\nfinetune: {base_model: base, task: annotation, labels_key: a, freeze: true}\n"
     Path("f.yaml").write_text(text)
     assert run("finetune --config f.yaml --labels-key group --freeze 2 --quiet --overwrite training.lr=1e-4") == 0
     section = seen["config"].finetune
     assert (section.labels_key, section.freeze, seen["config"].training.optimizer.lr) == ("group", 2, 1e-4)
-    assert seen["config"].output.checkpoint_dir == "a_annotation"
+    assert seen["config"].output.checkpoint_dir == "cells_annotation"
     assert (seen["progress_bar"], seen["overwrite"], seen["resume"]) == (False, True, None)
 
 

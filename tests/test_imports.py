@@ -60,22 +60,84 @@ def test_configurations_and_data_need_no_torch():
     assert not loaded & {"torch", "lightning", "scanpy", "scvi"}
 
 
+REPORT = "import sys; from scforge.cli import main; print(main(sys.argv[1:]), *sys.modules, sep='\\n')"
+MODEL = "-m scforge://pbmc3k-light"
+REFUSED = [
+    ("train --config none.yaml", "config='none.yaml' cannot be read"),
+    ("train --config light.yaml", "light.yaml, line 1: the file 'nope.h5ad' does not exist"),
+    ("train --config light.yaml data.paths=a.csv training.epoch=1", "training.epoch=1 is not a known option"),
+    ("train --config light.yaml data.paths=a.csv output.checkpoint_dir=run", "already contains a training run (final)"),
+    ("train --config light.yaml data.paths=b.h5ad output.embedding=b.h5ad", "is an input file"),
+    ("train --config light.yaml data.paths=a.csv --resume nope", "--resume='nope' does not exist"),
+    ("train --config tuned.yaml", "the configuration has a finetune section"),
+    ("finetune --config tuned.yaml", "finetune.base_model='nope' (--base-model) does not exist"),
+    ("finetune --data a.csv", "scforge finetune requires --base-model and --task"),
+    ("embed nope.h5ad -m model -o out.zarr", "the file 'nope.h5ad' does not exist"),
+    ("embed a.csv -m nope -o out.zarr", "model='nope' (--model) does not exist"),
+    ("embed a.csv -m model -o out.csv", "output='out.csv' must end with .zarr or .h5ad"),
+    ("predict a.csv -m run -o out.csv", "(--model) is the folder of a training run; did you mean 'run/final'?"),
+    (f"predict b.h5ad {MODEL} -o a.csv", "output='a.csv' exists"),
+    ("evaluate nope.h5ad -m run", "the file 'nope.h5ad' does not exist"),
+    ("evaluate pbmc3k -m nope", "model='nope' (--model) does not exist"),
+    (f"evaluate pbmc3k {MODEL} -o a.csv", "output='a.csv' exists"),
+    ("convert nope.h5ad -o out.zarr", "the file 'nope.h5ad' does not exist"),
+    ("convert a.csv -o run", "exists and is not a store"),
+    ("inspect nope.h5ad", "the file 'nope.h5ad' does not exist"),
+    ("config check none.yaml", "config='none.yaml' cannot be read"),
+    ("config check light.yaml", "light.yaml, line 1: the file 'nope.h5ad' does not exist"),
+]
+
+
+@pytest.mark.parametrize(("command", "message"), REFUSED, ids=[command for command, _ in REFUSED])
+def test_a_wrong_path_or_option_is_said_before_heavy_imports(command, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("light.yaml").write_text("data: {paths: [nope.h5ad]}")
+    Path("tuned.yaml").write_text("data: {paths: [a.csv]}\nfinetune: {base_model: nope, task: annotation}\n")
+    Path("a.csv").touch()
+    Path("b.h5ad").touch()
+    Path("run/final").mkdir(parents=True)
+    Path("run/final/config.json").touch()
+    done = subprocess.run([sys.executable, "-c", REPORT, *command.split()], capture_output=True, text=True, check=True)
+    code, *loaded = done.stdout.split()
+    assert code == "2"
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not {"anndata", "lightning", "numba", "pandas", "scvi", "torch", "zarr"} & set(loaded)
+
+
+TRAINING = {"lightning", "scvi", "torchmetrics", "transformers"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("command", "spared"),
     [
-        ("embed nope.h5ad -m model -o out.zarr", "the file 'nope.h5ad' does not exist"),
-        ("embed pbmc3k.zarr -m model -o out.csv", "(-o) must have one of the file extensions '.zarr', '.h5ad'"),
-        ("train --config light.yaml", "light.yaml, line 1: the file 'nope.h5ad' does not exist"),
+        ("config check light.yaml", {"torch._dynamo"}),
+        ("config check tuned.yaml", {"torch._dynamo"}),
+        ("inspect cells.h5ad", {"torch", "annbatch"}),
+        ("inspect store.zarr", {"torch", "annbatch"}),
+        ("convert cells.h5ad -o new.zarr", set()),
     ],
 )
-def test_a_wrong_path_is_said_before_heavy_imports(command, message, tmp_path, monkeypatch):
+def test_checks_and_conversion_import_nothing_that_only_training_needs(command, spared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "light.yaml").write_text("data: {paths: [nope.h5ad]}")
-    code = "import sys; from scforge.cli import main; print(main(sys.argv[1:]), *{'torch', 'scvi'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["2"]
-    assert message in done.stderr
+    scforge.datasets.pbmc3k()[:300].copy().write_h5ad("cells.h5ad")
+    Path("light.yaml").write_text("data: {paths: [cells.h5ad]}\neval: {benchmarks: [geometry]}\n")
+    section = "{base_model: 'scforge://pbmc3k-light', task: annotation, labels_key: cell_type}"
+    Path("tuned.yaml").write_text(f"data: {{paths: [cells.h5ad]}}\nfinetune: {section}\n")
+    if "store" in command:
+        scforge.data.convert("cells.h5ad", "store.zarr", progress=False)
+    done = subprocess.run([sys.executable, "-c", REPORT, *command.split()], capture_output=True, text=True, check=True)
+    assert "0" in done.stdout.split()
+    assert not (TRAINING | spared) & set(done.stdout.split())
+
+
+@pytest.mark.slow
+def test_data_sets_need_no_torch():
+    code = "import sys, scforge.datasets as data; data.pbmc3k(); data.load('pbmc3k'); print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert "anndata" in loaded
+    assert not (TRAINING | {"torch"}) & set(loaded)
 
 
 def test_every_subpackage_is_an_attribute():

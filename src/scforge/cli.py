@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import sys
 import warnings
@@ -10,30 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from scforge.errors import (
-    ON_COMMAND_LINE,
-    ConfigError,
-    MissingFileError,
-    OptionError,
-    ScforgeError,
-    ScforgeWarning,
-    listing,
-)
+from scforge._lazy import announced_loading, silent_loading
+from scforge.errors import ON_COMMAND_LINE, ConfigError, OptionError, ScforgeError, ScforgeWarning
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, even if training saved its results, so that a script does not continue."""
-
-
-def _check_places(source: str, output: str | None = None, endings: Sequence[str] = (), *, place: str = "") -> None:
-    """Raise an error for a missing file or an output of the wrong type, before slow imports."""
-    path = Path(source)
-    is_name = "://" in source or any(sign in source for sign in "*?[")
-    if path.suffix == ".h5ad" and not is_name and not path.exists():
-        from scforge.data.readers import similar_file
-
-        raise MissingFileError(f"{place}the file {source!r} does not exist{similar_file(path)}")
-    if output is not None and Path(output).suffix not in endings:
-        raise OptionError(f"output={output!r} (-o) must have one of the file extensions {listing(endings)}.")
 
 
 def _quickstart(**options: str) -> None:
@@ -58,11 +40,14 @@ def _loaded(config: str, overrides: list[str]) -> Any:
 
 
 def _train(config: str, overrides: list[str], *, quiet: bool = False, **options: Any) -> int:
+    from scforge.workflows.places import check_start, check_trains
+
     loaded = _loaded(config, overrides)
-    for index, path in enumerate(loaded.data.paths or []):
-        _check_places(path, place=loaded.place_of(f"data.paths.{index}"))
-    from scforge.workflows import train_from_config
-    from scforge.workflows.train import mute_other_processes, training_report
+    check_trains(loaded)
+    check_start(loaded, resume=options.get("resume"), overwrite=options.get("overwrite", False))
+    with announced_loading():
+        from scforge.workflows import train_from_config
+        from scforge.workflows.train import mute_other_processes, training_report
 
     speaks = mute_other_processes()
     model = train_from_config(loaded, progress_bar=not quiet, **options)
@@ -90,14 +75,20 @@ def _finetune(
     overwrite: bool = False,
     **flags: Any,
 ) -> int:
-    from scforge.workflows.finetune import finetune_from_config, finetuning_config, finetuning_report
-    from scforge.workflows.train import mute_other_processes
+    from scforge.workflows.models import check_local_model
+    from scforge.workflows.places import check_start, finetune_section, finetuning_config
 
     given = {
         f"--{name.replace('_', '-')}": (_OTHER_SECTIONS.get(name, f"finetune.{name}"), value)
         for name, value in flags.items()
     }
     loaded = finetuning_config(config, overrides, flags=given)
+    base_model = finetune_section(loaded).base_model
+    check_start(loaded, resume=resume, overwrite=overwrite)
+    check_local_model(base_model, f"finetune.base_model={base_model!r} (--base-model)")
+    with announced_loading():
+        from scforge.workflows.finetune import finetune_from_config, finetuning_report
+        from scforge.workflows.train import mute_other_processes
     speaks = mute_other_processes()
     result = finetune_from_config(loaded, progress_bar=not quiet, resume=resume, overwrite=overwrite)
     if speaks:
@@ -106,8 +97,15 @@ def _finetune(
 
 
 def _embed(source: str, model: str, output: str, *, quiet: bool = False, **options: Any) -> None:
-    _check_places(source, output, [".zarr", ".h5ad"])
-    from scforge.workflows import embed_to
+    from scforge.data.paths import check_exists
+    from scforge.workflows.models import check_local_model
+    from scforge.workflows.outputs import check_ending
+
+    check_exists(source)
+    check_ending(output, [".zarr", ".h5ad"])
+    check_local_model(model, f"model={model!r} (--model)", adapters=True)
+    with announced_loading():
+        from scforge.workflows import embed_to
 
     info = embed_to(model, source, output, progress_bar=not quiet, **options)
     if not quiet:
@@ -117,15 +115,23 @@ def _embed(source: str, model: str, output: str, *, quiet: bool = False, **optio
 def _predict(
     source: str, model: str, output: str, overrides: list[str], *, quiet: bool = False, **options: Any
 ) -> None:
-    _check_places(source, output, [".csv", ".h5ad"])
-    from scforge.config.load import parse_yaml
-    from scforge.workflows.predict import predict_to
+    from scforge.data.paths import check_exists
+    from scforge.workflows.models import check_local_model
+    from scforge.workflows.outputs import output_file
 
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name.isidentifier() or name in {*options, "model", "source", "output"}:
             raise OptionError(f"{override!r} is not a prediction option of the task; pass each once, as name=value.")
+        from scforge.config.load import parse_yaml
+
         options[name] = parse_yaml(text, where=override)[0]
+    check_exists(source)
+    output_file(output, [".csv", ".h5ad"], overwrite=options.get("overwrite", False), inputs=[source])
+    check_local_model(model, f"model={model!r} (--model)", adapters=True)
+    with announced_loading():
+        from scforge.workflows.predict import predict_to
+
     done = predict_to(model, source, output, **options)
     if not quiet:
         print(f"Predicted {done}: {output}")
@@ -142,14 +148,30 @@ def _evaluate(
     quiet: bool = False,
     **options: Any,
 ) -> None:
+    from scforge.data.paths import check_exists
+    from scforge.workflows.models import check_local_model
+    from scforge.workflows.outputs import check_scores
+
     if (source is None) == (data is None):
         raise OptionError("the cells must be given exactly once; pass either FILE or --data FILE.")
     if against and not baselines:
         raise OptionError("--against selects baselines, but --no-baselines excludes them; remove one of the two.")
     cells = str(data if source is None else source)
-    _check_places(cells)
-    from scforge.eval.report import Report
-    from scforge.workflows.evaluate import evaluate_to
+    learned, base = options.get("trained_on"), options.get("base_model")
+    if Path(cells).suffix:  # of a file; data sets have none
+        check_exists(cells)
+    if learned is not None:
+        check_exists(learned)
+    if output is not None:
+        inputs = [cells] if learned is None else [cells, learned]
+        check_scores(Path(output), overwrite=options.get("overwrite", False), inputs=inputs)
+    for one in model:
+        check_local_model(one, f"model={one!r} (--model)", adapters=True)
+    if base is not None:
+        check_local_model(base, f"base_model={base!r} (--base-model)", adapters=True)
+    with announced_loading():
+        from scforge.eval.report import Report
+        from scforge.workflows.evaluate import evaluate_to
 
     chosen = [int(name) if name.isdigit() else name for name in against] or baselines
     found = evaluate_to(model, cells, output, baselines=chosen, progress_bar=not quiet, **options)
@@ -173,14 +195,19 @@ def _config_show(file: str, overrides: list[str]) -> None:
     from scforge.config import load_config
 
     config = load_config(file, overrides)
-    from scforge.workflows.check import show_config
+    with announced_loading():
+        from scforge.workflows.check import show_config
 
     print(show_config(config), end="")
 
 
 def _config_check(file: str, overrides: list[str]) -> None:
     config = _loaded(file, overrides)
-    from scforge.workflows import check_config
+    from scforge.workflows.places import check_places
+
+    check_places(config)
+    with announced_loading():
+        from scforge.workflows import check_config
 
     print(f"{file} is fine: {check_config(config)}.")
 
@@ -196,7 +223,13 @@ def _config_schema(output: str | None = None) -> None:
 
 
 def _convert(sources: list[str], output: str, *, obs: str | None = None, quiet: bool = False, **options: Any) -> None:
-    from scforge.data import convert
+    from scforge.data.paths import check_exists, check_target
+
+    check_target(output, options.get("overwrite", False))
+    for source in sources:
+        check_exists(source)
+    with announced_loading():
+        from scforge.data import convert
 
     columns = None if obs is None else [name for name in obs.split(",") if name]
     info = convert(sources, output, obs=columns, progress=not quiet, **options)
@@ -206,17 +239,23 @@ def _convert(sources: list[str], output: str, *, obs: str | None = None, quiet: 
 
 def _convert_checkpoint(source: str, output: str, *, overwrite: bool = False, **options: Any) -> None:
     from scforge._io import check_writable
-    from scforge.estimators import Encoder
 
     check_writable("output", output)
+    with announced_loading():
+        from scforge.estimators import Encoder
+
     model = Encoder.from_checkpoint(source, **options)
     model.save(output, overwrite=overwrite)
     print(f"Wrote {output}: {model.spec.architecture}, {model.vocab}")
 
 
 def _inspect(file: str, *, verify: bool = False, **options: Any) -> None:
-    from scforge.data.sources import inspect_h5ad
-    from scforge.data.store import inspect_store, may_be_store
+    from scforge.data.paths import check_exists
+
+    check_exists(file)
+    with announced_loading():
+        from scforge.data.sources import inspect_h5ad
+        from scforge.data.store import inspect_store, may_be_store
 
     if may_be_store(file):
         print(inspect_store(file, verify=verify))
@@ -649,7 +688,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     remarks = sys.stderr if options.pop("prints_result", False) else sys.stdout
     logging.basicConfig(format="%(message)s", stream=remarks)
     logging.getLogger("scforge").setLevel(logging.INFO)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), silent_loading() if options.get("quiet") else contextlib.nullcontext():
         # Warnings of libraries are for developers; those of scforge are for the user.
         warnings.simplefilter("ignore")
         warnings.simplefilter("always", category=ScforgeWarning)

@@ -10,7 +10,7 @@ from scipy import sparse
 
 from scforge.data import convert, open_cells
 from scforge.data.conversion import _working_folder
-from scforge.data.store import partial_path
+from scforge.data.paths import partial_path
 from scforge.errors import DataError, OptionError
 
 KILLS = """

@@ -11,6 +11,7 @@ import zarr
 
 from scforge.cli import main
 from scforge.data import GeneVocab, convert, open_cells
+from scforge.data.paths import partial_path
 from scforge.data.readers import open_group
 from scforge.data.store import (
     StoreCells,
@@ -18,7 +19,6 @@ from scforge.data.store import (
     dataset_hash,
     inspect_store,
     is_store,
-    partial_path,
     read_measured,
     read_vocab,
 )

@@ -3,7 +3,6 @@ from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from operator import attrgetter
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 from unittest.mock import Mock
@@ -93,7 +92,8 @@ class Built:
     @cached_property
     def scores(self) -> dict[str, Any]:
         """Arguments with which the benchmarks are made."""
-        made = self.replaced("eval.callback.BenchmarkCallback", SimpleNamespace(evaluations=[]))
+        made = self.replaced("eval.callback.BenchmarkCallback")
+        self.replaced("workflows.check.embedding_evaluations", [])
         from_config.train_arguments(self.config)
         return arguments(made, "benchmarks")
 

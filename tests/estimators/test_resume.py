@@ -18,7 +18,7 @@ from scforge.config import load_config, recipe_path
 from scforge.errors import MissingFileError, OptionError, ScforgeWarning, TrainingError
 from scforge.estimators import Encoder
 from scforge.training.monitoring import make_loggers
-from scforge.workflows.train import check_run
+from scforge.workflows.places import check_run
 
 LIGHT = {"hidden_dim": 8, "ffn_dim": 8, "latent_dim": 4, "dropout": 0.1}
 TRANSFORMER = {"architecture": "transformer_encoder", "hidden_dim": 8, "num_layers": 1, "num_heads": 2}

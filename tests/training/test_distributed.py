@@ -14,7 +14,7 @@ import torch
 from scforge.data import open_cells
 from scforge.estimators import Encoder
 from scforge.training import CellDataModule
-from scforge.training.datamodule import BatchLoader
+from scforge.training.loading import BatchLoader
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from scforge.data.sampling import ClassBalance
 from scforge.data.store import StoreCells
 from scforge.errors import DataError, OptionError
 from scforge.tokenizers import get_tokenizer
-from scforge.training.datamodule import BatchLoader, default_threads
+from scforge.training.loading import BatchLoader, default_threads
 
 ORDERS = {
     "plain": {"batch_size": 40},

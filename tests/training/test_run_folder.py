@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scforge.errors import MissingFileError, ModelFileError, OptionError, ScforgeWarning, TrainingError
-from scforge.training.checkpoint import RunFolder, pack, read_state, unpack, write_state
+from scforge.training.run_folder import RunFolder, pack, read_state, unpack, write_state
 
 STATE = {
     **{"format": 1, "settings": {}, "epoch": 2, "step": 7, "total_steps": None, "finished": None, "schedules": []},

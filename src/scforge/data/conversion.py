@@ -21,12 +21,13 @@ from filelock import FileLock, Timeout
 from scipy import sparse
 
 from scforge._checks import check_seed
-from scforge._io import check_folder, put_back, swap_in
+from scforge._io import swap_in
 from scforge._version import __version__
 from scforge.data.cells import CellBlock, StreamingMedians
 from scforge.data.checks import listed_columns, row_sums
 from scforge.data.genes import MIN_OVERLAP, GeneMap, map_streams, warn_counts_outside, warn_empty
-from scforge.data.readers import ChunkReader, is_url, open_streams, parse_bytes
+from scforge.data.paths import check_target, is_url, partial_path
+from scforge.data.readers import ChunkReader, open_streams, parse_bytes
 from scforge.data.sampling import ranges
 from scforge.data.store import (
     CHUNK_SIZE,
@@ -38,12 +39,10 @@ from scforge.data.store import (
     StoreInfo,
     content_hash,
     dataset_hash,
-    is_store,
-    partial_path,
     write_root,
 )
 from scforge.data.vocab import GeneVocab, open_vocab
-from scforge.errors import DataError, OptionError, first_line, spelled, warn
+from scforge.errors import DataError, OptionError, first_line, warn
 
 logger = logging.getLogger("scforge")
 
@@ -144,7 +143,7 @@ def convert(
     >>> info.n_cells, info.counts_dtype, info.obs_columns
     (2700, 'uint16', ['cell_type'])
     """
-    target = _checked_target(path, overwrite)
+    target = check_target(path, overwrite)
     columns = listed_columns(obs)
     seed, n_bytes = check_seed(seed), parse_bytes("memory", memory)
     streams = open_streams(sources, layer=layer, modality=modality, storage_options=storage_options)
@@ -206,34 +205,13 @@ def convert(
             scforge_version=__version__,
         )
         write_root(folder / "store", info, genes, np.stack([gene_map.measured for gene_map in maps]))
-        _checked_target(path, overwrite)  # something may have been written there meanwhile
+        check_target(path, overwrite)  # something may have been written there meanwhile
         swap_in(folder / "store", target)
     return info
 
 
 _MAX_PARTIAL = 0.1
 """Maximum fraction of counts in genes that some source does not measure; above it, a warning is issued."""
-_FILES = {".h5ad", ".h5", ".h5mu", ".hdf5", ".loom", ".csv", ".tsv", ".txt", ".json", ".yaml", ".parquet", ".zip"}
-"""File extensions that a folder should not have."""
-
-
-def _checked_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
-    """Return the absolute path of the store, which does not exist yet or may be replaced."""
-    name = os.fspath(path)
-    if is_url(name):
-        raise OptionError(f"path={name!r} is a URL; convert to a local folder, and then upload the store.")
-    target = Path(name).resolve()
-    check_folder("path", target)
-    put_back(target)
-    if target.suffix in _FILES and not target.is_dir():
-        raise OptionError(f"path={name!r} has a file extension, but a store is a folder; choose e.g. 'store.zarr'.")
-    if target.exists():
-        if not is_store(target) and any(target.iterdir()):
-            raise OptionError(f"path={str(target)!r} exists and is not a store; choose another name, or remove it.")
-        if not overwrite:
-            how = spelled("overwrite=True", "--overwrite")
-            raise OptionError(f"path={str(target)!r} exists; pass {how} or choose another name.")
-    return target
 
 
 def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import gc
 import glob
 import hashlib
@@ -40,6 +39,7 @@ from scforge.data.checks import (
     row_sums,
     value_problem,
 )
+from scforge.data.paths import check_file, is_url
 from scforge.errors import (
     SECRET,
     DataError,
@@ -151,23 +151,11 @@ TRY_S = 60.0
 """Timeout of one attempt in seconds."""
 
 _CONNECT_S, _READ_S = 10, 30
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+://")
 _FINAL = (
     *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(KeyError, ValueError, TypeError, IndexError, AttributeError),
 )
 """Errors that a retry does not fix."""
-
-
-def is_url(place: Any) -> bool:
-    r"""Return whether `place` is text that begins with one or several URL schemes, e.g. ``"s3://bucket/cells.h5ad"``.
-
-    Examples
-    --------
-    >>> is_url("s3://bucket/store.zarr"), is_url("cells.h5ad"), is_url(r"C:\cells.h5ad")
-    (True, False, False)
-    """
-    return isinstance(place, str) and _SCHEME.match(place) is not None
 
 
 def without_query(url: str) -> str:
@@ -620,22 +608,6 @@ def _sparse_type(values: np.ndarray) -> np.ndarray:
     if values.dtype == np.float16:
         return values.astype(np.float32)
     return values.astype(values.dtype.newbyteorder("="), copy=False)
-
-
-def check_file(path: str | os.PathLike[str]) -> None:
-    """Raise an error if the file does not exist; the message suggests the most similar name in the same folder."""
-    if Path(path).is_dir():
-        raise DataError(f"{str(path)!r} is a folder; pass the path of an h5ad file.")
-    if not Path(path).exists():
-        raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(Path(path))}")
-
-
-def similar_file(path: Path) -> str:
-    """Return ``"; did you mean 'x'?"`` for the most similar file name in the same folder, or a period."""
-    # The common ending makes all names alike, so it does not count.
-    others = {other.stem: other.name for other in path.parent.glob(f"*{path.suffix}")}
-    near = difflib.get_close_matches(path.stem, others, n=1, cutoff=0.7)
-    return f"; did you mean {others[near[0]]!r}?" if near else "."
 
 
 def write_h5ad(path: str | os.PathLike[str], adata: AnnData) -> None:

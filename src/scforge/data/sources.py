@@ -44,16 +44,15 @@ from scforge.data.genes import (
     warn_counts_outside,
     warn_empty,
 )
+from scforge.data.paths import check_file, is_url, partial_path
 from scforge.data.readers import (
     AdataStream,
     Location,
     Matrix,
     StoredAdata,
-    check_file,
     identity_of,
     is_collection,
     is_query,
-    is_url,
     lack_of_memory,
     open_group,
     open_streams,
@@ -327,8 +326,6 @@ def _store(source: Any, options: Mapping[str, Any] | None) -> str | None:
         (source,) = source
     if not isinstance(source, str | os.PathLike):
         return None
-    from scforge.data.store import partial_path
-
     place = os.fspath(source)
     unfinished = not is_url(place) and not Path(place).exists() and partial_path(place).exists()
     return place if unfinished or is_collection(place, options) else None

@@ -11,14 +11,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import anndata
 import numpy as np
 import pandas as pd
 import zarr
-from annbatch import Loader
-from annbatch.abc import Sampler
 from pandas.api.types import union_categoricals
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass as checked_dataclass
@@ -36,21 +34,17 @@ from scforge.data.checks import (
     value_problem,
 )
 from scforge.data.genes import MIN_OVERLAP, GeneMap, map_names, warn_counts_outside, warn_empty
-from scforge.data.readers import file_system, is_url, open_group, reading, root_attributes
+from scforge.data.paths import STORE_KEY, holds_store, is_url, partial_path
+from scforge.data.readers import file_system, open_group, reading, root_attributes
 from scforge.data.sampling import Window
 from scforge.data.vocab import GeneVocab, open_vocab
 from scforge.errors import (
     DataError,
     MissingFileError,
     ModelFileError,
-    OptionError,
     redacted,
     suggest,
 )
-
-if TYPE_CHECKING:
-    from annbatch.types import LoadRequest
-
 
 CODECS = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}
 """Zarr setting: zarrs compresses and decompresses chunks in separate threads, three times as fast as zarr's Python
@@ -74,7 +68,6 @@ DATASET = "dataset_{}"
 _FORMAT = 1
 """Format version of the attribute ``"scforge"``."""
 
-_GROUP = "scforge"
 _ENCODING = {"encoding-type": "annbatch-preshuffled", "encoding-version": "0.1.0"}
 _AGAIN = "copy the store again, or convert the data again"
 
@@ -144,7 +137,7 @@ class StoreInfo:
 
     @classmethod
     def _of(cls, attributes: Mapping[str, Any], place: str) -> StoreInfo:
-        content = attributes.get(_GROUP)
+        content = attributes.get(STORE_KEY)
         if not isinstance(content, dict):
             raise DataError(f"{place} {_other_kind(attributes)}.")
         if content.get("format") != _FORMAT:
@@ -172,12 +165,6 @@ class StoreInfo:
         return "\n".join(f"{name:<25}{value}" for name, value in rows.items())
 
 
-def partial_path(path: str | os.PathLike[str]) -> Path:
-    """Return the folder next to `path` in which a store is written."""
-    path = Path(path)
-    return path.with_name(f".{path.name}.partial")
-
-
 def may_be_store(path: str | os.PathLike[str]) -> bool:
     """Return whether `path` is a folder, a URL, or a store that is being written, i.e. anything but a file."""
     if is_url(path):
@@ -188,8 +175,11 @@ def may_be_store(path: str | os.PathLike[str]) -> bool:
 
 def is_store(path: str | os.PathLike[str]) -> bool:
     """Return whether a path or URL is a complete scforge store; False if it does not exist."""
+    if not is_url(path):
+        put_back(path)
+        return holds_store(Path(path))
     try:
-        return isinstance(_attributes(path).get(_GROUP), dict)
+        return isinstance(_attributes(path).get(STORE_KEY), dict)
     except (DataError, MissingFileError):
         return False
 
@@ -236,7 +226,7 @@ def read_measured(group: Any) -> np.ndarray:
 
 
 def _part(group: Any, name: str) -> np.ndarray:
-    key = f"{_GROUP}/{name}"
+    key = f"{STORE_KEY}/{name}"
     with reading(f"{key!r} of the store {str(group.store_path)!r}", fix=_AGAIN):
         return np.asarray(group[key][...])
 
@@ -244,11 +234,11 @@ def _part(group: Any, name: str) -> np.ndarray:
 def write_root(folder: Path, info: StoreInfo, vocab: GeneVocab, measured: np.ndarray) -> None:
     """Write the metadata of a store, and consolidate the zarr metadata."""
     root = zarr.open_group(folder, mode="a", zarr_format=3)
-    part = root.create_group(_GROUP, overwrite=True)
+    part = root.create_group(STORE_KEY, overwrite=True)
     part.create_array("vocab", data=np.frombuffer(vocab.to_json().encode(), dtype=np.uint8))
     part.create_array("measured", data=measured)
     # A collection of annbatch as well.
-    root.attrs.put({**_ENCODING, _GROUP: {"format": _FORMAT, **asdict(info)}})
+    root.attrs.put({**_ENCODING, STORE_KEY: {"format": _FORMAT, **asdict(info)}})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
         zarr.consolidate_metadata(root.store)
@@ -280,43 +270,6 @@ def dataset_hash(indptr: Any, indices: Any, data: Any, obs: pd.DataFrame) -> str
 def content_hash(vocab_hash: str, datasets: Iterable[str]) -> str:
     """Return the SHA-256 hash of a store, given the hashes of its vocabulary and its datasets."""
     return hashlib.sha256("".join([vocab_hash, *datasets]).encode()).hexdigest()
-
-
-_GAP = 32
-"""Maximum number of unrequested cells between requested cells that are read, instead of splitting the read."""
-
-
-class _WindowSampler(Sampler):
-    """Sampler that lets annbatch's loader, which keeps the row boundaries, read the windows of each pass."""
-
-    batch_size = None  # each request sets the ends of its batches
-    shuffle = False
-    windows: Iterable[Window] = ()
-
-    def n_batches(self, n_obs: int) -> int:
-        """Return 0 as a placeholder, because the length of the loader is not used."""
-        return 0
-
-    def validate(self, n_obs: int) -> None:
-        """Accept any number of cells, because the windows come from a :class:`StoreCells`."""
-
-    def _sample(self, n_obs: int) -> Iterator[LoadRequest]:
-        for window in self.windows:
-            ordered = np.sort(window.rows)
-            if ordered[0] < 0 or ordered[-1] >= n_obs:
-                wrong = ordered[0] if ordered[0] < 0 else ordered[-1]
-                raise OptionError(f"windows refers to cell {wrong}, but the store only has cells 0 to {n_obs - 1}.")
-            cuts = np.flatnonzero(np.diff(ordered) > _GAP + 1)
-            starts = ordered[np.concatenate([[0], cuts + 1])]
-            stops = ordered[np.concatenate([cuts, [-1]])] + 1
-            sizes = stops - starts
-            # Where the first cell of each slice would be if its slice began at cell 0 of what is read.
-            shifts = np.cumsum(sizes) - sizes - starts
-            places = window.rows + shifts[np.searchsorted(starts, window.rows, side="right") - 1]
-            yield {
-                "requests": [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)],
-                "splits": np.split(places, window.ends[:-1]),
-            }
 
 
 _SETTINGS: dict[str, Any] = {**CODECS, "threading.max_workers": max(1, (os.cpu_count() or 1) // 2)}
@@ -351,7 +304,7 @@ class _Store:
         if not is_url(path) and not Path(path, "zarr.json").is_file():
             StoreInfo.read(path)  # raises an error that describes the folder
         group: Any = open_group(path, storage_options)
-        self.is_own = _GROUP in group.attrs or group.attrs.get("encoding-type") != _ENCODING["encoding-type"]
+        self.is_own = STORE_KEY in group.attrs or group.attrs.get("encoding-type") != _ENCODING["encoding-type"]
         info = StoreInfo._of(group.attrs, repr(self.place)) if self.is_own else None
         self._datasets = self._found_datasets(group)
         self._matrices, lengths = zip(*map(self._matrix, self._datasets), strict=True)
@@ -368,9 +321,7 @@ class _Store:
             self._set_foreign_genes()
             self.counts_kept, self.chunk_size, self.shuffled = 1.0, CHUNK_SIZE, True
         self.obs = self._table(info.obs_columns if info is not None and obs is None else obs)
-        self._sampler = _WindowSampler()
-        self._loader: Any = Loader(batch_sampler=self._sampler, preload_to_gpu=False)
-        self._loader.add_datasets(self._matrices)
+        self._windows: Any = None
         self._begins = threading.Lock()
 
     def _damaged(self, problem: str) -> DataError:
@@ -482,10 +433,15 @@ class _Store:
                 yield rows, draw, self._cleaned(rows, counts)
 
     def _loaded(self, windows: Iterator[Window]) -> Iterator[sparse.csr_matrix]:
+        # Only here, because annbatch imports torch, which an inspection does without.
+        from scforge.data.windows import window_loader
+
         # The first step of a pass takes the windows, and opens the arrays.
         with self._begins, zarr.config.set(_SETTINGS):
-            self._sampler.windows = windows
-            passing = iter(self._loader)
+            self._windows = self._windows or window_loader(self._matrices)
+            sampler, loader = self._windows
+            sampler.windows = windows
+            passing = iter(loader)
             first = next(passing, None)
         if first is not None:
             yield first["X"]

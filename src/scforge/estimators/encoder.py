@@ -616,7 +616,7 @@ class Encoder(CellModel):
         return predicted
 
     def _mark_split(self, cells: Cells, adata: AnnData | None, key_added: str | None) -> None:
-        """Write the part of the split of each cell, and say how many cells the model learned from."""
+        """Write the part of the split of each cell, and report how many cells the model learned from."""
         assert self._seen is not None  # it was fine-tuned
         parts = self._seen.parts_of(CellFingerprints.of(cells))
         column = f"{key_added or 'scforge'}_split"

@@ -17,7 +17,8 @@ from torch import nn
 
 from scforge._io import atomic_folder, parsed, read_json, read_settled, sha256_of, sha256_of_json
 from scforge._version import __version__
-from scforge.data.readers import is_url, write_h5ad
+from scforge.data.paths import is_url
+from scforge.data.readers import write_h5ad
 from scforge.data.sources import read_h5ad
 from scforge.data.vocab import GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, ScforgeError, first_line, listing, warn
@@ -25,6 +26,7 @@ from scforge.estimators.spec import FineTuneSpec, ModelSpec, defaults_for, named
 from scforge.finetuning.adapters import is_adapter
 from scforge.finetuning.held_out import HeldOutRegistry
 from scforge.foreign.base import Foreign
+from scforge.models._utils import without_weights
 from scforge.models._weights import PICKLES, read_weights, refuse_not_finite
 
 if TYPE_CHECKING:
@@ -151,7 +153,7 @@ def _on_meta(
         spec, _ = ModelSpec.resolve(defaults, vocab, tokenizer=parts[0], objective=parts[1], options=options)
         spec = replace(spec, tuning=tuning)
         spec.build_objective()
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        with torch.random.fork_rng(devices=[]), without_weights():
             return spec.build_module()
     except ScforgeError:
         raise

@@ -32,8 +32,8 @@ from scforge.models.components.heads import COUNT_LOSSES, is_truncated
 from scforge.models.registry import MODELS, check_model_options, get_model, option_names, own_names
 from scforge.tokenizers.base import TOKENIZERS, Tokenizer, get_tokenizer
 from scforge.tokenizers.entropy_ranked import serialization_weights
+from scforge.training.layers import freeze_layers
 from scforge.training.objectives.base import Objective, get_objective
-from scforge.training.plan import freeze_layers
 
 if TYPE_CHECKING:
     from anndata import AnnData

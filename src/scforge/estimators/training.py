@@ -28,19 +28,16 @@ from scforge.errors import OptionError, TrainingError, first_line, spelled
 from scforge.estimators.serialize import load_weights, read_folder
 from scforge.estimators.spec import SAMPLED_CELLS
 from scforge.training.checkpoint import (
-    RunFolder,
     SaveOptions,
     SavingError,
     check_settings,
-    check_state,
-    read_state,
-    write_state,
 )
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import compiled, gradient_checkpointing, n_processes, root_device
 from scforge.training.fitting import FitResult, SaveBest, choose_precision, default_max_epochs, find_batch_size, fit
 from scforge.training.options import TrainOptions
 from scforge.training.plan import NotFiniteError, TrainingPlan
+from scforge.training.run_folder import RunFolder, check_state, read_state, write_state
 
 if TYPE_CHECKING:
     from scforge.estimators.base import CellModel

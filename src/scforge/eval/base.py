@@ -17,7 +17,7 @@ from scipy import sparse
 from scforge._checks import check_count
 from scforge._registry import Registry, check_defines, check_options
 from scforge.data.cells import Cells, choose_chunks, choose_rows
-from scforge.data.readers import is_url
+from scforge.data.paths import is_url
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
 from scforge.datasets.cards import get_card, list_cards

@@ -17,8 +17,8 @@ from torch import nn
 
 from scforge._checks import check_count
 from scforge.errors import OptionError, ScforgeError, warn
-from scforge.eval.base import Benchmark, Entry, ScoredCells, check_scores_embeddings, resolve, to_evaluation
-from scforge.eval.harness import entries_of
+from scforge.eval.base import Benchmark, Entry, ScoredCells
+from scforge.eval.harness import embedding_evaluations
 from scforge.training.datamodule import CellDataModule
 from scforge.training.predict import embed
 
@@ -70,9 +70,7 @@ class BenchmarkCallback(Callback):
         batch_key: str | None = None,
     ) -> None:
         check_count("every_n_epochs", every_n_epochs, "epochs")
-        self.evaluations = resolve([to_evaluation(one) for one in entries_of(benchmarks)], datasets or {})
-        for one in self.evaluations:
-            check_scores_embeddings(one.title, one.subject)
+        self.evaluations = embedding_evaluations(benchmarks, datasets or {})
         self.every_n_epochs = every_n_epochs
         self._keys = {"labels_key": labels_key, "batch_key": batch_key}
         self._runs: list[tuple[str, Benchmark, ScoredCells]] = []

@@ -17,9 +17,11 @@ from scforge.errors import OptionError, listing
 from scforge.eval.base import (
     Benchmark,
     Entry,
+    Evaluation,
     check_has_metrics,
     check_scores_embeddings,
     has_enough_groups,
+    resolve,
     title_of,
     to_evaluation,
 )
@@ -376,6 +378,22 @@ def entries_of(benchmarks: Entry | Sequence[Entry]) -> list[Entry]:
     if not entries:
         raise OptionError("benchmarks=[] is empty; pass at least one benchmark.")
     return entries
+
+
+def embedding_evaluations(benchmarks: Entry | Sequence[Entry], datasets: Mapping[str, Any]) -> list[Evaluation]:
+    """Return the evaluations of one or several benchmarks that score embeddings, with their data sets.
+
+    Raises
+    ------
+    OptionError
+        If a benchmark, an option or a data set is unknown, or a benchmark does not score embeddings.
+    MissingFileError
+        If the file of a data set does not exist.
+    """
+    found = resolve([to_evaluation(one) for one in entries_of(benchmarks)], datasets)
+    for one in found:
+        check_scores_embeddings(one.title, one.subject)
+    return found
 
 
 def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None]) -> dict[str, Benchmark]:

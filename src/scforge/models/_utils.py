@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from scforge._registry import check_options, check_switches
 from scforge.errors import OptionError
@@ -55,6 +56,23 @@ def init_weights(module: nn.Module) -> None:
         nn.init.ones_(module.weight)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+class _Undrawn(TorchFunctionMode):
+    """Skips drawing weights, because random numbers on the device ``meta`` import the compiler of torch."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if func.__name__ in ("normal_", "uniform_"):
+            return given["tensor"] if "tensor" in given else args[0]
+        return func(*args, **given)
+
+
+@contextmanager
+def without_weights() -> Iterator[None]:
+    """Create modules that have the shapes of their weights only, on the device ``meta``."""
+    with torch.device("meta"), _Undrawn():
+        yield
 
 
 def count_parameters(model: nn.Module, *, trainable_only: bool = True) -> int:

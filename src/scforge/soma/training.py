@@ -30,19 +30,16 @@ from scforge.soma.model_folder import FINAL, WEIGHTS, device_of, read_model, wri
 from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, ModelConfig, SIGRegConfig
 from scforge.soma.v1.torch import Model, SIGReg, compute_loss
 from scforge.training.checkpoint import (
-    RunFolder,
     SaveOptions,
     SavingError,
     check_settings,
-    check_state,
-    read_state,
-    write_state,
 )
 from scforge.training.devices import out_of_memory
 from scforge.training.fitting import FitResult, default_max_epochs, fit
 from scforge.training.monitoring import EpochProgress
 from scforge.training.objectives.base import TrainingDefaults
 from scforge.training.plan import NotFiniteError, TrainingPlan
+from scforge.training.run_folder import RunFolder, check_state, read_state, write_state
 
 logger = logging.getLogger("scforge")
 

@@ -1,46 +1,31 @@
-"""Checkpoints of a training run: best weights, resumable checkpoints, and the run folder."""
+"""What a training run keeps: its best weights, their moving average, and resumable checkpoints."""
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import os
 import random
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import lightning
 import numpy as np
 import torch
-from filelock import FileLock, Timeout
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.strategies import ModelParallelStrategy
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from scforge._checks import check_share
-from scforge._io import check_folder, read_json, remove_folder, sha256_of, sha256_of_json
 from scforge._version import __version__
-from scforge.errors import (
-    MissingFileError,
-    ModelFileError,
-    OptionError,
-    ScforgeError,
-    TrainingError,
-    first_line,
-    spelled,
-    warn,
-)
+from scforge.errors import ModelFileError, OptionError, ScforgeError, TrainingError, first_line, warn
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import copy_of_weights
 from scforge.training.plan import NotFiniteError
+from scforge.training.run_folder import FORMAT
 
 logger = logging.getLogger("scforge")
 
@@ -266,9 +251,6 @@ class MovingAverage(Callback):
         self.steps, self._average = state_dict["steps"], state_dict["average"]
 
 
-_FORMAT = 1
-
-
 class PreemptedError(Exception):
     """A signal requested the process to end, and a checkpoint has been saved."""
 
@@ -429,7 +411,7 @@ class SaveState(Checkpoint):
                 "the learning rate (lr), or check the counts for extreme values."
             )
         state = {
-            "format": _FORMAT,
+            "format": FORMAT,
             "scforge_version": __version__,
             "settings": dict(self.saving.settings),
             "epoch": epoch,
@@ -553,291 +535,3 @@ def restoring() -> Iterator[None]:
             f"resume: the checkpoint does not match this training run ({first_line(error)}); use another checkpoint, "
             "or start a new run in another folder or with overwrite=True."
         ) from error
-
-
-_TENSOR, _ITEMS, _TUPLE = "__tensor__", "__items__", "__tuple__"
-
-
-def pack(content: Any, *, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Split `content` into a JSON-safe part and its tensors.
-
-    Parameters
-    ----------
-    content
-        Mappings, lists, tuples, plain values, tensors and arrays, nested to any depth.
-    where
-        Name of the content in errors, and prefix of the tensors' names.
-
-    Returns
-    -------
-    JSON-safe content, and a mapping from name to tensor (on the CPU, contiguous).
-
-    Raises
-    ------
-    TrainingError
-        If `content` contains anything else.
-
-    Examples
-    --------
-    >>> plain, tensors = pack({"step": 3, 0: (torch.ones(2), None)}, where="state")
-    >>> list(tensors)
-    ['state.0']
-    >>> unpack(plain, tensors)
-    {'step': 3, 0: (tensor([1., 1.]), None)}
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    return _pack(content, where, tensors), tensors
-
-
-def unpack(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the content that was split by :func:`pack`."""
-    if isinstance(plain, list):
-        return [unpack(value, tensors) for value in plain]
-    if not isinstance(plain, dict):
-        return plain
-    if _TENSOR in plain:
-        return tensors[plain[_TENSOR]]
-    if _TUPLE in plain:
-        return tuple(unpack(value, tensors) for value in plain[_TUPLE])
-    if _ITEMS in plain:
-        return {key: unpack(value, tensors) for key, value in plain[_ITEMS]}
-    return {key: unpack(value, tensors) for key, value in plain.items()}
-
-
-def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        value = torch.from_numpy(np.ascontiguousarray(value))
-    if isinstance(value, torch.Tensor):
-        # A safetensors file cannot contain tensors that share memory, hence the copy.
-        key = f"{name.partition('.')[0]}.{len(tensors)}"
-        tensors[key] = value.detach().cpu().contiguous().clone()
-        return {_TENSOR: key}
-    if isinstance(value, Mapping):
-        items = [(key, _pack(part, f"{name}.{key}", tensors)) for key, part in value.items()]
-        plain = all(isinstance(key, str) and not key.startswith("__") for key, _ in items)
-        if not all(isinstance(key, str | int) for key, _ in items):
-            raise TrainingError(f"{name} has a key that cannot be saved; use only strings and integers as keys.")
-        return dict(items) if plain else {_ITEMS: [list(item) for item in items]}
-    if isinstance(value, list | tuple):
-        parts = [_pack(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]
-        return parts if isinstance(value, list) else {_TUPLE: parts}
-    raise TrainingError(
-        f"{name} is of type {type(value).__name__!r}, which cannot be saved in a checkpoint; use only numbers, "
-        "strings, lists, dictionaries and tensors in the state of a callback."
-    )
-
-
-FINAL = "final"
-"""Name of the trained model in a run folder."""
-
-_STATE, _TENSORS, _LOCK, _PART = "state.json", "state.safetensors", ".lock", "training"
-_PARTS = ("step=*", "epoch=*", FINAL)
-
-
-def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write the training state into a new model folder."""
-    place = folder / _PART
-    place.mkdir()
-    plain, tensors = pack(state, where="state")
-    save_file(tensors, place / _TENSORS)
-    content = {"sha256": {_TENSORS: sha256_of(place / _TENSORS), "state": sha256_of_json(plain)}, "state": plain}
-    (place / _STATE).write_text(json.dumps(content), encoding="utf-8")
-
-
-def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the training state of a checkpoint.
-
-    Raises
-    ------
-    MissingFileError
-        If there is no checkpoint.
-    ModelFileError
-        If the checkpoint is corrupted.
-    """
-    check_state(Path(folder))
-    place = Path(folder) / _PART
-    try:
-        content = read_json(place / _STATE)
-        sums = {_TENSORS: sha256_of(place / _TENSORS), "state": sha256_of_json(content["state"])}
-        if wrong := [name for name, found in sums.items() if found != content["sha256"][name]]:
-            file = place / (_TENSORS if _TENSORS in wrong else _STATE)
-            raise ModelFileError(f"{str(file)!r} is corrupted: its checksum does not match the one in {_STATE}.")
-        state = unpack(content["state"], load_file(place / _TENSORS))
-        if state["format"] != _FORMAT:
-            raise TrainingError(
-                f"the checkpoint {str(folder)!r} was saved with scforge {state.get('scforge_version')}, but this is "
-                f"scforge {__version__}; resume training with the version that saved the checkpoint."
-            )
-    except ModelFileError:
-        raise
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
-        raise ModelFileError(f"{str(place / _STATE)!r} is not a training checkpoint: {first_line(error)}.") from error
-    return state
-
-
-def check_state(path: Path, run: RunFolder | None = None) -> None:
-    """Raise an error if `path` is not a checkpoint folder; no file is read.
-
-    Parameters
-    ----------
-    path
-        The value of `resume`.
-    run
-        The folder of the training run to resume.
-
-    Raises
-    ------
-    MissingFileError
-        If `path` is not a checkpoint; the message suggests checkpoints.
-    """
-    if (path / _PART / _STATE).is_file():
-        return
-    problem = "contains no training checkpoint" if path.is_dir() else "does not exist"
-    states = sorted(path.glob("step=*"))
-    auto = spelled("resume='auto'", "--resume auto")
-    ways = [auto] if run is not None and states and path.resolve() == run.path.resolve() else []
-    ways += [os.fspath(state) for state in states[-1:]]
-    meant = (
-        f"did you mean {', or '.join(ways)}?" if ways else "pass a checkpoint such as ckpt/step=00000100, or 'auto'."
-    )
-    raise MissingFileError(f"{spelled('resume', '--resume')}={str(path)!r} {problem}; {meant}")
-
-
-class RunFolder:
-    """The folder in which a training run saves its outputs; only one run at a time can use it.
-
-    Parameters
-    ----------
-    path
-        The folder, which need not exist yet.
-    """
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        check_folder("checkpoint_dir", path)
-        self.path = Path(path)
-
-    def parts(self) -> list[Path]:
-        """Return the outputs of training runs: checkpoints (oldest first), best epochs, and the trained model."""
-        return [part for pattern in _PARTS for part in sorted(self.path.glob(pattern)) if part.is_dir()]
-
-    def models(self) -> list[Path]:
-        """Return the outputs that are model folders."""
-        return [part for part in self.parts() if (part / "config.json").is_file()]
-
-    def states(self) -> list[Path]:
-        """Return the checkpoint folders, from oldest to newest."""
-        return [part for part in self.parts() if part.name.startswith("step=")]
-
-    def latest(self, read: Callable[[Path], Any] = lambda path: None) -> tuple[Path, dict[str, Any], Any] | None:
-        """Return the newest intact checkpoint, or None if there are no checkpoints.
-
-        Parameters
-        ----------
-        read
-            Function called with a checkpoint folder. It returns the model, or raises an error if the folder is
-            corrupted.
-
-        Returns
-        -------
-        The folder, the training state, and the return value of `read`.
-
-        Raises
-        ------
-        ModelFileError
-            If all checkpoints are corrupted.
-        """
-        states = self.states()
-        for path in reversed(states):
-            try:
-                model = read(path)
-                return path, read_state(path), model
-            except (MissingFileError, ModelFileError) as error:
-                if path == states[0]:
-                    raise ModelFileError(
-                        f"checkpoint_dir={str(self.path)!r} has no intact checkpoint ({str(error).rstrip('.')}); pass "
-                        f"{spelled('overwrite=True', '--overwrite')} to start a new run."
-                    ) from error
-                warn(f"{error} Training resumes from the previous checkpoint.")
-        return None
-
-    def holds(self, state: Path) -> bool:
-        """Return whether a checkpoint folder is inside this folder."""
-        return self.path.resolve() in (state.parent.resolve(), state.resolve().parent)
-
-    def check_free(self, *, resumes: bool = False) -> None:
-        """Raise an error if the folder contains outputs of another training run.
-
-        Parameters
-        ----------
-        resumes
-            Whether training resumes from the last checkpoint, or starts if there are no checkpoints. A run may have
-            ended after saving its first best epoch but before saving its first checkpoint.
-
-        Raises
-        ------
-        OptionError
-            If the folder contains outputs; the message names the options.
-        """
-        found = self.parts()
-        if resumes and (self.states() or all(part.name.startswith("epoch=") for part in found)):
-            return
-        if found:
-            ways = spelled("resume='auto'", "--resume auto"), spelled("overwrite=True", "--overwrite")
-            raise OptionError(
-                f"checkpoint_dir={str(self.path)!r} already contains a training run ({found[-1].name}); pass {ways[0]} "
-                f"to resume, {ways[1]} to replace it, or another folder."
-            )
-
-    def clear(self, *, states_only: bool = False) -> None:
-        """Remove the outputs of training runs."""
-        for part in self.states() if states_only else self.parts():
-            remove_folder(part)
-
-    def go_back_to(self, step: int, n_epochs: int) -> None:
-        """Remove checkpoints and epochs later than the checkpoint to resume from; the resumed run writes them again."""
-        for kind, most in (("step", step), ("epoch", n_epochs - 1)):
-            for part in self.path.glob(f"{kind}=*"):
-                number = part.name.removeprefix(f"{kind}=")
-                if part.is_dir() and number.isdecimal() and int(number) > most:
-                    logger.info("%s was saved after the checkpoint to resume from and is removed.", part)
-                    remove_folder(part)
-
-    def keep_last(self, n: int) -> None:
-        """Remove all checkpoints except the last `n`."""
-        for part in self.states()[:-n]:
-            remove_folder(part)
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the folder for this training run; the lock is released when the process ends.
-
-        Raises
-        ------
-        OptionError
-            If another training run has locked the folder, or it is not writable.
-        """
-        lock = FileLock(self.path / _LOCK)
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            lock.acquire(blocking=False)
-        except OSError as error:
-            taken = isinstance(error, Timeout)
-            problem = (
-                "is in use by another training run" if taken else f"cannot be written to ({error.strerror or error})"
-            )
-            wait = "wait for that run to finish, or " if taken else ""
-            raise OptionError(f"checkpoint_dir={str(self.path)!r} {problem}; {wait}choose another folder.") from error
-        try:
-            for pattern in (".step=*", ".epoch=*", f".{FINAL}.*"):
-                for part in self.path.glob(pattern):  # incomplete outputs of killed processes
-                    if part.is_dir():
-                        shutil.rmtree(part, ignore_errors=True)
-                    else:
-                        part.unlink(missing_ok=True)
-            yield
-        finally:
-            lock.release()

@@ -17,7 +17,7 @@ from scforge.data.sampling import CellOrder
 from scforge.errors import OptionError, TrainingError
 from scforge.models._utils import evaluating
 from scforge.tokenizers.base import Tokenizer
-from scforge.training.datamodule import BatchLoader
+from scforge.training.loading import BatchLoader
 from scforge.training.objectives.base import Objective
 
 

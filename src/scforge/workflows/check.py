@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import inspect
-import os
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
 from scforge._checks import check_known
-from scforge._io import check_folder, check_writable, put_back
 from scforge._registry import check_options
 from scforge.config.aliases import get_option, shown, without_secrets
 from scforge.config.load import dump_yaml
-from scforge.config.schema import Config, DataConfig, FinetuneConfig, ModelConfig
-from scforge.data.readers import is_url, open_streams, similar_file
+from scforge.config.schema import Config, DataConfig, ModelConfig
+from scforge.data.readers import is_url, open_streams
 from scforge.data.sources import open_cells
 from scforge.data.store import is_store, partial_path
 from scforge.data.vocab import FROM_DATA, GeneVocab, open_vocab
@@ -32,7 +26,6 @@ from scforge.errors import (
     GeneMismatchError,
     MissingFileError,
     OptionError,
-    ScforgeError,
     did_you_mean,
     warn,
 )
@@ -45,13 +38,15 @@ from scforge.estimators.spec import (
     n_top_genes_of,
     named_options,
 )
+from scforge.eval.harness import embedding_evaluations
 from scforge.finetuning.base import TASKS
 from scforge.finetuning.heads import check_head
-from scforge.models._utils import count_parameters
+from scforge.models._utils import count_parameters, without_weights
 from scforge.models.registry import MODELS, option_names
 from scforge.tokenizers.base import TOKENIZERS
 from scforge.training.objectives.base import OBJECTIVES, get_objective
 from scforge.workflows.models import check_model_folder
+from scforge.workflows.places import check_places, finetune_section, placed
 
 _MASKED = "masked_gene_prediction"
 
@@ -164,51 +159,6 @@ def planned_model(config: Config) -> tuple[ModelSpec, bool]:
     return found
 
 
-_SAID = {
-    "architecture": "model.architecture",
-    "balance_by": "data.sampling.balance_key",
-    "dropped": "tokenizer.dropped",
-    "keep_genes": "data.preprocessing.keep_genes",
-    "max_len": "data.max_genes",
-    "n_top_genes": "data.preprocessing.hvg_selection",
-    "objective": "objective.name",
-    "schedule": "training.scheduler.name",
-    "split_by": "data.split.by",
-    "target_sum": "data.preprocessing.target_sum",
-    "tokenizer": "tokenizer.strategy",
-    "transform": "data.preprocessing",
-    "vocab": "data.gene_vocab",
-}
-"""A mapping from arguments of `Encoder` to configuration options."""
-
-_SECTIONS = ("finetune", "model", "tokenizer", "objective", "data", "training", "output")
-
-
-@contextlib.contextmanager
-def placed(config: Config, option: str | None = None) -> Iterator[None]:
-    """Prefix error messages with the location of an option. If None, uses the option that the message begins with."""
-    try:
-        yield
-    except ScforgeError as error:
-        place = _place(config, str(error)) if option is None else config.place_of(option)
-        if not place:
-            raise
-        raise type(error)(place + str(error)) from error
-
-
-def _place(config: Config, message: str) -> str:
-    begin = re.match(r"([\w.]+)=|(?:\w+ )?option '(\w+)'", message)
-    if begin is None:
-        return ""
-    name = begin[1] or begin[2]
-    if "." in name:
-        return config.place_of(name)
-    written = config.user_set()
-    holders = [f"{section}.{name}" for section in _SECTIONS if name in written.get(section, {})]
-    option = next(iter(holders), _SAID.get(name))
-    return "" if option is None else config.place_of(option)
-
-
 NOT_OF_TUNING = {
     **dict.fromkeys(
         ("tokenizer", "objective", "model", "data.gene_vocab", "data.max_genes", "data.preprocessing"),
@@ -226,22 +176,6 @@ TUNING_OF_TASKS = ("labels_key", "batch_key", "head")
 
 FOUND_IN_CELLS = {"perturbation": ("perturbation_key", "control")}
 """Task options that are inferred from the cells if they are not set."""
-
-
-def finetune_section(config: Config) -> FinetuneConfig:
-    """Return the section ``finetune``.
-
-    Raises
-    ------
-    ConfigError
-        If the section is missing.
-    """
-    if config.finetune is None:
-        raise ConfigError(
-            "the configuration has no 'finetune' section; add finetune: {base_model: checkpoints/final, task: "
-            "annotation}, or train a new model with scforge train."
-        )
-    return config.finetune
 
 
 def check_finetuning(config: Config) -> None:
@@ -354,28 +288,27 @@ def check_config(config: Config) -> str:
     'gene_pooling on tokens of continuous_projection, trained by neighbor_denoising, about 1.0 million parameters'
     """
     with placed(config):
+        check_places(config)
         check_settings(config)
-        benchmark_callbacks(config, absent=_absent(config))
+        check_benchmarks(config, absent=_absent(config))
         if config.data.source == "local":
             _check_columns(config)
         if config.finetune is not None:
             return described(config)
         spec, known = planned_model(config)
-        with torch.device("meta"):
+        with without_weights():
             module = spec.build_module()
     size = f", about {count_parameters(module) / 1e6:.1f} million parameters" if known else ""
     return f"{spec.architecture} on tokens of {spec.tokenizer}, trained by {spec.objective}{size}"
 
 
-def check_settings(config: Config, *, replaces: bool = False) -> None:
-    """Quickly check names, options, files and folders, so that errors are found before cells are read.
+def check_settings(config: Config) -> None:
+    """Quickly check names and options, so that errors are found before cells are read.
 
     Parameters
     ----------
     config
         See :func:`scforge.config.load_config`.
-    replaces
-        Whether ``output.embedding`` may be an existing file.
 
     Raises
     ------
@@ -388,28 +321,7 @@ def check_settings(config: Config, *, replaces: bool = False) -> None:
         planned_model(config)
     else:
         check_finetuning(config)
-    data, output = config.data, config.output
-    n_steps = config.training.checkpoint_every_n_steps
-    if n_steps is not None and output.checkpoint_dir is None:
-        raise ConfigError(
-            f"training.checkpoint_every_n_steps={n_steps} has no effect without output.checkpoint_dir; set both."
-        )
-    embedding = None if output.embedding is None else os.fspath(Path(output.embedding).parent)
-    folders = {"output.log_dir": output.log_dir, "output.checkpoint_dir": output.checkpoint_dir}
-    for option, folder in (folders | {"output.embedding": embedding, "data.cache": data.cache}).items():
-        if folder is not None:
-            check_folder(option, folder)
-            check_writable(option, folder)
-    for package in output.loggers or []:
-        if package != "csv" and importlib.util.find_spec(package) is None:
-            fix = f"install with pip install 'scforge[{package}]'"
-            raise OptionError(f"output.loggers={output.loggers} contains {package!r}, which is not installed; {fix}.")
-    _check_embedding(config, replaces=replaces)
-    files = {f"data.paths.{index}": path for index, path in enumerate(data.paths or [])}
-    files |= {f"eval.datasets.{name}": path for name, path in config.eval.datasets.items()}
-    for option, path in files.items():
-        with placed(config, option):
-            _check_file(path)
+    data = config.data
     if data.gene_vocab != FROM_DATA:
         open_vocab(data.gene_vocab)
 
@@ -435,10 +347,8 @@ def _absent(config: Config) -> dict[str, DatasetCard]:
     return absent
 
 
-def benchmark_callbacks(config: Config, *, absent: Mapping[str, DatasetCard] | None = None) -> list[Any]:
-    """Return a list with the callback that runs the benchmarks of a configuration, or an empty list.
-
-    `absent` contains cards of data sets whose files are missing, for a callback that is not run.
+def check_benchmarks(config: Config, *, absent: Mapping[str, DatasetCard] | None = None) -> None:
+    """Check the benchmarks of a configuration; `absent` contains cards of data sets whose files are missing.
 
     Raises
     ------
@@ -447,16 +357,10 @@ def benchmark_callbacks(config: Config, *, absent: Mapping[str, DatasetCard] | N
     """
     section = config.eval
     if not section.benchmarks:
-        return []
-    from scforge.eval.callback import BenchmarkCallback
-
+        return
     keys = {"labels_key": config.data.labels_key, "batch_key": config.data.batch_key}
     with placed(config, "eval.benchmarks"):
-        datasets = {**section.datasets, **(absent or {})}
-        callback = BenchmarkCallback(
-            section.benchmarks, every_n_epochs=section.every_n_epochs, datasets=datasets, **keys
-        )
-        for one in callback.evaluations:
+        for one in embedding_evaluations(section.benchmarks, {**section.datasets, **(absent or {})}):
             if missing := one.missing(keys):
                 raise ConfigError(
                     f"the benchmark {one.name!r} requires {missing[0]}, a column of obs; set data.{missing[0]}, or set "
@@ -475,29 +379,6 @@ def benchmark_callbacks(config: Config, *, absent: Mapping[str, DatasetCard] | N
                 f"eval.datasets.{name}={path!r} is not used by any benchmark{did_you_mean(name, used)}; remove the "
                 "data set."
             )
-    return [callback]
-
-
-def _check_embedding(config: Config, *, replaces: bool) -> None:
-    """Raise a ConfigError if an embedding would overwrite an input file, or an existing file without permission."""
-    if config.output.embedding is None:
-        return
-    output = Path(config.output.embedding)
-    place, prefix = output.resolve(), f"output.embedding={str(output)!r}"
-    read = [*(config.data.paths or []), *config.eval.datasets.values()]
-    files = [Path(path).resolve() for path in read if not is_url(path)]
-    if any(file == place or place.match(str(file)) for file in files):  # or what a pattern would find
-        raise ConfigError(f"{prefix} is an input file and would be overwritten; choose another name.")
-    if output.exists() and not replaces:
-        raise ConfigError(f"{prefix} exists; choose another name, or pass overwrite=True (--overwrite) to replace it.")
-
-
-def _check_file(path: str) -> None:
-    if is_url(path) or any(mark in path for mark in "*?["):
-        return
-    put_back(path)
-    if not Path(path).exists() and not partial_path(path).exists():
-        raise MissingFileError(f"the file {path!r} does not exist{similar_file(Path(path))}")
 
 
 def _check_columns(config: Config) -> None:

@@ -34,7 +34,8 @@ from scforge._io import (
     swap_in,
 )
 from scforge.data.cells import Cells, CellSource
-from scforge.data.readers import Location, is_query, is_url, open_streams, table_digest
+from scforge.data.paths import is_url
+from scforge.data.readers import Location, is_query, open_streams, table_digest
 from scforge.data.sources import AUTO, open_cells, read_h5ad
 from scforge.data.store import StoreCells, StoreInfo, is_store
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, warn
@@ -42,6 +43,7 @@ from scforge.estimators.base import CellModel
 from scforge.models.components.gene_vectors import check_filled
 from scforge.training.predict import embed
 from scforge.workflows.models import load_named
+from scforge.workflows.outputs import check_ending
 from scforge.workflows.train import embedded_adata
 
 if TYPE_CHECKING:
@@ -129,8 +131,7 @@ class EmbeddingFiles:
     """
 
     def __init__(self, output: Path, *, overwrite: bool) -> None:
-        if output.suffix not in (".zarr", ".h5ad"):
-            raise OptionError(f"output={str(output)!r} must end with .zarr or .h5ad.")
+        check_ending(output, [".zarr", ".h5ad"])
         self._is_zarr, self._prefix = output.suffix == ".zarr", f"output={str(output)!r}"
         output = output.resolve() if output.is_symlink() else output  # the link stays
         self.output, self.overwrite = output, overwrite

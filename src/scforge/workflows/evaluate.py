@@ -11,7 +11,6 @@ import pandas as pd
 from anndata import AnnData
 
 from scforge._constants import UNS_KEY
-from scforge._io import check_folder, check_writable
 from scforge.errors import OptionError, listing
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.evaluate import evaluate_models
@@ -19,7 +18,8 @@ from scforge.eval.report import Report
 from scforge.finetuning.supervised import SupervisedTask
 from scforge.workflows.embed import chosen_device
 from scforge.workflows.models import is_shared_name, load_named
-from scforge.workflows.predict import in_memory, output_file
+from scforge.workflows.outputs import check_scores, output_file
+from scforge.workflows.predict import in_memory
 from scforge.workflows.train import write
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ def _evaluate_embeddings(
     **options: Any,
 ) -> Report:
     if output is not None:
-        _check_output(Path(output), source, overwrite=overwrite)
+        check_scores(Path(output), overwrite=overwrite, inputs=[source])
     adata, keys = _cells_of(source)
     options |= {name: key for name, key in keys.items() if options.get(name) is None}
     report = evaluate_models(
@@ -247,18 +247,3 @@ def _names(models: Sequence[Folder]) -> list[str]:
     if len(set(names)) < len(names):
         raise OptionError(f"model contains folders with the same name ({listing(names)}); rename the folders.")
     return names
-
-
-def _check_output(path: Path, source: Folder, *, overwrite: bool) -> None:
-    if path.suffix == _TABLE:
-        output_file(path, [_TABLE], overwrite=overwrite, inputs=[source])
-        return
-    if path.suffix and not path.is_dir():
-        raise OptionError(f"output={str(path)!r} must be a .csv file or a folder.")
-    check_folder("output", path)
-    check_writable("output", path)
-    if (path / "report.json").exists() and not overwrite:
-        raise OptionError(
-            f"output={str(path)!r} already contains a report; choose another folder, or pass overwrite=True "
-            "(--overwrite) to replace the report."
-        )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -14,14 +13,13 @@ from anndata import AnnData
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from scforge._io import atomic_write_text
-from scforge.config.aliases import ALIASES
-from scforge.config.load import load_config
 from scforge.config.schema import Config
 from scforge.errors import OptionError, listing, suggest
 from scforge.estimators.encoder import Encoder
 from scforge.models._utils import count_parameters
-from scforge.workflows.check import FOUND_IN_CELLS, columns_of, finetune_section, named_columns, placed
+from scforge.workflows.check import FOUND_IN_CELLS, columns_of, named_columns
 from scforge.workflows.models import load_named
+from scforge.workflows.places import finetune_section, placed
 from scforge.workflows.train import (
     best_epoch,
     checked_arguments,
@@ -59,29 +57,6 @@ class FinetuningResult:
 
     model: Encoder
     metrics: pd.DataFrame | None
-
-
-def finetuning_config(
-    path: str | os.PathLike[str] | None, overrides: Sequence[str], *, flags: Mapping[str, tuple[str, Any]]
-) -> Config:
-    """Read the configuration of ``scforge finetune``, with a default folder if neither file nor flags set one.
-
-    Parameters
-    ----------
-    path, overrides, flags
-        See :func:`scforge.config.load_config`.
-    """
-    if path is None:
-        given = {option for option, _ in flags.values()} | {override.partition("=")[0] for override in overrides}
-        needed = {"--base-model": "finetune.base_model", "--data": "data.paths", "--task": "finetune.task"}
-        if missing := [flag for flag, option in needed.items() if not any(_names(one, option) for one in given)]:
-            raise OptionError(f"scforge finetune requires {' and '.join(missing)}; add them, or --config FILE.")
-    config = load_config(path, overrides, flags=flags)
-    section = finetune_section(config)
-    if config.output.checkpoint_dir is None:
-        first = (config.data.paths or ["census"])[0].rstrip("/")
-        config.output.checkpoint_dir = f"{PurePath(first).stem}_{section.task}"
-    return config
 
 
 def finetune_from_config(
@@ -167,11 +142,6 @@ def finetuning_report(result: FinetuningResult, config: Config) -> list[str]:
             lines.append(f"Evaluation:  {Path(output.checkpoint_dir) / EVALUATION_FILE}")
         lines += ["", f"{len(split.test):,} test cells:", *result.metrics.round(4).to_string().splitlines()]
     return lines
-
-
-def _names(given: str, option: str) -> bool:
-    """Return whether an override sets an option, individually or with its section."""
-    return option == given or option.startswith(f"{given}.") or ALIASES.get(given) == option
 
 
 def _batches(config: Config) -> dict[str, Any]:

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scforge._io import check_folder, check_writable
-from scforge.data.readers import is_url
+from scforge.data.paths import is_url
 from scforge.errors import DataError, MissingFileError, OptionError, first_line
-from scforge.estimators.card import is_long, scores_of
-from scforge.estimators.hub import place_of, push_model
-from scforge.estimators.serialize import read_folder
 from scforge.hub.finding import FoundModel, copy_model, find_model, is_hub_name, is_registry_name, kind_of_folder
 from scforge.hub.uploading import is_own_card, tell_left_behind, upload
-from scforge.training.checkpoint import RunFolder
+from scforge.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +48,7 @@ def check_model_folder(path: str | os.PathLike[str], prefix: str) -> Path:
 
 def load_named(path: str | os.PathLike[str], prefix: str, adata: AnnData | None = None) -> Encoder:
     """Load a model, or adapters with their base model, by name, see :func:`check_model_folder`."""
-    from scforge.estimators.encoder import Encoder
+    from scforge.estimators import Encoder
     from scforge.estimators.hub import load_found
 
     return load_found(Encoder, _found(path, prefix, adapters=True), prefix, False if adata is None else adata)
@@ -63,12 +60,21 @@ def _found(path: str | os.PathLike[str], prefix: str, *, adapters: bool = False)
         if not adapters and kind_of_folder(found.folder) == "adapter":
             raise MissingFileError(f"{prefix} contains only adapters; pass their base model.")
         return found
-    folder = _folder(
-        path, prefix, "pass the folder of a model, e.g. ckpt/final, or a model on the hub, e.g. hf://org/name"
-    )
+    check_local_model(path, prefix, adapters=adapters)
+    return FoundModel(Path(path))
+
+
+def check_local_model(path: str | os.PathLike[str], prefix: str, *, adapters: bool = False) -> None:
+    """Raise a MissingFileError if a local folder contains no model, nor, with `adapters`, adapters of one.
+
+    Models on the hub and in the registry pass.
+    """
+    if is_shared_name(path):
+        return
+    fix = "pass the folder of a model, e.g. ckpt/final, or a model on the hub, e.g. hf://org/name"
+    folder = _folder(path, prefix, fix)
     if not (adapters and kind_of_folder(folder) == "adapter"):
         _check_holds_model(folder, prefix)
-    return FoundModel(folder)
 
 
 def _folder(path: str | os.PathLike[str], prefix: str, fix: str) -> Path:
@@ -126,7 +132,9 @@ def push_folder(
     OptionError, HubError
         If the folder cannot be uploaded.
     """
-    from scforge.estimators.encoder import Encoder
+    from scforge.estimators import Encoder
+    from scforge.estimators.hub import place_of, push_model
+    from scforge.estimators.serialize import read_folder
 
     prefix = f"DIR={str(folder)!r}"
     path = _folder(folder, prefix, "pass the folder written by model.save()")
@@ -207,6 +215,8 @@ def pull_folder(
 
 def _table(path: str | os.PathLike[str]) -> pd.DataFrame:
     import pandas as pd
+
+    from scforge.estimators.card import is_long, scores_of
 
     prefix = f"metrics={str(path)!r} (--metrics)"
     try:

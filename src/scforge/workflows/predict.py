@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from anndata import AnnData
 
-from scforge._io import check_writable
 from scforge.data.sources import read_h5ad
 from scforge.errors import OptionError
 from scforge.finetuning.base import Task
 from scforge.workflows.embed import chosen_device
 from scforge.workflows.models import load_named
+from scforge.workflows.outputs import output_file
 from scforge.workflows.train import embedded_adata, write
 
 _TABLE, _CELLS = ".csv", ".h5ad"
@@ -105,16 +104,3 @@ def in_memory(source: str | os.PathLike[str]) -> AnnData | None:
     """Read an h5ad file into memory, or return None for sources that are read on demand."""
     path = os.fspath(source)
     return read_h5ad([path]) if path.endswith(_CELLS) and "://" not in path and "*" not in path else None
-
-
-def output_file(output: Any, endings: list[str], *, overwrite: bool, inputs: list[Any]) -> Path:
-    """Return the path of a file to write. Raises an :class:`~scforge.errors.OptionError` if it is not writable."""
-    path, prefix = Path(output), f"output={str(output)!r}"
-    if path.suffix not in endings:
-        raise OptionError(f"{prefix} must end with {' or '.join(endings)}.")
-    if any(path.resolve() == Path(one).resolve() for one in inputs):
-        raise OptionError(f"{prefix} is the input file; choose another name.")
-    if path.is_dir() or (path.exists() and not overwrite):
-        raise OptionError(f"{prefix} exists; choose another name, or pass overwrite=True (--overwrite) to replace it.")
-    check_writable("output", path)
-    return path

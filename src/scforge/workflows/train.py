@@ -27,22 +27,22 @@ from scforge.data.readers import open_streams, write_h5ad
 from scforge.data.sources import AUTO, open_cells, read_h5ad, store_of_large
 from scforge.data.store import StoreCells
 from scforge.data.vocab import GeneVocab
-from scforge.errors import ConfigError, OptionError, redacted
+from scforge.errors import redacted
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.setup import class_of_architecture
-from scforge.training.checkpoint import FINAL, RunFolder, check_state
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import ensure_devices
 from scforge.training.options import TrainOptions
+from scforge.training.run_folder import FINAL, RunFolder
 from scforge.workflows.check import (
-    benchmark_callbacks,
+    check_benchmarks,
     check_settings,
     columns_of_data,
     model_options,
     objective_of,
-    placed,
     tokenizer_of,
 )
+from scforge.workflows.places import check_start, check_trains, placed
 
 logger = logging.getLogger("scforge")
 
@@ -134,8 +134,6 @@ def _columns(data: DataConfig, more: Sequence[str]) -> list[str] | None:
 CONFIG_FILE = "config.yaml"
 """File name of the configuration in ``output.checkpoint_dir``."""
 
-_AUTO = "auto"
-
 
 class KeepConfig(Callback):
     """Callback that writes the configuration next to the checkpoints when training starts, so it can be repeated.
@@ -154,39 +152,6 @@ class KeepConfig(Callback):
         """Write the configuration in the first process, now that the folder belongs to this training run."""
         if trainer.is_global_zero:
             atomic_write_text(self.path, self.text)
-
-
-def check_run(config: Config, *, resume: Any, overwrite: bool) -> None:
-    """Check whether a training run may start or resume, before the cells are read.
-
-    Parameters
-    ----------
-    config, resume, overwrite
-        See :func:`scforge.workflows.train_from_config`.
-
-    Raises
-    ------
-    ConfigError, OptionError
-        If `resume` and `overwrite` contradict each other, no folder is set, or the folder contains another run.
-    MissingFileError
-        If there is no checkpoint to resume from.
-    """
-    folder = config.output.checkpoint_dir
-    if resume is not None and overwrite:
-        raise OptionError(
-            f"resume={str(resume)!r} and overwrite=True (--resume and --overwrite) contradict each other; keep only "
-            "one of the two."
-        )
-    if folder is None and (resume == _AUTO or (overwrite and config.output.embedding is None)):
-        what = "overwrite=True (--overwrite)" if overwrite else "resume='auto'"
-        raise ConfigError(f"{what} requires output.checkpoint_dir, the folder of the training run.")
-    run = None if folder is None else RunFolder(folder)
-    state = None if resume in (None, _AUTO) else Path(resume)
-    if state is not None:
-        check_state(state, run)
-    # Of several processes the first alone looks whether the folder is free.
-    if run is not None and not overwrite and not rank_zero_only.rank and (state is None or not run.holds(state)):
-        run.check_free(resumes=resume == _AUTO)
 
 
 def training_report(model: Encoder, config: Config) -> list[str]:
@@ -297,11 +262,7 @@ def train_from_config(
     >>> from scforge.config import load_config
     >>> train_from_config(load_config("recipe.yaml"))  # doctest: +SKIP
     """
-    if config.finetune is not None:
-        raise ConfigError(
-            f"{config.place_of('finetune')}the configuration has a finetune section; run it with scforge finetune "
-            "--config, or remove the section to train a new model."
-        )
+    check_trains(config)
     arguments = checked_arguments(config, resume=resume, overwrite=overwrite)
     source = open_source(config.data)
     model, module = _model(source, config)
@@ -313,9 +274,9 @@ def train_from_config(
 
 def checked_arguments(config: Config, *, resume: Any, overwrite: bool) -> dict[str, Any]:
     """Check a configuration before the cells are read, and return the arguments for training."""
+    check_start(config, resume=resume, overwrite=overwrite)
     with placed(config):
-        check_settings(config, replaces=overwrite or resume is not None)
-        check_run(config, resume=resume, overwrite=overwrite)
+        check_settings(config)
         ensure_devices(config.training.accelerator, config.training.devices)
         arguments = train_arguments(config)
     if resume is not None:
@@ -357,7 +318,7 @@ def train_arguments(config: Config) -> dict[str, Any]:
         "schedule": training.scheduler.name,
         "warmup_steps": training.scheduler.warmup_steps,
         "logger": _loggers(output),
-        "callbacks": benchmark_callbacks(config),
+        "callbacks": _benchmark_callbacks(config),
     }
 
 
@@ -381,6 +342,20 @@ def _model(source: AnnData | Cells, config: Config) -> tuple[Encoder, CellDataMo
             return model, make_datamodule(model._cells(), config)
         module = make_datamodule(source, config)
         return front(None, *parts, datamodule=module, **options), module
+
+
+def _benchmark_callbacks(config: Config) -> list[Callback]:
+    """Return a list with the callback that runs the benchmarks of a configuration, or an empty list."""
+    section = config.eval
+    if not section.benchmarks:
+        return []
+    from scforge.eval.callback import BenchmarkCallback
+
+    check_benchmarks(config)
+    keys = {"labels_key": config.data.labels_key, "batch_key": config.data.batch_key}
+    with placed(config, "eval.benchmarks"):
+        options: dict[str, Any] = {"every_n_epochs": section.every_n_epochs, "datasets": section.datasets, **keys}
+        return [BenchmarkCallback(section.benchmarks, **options)]
 
 
 def _loggers(output: OutputConfig) -> Any:

@@ -8,7 +8,6 @@ from dataclasses import replace
 import numba
 import numpy as np
 import torch
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from scforge._checks import check_share
 from scforge.data.cells import CellBlock
@@ -289,6 +288,8 @@ class CollapseWatch:
 
     def figures(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Remove the moments from the means of an epoch; return the metrics of :func:`geometry`."""
+        from lightning.fabric.utilities.rank_zero import rank_zero_only
+
         n_dims = len(means[_DIRECTION])
         found = geometry(means)
         if not self._collapsed and has_collapsed(found, n_dims):

@@ -1,0 +1,95 @@
+"""Paths and URLs of cells, checked without reading them and without slow imports."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from scforge._io import check_folder, put_back, read_json
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, spelled
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+def is_url(place: Any) -> bool:
+    r"""Return whether `place` is text that begins with one or several URL schemes, e.g. ``"s3://bucket/cells.h5ad"``.
+
+    Examples
+    --------
+    >>> is_url("s3://bucket/store.zarr"), is_url("cells.h5ad"), is_url(r"C:\cells.h5ad")
+    (True, False, False)
+    """
+    return isinstance(place, str) and _SCHEME.match(place) is not None
+
+
+def check_file(path: str | os.PathLike[str]) -> None:
+    """Raise an error if the file does not exist; the message suggests the most similar name in the same folder."""
+    if Path(path).is_dir():
+        raise DataError(f"{str(path)!r} is a folder; pass the path of an h5ad file.")
+    if not Path(path).exists():
+        raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(Path(path))}")
+
+
+def similar_file(path: Path) -> str:
+    """Return ``"; did you mean 'x'?"`` for the most similar file name in the same folder, or a period."""
+    # The common ending makes all names alike, so it does not count.
+    others = {other.stem: other.name for other in path.parent.glob(f"*{path.suffix}")}
+    near = difflib.get_close_matches(path.stem, others, n=1, cutoff=0.7)
+    return f"; did you mean {others[near[0]]!r}?" if near else "."
+
+
+def partial_path(path: str | os.PathLike[str]) -> Path:
+    """Return the folder next to `path` in which a store is written."""
+    path = Path(path)
+    return path.with_name(f".{path.name}.partial")
+
+
+def check_exists(place: str | os.PathLike[str]) -> None:
+    """Raise a MissingFileError if a local file or folder does not exist, nor a store that is still being written.
+
+    URLs and patterns pass.
+    """
+    name = os.fspath(place)
+    if is_url(name) or any(mark in name for mark in "*?["):
+        return
+    put_back(name)
+    if not Path(name).exists() and not partial_path(name).exists():
+        raise MissingFileError(f"the file {name!r} does not exist{similar_file(Path(name))}")
+
+
+STORE_KEY = "scforge"
+"""Root attribute and group of a store with its description."""
+
+
+def holds_store(folder: Path) -> bool:
+    """Return whether a local folder is a complete scforge store."""
+    try:
+        return isinstance(read_json(folder / "zarr.json").get("attributes", {}).get(STORE_KEY), dict)
+    except (OSError, MissingFileError, ModelFileError, AttributeError):
+        return False
+
+
+_FILES = {".h5ad", ".h5", ".h5mu", ".hdf5", ".loom", ".csv", ".tsv", ".txt", ".json", ".yaml", ".parquet", ".zip"}
+"""File extensions that a folder should not have."""
+
+
+def check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
+    """Return the absolute path of the store, which does not exist yet or may be replaced."""
+    name = os.fspath(path)
+    if is_url(name):
+        raise OptionError(f"path={name!r} is a URL; convert to a local folder, and then upload the store.")
+    target = Path(name).resolve()
+    check_folder("path", target)
+    put_back(target)
+    if target.suffix in _FILES and not target.is_dir():
+        raise OptionError(f"path={name!r} has a file extension, but a store is a folder; choose e.g. 'store.zarr'.")
+    if target.exists():
+        if not holds_store(target) and any(target.iterdir()):
+            raise OptionError(f"path={str(target)!r} exists and is not a store; choose another name, or remove it.")
+        if not overwrite:
+            how = spelled("overwrite=True", "--overwrite")
+            raise OptionError(f"path={str(target)!r} exists; pass {how} or choose another name.")
+    return target

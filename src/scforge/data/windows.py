@@ -1,0 +1,60 @@
+"""Reading of the windows of a store with annbatch, whose import loads torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from annbatch import Loader
+from annbatch.abc import Sampler
+
+from scforge.data.sampling import Window
+from scforge.errors import OptionError
+
+if TYPE_CHECKING:
+    from annbatch.types import LoadRequest
+
+_GAP = 32
+"""Maximum number of unrequested cells between requested cells that are read, instead of splitting the read."""
+
+
+class WindowSampler(Sampler):
+    """Sampler that lets annbatch's loader, which keeps the row boundaries, read the windows of each pass."""
+
+    batch_size = None  # each request sets the ends of its batches
+    shuffle = False
+    windows: Iterable[Window] = ()
+
+    def n_batches(self, n_obs: int) -> int:
+        """Return 0 as a placeholder, because the length of the loader is not used."""
+        return 0
+
+    def validate(self, n_obs: int) -> None:
+        """Accept any number of cells, because the windows come from a :class:`StoreCells`."""
+
+    def _sample(self, n_obs: int) -> Iterator[LoadRequest]:
+        for window in self.windows:
+            ordered = np.sort(window.rows)
+            if ordered[0] < 0 or ordered[-1] >= n_obs:
+                wrong = ordered[0] if ordered[0] < 0 else ordered[-1]
+                raise OptionError(f"windows refers to cell {wrong}, but the store only has cells 0 to {n_obs - 1}.")
+            cuts = np.flatnonzero(np.diff(ordered) > _GAP + 1)
+            starts = ordered[np.concatenate([[0], cuts + 1])]
+            stops = ordered[np.concatenate([cuts, [-1]])] + 1
+            sizes = stops - starts
+            # Where the first cell of each slice would be if its slice began at cell 0 of what is read.
+            shifts = np.cumsum(sizes) - sizes - starts
+            places = window.rows + shifts[np.searchsorted(starts, window.rows, side="right") - 1]
+            yield {
+                "requests": [slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True)],
+                "splits": np.split(places, window.ends[:-1]),
+            }
+
+
+def window_loader(matrices: Sequence[Any]) -> tuple[WindowSampler, Loader]:
+    """Return a loader of the rows of sparse matrices on disk, and the sampler that takes its windows."""
+    sampler = WindowSampler()
+    loader = Loader(batch_sampler=sampler, preload_to_gpu=False)
+    loader.add_datasets(list(matrices))
+    return sampler, loader
