@@ -609,7 +609,7 @@ class Encoder(CellModel):
         if task.learns_labels and not task.makes_cells and self._seen is not None:
             self._mark_split(cells, into, key_added)
         if predictor.new is not None:
-            announce(predictor.new.describe())
+            predictor.new.report()
             if into is not None:
                 key = key_added or f"scforge_{cast('Any', task).labels_key}"
                 into.uns[UNS_KEY] = {**into.uns.get(UNS_KEY, {}), key: {**self._made_with(), **predictor.new.shift}}

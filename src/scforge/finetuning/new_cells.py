@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from scforge._progress import announce
 from scforge.errors import ModelFileError, warn
 from scforge.finetuning.heads import fit_logistic, fit_temperature, probabilities_of
 
@@ -161,8 +162,8 @@ class NewCells:
         found[chosen] = probabilities_of(np.log(combined + _TINY), self.temperature)
         return found
 
-    def describe(self) -> str:
-        """Return a sentence on the measured differences, and warn if predictions are unreliable."""
+    def report(self) -> None:
+        """Print the measured differences, or warn if they make predictions unreliable."""
         shift, n_cells = self.shift, int(self.is_new.sum())
         facts = [f"{shift['gene_overlap']:.1%} of the genes of the model were found"]
         if "gene_factor" in shift:
@@ -175,4 +176,5 @@ class NewCells:
                 f"{text}. Their labels and confidence are less reliable than those of cells like the training cells; "
                 "check them with marker genes."
             )
-        return f"{text}."
+        else:
+            announce(f"{text}.")
