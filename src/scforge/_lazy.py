@@ -26,7 +26,7 @@ _announces = threading.Lock()
 def process_rank() -> int:
     """Return the rank that a launcher has given to this process, read as in Lightning; 0 without a launcher."""
     names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), 0)
 
 
 @contextlib.contextmanager

@@ -518,6 +518,8 @@ def _add_evaluate(command: argparse.ArgumentParser) -> None:
     add("--intervals", action=switch, help="confidence intervals and tests (default: on)")
     add("--untrained", action=switch, help="include an untrained control (default: on)")
     add("--baselines", action=switch, help="score baselines if possible (default: on)")
+    mapping = "map cells that a fine-tuned model was not fine-tuned on (default: on)"
+    add("--map-query", action=switch, help=mapping)
     add("--trained-on", metavar="FILE", help="cells of the fine-tuning, if FILE has others")
     add("--base-model", metavar="MODEL", help="model before fine-tuning, for its frozen embedding")
     add("--batch-size", **_BATCH_SIZE)

@@ -76,7 +76,7 @@ def test_new_cells_do_not_depend_on_cells_of_the_fine_tuning(
     expected = pd.concat([annotator.predict(cells.copy()), annotator.predict(query.copy())])
     np.testing.assert_allclose(found["confidence"], expected["confidence"], atol=1e-5)
     assert f"knows the labels of {270} of the 500 cells from fine-tuning (obs['scforge_split'])" in caplog.text
-    assert "200 cells are not from the fine-tuning data: 100.0% of the genes of the model were found" in caplog.text
+    assert "from the fine-tuning data: 200; 100.0% of the genes of the model were found" in caplog.text
     parts = both.obs["scforge_split"].astype(str).to_numpy()
     assert (parts[300:] == "new").all()
     for part in ("train", "validation", "test"):
@@ -98,13 +98,60 @@ def test_saved_models_map_as_before(base: Encoder, annotator: Encoder, query: ad
         pd.testing.assert_frame_equal(again.predict(query.copy()), model.predict(query.copy()))
     again = Encoder.load(tmp_path / "whole", base.adata)
     pd.testing.assert_frame_equal(again.evaluate(), annotator.evaluate())  # with the frozen embedding of the base model
+    found = Encoder.load(tmp_path / "whole", False)
+    found.predict(copied := query.copy())
+    assert copied.uns["scforge"]["scforge_group"]["gene_factor"] > 1.1
     weights = read_weights(tmp_path / "whole" / "model.safetensors")
-    labeled = {name: weights[f"scforge.labeled.{name}"] for name in ("embeddings", "classes", "temperature")}
-    for name, value in labeled.items():
+    labeled = {name: weights[f"scforge.labeled.{name}"] for name in ("embeddings", "classes", "temperature", "in_base")}
+    for wrong in ({"embeddings": labeled["embeddings"] * torch.nan}, {"classes": labeled["classes"] + 1}):
         with pytest.raises(ModelFileError, match="the labeled cells in 'here' are invalid; save the model again"):
-            LabeledCells.of_tensors(
-                {**labeled, name: value * torch.nan if value.is_floating_point() else value[:3]}, source="here"
-            )
+            LabeledCells.of_tensors({**labeled, **wrong}, n_classes=2, source="here")
+
+
+def test_equal_barcodes_of_another_study_are_new_cells(annotator: Encoder, query: ad.AnnData) -> None:
+    """A few names that training cells also have do not make cells known if other genes were measured."""
+    other = query[:, :70].copy()
+    names = other.obs_names.to_numpy().astype(object)
+    names[:20] = annotator.adata.obs_names[annotator.train_indices_[:20]]
+    other.obs_names = names
+    annotator.predict(other)
+    assert (other.obs["scforge_split"] == "new").all()
+    same = annotator.adata[:, :70].copy()  # most names are known: these are the cells of the fine-tuning
+    annotator.predict(same)
+    assert set(same.obs["scforge_split"]) == {"train", "validation", "test"}
+    assert "scforge_group" in other.uns["scforge"]
+    annotator.predict(other, map_query=False)
+    assert "scforge_group" not in other.uns["scforge"]
+
+
+def test_a_base_that_was_trained_further_maps_no_cells(cells: ad.AnnData, query: ad.AnnData) -> None:
+    cells = cells.copy()
+    Encoder.setup_anndata(cells, labels_key="group")
+    base = Encoder(cells, hidden_dim=8)
+    base.train(1, **QUICK)
+    annotator = base.finetune("annotation", max_epochs=1, **QUICK)
+    base.train(1, **QUICK)
+    with pytest.warns(ScforgeWarning, match="The fine-tuned head alone predicts cells that are not from .* again"):
+        found = annotator.predict(query.copy())
+    pd.testing.assert_frame_equal(found, annotator.predict(query.copy(), map_query=False))
+
+
+@pytest.mark.parametrize("n_cells", [1, 12])
+def test_few_new_cells(annotator: Encoder, query: ad.AnnData, n_cells: int) -> None:
+    found = annotator.predict(query[:n_cells].copy())
+    assert (found["label"].astype(str) == query.obs["group"][:n_cells].astype(str)).all()
+
+
+def test_models_that_map_no_queries_use_their_own_embedding(cells: ad.AnnData, query: ad.AnnData) -> None:
+    Encoder.setup_anndata(cells := cells.copy(), labels_key="group")
+    base = Encoder(cells, objective="joint_embedding", hidden_dim=8)
+    base.train(1, **QUICK)
+    annotator = base.finetune("annotation", max_epochs=5, **QUICK)
+    annotator.predict(query := query.copy())
+    shift = query.uns["scforge"]["scforge_group"]
+    assert "gene_factor" not in shift
+    assert 0 <= shift["share_far"] <= 1
+    assert (query.obs["scforge_split"] == "new").all()
 
 
 def test_evaluations_are_kept_apart(base: Encoder, annotator: Encoder, cells: ad.AnnData) -> None:
@@ -126,9 +173,10 @@ def test_evaluations_are_kept_apart(base: Encoder, annotator: Encoder, cells: ad
     assert "metrics_per_class" in cells.uns["scforge"]
 
 
+@pytest.mark.filterwarnings("ignore:adata.var_names has 27 of the 80 genes")
 def test_large_differences_cause_a_warning(annotator: Encoder, query: ad.AnnData) -> None:
     few = query[:, ::3].copy()
-    with pytest.warns(ScforgeWarning, match=r"200 cells .* 33\.8% of the genes .* check them with marker genes"):
+    with pytest.warns(ScforgeWarning, match=r"data: 200; 33\.8% of the genes .* check them with marker genes"):
         annotator.predict(few)
     assert few.uns["scforge"]["scforge_group"]["gene_overlap"] == pytest.approx(27 / 80)
     labeled = LabeledCells(np.random.default_rng(0).normal(size=(200, 3)).astype(np.float32), np.arange(200) % 2)
@@ -142,8 +190,10 @@ def test_confidence_is_calibrated_on_held_out_batches() -> None:
     classes, batches = generator.integers(2, size=600), generator.integers(4, size=600)
     embeddings = generator.normal(size=(600, 3)).astype(np.float32)
     embeddings[:, 0] += 6.0 * classes + generator.normal(0.0, 4.0, 4)[batches]
-    within, across = (LabeledCells.calibrated(embeddings, classes, of) for of in (None, batches))
-    assert across.temperature > 1.5 * within.temperature >= 1.5
+    within, across = (LabeledCells.calibrated(embeddings, classes, of, in_base=True) for of in (None, batches))
+    assert across.temperature > 1.5 * within.temperature
+    one = LabeledCells.calibrated(embeddings, classes, np.zeros(600), in_base=True)
+    assert one.temperature == within.temperature
 
 
 @pytest.mark.slow

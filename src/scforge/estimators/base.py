@@ -612,15 +612,17 @@ class CellModel(BaseModelClass, metaclass=_Front):
             found[LANDMARKS] = self._landmarks
         if self._labeled is not None:
             found |= {f"{LABELED}{name}": value for name, value in self._labeled.tensors().items()}
-            if (base := self._mapping_base) is not None:
+            if self._labeled.in_base and (base := self._mapping_base) is not None:
                 found |= {f"{BASE}{name}": value for name, value in base._tensors().items()}
         return found
 
     @property
     def _mapping_base(self) -> CellModel | None:
         """The model before fine-tuning, if new cells can be mapped onto its training cells."""
-        base = self._base
-        return base if base is not None and base.spec.tuning is None and base._landmarks is not None else None
+        base, tuning = self._base, self._spec.tuning
+        if base is None or tuning is None or base.spec.tuning is not None or base._landmarks is None:
+            return None
+        return base if base.n_epochs_ == tuning.base.get("n_epochs") else None  # it may have been trained further
 
     def _current_origin(self) -> Origin | None:
         """Return the location of the model, or None if it has no location or was trained since."""
@@ -730,7 +732,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
             parts = replace(model.spec, tuning=None).to_json()
             base = cls._of_parts(parts, vocab, registry=bare_registry(cls.__name__, setup), seed=config["seed"])
             load_weights(base.module, of_base, source=str(dir_path))
-            base._landmarks, base.is_trained_, base.n_epochs_ = of_base[LANDMARKS], True, tuning.base["n_epochs"]
+            base._landmarks, base.is_trained_, base.n_epochs_ = of_base.get(LANDMARKS), True, tuning.base["n_epochs"]
+            base._opened = model._opened
             model._base = base
         model._move_to(device)
         model.is_trained_ = config["is_trained"]
@@ -743,7 +746,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
     ) -> None:
         """Restore the training record from the content of a folder of a model or an adapter."""
         if labeled := part_of(tensors, LABELED):
-            self._labeled = LabeledCells.of_tensors(labeled, source=str(folder))
+            n_classes = len(getattr(self._objective, "classes", None) or ())
+            self._labeled = LabeledCells.of_tensors(labeled, n_classes=n_classes, source=str(folder))
         if self._spec.tuning is not None:
             self._seen = HeldOutRegistry.load(folder, self._spec.tuning.split.get("cells"))
         self._extend_history(content["history"])

@@ -545,13 +545,14 @@ class Encoder(CellModel):
     ) -> pd.DataFrame | AnnData:
         """Predict with a fine-tuned model, and write the predictions into `adata`.
 
-        For the task ``"annotation"``, cells that were not part of the fine-tuning data are compared with the training
-        cells first. If the base model was trained with ``neighbor_denoising``, the default, they are mapped onto its
-        training cells as in :meth:`load_query_data`. Their class probabilities are the mean of three classifiers: the
-        fine-tuned head, a logistic regression on the embedding of the base model, and votes of the nearest training
-        cells there. Their confidence is calibrated on held-out batches if the fine-tuning data have batches. It is
-        reported how many genes were found, by which factor the expression of a gene typically differs, and how many
-        cells are far from all training cells. A warning is issued if these differences are large.
+        For the task ``"annotation"``, cells that were not part of the fine-tuning data are compared with up to 2,000
+        training cells first. If the base model was trained with ``neighbor_denoising``, the default, they are mapped
+        onto its training cells as in :meth:`load_query_data`. Their class probabilities are the mean of three
+        classifiers: the fine-tuned head, and a logistic regression and votes of the nearest training cells on the
+        embedding of the base model (of the fine-tuned model if the base model does not map queries). A temperature
+        that was fitted on held-out batches, or on random folds without batches, is applied to them. It is reported how
+        many genes were found, by which factor the expression of a gene typically differs (if cells are mapped), and how
+        many cells are far from all training cells. A warning is issued if these differences are large.
 
         Parameters
         ----------
@@ -561,7 +562,7 @@ class Encoder(CellModel):
             Key of the predictions, instead of the default key.
         map_query
             Whether to map new cells, as described above. If False, the fine-tuned head predicts all cells as is.
-            Predictions of mapped cells depend on which cells are mapped together.
+            Predictions of mapped cells depend on which cells are mapped together. No effect on other tasks.
         batch_size
             Number of cells per batch.
         **options
@@ -603,23 +604,24 @@ class Encoder(CellModel):
         check_options("option of predict", self.spec.tuning.task, options, options_of(task.predict))
         source = self._source(adata)
         cells = self._open(source)
-        predictor = self._predictor_of_query(cells, batch_size) if map_query else self._predictor(cells, batch_size)
+        parts = self._parts_of(cells)
+        predictor = self._predictor_of_query(cells, batch_size, parts if map_query else None)
         into = source if isinstance(source, AnnData) else None
         predicted = task.predict(predictor, into, key_added=key_added, **options)
-        if task.learns_labels and not task.makes_cells and self._seen is not None:
-            self._mark_split(cells, into, key_added)
+        if parts is not None and task.learns_labels and not task.makes_cells:
+            self._report_split(parts, into, f"{key_added or 'scforge'}_split")
         if predictor.new is not None:
             predictor.new.report()
-            if into is not None:
-                key = key_added or f"scforge_{cast('Any', task).labels_key}"
-                into.uns[UNS_KEY] = {**into.uns.get(UNS_KEY, {}), key: {**self._made_with(), **predictor.new.shift}}
+        if into is not None and task.maps_new_cells:
+            key, written = key_added or f"scforge_{cast('Any', task).labels_key}", dict(into.uns.get(UNS_KEY, {}))
+            written.pop(key, None)  # of an earlier prediction
+            if predictor.new is not None:
+                written[key] = {**self._made_with(), **predictor.new.shift}
+            into.uns[UNS_KEY] = written
         return predicted
 
-    def _mark_split(self, cells: Cells, adata: AnnData | None, key_added: str | None) -> None:
+    def _report_split(self, parts: np.ndarray, adata: AnnData | None, column: str) -> None:
         """Write the part of the split of each cell, and report how many cells the model learned from."""
-        assert self._seen is not None  # it was fine-tuned
-        parts = self._seen.parts_of(CellFingerprints.of(cells))
-        column = f"{key_added or 'scforge'}_split"
         if adata is not None:
             adata.obs[column] = pd.Categorical(parts)
         if n_learned := int(np.isin(parts, ("train", "validation")).sum()):
@@ -740,7 +742,7 @@ class Encoder(CellModel):
         else:
             scored_cells = self._over_all_genes(source, train_cells.vocab)
         context = EvaluationContext(
-            predictor=self._predictor_of_query(cells, batch_size) if map_query else self._predictor(cells, batch_size),
+            predictor=self._predictor_of_query(cells, batch_size, self._parts_of(cells) if map_query else None),
             rows=rows,
             train=train,
             train_rows=None if split is None or train is None else split.train,
@@ -806,34 +808,47 @@ class Encoder(CellModel):
             return
         classes = task.read(data.bound.column)[data.train_rows]
         chosen = choose_labeled(classes, seed=self.seed)
-        space, rows = self._mapping_base or self, data.train_rows[chosen]
-        key, obs = data.batch_key or self._setup.get("batch_key"), cast("Any", data.bound).obs
-        batches = None if obs is None or key not in obs else pd.factorize(obs[key].iloc[rows])[0]
-        embeddings = space._predictor(data.bound, 256).embedding(rows)
-        self._labeled = LabeledCells.calibrated(embeddings, classes[chosen], batches)
+        base, rows, obs = self._mapping_base, data.train_rows[chosen], cast("Any", getattr(data.bound, "obs", None))
+        space = cast("Encoder", base or self)
+        embeddings = space._predictor(data.bound, min(data.batch_size or 256, 256)).embedding(rows)
+        keys = (data.batch_key, self._setup.get("batch_key"), getattr(self._pretraining, "batch_key", None))
+        key = next(
+            (key for key in (*keys, self.spec.tuning.split.get("split_by")) if obs is not None and key in obs), None
+        )
+        batches = None if key is None else pd.factorize(obs[key].iloc[rows])[0]
+        self._labeled = LabeledCells.calibrated(embeddings, classes[chosen], batches, in_base=base is not None)
 
-    def _predictor_of_query(self, cells: Cells, batch_size: int) -> Predictor:
-        """Return the model applied to cells, of which those that it was not fine-tuned on are mapped."""
-        predictor, labeled = self._predictor(cells, batch_size), self._labeled
-        if self._seen is None or labeled is None:
+    def _predictor_of_query(self, cells: Cells, batch_size: int, parts: np.ndarray | None) -> Predictor:
+        """Return the model applied to cells, of which those whose part of the split is "new" are mapped."""
+        predictor, labeled, base = self._predictor(cells, batch_size), self._labeled, self._mapping_base
+        is_new = np.zeros(len(cells), dtype=bool) if parts is None else parts == "new"
+        if not is_new.any() or not cast("Any", self.objective).maps_new_cells:
             return predictor
-        is_new = self._seen.parts_of(CellFingerprints.of(cells)) == "new"
-        if not is_new.any():
+        if labeled is None or (labeled.in_base and base is None):
+            warn(
+                "The fine-tuned head alone predicts cells that are not from the fine-tuning data, because the model "
+                "has no labeled cells, or its base model was trained after fine-tuning or is not complete; fine-tune "
+                "again to map these cells."
+            )
             return predictor
-        rows, module, base = np.flatnonzero(is_new), self.module, cast("Encoder | None", self._mapping_base)
-        space, shift = predictor, {"n_new": len(rows), "gene_overlap": cells.overlap, "counts_kept": cells.counts_kept}
-        if base is not None:
-            if base.device != self.device:
-                base._move_to(self.device)
-            mapping = base._mapping_of(cells, rows)
-            space = replace(base._predictor(cells, batch_size), module=FineTunedModule(base._backbone, mapping))
-            tuning = cast("FineTuneSpec", self.spec.tuning)
-            module = FineTunedModule(self._backbone, self.module.head, mapping.only_factors(tuning.n_latent))
+        rows, module, space = np.flatnonzero(is_new), self.module, predictor
+        shift = {"n_new": len(rows), "gene_overlap": cells.overlap, "counts_kept": cells.counts_kept}
+        if labeled.in_base:
+            reference, tuning = cast("Encoder", base), cast("FineTuneSpec", self.spec.tuning)
+            mapping = reference._mapping_of(cells, rows)
+            of_base = FineTunedModule(reference._backbone, mapping)
+            space = replace(reference._predictor(cells, batch_size), module=of_base)
+            factors = mapping.only_factors(tuning.n_latent).to(self.device)
+            module = FineTunedModule(self._backbone, self.module.head, factors)
             shift["gene_factor"] = mapping.typical_factor()
         embeddings = space.embedding(rows)
         shift["share_far"] = labeled.share_far(embeddings)
         probabilities = labeled.probabilities(embeddings, len(cast("Any", self.objective).known_classes))
         return replace(predictor, new=NewCells(is_new, module, probabilities, labeled.temperature, shift))
+
+    def _parts_of(self, cells: Cells) -> np.ndarray | None:
+        """Return the part of the split that each cell belongs to, or None if the model was not fine-tuned."""
+        return None if self._seen is None else self._seen.parts_of(CellFingerprints.of(cells))
 
     def merge_adapter(self) -> None:
         """Merge the adapters into the weights; predictions stay the same and are as fast as without adapters.
@@ -1801,7 +1816,7 @@ class Encoder(CellModel):
         save_anndata
             Whether to also write the training data as ``adata.h5ad``, which :meth:`load` reads.
         adapter_only
-            Whether to save only the adapters and the head of a model fine-tuned with ``lora``, which take 0.2 to 0.4 MB
+            Whether to save only the adapters and the head of a model fine-tuned with ``lora``, which take 0.5 to 0.7 MB
             for a light encoder. Loading them requires the base model.
 
         Raises
@@ -2053,7 +2068,8 @@ class Encoder(CellModel):
         Notes
         -----
         Cells are never uploaded. For a fine-tuned model, ``split.safetensors`` is uploaded; it contains fingerprints
-        (hashes of counts) of the training cells. License, data, scores and citation are kept with the model, and
+        (hashes of counts) of the training cells. The weights file of an annotator contains the embeddings of up to
+        2,000 training cells with their labels. License, data, scores and citation are kept with the model, and
         :meth:`save` also writes them.
 
         Examples
@@ -2176,7 +2192,8 @@ def _verdict(evaluated: Evaluated, place: str) -> str:
     score = next(name for name in ("macro_f1", *table["score"]) if name in set(table["score"]))
     lines = table[table["score"] == score]
     parts = (
-        f"{one.difference:+.3f} ({one.low:.3f} to {one.high:.3f}) from {one.method}: {one.verdict or 'no interval'}"
+        f"{one.difference:+.3f} from {one.method}"
+        + (f" ({one.low:+.3f} to {one.high:+.3f}, {one.verdict})" if one.verdict else " (no interval)")
         for one in lines.itertuples()
     )
     return f"{score} of scforge, difference and 95% interval: {'; '.join(parts)}. All scores: {place}."

@@ -236,6 +236,7 @@ def _take_over(model: CellModel, result: FitResult) -> None:
     model._extend_history(result.history)
     model.n_epochs_ += result.n_epochs
     model.is_trained_ = model.is_trained_ or result.n_epochs > 0
+    model._labeled = None
     if model.spec.tuning is None:
         model._landmarks = None
 

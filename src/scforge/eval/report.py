@@ -492,7 +492,7 @@ def write_scores(
 ) -> None:
     """Write the scores and tables of an evaluation into uns, and remove the tables of an earlier one with this key."""
     written = dict(adata.uns.get(UNS_KEY, {}))
-    for name in written.pop(f"{key}_tables", ()):
+    for name in written.pop(f"{key}_tables", ("differences",)):
         written.pop(f"{key}_{name}", None)
     written[key] = scores
     if tables:

@@ -165,7 +165,8 @@ class QueryMapping(Unchanged):
     def typical_factor(self) -> float:
         """Return the geometric standard deviation of the factors, which is 1 if all genes keep their expression."""
         logs = self.factors.log()
-        return float(logs[logs != 0].std(correction=0).nan_to_num().exp())
+        changed = logs[logs != 0]
+        return float(changed.std(correction=0).exp()) if len(changed) else 1.0
 
     def only_factors(self, n_latent: int) -> QueryMapping:
         """Return a mapping with these factors and without shifts, for an encoder with `n_latent` dimensions."""

@@ -18,6 +18,8 @@ _PIECE = 1 << 14
 _ODD = tuple(np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 _NO_NAME = 0
 _ALL_GENES, _UNKNOWN_GENES = 0, -1
+_SAME = 0.5
+"""Fraction of known cells from which equal names mean equal cells, if other genes were measured."""
 
 
 def fingerprints(cells: Cells) -> np.ndarray:
@@ -172,6 +174,9 @@ class HeldOutRegistry:
         Cells that were not used for fine-tuning are ``"new"``; cells of the fine-tuning data without a part, e.g.
         without a label, are ``"unused"``.
         """
+        if marks.among(self.marks).mean() < _SAME:
+            # Cells of two studies can have the same barcode.
+            marks = replace(marks, names=np.full(len(marks), _NO_NAME, dtype=np.int64))
         found = np.full(len(marks), "new", dtype=object)
         found[marks.among(self.marks)] = "unused"
         for part in reversed(PARTS):  # of cells that are alike, one that was trained on decides

@@ -55,22 +55,30 @@ class LabeledCells:
         Class of each cell, int64, shape (S,).
     temperature
         Temperature of the predictions for new cells, at least 1.
+    in_base
+        Whether these are embeddings of the base model, onto whose training cells new cells are mapped.
     """
 
     embeddings: np.ndarray
     classes: np.ndarray
     temperature: float = 1.0
+    in_base: bool = False
 
     @classmethod
-    def calibrated(cls, embeddings: np.ndarray, classes: np.ndarray, batches: np.ndarray | None) -> LabeledCells:
+    def calibrated(
+        cls, embeddings: np.ndarray, classes: np.ndarray, batches: np.ndarray | None, *, in_base: bool
+    ) -> LabeledCells:
         """Create an instance whose temperature is fitted on held-out batches, or on random folds without batches."""
         from sklearn.model_selection import GroupKFold, KFold
 
         n_cells, n_classes = len(classes), int(classes.max()) + 1
         n_batches = 1 if batches is None else len(np.unique(batches))
         if n_cells < _LEAST:
-            return cls(embeddings, classes)
-        folds = KFold(_FOLDS, shuffle=True, random_state=0) if n_batches < 2 else GroupKFold(min(_FOLDS, n_batches))
+            return cls(embeddings, classes, in_base=in_base)
+        if n_batches < 2:
+            folds, batches = KFold(_FOLDS, shuffle=True, random_state=0), None
+        else:
+            folds = GroupKFold(min(_FOLDS, n_batches))
         logs, truth = [], []
         for kept, held_out in folds.split(embeddings, groups=batches):
             held_out = held_out[np.isin(classes[held_out], classes[kept])]
@@ -79,7 +87,7 @@ class LabeledCells:
                 logs.append(np.log(others.probabilities(embeddings[held_out], n_classes) + _TINY))
                 truth.append(classes[held_out])
         found = fit_temperature(np.concatenate(logs), np.concatenate(truth)) if logs else 1.0
-        return cls(embeddings, classes, max(found, 1.0))
+        return cls(embeddings, classes, max(found, 1.0), in_base)
 
     def probabilities(self, embeddings: np.ndarray, n_classes: int) -> np.ndarray:
         """Return the mean of a balanced logistic regression and of neighbor votes, float64, shape (N, C)."""
@@ -109,15 +117,18 @@ class LabeledCells:
             "embeddings": torch.from_numpy(self.embeddings),
             "classes": torch.from_numpy(self.classes),
             "temperature": torch.tensor(self.temperature, dtype=torch.float64),
+            "in_base": torch.tensor(self.in_base),
         }
 
     @classmethod
-    def of_tensors(cls, tensors: Mapping[str, torch.Tensor], *, source: str) -> LabeledCells:
+    def of_tensors(cls, tensors: Mapping[str, torch.Tensor], *, n_classes: int, source: str) -> LabeledCells:
         """Create an instance from the result of :meth:`tensors`, which was read from the folder `source`."""
         try:
-            found = cls(tensors["embeddings"].numpy(), tensors["classes"].numpy(), float(tensors["temperature"]))
+            temperature, in_base = float(tensors["temperature"]), bool(tensors["in_base"])
+            found = cls(tensors["embeddings"].numpy(), tensors["classes"].numpy(), temperature, in_base)
             is_valid = found.embeddings.ndim == 2 and found.classes.shape == found.embeddings.shape[:1]
             is_valid &= bool(np.isfinite(found.embeddings).all()) and found.temperature >= 1
+            is_valid &= found.classes.dtype == np.int64 and bool(np.isin(found.classes, np.arange(n_classes)).all())
         except (KeyError, RuntimeError, TypeError, ValueError):
             is_valid = False
         if not is_valid:
@@ -168,8 +179,8 @@ class NewCells:
         facts = [f"{shift['gene_overlap']:.1%} of the genes of the model were found"]
         if "gene_factor" in shift:
             facts.append(f"the expression of a gene typically differs by a factor of {shift['gene_factor']:.2f}")
-        facts.append(f"{shift['share_far']:.1%} of the cells are far from all training cells (expected: 5%)")
-        text = f"{n_cells:,} cells are not from the fine-tuning data: {', '.join(facts)}"
+        facts.append(f"{shift['share_far']:.1%} of the cells are far from all training cells (expected: about 5%)")
+        text = f"Cells that are not from the fine-tuning data: {n_cells:,}; {', '.join(facts)}"
         is_far = shift["share_far"] > _MANY_FAR or shift["gene_overlap"] < _FEW_GENES
         if n_cells >= _LEAST and (is_far or shift.get("gene_factor", 1.0) > _LARGE_FACTOR):
             warn(

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 type Folder = str | os.PathLike[str]
 
 _TABLE = ".csv"
-_OF_TASKS = ("trained_on", "base_model", "groups_key", "intervals")
+_OF_TASKS = ("trained_on", "base_model", "groups_key", "intervals", "map_query")
 _OF_EMBEDDINGS = (
     *("trained_on", "obsm_keys", "labels_key", "batch_key", "groups_key", "untrained", "intervals", "seeds"),
     *("network", "gene_key"),
