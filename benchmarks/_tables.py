@@ -11,6 +11,9 @@ import pandas as pd
 from scipy import stats
 
 
+LOWER_IS_BETTER = ("calibration_error", "cpu_seconds", "wrong_confident")
+
+
 def rewrite(page: Path, name: str, table: Callable[[str], str]) -> int:
     """Write `table` of the argument behind each comment '% NAME ARGUMENT' or '<!-- NAME ARGUMENT -->' of a page.
 
@@ -58,7 +61,7 @@ def keep(lines: Iterable[Mapping[str, object]], path: Path, keys: list[str]) -> 
 def means(results: pd.DataFrame, metric: str, column: str, names: Iterable[str], methods: Iterable[str]) -> str:
     """Return means over runs as Markdown, one row per method and one column per value of `column`; the best is bold.
 
-    The best is the highest mean over all runs, or the lowest time. The number of runs follows the head of a column,
+    The best is the highest mean over all runs, or the lowest time or error. The number of runs follows the head of a column,
     and the mean of a method with fewer.
     """
     results = results[results["metric"] == metric]
@@ -67,7 +70,7 @@ def means(results: pd.DataFrame, metric: str, column: str, names: Iterable[str],
     wide = wide[[name for name in names if name in wide]]
     runs, counts = results.groupby(column)["run"].nunique(), results.pivot_table(**by_method, aggfunc="count")
     full = wide.where(counts.reindex_like(wide) == runs.reindex(wide.columns))
-    best_of = full.min() if metric == "cpu_seconds" else full.max()
+    best_of = full.min() if metric in LOWER_IS_BETTER else full.max()
     lines = [f"| | {' | '.join(f'{name} ({runs[name]})' for name in wide)} |", f"|{'---|' * (wide.shape[1] + 1)}"]
     for method, row in wide.iterrows():
         cells = ["" if np.isnan(value) else f"{value:.3f}" for value in row]

@@ -159,7 +159,7 @@ def test_a_store(run: Callable[..., FinetuningResult], store: Path, caplog: pyte
     caplog.clear()
     with caplog.at_level("INFO", "scforge"):
         assert predict_to("ck/final", store, "labels.csv") == "700 cells"
-    assert [message.split()[0] for message in caplog.messages] == ["Opened"], "once"
+    assert [message.split()[0] for message in caplog.messages] == ["Opened", "The"], "once, and how many are known"
     table = pd.read_csv("labels.csv", index_col=0)
     assert table.index.str.startswith("cell").all()
     assert list(table) == ["label", "confidence", "entropy"]

@@ -345,6 +345,7 @@ def test_a_query_model_says_what_it_is(reference, viewed, query):
     assert "query model of a reference trained for 5 epochs)" in repr(Encoder.load_query_data(query, viewed))
 
 
+@pytest.mark.filterwarnings("ignore:Cells that are not from the fine-tuning data")
 def test_predicted_and_transferred_labels_are_kept_apart(reference, query):
     annotator = reference.finetune("annotation", max_epochs=1, **QUIET)
     predicted = annotator.predict(query)
