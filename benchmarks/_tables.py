@@ -10,7 +10,6 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-
 LOWER_IS_BETTER = ("calibration_error", "cpu_seconds", "wrong_confident")
 
 
@@ -61,8 +60,8 @@ def keep(lines: Iterable[Mapping[str, object]], path: Path, keys: list[str]) -> 
 def means(results: pd.DataFrame, metric: str, column: str, names: Iterable[str], methods: Iterable[str]) -> str:
     """Return means over runs as Markdown, one row per method and one column per value of `column`; the best is bold.
 
-    The best is the highest mean over all runs, or the lowest time or error. The number of runs follows the head of a column,
-    and the mean of a method with fewer.
+    The best is the highest mean over all runs, or the lowest time or error. The number of runs follows the head of a
+    column, and the mean of a method with fewer.
     """
     results = results[results["metric"] == metric]
     by_method = {"index": "method", "columns": column, "values": "value"}
