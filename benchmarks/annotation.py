@@ -24,7 +24,7 @@ from pathlib import Path
 import anndata as ad
 import numpy as np
 import pandas as pd
-from _tables import keep, means, read, rewrite
+from _tables import best_other, difference, keep, means, read, rewrite
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import f1_score
 from sklearn.neighbors import KNeighborsClassifier
@@ -131,6 +131,19 @@ def predictions(pair: Pair, seed: int) -> Iterator[tuple[str, pd.DataFrame, floa
             yield f"{name}{ending}", pd.DataFrame(found, columns=classifier.classes_), time.process_time() - began
 
 
+def differences(results: pd.DataFrame, metric: str) -> str:
+    """Return paired differences of the mapped predictions as Markdown, one row per task with at least three runs."""
+    lines = ["| task | n | mapped vs. as is | best other method | mapped vs. best |", "|---|---|---|---|---|"]
+    for task in ALL:
+        of_task = results[(results["metric"] == metric) & (results["task"] == task)]
+        wide = of_task.pivot(index="run", columns="method", values="value").dropna()
+        if len(wide) >= 3:
+            best = best_other(wide)
+            gains = [difference(wide[MAPPED] - wide[other]) for other in (AS_IS, best)]
+            lines.append(f"| {task} | {len(wide)} | {gains[0]} | {wide[best].mean():.3f} ({best}) | {gains[1]} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default=os.environ.get("SCFORGE_DATA"), help="folder of the data sets")
@@ -142,6 +155,7 @@ def main() -> None:
     results = read(RESULTS, KEYS) if args.docs else keep(measured(args), RESULTS, KEYS)
     methods = list(dict.fromkeys(results["method"]))
     for page in args.docs or ():
+        rewrite(page, "annotation_differences", lambda metric: differences(results, metric))
         rewrite(page, "annotation", lambda metric: means(results, metric, "task", ALL, methods))
 
 
