@@ -6,8 +6,9 @@ scikit-learn give labels and probabilities of the baselines; "Harmony" learns fr
 `wrong_confident` is the share of wrong cells whose confidence is above 0.9 (lower is better), `calibration_error` the
 expected calibration error in 15 bins. Cells of a type that the reference lacks are not scored.
 `condition` and `missing` (``transfer.py``) were used to choose the classifiers that `predict` combines; the others are
-tests, but run 0 of `facs` and `facs_shared` was inspected before the choice. Labels of `facs` and `cite` do not depend on RNA: sorted populations, one of them (CD34+) only in the former, and
-gates on surface proteins. The results go into ``benchmarks/results/annotation.csv``::
+tests, but run 0 of `facs` and `facs_shared` was inspected before the choice. Labels of `facs` and `cite` do not depend
+on RNA: sorted populations, one of them (CD34+) only in the former, and gates on surface proteins. The results go into
+``benchmarks/results/annotation.csv``::
 
     python benchmarks/annotation.py --data FOLDER --runs 3
     python benchmarks/annotation.py --docs docs/fine_tuning.md
