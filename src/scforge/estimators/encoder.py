@@ -400,11 +400,12 @@ class Encoder(CellModel):
         if task.learns_labels:
             self._seen = self._seen.with_learned(marks.take(learned))
 
-    def _rows_to_score(self, cells: Cells, *, within: bool) -> tuple[np.ndarray, Split | None]:
+    def _rows_to_score(
+        self, cells: Cells, marks: CellFingerprints | None, *, within: bool
+    ) -> tuple[np.ndarray, Split | None]:
         """Return the rows of cells that the model did not learn from, and the split if it applies to these cells."""
-        if self._seen is None:
+        if self._seen is None or marks is None:
             return np.arange(len(cells)), None
-        marks = CellFingerprints.of(cells)
         split = self._seen.split_of(marks.numbers)
         task: Any = self.objective  # of a fine-tuned model
         scored_by_labels = task.learns_labels or getattr(task, "labels_key", None) is not None
@@ -604,7 +605,7 @@ class Encoder(CellModel):
         check_options("option of predict", self.spec.tuning.task, options, options_of(task.predict))
         source = self._source(adata)
         cells = self._open(source)
-        parts = self._parts_of(cells)
+        parts = None if self._seen is None else self._seen.parts_of(CellFingerprints.of(cells))
         predictor = self._predictor_of_query(cells, batch_size, parts if map_query else None)
         into = source if isinstance(source, AnnData) else None
         predicted = task.predict(predictor, into, key_added=key_added, **options)
@@ -709,7 +710,8 @@ class Encoder(CellModel):
         supervised = isinstance(task, SupervisedTask) and isinstance(source, AnnData)
         compares = supervised and baselines and intervals and key_added is not None
         cells = self._open(source)
-        rows, split = self._rows_to_score(cells, within=source is own)
+        marks = None if self._seen is None else CellFingerprints.of(cells)
+        rows, split = self._rows_to_score(cells, marks, within=source is own)
         if groups_key is not None:
             if not compares:
                 raise OptionError(
@@ -741,8 +743,11 @@ class Encoder(CellModel):
             scored_cells = train_cells or cells
         else:
             scored_cells = self._over_all_genes(source, train_cells.vocab)
+        parts = None
+        if map_query and task.maps_new_cells and self._seen is not None and marks is not None:
+            parts = self._seen.parts_of(marks)
         context = EvaluationContext(
-            predictor=self._predictor_of_query(cells, batch_size, self._parts_of(cells) if map_query else None),
+            predictor=self._predictor_of_query(cells, batch_size, parts),
             rows=rows,
             train=train,
             train_rows=None if split is None or train is None else split.train,
@@ -845,10 +850,6 @@ class Encoder(CellModel):
         shift["share_far"] = labeled.share_far(embeddings)
         probabilities = labeled.probabilities(embeddings, len(cast("Any", self.objective).known_classes))
         return replace(predictor, new=NewCells(is_new, module, probabilities, labeled.temperature, shift))
-
-    def _parts_of(self, cells: Cells) -> np.ndarray | None:
-        """Return the part of the split that each cell belongs to, or None if the model was not fine-tuned."""
-        return None if self._seen is None else self._seen.parts_of(CellFingerprints.of(cells))
 
     def merge_adapter(self) -> None:
         """Merge the adapters into the weights; predictions stay the same and are as fast as without adapters.

@@ -170,7 +170,7 @@ class QueryMapping(Unchanged):
 
     def only_factors(self, n_latent: int) -> QueryMapping:
         """Return a mapping with these factors and without shifts, for an encoder with `n_latent` dimensions."""
-        found = QueryMapping(n_latent, 1, len(self.factors)).to(self.factors.device)
+        found = QueryMapping(n_latent, 1, len(self.factors))
         found.factors.copy_(self.factors)
         return found
 
@@ -385,6 +385,13 @@ def fit_logistic(
     biases[:] = intercepts.min()
     biases[known] = intercepts
     return weights, biases
+
+
+def balanced_weights(classes: np.ndarray, n_classes: int) -> np.ndarray:
+    """Return weights that give each class with cells the same total weight, shape (C,)."""
+    sizes = np.bincount(classes, minlength=n_classes)
+    # A class without cells has the weight of a class with one cell, which has no effect.
+    return sizes.sum() / (np.count_nonzero(sizes) * np.maximum(sizes, 1))
 
 
 def fit_separate_logistic(features: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

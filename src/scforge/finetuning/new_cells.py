@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 
 from scforge._progress import announce
 from scforge.errors import ModelFileError, warn
-from scforge.finetuning.heads import fit_logistic, fit_temperature, probabilities_of
+from scforge.finetuning.heads import balanced_weights, fit_logistic, fit_temperature, probabilities_of
 
 _MOST, _NEIGHBORS, _NEAREST = 2_000, 30, 5
 """Maximum number of labeled cells, number of neighbors that vote, and number of neighbors for distances."""
@@ -35,11 +36,8 @@ def votes_of(distances: np.ndarray) -> np.ndarray:
 def choose_labeled(classes: np.ndarray, *, seed: int) -> np.ndarray:
     """Return the positions of at most 2,000 cells, sorted; classes with few cells keep more of them."""
     order = np.random.default_rng(seed).permutation(len(classes))
-    rank = np.empty(len(classes), dtype=np.int64)
-    for name in np.unique(classes):
-        members = order[classes[order] == name]
-        rank[members] = np.arange(len(members))
-    is_first = rank[order] < _MOST // (2 * max(len(np.unique(classes)), 1))
+    ranks = pd.Series(order).groupby(classes[order]).cumcount().to_numpy()
+    is_first = ranks < _MOST // (2 * len(np.unique(classes)))
     return np.sort(np.concatenate([order[is_first], order[~is_first]])[:_MOST])
 
 
@@ -94,8 +92,7 @@ class LabeledCells:
         from sklearn.neighbors import KNeighborsClassifier
 
         mean, scale = self.embeddings.mean(axis=0), np.maximum(self.embeddings.std(axis=0), _TINY)
-        sizes = np.bincount(self.classes, minlength=n_classes)
-        balanced = len(self.classes) / (np.count_nonzero(sizes) * np.maximum(sizes, 1))
+        balanced = balanced_weights(self.classes, n_classes)
         weights, biases = fit_logistic((self.embeddings - mean) / scale, self.classes, n_classes, balanced)
         found = probabilities_of((embeddings - mean) / scale @ weights.T + biases)
         voters = KNeighborsClassifier(min(_NEIGHBORS, len(self.classes)), weights=votes_of)

@@ -24,8 +24,8 @@ def layer_groups(module: nn.Module) -> list[list[nn.Parameter]]:
         for parameter in module.parameters():
             number = of_layer.get(id(parameter))
             seen = seen or number is not None
-            beside = len(groups) - 1 if seen else 0
-            groups[beside if number is None else number + 1].append(parameter)
+            outside = len(groups) - 1 if seen else 0
+            groups[outside if number is None else number + 1].append(parameter)
         return groups
     complete = False
     for part in module.modules():

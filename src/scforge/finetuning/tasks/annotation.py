@@ -19,7 +19,14 @@ from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.baselines import BaselineInputs, classification_baselines
 from scforge.eval.label_prediction import MISSING_TEXTS
 from scforge.finetuning.base import Batch, Column, Loss, Predictor, register_task
-from scforge.finetuning.heads import CalibratedHead, fit_logistic, fit_temperature, normalized_entropy, probabilities_of
+from scforge.finetuning.heads import (
+    CalibratedHead,
+    balanced_weights,
+    fit_logistic,
+    fit_temperature,
+    normalized_entropy,
+    probabilities_of,
+)
 from scforge.finetuning.labels import (
     UNASSIGNED,
     UNKNOWN,
@@ -238,9 +245,7 @@ class Annotation(SupervisedTask):
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the class of each cell, and the weights of the classes."""
         super().bind(cells, train_rows)
-        sizes = np.bincount(self._targets[train_rows], minlength=len(self.known_classes))
-        # A class that these cells lack weighs as one of one cell would; there is nothing to weigh.
-        balanced = sizes.sum() / (np.count_nonzero(sizes) * np.maximum(sizes, 1))
+        balanced = balanced_weights(self._targets[train_rows], len(self.known_classes))
         self._weights = self.weights_of(self.class_weights, balanced)
 
     def fit(self, features: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
