@@ -18,7 +18,7 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, even if training saved its results, so that a script does not continue."""
 
 
-def _quickstart(**options: str) -> None:
+def _quickstart(**options: Any) -> None:
     from scforge._quickstart import run
 
     run(**options)
@@ -212,12 +212,12 @@ def _config_check(file: str, overrides: list[str]) -> None:
     print(f"{file} is fine: {check_config(config)}.")
 
 
-def _config_schema(output: str | None = None) -> None:
+def _config_schema(output: str | None = None, **options: bool) -> None:
     import json
 
     from scforge.config.editing import config_schema
 
-    schema = config_schema(output)
+    schema = config_schema(output, **options)
     if output is None:
         print(json.dumps(schema, indent=2))
 
@@ -385,6 +385,7 @@ def _add_config(config: argparse.ArgumentParser) -> None:
         command.set_defaults(run=run)
     schema = commands.add_parser("schema", help="print the JSON schema of YAML files, for editors")
     schema.add_argument("-o", "--output", metavar="FILE", help="write it to a file instead")
+    schema.add_argument("--overwrite", action="store_true", help="replace an existing file")
     schema.set_defaults(run=_config_schema)
 
 
@@ -618,6 +619,7 @@ def _add_inspect(command: argparse.ArgumentParser) -> None:
 
 def _add_quickstart(command: argparse.ArgumentParser) -> None:
     command.add_argument("--output", metavar="DIR", help="folder for the results (quickstart)")
+    command.add_argument("--overwrite", action="store_true", help="replace the results of an earlier run")
     command.set_defaults(run=_quickstart)
 
 

@@ -17,16 +17,16 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from scipy import sparse
 
 from scforge._checks import check_seed
-from scforge._io import swap_in
+from scforge._io import locked, new_folder, remove_working, swap_in
 from scforge._version import __version__
 from scforge.data.cells import CellBlock, StreamingMedians
 from scforge.data.checks import listed_columns, row_sums
 from scforge.data.genes import MIN_OVERLAP, GeneMap, map_streams, warn_counts_outside, warn_empty
-from scforge.data.paths import check_target, is_url, partial_path
+from scforge.data.paths import check_target, is_url
 from scforge.data.readers import ChunkReader, open_streams, parse_bytes
 from scforge.data.sampling import ranges
 from scforge.data.store import (
@@ -225,24 +225,21 @@ def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:
 
 @contextlib.contextmanager
 def _working_folder(target: Path) -> Iterator[Path]:
-    """Create and lock the folder in which a store is written; it is always removed at the end."""
-    folder = partial_path(target)
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / "lock", timeout=0)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise OptionError(f"another conversion is writing to {str(folder)!r}; wait until it has finished.") from error
-    try:
-        for path in folder.iterdir():  # of a conversion that was killed
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != "lock":
-                path.unlink()
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-        lock.release()
+    """Create the folder in which a store is written, and lock its target; it is always removed at the end."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(target.with_name(f".{target.name}.saving.lock"), blocking=False))
+        except Timeout as error:
+            raise OptionError(
+                f"another conversion is writing to {str(target)!r}; wait until it has finished."
+            ) from error
+        remove_working(target.parent, f".{target.name}")  # of a conversion that was killed
+        folder = new_folder(target.parent, f".{target.name}")
+        try:
+            yield folder
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from scforge._io import check_folder, put_back, read_json
-from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, spelled
+from scforge._io import check_folder, left_by_swap, others_in_store, read_json, working_folders
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing, spelled
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+://")
 
@@ -41,10 +41,10 @@ def similar_file(path: Path) -> str:
     return f"; did you mean {others[near[0]]!r}?" if near else "."
 
 
-def partial_path(path: str | os.PathLike[str]) -> Path:
-    """Return the folder next to `path` in which a store is written."""
+def is_unfinished(path: str | os.PathLike[str]) -> bool:
+    """Return whether a store does not exist, but is being written, or was when a process was killed."""
     path = Path(path)
-    return path.with_name(f".{path.name}.partial")
+    return not path.exists() and bool(working_folders(path.parent, f".{path.name}"))
 
 
 def check_exists(place: str | os.PathLike[str]) -> None:
@@ -55,8 +55,12 @@ def check_exists(place: str | os.PathLike[str]) -> None:
     name = os.fspath(place)
     if is_url(name) or any(mark in name for mark in "*?["):
         return
-    put_back(name)
-    if not Path(name).exists() and not partial_path(name).exists():
+    if not Path(name).exists() and not is_unfinished(name):
+        if left := left_by_swap(Path(name)):
+            raise MissingFileError(
+                f"the file {name!r} does not exist, because a process was killed while replacing it; rename "
+                f"{str(left[0])!r} to restore the earlier one."
+            )
         raise MissingFileError(f"the file {name!r} does not exist{similar_file(Path(name))}")
 
 
@@ -83,7 +87,6 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
         raise OptionError(f"path={name!r} is a URL; convert to a local folder, and then upload the store.")
     target = Path(name).resolve()
     check_folder("path", target)
-    put_back(target)
     if target.suffix in _FILES and not target.is_dir():
         raise OptionError(f"path={name!r} has a file extension, but a store is a folder; choose e.g. 'store.zarr'.")
     if target.exists():
@@ -92,4 +95,9 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Path:
         if not overwrite:
             how = spelled("overwrite=True", "--overwrite")
             raise OptionError(f"path={str(target)!r} exists; pass {how} or choose another name.")
+        if others := others_in_store(target):
+            raise OptionError(
+                f"path={str(target)!r} contains {listing(others)}, which scforge did not write; move it, or choose "
+                "another name."
+            )
     return target

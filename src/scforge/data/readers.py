@@ -28,7 +28,7 @@ from scipy import sparse
 from zarr import storage
 
 from scforge._checks import check_known
-from scforge._io import new_h5, put_back
+from scforge._io import new_h5
 from scforge.data.checks import (
     REPAIR,
     boundary_problem,
@@ -967,8 +967,6 @@ def root_attributes(place: str, options: Mapping[str, Any] | None = None) -> dic
     if is_url(place) and Path(without_query(place)).suffix in _FILES:
         return None
     system, path = file_system(place, options)
-    if not is_url(place):
-        put_back(place)
     with reading(repr(place), how="as a zarr folder"):
         name = f"{path}/zarr.json"
         return dict(json.loads(system.cat_file(name)).get("attributes", {})) if system.exists(name) else None
@@ -1127,7 +1125,6 @@ def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) 
     """Return the location of a path or URL after checking that it can be opened."""
     path = Path(place)
     if not is_url(place):
-        put_back(path)
         if not path.is_dir():
             check_file(path)
         elif not any((path / name).exists() for name in _ZARR_METADATA):

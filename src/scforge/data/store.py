@@ -22,7 +22,6 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationE
 from pydantic.dataclasses import dataclass as checked_dataclass
 from scipy import sparse
 
-from scforge._io import put_back
 from scforge.data.cells import CellBlock, CellSource, choose_chunks, column_of
 from scforge.data.checks import (
     boundary_problem,
@@ -34,7 +33,7 @@ from scforge.data.checks import (
     value_problem,
 )
 from scforge.data.genes import MIN_OVERLAP, GeneMap, map_names, warn_counts_outside, warn_empty
-from scforge.data.paths import STORE_KEY, holds_store, is_url, partial_path
+from scforge.data.paths import STORE_KEY, holds_store, is_unfinished, is_url
 from scforge.data.readers import file_system, open_group, reading, root_attributes
 from scforge.data.sampling import Window
 from scforge.data.vocab import GeneVocab, open_vocab
@@ -169,14 +168,12 @@ def may_be_store(path: str | os.PathLike[str]) -> bool:
     """Return whether `path` is a folder, a URL, or a store that is being written, i.e. anything but a file."""
     if is_url(path):
         return True
-    put_back(path)
-    return Path(path).is_dir() or (not Path(path).exists() and partial_path(path).exists())
+    return Path(path).is_dir() or is_unfinished(path)
 
 
 def is_store(path: str | os.PathLike[str]) -> bool:
     """Return whether a path or URL is a complete scforge store; False if it does not exist."""
     if not is_url(path):
-        put_back(path)
         return holds_store(Path(path))
     try:
         return isinstance(_attributes(path).get(STORE_KEY), dict)

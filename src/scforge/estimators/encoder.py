@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
@@ -1920,7 +1921,7 @@ class Encoder(CellModel):
             device = device_of(accelerator, device)
         access: dict[str, Any] = {"cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
         message = f"dir_path={os.fspath(dir_path)!r}"
-        found = read_settled(dir_path, lambda: find_model(dir_path, prefix=message, revision=revision, **access))
+        found = read_settled(dir_path, lambda _: find_model(dir_path, prefix=message, revision=revision, **access))
         return cast("Self", load_found(cls, found, message, adata, base=base, device=device, access=access))
 
     @classmethod
@@ -1929,10 +1930,10 @@ class Encoder(CellModel):
     ) -> Any:
         """Load the model in a folder."""
 
-        def read() -> Any:
-            config, vocab, weights = read_folder(folder)
-            cells = read_adata(folder, config) if adata is None else None if adata is False else adata
-            return cls._of_folder(folder, config, vocab, weights, adata=cells, device=device)
+        def read(place: Path) -> Any:
+            config, vocab, weights = read_folder(place)
+            cells = read_adata(place, config) if adata is None else None if adata is False else adata
+            return cls._of_folder(place, config, vocab, weights, adata=cells, device=device)
 
         return read_settled(folder, read)
 

@@ -20,7 +20,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError
 
 from scforge._checks import check_count, check_positive
-from scforge._io import remove_folder
+from scforge._io import remove_model
 from scforge._progress import announce
 from scforge._registry import check_options
 from scforge.data.vocab import GeneVocab
@@ -264,8 +264,7 @@ def _freeing(
     if str(folder.path.resolve()) in model._trained_in:
         # A second training run of the same model continues with the numbers of its epochs.
         return lambda: folder.clear(states_only=True)
-    if not overwrite:
-        folder.check_free(resumes=resume == _AUTO)
+    folder.check_free(resumes=resume == _AUTO, overwrite=overwrite)
     return folder.clear
 
 
@@ -292,7 +291,7 @@ def _best(model: CellModel, folder: RunFolder, top_k: int) -> Any:
     def remove(name: str) -> None:
         if (folder.path / name).is_dir():  # a resumed training run may have removed it before
             with _saved(model, folder, name, before):
-                remove_folder(folder.path / name)
+                remove_model(folder.path / name)
 
     return lambda monitor, mode: SaveBest(save, remove, top_k=top_k, monitor=monitor, mode=mode, first_epoch=before)
 

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import numpy as np
 import pandas as pd
 
-from scforge._constants import UNS_KEY
-from scforge._io import atomic_folder, atomic_path
+from scforge._constants import REPORT_FILES, UNS_KEY
+from scforge._io import atomic_folder, atomic_path, check_files
+from scforge._version import __version__
 from scforge.errors import OptionError
 
 if TYPE_CHECKING:
@@ -407,6 +408,7 @@ class Report:
         self.check()
         return _plain(
             {
+                "scforge_version": __version__,
                 "title": self.title,
                 "facts": self.facts,
                 "rows": [asdict(row) for row in self.rows],
@@ -467,12 +469,25 @@ class Report:
             f"<body style='max-width: 72rem; margin: 2rem auto; padding: 0 1rem'>\n{to_html(self)}\n</body></html>\n"
         )
 
-    def write(self, folder: str | os.PathLike[str]) -> None:
+    def write(self, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write ``report.md``, ``report.html``, ``report.json`` and ``report.csv`` into `folder`.
 
         A new folder appears only with all files in it. In an existing folder, each file is replaced as a whole.
+
+        Parameters
+        ----------
+        folder
+            The folder.
+        overwrite
+            Whether to replace a report by scforge.
+
+        Raises
+        ------
+        OptionError
+            If one of the files exists and `overwrite` is False, or scforge did not write it.
         """
         self.check()
+        check_files("folder", Path(folder), REPORT_FILES, described_by="report.json", overwrite=overwrite)
         texts = {
             "json": json.dumps(self.to_dict(), indent=2) + "\n",
             "csv": self.to_frame().to_csv(index=False),
@@ -484,7 +499,8 @@ class Report:
             if not place.exists():
                 place = written.enter_context(atomic_folder(place, argument="folder"))
             for suffix, text in texts.items():
-                written.enter_context(atomic_path(place / f"report.{suffix}")).write_bytes(text.encode())
+                file = atomic_path(place / f"report.{suffix}", overwrite=overwrite, argument="folder")
+                written.enter_context(file).write_bytes(text.encode())
 
 
 def write_scores(

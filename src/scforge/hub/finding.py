@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from scforge._io import atomic_folder, parsed, read_json, read_settled, sha256_of
+from scforge._version import __version__
 from scforge.errors import MissingFileError, ModelFileError, OptionError, did_you_mean, listing
 from scforge.hub.client import hub_api, hub_errors
 
@@ -58,6 +59,14 @@ def described_kind() -> str:
     return " or ".join(f"{kind} ({listing(needed)})" for kind, needed in _NEEDED.items())
 
 
+class _Copied(BaseModel):
+    """Content of the file that names the source of a copied model."""
+
+    repo_id: str
+    commit: str
+    sha256: dict[str, str]
+
+
 type Origin = tuple[str | None, str | None]
 """Repository and commit, or None if the model is not from a hub."""
 
@@ -76,17 +85,23 @@ def copy_model(
     source = Path(folder)
     with atomic_folder(output, overwrite=overwrite, argument="output") as place:
 
-        def copy() -> None:
+        def copy(complete: Path) -> None:
             for name in SHARED_FILES:
-                if (source / name).is_file():
-                    shutil.copyfile(source / name, place / name)
+                if (complete / name).is_file():
+                    shutil.copyfile(complete / name, place / name)
 
         read_settled(source, copy)
         kind = kind_of_folder(place)
         if kind is None:
             raise MissingFileError(f"folder={str(folder)!r} contains no {described_kind()}; pass a model folder.")
         if None not in origin:
-            content = {"repo_id": origin[0], "commit": origin[1], "sha256": sha256_of(place / _NEEDED[kind][0])}
+            names = [_NEEDED[kind][0], *([CARD] if (place / CARD).is_file() else [])]
+            content = {
+                "scforge_version": __version__,
+                "repo_id": origin[0],
+                "commit": origin[1],
+                "sha256": {name: sha256_of(place / name) for name in names},
+            }
             (place / ORIGIN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return Path(output)
 
@@ -96,9 +111,10 @@ def origin_of(folder: Path) -> Origin:
     kind = kind_of_folder(folder)
     if kind is None or not (folder / ORIGIN_FILE).is_file():
         return None, None
-    content = read_json(folder / ORIGIN_FILE)
-    is_same = content.get("sha256") == sha256_of(folder / _NEEDED[kind][0])
-    return (content.get("repo_id"), content.get("commit")) if is_same else (None, None)
+    content = parsed(_Copied, read_json(folder / ORIGIN_FILE), f"{str(folder / ORIGIN_FILE)!r} is damaged")
+    name = _NEEDED[kind][0]
+    is_same = content.sha256.get(name) == sha256_of(folder / name)
+    return (content.repo_id, content.commit) if is_same else (None, None)
 
 
 SCHEME = "scforge://"

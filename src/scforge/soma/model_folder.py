@@ -37,9 +37,10 @@ def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str,
         "seq_len": seq_len,
         "training": dict(facts),
     }
-    content["sha256"] = {WEIGHTS: sha256_of(folder / WEIGHTS), CONFIG: sha256_of_json(content, sort_keys=True)}
-    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (folder / README).write_text(_card(model, seq_len, facts), encoding="utf-8")
+    sums = {name: sha256_of(folder / name) for name in (WEIGHTS, README)}
+    content["sha256"] = {**sums, CONFIG: sha256_of_json(content, sort_keys=True)}
+    (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tuple[Model, int]:
@@ -61,7 +62,7 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
         path /= FINAL
     if missing := [name for name in (CONFIG, WEIGHTS) if not (path / name).is_file()]:
         raise MissingFileError(f"{argument}={str(path)!r} is not a byte-level language model: {missing[0]} is missing.")
-    return read_settled(path, lambda: _read(path))
+    return read_settled(path, _read)
 
 
 class _Description(BaseModel):

@@ -173,13 +173,13 @@ def _evaluate_task(
     found = tuned.evaluate(source if adata is None else adata, base=base, **options)
     assert isinstance(found, pd.DataFrame)
     if path is not None:
-        write(path, found)
+        write(path, found, overwrite=overwrite)
     if differences_path is not None:
         differences = None if adata is None else adata.uns[UNS_KEY].get("metrics_differences")
         if differences is None:  # those of an earlier evaluation do not belong to these scores
             differences_path.unlink(missing_ok=True)
         else:
-            write(differences_path, differences.set_index("method"))
+            write(differences_path, differences.set_index("method"), overwrite=overwrite)
     return found
 
 
@@ -209,9 +209,9 @@ def _evaluate_embeddings(
         return report
     if Path(output).suffix == _TABLE:
         frame = report.to_frame()
-        write(output, frame.set_index(frame.columns[0]))
+        write(output, frame.set_index(frame.columns[0]), overwrite=overwrite)
     else:
-        report.write(output)
+        report.write(output, overwrite=overwrite)
     return report
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 from anndata import AnnData
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
+from scforge._constants import EVALUATION_FILE
 from scforge._io import atomic_write_text
 from scforge.config.schema import Config
 from scforge.errors import OptionError, listing, suggest
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("scforge")
 
-EVALUATION_FILE = "evaluation.csv"
 """Name of the table of scores in ``output.checkpoint_dir``."""
 
 _PERTURBED = ("perturbation", "condition")
@@ -104,12 +104,13 @@ def finetune_from_config(
         model = base.finetune({"name": section.task, **options}, source, **how)
     if rank_zero_only.rank:
         return FinetuningResult(model, None)
-    outputs_of(model, source, config)
+    outputs_of(model, source, config, overwrite=overwrite or resume is not None)
     metrics: Any = None
     if section.evaluate:
         metrics = model.evaluate(seed=config.seed, intervals=False)
         if config.output.checkpoint_dir is not None:
-            atomic_write_text(Path(config.output.checkpoint_dir) / EVALUATION_FILE, metrics.to_csv())
+            path = Path(config.output.checkpoint_dir) / EVALUATION_FILE
+            atomic_write_text(path, metrics.to_csv(), overwrite=overwrite or resume is not None)
     return FinetuningResult(model, metrics)
 
 

@@ -87,16 +87,16 @@ def predict_to(
     cells = tuned._cells(source) if adata is None else adata
     found = tuned.predict(cells, batch_size=batch_size, **options)
     if isinstance(found, AnnData):
-        write(path, found)
+        write(path, found, overwrite=overwrite)
         return f"{found.n_obs:,} x {found.n_vars:,} predicted values"
     if path.suffix == _CELLS:
         assert adata is not None
-        write(path, adata)
+        write(path, adata, overwrite=overwrite)
     else:
         table = pd.DataFrame(found)
         if adata is None:
             table.index = embedded_adata(cells, np.empty((len(cells), 0), dtype=np.float32), "none").obs_names
-        write(path, table.rename_axis("cell"))
+        write(path, table.rename_axis("cell"), overwrite=overwrite)
     return f"{len(found):,} cells"
 
 
