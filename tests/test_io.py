@@ -150,7 +150,8 @@ def counted(function):
             os._exit(9)
         return function(*args, **kwargs)
     return call
-for owner, name in ((Path, "replace"), (Path, "rename"), (Path, "unlink"), (shutil, "rmtree"), (os, "link"), (_io, "_to_disk")):
+paths, others = ("replace", "rename", "unlink"), ((shutil, "rmtree"), (os, "link"), (_io, "_to_disk"))
+for owner, name in [*((Path, name) for name in paths), *others]:
     setattr(owner, name, counted(getattr(owner, name)))
 with _io.atomic_folder(folder, overwrite=True) as place:
     for name, text in files.items():
@@ -198,7 +199,9 @@ def test_reading_while_others_save(tmp_path):
     writers = [subprocess.Popen([sys.executable, "-c", script, str(path), name]) for name in "ab"]
     seen = set()
     while any(writer.poll() is None for writer in writers):
-        texts = read_settled(path, lambda place: [(place / name).read_text() for name in ("config.json", "model.safetensors")])
+        texts = read_settled(
+            path, lambda place: [(place / name).read_text() for name in ("config.json", "model.safetensors")]
+        )
         seen.add(tuple(texts))
     assert [writer.returncode for writer in writers] == [0, 0]
     assert all(one == two for one, two in seen - {(OLD["config.json"], "old")})

@@ -400,8 +400,8 @@ def _own_names(folder: Path) -> set[str]:
     descriptions = _descriptions(folder)
     own = {*descriptions, *_OWN} if descriptions else set()
     for content in descriptions.values():
-        sums = content.get("sha256")
-        sums = sums if isinstance(sums, dict) else {}
+        listed = [content.get(key) for key in ("sha256", "files")]
+        sums = {name: value for one in listed if isinstance(one, dict) for name, value in one.items()}
         for name in _LISTED & sums.keys():
             if name != "README.md" or (_is_plain(folder, name) and sha256_of(folder / name) == sums[name]):
                 own.add(name)  # users edit the card
@@ -424,7 +424,8 @@ def _put_in_place(new: Path, path: Path, prefix: str) -> None:
     parts = {part.name for part in new.iterdir() if part.is_dir()}
     others |= {name for name in parts if os.path.lexists(path / name) and not _is_folder(path / name)}
     if "README.md" in others and own and _is_plain(path, "README.md"):
-        warn(f"{str(path / 'README.md')!r} may have been edited and is kept; it describes the earlier model.")
+        if sha256_of(path / "README.md") != sha256_of(new / "README.md"):
+            warn(f"{str(path / 'README.md')!r} may have been edited and is kept; it describes the earlier model.")
         (new / "README.md").unlink()
         others.remove("README.md")
     if others:

@@ -192,8 +192,7 @@ def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
         return {"encoding-type": "anndata"} if system.exists(f"{root}/.zattrs") else {}
     if system.exists(root):
         raise DataError(f"{name!r} is a file, but a store is a folder; create one with scforge convert FILE -o STORE.")
-    folder, _, last = root.rpartition("/")
-    if system.exists(f"{folder}/.{last}.partial"):
+    if not is_url(name) and is_unfinished(name):
         raise DataError(f"{name!r} is incomplete; run the same scforge convert command again.")
     raise MissingFileError(f"the store {name!r} does not exist.")
 

@@ -29,6 +29,7 @@ _FORMAT = 1
 def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str, Any]) -> None:
     """Write a model into a new folder; `facts` contains JSON-safe facts about its training."""
     model.save(folder / WEIGHTS)
+    (folder / README).write_text(_card(model, seq_len, facts), encoding="utf-8")
     content = {
         "format": _FORMAT,
         "scforge_version": __version__,
@@ -36,10 +37,9 @@ def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str,
         "model": dataclasses.asdict(model.config),
         "seq_len": seq_len,
         "training": dict(facts),
+        "files": {README: sha256_of(folder / README)},
     }
-    (folder / README).write_text(_card(model, seq_len, facts), encoding="utf-8")
-    sums = {name: sha256_of(folder / name) for name in (WEIGHTS, README)}
-    content["sha256"] = {**sums, CONFIG: sha256_of_json(content, sort_keys=True)}
+    content["sha256"] = {WEIGHTS: sha256_of(folder / WEIGHTS), CONFIG: sha256_of_json(content, sort_keys=True)}
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
