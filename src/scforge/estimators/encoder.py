@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pprint import pprint
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
@@ -1961,6 +1962,29 @@ class Encoder(CellModel):
         """
         config, _, _ = read_folder(dir_path)
         return bare_registry(config["class"], config["setup"])
+
+    @staticmethod
+    def view_setup_args(dir_path: str | os.PathLike[str]) -> None:
+        """Print the arguments of ``setup_anndata`` of a saved model, as in scvi-tools.
+
+        Parameters
+        ----------
+        dir_path
+            Folder of the model. No pickle in it is opened.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> scforge.models.Encoder(adata, hidden_dim=8).save("light", overwrite=True)
+        >>> scforge.models.Encoder.view_setup_args("light")
+        Setup via Encoder.setup_anndata with arguments:
+        {'batch_key': None, 'gene_key': None, 'labels_key': 'cell_type', 'layer': None}
+        """
+        registry = Encoder.load_registry(dir_path)
+        print(f"Setup via {registry['model_name']}.setup_anndata with arguments:")
+        pprint(registry["setup_args"])
 
     def export(
         self,

@@ -97,6 +97,8 @@ def origin_of(folder: Path) -> Origin:
     if kind is None or not (folder / ORIGIN_FILE).is_file():
         return None, None
     content = read_json(folder / ORIGIN_FILE)
+    if not isinstance(content, dict):
+        return None, None
     is_same = content.get("sha256") == sha256_of(folder / _NEEDED[kind][0])
     return (content.get("repo_id"), content.get("commit")) if is_same else (None, None)
 
