@@ -428,7 +428,7 @@ def _add_convert_checkpoint(command: argparse.ArgumentParser) -> None:
 
 def _add_embed(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    place = "folder, org/name on the hub, or scforge://name"
+    place = "folder, hf://org/name on the hub, or scforge://name"
     counts = "also write the genes and counts of a single h5ad file (default: on)"
     add("source", metavar="STORE_OR_H5AD", help="store, h5ad, AnnData-zarr, pattern or URL")
     add("-m", "--model", required=True, metavar="MODEL", help=place)
@@ -447,7 +447,7 @@ def _add_embed(command: argparse.ArgumentParser) -> None:
 def _add_finetune(command: argparse.ArgumentParser) -> None:
     add, alone = command.add_argument, _MayStandAlone
     add("--config", metavar="FILE", help="YAML or TOML file with a section finetune; flags take precedence")
-    add("--base-model", metavar="MODEL", help="the model to fine-tune: folder, org/name or scforge://name")
+    add("--base-model", metavar="MODEL", help="the model to fine-tune: folder, hf://org/name or scforge://name")
     add("--data", metavar="FILE", help="h5ad file, or a store")
     add("--task", metavar="NAME", help="annotation, integration, perturbation, regression, ...")
     add("--labels-key", metavar="COLUMN", help="column of obs with the labels")
@@ -474,7 +474,7 @@ def _add_finetune(command: argparse.ArgumentParser) -> None:
 def _add_predict(command: argparse.ArgumentParser) -> None:
     add, vote = command.add_argument, "also a majority vote per cluster (of COLUMN)"
     add("source", metavar="FILE", help="h5ad file, store, pattern or URL")
-    add("-m", "--model", required=True, metavar="MODEL", help="fine-tuned: folder, org/name or scforge://name")
+    add("-m", "--model", required=True, metavar="MODEL", help="fine-tuned: folder, hf://org/name or scforge://name")
     add("-o", "--output", required=True, metavar="FILE", help="out.h5ad (the cells) or out.csv")
     add("--threshold", type=float, metavar="SHARE", help='less certain cells become "unassigned"')
     add("--majority-voting", action=_MayStandAlone, metavar="COLUMN", help=vote)
@@ -492,7 +492,7 @@ def _add_predict(command: argparse.ArgumentParser) -> None:
 
 def _add_evaluate(command: argparse.ArgumentParser) -> None:
     add, switch = command.add_argument, argparse.BooleanOptionalAction
-    place = "folder, org/name or scforge://name; repeat to compare several models"
+    place = "folder, hf://org/name or scforge://name; repeat to compare several models"
     benchmarks = (
         "score the embedding by these (default: a fine-tuned model by its task, others by cell_type_probe, scib and "
         "geometry)"

@@ -1871,7 +1871,7 @@ class Encoder(CellModel):
         Parameters
         ----------
         dir_path
-            A folder, a hub repository (``"org/name"``), or a registry model (``"scforge://name"``). See
+            A folder, a hub repository (``"hf://org/name"``), or a registry model (``"scforge://name"``). See
             :func:`scforge.hub.resolve`.
         adata
             Data to continue with. Without setup, the data are set up like the training data, except for missing obs
@@ -1915,7 +1915,7 @@ class Encoder(CellModel):
         >>> again = scforge.models.Encoder.load("light", adata)
         >>> bool((again.get_latent_representation() == model.get_latent_representation()).all())
         True
-        >>> annotator = scforge.models.Encoder.load("org/blood", adata, revision="v1")  # doctest: +SKIP
+        >>> annotator = scforge.models.Encoder.load("hf://org/blood", adata, revision="v1")  # doctest: +SKIP
         """
         if accelerator is not None:
             device = device_of(accelerator, device)
