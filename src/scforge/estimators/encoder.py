@@ -23,6 +23,7 @@ from scforge._constants import AUTO_KEY, QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._progress import announce
 from scforge._registry import check_options
+from scforge._text import printable
 from scforge.data.cells import Cells, column_of, named_column
 from scforge.data.neighbors import n_query_clusters
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names
@@ -1983,7 +1984,7 @@ class Encoder(CellModel):
         {'batch_key': None, 'gene_key': None, 'labels_key': 'cell_type', 'layer': None}
         """
         registry = Encoder.load_registry(dir_path)
-        print(f"Setup via {registry['model_name']}.setup_anndata with arguments:")
+        print(printable(f"Setup via {registry['model_name']}.setup_anndata with arguments:"))
         pprint(registry["setup_args"])
 
     def export(

@@ -13,6 +13,7 @@ from anndata import AnnData
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from scforge._io import atomic_write_text
+from scforge._text import without_formulas
 from scforge.config.schema import Config
 from scforge.errors import OptionError, listing, suggest
 from scforge.estimators.encoder import Encoder
@@ -109,7 +110,7 @@ def finetune_from_config(
     if section.evaluate:
         metrics = model.evaluate(seed=config.seed, intervals=False)
         if config.output.checkpoint_dir is not None:
-            atomic_write_text(Path(config.output.checkpoint_dir) / EVALUATION_FILE, metrics.to_csv())
+            atomic_write_text(Path(config.output.checkpoint_dir) / EVALUATION_FILE, without_formulas(metrics).to_csv())
     return FinetuningResult(model, metrics)
 
 
