@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scforge._opening import check_plain, check_regular
 from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line, listing, spelled, warn
 
 if TYPE_CHECKING:
@@ -594,6 +595,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 def sha256_of(path: str | os.PathLike[str]) -> str:
     """Return the SHA-256 hash of a file as hexadecimal text."""
+    check_regular(path, ModelFileError)
     with Path(path).open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
@@ -613,12 +615,15 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     ModelFileError
         If the file is not JSON.
     """
+    check_regular(path, ModelFileError)
     try:
-        return json.loads(Path(path).read_bytes())
+        content = json.loads(Path(path).read_bytes())
+        check_plain(content, bits=128)  # states of random numbers
     except FileNotFoundError as error:
         raise MissingFileError(f"the file {os.fspath(path)!r} does not exist.") from error
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{os.fspath(path)!r} is not a JSON file: {first_line(error)}.") from error
+    return content
 
 
 def parsed[T: BaseModel](schema: type[T], content: Any, prefix: str) -> T:

@@ -9,13 +9,25 @@ import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from scforge._lazy import announced_loading, silent_loading
+from scforge._text import printable
 from scforge.errors import ON_COMMAND_LINE, ConfigError, OptionError, ScforgeError, ScforgeWarning
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, even if training saved its results, so that a script does not continue."""
+
+
+def _say(text: object, *, to: TextIO | None = None, end: str = "\n") -> None:
+    """Print text, in which nothing controls the terminal; names in it can come from the files of other people."""
+    print(printable(text), file=to, end=end)
+
+
+class _Printable(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the message, in which nothing controls the terminal."""
+        return printable(super().format(record))
 
 
 def _quickstart(**options: Any) -> None:
@@ -52,7 +64,7 @@ def _train(config: str, overrides: list[str], *, quiet: bool = False, **options:
     speaks = mute_other_processes()
     model = train_from_config(loaded, progress_bar=not quiet, **options)
     if speaks:
-        print("\n".join(training_report(model, loaded)))
+        _say("\n".join(training_report(model, loaded)))
     return INTERRUPTED if model._stopped else 0
 
 
@@ -92,7 +104,7 @@ def _finetune(
     speaks = mute_other_processes()
     result = finetune_from_config(loaded, progress_bar=not quiet, resume=resume, overwrite=overwrite)
     if speaks:
-        print("\n".join(finetuning_report(result, loaded)))
+        _say("\n".join(finetuning_report(result, loaded)))
     return INTERRUPTED if result.model._stopped else 0
 
 
@@ -109,7 +121,7 @@ def _embed(source: str, model: str, output: str, *, quiet: bool = False, **optio
 
     info = embed_to(model, source, output, progress_bar=not quiet, **options)
     if not quiet:
-        print(info)
+        _say(info)
 
 
 def _predict(
@@ -134,7 +146,7 @@ def _predict(
 
     done = predict_to(model, source, output, **options)
     if not quiet:
-        print(f"Predicted {done}: {output}")
+        _say(f"Predicted {done}: {output}")
 
 
 def _evaluate(
@@ -175,9 +187,9 @@ def _evaluate(
 
     chosen = [int(name) if name.isdigit() else name for name in against] or baselines
     found = evaluate_to(model, cells, output, baselines=chosen, progress_bar=not quiet, **options)
-    print(found if isinstance(found, Report) else found.round(4).to_string())
+    _say(found if isinstance(found, Report) else found.round(4).to_string())
     if output is not None:
-        print(f"Written: {output}")
+        _say(f"Written: {output}")
 
 
 def _config_init(*, only_list: bool = False, **options: Any) -> None:
@@ -185,10 +197,10 @@ def _config_init(*, only_list: bool = False, **options: Any) -> None:
     from scforge.config.editing import init_config
 
     if only_list:
-        print("\n".join(list_recipes()))
+        _say("\n".join(list_recipes()))
         return
     path = init_config(**options)
-    print(f"Wrote {path}. Set the data paths in this file, then run: scforge config check {path}")
+    _say(f"Wrote {path}. Set the data paths in this file, then run: scforge config check {path}")
 
 
 def _config_show(file: str, overrides: list[str]) -> None:
@@ -198,7 +210,7 @@ def _config_show(file: str, overrides: list[str]) -> None:
     with announced_loading():
         from scforge.workflows.check import show_config
 
-    print(show_config(config), end="")
+    _say(show_config(config), end="")
 
 
 def _config_check(file: str, overrides: list[str]) -> None:
@@ -209,7 +221,7 @@ def _config_check(file: str, overrides: list[str]) -> None:
     with announced_loading():
         from scforge.workflows import check_config
 
-    print(f"{file} is fine: {check_config(config)}.")
+    _say(f"{file} is fine: {check_config(config)}.")
 
 
 def _config_schema(output: str | None = None, **options: bool) -> None:
@@ -219,7 +231,7 @@ def _config_schema(output: str | None = None, **options: bool) -> None:
 
     schema = config_schema(output, **options)
     if output is None:
-        print(json.dumps(schema, indent=2))
+        _say(json.dumps(schema, indent=2))
 
 
 def _convert(sources: list[str], output: str, *, obs: str | None = None, quiet: bool = False, **options: Any) -> None:
@@ -234,7 +246,7 @@ def _convert(sources: list[str], output: str, *, obs: str | None = None, quiet: 
     columns = None if obs is None else [name for name in obs.split(",") if name]
     info = convert(sources, output, obs=columns, progress=not quiet, **options)
     if not quiet:
-        print(info)
+        _say(info)
 
 
 def _convert_checkpoint(source: str, output: str, *, overwrite: bool = False, **options: Any) -> None:
@@ -246,7 +258,7 @@ def _convert_checkpoint(source: str, output: str, *, overwrite: bool = False, **
 
     model = Encoder.from_checkpoint(source, **options)
     model.save(output, overwrite=overwrite)
-    print(f"Wrote {output}: {model.spec.architecture}, {model.vocab}")
+    _say(f"Wrote {output}: {model.spec.architecture}, {model.vocab}")
 
 
 def _inspect(file: str, *, verify: bool = False, **options: Any) -> None:
@@ -258,25 +270,25 @@ def _inspect(file: str, *, verify: bool = False, **options: Any) -> None:
         from scforge.data.store import inspect_store, may_be_store
 
     if may_be_store(file):
-        print(inspect_store(file, verify=verify))
+        _say(inspect_store(file, verify=verify))
         return
     if verify:
         raise OptionError(f"--verify works only for stores, but {file!r} is not a store; omit --verify.")
     found = inspect_h5ad(file, **options)
-    print(found)
+    _say(found)
     found.check()
 
 
 def _push(folder: str, repo_id: str, **options: Any) -> None:
     from scforge.workflows.models import push_folder
 
-    print(push_folder(folder, repo_id, **options))
+    _say(push_folder(folder, repo_id, **options))
 
 
 def _pull(name: str, **options: Any) -> None:
     from scforge.workflows.models import pull_folder
 
-    print(pull_folder(name, **options))
+    _say(pull_folder(name, **options))
 
 
 def _train_soma(files: list[str], output: str, *, quiet: bool = False, **options: Any) -> None:
@@ -284,7 +296,7 @@ def _train_soma(files: list[str], output: str, *, quiet: bool = False, **options
 
     trained = train(files, output, progress_bar=not quiet, **options)
     what = "held-out" if "validation_bits_per_byte" in trained.history else "training"
-    print(f"Wrote {trained.path}: {trained.bits_per_byte:.3f} bits per byte on {what} bytes")
+    _say(f"Wrote {trained.path}: {trained.bits_per_byte:.3f} bits per byte on {what} bytes")
 
 
 def _embed_soma(files: list[str], model: str, output: str, *, quiet: bool = False, **options: Any) -> None:
@@ -292,7 +304,7 @@ def _embed_soma(files: list[str], model: str, output: str, *, quiet: bool = Fals
 
     table = embed(files, model, output, progress_bar=not quiet, **options)
     if not quiet:
-        print(f"Wrote {output}: {len(table):,} vectors of {table.shape[1]} numbers")
+        _say(f"Wrote {output}: {len(table):,} vectors of {table.shape[1]} numbers")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -303,7 +315,7 @@ class _Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)  # of a command that of the command
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, printable(f"{self.prog}: error: {message} (see {self.prog} --help)\n"))
 
 
 class _Version(argparse.Action):
@@ -312,7 +324,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         from scforge._version import __version__
 
-        print(f"scforge {__version__}")
+        _say(f"scforge {__version__}")
         parser.exit()
 
 
@@ -429,7 +441,7 @@ def _add_convert_checkpoint(command: argparse.ArgumentParser) -> None:
 
 def _add_embed(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    place = "folder, org/name on the hub, or scforge://name"
+    place = "folder, hf://org/name on the hub, or scforge://name"
     counts = "also write the genes and counts of a single h5ad file (default: on)"
     add("source", metavar="STORE_OR_H5AD", help="store, h5ad, AnnData-zarr, pattern or URL")
     add("-m", "--model", required=True, metavar="MODEL", help=place)
@@ -448,7 +460,7 @@ def _add_embed(command: argparse.ArgumentParser) -> None:
 def _add_finetune(command: argparse.ArgumentParser) -> None:
     add, alone = command.add_argument, _MayStandAlone
     add("--config", metavar="FILE", help="YAML or TOML file with a section finetune; flags take precedence")
-    add("--base-model", metavar="MODEL", help="the model to fine-tune: folder, org/name or scforge://name")
+    add("--base-model", metavar="MODEL", help="the model to fine-tune: folder, hf://org/name or scforge://name")
     add("--data", metavar="FILE", help="h5ad file, or a store")
     add("--task", metavar="NAME", help="annotation, integration, perturbation, regression, ...")
     add("--labels-key", metavar="COLUMN", help="column of obs with the labels")
@@ -475,7 +487,7 @@ def _add_finetune(command: argparse.ArgumentParser) -> None:
 def _add_predict(command: argparse.ArgumentParser) -> None:
     add, vote = command.add_argument, "also a majority vote per cluster (of COLUMN)"
     add("source", metavar="FILE", help="h5ad file, store, pattern or URL")
-    add("-m", "--model", required=True, metavar="MODEL", help="fine-tuned: folder, org/name or scforge://name")
+    add("-m", "--model", required=True, metavar="MODEL", help="fine-tuned: folder, hf://org/name or scforge://name")
     add("-o", "--output", required=True, metavar="FILE", help="out.h5ad (the cells) or out.csv")
     add("--threshold", type=float, metavar="SHARE", help='less certain cells become "unassigned"')
     add("--majority-voting", action=_MayStandAlone, metavar="COLUMN", help=vote)
@@ -493,7 +505,7 @@ def _add_predict(command: argparse.ArgumentParser) -> None:
 
 def _add_evaluate(command: argparse.ArgumentParser) -> None:
     add, switch = command.add_argument, argparse.BooleanOptionalAction
-    place = "folder, org/name or scforge://name; repeat to compare several models"
+    place = "folder, hf://org/name or scforge://name; repeat to compare several models"
     benchmarks = (
         "score the embedding by these (default: a fine-tuned model by its task, others by cell_type_probe, scib and "
         "geometry)"
@@ -659,7 +671,7 @@ class _ShowOnce:
         line = " ".join(str(message).split())
         if line not in self.shown:
             self.shown.add(line)
-            print(f"scforge: warning: {line}", file=sys.stderr)
+            _say(f"scforge: warning: {line}", to=sys.stderr)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -690,7 +702,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     run, _ = options.pop("run"), options.pop("parser")
     # If the result is one line for another program, remarks go to stderr.
     remarks = sys.stderr if options.pop("prints_result", False) else sys.stdout
-    logging.basicConfig(format="%(message)s", stream=remarks)
+    handler = logging.StreamHandler(remarks)
+    handler.setFormatter(_Printable("%(message)s"))
+    logging.basicConfig(handlers=[handler])
     logging.getLogger("scforge").setLevel(logging.INFO)
     with warnings.catch_warnings(), silent_loading() if options.get("quiet") else contextlib.nullcontext():
         # Warnings of libraries are for developers; those of scforge are for the user.
@@ -701,10 +715,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return run(**options) or 0
         except (ScforgeError, OSError) as error:
-            print(f"scforge: error: {' '.join(str(error).split())}", file=sys.stderr)
+            _say(f"scforge: error: {' '.join(str(error).split())}", to=sys.stderr)
             return 2
         except KeyboardInterrupt:
-            print("scforge: interrupted", file=sys.stderr)
+            _say("scforge: interrupted", to=sys.stderr)
             return INTERRUPTED
         finally:
             ON_COMMAND_LINE.reset(token)

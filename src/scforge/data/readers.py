@@ -29,6 +29,7 @@ from zarr import storage
 
 from scforge._checks import check_known
 from scforge._io import new_h5
+from scforge._opening import check_folder_files, check_h5, check_regular
 from scforge.data.checks import (
     REPAIR,
     boundary_problem,
@@ -39,7 +40,7 @@ from scforge.data.checks import (
     row_sums,
     value_problem,
 )
-from scforge.data.paths import check_file, is_url
+from scforge.data.paths import check_file, check_url, is_url
 from scforge.errors import (
     SECRET,
     DataError,
@@ -171,9 +172,10 @@ def remote_file_system(
 
     if f"://{SECRET}@" in url or f"?{SECRET}" in url or f"'{SECRET}'" in repr(storage_options):
         raise OptionError(f"{url!r} requires a credential, which scforge does not save to files; enter it again.")
+    scheme = check_url(url, storage_options)
     with reading(repr(url)):
         try:
-            options = _with_limits(url.partition("://")[0], dict(storage_options or {}))
+            options = _with_limits(scheme, dict(storage_options or {}))
             found = url_to_fs(url, **options, asynchronous=asynchronous)
         except ImportError as error:
             raise OptionError(
@@ -189,7 +191,7 @@ def remote_file_system(
 
 def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
     """Add timeouts and a limit on the client's own retries to `options`, unless the user has set them."""
-    if scheme in ("s3", "s3a"):
+    if scheme == "s3":
         limits = {"connect_timeout": _CONNECT_S, "read_timeout": _READ_S, "retries": {"total_max_attempts": 1}}
         options["config_kwargs"] = {**limits, **options.get("config_kwargs", {})}
     elif scheme in ("http", "https"):
@@ -276,6 +278,8 @@ def open_group(
     else:
         store = LocalStore(name, read_only=mode == "r")
     with reading(repr(name), how="as a zarr folder"):
+        if mode == "r" and not is_url(name):
+            check_folder_files(name)  # what decodes chunks opens them itself
         return zarr.open_group(store, mode=mode)
 
 
@@ -696,10 +700,17 @@ class StoredAdata:
         from anndata.io import read_elem
 
         with reading(f"the {what} ({name}) of {self.path!r}", fix=_AGAIN):
+            self._check(name)
             table = read_elem(self.file[name])
         if not isinstance(table, pd.DataFrame):
             raise DataError(f"{name} of {self.path!r} is not a {what}; write the file again with anndata.")
         return table
+
+    def _check(self, name: str) -> None:
+        """Raise a DataError if a part of an HDF5 file lies in another file."""
+        if isinstance(self.file, h5py.Group):
+            whole, part = (self.file, name) if self.whole is None else (self.whole, f"mod/{self.modality}/{name}")
+            check_h5(whole, self.path, part)
 
     @property
     def layers(self) -> list[str]:
@@ -721,6 +732,7 @@ class StoredAdata:
             raw = ", or the result of adata.raw.to_adata()" if self.has("raw/X") else ""
             raise DataError(f"{self.path!r} has no {name}; pass a layer (available: {listing(self.layers)}){raw}.")
         with reading(f"{name!r} of {self.path!r}"):
+            self._check(name)
             matrix = Matrix.of(self.file[name], self.path)
         n_cells, n_genes = matrix.shape
         if n_genes != len(self.var) or not n_cells or not n_genes:
@@ -969,6 +981,8 @@ def root_attributes(place: str, options: Mapping[str, Any] | None = None) -> dic
     system, path = file_system(place, options)
     with reading(repr(place), how="as a zarr folder"):
         name = f"{path}/zarr.json"
+        if not is_url(place):
+            check_regular(name)
         return dict(json.loads(system.cat_file(name)).get("attributes", {})) if system.exists(name) else None
 
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import h5py
 import numpy as np
 from scipy import sparse
 
 from scforge._checks import check_count
 from scforge._io import locked
+from scforge._opening import check_h5
 from scforge.data.cells import Cells, CellSource
 from scforge.data.checks import (
     REPAIR,
@@ -421,6 +423,8 @@ def _read_one(path: Path) -> AnnData:
     with reading(repr(str(path)), how="as an h5ad file"), warnings.catch_warnings():
         # What it advises, to number them, would hide which columns mean one gene; scforge sums those.
         warnings.filterwarnings("ignore", message="Variable names are not unique")
+        with h5py.File(path, "r") as file:
+            check_h5(file, str(path))
         adata = anndata.read_h5ad(path)
     check_adata(adata, argument=repr(str(path)))
     matrices = {"X": adata.X, **{f"layers[{key!r}]": layer for key, layer in adata.layers.items() if key is not None}}

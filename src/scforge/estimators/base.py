@@ -192,6 +192,13 @@ class CellModel(BaseModelClass, metaclass=_Front):
         _Absent("scforge models do not define the count likelihood that it requires; use model.history for the losses")
         for _ in range(3)
     )
+    convert_legacy_save = _Absent(
+        "scvi-tools stores such folders as pickles, which can run code and are never opened; save the model with "
+        "model.save"
+    )
+    setup_annbatch = _Absent(
+        "convert the files with scforge.data.convert, and pass scforge.training.CellDataModule(store) as datamodule"
+    )
     minify_adata = _Absent(
         "call scforge.workflows.embed_to(model, adata, output, counts=False) for a file without genes and counts"
     )

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from pprint import pprint
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
@@ -23,6 +24,7 @@ from scforge._constants import AUTO_KEY, QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._progress import announce
 from scforge._registry import check_options
+from scforge._text import printable
 from scforge.data.cells import Cells, column_of, named_column
 from scforge.data.neighbors import n_query_clusters
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names
@@ -1871,7 +1873,7 @@ class Encoder(CellModel):
         Parameters
         ----------
         dir_path
-            A folder, a hub repository (``"org/name"``), or a registry model (``"scforge://name"``). See
+            A folder, a hub repository (``"hf://org/name"``), or a registry model (``"scforge://name"``). See
             :func:`scforge.hub.resolve`.
         adata
             Data to continue with. Without setup, the data are set up like the training data, except for missing obs
@@ -1915,7 +1917,7 @@ class Encoder(CellModel):
         >>> again = scforge.models.Encoder.load("light", adata)
         >>> bool((again.get_latent_representation() == model.get_latent_representation()).all())
         True
-        >>> annotator = scforge.models.Encoder.load("org/blood", adata, revision="v1")  # doctest: +SKIP
+        >>> annotator = scforge.models.Encoder.load("hf://org/blood", adata, revision="v1")  # doctest: +SKIP
         """
         if accelerator is not None:
             device = device_of(accelerator, device)
@@ -1962,6 +1964,29 @@ class Encoder(CellModel):
         """
         config, _, _ = read_folder(dir_path)
         return bare_registry(config["class"], config["setup"])
+
+    @staticmethod
+    def view_setup_args(dir_path: str | os.PathLike[str]) -> None:
+        """Print the arguments of ``setup_anndata`` of a saved model, as in scvi-tools.
+
+        Parameters
+        ----------
+        dir_path
+            Folder of the model. No pickle in it is opened.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> scforge.models.Encoder(adata, hidden_dim=8).save("light", overwrite=True)
+        >>> scforge.models.Encoder.view_setup_args("light")
+        Setup via Encoder.setup_anndata with arguments:
+        {'batch_key': None, 'gene_key': None, 'labels_key': 'cell_type', 'layer': None}
+        """
+        registry = Encoder.load_registry(dir_path)
+        print(printable(f"Setup via {registry['model_name']}.setup_anndata with arguments:"))
+        pprint(registry["setup_args"])
 
     def export(
         self,

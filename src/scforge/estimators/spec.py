@@ -20,6 +20,7 @@ from scforge.config.aliases import config_error
 from scforge.config.schema import ModelConfig
 from scforge.data.checks import gene_names, names_place
 from scforge.data.genes import map_names
+from scforge.data.readers import available_memory
 from scforge.data.sources import open_cells
 from scforge.data.statistics import gene_entropies, gene_medians, kept_genes, select_genes, variable_genes
 from scforge.data.vocab import FROM_DATA, GeneVocab, n_of_species, open_vocab
@@ -27,6 +28,7 @@ from scforge.errors import OptionError, listing, warn
 from scforge.finetuning.adapters import inject_lora
 from scforge.finetuning.base import Task, get_task
 from scforge.finetuning.heads import FineTunedModule
+from scforge.models._utils import bounded
 from scforge.models.components.gene_vectors import fill_gene_vectors
 from scforge.models.components.heads import COUNT_LOSSES, is_truncated
 from scforge.models.registry import MODELS, check_model_options, get_model, option_names, own_names
@@ -386,6 +388,13 @@ class ModelSpec:
             config = ModelConfig(architecture=self.architecture, vocab_size=len(self.vocab), **self.model_options)
         except ValidationError as error:
             raise config_error(error, ModelConfig) from None
+        on_meta = torch.get_default_device().type == "meta"
+        with bounded(None if on_meta else available_memory()):
+            module = self._module(config, gene_vectors)
+            return module if self.tuning is None else self.tuning.build_module(module)
+
+    def _module(self, config: ModelConfig, gene_vectors: np.ndarray | None) -> nn.Module:
+        """Create the architecture module."""
         module = get_model(self.architecture, config)
         check_defines(
             f"architecture={self.architecture!r} is {type(module).__qualname__}", module, ("encode", "forward")
@@ -395,7 +404,7 @@ class ModelSpec:
         if self.vocab.entropies is not None and hasattr(module, "init_gene_weights"):
             weighting = self.tokenizer_options.get("weighting", "complement")
             module.init_gene_weights(torch.from_numpy(serialization_weights(self.vocab, weighting)))
-        return module if self.tuning is None else self.tuning.build_module(module)
+        return module
 
     def build_untrained(self) -> tuple[nn.Module, Tokenizer]:
         """Create the pretraining module with random weights, and the tokenizer."""

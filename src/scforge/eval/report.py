@@ -20,6 +20,7 @@ import pandas as pd
 
 from scforge._constants import REPORT_FILES, UNS_KEY
 from scforge._io import atomic_folder, atomic_path, check_files
+from scforge._text import literal, markdown, without_formulas
 from scforge._version import __version__
 from scforge.errors import OptionError
 
@@ -490,7 +491,7 @@ class Report:
         check_files("folder", Path(folder), REPORT_FILES, described_by="report.json", overwrite=overwrite)
         texts = {
             "json": json.dumps(self.to_dict(), indent=2) + "\n",
-            "csv": self.to_frame().to_csv(index=False),
+            "csv": without_formulas(self.to_frame()).to_csv(index=False),
             "html": self.to_html(),
             "md": self.to_markdown(),
         }
@@ -567,18 +568,19 @@ _STYLE = """
 
 def to_markdown(report: Report) -> str:
     """Return a report as Markdown."""
-    lines = [f"# {report.title}", ""]
-    lines += [f"- {name}: {value}" for name, value in report.facts.items()]
+    lines = [f"# {markdown(report.title)}", ""]
+    lines += [f"- {markdown(f'{name}: {value}')}" for name, value in report.facts.items()]
     if verdicts := report.verdicts():
-        lines += ["", *(f"- **{sentence}**" for sentence in verdicts)]
+        lines += ["", *(f"- **{markdown(sentence)}**" for sentence in verdicts)]
     for benchmark in report.benchmarks:
         if len(report.benchmarks) > 1:
-            lines += ["", f"## {benchmark}"]
+            lines += ["", f"## {markdown(benchmark)}"]
         columns = _columns(report, benchmark)
-        lines += ["", f"| {' | '.join(column.title for column in columns)} |", f"|{'---|' * len(columns)}"]
+        lines += ["", f"| {' | '.join(markdown(column.title) for column in columns)} |", f"|{'---|' * len(columns)}"]
         for row in zip(*(column.cells for column in columns), strict=True):
-            lines.append(f"| {' | '.join(f'**{text}**' if best else text for text, best in row)} |")
-    lines += ["", *report.notes]
+            texts = (f"**{markdown(text)}**" if best else markdown(text) for text, best in row)
+            lines.append(f"| {' | '.join(texts)} |")
+    lines += ["", *map(markdown, report.notes)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -690,6 +692,7 @@ def _picture(frame: pd.DataFrame, about: Measured) -> str:
         draw(frame, metrics=about.main, lower_is_better=about.lower_is_better, ax=ax)
         if benchmark := frame["benchmark"].iloc[0]:
             ax.set_xlabel(f"{ax.get_xlabel()}, of {benchmark}")
+            literal(ax)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=110)
     finally:

@@ -8,6 +8,7 @@ import numpy as np
 
 from scforge._checks import check_known
 from scforge._constants import UNS_KEY
+from scforge._text import literal
 from scforge.errors import DataError
 from scforge.pl._style import COLORS, check_columns, legend_beside, new_axes
 
@@ -80,6 +81,7 @@ def confusion_matrix(
     ax.set(xlabel=f"predicted{_left_out(left_out)}", ylabel="true (cells)")
     ax.tick_params(length=0)
     ax.figure.colorbar(display.im_, ax=ax, label="share of the true class", fraction=0.05, pad=0.03)
+    literal(ax)
     return ax
 
 
@@ -195,6 +197,7 @@ def calibration(
     ax.set_title(f"calibration error {error:.3f}, {len(known):,} cells", fontsize="medium")
     ax.spines[["top", "right"]].set_visible(False)
     legend_beside(ax)
+    literal(ax)
     return ax
 
 

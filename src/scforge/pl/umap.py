@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scforge._checks import check_known
+from scforge._text import literal
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -78,4 +79,5 @@ def embeddings(
         sc.pl.umap(
             work, color=column, title=titles[key], ax=ax, show=False, size=20, legend_loc=legend, na_in_legend=True
         )
+        literal(ax)
     return axes

@@ -14,7 +14,10 @@ from pydantic import BaseModel, Field
 
 from scforge._io import parsed, read_json, read_settled, sha256_of, sha256_of_json
 from scforge._version import __version__
+from scforge.data.readers import available_memory
 from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line
+from scforge.models._utils import bounded
+from scforge.models.registry import check_layers
 from scforge.soma.v1 import ARCHITECTURE_VERSION
 from scforge.soma.v1.configs import ModelConfig
 from scforge.soma.v1.torch import Model
@@ -88,7 +91,9 @@ def _read(path: Path) -> tuple[Model, int]:
     for name, checksum in ((CONFIG, sha256_of_json(content, sort_keys=True)), (WEIGHTS, sha256_of(path / WEIGHTS))):
         if found.sha256.get(name) != checksum:
             raise ModelFileError(f"{str(path / name)!r} is corrupted: its checksum is wrong; copy the folder again.")
-    return Model.load(path / WEIGHTS, found.model).eval(), found.seq_len
+    check_layers(dataclasses.asdict(found.model))
+    with bounded(available_memory()):
+        return Model.load(path / WEIGHTS, found.model).eval(), found.seq_len
 
 
 def _card(model: Model, seq_len: int, facts: Mapping[str, Any]) -> str:

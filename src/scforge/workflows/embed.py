@@ -34,6 +34,7 @@ from scforge._io import (
     sha256_of_json,
     swap_in,
 )
+from scforge._opening import check_h5
 from scforge.data.cells import Cells, CellSource
 from scforge.data.paths import is_url
 from scforge.data.readers import Location, is_query, open_streams, table_digest
@@ -619,6 +620,7 @@ def _with_genes(model: CellModel, source: Any) -> AnnData | Path | None:
 def _copy_parts(path: Path, root: h5py.File, names: list[str], *, without: str) -> None:
     """Copy parts of an h5ad file into another one, a block at a time, except for one name."""
     with h5py.File(path, "r") as source:
+        check_h5(source, str(path))
         for name in names:
             if name in source:
                 if name in root:

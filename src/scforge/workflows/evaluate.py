@@ -11,6 +11,7 @@ import pandas as pd
 from anndata import AnnData
 
 from scforge._constants import UNS_KEY
+from scforge._text import without_formulas
 from scforge.errors import OptionError, listing
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.evaluate import evaluate_models
@@ -173,13 +174,13 @@ def _evaluate_task(
     found = tuned.evaluate(source if adata is None else adata, base=base, **options)
     assert isinstance(found, pd.DataFrame)
     if path is not None:
-        write(path, found, overwrite=overwrite)
+        write(path, without_formulas(found), overwrite=overwrite)
     if differences_path is not None:
         differences = None if adata is None else adata.uns[UNS_KEY].get("metrics_differences")
         if differences is None:  # those of an earlier evaluation do not belong to these scores
             differences_path.unlink(missing_ok=True)
         else:
-            write(differences_path, differences.set_index("method"), overwrite=overwrite)
+            write(differences_path, without_formulas(differences.set_index("method")), overwrite=overwrite)
     return found
 
 
@@ -209,7 +210,7 @@ def _evaluate_embeddings(
         return report
     if Path(output).suffix == _TABLE:
         frame = report.to_frame()
-        write(output, frame.set_index(frame.columns[0]), overwrite=overwrite)
+        write(output, without_formulas(frame.set_index(frame.columns[0])), overwrite=overwrite)
     else:
         report.write(output, overwrite=overwrite)
     return report

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from scforge._constants import EVALUATION_FILE
 from scforge._io import atomic_write_text
+from scforge._text import without_formulas
 from scforge.config.schema import Config
 from scforge.errors import OptionError, listing, suggest
 from scforge.estimators.encoder import Encoder
@@ -110,7 +111,7 @@ def finetune_from_config(
         metrics = model.evaluate(seed=config.seed, intervals=False)
         if config.output.checkpoint_dir is not None:
             path = Path(config.output.checkpoint_dir) / EVALUATION_FILE
-            atomic_write_text(path, metrics.to_csv(), overwrite=overwrite or resume is not None)
+            atomic_write_text(path, without_formulas(metrics).to_csv(), overwrite=overwrite or resume is not None)
     return FinetuningResult(model, metrics)
 
 
