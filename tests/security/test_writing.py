@@ -96,6 +96,7 @@ COMMANDS = {
 
 PARTS = {
     "run": ["config.yaml", "final/thesis.docx", "step=1/mine", "evaluation.csv", "final/config.json", "epoch=01"],
+    "train": ["config.yaml", "final/thesis.docx", "step=1/mine", "final/config.json", "epoch=01"],
     "soma train": ["final/thesis.docx", "step=1/mine", "final/config.json"],
     "out": ["report.md", "report.csv", "report.json"],
     "out.zarr": ["zarr.json", "notes.txt", "c/0"],
