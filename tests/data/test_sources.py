@@ -21,6 +21,9 @@ def test_one_file(tiny_adata, tmp_path):
         assert (again.X != tiny_adata.X).nnz == 0
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* genes that are not measured in all sources")
+
+
 @pytest.mark.parametrize("told", [False, True])
 def test_several_files_are_joined_over_the_union_of_genes(tiny_adata, tmp_path, told):
     first, second = tiny_adata[:20, :50].copy(), tiny_adata[20:, 30:].copy()

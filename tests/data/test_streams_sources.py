@@ -90,6 +90,7 @@ def test_every_form(form, layer, tiny_adata, vocab, tmp_path):
     remote.rm("/cells", recursive=True)
 
 
+@pytest.mark.filterwarnings("ignore:.* genes that are not measured in all sources")
 def test_several_sources(tiny_adata, tmp_path):
     first, second = tiny_adata[:20, :50].copy(), tiny_adata[20:, 30:].copy()
     first.obs["batch"] = pd.Categorical(["z"] * 20)

@@ -71,6 +71,49 @@ def test_a_umap_is_of_the_embedding_as_it_is_and_neighbors_stay(embedded: ad.Ann
     assert not np.allclose(embedded.obsm["X_one_umap"], computed)
 
 
+def bars(ax: plt.Axes) -> list[plt.Axes]:
+    """Return the color bars of the figure."""
+    return [one for one in ax.figure.axes if one.get_label() == "<colorbar>"]
+
+
+def test_numbers_and_genes_get_a_color_bar(embedded: ad.AnnData, quick) -> None:
+    embedded.obs["score"] = np.linspace(0, 1, 60)
+    embedded.obs["size"] = pd.array(np.arange(60), dtype="Int64")
+    gene = embedded.var_names[0]
+    axes = embeddings(embedded, ["X_one", "X_two"], color=["score", "size", gene])
+    assert [ax.get_legend() for ax in axes] == [None] * 6
+    assert [bar.get_ylabel() for bar in bars(axes[0])] == ["score", "size", gene]
+    counts = np.asarray(embedded[:, gene].X.sum(axis=1)).ravel()
+    shown = np.concatenate([np.ma.getdata(points.get_array()) for points in axes[4].collections])
+    assert sorted(shown) == sorted(counts)
+
+
+def test_numbers_of_clusters_and_booleans_get_a_legend_of_those_that_occur(embedded: ad.AnnData, quick, texts) -> None:
+    embedded.obs["cluster"] = np.arange(60) % 3
+    embedded.obs["is_first"] = np.arange(60) < 1
+    embedded.obs["group"] = embedded.obs["group"].astype(pd.CategoricalDtype(["a", "b", "never"]))
+    axes = embeddings(embedded, "X_one", color=["cluster", "is_first", "group"])
+    assert not bars(axes[0])
+    legends = [set(texts(ax.get_legend().get_texts())) for ax in axes]
+    assert legends == [{"0", "1", "2"}, {"True", "False"}, {"a", "b"}]
+
+
+@pytest.mark.parametrize("n_cells", [1, 2, 3, 4])
+def test_a_few_cells_are_plotted_by_principal_components(embedded: ad.AnnData, n_cells: int) -> None:
+    few = embedded[:n_cells].copy()
+    (ax,) = embeddings(few, "X_one", color="group")
+    assert few.obsm["X_one_umap"].shape == (n_cells, 2)
+    assert np.isfinite(few.obsm["X_one_umap"]).all()
+    assert ax.get_xlabel() == "PC1"
+
+
+@pytest.mark.slow
+def test_fewer_cells_than_neighbors(embedded: ad.AnnData) -> None:
+    few = embedded[:5].copy()
+    (ax,) = embeddings(few, "X_one", color="group")
+    assert (few.obsm["X_one_umap"].shape, ax.get_xlabel()) == ((5, 2), "UMAP1")
+
+
 def test_mistakes(embedded: ad.AnnData) -> None:
     with pytest.raises(
         DataError, match=r"color='grupo' is not in adata.obs; did you mean 'group'\? \(available: 'group'"

@@ -320,6 +320,10 @@ class CellSource:
             vocab=vocab,
         )
 
+    def over_vocabulary(self) -> CellSource:
+        """Return the same cells, whose library sizes are the counts in vocabulary genes."""
+        return replace(self, totals=row_sums(self.counts))
+
     def column(self, key: str) -> pd.Series:
         """Return the column `key` of obs.
 
@@ -397,6 +401,14 @@ def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:
     if obs is None or key not in obs:
         raise DataError(f"{key!r} is not a column of obs{suggest(key, columns, 'available')}")
     return obs[key]
+
+
+def cell_names(cells: Cells) -> pd.Index:
+    """Return the name of each cell; cells that were created without obs are numbered."""
+    if hasattr(cells, "names"):  # a store, which reads them on demand
+        return pd.Index(cells.names())
+    obs = getattr(cells, "obs", None)
+    return pd.RangeIndex(len(cells)) if obs is None else obs.index
 
 
 def named_column(cells: Cells, key: str, *, argument: str | None) -> pd.Series:

@@ -25,6 +25,7 @@ from scforge._io import locked, new_folder, remove_working, swap_in
 from scforge._version import __version__
 from scforge.data.cells import CellBlock, StreamingMedians
 from scforge.data.checks import listed_columns, row_sums
+from scforge.data.gene_sets import warn_of_partial
 from scforge.data.genes import MIN_OVERLAP, GeneMap, map_streams, warn_counts_outside, warn_empty
 from scforge.data.paths import check_target, is_url
 from scforge.data.readers import ChunkReader, open_streams, parse_bytes
@@ -169,12 +170,8 @@ def convert(
         warn_empty(scattered.lengths)
         for stream, kept, total in zip(streams, scattered.kept, scattered.sums, strict=True):
             warn_counts_outside(kept / total, genes, source=f"{stream.name!r}: ")
-        if (share := scattered.sum_of_partial / sum(scattered.kept)) > _MAX_PARTIAL:
-            warn(
-                f"{share:.0%} of the counts are in genes that are not measured in all sources, and the resulting zeros "
-                "look like a batch effect; to integrate the sources, pass a vocab of shared genes "
-                "(GeneVocab.intersection)."
-            )
+        measured = np.stack([gene_map.measured for gene_map in maps])
+        warn_of_partial(scattered.sum_of_partial / sum(scattered.kept), measured)
         datasets, genes = scattered.write(folder / "store", table, progress=progress)
         info = StoreInfo(
             n_cells=len(table),
@@ -204,14 +201,10 @@ def convert(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             scforge_version=__version__,
         )
-        write_root(folder / "store", info, genes, np.stack([gene_map.measured for gene_map in maps]))
+        write_root(folder / "store", info, genes, measured)
         check_target(path, overwrite)  # something may have been written there meanwhile
         swap_in(folder / "store", target)
     return info
-
-
-_MAX_PARTIAL = 0.1
-"""Maximum fraction of counts in genes that some source does not measure; above it, a warning is issued."""
 
 
 def _check_apart(target: Path, streams: Sequence[ChunkReader]) -> None:

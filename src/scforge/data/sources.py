@@ -30,6 +30,7 @@ from scforge.data.checks import (
     row_sums,
     value_problem,
 )
+from scforge.data.gene_sets import share_of_partial, warn_of_partial
 from scforge.data.genes import (
     MIN_OVERLAP,
     GeneMap,
@@ -94,7 +95,11 @@ def _in_memory(
                 pieces.append(mapped.astype(np.min_scalar_type(int(mapped.data.max(initial=0)))))
         counts, totals = sparse.vstack(pieces, format="csr"), np.concatenate(sums)
     # A gene counts as measured if any source has it.
-    measured = np.any([gene_map.measured for gene_map in maps], axis=0)
+    of_sources = np.stack([gene_map.measured for gene_map in maps])
+    measured = of_sources.any(axis=0)
+    if not (of_sources == measured).all():
+        sums = np.bincount(counts.indices, counts.data, minlength=vocab.n_genes)
+        warn_of_partial(share_of_partial(sums, of_sources), of_sources)
     return CellSource(
         counts=counts,
         totals=totals,
@@ -273,8 +278,9 @@ def open_cells(
     Warns
     -----
     ScforgeWarning
-        If fewer than half of the genes of `vocab` are in the data, columns of the same gene are summed, cells express
-        no gene of `vocab`, or `vocab` is an entire annotation and more than a fifth of the counts are outside it.
+        If fewer than half of the genes of `vocab` are in the data, columns of the same gene are summed, several sources
+        measure different genes, cells express no gene of `vocab`, or `vocab` is an entire annotation and more than a
+        fifth of the counts are outside it.
 
     Examples
     --------
@@ -378,7 +384,7 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     Warns
     -----
     ScforgeWarning
-        If several files are given and columns of one of them are summed.
+        If several files are given, and columns of one of them are summed, or the files measure different genes.
 
     Examples
     --------
@@ -413,6 +419,10 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     # One annotation of each gene is enough: that of the first file that has the gene.
     var = pd.concat([part.var for part in parts.values()])
     joined.var = var[~var.index.duplicated()].reindex(joined.var_names)
+    if joined.X is not None:
+        measured = np.stack([joined.var_names.isin(part.var_names) for part in parts.values()])
+        sums = np.asarray(joined.X.sum(axis=0), dtype=np.float64).ravel()
+        warn_of_partial(share_of_partial(sums, measured), measured)
     return joined
 
 

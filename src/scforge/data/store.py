@@ -306,6 +306,7 @@ class _Store:
         self._matrices, lengths = zip(*map(self._matrix, self._datasets), strict=True)
         self.lengths = np.concatenate(lengths)
         self.totals: np.ndarray | None = None
+        self.n_sources = 1 if info is None else len(info.sources)
         if info is not None:
             self._check_datasets(info)
             self._set_genes(group, info)
@@ -414,6 +415,10 @@ class _Store:
         """Return the cell names, str, shape (N,)."""
         return np.concatenate([self._index(dataset, "obs") for dataset in self._datasets])
 
+    def sources(self) -> pd.Series | None:
+        """Return the source of each cell, length N; None if there is a single source."""
+        return self._table([SOURCE])[SOURCE] if self.n_sources > 1 else None
+
     def batches(self, windows: Iterable[Window]) -> Iterator[tuple[np.ndarray, int, sparse.csr_matrix]]:
         """Yield the rows, the draw number, and the counts (sorted, without zeros) of each batch in each window."""
         told: deque[tuple[np.ndarray, int]] = deque()
@@ -516,6 +521,8 @@ class StoreCells:
     shuffled: bool
     _store: _Store = field(repr=False)
     _gene_map: GeneMap | None = field(repr=False)
+    _own_totals: bool = field(default=False, repr=False)
+    """Whether library sizes are the counts in vocabulary genes."""
 
     @classmethod
     def open(
@@ -601,6 +608,14 @@ class StoreCells:
             warn_counts_outside(cells.counts_kept, vocab)
         return replace(cells, overlap=float(measured.mean()))
 
+    def over_vocabulary(self) -> StoreCells:
+        """Return the same cells, whose library sizes are the counts in vocabulary genes."""
+        return replace(self, _own_totals=True)
+
+    def sources(self) -> pd.Series | None:
+        """Read the source (file) of each cell from the store, length N; None if the store has a single source."""
+        return self._store.sources()
+
     def __len__(self) -> int:
         return len(self._store)
 
@@ -647,6 +662,8 @@ class StoreCells:
         for rows, draw, counts in self._store.batches(windows):
             sums = row_sums(counts) if totals is None else totals[rows].astype(np.float64)
             indptr, genes, values = self._mapped(counts)
+            if self._own_totals:
+                sums = np.diff(np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])[indptr])
             yield CellBlock(indptr, genes, values, sums, rows, draw=draw, measured=self.measured)
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:

@@ -37,6 +37,7 @@ from scforge.data.checks import (
 )
 from scforge.data.readers import check_modality, is_collection
 from scforge.data.sources import open_cells
+from scforge.data.store import StoreCells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError, first_line, suggest, warn
 from scforge.estimators.card import CardFacts, Origin, in_epochs, model_card, shown
@@ -509,7 +510,11 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
     def _open(self, source: AnnData | Cells | str | os.PathLike[str], **options: Any) -> Cells:
         """Open cells over the genes of the model, or over another vocabulary in `options` of :func:`open_cells`."""
-        options = {"vocab": self._spec.vocab, **options}
+        cells: Any = self._mapped(source, {"vocab": self._spec.vocab, **options})
+        is_own = "vocab" not in options and getattr(self._tokenizer, "library_size", None) == "vocabulary"
+        return cells.over_vocabulary() if is_own and isinstance(cells, CellSource | StoreCells) else cells
+
+    def _mapped(self, source: AnnData | Cells | str | os.PathLike[str], options: dict[str, Any]) -> Cells:
         if isinstance(source, str | os.PathLike):
             # A store always has counts and names in the same places.
             setup = {} if is_collection(os.fspath(source)) else self._setup

@@ -25,7 +25,7 @@ from scforge._io import read_settled
 from scforge._progress import announce
 from scforge._registry import check_options
 from scforge._text import printable
-from scforge.data.cells import Cells, column_of, named_column
+from scforge.data.cells import Cells, cell_names, column_of, named_column
 from scforge.data.neighbors import n_query_clusters
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names
 from scforge.errors import DataError, NotTrainedWarning, OptionError, first_line, warn
@@ -74,6 +74,7 @@ from scforge.insilico.imputation import knows_zeros, predict_counted, predict_un
 from scforge.insilico.screening import Perturbation, centroid, screen, strata_of, with_rates
 from scforge.models._utils import evaluating
 from scforge.models.components.gene_vectors import check_filled
+from scforge.tokenizers.base import TOKENIZERS
 from scforge.training.checkpoint import SavingError
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import is_sharded
@@ -168,19 +169,25 @@ class Encoder(CellModel):
         self.seed = check_seed(seed)
         defaults = defaults_for(architecture, options)
         names = named_options("tokenizer", tokenizer, defaults.tokenizer)
+        is_chosen = n_top_genes is None  # not for a model that is loaded
+        leaves_out = False
         if n_top_genes is None:
             n_top_genes = n_top_genes_of(vocab, defaults.n_top_genes)
         wanted: dict[str, Any] = {
             "n_top_genes": n_top_genes or None,
             "needed": needed_statistics(*names),
             "keep_genes": listed_names("keep_genes", keep_genes),
+            "reports": is_chosen,
         }
         if self._data is not None:
-            vocab = vocab_of_cells(self._data, vocab, **wanted)
+            vocab, leaves_out = vocab_of_cells(self._data, vocab, **wanted)
         elif self.adata is not None:
-            vocab = vocab_of_adata(self.adata, self._setup, vocab, **wanted)
+            vocab, leaves_out = vocab_of_adata(self.adata, self._setup, vocab, **wanted)
         elif not isinstance(vocab, GeneVocab):
             raise OptionError(f"vocab={vocab!r} requires adata; pass adata, or a GeneVocab as vocab.")
+        takes_sum = leaves_out and "library_size" in TOKENIZERS.get(names[0]).option_names()
+        if takes_sum and names[1].get("missing", "learned") == "learned":
+            names = names[0], {"library_size": "vocabulary", **names[1]}
         spec, vectors = ModelSpec.resolve(
             defaults,
             vocab,
@@ -608,7 +615,7 @@ class Encoder(CellModel):
         check_options("option of predict", self.spec.tuning.task, options, options_of(task.predict))
         source = self._source(adata)
         cells = self._open(source)
-        parts = None if self._seen is None else self._seen.parts_of(CellFingerprints.of(cells))
+        parts = self._parts_of(cells)
         predictor = self._predictor_of_query(cells, batch_size, parts if map_query else None)
         into = source if isinstance(source, AnnData) else None
         predicted = task.predict(predictor, into, key_added=key_added, **options)
@@ -623,6 +630,10 @@ class Encoder(CellModel):
                 written[key] = {**self._made_with(), **predictor.new.shift}
             into.uns[UNS_KEY] = written
         return predicted
+
+    def _parts_of(self, cells: Cells) -> np.ndarray | None:
+        """Return the part of the fine-tuning split of each cell, as text, shape (N,); None without fine-tuning."""
+        return None if self._seen is None else self._seen.parts_of(CellFingerprints.of(cells))
 
     def _report_split(self, parts: np.ndarray, adata: AnnData | None, column: str) -> None:
         """Write the part of the split of each cell, and report how many cells the model learned from."""
@@ -1202,9 +1213,11 @@ class Encoder(CellModel):
         if threshold is not None:
             found = np.where(uncertainty > threshold, UNASSIGNED, found)
             categories += [UNASSIGNED] if UNASSIGNED not in categories else []
-        table = pd.DataFrame({"label": pd.Categorical(found, categories=categories), "uncertainty": uncertainty})
+        table = pd.DataFrame(
+            {"label": pd.Categorical(found, categories=categories), "uncertainty": uncertainty},
+            index=cell_names(predictor.cells),
+        )
         if isinstance(source, AnnData):
-            table.index = source.obs_names
             key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
             source.obs[key], source.obs[f"{key}_uncertainty"] = table["label"], table["uncertainty"]
             if source is not learned and (is_query or source is not self.adata):
@@ -1443,16 +1456,17 @@ class Encoder(CellModel):
             )
         wanted = self.vocab.genes if genes is None else genes
         numbers = interpret.gene_numbers(self, wanted, source=source)
+        cells = self._open(source)
         values = predict_uncounted(
             self._backbone,
-            self._open(source),
+            cells,
             self.tokenizer,
             objective,
             numbers,
             seed=seed,
             batch_size=batch_size,
         )
-        return interpret.expression_table(self, source, values, numbers, key_added)
+        return interpret.expression_table(self, source, cells, values, numbers, key_added)
 
     def denoise(
         self,

@@ -16,7 +16,7 @@ from scipy import sparse
 
 from scforge._checks import check_seed
 from scforge._constants import UNS_KEY
-from scforge.data.cells import Cells, CellSource
+from scforge.data.cells import Cells, CellSource, cell_names
 from scforge.data.checks import gene_names
 from scforge.data.genes import GeneMap
 from scforge.data.vocab import SPECIES, GeneVocab, gene_table
@@ -150,16 +150,15 @@ def column_genes(model: CellModel, adata: AnnData) -> np.ndarray:
 
 
 def expression_table(
-    model: CellModel, source: Any, values: np.ndarray, numbers: np.ndarray, key_added: str | None
+    model: CellModel, source: Any, cells: Cells, values: np.ndarray, numbers: np.ndarray, key_added: str | None
 ) -> pd.DataFrame:
     """Return the expression of the model's genes, and write it to ``adata.layers`` with NaN for all other genes."""
-    index = source.obs_names if isinstance(source, AnnData) else pd.RangeIndex(len(values))
     if key_added is not None and isinstance(source, AnnData):
         place = np.full(model.vocab.n_genes + 1, -1)  # the last one: columns without a gene
         place[numbers] = np.arange(len(numbers))
         columns = place[column_genes(model, source)]
         source.layers[key_added] = np.where(columns >= 0, values[:, columns], np.float32(np.nan))
-    return pd.DataFrame(values, index=index, columns=model.vocab.decode(numbers + model.vocab.n_special))
+    return pd.DataFrame(values, index=cell_names(cells), columns=model.vocab.decode(numbers + model.vocab.n_special))
 
 
 def note(model: CellModel, source: Any, key: str | None, asked: Mapping[str, Any], **tables: pd.DataFrame) -> None:

@@ -377,7 +377,7 @@ class ScDiVa(Encoder):
             return values if scale is None else values.expm1() * scale
 
         values = run_over(module, cells, self.tokenizer, decoded, objective=self.objective, batch_size=batch_size)
-        return expression_table(self, source, values, numbers, key_added)
+        return expression_table(self, source, cells, values, numbers, key_added)
 
     def _own_task(self) -> Task | None:
         """Return the annotation task if the model learned labels in pretraining."""

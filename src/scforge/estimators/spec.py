@@ -10,19 +10,24 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 from pydantic import ValidationError
+from scipy import sparse
 from torch import nn
 
 from scforge._checks import check_count
 from scforge._registry import check_defines
 from scforge.config.aliases import config_error
 from scforge.config.schema import ModelConfig
-from scforge.data.checks import gene_names, names_place
-from scforge.data.genes import map_names
+from scforge.data.cells import choose_chunks, choose_rows
+from scforge.data.checks import counts_of, gene_names, names_place
+from scforge.data.gene_sets import enough_shared, lacking_genes, warn_of_lacking
+from scforge.data.genes import GeneMap, map_names
 from scforge.data.readers import available_memory
 from scforge.data.sources import open_cells
 from scforge.data.statistics import gene_entropies, gene_medians, kept_genes, select_genes, variable_genes
+from scforge.data.store import SOURCE, StoreCells
 from scforge.data.vocab import FROM_DATA, GeneVocab, n_of_species, open_vocab
 from scforge.errors import OptionError, listing, warn
 from scforge.finetuning.adapters import inject_lora
@@ -506,8 +511,13 @@ def vocab_of_adata(
     *,
     needed: frozenset[str],
     keep_genes: Sequence[str] = (),
-) -> GeneVocab:
-    """Choose the genes of a model for an AnnData, with the fields that the tokenizer needs."""
+    reports: bool = True,
+) -> tuple[GeneVocab, bool]:
+    """Choose the genes of a model for an AnnData, with the fields that the tokenizer needs.
+
+    Genes that some batch does not measure are left out if genes are chosen, which the second result states, and only
+    reported (with `reports`) if they are given.
+    """
     key, layer = setup["gene_key"], setup["layer"]
     within = None if vocab == FROM_DATA else open_vocab(vocab)
     names = gene_names(adata, key)
@@ -519,10 +529,16 @@ def vocab_of_adata(
             f"{names_place(key)} contains {counted}, which are treated as different genes; pass "
             "vocab='human_mouse' to merge them."
         )
+    chooses = within is None or n_top_genes is not None
+    columns = {name: adata.obs[name] for name in (setup["batch_key"], *_OF_FILES) if name in adata.obs}
+    lacking = np.zeros(len(names), dtype=bool)
+    if columns and (chooses or reports):
+        among = np.ones(len(names), dtype=bool) if within is None else GeneMap.of(names, within).columns >= 0
+        lacking = _lacking(counts_of(adata, layer), columns, among, chooses=chooses)
     made = within
     if made is None or n_top_genes is not None:
         made = select_genes(
-            adata,
+            adata[:, ~lacking | np.isin(names, list(keep_genes))] if lacking.any() else adata,
             layer=layer,
             gene_key=key,
             n_top_genes=n_top_genes,
@@ -532,7 +548,8 @@ def vocab_of_adata(
         )
     elif len(keep_genes):
         kept_genes(keep_genes, made, "the vocabulary")
-    return _with_statistics(made, needed, lambda: open_cells(adata, made, layer=layer, gene_key=key))
+    made = _with_statistics(made, needed, lambda: open_cells(adata, made, layer=layer, gene_key=key))
+    return made, bool(lacking.any())
 
 
 def vocab_of_cells(
@@ -542,16 +559,31 @@ def vocab_of_cells(
     *,
     needed: frozenset[str],
     keep_genes: Sequence[str] = (),
-) -> GeneVocab:
-    """Choose the genes of a model for a data module, from all or a sample of its training cells."""
-    cells: Cells = data.cells
+    reports: bool = True,
+) -> tuple[GeneVocab, bool]:
+    """Choose the genes of a model for a data module as in :func:`vocab_of_adata`, from a sample of training cells."""
+    cells: Any = data.cells
     if vocab != FROM_DATA:
         cells = cells.with_vocab(open_vocab(vocab))
     made = cells.vocab
     if made is None:
         raise OptionError("the cells of datamodule have no vocabulary; open the cells with scforge.data.open_cells.")
+    chooses = vocab == FROM_DATA or n_top_genes is not None
+    lacking = np.zeros(made.n_genes, dtype=bool)
+    if (columns := _batches_of(cells, data.batch_key)) and (chooses or reports):
+        rows = choose_chunks(len(cells), _CELLS_OF_BATCHES, cells.chunk_size, rows=data.train_rows, seed=data.seed)
+        some = cells.sample(len(rows), rows=rows)
+        columns = {name: column.iloc[rows] for name, column in columns.items()}
+        lacking = _lacking(some.counts, columns, np.ones(made.n_genes, dtype=bool), chooses=chooses)
+    if lacking.any():
+        kept = kept_genes(keep_genes, made, "the cells") if len(keep_genes) else []
+        shared = ~lacking
+        shared[kept] = True
+        made = made.subset(shared)
+        cells = cells.with_vocab(made)
     if n_top_genes is not None and n_top_genes < made.n_genes:
         some = cells.sample(SAMPLED_CELLS, rows=data.train_rows, seed=data.seed)
+        some = some.over_vocabulary() if lacking.any() else some
         made = variable_genes(some, n_top_genes, batch_key=data.batch_key, keep_genes=keep_genes)
     elif len(keep_genes):
         kept_genes(keep_genes, made, "the cells")
@@ -559,7 +591,50 @@ def vocab_of_cells(
     def sampled() -> Any:
         return cells.with_vocab(made).sample(SAMPLED_CELLS, rows=data.train_rows, seed=data.seed)
 
-    return _with_statistics(made, needed, sampled)
+    return _with_statistics(made, needed, sampled), bool(lacking.any())
+
+
+_OF_FILES = ("source_file", SOURCE)
+"""Columns of obs in which ``read_h5ad`` and ``open_cells`` write the file of each cell."""
+
+_CELLS_OF_BATCHES = 50_000
+"""Number of cells from which it is judged which genes the batches measure."""
+
+
+def _batches_of(cells: Cells, batch_key: str | None) -> dict[str, pd.Series]:
+    """Return the columns with the batch and with the source of each cell, as far as there are several."""
+    columns = {} if batch_key is None else {batch_key: cells.column(batch_key)}
+    sources = cells.sources() if isinstance(cells, StoreCells) else getattr(cells, "obs", {}).get(SOURCE)
+    return columns if sources is None else {**columns, SOURCE: sources}
+
+
+def _lacking(
+    counts: sparse.csr_matrix, columns: Mapping[str, pd.Series], among: np.ndarray, *, chooses: bool
+) -> np.ndarray:
+    """Return which of the genes `among` some batch in `columns` lacks, bool, shape (G,), and warn about them.
+
+    The result is all False if the genes cannot be left out: they are given, or too few others remain.
+    """
+    found = np.zeros(len(among), dtype=bool)
+    rows = choose_rows(counts.shape[0], _CELLS_OF_BATCHES)
+    counts = counts[rows]
+    reports = []
+    for name, column in columns.items():
+        codes, batches = pd.factorize(np.asarray(column.astype(object).iloc[rows], dtype=object))
+        lacking = lacking_genes(counts, codes) & among
+        if lacking.any() and not any((lacking == other).all() for other, *_ in reports):
+            reports.append((lacking, batches, name))
+            found |= lacking.any(axis=0)
+    leaves_out = chooses and enough_shared(counts, found)
+    if leaves_out:
+        what_now = "the model leaves these genes out, and divides the counts of a cell by the sum over its other genes"
+    elif chooses:
+        what_now = "too few genes are shared to leave them out, so use data that measure the same genes"
+    else:
+        what_now = "pass a vocab without these genes, or vocab='from_data', which leaves them out"
+    for lacking, batches, name in reports:
+        warn_of_lacking(lacking, batches, name, what_now)
+    return found if leaves_out else np.zeros_like(found)
 
 
 def _with_statistics(vocab: GeneVocab, needed: frozenset[str], measured_on: Callable[[], Any]) -> GeneVocab:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 
 from scforge._checks import check_known
 from scforge._text import literal
@@ -13,6 +14,13 @@ from scforge._text import literal
 if TYPE_CHECKING:
     from anndata import AnnData
     from matplotlib.axes import Axes
+
+_MOST_NUMBERS = 20
+"""Maximum number of different whole numbers, e.g. of clusters, that are plotted as categories."""
+_FEWEST = 5
+"""Minimum number of cells for a UMAP."""
+_AREA = 40_000
+"""Size of all points together; a point has at least 20 and at most 200."""
 
 
 def embeddings(
@@ -24,16 +32,19 @@ def embeddings(
     seed: int = 0,
     axes: Sequence[Axes] | None = None,
 ) -> Sequence[Axes]:
-    """Plot a UMAP of each embedding, with cells colored by obs columns and one legend per column.
+    """Plot a UMAP of each embedding, with cells colored by obs columns or genes, and a legend or color bar for each.
 
     Parameters
     ----------
     adata
-        Annotated data. ``obsm["<key>_umap"]`` is computed with scanpy for each embedding and kept.
+        Annotated data. ``obsm["<key>_umap"]`` is computed with scanpy for each embedding and kept; for fewer than 5
+        cells, it contains the first two principal components.
     obsm_keys
         Key or keys in ``adata.obsm``, or a mapping from key to title.
     color
-        Column of ``adata.obs`` with categories. A list plots one row of UMAPs per column.
+        Column of ``adata.obs``, or a gene in ``adata.var_names``, whose values in ``adata.X`` are shown as they are.
+        Numbers with fractions, or with more than 20 different values, get a color bar, all other values a legend. A
+        list plots one row of UMAPs per column or gene.
     n_neighbors, seed
         Number of neighbors, and random seed, for the neighbor graph and UMAP.
     axes
@@ -56,17 +67,12 @@ def embeddings(
     obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
     titles = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else {key: key for key in obsm_keys}
     colors = [color] if isinstance(color, str) else list(color)
-    for column in colors:
-        check_known("color", column, adata.obs, "adata.obs")
+    # What scanpy writes stays in a copy.
+    work = sc.AnnData(obs=pd.DataFrame({column: _colored(adata, column) for column in colors}, index=adata.obs_names))
     for key in titles:
         check_known("obsm_keys", key, adata.obsm, "adata.obsm")
-    # What scanpy writes stays in a copy.
-    work = sc.AnnData(obs=adata.obs[colors].astype("category"))
     for key in titles:
-        work.obsm[key] = np.asarray(adata.obsm[key])
-        sc.pp.neighbors(work, use_rep=key, n_neighbors=n_neighbors, random_state=seed)
-        sc.tl.umap(work, random_state=seed)
-        adata.obsm[f"{key}_umap"] = work.obsm["X_umap"]
+        adata.obsm[f"{key}_umap"] = _places(np.asarray(adata.obsm[key]), n_neighbors, seed)
     n_rows, n_columns = len(colors), len(titles)
     if axes is None:
         figure = plt.figure(figsize=(4 * n_columns + 2, 4 * n_rows), layout="constrained")
@@ -75,9 +81,53 @@ def embeddings(
     last = list(titles)[-1]
     for ax, (column, key) in zip(axes, panels, strict=True):
         work.obsm["X_umap"] = adata.obsm[f"{key}_umap"]
-        legend = "right margin" if key == last else None
         sc.pl.umap(
-            work, color=column, title=titles[key], ax=ax, show=False, size=20, legend_loc=legend, na_in_legend=True
+            work,
+            color=column,
+            title=titles[key],
+            ax=ax,
+            show=False,
+            size=float(np.clip(_AREA / adata.n_obs, 20, 200)),
+            legend_loc="right margin" if key == last else None,
+            colorbar_loc="right" if key == last else None,
+            na_in_legend=True,
         )
         literal(ax)
+        if adata.n_obs < _FEWEST:
+            ax.set(xlabel="PC1", ylabel="PC2")
+        if key == last and work.obs[column].dtype.kind == "f":  # a legend has a title in its entries, a bar has none
+            ax.figure.axes[-1].set_ylabel(column)
     return axes
+
+
+def _colored(adata: AnnData, color: str) -> pd.Series:
+    """Return the values of a column or gene: numbers (float64) for a color bar, else the categories that occur."""
+    if color not in adata.obs and color in adata.var_names:
+        counts = adata.X[:, np.flatnonzero(adata.var_names == color)]
+        return pd.Series(np.asarray(counts.sum(axis=1), dtype=np.float64).ravel(), index=adata.obs_names)
+    check_known("color", color, adata.obs, "adata.obs")
+    values = adata.obs[color]
+    if pd.api.types.is_numeric_dtype(values.dtype) and not pd.api.types.is_bool_dtype(values.dtype):
+        numbers = values.to_numpy(dtype=np.float64, na_value=np.nan)
+        known = numbers[np.isfinite(numbers)]
+        if (known % 1 != 0).any() or len(np.unique(known)) > _MOST_NUMBERS:
+            return pd.Series(numbers, index=adata.obs_names)
+    return values.astype("category").cat.remove_unused_categories()
+
+
+def _places(embedding: np.ndarray, n_neighbors: int, seed: int) -> np.ndarray:
+    """Return the UMAP of an embedding, or the first principal components of too few cells, float32, shape (N, 2)."""
+    import scanpy as sc
+
+    n_cells = len(embedding)
+    if n_cells < _FEWEST:
+        centered = embedding - embedding.mean(axis=0)
+        components = np.zeros((n_cells, 2), dtype=np.float32)
+        left, scale, _ = np.linalg.svd(centered, full_matrices=False)
+        found = (left * scale)[:, :2]
+        components[:, : found.shape[1]] = found
+        return components
+    work = sc.AnnData(obsm={"X": embedding})
+    sc.pp.neighbors(work, use_rep="X", n_neighbors=min(n_neighbors, n_cells - 1), random_state=seed)
+    sc.tl.umap(work, random_state=seed)
+    return work.obsm["X_umap"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import numpy as np
 import pandas as pd
 from anndata import AnnData
 
@@ -15,7 +14,7 @@ from scforge.finetuning.base import Task
 from scforge.workflows.embed import chosen_device
 from scforge.workflows.models import load_named
 from scforge.workflows.outputs import output_file
-from scforge.workflows.train import embedded_adata, write
+from scforge.workflows.train import write
 
 _TABLE, _CELLS = ".csv", ".h5ad"
 
@@ -93,10 +92,10 @@ def predict_to(
         assert adata is not None
         write(path, adata, overwrite=overwrite)
     else:
-        table = pd.DataFrame(found)
-        if adata is None:
-            table.index = embedded_adata(cells, np.empty((len(cells), 0), dtype=np.float32), "none").obs_names
-        write(path, table.rename_axis("cell"), overwrite=overwrite)
+        table = pd.DataFrame(found).rename_axis("cell")
+        if task.learns_labels and (parts := tuned._parts_of(tuned._cells(cells))) is not None:
+            table[f"{options.get('key_added') or 'scforge'}_split"] = parts
+        write(path, table, overwrite=overwrite)
     return f"{len(found):,} cells"
 
 

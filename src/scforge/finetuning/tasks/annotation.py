@@ -13,7 +13,7 @@ from anndata import AnnData
 from torch import nn
 
 from scforge._checks import check_bool, check_share
-from scforge.data.cells import Cells, column_of
+from scforge.data.cells import Cells, cell_names, column_of
 from scforge.data.checks import names_each_cell
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.baselines import BaselineInputs, classification_baselines
@@ -356,7 +356,7 @@ class Annotation(SupervisedTask):
         if threshold is not None:
             labels[confidence < threshold] = UNASSIGNED
             categories += [UNASSIGNED] * (UNASSIGNED not in categories)
-        index = None if adata is None else adata.obs_names
+        index = cell_names(predictor.cells)
         found = pd.DataFrame(
             {
                 "label": pd.Categorical(labels, categories=categories),

@@ -14,7 +14,7 @@ from scipy.special import expit
 from torch import nn
 
 from scforge._checks import check_bool, check_share
-from scforge.data.cells import Cells
+from scforge.data.cells import Cells, cell_names
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.baselines import BaselineInputs, multi_label_baselines
 from scforge.finetuning.base import Batch, Column, Loss, Predictor, register_task
@@ -262,7 +262,7 @@ class MultiLabel(SupervisedTask):
         check_bool("soft", soft)
         check_share("threshold", threshold)
         probabilities = self.estimate(predictor)
-        index = None if adata is None else adata.obs_names
+        index = cell_names(predictor.cells)
         table = pd.DataFrame(probabilities, index=index, columns=self.known_classes)
         found = table >= threshold
         if adata is not None:

@@ -16,6 +16,7 @@ from anndata import AnnData
 from torch import nn
 
 from scforge._checks import check_choice, check_positive
+from scforge.data.cells import cell_names
 from scforge.errors import DataError, OptionError
 from scforge.eval.baselines import BaselineInputs, regression_baselines
 from scforge.finetuning.base import Batch, Column, Loss, Predictor, register_task
@@ -183,7 +184,7 @@ class Regression(SupervisedTask):
         values = self.estimate(predictor).astype(np.float32)
         if adata is not None:
             adata.obs[key_added or f"scforge_{self.labels_key}"] = values
-        return pd.DataFrame({"prediction": values}, index=None if adata is None else adata.obs_names)
+        return pd.DataFrame({"prediction": values}, index=cell_names(predictor.cells))
 
     def baselines(self, inputs: BaselineInputs, targets: np.ndarray) -> dict[str, np.ndarray]:
         """Return the estimates of :func:`scforge.eval.baselines.regression_baselines`."""
