@@ -298,14 +298,16 @@ class SaveOptions:
 
     def is_over(self, max_epochs: int, max_steps: int, patience: int | None) -> bool:
         """Return whether the training run to resume is already finished; `patience` is the early-stopping patience."""
-        if self.resume is None or self.resume["finished"] is None:
+        if self.resume is None:
             return False
-        stopped = [state for key, state in self.resume["callbacks"].items() if key.startswith("StopAfterWarmup")]
-        if self.resume["finished"] == "early" and stopped and (patience is None or patience > stopped[0]["patience"]):
-            return False
+        with restoring():
+            finished, callbacks = self.resume["finished"], self.resume["callbacks"]
+            stopped = [state["patience"] for key, state in callbacks.items() if key.startswith("StopAfterWarmup")]
+            if finished is None or (finished == "early" and stopped and (patience is None or patience > stopped[0])):
+                return False
         epochs_left = max_epochs == -1 or self.resume["epoch"] < max_epochs
         steps_left = max_steps == -1 or self.resume["step"] < max_steps
-        return self.resume["finished"] == "early" or not (epochs_left and steps_left)
+        return finished == "early" or not (epochs_left and steps_left)
 
 
 class SaveState(Checkpoint):
@@ -334,8 +336,8 @@ class SaveState(Checkpoint):
         """Restore the state that is required before the optimizer is created."""
         if self.saving.resume is None:
             return
-        pl_module.total_steps = self.saving.resume["total_steps"]
         with restoring():
+            pl_module.total_steps = self.saving.resume["total_steps"]
             self.data.go_on_with(self.saving.resume["data"])
         # The first epoch may be shorter, and Lightning reads the number of batches once.
         trainer.reload_dataloaders_every_n_epochs = 1

@@ -161,12 +161,17 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
         state = unpack(content["state"], load_file(place / _TENSORS))
         if state["format"] != FORMAT:
             raise TrainingError(
-                f"the checkpoint {str(folder)!r} was saved with scforge {state.get('scforge_version')}, but this is "
-                f"scforge {__version__}; resume training with the version that saved the checkpoint."
+                f"the checkpoint {str(folder)!r} has the format {state['format']!r} (of scforge "
+                f"{state.get('scforge_version')}), but scforge {__version__} reads the format {FORMAT}; resume training "
+                "with the version that saved the checkpoint."
             )
+        if not all(isinstance(state[name], int) and state[name] >= 0 for name in ("epoch", "step")):
+            raise TypeError("epoch and step must be numbers")
+        if not isinstance(state["settings"], dict):
+            raise TypeError("settings must be a mapping")
     except ModelFileError:
         raise
-    except (OSError, ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
+    except (OSError, ValueError, AttributeError, LookupError, TypeError, RecursionError, SafetensorError) as error:
         raise ModelFileError(f"{str(place / _STATE)!r} is not a training checkpoint: {first_line(error)}.") from error
     return state
 

@@ -219,8 +219,7 @@ def pull_folder(
                 "replace it."
             )
     # Unlike loading, pulling always asks the hub for a name that is no folder.
-    place = name if Path(name).is_dir() else repository(name)
-    found = find_model(place, prefix=f"name={name!r}", **options)
+    found = find_model(name if Path(name).is_dir() else repository(name), prefix=f"name={name!r}", **options)
     if output is None:
         return found.folder
     return copy_model(found.folder, output, overwrite=overwrite, origin=(found.repo_id, found.commit))
