@@ -99,8 +99,8 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
     from scforge._columns import texts_of
 
     values = pd.Series(groups)
-    texts = texts_of(values if rows is None else values.iloc[rows], key="split_by", argument="groups")
-    codes, names = pd.factorize(texts)
+    texts = texts_of(values, key="split_by", argument="groups")
+    codes, names = pd.factorize(texts if rows is None else texts[rows])
     without = codes < 0
     if isinstance(groups, np.ndarray) and groups.dtype.kind in "iu":
         # Codes of a categorical: -1 stands for a missing value.

@@ -106,8 +106,9 @@ def split_for(
     """
     rows = np.arange(n_cells) if usable is None else np.flatnonzero(usable)
     if groups is not None:
-        texts = texts_of(groups.iloc[rows], key=str(groups.name), argument="split_by")
-        _check_groups(str(groups.name), list(texts.categories), n_parts=1 + (test_size > 0) + (validation_size > 0))
+        texts = texts_of(groups, key=str(groups.name), argument="split_by")
+        names = sorted(texts[rows].dropna().unique())
+        _check_groups(str(groups.name), names, n_parts=1 + (test_size > 0) + (validation_size > 0))
         rest, test = split_cells(n_cells, test_size, seed, groups=groups, rows=rows)
         share = validation_size / (1 - test_size)
         train, validation = split_cells(n_cells, share, seed + 1, groups=groups, rows=rest)
